@@ -104,6 +104,7 @@ lint: $(TOOLS)
 	$(TOOL) mypy
 	$(LINT_IMPORTS)
 	$(CLANG_FORMAT) --dry-run --Werror $(FORMATTED)
+	$(PY_ONLY) csrc/make_formats.py --check
 
 format: $(TOOLS)
 	$(TOOL) ruff check --fix .

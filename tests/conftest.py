@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 import nanwatch.instrumentation.calls  # noqa: F401 - its classes need the compiled part, which a fixture hides
 from nanwatch.numerics import _extension
-from support.implementations import IMPLEMENTATIONS, Implementation, active, missing
+from support.implementations import IMPLEMENTATIONS, Implementation, Place, active, missing, placed
 from support.netcheck_ranks import Ranks
 from support.paths import GOLDEN, TESTS
 from support.stand_in_device import stand_in
@@ -46,6 +47,12 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[Implementation]:
         pytest.skip(reason)
     with active(request.param) as present:
         yield present
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def place(request: pytest.FixtureRequest) -> Place:
+    """The function that puts a tensor on each device: for what is read by torch's own operations everywhere."""
+    return functools.partial(placed, device=request.param)
 
 
 @pytest.fixture(params=["python", "native"])

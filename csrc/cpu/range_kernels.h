@@ -44,19 +44,10 @@ struct Plane {
   int64_t columns, column_stride, rows, row_stride;
 };
 
-constexpr int kNumFormats = 18;
-// Elements of a block whose powers are summed: it lies in a near cache by then, and its numbers fit on the stack. A
-// block costs 30 ns beside its elements, 8192 of which take 350 ns as bfloat16.
-constexpr int64_t kPowerSumsBlock = 8192;
-
 struct KernelTable {
   const char* name;
   void (*range[kNumFormats])(const Plane&, RangeBits*);
   void (*health[kNumFormats])(const Plane&, HealthBits*);
-  // Of one block; see power_sums_impl.h. With a range the sums are right if all elements are finite and the largest is
-  // within 2^20 times 1 / scale, above or below.
-  void (*power_sums[kNumFormats])(const Plane& block, double scale, double* sums, RangeBits* range);
-  int64_t (*beyond[kNumFormats])(const Plane& block, double mean, double limit);
   void (*fingerprint)(const char* blocks, int64_t count, uint64_t index, const FingerprintKeys&, const char* end,
                       uint64_t* sum);
 };

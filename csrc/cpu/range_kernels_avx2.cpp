@@ -33,9 +33,6 @@ struct Avx2 {
     const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(b));
     return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
   }
-  static __m256 widened_halves(const char* p) {
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  }
   static void store(void* p, V v) { _mm256_storeu_si256(reinterpret_cast<V*>(p), v); }
 
   template <int width>

@@ -36,9 +36,6 @@ struct Avx512 {
     const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b));
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
   }
-  static __m512 widened_halves(const char* p) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  }
   static void store(void* p, V v) { _mm512_storeu_si512(p, v); }
 
   template <int width>

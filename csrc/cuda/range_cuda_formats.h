@@ -4,49 +4,52 @@
 
 #include <cuda_runtime.h>
 
-#include <utility>
-
 #include "cuda/range_cuda_accumulators.h"
 
 namespace nanwatch {
 namespace {
 
-// Calls fn(FormatTag<F>{}) for the run-time format, if it comes no later than `last`. with_format is its host twin; the
-// format is the same for a whole block, so nothing diverges.
-template <Format last = Format::i64, int I = 0, class Fn>
+// Calls fn(FormatTag<F>{}) for the run-time format. with_format is its host twin; the format is the same for a whole
+// block, so nothing diverges.
+template <class Fn>
 __device__ __forceinline__ void with_device_format(Format format, const Fn& fn) {
-  if (format == Format(I)) {
-    fn(FormatTag<Format(I)>{});
-  } else if constexpr (I < int(last)) {
-    with_device_format<last, I + 1>(format, fn);
-  }
+#define NANWATCH_CASE(name, ...) \
+  if (format == Format::name) return fn(FormatTag<Format::name>{});
+  NANWATCH_FORMATS(NANWATCH_CASE)
+#undef NANWATCH_CASE
 }
 
-// The same for the floating-point formats, which come first; the others are finite.
+// The same for the floating-point formats; the others are finite.
 template <class Fn>
 __device__ __forceinline__ void with_device_float(Format format, const Fn& fn) {
-  with_device_format<Format::f8_e8m0fnu>(format, fn);
+#define NANWATCH_CASE(name, ...)                                      \
+  if constexpr (Codes<Format::name>::is_float) {                      \
+    if (format == Format::name) return fn(FormatTag<Format::name>{}); \
+  }
+  NANWATCH_FORMATS(NANWATCH_CASE)
+#undef NANWATCH_CASE
 }
 
 // The formats that are read by the same code as F, those with its width and sign, as a set of bits.
-template <Format F, int... I>
-constexpr uint32_t alike(std::integer_sequence<int, I...>) {
-  return ((uint32_t(sizeof(typename Codes<F>::Word) == sizeof(typename Codes<Format(I)>::Word) &&
-                    Codes<F>::sign == Codes<Format(I)>::sign)
-           << I) |
-          ...);
-}
+static_assert(kNumFormats <= 32);
+template <Format F, Format G>
+constexpr uint32_t kBitIfAlike =
+    uint32_t(sizeof(typename Codes<F>::Word) == sizeof(typename Codes<G>::Word) && Codes<F>::sign == Codes<G>::sign)
+    << int(G);
+#define NANWATCH_BIT(name, ...) | kBitIfAlike<F, Format::name>
 template <Format F>
-constexpr uint32_t kAlike = alike<F>(std::make_integer_sequence<int, int(Format::i64) + 1>());
+constexpr uint32_t kAlike = 0 NANWATCH_FORMATS(NANWATCH_BIT);
+#undef NANWATCH_BIT
 
 // And for the first format of those that are read alike: 13 loops in place of 18.
-template <int I = 0, class Fn>
+template <class Fn>
 __device__ __forceinline__ void with_device_layout(Format format, const Fn& fn) {
-  constexpr uint32_t formats = kAlike<Format(I)>;
-  if constexpr ((formats & ((1u << I) - 1)) == 0) {
-    if (formats >> int(format) & 1) return fn(FormatTag<Format(I)>{});
+#define NANWATCH_CASE(name, ...)                                                       \
+  if constexpr ((kAlike<Format::name> & ((1u << int(Format::name)) - 1)) == 0) {       \
+    if (kAlike<Format::name> >> int(format) & 1) return fn(FormatTag<Format::name>{}); \
   }
-  if constexpr (I < int(Format::i64)) with_device_layout<I + 1>(format, fn);
+  NANWATCH_FORMATS(NANWATCH_CASE)
+#undef NANWATCH_CASE
 }
 
 // ---- the row --------------------------------------------------------------------------------------------------------

@@ -21,12 +21,6 @@ enum Column : int {
 };
 }  // namespace column
 
-// A row of the statistics operator: behind a range, what a finite tensor with elements has besides.
-namespace statistics_column {
-enum StatisticsColumn : int { mean = column::isfinite + 1, rms, kurtosis, far };
-}  // namespace statistics_column
-
-constexpr int kStatisticsColumns = statistics_column::far + 1;
 constexpr int kRangeColumns = column::isfinite + 1;
 constexpr int kHealthColumns = column::first_nonfinite + 1;
 constexpr int kDeviceColumns = column::is_mask + 1;

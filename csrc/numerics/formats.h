@@ -5,9 +5,12 @@
 // below are all that a reduction has to know; nothing is converted to a float until the three scalars are reported.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+
+#include "numerics/format_table.h"
 
 #ifdef __CUDACC__
 #define NANWATCH_HD __host__ __device__ __forceinline__
@@ -17,26 +20,11 @@
 
 namespace nanwatch {
 
-// Passed through the C ABI as an int: append only.
+// Passed through the C ABI as an int: a number is never used twice.
 enum class Format : int32_t {
-  f64 = 0,
-  f32 = 1,
-  f16 = 2,
-  bf16 = 3,
-  f8_e4m3fn = 4,
-  f8_e5m2 = 5,
-  f8_e4m3fnuz = 6,
-  f8_e5m2fnuz = 7,
-  f8_e8m0fnu = 8,
-  boolean = 9,
-  u8 = 10,
-  i8 = 11,
-  u16 = 12,
-  i16 = 13,
-  u32 = 14,
-  i32 = 15,
-  u64 = 16,
-  i64 = 17,
+#define NANWATCH_FORMAT(name, number, ...) name = number,
+  NANWATCH_FORMATS(NANWATCH_FORMAT)
+#undef NANWATCH_FORMAT
 };
 
 // How a word becomes a magnitude whose unsigned order is the order of |x|.
@@ -49,24 +37,13 @@ enum class Sign : int32_t {
 
 namespace detail {
 
-template <typename W, Sign S, int Exponent, int Mantissa, int Bias>
-struct FloatCodes {
+template <typename W, Sign S, bool Float, bool Inf, bool Zero, int Mantissa, int Bias, W Finite, W Normal>
+struct FormatCodes {
   using Word = W;
-  static constexpr bool is_float = true;
   static constexpr Sign sign = S;
-  static constexpr int exponent_bits = Exponent, mantissa_bits = Mantissa, bias = Bias;
-  static constexpr bool has_zero = true;
-  static constexpr Word min_normal = Word(Word(1) << Mantissa);
-};
-
-template <typename W, Sign S>
-struct IntegerCodes {
-  using Word = W;
-  static constexpr bool is_float = false;
-  static constexpr Sign sign = S;
-  static constexpr bool has_inf = false, has_zero = true;
-  static constexpr Word max_finite = Word(~Word(0));
-  static constexpr Word min_normal = Word(0);
+  static constexpr bool is_float = Float, has_inf = Inf, has_zero = Zero;
+  static constexpr int mantissa_bits = Mantissa, bias = Bias;
+  static constexpr Word max_finite = Finite, min_normal = Normal;
 };
 
 }  // namespace detail
@@ -76,71 +53,16 @@ struct IntegerCodes {
 template <Format F>
 struct Codes;
 
-template <>
-struct Codes<Format::f64> : detail::FloatCodes<uint64_t, Sign::cleared, 11, 52, 1023> {
-  static constexpr bool has_inf = true;
-  static constexpr Word max_finite = 0x7fefffffffffffffull;
-};
-template <>
-struct Codes<Format::f32> : detail::FloatCodes<uint32_t, Sign::cleared, 8, 23, 127> {
-  static constexpr bool has_inf = true;
-  static constexpr Word max_finite = 0x7f7fffffu;
-};
-template <>
-struct Codes<Format::f16> : detail::FloatCodes<uint16_t, Sign::cleared, 5, 10, 15> {
-  static constexpr bool has_inf = true;
-  static constexpr Word max_finite = 0x7bff;
-};
-template <>
-struct Codes<Format::bf16> : detail::FloatCodes<uint16_t, Sign::cleared, 8, 7, 127> {
-  static constexpr bool has_inf = true;
-  static constexpr Word max_finite = 0x7f7f;
-};
-template <>
-struct Codes<Format::f8_e4m3fn> : detail::FloatCodes<uint8_t, Sign::cleared, 4, 3, 7> {
-  static constexpr bool has_inf = false;
-  static constexpr Word max_finite = 0x7e;
-};
-template <>
-struct Codes<Format::f8_e5m2> : detail::FloatCodes<uint8_t, Sign::cleared, 5, 2, 15> {
-  static constexpr bool has_inf = true;
-  static constexpr Word max_finite = 0x7b;
-};
-template <>
-struct Codes<Format::f8_e4m3fnuz> : detail::FloatCodes<uint8_t, Sign::fnuz_nan, 4, 3, 8> {
-  static constexpr bool has_inf = false;
-  static constexpr Word max_finite = 0x7f;
-};
-template <>
-struct Codes<Format::f8_e5m2fnuz> : detail::FloatCodes<uint8_t, Sign::fnuz_nan, 5, 2, 16> {
-  static constexpr bool has_inf = false;
-  static constexpr Word max_finite = 0x7f;
-};
-template <>
-struct Codes<Format::f8_e8m0fnu> : detail::FloatCodes<uint8_t, Sign::none, 8, 0, 127> {
-  // A power of two and nothing else: no sign, no zero, and code 0 is 2^-127, not a subnormal.
-  static constexpr bool has_inf = false, has_zero = false;
-  static constexpr Word max_finite = 0xfe;
-  static constexpr Word min_normal = 0;
-};
-template <>
-struct Codes<Format::boolean> : detail::IntegerCodes<uint8_t, Sign::none> {};
-template <>
-struct Codes<Format::u8> : detail::IntegerCodes<uint8_t, Sign::none> {};
-template <>
-struct Codes<Format::i8> : detail::IntegerCodes<uint8_t, Sign::twos> {};
-template <>
-struct Codes<Format::u16> : detail::IntegerCodes<uint16_t, Sign::none> {};
-template <>
-struct Codes<Format::i16> : detail::IntegerCodes<uint16_t, Sign::twos> {};
-template <>
-struct Codes<Format::u32> : detail::IntegerCodes<uint32_t, Sign::none> {};
-template <>
-struct Codes<Format::i32> : detail::IntegerCodes<uint32_t, Sign::twos> {};
-template <>
-struct Codes<Format::u64> : detail::IntegerCodes<uint64_t, Sign::none> {};
-template <>
-struct Codes<Format::i64> : detail::IntegerCodes<uint64_t, Sign::twos> {};
+#define NANWATCH_CODES(name, number, scalar_type, ...) \
+  template <>                                          \
+  struct Codes<Format::name> : detail::FormatCodes<__VA_ARGS__> {};
+NANWATCH_FORMATS(NANWATCH_CODES)
+#undef NANWATCH_CODES
+
+// One more than the highest number: the length of a table that a format is the index of.
+#define NANWATCH_NUMBER(name, number, ...) , number
+constexpr int kNumFormats = std::max({0 NANWATCH_FORMATS(NANWATCH_NUMBER)}) + 1;
+#undef NANWATCH_NUMBER
 
 // Calls f(FormatTag<F>{}) for the run-time format: the one switch over formats; host only, kernels are
 // instantiated per format.
@@ -152,26 +74,12 @@ struct FormatTag {
 template <typename Fn>
 auto with_format(Format format, Fn&& fn) {
   switch (format) {
-    case Format::f64: return fn(FormatTag<Format::f64>{});
-    case Format::f32: return fn(FormatTag<Format::f32>{});
-    case Format::f16: return fn(FormatTag<Format::f16>{});
-    case Format::bf16: return fn(FormatTag<Format::bf16>{});
-    case Format::f8_e4m3fn: return fn(FormatTag<Format::f8_e4m3fn>{});
-    case Format::f8_e5m2: return fn(FormatTag<Format::f8_e5m2>{});
-    case Format::f8_e4m3fnuz: return fn(FormatTag<Format::f8_e4m3fnuz>{});
-    case Format::f8_e5m2fnuz: return fn(FormatTag<Format::f8_e5m2fnuz>{});
-    case Format::f8_e8m0fnu: return fn(FormatTag<Format::f8_e8m0fnu>{});
-    case Format::boolean: return fn(FormatTag<Format::boolean>{});
-    case Format::u8: return fn(FormatTag<Format::u8>{});
-    case Format::i8: return fn(FormatTag<Format::i8>{});
-    case Format::u16: return fn(FormatTag<Format::u16>{});
-    case Format::i16: return fn(FormatTag<Format::i16>{});
-    case Format::u32: return fn(FormatTag<Format::u32>{});
-    case Format::i32: return fn(FormatTag<Format::i32>{});
-    case Format::u64: return fn(FormatTag<Format::u64>{});
-    case Format::i64: break;
+#define NANWATCH_CASE(name, ...) \
+  case Format::name: return fn(FormatTag<Format::name>{});
+    NANWATCH_FORMATS(NANWATCH_CASE)
+#undef NANWATCH_CASE
   }
-  return fn(FormatTag<Format::i64>{});
+  __builtin_unreachable();
 }
 
 inline size_t word_size(Format format) {

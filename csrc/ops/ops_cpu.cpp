@@ -2,11 +2,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <vector>
 
-#include "cpu/exponents_cpu.h"
 #include "cpu/fingerprint_cpu.h"
-#include "cpu/statistics_cpu.h"
 #include "ops/readable.h"
 
 namespace nanwatch {
@@ -46,31 +43,6 @@ at::Tensor health(const at::Tensor& x) {
   return row;
 }
 
-at::Tensor statistics(const at::Tensor& x) {
-  const Readable readable(x, "statistics", true);
-  if (!readable.native) return reference("nanwatch::statistics", x);
-  at::Tensor row = at::empty({kStatisticsColumns}, at::kDouble);
-  statistics_cpu(readable.view(), row.mutable_data_ptr<double>());
-  return row;
-}
-
-at::Tensor exponent_histogram(const at::Tensor& x) {
-  const Readable readable(x, "exponent_histogram", true);
-  if (!readable.native) return reference("nanwatch::exponent_histogram", x);
-  at::Tensor counts = at::empty({exponent_columns(readable.format)}, at::kLong);
-  exponents_cpu(readable.view(), counts.mutable_data_ptr<int64_t>());
-  return counts;
-}
-
-at::Tensor count_from(const at::Tensor& x, at::IntArrayRef codes) {
-  const Readable readable(x, "count_from", false);
-  if (!readable.native || codes.size() > size_t(kMaxEdges)) return edges_by_reference(x, codes);
-  at::Tensor counts = at::empty({int64_t(codes.size())}, at::kLong);
-  const std::vector<uint64_t> unsigned_codes(codes.begin(), codes.end());
-  edges_cpu(readable.view(), unsigned_codes.data(), int64_t(codes.size()), counts.mutable_data_ptr<int64_t>());
-  return counts;
-}
-
 at::Tensor as_scalar(uint64_t number) {
   return at::scalar_tensor(at::Scalar(int64_t(number)), at::kLong);
 }
@@ -98,7 +70,7 @@ std::tuple<at::Tensor, at::Tensor> range_and_fingerprint(const at::Tensor& x) {
 
 // The conjugate and negative bits do not change a magnitude: without these the dispatcher would copy the tensor.
 void fall_through(torch::Library& m) {
-  for (const char* const name : {"abs_range", "abs_ranges", "health", "statistics", "exponent_histogram", "count_from"})
+  for (const char* const name : {"abs_range", "abs_ranges", "health"})
     m.impl(name, torch::CppFunction::makeFallthrough());
 }
 
@@ -110,9 +82,6 @@ TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
   m.impl("abs_range", abs_range);
   m.impl("abs_ranges", abs_ranges);
   m.impl("health", health);
-  m.impl("statistics", statistics);
-  m.impl("exponent_histogram", exponent_histogram);
-  m.impl("count_from", count_from);
 }
 
 TORCH_LIBRARY_IMPL(nanwatch, Conjugate, m) {

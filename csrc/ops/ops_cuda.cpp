@@ -9,8 +9,6 @@
 #include <vector>
 
 #include "ops/cuda_launch.h"
-#include "numerics/exponents.h"
-#include "cuda/exponents_cuda.h"
 #include "cuda/fingerprint_cuda.h"
 #include "numerics/fingerprint.h"
 #include "numerics/range.h"
@@ -81,38 +79,6 @@ at::Tensor health(const at::Tensor& x) {
   return reference("nanwatch::health", x);
 }
 
-at::Tensor zeros_on(const at::Device& device, int64_t count) {
-  return at::zeros({count}, at::TensorOptions(at::kLong).device(device));
-}
-
-at::Tensor exponent_histogram(const at::Tensor& x) {
-  const c10::DeviceGuard guard(x.device());
-  const Readable readable(x, "exponent_histogram", true);
-  if (readable.native) {
-    const NanwatchTensor view = view_of(readable);
-    at::Tensor counts = zeros_on(x.device(), exponent_columns(readable.format));
-    const int error = nanwatch_cuda_exponents(&view, counts.mutable_data_ptr<int64_t>(), x.device().index(),
-                                              current_stream(x.device()));
-    if (launched(error, "exponent_histogram")) return counts;
-  }
-  return reference("nanwatch::exponent_histogram", x);
-}
-
-at::Tensor count_from(const at::Tensor& x, at::IntArrayRef codes) {
-  const c10::DeviceGuard guard(x.device());
-  const Readable readable(x, "count_from", false);
-  if (readable.native && codes.size() <= size_t(kMaxEdges)) {
-    const NanwatchTensor view = view_of(readable);
-    const std::vector<uint64_t> unsigned_codes(codes.begin(), codes.end());
-    at::Tensor counts = zeros_on(x.device(), int64_t(codes.size()));
-    const int error =
-        nanwatch_cuda_edges(&view, unsigned_codes.data(), int64_t(codes.size()), counts.mutable_data_ptr<int64_t>(),
-                            x.device().index(), current_stream(x.device()));
-    if (launched(error, "count_from")) return counts;
-  }
-  return edges_by_reference(x, codes);
-}
-
 // A tensor that is no run of elements from a 16-byte boundary on is copied.
 at::Tensor fingerprint(const at::Tensor& x) {
   const c10::DeviceGuard guard(x.device());
@@ -137,8 +103,6 @@ TORCH_LIBRARY_IMPL(nanwatch, CUDA, m) {
   m.impl("abs_range", abs_range);
   m.impl("abs_ranges", abs_ranges);
   m.impl("health", health);
-  m.impl("exponent_histogram", exponent_histogram);
-  m.impl("count_from", count_from);
 }
 
 }  // namespace nanwatch

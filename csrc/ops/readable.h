@@ -43,8 +43,4 @@ inline at::Tensor reference(const char* op, const at::Tensor& x) {
   return call_reference<at::Tensor(const at::Tensor&)>(op, x);
 }
 
-inline at::Tensor edges_by_reference(const at::Tensor& x, at::IntArrayRef codes) {
-  return call_reference<at::Tensor(const at::Tensor&, at::IntArrayRef)>("nanwatch::count_from", x, codes);
-}
-
 }  // namespace nanwatch

@@ -12,24 +12,10 @@ namespace nanwatch {
 // Not every dtype has a format: complex numbers go by their modulus, and what is packed below a byte is not read.
 inline std::optional<Format> format_of(at::ScalarType type) {
   switch (type) {
-    case at::kDouble: return Format::f64;
-    case at::kFloat: return Format::f32;
-    case at::kHalf: return Format::f16;
-    case at::kBFloat16: return Format::bf16;
-    case at::kFloat8_e4m3fn: return Format::f8_e4m3fn;
-    case at::kFloat8_e5m2: return Format::f8_e5m2;
-    case at::kFloat8_e4m3fnuz: return Format::f8_e4m3fnuz;
-    case at::kFloat8_e5m2fnuz: return Format::f8_e5m2fnuz;
-    case at::kFloat8_e8m0fnu: return Format::f8_e8m0fnu;
-    case at::kBool: return Format::boolean;
-    case at::kByte: return Format::u8;
-    case at::kChar: return Format::i8;
-    case at::kUInt16: return Format::u16;
-    case at::kShort: return Format::i16;
-    case at::kUInt32: return Format::u32;
-    case at::kInt: return Format::i32;
-    case at::kUInt64: return Format::u64;
-    case at::kLong: return Format::i64;
+#define NANWATCH_CASE(name, number, scalar_type, ...) \
+  case at::ScalarType::scalar_type: return Format::name;
+    NANWATCH_FORMATS(NANWATCH_CASE)
+#undef NANWATCH_CASE
     default: return std::nullopt;
   }
 }
@@ -37,9 +23,10 @@ inline std::optional<Format> format_of(at::ScalarType type) {
 // The number that a fingerprint has for the dtype. Fingerprints are kept in files: append only.
 inline std::optional<int64_t> fingerprint_format(at::ScalarType type) {
   switch (type) {
-    case at::kComplexHalf: return 18;
-    case at::kComplexFloat: return 19;
-    case at::kComplexDouble: return 20;
+#define NANWATCH_CASE(number, scalar_type) \
+  case at::ScalarType::scalar_type: return number;
+    NANWATCH_COMPLEX_FORMATS(NANWATCH_CASE)
+#undef NANWATCH_CASE
     default: break;
   }
   const std::optional<Format> format = format_of(type);

@@ -53,14 +53,17 @@ inline std::string dtype_name(const RowData& row) {
 
 // The c10::ScalarType of that name, real or complex; -1 for any other.
 inline int8_t floating_dtype(std::string_view name) {
-  using at::ScalarType;
   static const auto* const known = [] {
     auto* const found = new std::vector<std::pair<std::string, int8_t>>;
-    for (const ScalarType type :
-         {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half, ScalarType::Double, ScalarType::ComplexFloat,
-          ScalarType::ComplexDouble, ScalarType::ComplexHalf, ScalarType::Float8_e4m3fn, ScalarType::Float8_e5m2,
-          ScalarType::Float8_e4m3fnuz, ScalarType::Float8_e5m2fnuz, ScalarType::Float8_e8m0fnu})
-      found->emplace_back(dtype_name(type), int8_t(type));
+    constexpr std::pair<at::ScalarType, bool> types[] = {
+#define NANWATCH_REAL(name, number, scalar_type, ...) {at::ScalarType::scalar_type, Codes<Format::name>::is_float},
+#define NANWATCH_COMPLEX(number, scalar_type) {at::ScalarType::scalar_type, true},
+        NANWATCH_FORMATS(NANWATCH_REAL) NANWATCH_COMPLEX_FORMATS(NANWATCH_COMPLEX)
+#undef NANWATCH_REAL
+#undef NANWATCH_COMPLEX
+    };
+    for (const auto& [type, is_floating] : types)
+      if (is_floating) found->emplace_back(dtype_name(type), int8_t(type));
     return found;
   }();
   for (const auto& [text, type] : *known)

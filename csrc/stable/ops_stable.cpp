@@ -10,8 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/exponents_cpu.h"
-#include "cpu/statistics_cpu.h"
 #include "cpu/fingerprint_cpu.h"
 #include "cpu/parallel.h"
 
@@ -28,26 +26,13 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 namespace stable = torch::stable::detail;
 
-// The stable ABI has no number for float8_e8m0fnu: the reference serves it.
+// Where the stable ABI has no number for a format, the reference serves it.
 std::optional<Format> format_of(int32_t dtype) {
   static const std::vector<std::pair<int32_t, Format>> formats = {
-      {aoti_torch_dtype_float64(), Format::f64},
-      {aoti_torch_dtype_float32(), Format::f32},
-      {aoti_torch_dtype_float16(), Format::f16},
-      {aoti_torch_dtype_bfloat16(), Format::bf16},
-      {aoti_torch_dtype_float8_e4m3fn(), Format::f8_e4m3fn},
-      {aoti_torch_dtype_float8_e5m2(), Format::f8_e5m2},
-      {aoti_torch_dtype_float8_e4m3fnuz(), Format::f8_e4m3fnuz},
-      {aoti_torch_dtype_float8_e5m2fnuz(), Format::f8_e5m2fnuz},
-      {aoti_torch_dtype_bool(), Format::boolean},
-      {aoti_torch_dtype_uint8(), Format::u8},
-      {aoti_torch_dtype_int8(), Format::i8},
-      {aoti_torch_dtype_uint16(), Format::u16},
-      {aoti_torch_dtype_int16(), Format::i16},
-      {aoti_torch_dtype_uint32(), Format::u32},
-      {aoti_torch_dtype_int32(), Format::i32},
-      {aoti_torch_dtype_uint64(), Format::u64},
-      {aoti_torch_dtype_int64(), Format::i64}};
+#define NANWATCH_PAIR(enumerator, name) {aoti_torch_dtype_##name(), Format::enumerator},
+      NANWATCH_STABLE_FORMATS(NANWATCH_PAIR)
+#undef NANWATCH_PAIR
+  };
   for (const auto& [number, format] : formats)
     if (number == dtype) return format;
   return std::nullopt;
@@ -83,9 +68,9 @@ Number* numbers(const Tensor& x) {
 }
 
 // Calls the operator that python/nanwatch/numerics/_extension.py defines over the reference for this.
-template <typename... Arguments>
-Tensor reference(const char* op, const Arguments&... arguments) {
-  std::array<StableIValue, sizeof...(Arguments)> stack{stable::from(arguments)...};
+template <typename Argument>
+Tensor reference(const char* op, const Argument& argument) {
+  std::array<StableIValue, 1> stack{stable::from(argument)};
   STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION));
   return stable::to<Tensor>(stack[0]);
 }
@@ -118,32 +103,6 @@ Tensor health(const Tensor& x) {
   return row;
 }
 
-Tensor statistics(const Tensor& x) {
-  const std::optional<View> view = view_of(x, "statistics");
-  if (!view.has_value()) return reference("nanwatch::reference_statistics", x);
-  Tensor row = filled({kStatisticsColumns}, ScalarType::Double);
-  statistics_cpu(*view, numbers<double>(row));
-  return row;
-}
-
-Tensor exponent_histogram(const Tensor& x) {
-  const std::optional<View> view = view_of(x, "exponent_histogram");
-  if (!view.has_value()) return reference("nanwatch::reference_exponent_histogram", x);
-  Tensor counts = filled({exponent_columns(view->format)}, ScalarType::Long);
-  exponents_cpu(*view, numbers<int64_t>(counts));
-  return counts;
-}
-
-Tensor count_from(const Tensor& x, const std::vector<int64_t>& codes) {
-  const std::optional<View> view = view_of(x, "count_from");
-  if (!view.has_value() || codes.size() > size_t(kMaxEdges))
-    return reference("nanwatch::reference_count_from", x, codes);
-  Tensor counts = filled({int64_t(codes.size())}, ScalarType::Long);
-  const std::vector<uint64_t> unsigned_codes(codes.begin(), codes.end());
-  edges_cpu(*view, unsigned_codes.data(), int64_t(codes.size()), numbers<int64_t>(counts));
-  return counts;
-}
-
 // Complex numbers have no Format: the reference serves them.
 Tensor fingerprint(const Tensor& x) {
   const std::optional<View> view = view_of(x, "fingerprint");
@@ -161,9 +120,6 @@ STABLE_TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
   m.impl("abs_range", TORCH_BOX(&abs_range));
   m.impl("abs_ranges", TORCH_BOX(&abs_ranges));
   m.impl("health", TORCH_BOX(&health));
-  m.impl("statistics", TORCH_BOX(&statistics));
-  m.impl("exponent_histogram", TORCH_BOX(&exponent_histogram));
-  m.impl("count_from", TORCH_BOX(&count_from));
   m.impl("fingerprint", TORCH_BOX(&fingerprint));
 }
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanwatch.numerics import _fingerprint
+from nanwatch.numerics.formats import BY_NAME
 from support.cuda_emulation import Host
 from support.cuda_tensors import random_bits
 
@@ -29,7 +30,7 @@ def call(host: Host, x: torch.Tensor, seal: int, number: torch.Tensor) -> int:
 
 
 def fingerprint(host: Host, x: torch.Tensor) -> int:
-    seal = _fingerprint._split_mix(_fingerprint.DTYPES.index("uint8") ^ 1 << 32)
+    seal = _fingerprint._split_mix(BY_NAME["uint8"].number ^ 1 << 32)
     number = torch.zeros((), dtype=torch.int64)
     assert call(host, x, _fingerprint._split_mix(seal + x.numel()), number) == 0
     return int(number)

@@ -33,12 +33,10 @@ assert _extension.C is None
 assert _extension.stable_operators
 x = torch.randn(7, 6, dtype=torch.complex64)
 for view in (x.real, x.conj().imag, x.imag.t(), torch.ones(0), torch.arange(5)[::2], x.real[:, :1].expand(7, 3)):
-    for name in ("abs_range", "health", "exponent_histogram"):
+    for name in ("abs_range", "health"):
         got, expected = getattr(_extension, name)(view), getattr(_reference, name)(view)
         assert torch.equal(got, expected), (name, view, got, expected)
     assert torch.equal(_extension.fingerprint(view), _fingerprint.fingerprint(view)), view
-    found, expected = _extension.statistics(view), _reference.statistics(view)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 assert _extension.abs_ranges([torch.ones(3), x.real]).tolist()[0] == [1.0, 1.0, 1.0]
 freed = torch.ones(4)
 freed.untyped_storage().resize_(0)

@@ -16,33 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanwatch.numerics import _reference
 from support.paths import CUDA_HOST, ROOT
 
 BUILT = ROOT / "build" / "cuda_host"
 # One for each path through the sources: without minima of 16-bit halves and reductions over a warp, and with.
 ARCHITECTURES = [pytest.param(750, id="sm_75", marks=pytest.mark.slow), pytest.param(900, id="sm_90")]
 
-# The numbers of csrc/numerics/formats.h.
-FORMATS = {
-    torch.float64: 0,
-    torch.float32: 1,
-    torch.float16: 2,
-    torch.bfloat16: 3,
-    torch.float8_e4m3fn: 4,
-    torch.float8_e5m2: 5,
-    torch.float8_e4m3fnuz: 6,
-    torch.float8_e5m2fnuz: 7,
-    torch.float8_e8m0fnu: 8,
-    torch.bool: 9,
-    torch.uint8: 10,
-    torch.int8: 11,
-    torch.uint16: 12,
-    torch.int16: 13,
-    torch.uint32: 14,
-    torch.int32: 15,
-    torch.uint64: 16,
-    torch.int64: 17,
-}
+# What the CUDA sources read, and its number in the C ABI.
+FORMATS = {dtype: form.number for dtype, form in _reference.FORMATS.items() if form.kind != "complex"}
 
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
 # A misaligned load is a fault on a GPU and nothing on x86: the sanitizer makes it an error here too.

@@ -33,12 +33,20 @@ class Implementation:
 
     def place(self, x: torch.Tensor) -> torch.Tensor:
         """`x` where this implementation reads it, with the same strides, offset and overlaps."""
-        if self.device == "cpu" or x.layout is not torch.strided:
-            return x.to(self.device)
-        moved = torch.empty(0, dtype=x.dtype, device=self.device)
-        plain = x.resolve_conj().resolve_neg()
-        storage = plain.detach().untyped_storage().to(device=torch.device(self.device))
-        return moved.set_(storage, plain.storage_offset(), plain.shape, plain.stride())
+        return placed(x, self.device)
+
+
+Place = Callable[[torch.Tensor], torch.Tensor]
+
+
+def placed(x: torch.Tensor, device: str) -> torch.Tensor:
+    """`x` on a device, with the same strides, offset and overlaps."""
+    if device == "cpu" or x.layout is not torch.strided:
+        return x.to(device)
+    moved = torch.empty(0, dtype=x.dtype, device=device)
+    plain = x.resolve_conj().resolve_neg()
+    storage = plain.detach().untyped_storage().to(device=torch.device(device))
+    return moved.set_(storage, plain.storage_offset(), plain.shape, plain.stride())
 
 
 def missing(name: str) -> str:
@@ -63,9 +71,6 @@ def active(name: str) -> Iterator[Implementation]:
                 abs_range=_reference.abs_range,
                 abs_ranges=_reference.abs_ranges,
                 health=_reference.health,
-                statistics=_reference.statistics,
-                exponent_histogram=_reference.exponent_histogram,
-                count_from=_reference.count_from,
                 fingerprint=_fingerprint.fingerprint,
                 range_and_fingerprint=lambda x: (_reference.abs_range(x), _fingerprint.fingerprint(x)),
             ),

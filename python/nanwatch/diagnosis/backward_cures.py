@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ..instrumentation.functions import find_called
 from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import unwrapped
-from ..numerics.formats import limits
 from ..precision.precision import run_in_fp32
 from ..records.headroom import least_bits
 from ..records.record import Record
@@ -194,9 +193,7 @@ def try_smaller(
 def _largest_divisor(given: Sequence[Record]) -> float:
     """Return by how much these may be divided before the largest element of one becomes subnormal."""
     divisors = [
-        one.abs_max / ends.smallest_normal
-        for one in given
-        if one.abs_max and (ends := limits(one.dtype)) is not None
+        one.abs_max / ends.smallest_normal for one in given if one.abs_max and (ends := one.ends) is not None
     ]
     # Rounded down to a power of two, for a division that rounds nothing.
     return max(1.0, 2.0 ** (frexp(min(*divisors, _MOST))[1] - 1)) if divisors else 1.0

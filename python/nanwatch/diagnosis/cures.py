@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ..instrumentation.wrapped_names import module_names, named_modules, unwrapped
-from ..numerics.formats import limits
 from ..precision.casting import NARROW, cast
 from ..precision.precision import run_in_fp32
 from ..recording.walk import call_leaves
@@ -213,7 +212,7 @@ class _Search:
         """Try to clamp the guilty module's input, if that is near the end of the format."""
         rows = [row for call in self.seen.calls if call.name == self.guilty for row in call.rows]
         end = min(
-            (ends.largest for row in rows if is_narrow(row.dtype) and (ends := limits(row.dtype))),
+            (ends.largest for row in rows if is_narrow(row.dtype) and (ends := row.ends)),
             default=0.0,
         )
         given = next((row for row in rows if row.role == "input" and "float" in row.dtype), None)

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..numerics import _reference
-from ..numerics.formats import limits
 from ..numerics.ranges import tensor_health
 from ..numerics.readable import is_plain, local_shard
 from ..recording.observe import histogram_of, observe, read
@@ -140,7 +139,7 @@ class Operands(NamedTuple):
         gone = _memory(written)
         found = []
         for x, record in zip(self.tensors, self.rows, strict=True):
-            ends = limits(record.dtype)
+            ends = record.ends
             is_small = ends is not None and record.isfinite is True and not is_normal(record.abs_min, ends)
             if is_small and is_plain(x) and x.untyped_storage()._cdata not in gone:
                 record = record._replace(health=tensor_health(x))

@@ -29,7 +29,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from . import _fingerprint, _reference
+from . import _fingerprint, _reference, _spread
 
 _T = TypeVar("_T")
 
@@ -206,27 +206,23 @@ _health = define("health(Tensor x) -> Tensor", _reference.health, _fake_health)
 
 
 def _fake_statistics(x: Tensor) -> Tensor:
-    return _row(x, _reference.STATISTICS_WIDTH)
+    return _row(x, _spread.STATISTICS_WIDTH)
 
 
-_statistics = define("statistics(Tensor x) -> Tensor", _reference.statistics, _fake_statistics)
+def statistics(x: Tensor) -> Tensor:
+    """Return range and statistics of `x`: shape (7,), columns as in `_spread`, on x's device, no sync."""
+    return _spread.statistics(x, abs_range)
+
+
+define("statistics(Tensor x) -> Tensor", statistics, _fake_statistics)
 
 
 def _fake_exponent_histogram(x: Tensor) -> Tensor:
-    columns = _reference.EXPONENT_HEAD + len(_reference.exponents_of(x.dtype))
+    columns = _spread.EXPONENT_HEAD + len(_spread.exponents_of(x.dtype))
     return torch.empty((columns,), dtype=torch.int64, device=x.device)
 
 
-_exponent_histogram = define(
-    "exponent_histogram(Tensor x) -> Tensor", _reference.exponent_histogram, _fake_exponent_histogram
-)
-
-
-def _fake_count_from(x: Tensor, codes: Sequence[int]) -> Tensor:
-    return torch.empty((len(codes),), dtype=torch.int64, device=x.device)
-
-
-_count_from = define("count_from(Tensor x, int[] codes) -> Tensor", _reference.count_from, _fake_count_from)
+define("exponent_histogram(Tensor x) -> Tensor", _spread.exponent_histogram, _fake_exponent_histogram)
 
 
 def _fake_fingerprint(x: Tensor) -> Tensor:
@@ -269,26 +265,6 @@ def health(x: Tensor) -> Tensor:
     """Return range and counts of `x`: shape (11,), columns as in `_reference.health`, on x's device, no sync."""
     row: Tensor = _reference.health(x) if _would_be_copied(x) else _health(x)
     return row
-
-
-def statistics(x: Tensor) -> Tensor:
-    """Return range and statistics of `x`: shape (7,), columns as in `_reference`, on x's device, no sync."""
-    row: Tensor = _reference.statistics(x) if _would_be_copied(x) else _statistics(x)
-    return row
-
-
-def exponent_histogram(x: Tensor) -> Tensor:
-    """Count the elements in each power of two: int64, columns as in `_reference`, on x's device, no sync."""
-    read = _reference.exponent_histogram if _would_be_copied(x) else _exponent_histogram
-    counts: Tensor = read(x)
-    return counts
-
-
-def count_from(x: Tensor, codes: Sequence[int]) -> Tensor:
-    """Count the elements that reach each magnitude: int64, one for each of `codes`, on x's device, no sync."""
-    read = _reference.count_from if _would_be_copied(x) else _count_from
-    counts: Tensor = read(x, list(codes))
-    return counts
 
 
 def fingerprint(x: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
+from .formats import BY_NAME
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -24,14 +26,6 @@ _LANES = 8
 _WORDS = _BLOCK // 8
 _CHUNK = 1 << 22  # bytes at a time: the temporaries stay below 40 MiB
 _ONES = (1 << 64) - 1
-
-# A dtype's place is the number that its fingerprints have. Fingerprints are kept in files: append only.
-DTYPES = [
-    *("float64", "float32", "float16", "bfloat16"),
-    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
-    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
-    *("complex32", "complex64", "complex128"),
-]
 
 
 def _signed(x: int) -> int:
@@ -87,10 +81,10 @@ def fingerprint(x: Tensor) -> Tensor:
     tensor that is not strided.
     """
     name = str(x.dtype).removeprefix("torch.")
-    if name not in DTYPES or x.layout is not torch.strided:
+    if name not in BY_NAME or x.layout is not torch.strided:
         raise TypeError(
             f"nanwatch.fingerprint got a tensor of dtype {name} and layout {x.layout}; it takes strided tensors of"
-            f" {', '.join(DTYPES)}. Convert it, or take the fingerprint of the tensors that it is made of."
+            f" {', '.join(BY_NAME)}. Convert it, or take the fingerprint of the tensors that it is made of."
         )
     with torch.no_grad():
         values = x.resolve_conj().resolve_neg().contiguous()
@@ -99,7 +93,7 @@ def fingerprint(x: Tensor) -> Tensor:
         total = torch.zeros((), dtype=torch.int64, device=x.device)
         for start in range(0, len(data), _CHUNK):
             total += _sum_of_blocks(data[start : start + _CHUNK], start // _BLOCK)
-        state = _split_mix(DTYPES.index(name) ^ x.ndim << 32)
+        state = _split_mix(BY_NAME[name].number ^ x.ndim << 32)
         for size in x.shape:
             state = _split_mix(state + size & _ONES)
         return _mixed(total ^ _signed(state))

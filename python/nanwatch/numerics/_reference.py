@@ -3,43 +3,59 @@
 No bit tricks here: `abs`, `amin`, `amax`, `isfinite` and comparisons, so that a reader can see that it is right
 and so that it runs wherever torch does. The native kernels must give the same rows, value for value.
 
-Memory: a temporary of at most `_CHUNK` elements at a time for tensors that flatten without a copy; one copy of the
-tensor for those that do not (strided, overlapping). A dimension that only repeats what is there, as `expand` makes
-them, is read once. Nothing here waits for a device.
+Memory: a few temporaries of a chunk at a time. Only `health`, which finds the first bad element in C order, copies a
+tensor that does not flatten without (strided, overlapping). A dimension that only repeats what is there, as `expand`
+makes them, is read once. Nothing here waits for a device.
 
 On a CPU in flush-denormal mode torch itself reads fp32, bf16 and fp64 subnormals as zero, and so does this file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .formats import NUMBER_FORMATS, NumberFormat
+
 # Columns of the rows below; the same order in the native kernels.
 RANGE_WIDTH = 3  # abs_min, abs_max, isfinite
 HEALTH_WIDTH = 11  # those, then the columns that the docstring of `health` names
 
-# 4 Mi elements: the float64 temporaries stay near 100 MiB while a 16 GiB tensor takes only 1000 steps.
-_CHUNK = 1 << 22
+# 1 Mi elements: the temporaries of 8 bytes stay below 64 MiB while a 16 GiB tensor takes only 4000 to 8000 steps.
+_CHUNK = 1 << 20
+# Of a CPU, for each thread: its share of the temporaries lies in the second cache then.
+_CHUNK_OF_A_THREAD = 1 << 14
 _DEVICES_WITHOUT_FLOAT64 = frozenset({"mps"})
 _INF = float("inf")
 
 
-def _present(*names: str) -> frozenset[torch.dtype]:
-    return frozenset(getattr(torch, name) for name in names if hasattr(torch, name))
+def _arithmetic_of(form: NumberFormat) -> torch.dtype:
+    """Return a dtype that holds the values exactly, and whose `abs`, `amin` and comparisons torch has.
+
+    Only 64-bit integers above 2^53 (2^24 for 32- and 64-bit ones without float64) are rounded: rounding is monotone,
+    so the ends of the range are the rounded ends.
+    """
+    if form.kind == "complex":
+        return torch.complex128 if form.bits == 128 else torch.complex64
+    if form.is_float and form.bits >= 16:
+        return dtype_of(form)
+    return torch.float32 if form.bits <= 16 else torch.float64
 
 
-_OWN_ARITHMETIC = _present("float64", "float32", "float16", "bfloat16", "complex128", "complex64")
-_THROUGH_FLOAT32 = _present(
-    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"
-) | _present("bool", "uint8", "int8", "uint16", "int16")
-_THROUGH_FLOAT64 = _present("int32", "uint32", "int64", "uint64")
-_THROUGH_COMPLEX64 = _present("complex32")
+def dtype_of(form: NumberFormat) -> torch.dtype:
+    """Return PyTorch's dtype of a format."""
+    dtype: torch.dtype = getattr(torch, form.name)
+    return dtype
 
-READABLE_DTYPES = _OWN_ARITHMETIC | _THROUGH_FLOAT32 | _THROUGH_FLOAT64 | _THROUGH_COMPLEX64
+
+FORMATS = {dtype_of(form): form for form in NUMBER_FORMATS if hasattr(torch, form.name)}
+"""The formats that this PyTorch has."""
+_ARITHMETIC = {dtype: _arithmetic_of(form) for dtype, form in FORMATS.items()}
+
+READABLE_DTYPES = frozenset(FORMATS)
 READABLE_NAMES = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in READABLE_DTYPES))
 
 
@@ -57,8 +73,8 @@ def abs_range(x: Tensor) -> Tensor:
     Empty gives `(inf, 0, 1)`. Raises TypeError for a dtype that has no value of its own (packed formats).
     """
     with torch.no_grad():
-        part = _stored(x)
-        rows = [_range_row(chunk, x.device) for chunk in _chunks(part.values)]
+        part = stored(x)
+        rows = [_range_row(chunk, x.device) for chunk in chunks(part.values)]
         if part.implicit_zeros:
             rows.append(torch.tensor([0.0, 0.0, 1.0], dtype=row_dtype(x.device), device=x.device))
         if not rows:
@@ -93,11 +109,11 @@ def health(x: Tensor) -> Tensor:
     posinf whatever its direction.
     """
     with torch.no_grad():
-        part = _stored(x)
+        part = stored(x)
         wide = row_dtype(x.device)
         rows = []
         start = 0
-        for chunk in _chunks(part.values):
+        for chunk in chunks(part.values.reshape(-1)):
             stop = start + chunk.numel()
             if part.positions is None:
                 positions = torch.arange(start, stop, device=x.device)
@@ -122,7 +138,7 @@ def health(x: Tensor) -> Tensor:
 class _Stored(NamedTuple):
     """The elements that a tensor stores, whatever its layout."""
 
-    values: Tensor  # 1-D, strided, of a readable dtype
+    values: Tensor  # strided, of a readable dtype
     implicit_zeros: int  # elements of the shape that are zero because nothing is stored for them
     positions: Tensor | None  # flat index of each value over the shape without its repeats; None: 0, 1, 2, …
     repeats: int = 1  # elements of the tensor that each value stands for
@@ -163,11 +179,16 @@ def _place_in(shape: Sequence[int], strides: Sequence[int], flat: Tensor) -> Ten
     return place.to(flat.dtype)
 
 
-def _stored(x: Tensor) -> _Stored:
+def stored(x: Tensor) -> _Stored:
+    """Return the elements that `x` stores. Raise TypeError for a dtype that has no value per element."""
     x = x.detach()
     if x.is_nested:
-        parts = [_stored(component) for component in x.unbind()]
-        values = torch.cat([part.values for part in parts]) if parts else torch.empty(0, device=x.device)
+        parts = [stored(component) for component in x.unbind()]
+        values = (
+            torch.cat([part.values.reshape(-1) for part in parts])
+            if parts
+            else torch.empty(0, device=x.device)
+        )
         return _Stored(values, 0, None)
     x, repeats = without_repeats(x)
     if x.is_quantized:
@@ -182,7 +203,8 @@ def _stored(x: Tensor) -> _Stored:
     if x.layout is not torch.strided:
         # Compressed layouts become COO: one path for the positions, at the price of one copy of the indices.
         return _stored_sparse(x if x.layout is torch.sparse_coo else x.to_sparse())
-    return _Stored(x.reshape(-1), 0, None, repeats)
+    # Of a subclass with its own dispatch no more is asked than that it reshapes.
+    return _Stored(x.reshape(-1) if overrides_dispatch(x) else x, 0, None, repeats)
 
 
 def _stored_sparse(x: Tensor) -> _Stored:
@@ -196,24 +218,31 @@ def _stored_sparse(x: Tensor) -> _Stored:
     return _Stored(values.reshape(-1), x.numel() - values.numel(), positions.reshape(-1))
 
 
-def _chunks(values: Tensor) -> Iterator[Tensor]:
-    if values.numel():
-        yield from values.split(_CHUNK)
+def chunks(values: Tensor) -> Iterator[Tensor]:
+    """Yield all elements in runs of a bounded size: in C order if `values` is contiguous, else in that of memory."""
+    on_host = values.device.type == "cpu"
+    limit = _CHUNK_OF_A_THREAD * torch.get_num_threads() if on_host else _CHUNK
+    if not values.is_contiguous():
+        # The largest strides first: a transposed tensor is then one run.
+        values = values.permute(sorted(range(values.dim()), key=values.stride, reverse=True))
+    yield from _runs(values, limit)
+
+
+def _runs(values: Tensor, limit: int) -> Iterator[Tensor]:
+    if values.is_contiguous():
+        yield from values.reshape(-1).split(limit) if values.numel() else ()
+    elif values.numel() <= limit:
+        yield values.reshape(-1)
+    else:
+        rows = limit // values[0].numel()
+        for part in values.split(rows) if rows else values:
+            yield from _runs(part, limit)
 
 
 def _to_arithmetic(values: Tensor) -> Tensor:
-    """Return the values in a dtype that holds them exactly, and whose `abs`, `amin` and comparisons torch has.
-
-    Only 64-bit integers above 2^53 (2^24 for 32- and 64-bit ones without float64) are rounded: rounding is
-    monotone, so the ends of the range are the rounded ends.
-    """
-    if values.dtype in _THROUGH_FLOAT32:
-        return values.to(torch.float32)
-    if values.dtype in _THROUGH_FLOAT64:
-        return values.to(row_dtype(values.device))
-    if values.dtype in _THROUGH_COMPLEX64:
-        return values.to(torch.complex64)
-    return values
+    """Return the values in the dtype of `_arithmetic_of`, float32 in place of float64 where the device has none."""
+    wanted = _ARITHMETIC[values.dtype]
+    return values.to(row_dtype(values.device) if wanted == torch.float64 else wanted)
 
 
 def _range_row(chunk: Tensor, device: torch.device) -> Tensor:
@@ -254,146 +283,6 @@ def _health_row(chunk: Tensor, positions: Tensor, device: torch.device) -> Tenso
     return torch.stack([column.to(wide) for column in columns])
 
 
-# Columns of a row of statistics: those of a range, then mean, rms, kurtosis, and the share beyond 6 sigma.
-STATISTICS_WIDTH = RANGE_WIDTH + 4
-
-
-def refuse_complex(dtype: torch.dtype, what: str) -> None:
-    """Raise TypeError for a complex dtype, of which `what` would be that of its parts."""
-    if dtype.is_complex:
-        raise TypeError(
-            f"{what} takes no {str(dtype).removeprefix('torch.')}: what a format holds of it are its two parts. "
-            "Pass torch.view_as_real(x.resolve_conj()) for those, or x.abs() for the modulus."
-        )
-
-
-def statistics(x: Tensor) -> Tensor:
-    """Return the range of `x`, its mean, root mean square, kurtosis and share beyond 6 sigma: shape (7,).
-
-    All but the range are nan for a tensor with a non-finite element or with none, and the kurtosis where all elements
-    are equal. Four reads in float64, of values in units of the largest, so that no power overflows.
-    """
-    refuse_complex(x.dtype, "statistics")
-    with torch.no_grad():
-        part, row = _stored(x), abs_range(x)
-        unit = torch.exp2(
-            torch.frexp(_on_wide_device(row[1]).to(torch.float64)).exponent.to(torch.float64) - 1
-        )
-
-        def average(of: Callable[[Tensor], Tensor]) -> Tensor:
-            sums = of(torch.zeros_like(unit)) * part.implicit_zeros
-            for chunk in _chunks(part.values):
-                sums = sums + of(_on_wide_device(chunk).to(torch.float64) / unit).sum()
-            return sums / (part.values.numel() + part.implicit_zeros)
-
-        # Around an element, so that the mean of equal ones is exact.
-        first = _on_wide_device(part.values[:1]).to(torch.float64).sum() / unit
-        mean = first + average(lambda values: values - first)
-        second = average(lambda values: (values - mean) ** 2)
-        fourth = average(lambda values: (values - mean) ** 4)
-        far = average(lambda values: ((values - mean).abs() > 6 * second.sqrt()).to(torch.float64))
-        found = torch.stack([mean * unit, (second + mean**2).sqrt() * unit, fourth / second**2, far])
-        return torch.cat([row, torch.where(row[2] != 0, found.to(row), torch.nan)])
-
-
-# Columns of an exponent histogram: num_nan, num_posinf, num_neginf, num_zero, then one for each of `exponents_of`.
-EXPONENT_HEAD = 4
-
-# First and last: of the smallest number above zero, subnormals included, and of the largest finite one.
-_EXPONENTS = {
-    "float64": (-1074, 1023),
-    "float32": (-149, 127),
-    "float16": (-24, 15),
-    "bfloat16": (-133, 127),
-    "float8_e4m3fn": (-9, 8),
-    "float8_e5m2": (-16, 15),
-    "float8_e4m3fnuz": (-10, 7),
-    "float8_e5m2fnuz": (-17, 15),
-    "float8_e8m0fnu": (-127, 127),
-    "bool": (0, 0),
-}
-
-_SIGN_64 = -(1 << 63)
-
-
-def exponents_of(dtype: torch.dtype) -> range:
-    """Return each e with numbers of 2^e <= |x| < 2^(e+1) in `dtype`; raise TypeError if it is complex or unreadable."""
-    name = str(dtype).removeprefix("torch.")
-    refuse_complex(dtype, "an exponent histogram")
-    if dtype not in READABLE_DTYPES:
-        raise TypeError(
-            f"there are no exponents of dtype {name}; accepted: {READABLE_NAMES}, but no complex one"
-        )
-    first, last = _EXPONENTS.get(name, (0, 8 * dtype.itemsize - 1))
-    return range(first, last + 1)
-
-
-def exponent_histogram(x: Tensor) -> Tensor:
-    """Count the elements of `x` in each power of two, int64, on its device.
-
-    Columns: num_nan, num_posinf, num_neginf, num_zero, then one for each exponent of `exponents_of(x.dtype)`, upwards.
-    """
-    with torch.no_grad():
-        exponents = exponents_of(torch.float32 if x.is_quantized else x.dtype)
-        part = _stored(x)
-        counts = torch.zeros(EXPONENT_HEAD + len(exponents), dtype=torch.int64, device=x.device)
-        for chunk in _chunks(part.values):
-            columns = _exponent_columns(_on_wide_device(chunk), exponents.start).to(x.device)
-            counts.scatter_add_(0, columns, torch.ones_like(columns))
-        counts[EXPONENT_HEAD - 1] += part.implicit_zeros
-        return counts * part.repeats
-
-
-def count_from(x: Tensor, codes: Sequence[int]) -> Tensor:
-    """Count the elements of `x` whose magnitude word is at least each of `codes`: shape (len(codes),), int64.
-
-    A magnitude word is the element's bits without the sign, or the magnitude of an integer, as an unsigned number:
-    it grows with |x|, through inf to nan. A code above 2^63 - 1 is given as the int64 of the same bits.
-    """
-    with torch.no_grad():
-        exponents_of(torch.float32 if x.is_quantized else x.dtype)  # refuses what has no such words
-        part = _stored(x)
-        counts = torch.zeros(len(codes), dtype=torch.int64, device=x.device)
-        for chunk in _chunks(part.values.resolve_neg()):
-            # With the top bit turned over the order of signed numbers is that of unsigned ones.
-            words = _magnitude_words(chunk) ^ _SIGN_64
-            for i, code in enumerate(codes):
-                counts[i] += (words >= (code ^ _SIGN_64)).sum()
-        for i, code in enumerate(codes):
-            counts[i] += part.implicit_zeros if code == 0 else 0
-        return counts * part.repeats
-
-
-def _on_wide_device(chunk: Tensor) -> Tensor:
+def on_wide_device(chunk: Tensor) -> Tensor:
     """Return `chunk` on a device with float64: one without has no frexp for it either."""
     return chunk.cpu() if chunk.device.type in _DEVICES_WITHOUT_FLOAT64 else chunk
-
-
-def _exponent_columns(chunk: Tensor, first: int) -> Tensor:
-    if not chunk.is_floating_point():
-        words = _magnitude_words(chunk)
-        high, low = (words >> 32) & 0xFFFFFFFF, words & 0xFFFFFFFF  # each exactly a float64
-        exponent = torch.where(high != 0, _floor_log2(high) + 32, _floor_log2(low))
-        return torch.where(words == 0, EXPONENT_HEAD - 1, exponent - first + EXPONENT_HEAD)
-    values = chunk.to(torch.float64)
-    special = torch.where(values.isnan(), 0, torch.where(values.isinf(), 1, EXPONENT_HEAD - 1))
-    special = torch.where(values == -_INF, 2, special)
-    ordinary = values.isfinite() & (values != 0)
-    exponent = _floor_log2(torch.where(ordinary, values, 1.0))
-    return torch.where(ordinary, exponent - first + EXPONENT_HEAD, special)
-
-
-def _floor_log2(values: Tensor) -> Tensor:
-    return torch.frexp(values.to(torch.float64)).exponent.to(torch.int64) - 1
-
-
-def _magnitude_words(chunk: Tensor) -> Tensor:
-    if not chunk.is_floating_point():
-        return chunk.view(torch.int64) if chunk.dtype == torch.uint64 else chunk.to(torch.int64).abs()
-    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[chunk.dtype.itemsize]
-    bits = chunk.view(word).to(torch.int64)
-    if chunk.dtype == torch.float8_e8m0fnu:
-        return bits
-    unsigned = bits & ((1 << (8 * chunk.dtype.itemsize - 1)) - 1)
-    is_fnuz = chunk.dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-    return torch.where(bits == 0x80, bits, unsigned) if is_fnuz else unsigned

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import _extension, _reference
+from . import _extension, _spread
 from .formats import floor_log2, limits
 from .readable import dtype_name, is_plain, only_our_dispatch, readable, through_public
 
@@ -49,7 +49,7 @@ class ExponentHistogram:
     num_neginf: int = 0
 
     def __post_init__(self) -> None:
-        exponents = _reference.exponents_of(self.dtype)
+        exponents = _spread.exponents_of(self.dtype)
         listed = _Counts(sorted((e, n) for e, n in self.counts.items() if n))
         for exponent, num in listed.items():
             if exponent not in exponents or num < 0:
@@ -123,11 +123,9 @@ def exponent_histogram(x: Tensor) -> ExponentHistogram:
     with only_our_dispatch():
         x = readable(x, "exponent_histogram")
         dtype = counted_dtype(x)
-        exponents = _reference.exponents_of(dtype)
-        if is_plain(x):
-            row = _extension.exponent_histogram(x)
-        else:
-            row = through_public(_extension.exponent_histogram, _reference.exponent_histogram, x)
+        exponents = _spread.exponents_of(dtype)
+        read = _spread.exponent_histogram
+        row = read(x) if is_plain(x) else through_public(read, read, x)
         return _from_row(dtype, exponents, row.tolist())
 
 
@@ -137,6 +135,6 @@ def counted_dtype(x: Tensor) -> torch.dtype:
 
 
 def _from_row(dtype: torch.dtype, exponents: Iterable[int], row: list[int]) -> ExponentHistogram:
-    nans, posinfs, neginfs, zeros = row[: _reference.EXPONENT_HEAD]
-    counts = dict(zip(exponents, row[_reference.EXPONENT_HEAD :], strict=True))
+    nans, posinfs, neginfs, zeros = row[: _spread.EXPONENT_HEAD]
+    counts = dict(zip(exponents, row[_spread.EXPONENT_HEAD :], strict=True))
     return ExponentHistogram(dtype, counts, zeros, nans, posinfs, neginfs)

@@ -19,17 +19,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _extension, _reference
+from . import _extension, _spread
 from .exponents import ExponentHistogram, counted_dtype
-from .formats import limits
+from .formats import BY_NAME
 from .readable import dtype_name, is_plain, only_our_dispatch, readable, through_public, type_name
 
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")
 """Formats that `narrowest` chooses from: the narrowest first, and of one width the more precise first."""
 
-# A format of scales: no zero, no sign and no fraction, so that no element of a tensor would come through a cast.
-_NO_TARGETS = ("float8_e8m0fnu",)
-_TARGETS = (*FORMATS, "float8_e4m3fnuz", "float8_e5m2fnuz")
+# A format of scales has no zero, no sign and no fraction: no element of a tensor would come through a cast.
+_NO_TARGETS = tuple(name for name, form in BY_NAME.items() if form.kind == "powers")
+_OTHERS = tuple(
+    name for name, form in BY_NAME.items() if form.is_float and name not in (*FORMATS, *_NO_TARGETS)
+)
+_TARGETS = (*FORMATS, *_OTHERS)
 
 _MAX_MARGIN = 1000.0  # bits; 2^±1000 is still a normal float64
 
@@ -136,8 +139,8 @@ def would_fit(x: Tensor | ExponentHistogram, dtype: torch.dtype | str, *, scale:
         marks = _marks(dtype_name(counted_dtype(x)), target, float(scale))
         # The marks ascend, and only uint64 has some beyond its words, which no element reaches.
         codes = [_as_int64(word) for word in marks if word < 1 << 64]
-        read, public = (partial(f, codes=codes) for f in (_extension.count_from, _reference.count_from))
-        row = read(x) if is_plain(x) else through_public(read, public, x)
+        read = partial(_spread.count_from, codes=codes)
+        row = read(x) if is_plain(x) else through_public(read, read, x)
         nonzero, kept, normal, overflow, nonfinite = row.tolist() + [0] * (len(marks) - len(codes))
     found = (overflow - nonfinite, nonzero - kept, kept - normal)
     return Fit(getattr(torch, target), float(scale), nonzero - nonfinite, *found, *found)
@@ -300,19 +303,12 @@ class _Ladder(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _ladder(name: str) -> _Ladder:
-    ends = limits(name)
-    if ends is None:
-        exponents = _reference.exponents_of(getattr(torch, name))
-        is_signed = name.startswith("int")
-        largest = 1 << (exponents.stop - 1) if is_signed else (1 << exponents.stop) - 1
-        return _Ladder(exponents.stop, Fraction(1), 1, largest)
-    unit = Fraction(ends.smallest_subnormal)
-    fraction_bits = (Fraction(ends.smallest_normal) / unit).numerator.bit_length() - 1
-    # A format without a zero begins one word lower.
-    first = 0 if name == "float8_e8m0fnu" else 1
-    largest = int(Fraction(ends.largest) / unit)
-    endless = _Ladder(fraction_bits, unit, first, 1 << 64)
-    return endless._replace(last=endless.first_reaching(largest))
+    form = BY_NAME[name]
+    if form.is_float:
+        unit = Fraction(2) ** form.exponents.start
+        return _Ladder(form.fraction_bits, unit, form.smallest_word, form.largest_word)
+    width = form.exponents.stop
+    return _Ladder(width, Fraction(1), 1, 1 << (width - 1) if form.kind == "signed" else (1 << width) - 1)
 
 
 class _Marks(NamedTuple):
@@ -350,7 +346,7 @@ def _fit_of_histogram(histogram: ExponentHistogram, target: str, scale: float) -
     """Return bounds: a power of two counts as certain when all its numbers agree, as possible when one of them does."""
     source = dtype_name(histogram.dtype)
     words, marks = _ladder(source), _marks(source, target, scale)
-    lowest = _reference.exponents_of(histogram.dtype).start
+    lowest = _spread.exponents_of(histogram.dtype).start
     most, least = [0, 0, 0], [0, 0, 0]
     spans = ((marks.overflow, marks.nonfinite), (marks.nonzero, marks.kept), (marks.kept, marks.normal))
     for exponent, num in histogram.counts.items():

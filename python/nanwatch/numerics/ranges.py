@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from . import _extension, _reference
+from . import _extension, _reference, _spread
 from .formats import AbsRange, Statistics, TensorHealth
 from .readable import is_plain, only_our_dispatch, readable, through_public, type_name
 
@@ -218,11 +218,11 @@ def range_and_statistics(x: Tensor) -> tuple[AbsRange, Statistics]:
     """Return `abs_range` and `statistics` of `x` from one read where the compiled part has the dtype."""
     with only_our_dispatch():
         x = readable(x, "statistics")
-        _reference.refuse_complex(x.dtype, "statistics")
+        _spread.refuse_complex(x.dtype, "statistics")
         if is_plain(x):
             row = _extension.statistics(x).tolist()
         else:
-            row = through_public(_extension.statistics, _reference.statistics, x).tolist()
+            row = through_public(_extension.statistics, _spread.statistics, x).tolist()
         return _to_range(row[:3]), Statistics(*row[3:])
 
 

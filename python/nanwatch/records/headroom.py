@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, log2, sqrt
 
-from ..numerics.formats import Limits, limits
+from ..numerics.formats import Limits
 from .record import Frame, Record
 
 # 8 bits. From the root of the end on a value may leave it by its own square; for float16 the two are the same.
@@ -31,7 +31,7 @@ def is_normal(smallest: float | None, ends: Limits) -> bool:
 
 def has_vanished(record: Record) -> bool:
     """Return whether every element is zero or subnormal: the value is lost, or soon will be."""
-    ends = limits(record.dtype)
+    ends = record.ends
     if ends is None or record.abs_max is None or not record.isfinite or 0 in (record.shape or ()):
         return False
     return record.abs_max < ends.smallest_normal
@@ -45,7 +45,7 @@ def headroom_bits(record: Record) -> float | None:
     tensors that were not read, and extremes that are meant (masks, `allow_inf`). May fall to -0.5 for a complex tensor,
     whose modulus may pass what one part can hold.
     """
-    ends = limits(record.dtype)
+    ends = record.ends
     if ends is None or record.abs_max is None or record.is_excused:
         return None
     if record.isfinite is False or not isfinite(record.abs_max):

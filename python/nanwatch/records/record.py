@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..numerics.formats import Statistics, TensorHealth
+from ..numerics.formats import Limits, Statistics, TensorHealth, limits
 
 _CLAUSE = r"(\w+(?:\([^()]*\))?) at ([^=,]*)=(\d+) of (\d+)"
 _PLACEMENT = re.compile(rf"(?P<places>{_CLAUSE}(?:, {_CLAUSE})*)(?:, from \[(?P<index>\d+(?:, \d+)*)\])?")
@@ -145,6 +145,11 @@ class Record(NamedTuple):
     def is_shard(self) -> bool:
         """Return True for a record of this process's part of a DTensor; `shape` is that of the whole."""
         return self.note.startswith(LOCAL_SHARD)
+
+    @property
+    def ends(self) -> Limits | None:
+        """Return the largest finite, the smallest normal and the smallest number of its format; None for integers."""
+        return limits(self.dtype)
 
     @property
     def placement(self) -> Placement | None:

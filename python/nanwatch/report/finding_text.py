@@ -87,7 +87,7 @@ def next_forward(
     if finding.origin in ("produced", "received") and not is_cured and (grown := _grown(frames)):
         return grown
     if finding.origin == "produced":
-        ends = None if record is None else limits(record.dtype)
+        ends = None if record is None else record.ends
         if "inf" in finding.value and frame is not None and record is not None and ends is not None:
             dtype, end = record.dtype, f"{ends.largest:.6g}"
             largest = _largest_finite(frame, record)
@@ -292,7 +292,7 @@ def _narrowest(finding: Finding, record: Record | None) -> tuple[str, float] | N
     Under autocast that is not the gradient's own: of a float32 weight it is made in half, and converted then.
     """
     records = [*finding.operands, *([] if record is None else [record])]
-    ends = {one.dtype: ends.largest for one in records if (ends := limits(one.dtype)) is not None}
+    ends = {one.dtype: ends.largest for one in records if (ends := one.ends) is not None}
     return min(ends.items(), key=lambda one: one[1], default=None)
 
 

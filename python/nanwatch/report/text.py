@@ -137,7 +137,7 @@ def _vanished(frame: Frame) -> list[str]:
             else "zero."
         )
         for record in frame.records
-        if record.role in ("input", "gradient") and has_vanished(record) and (ends := limits(record.dtype))
+        if record.role in ("input", "gradient") and has_vanished(record) and (ends := record.ends)
     ]
 
 

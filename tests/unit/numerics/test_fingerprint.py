@@ -15,11 +15,17 @@ from torch import Tensor
 
 import nanwatch
 from nanwatch.numerics import _extension
-from nanwatch.numerics._fingerprint import DTYPES
 from support.corruptions import missed
 from support.implementations import Implementation
 
 ONES = 2**64 - 1
+# A dtype's place is the number that its fingerprints have, also in files of earlier versions.
+NUMBERS = [
+    *("float64", "float32", "float16", "bfloat16"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("complex32", "complex64", "complex128"),
+]
 
 
 def mix(x: int) -> int:
@@ -48,7 +54,7 @@ def oracle(x: Tensor) -> int:
             lanes[(i % 8) ^ 1] += word
         digest = sum(mix((lane & ONES) ^ number(128 + j)) for j, lane in enumerate(lanes)) & ONES
         total += mix(digest ^ number(block))
-    state = number(DTYPES.index(str(x.dtype).removeprefix("torch.")) ^ x.ndim << 32)
+    state = number(NUMBERS.index(str(x.dtype).removeprefix("torch.")) ^ x.ndim << 32)
     for size in x.shape:
         state = number((state + size) & ONES)
     return mix((total & ONES) ^ state)
@@ -70,7 +76,7 @@ def read(x: Tensor) -> int:
     return found
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", NUMBERS)
 def test_any_dtype_and_length_as_the_description_has_it(implementation: Implementation, name: str) -> None:
     dtype = getattr(torch, name)
     block = 1024 // dtype.itemsize

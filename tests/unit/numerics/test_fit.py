@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from nanwatch import ExponentHistogram, exponent_histogram, narrowest, would_fit
 from nanwatch.numerics.fit import FORMATS
-from support.implementations import Implementation
+from support.implementations import Place
 from support.oracle import DTYPES, FLOATS_8, FLOATS_16, INTEGERS, from_patterns, random_patterns, values_of
 
 INF, NAN = math.inf, math.nan
@@ -97,23 +97,21 @@ def counts_of(x: Any, dtype: torch.dtype, scale: float = 1.0) -> tuple[int, int,
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("source", [*FLOATS_8, *FLOATS_16])
-def test_every_pattern_as_torch_casts_it(
-    implementation: Implementation, source: torch.dtype, target: torch.dtype
-) -> None:
+def test_every_pattern_as_torch_casts_it(place: Place, source: torch.dtype, target: torch.dtype) -> None:
     """Each pattern of fp8, fp16 and bf16, scaled by a power of two, counts as what torch's cast makes of it."""
     for power in (0, -3, 7, 20, -20):
         x = every(source)
         if power != 0 and source in (torch.bfloat16, torch.float8_e8m0fnu):
             wide = x.to(torch.float32)
             x = x[(wide.abs() < 2.0**100) & (wide.abs() > 2.0**-100)]  # the product stays an exact float32
-        got = would_fit(implementation.place(x), target, scale=2.0**power)
+        got = would_fit(place(x), target, scale=2.0**power)
         assert got.is_exact
         counts = got.num_elements, got.num_overflow, got.num_underflow, got.num_subnormal
         assert counts == cast_counts(x, target, 2.0**power), f"times 2**{power}"
 
 
 @pytest.mark.parametrize("target", SMALL)
-def test_float32_beside_every_end(implementation: Implementation, target: torch.dtype) -> None:
+def test_float32_beside_every_end(place: Place, target: torch.dtype) -> None:
     """The float32 numbers at, next to and halfway between the target's magnitudes count as torch casts them."""
     ladder = magnitudes(target)
     steps = [*ladder, 2 * ladder[-1] - ladder[-2]]
@@ -122,14 +120,14 @@ def test_float32_beside_every_end(implementation: Implementation, target: torch.
     base = torch.tensor([v for v in near if v < 3.4e38], dtype=torch.float32)
     up, down = (torch.nextafter(base, torch.tensor(end)) for end in (INF, -INF))
     x = torch.cat([base, up, down, -base, -up, -down])
-    got = would_fit(implementation.place(x), target)
+    got = would_fit(place(x), target)
     assert (got.num_elements, got.num_overflow, got.num_underflow, got.num_subnormal) == cast_counts(
         x, target, 1.0
     )
 
 
 @given(data=st.data())
-def test_any_scale_in_exact_arithmetic(implementation: Implementation, data: st.DataObject) -> None:
+def test_any_scale_in_exact_arithmetic(place: Place, data: st.DataObject) -> None:
     """With any scale, and from any dtype, each product counts as the nearest number of the format."""
     source = data.draw(st.sampled_from(DTYPES))
     target = data.draw(st.sampled_from(SMALL))
@@ -139,7 +137,7 @@ def test_any_scale_in_exact_arithmetic(implementation: Implementation, data: st.
         generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
         x = (torch.randn(30, generator=generator) * 100).to(source)
         scale = data.draw(st.floats(1e-4, 1e4))
-    got = would_fit(implementation.place(x), target, scale=scale)
+    got = would_fit(place(x), target, scale=scale)
     found = (got.num_elements, got.num_overflow, got.num_underflow, got.num_subnormal)
     assert found == nearest_counts(x, target, scale)
 
@@ -186,7 +184,7 @@ def test_float64_holds_itself_and_its_ends_move_with_the_scale() -> None:
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
-def test_integers_by_their_magnitude(implementation: Implementation, dtype: torch.dtype) -> None:
+def test_integers_by_their_magnitude(place: Place, dtype: torch.dtype) -> None:
     """The ends of an integer dtype overflow a format exactly when their exact product rounds beyond its end."""
     info = torch.iinfo(dtype)
     x = torch.tensor([info.min, info.max, 0, 1, min(info.max, 2**53 + 1)], dtype=dtype)
@@ -195,29 +193,29 @@ def test_integers_by_their_magnitude(implementation: Implementation, dtype: torc
         (torch.float8_e4m3fn, 3.0),
         (torch.float16, 65520 / (2**53 + 1)),
     ):
-        got = would_fit(implementation.place(x), target, scale=scale)
+        got = would_fit(place(x), target, scale=scale)
         found = (got.num_elements, got.num_overflow, got.num_underflow, got.num_subnormal)
         assert found == nearest_counts(x, target, scale)
 
 
-def test_shares_leave_out_zeros_and_what_is_not_finite(implementation: Implementation) -> None:
+def test_shares_leave_out_zeros_and_what_is_not_finite(place: Place) -> None:
     """The shares are of the finite elements that are not zero, over any strides; without one they are 0."""
     x = torch.tensor([[0.0, 1e9, 1.0, INF], [1e-9, 1e-5, NAN, -2.0]])
-    fit = would_fit(implementation.place(x).t()[:, :], torch.float16)
+    fit = would_fit(place(x).t()[:, :], torch.float16)
     assert (fit.overflow, fit.underflow, fit.subnormal, fit.num_elements) == (0.2, 0.2, 0.2, 5)
     assert not fit.fits
     assert str(fit) == "float16: 20.000% overflow, 20.000% become zero, 20.000% become subnormal"
     for nothing in (torch.zeros(3), torch.empty(0), torch.tensor(NAN)):
-        fit = would_fit(implementation.place(nothing), "float8_e5m2")
+        fit = would_fit(place(nothing), "float8_e5m2")
         assert (fit.overflow, fit.num_elements, fit.fits) == (0.0, 0, True)
 
 
-def test_expanded_and_sparse(implementation: Implementation) -> None:
+def test_expanded_and_sparse(place: Place) -> None:
     """Repeats count each time; zeros that are not stored are no elements."""
-    x = implementation.place(torch.tensor([[1e9], [1.0]]))
+    x = place(torch.tensor([[1e9], [1.0]]))
     assert counts_of(x.expand(2, 1000), torch.float16) == (2000, 1000, 0, 0)
     sparse = torch.diag(torch.tensor([1e9, 1.0, 1e-30])).to_sparse()
-    assert counts_of(implementation.place(sparse), torch.float16) == (3, 1, 1, 0)
+    assert counts_of(place(sparse), torch.float16) == (3, 1, 1, 0)
 
 
 @given(data=st.data())

@@ -1,0 +1,52 @@
+"""The table of number formats against torch's own conversions, and the header that is made of it."""
+
+from __future__ import annotations
+
+import runpy
+
+import pytest
+import torch
+
+from nanwatch.numerics.formats import NUMBER_FORMATS, Limits, limits
+from support.paths import ROOT
+
+SMALL_FLOATS = [form for form in NUMBER_FORMATS if form.is_float and form.bits <= 16]
+
+
+def test_no_name_and_no_number_is_used_twice() -> None:
+    """A number stands for one dtype in the C ABI and in files."""
+    for values in zip(*((form.name, form.number, form.scalar_type) for form in NUMBER_FORMATS), strict=True):
+        assert len(set(values)) == len(NUMBER_FORMATS)
+
+
+@pytest.mark.parametrize("form", SMALL_FLOATS, ids=lambda form: form.name)
+def test_a_word_is_worth_what_torch_makes_of_it(form) -> None:
+    """Every word without a sign: the number, what is finite, inf and subnormal, and that words grow with numbers."""
+    words = torch.arange(1 << (form.bits - form.has_sign_bit)).to(
+        torch.uint8 if form.bits == 8 else torch.int16
+    )
+    values = words.view(getattr(torch, form.name)).double()
+    finite = values[: form.largest_word + 1]
+    assert finite.tolist() == [form.value_of(word) for word in range(form.largest_word + 1)]
+    assert finite.diff().min() > 0
+    above = values[form.largest_word + 1 :]
+    assert not above.isfinite().any()
+    assert above.isinf().tolist() == [form.kind == "ieee" and i == 0 for i in range(len(above))]
+    smallest_normal = torch.finfo(getattr(torch, form.name)).smallest_normal
+    assert form.smallest_normal_word == (values >= smallest_normal).nonzero()[0]
+    assert form.smallest_word == (values > 0).nonzero()[0]
+
+
+def test_the_ends_of_a_reading_are_those_of_its_format_times_its_scale() -> None:
+    """An integer has none with any scale, and a scale of 1 changes nothing."""
+    assert limits("float8_e4m3fn", 2.0**-3) == Limits(56.0, 2.0**-9, 2.0**-12)
+    assert limits("float16", 1.0) == limits("float16")
+    assert limits("int8", 2.0) is None
+
+
+def test_the_header_of_the_formats_is_up_to_date() -> None:
+    """As `make lint` asks, for those who run the tests alone."""
+    script = runpy.run_path(str(ROOT / "csrc" / "make_formats.py"))
+    assert script["PLACE"].read_text(encoding="utf-8") == script["header"](), (
+        "run python csrc/make_formats.py"
+    )
