@@ -1,7 +1,7 @@
 """Re-runs in a forked child process, whose changes to the program end with it.
 
 The child is a copy of the process at the moment of the failure. What it runs changes neither the program's Python
-state nor its tensors. Files, pipes and sockets lead nowhere there, and the child sends its result back over a pipe. A
+state nor its tensors, nor memory shared with other processes. Files, pipes and sockets lead nowhere there, and the child sends its result back over a pipe. A
 parent that waits too long ends the child and goes on. CUDA does not survive a fork, and neither do macOS's frameworks.
 """
 
@@ -29,6 +29,7 @@ import torch
 
 from ..util.visible import spell
 from . import outside
+from .own_memory import own_shared_memory
 from .program_code import is_library
 
 # Seconds that each run may take: at least these, and these times the batch's own.
@@ -206,6 +207,7 @@ def _be_child(
 
         _send = lambda document: write(document, False, "")  # noqa: E731
         try:
+            own_shared_memory()
             with outside.refused():
                 document = work()
             write(document, True, "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import random
 import threading
 import weakref
@@ -82,7 +83,7 @@ def keep_value(value: Any, limits: Limits, tensors: Clones, depth: int = 0) -> K
         return _container(value, limits, tensors, depth)
     if kind in _LOCKS:
         return _lock(value)
-    if kind is np.ndarray:
+    if isinstance(value, np.ndarray):  # a memmap too
         return _array(value, limits)
     if kind in COPIED_ITERATORS:
         kept = copy.copy(value)
@@ -269,7 +270,7 @@ def _lock(value: Any) -> Kept:
 
 
 def _stateful(value: Any) -> Kept | None:
-    """Return how a generator of random numbers or a context variable comes back; None for any other value."""
+    """Return how a generator of random numbers, a context variable or the environment comes back, else None."""
     if isinstance(value, random.Random):
         bring_back: Callable[[], Any] = functools.partial(value.setstate, value.getstate())
     elif isinstance(value, np.random.Generator):
@@ -277,6 +278,8 @@ def _stateful(value: Any) -> Kept | None:
     elif isinstance(value, np.random.RandomState | torch.Generator):
         states: Any = value.get_state()
         bring_back = functools.partial(value.set_state, states)
+    elif value is os.environ:
+        bring_back = functools.partial(_set_environment, dict(value))
     elif isinstance(value, ContextVar):
         found = value.get(MISSING)
         bring_back = functools.partial(_nothing if found is MISSING else value.set, found)
@@ -288,6 +291,12 @@ def _stateful(value: Any) -> Kept | None:
         return value
 
     return restored
+
+
+def _set_environment(content: dict[str, str]) -> None:
+    for name in os.environ.keys() - content.keys():
+        del os.environ[name]
+    os.environ.update({name: x for name, x in content.items() if os.environ.get(name) != x})
 
 
 def _nothing(_: Any) -> None:

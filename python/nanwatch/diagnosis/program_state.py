@@ -16,7 +16,7 @@ from ..numerics.readable import only_our_dispatch
 from ..util.visible import suppressed
 from .kept_values import NOW, START, Clones, Kept, Limits, keep_tensor, keep_value, may_be_shared
 from .outside import in_child, repeatable
-from .reachable import Plan, Root, attributes_of, is_plain, plan_of
+from .reachable import Plan, Root, plan_of
 
 # Bytes of weights that are copied, as a forward may write to them.
 _MOST_OF_WEIGHTS = 1 << 28
@@ -53,12 +53,6 @@ class ProgramState:
 
     places: list[tuple[Root, Kept]] = field(default_factory=list)
     drawn: tuple[Any, ...] = ()
-    stored: frozenset[str] = frozenset()  # names of attributes that the code assigns
-
-    def leaves_alone(self, value: Any) -> bool:
-        """Return whether the code cannot have changed the object: it assigns none of its attributes, all plain."""
-        own = attributes_of(value)
-        return bool(own) and all(name not in self.stored and is_plain(one) for name, one in own.items())
 
     def restore(self, *, stands_in: bool = False) -> None:
         """Put the state back. With `stands_in`, what gives each value once is replaced by a GivesOnce."""
@@ -97,17 +91,16 @@ def present_state(model: nn.Module, frame: types.FrameType | None, names: dict[s
 
 
 def _present_state(model: nn.Module, frame: types.FrameType | None, names: dict[str, Any]) -> ProgramState:
-    plan = plan_of(model, frame, iter([*names.values()]))
+    plan = plan_of(model, frame, names.values(), strong=True)
     plan.draws = True
     limits = replace(NOW, is_shared=_has_threads())
     found = keep(plan, limits, {})
     tensors = [x for x in names.values() if isinstance(x, Tensor)]
-    weights = list(model.parameters())
+    modules = [one for one in plan.objects if isinstance(one, nn.Module)]
+    weights = list({id(x): x for one in (model, *modules) for x in one._parameters.values() if x is not None}.values())
     if sum(x.numel() * x.element_size() for x in weights) <= _MOST_OF_WEIGHTS:
         tensors += weights
-    for one in plan.objects:
-        if isinstance(one, nn.Module):
-            tensors += [x for x in one._buffers.values() if x is not None]
+    tensors += [x for one in modules for x in one._buffers.values() if x is not None]
     tensors_kept = [(x, keep_tensor(x, limits, {})) for x in tensors]
     containers = [(x, keep_value(x, limits, {}, 0)) for x in names.values() if not isinstance(x, Tensor)]
     found.places += [(_Fixed(x), kept) for x, kept in (*tensors_kept, *containers)]
@@ -132,4 +125,4 @@ class _Fixed(Root):
 def keep(plan: Plan, limits: Limits, tensors: Clones) -> ProgramState:
     """Return the state at the places of the plan."""
     places = [(root, keep_value(root.get(), limits, tensors, 0)) for root in plan.roots]
-    return ProgramState(places, (random.getstate(), np.random.get_state()) if plan.draws else (), plan.stored)
+    return ProgramState(places, (random.getstate(), np.random.get_state()) if plan.draws else ())

@@ -8,11 +8,12 @@ the state of a model that keeps none is empty, and costs nothing at the start of
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from inspect import CO_OPTIMIZED
@@ -54,7 +55,7 @@ _CONTAINERS = (list, dict, set, deque, bytearray, tuple)
 class Root:
     """Place that holds state: an attribute of an object or class, a global, a variable of a closure, or a buffer.
 
-    Keeps no object alive: `owner` is a weak reference, or a function's globals.
+    Keeps no object alive, unless `strong` was asked for: `owner` is a weak reference, or a function's globals.
     """
 
     owner: Any
@@ -126,20 +127,21 @@ def attributes_of(value: Any) -> Any:
 class Plan:
     """Places to keep at the start of each batch, and the modules and objects that were found on the way.
 
-    `objects` are strong references: let go of them when done. `stored` are names of attributes that a second run can
-    assign.
+    `objects` are strong references: let go of them when done.
     """
 
     roots: list[Root] = field(default_factory=list)
     draws: bool = False  # from the modules random or numpy.random
     objects: list[Any] = field(default_factory=list)
-    stored: frozenset[str] = frozenset()
 
 
-def plan_of(model: nn.Module, frame: FrameType | None = None, more: Iterable[Any] = ()) -> Plan:
+def plan_of(
+    model: nn.Module, frame: FrameType | None = None, more: Iterable[Any] = (), *, strong: bool = False
+) -> Plan:
     """Return where the code of the model's batch keeps state.
 
     frame: the innermost frame of the program; what it and its callers mention is followed too. more: further values.
+    strong: the plan may keep objects alive, as one that is used at once.
     """
     search = _Search()
     for hooks in _GLOBAL_HOOKS:
@@ -157,7 +159,7 @@ def plan_of(model: nn.Module, frame: FrameType | None = None, more: Iterable[Any
             break
         search.visit_frame(caller)
     search.follow()
-    return search.plan()
+    return search.plan(strong=strong)
 
 
 def _users(frame: FrameType | None) -> Iterator[FrameType]:
@@ -219,7 +221,6 @@ class _Search:
         self._stored_globals: dict[int, set[str]] = {}
         self._mentioned: set[str] = set()
         self._stored: set[str] = set()
-        self._stored_when_called: set[str] = set()
         self._draws = False
         self._visits = 0
 
@@ -282,17 +283,15 @@ class _Search:
 
     def visit_frame(self, frame: FrameType) -> None:
         """Take a function of the program that is under way, with the functions and objects among its locals."""
-        self._read(frame.f_code, frame.f_globals, is_called=False)
+        self._read(frame.f_code, frame.f_globals)
         if frame.f_code.co_flags & CO_OPTIMIZED:
             for value in frame_values(frame).values():
                 self.visit(value)
 
-    def _read(self, code: CodeType, namespace: dict[str, Any], *, is_called: bool = True) -> None:
+    def _read(self, code: CodeType, namespace: dict[str, Any]) -> None:
         names = names_of(code)
         self._mentioned |= names.mentioned
         self._stored |= names.attributes
-        if is_called:
-            self._stored_when_called |= names.attributes
         if is_library(code.co_filename):
             return
         _, known = self._globals.setdefault(id(namespace), (namespace, set()))
@@ -326,8 +325,8 @@ class _Search:
         for name in self._mentioned & own.keys() - _OF_MODULES:
             self.visit(own[name])
 
-    def plan(self) -> Plan:
-        """Return the places where what was visited keeps state."""
+    def plan(self, *, strong: bool) -> Plan:
+        """Return the places where what was visited keeps state; with `strong` they keep it alive."""
         roots = []
         for value in self._objects:
             own = attributes_of(value)
@@ -346,11 +345,15 @@ class _Search:
             buffers = [name for name in own["_buffers"] if name in self._mentioned] if is_own else []
             if names or buffers:
                 try:
-                    owner = weakref.ref(value)
-                except TypeError:
-                    continue
+                    owner: Callable[[], Any] = weakref.ref(value)
+                except TypeError:  # a SimpleNamespace, or a class with slots
+                    if not strong:
+                        continue
+                    owner = functools.partial(_itself, value)
                 roots += [Root(owner, name) for name in sorted(names - _OF_MODULES)]
                 roots += [Root(owner, name, is_buffer=True) for name in buffers]
+        if "environ" in self._mentioned:
+            roots.append(Root(vars(os), "environ"))
         for number, (namespace, known) in self._globals.items():
             stored = self._stored_globals.get(number, set())
             known = known | (self._mentioned & namespace.keys())
@@ -365,7 +368,11 @@ class _Search:
             if any(map(_holds_state, function.__defaults__ or ())):
                 roots.append(Root(weakref.ref(function), _DEFAULTS))
         roots = [root for root in roots if type(root.name) is str or not callable(root.get())]
-        return Plan(roots, self._draws, self._objects, frozenset(self._stored_when_called))
+        return Plan(roots, self._draws, self._objects)
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _holds_state(value: Any) -> bool:
@@ -389,6 +396,7 @@ OF_ATTRIBUTES = frozenset({"threading", "weakref", "collections", "argparse"})
 _STATEFUL = frozenset({
     "_thread", "random", "numpy", "numpy.random._generator", "numpy.random.mtrand", "torch", "torch._C",
     "queue", "_queue", "multiprocessing.queues", "multiprocessing.connection", "socket", "_io", "_csv", "itertools",
+    "sqlite3", "mmap", "multiprocessing.sharedctypes", "multiprocessing.shared_memory",
 })  # fmt: skip
 
 
