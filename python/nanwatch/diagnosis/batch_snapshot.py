@@ -85,7 +85,7 @@ class BatchSnapshot:
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)
     grad: bool = field(default_factory=torch.is_grad_enabled)
     versions: tuple[tuple[str, Tensor, int], ...] = ()
-    attributes: Mapping[int, Mapping[str, Any]] = field(default_factory=lambda: _NOTHING)
+    attributes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     cached: ParametrizationCache = field(default_factory=cached_parametrizations)
     forwards: Forwards | None = None
     state: ProgramState | None = None
@@ -123,7 +123,9 @@ class BatchSnapshot:
     def _attributes(given: list[tuple[str, Any]]) -> Mapping[int, Mapping[str, Any]]:
         """Return the attributes of objects that have plain ones alone, by the object's id."""
         return {
-            id(x): dict(own) for _, x in given if (own := attributes_of(x)) and all(map(is_plain, own.values()))
+            id(x): dict(own)
+            for _, x in given
+            if (own := attributes_of(x)) and all(map(is_plain, own.values()))
         }
 
     @contextmanager

@@ -1,8 +1,9 @@
 """Re-runs in a forked child process, whose changes to the program end with it.
 
 The child is a copy of the process at the moment of the failure. What it runs changes neither the program's Python
-state nor its tensors, nor memory shared with other processes. Files, pipes and sockets lead nowhere there, and the child sends its result back over a pipe. A
-parent that waits too long ends the child and goes on. CUDA does not survive a fork, and neither do macOS's frameworks.
+state nor its tensors, nor memory shared with other processes. Files, pipes and sockets lead nowhere there, and the
+child sends its result back over a pipe. A parent that waits too long ends the child and goes on. CUDA does not survive
+a fork, and neither do macOS's frameworks.
 """
 
 from __future__ import annotations

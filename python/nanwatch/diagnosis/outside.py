@@ -75,9 +75,9 @@ class NotRepeatableError(RuntimeError):
     """Code that a re-run must not run a second time: it reads what gives each value once, or acts outside."""
 
 
-def users_line() -> str:
-    """Return the innermost line of the program that is under way, as "line 7 of train.py"."""
-    frame = innermost = sys._getframe(1)
+def users_line(innermost: types.FrameType | None = None) -> str:
+    """Return the innermost line of the program that is under way, here or at a frame, as "line 7 of train.py"."""
+    frame = innermost = innermost or sys._getframe(1)
     while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     found = innermost if is_library(frame.f_code.co_filename) else frame

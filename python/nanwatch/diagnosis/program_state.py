@@ -97,7 +97,9 @@ def _present_state(model: nn.Module, frame: types.FrameType | None, names: dict[
     found = keep(plan, limits, {})
     tensors = [x for x in names.values() if isinstance(x, Tensor)]
     modules = [one for one in plan.objects if isinstance(one, nn.Module)]
-    weights = list({id(x): x for one in (model, *modules) for x in one._parameters.values() if x is not None}.values())
+    weights = list(
+        {id(x): x for one in (model, *modules) for x in one._parameters.values() if x is not None}.values()
+    )
     if sum(x.numel() * x.element_size() for x in weights) <= _MOST_OF_WEIGHTS:
         tensors += weights
     tensors += [x for one in modules for x in one._buffers.values() if x is not None]

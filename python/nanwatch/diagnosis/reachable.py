@@ -367,7 +367,11 @@ class _Search:
             roots += [Root(weakref.ref(function), i) for i in range(len(function.__closure__ or ()))]
             if any(map(_holds_state, function.__defaults__ or ())):
                 roots.append(Root(weakref.ref(function), _DEFAULTS))
-        roots = [root for root in roots if type(root.name) is str or not callable(root.get())]
+        roots = [
+            root
+            for root in roots
+            if type(root.name) is str or _holds_state(root.get()) or not callable(root.get())
+        ]
         return Plan(roots, self._draws, self._objects)
 
 
