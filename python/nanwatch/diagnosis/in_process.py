@@ -8,6 +8,7 @@ before it does so.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import multiprocessing.connection
 import multiprocessing.queues
 import os
@@ -39,7 +40,7 @@ _CHANNELS = frozenset(
     {"get", "put", "get_nowait", "put_nowait", "send", "sendall", "sendto", "recv", "recv_into"}
 )
 _REFUSED_CODES = {
-    function.__code__: what
+    inspect.unwrap(function).__code__: what
     for what, functions in {
         "takes from or gives to a queue": (
             queue.Queue.get,
