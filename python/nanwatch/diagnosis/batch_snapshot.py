@@ -36,8 +36,9 @@ from ..report.finding import Finding
 from ..util.modules import each_module
 from . import child_process, in_process
 from .outside import in_child
+from .places import attributes_of
 from .program_state import ProgramState, present_state
-from .reachable import attributes_of, is_plain
+from .reachable import is_plain
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _PLAIN = (

@@ -32,10 +32,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ..util.modules import each_module
+from .places import DEFAULTS, Root, attributes_of
 from .program_code import frame_values, is_library, names_of
 
-MISSING: Any = object()
-_DEFAULTS = "__defaults__"
 # Functions of the program that are read, and values that are visited, so that a plan takes no longer than 0.1 s.
 _MOST_FUNCTIONS, _MOST_VALUES = 2000, 20_000
 _MOST_FRAMES = 32
@@ -49,78 +48,6 @@ _GLOBAL_HOOKS = [
     if name.startswith("_global_") and name.endswith("_hooks")
 ]
 _CONTAINERS = (list, dict, set, deque, bytearray, tuple)
-
-
-@dataclass(frozen=True, slots=True)
-class Root:
-    """Place that holds state: an attribute of an object or class, a global, a variable of a closure, or a buffer.
-
-    Keeps no object alive, unless `strong` was asked for: `owner` is a weak reference, or a function's globals.
-    """
-
-    owner: Any
-    name: str | int
-    is_buffer: bool = False
-
-    def holder(self) -> Any:
-        """Return the object that has the attribute or closure, or the dict of globals; None once it is gone."""
-        return self.owner if type(self.owner) is dict else self.owner()
-
-    def get(self) -> Any:
-        """Return the value; MISSING where there is none."""
-        holder = self.holder()
-        if type(self.name) is int:
-            cells = () if holder is None else holder.__closure__ or ()
-            try:
-                return cells[self.name].cell_contents
-            except (ValueError, IndexError):
-                return MISSING
-        if holder is None:
-            return MISSING
-        if self.name == _DEFAULTS and type(holder) is FunctionType:
-            return holder.__defaults__
-        return self._table(holder).get(self.name, MISSING)
-
-    def _table(self, holder: Any) -> Any:
-        if type(holder) is dict:
-            return holder
-        own = attributes_of(holder)
-        return own["_buffers"] if self.is_buffer else own
-
-    def set(self, value: Any) -> None:
-        """Put the value there, or take away what is there."""
-        holder = self.holder()
-        if holder is None:
-            return
-        if type(self.name) is int:
-            cell = holder.__closure__[self.name]
-            if value is MISSING:
-                del cell.cell_contents
-            else:
-                cell.cell_contents = value
-        elif self.name == _DEFAULTS and type(holder) is FunctionType:
-            holder.__defaults__ = value
-        elif isinstance(holder, type):
-            if value is MISSING:
-                type.__delattr__(holder, str(self.name))
-            else:
-                type.__setattr__(holder, str(self.name), value)
-        elif value is MISSING:
-            self._table(holder).pop(self.name, None)
-        else:
-            self._table(holder)[self.name] = value
-
-
-def attributes_of(value: Any) -> Any:
-    """Return the dict of an object, without asking the object: it may define `__getattribute__`."""
-    if isinstance(value, type):
-        return type.__getattribute__(value, "__dict__")
-    if isinstance(value, threading.local):
-        return value.__dict__
-    try:
-        return object.__getattribute__(value, "__dict__")
-    except (AttributeError, TypeError):
-        return {}
 
 
 @dataclass(slots=True)
@@ -160,6 +87,26 @@ def plan_of(
         search.visit_frame(caller)
     search.follow()
     return search.plan(strong=strong)
+
+
+def reached_by_other_threads() -> frozenset[int]:
+    """Return the ids of the containers, locks and objects that threads beside this one can reach."""
+    search, frames = _Search(), sys._current_frames()
+    for thread in threading.enumerate():
+        if thread is threading.current_thread() or thread.name.startswith("nanwatch"):
+            continue
+        for value in list(vars(thread).values()):  # its target and arguments
+            search.visit(value)
+        frame = frames.get(thread.ident or 0)
+        while frame is not None:
+            if is_library(frame.f_code.co_filename):
+                for value in frame_values(frame).values():
+                    search.visit(value)
+            else:
+                search.visit_frame(frame)
+            frame = frame.f_back
+    search.follow()
+    return frozenset(search.seen)
 
 
 def _users(frame: FrameType | None) -> Iterator[FrameType]:
@@ -212,7 +159,7 @@ class _Search:
     """Search for what the code of a batch reaches."""
 
     def __init__(self) -> None:
-        self._seen: set[int] = set()
+        self.seen: set[int] = set()
         self._objects: list[Any] = []
         self._classes: dict[Any, set[str]] = {}  # with the names that were read already
         self._assigned: dict[Any, set[str]] = {}  # attributes by the class whose methods assign them
@@ -230,9 +177,9 @@ class _Search:
         if value is None or kind in (int, float, str, bool, bytes) or isinstance(value, Tensor):
             return
         self._visits += 1
-        if id(value) in self._seen or self._visits > _MOST_VALUES:
+        if id(value) in self.seen or self._visits > _MOST_VALUES:
             return
-        self._seen.add(id(value))
+        self.seen.add(id(value))
         if kind is FunctionType:
             self._visit_function(value)
         elif kind is MethodType or kind is BuiltinMethodType:
@@ -303,7 +250,7 @@ class _Search:
     def follow(self) -> None:
         """Read the methods that the code mentions, until no new one is found."""
         num_read = -1
-        while num_read != (num_read := len(self._seen)) and num_read < _MOST_VALUES:
+        while num_read != (num_read := len(self.seen)) and num_read < _MOST_VALUES:
             for kind, read in list(self._classes.items()):
                 for name, value in _own_functions(kind).items():
                     is_called = name in self._mentioned or name == "forward" or name.startswith("__")
@@ -366,7 +313,7 @@ class _Search:
         for function in self._functions:
             roots += [Root(weakref.ref(function), i) for i in range(len(function.__closure__ or ()))]
             if any(map(_holds_state, function.__defaults__ or ())):
-                roots.append(Root(weakref.ref(function), _DEFAULTS))
+                roots.append(Root(weakref.ref(function), DEFAULTS))
         roots = [
             root
             for root in roots
