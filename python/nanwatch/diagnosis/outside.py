@@ -58,7 +58,7 @@ _GIVE_ONCE: tuple[type, ...] = (
 # Modules of classes whose values act on a file or a process of their own.
 _OF_OUTSIDE = frozenset({"sqlite3"})
 # Of those whose values are memory that other processes see. A child has a copy of its own.
-_OF_SHARED_MEMORY = frozenset({"mmap", "multiprocessing.sharedctypes", "multiprocessing.shared_memory"})
+_OF_SHARED_MEMORY = frozenset({"multiprocessing.sharedctypes", "multiprocessing.shared_memory"})
 # Methods of a file that take values, which lead nowhere in a child, and what tells of the file.
 _TAKE = frozenset({"write", "writelines"})
 _TELL = frozenset(

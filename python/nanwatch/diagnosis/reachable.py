@@ -347,7 +347,7 @@ OF_ATTRIBUTES = frozenset({"threading", "weakref", "collections", "argparse"})
 _STATEFUL = frozenset({
     "_thread", "random", "numpy", "numpy.random._generator", "numpy.random.mtrand", "torch", "torch._C",
     "queue", "_queue", "multiprocessing.queues", "multiprocessing.connection", "socket", "_io", "_csv", "itertools",
-    "sqlite3", "mmap", "multiprocessing.sharedctypes", "multiprocessing.shared_memory",
+    "sqlite3", "multiprocessing.sharedctypes", "multiprocessing.shared_memory",
 })  # fmt: skip
 
 
