@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import ctypes
 import faulthandler
+import importlib
 import io
 import json
 import os
@@ -194,6 +195,7 @@ def _be_child(
         if os.getppid() != parent:
             os._exit(1)
         _take_signals(stack)
+        _leave_no_core()
         _cut_off({writing, stack})
         random.setstate(drawn)
         if not has_threads:
@@ -216,6 +218,11 @@ def _be_child(
             write(None, True, f"it raised {spell(error)}")
     finally:
         os._exit(0)
+
+
+def _leave_no_core() -> None:
+    resource = importlib.import_module("resource")  # Windows has none
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def _take_signals(stack: int) -> None:

@@ -14,11 +14,13 @@ _MAP_FIXED = 0x10
 # Bytes that are copied. A file that still has its name needs no copy.
 _MOST_COPIED = 1 << 30
 
+_libc = ctypes.CDLL(None, use_errno=True)
+
 
 def own_shared_memory() -> None:
     """Let each shared mapping that can be written be private from now on, at its address and with its content.
 
-    Raises MemoryError where more than 1 GiB would have to be copied.
+    What is past 1 GiB can only be read: a write to it ends the process by SIGSEGV.
     """
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         lines = [line.rstrip("\n").split(maxsplit=5) for line in maps]
@@ -40,17 +42,17 @@ def own_shared_memory() -> None:
                     continue
             finally:
                 os.close(file)
+        if copied + end - begin > _MOST_COPIED:
+            _libc.mprotect(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), PROT_READ)
+            continue
         copied += end - begin
-        if copied > _MOST_COPIED:
-            raise MemoryError("more than 1 GiB of its memory is shared with other processes")
         content = ctypes.string_at(begin, end - begin)
         _map(begin, end - begin, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
         ctypes.memmove(begin, content, end - begin)
 
 
 def _map(address: int, size: int, flags: int, file: int, offset: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    if libc.mmap(address, size, PROT_READ | PROT_WRITE, flags | _MAP_FIXED, file, offset) != address:
+    _libc.mmap.restype = ctypes.c_void_p
+    _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    if _libc.mmap(address, size, PROT_READ | PROT_WRITE, flags | _MAP_FIXED, file, offset) != address:
         raise OSError(ctypes.get_errno(), "mmap")
