@@ -36,7 +36,9 @@ from ..report.finding import Finding
 from ..util.modules import each_module
 from . import child_process, in_process
 from .outside import in_child
+from .places import attributes_of
 from .program_state import ProgramState, present_state
+from .reachable import is_plain
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _PLAIN = (
@@ -71,7 +73,8 @@ class Forwards:
 class BatchSnapshot:
     """The outermost call of a batch, as it was about to be made: `module(*args, **kwargs)`.
 
-    `state` is the Python state that the batch's code can change, where it was kept; `began` is the time in seconds of
+    `attributes` are those of the arguments that have plain ones alone, by id. `state` is the Python state that the
+    batch's code can change, where it was kept; `began` is the time in seconds of
     `time.monotonic()`. `forwards` counts the re-runs, where somebody counts.
     """
 
@@ -83,6 +86,7 @@ class BatchSnapshot:
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)
     grad: bool = field(default_factory=torch.is_grad_enabled)
     versions: tuple[tuple[str, Tensor, int], ...] = ()
+    attributes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     cached: ParametrizationCache = field(default_factory=cached_parametrizations)
     forwards: Forwards | None = None
     state: ProgramState | None = None
@@ -101,7 +105,8 @@ class BatchSnapshot:
         given = [(f"args[{i}]", x) for i, x in enumerate(args)] + list(kwargs.items())
         with torch._C.DisableTorchFunction():  # looking is no business of the user's function modes
             versions = cls._versions(given)
-        return cls(module, args, kwargs, versions=versions, state=state)
+            attributes = cls._attributes(given)
+        return cls(module, args, kwargs, versions=versions, attributes=attributes, state=state)
 
     @staticmethod
     def _versions(given: list[tuple[str, Any]]) -> tuple[tuple[str, Tensor, int], ...]:
@@ -114,6 +119,15 @@ class BatchSnapshot:
         return tuple(
             (name, x, x._version) for name, x in given if isinstance(x, Tensor) and not x.is_inference()
         )
+
+    @staticmethod
+    def _attributes(given: list[tuple[str, Any]]) -> Mapping[int, Mapping[str, Any]]:
+        """Return the attributes of objects that have plain ones alone, by the object's id."""
+        return {
+            id(x): dict(own)
+            for _, x in given
+            if (own := attributes_of(x)) and all(map(is_plain, own.values()))
+        }
 
     @contextmanager
     def again(self) -> Iterator[Callable[[], Any]]:
@@ -171,7 +185,7 @@ class BatchSnapshot:
         for label, value in call_leaves(self.args, self.kwargs):
             if value is None or isinstance(value, (Tensor, *_PLAIN)):
                 continue
-            if self.state is not None and self.state.leaves_alone(value):
+            if id(value) in self.attributes and self.attributes[id(value)] == attributes_of(value):
                 continue
             kind = type(value).__name__
             if hasattr(value, "__next__"):

@@ -1,8 +1,9 @@
 """Re-runs in a forked child process, whose changes to the program end with it.
 
 The child is a copy of the process at the moment of the failure. What it runs changes neither the program's Python
-state nor its tensors. Files, pipes and sockets lead nowhere there, and the child sends its result back over a pipe. A
-parent that waits too long ends the child and goes on. CUDA does not survive a fork, and neither do macOS's frameworks.
+state nor its tensors, nor memory shared with other processes. Files, pipes and sockets lead nowhere there, and the
+child sends its result back over a pipe. A parent that waits too long ends the child and goes on. CUDA does not survive
+a fork, and neither do macOS's frameworks.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import builtins
 import ctypes
 import faulthandler
+import importlib
 import io
 import json
 import os
@@ -29,6 +31,7 @@ import torch
 
 from ..util.visible import spell
 from . import outside
+from .own_memory import own_shared_memory
 from .program_code import is_library
 
 # Seconds that each run may take: at least these, and these times the batch's own.
@@ -192,6 +195,7 @@ def _be_child(
         if os.getppid() != parent:
             os._exit(1)
         _take_signals(stack)
+        _leave_no_core()
         _cut_off({writing, stack})
         random.setstate(drawn)
         if not has_threads:
@@ -206,6 +210,7 @@ def _be_child(
 
         _send = lambda document: write(document, False, "")  # noqa: E731
         try:
+            own_shared_memory()
             with outside.refused():
                 document = work()
             write(document, True, "")
@@ -213,6 +218,11 @@ def _be_child(
             write(None, True, f"it raised {spell(error)}")
     finally:
         os._exit(0)
+
+
+def _leave_no_core() -> None:
+    resource = importlib.import_module("resource")  # Windows has none
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def _take_signals(stack: int) -> None:

@@ -8,8 +8,10 @@ before it does so.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import multiprocessing.connection
 import multiprocessing.queues
+import os
 import queue
 import signal
 import socket
@@ -21,6 +23,8 @@ from io import IOBase
 from types import FrameType
 from typing import Any
 
+import torch
+from torch import nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from . import outside
@@ -31,11 +35,12 @@ from .program_code import is_library
 _ENDS_RUN = signal.SIGURG
 _WRITES = frozenset({"write", "writelines", "truncate"})
 _READS = frozenset({"read", "readline", "readlines", "read1", "readinto"})
+_ROWS = frozenset({"writerow", "writerows"})  # of a csv.writer, which writes past Python
 _CHANNELS = frozenset(
     {"get", "put", "get_nowait", "put_nowait", "send", "sendall", "sendto", "recv", "recv_into"}
 )
 _REFUSED_CODES = {
-    function.__code__: what
+    inspect.unwrap(function).__code__: what
     for what, functions in {
         "takes from or gives to a queue": (
             queue.Queue.get,
@@ -48,9 +53,17 @@ _REFUSED_CODES = {
             multiprocessing.connection.Connection.recv,
         ),
         "takes a batch from a DataLoader": (_BaseDataLoaderIter.__next__,),
+        "writes a file": (torch.serialization._open_zipfile_writer_file.__init__,),
+        # What nanwatch itself runs backwards changes no `.grad`.
+        "changes gradients": (torch.Tensor.backward, torch.optim.Optimizer.zero_grad, nn.Module.zero_grad),
     }.items()
     for function in functions
 }
+_OF_DESCRIPTORS = frozenset(
+    getattr(os, name)
+    for name in ("read", "readv", "pread", "write", "writev", "pwrite", "sendfile", "splice", "ftruncate")
+    if hasattr(os, name)
+)
 
 
 class RerunEndedError(Exception):
@@ -104,7 +117,8 @@ class Examination:
     def _time_is_up(self) -> None:
         if not self._is_armed:
             return
-        self._ended = f"it took longer than {self.seconds:.0f} s, and was ended"
+        where = users_line(sys._current_frames().get(self._thread))
+        self._ended = f"it took longer than {self.seconds:.0f} s at {where}, and was ended"
         if self._thread == threading.main_thread().ident:
             signal.pthread_kill(self._thread, _ENDS_RUN)
         else:
@@ -201,6 +215,8 @@ def _look(frame: FrameType, event: str, called: Any) -> None:
         # Python reads source files for tracebacks.
         is_read = name in _READS and not is_library(frame.f_code.co_filename)
         if (is_read or name in _WRITES) and isinstance(owner, IOBase) and not _is_console(owner):
+            raise NotRepeatableError(f"{users_line()} reads or writes a file")
+        if called in _OF_DESCRIPTORS or name in _ROWS:
             raise NotRepeatableError(f"{users_line()} reads or writes a file")
         if name in _CHANNELS and isinstance(owner, queue.SimpleQueue | socket.socket):
             raise NotRepeatableError(f"{users_line()} uses a {type(owner).__name__}")

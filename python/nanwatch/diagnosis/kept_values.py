@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import random
 import threading
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from .outside import COPIED_ITERATORS, in_child
-from .reachable import MISSING, OF_ATTRIBUTES
+from .places import MISSING
+from .reachable import OF_ATTRIBUTES
 
 Kept = Callable[[Any], Any]
 # Clones of small tensors by id: the tensor, its version and the clone.
@@ -37,13 +40,11 @@ class Limits:
     """Limits of what is kept: elements of a container, bytes of an array or tensor.
 
     `strong`: keep what the program may drop meanwhile. At the start of a batch that would lengthen lifetimes.
-    `is_shared`: other threads may change containers and conditions meanwhile, so these stay as they are then.
     """
 
     elements: int
     nbytes: int
     strong: bool = False
-    is_shared: bool = False
 
 
 START = Limits(256, 4096)
@@ -61,9 +62,19 @@ def _unchanged(present: Any) -> Any:
 _CONTAINERS = (list, dict, set, deque, bytearray)
 
 
-def may_be_shared(value: Any) -> bool:
-    """Return whether another thread may put something into the value meanwhile, or wait for it."""
-    return isinstance(value, _CONTAINERS) or type(value).__module__ == "threading"
+# Ids of values that stay as they are: another thread may put something into them meanwhile, or wait for them.
+_spared: frozenset[int] = frozenset()
+
+
+@contextmanager
+def spared(ids: frozenset[int]) -> Iterator[None]:
+    """Leave containers and conditions with these ids as they are in the block."""
+    global _spared
+    before, _spared = _spared, ids
+    try:
+        yield
+    finally:
+        _spared = before
 
 
 def keep_value(value: Any, limits: Limits, tensors: Clones, depth: int = 0) -> Kept:
@@ -75,14 +86,11 @@ def keep_value(value: Any, limits: Limits, tensors: Clones, depth: int = 0) -> K
         return keep_tensor(value, limits, tensors)
     if kind is tuple:
         return _tuple(value, limits, tensors, depth)
-    is_container = isinstance(value, _CONTAINERS)
-    if limits.is_shared and may_be_shared(value):
-        return _same(value)  # what another thread puts there meanwhile must not be lost
-    if is_container:
+    if isinstance(value, _CONTAINERS):
         return _container(value, limits, tensors, depth)
     if kind in _LOCKS:
         return _lock(value)
-    if kind is np.ndarray:
+    if isinstance(value, np.ndarray):  # a memmap too
         return _array(value, limits)
     if kind in COPIED_ITERATORS:
         kept = copy.copy(value)
@@ -102,6 +110,8 @@ def _advance_to(value: Any, kept: Any) -> bool:
 
 
 def _with_attributes(value: Any, inner: dict[str, Kept]) -> Any:
+    if id(value) in _spared:
+        return value
     own = vars(value)
     for name, kept in inner.items():
         own[name] = kept(own.get(name, MISSING))
@@ -185,7 +195,8 @@ def _container(value: Any, limits: Limits, tensors: Clones, depth: int) -> Kept:
 
     def restored(present: Any) -> Any:
         one = held if held is not None else present if id(present) == number else empty()
-        refill(one)
+        if id(one) not in _spared:
+            refill(one)
         return one
 
     return restored
@@ -233,7 +244,7 @@ def _refill(one: Any, items: list[Kept]) -> None:
 
 
 def _truncated(present: Any, length: int) -> Any:
-    if isinstance(present, list) and len(present) > length:
+    if isinstance(present, list) and len(present) > length and id(present) not in _spared:
         list.__delitem__(present, slice(length, None))
     return present
 
@@ -269,7 +280,7 @@ def _lock(value: Any) -> Kept:
 
 
 def _stateful(value: Any) -> Kept | None:
-    """Return how a generator of random numbers or a context variable comes back; None for any other value."""
+    """Return how a generator of random numbers, a context variable or the environment comes back, else None."""
     if isinstance(value, random.Random):
         bring_back: Callable[[], Any] = functools.partial(value.setstate, value.getstate())
     elif isinstance(value, np.random.Generator):
@@ -277,6 +288,8 @@ def _stateful(value: Any) -> Kept | None:
     elif isinstance(value, np.random.RandomState | torch.Generator):
         states: Any = value.get_state()
         bring_back = functools.partial(value.set_state, states)
+    elif value is os.environ:
+        bring_back = functools.partial(_set_environment, dict(value))
     elif isinstance(value, ContextVar):
         found = value.get(MISSING)
         bring_back = functools.partial(_nothing if found is MISSING else value.set, found)
@@ -288,6 +301,12 @@ def _stateful(value: Any) -> Kept | None:
         return value
 
     return restored
+
+
+def _set_environment(content: dict[str, str]) -> None:
+    for name in os.environ.keys() - content.keys():
+        del os.environ[name]
+    os.environ.update({name: x for name, x in content.items() if os.environ.get(name) != x})
 
 
 def _nothing(_: Any) -> None:

@@ -55,6 +55,10 @@ _GIVE_ONCE: tuple[type, ...] = (
     socket.socket,
     IOBase,
 )
+# Modules of classes whose values act on a file or a process of their own.
+_OF_OUTSIDE = frozenset({"sqlite3"})
+# Of those whose values are memory that other processes see. A child has a copy of its own.
+_OF_SHARED_MEMORY = frozenset({"multiprocessing.sharedctypes", "multiprocessing.shared_memory"})
 # Methods of a file that take values, which lead nowhere in a child, and what tells of the file.
 _TAKE = frozenset({"write", "writelines"})
 _TELL = frozenset(
@@ -71,9 +75,9 @@ class NotRepeatableError(RuntimeError):
     """Code that a re-run must not run a second time: it reads what gives each value once, or acts outside."""
 
 
-def users_line() -> str:
-    """Return the innermost line of the program that is under way, as "line 7 of train.py"."""
-    frame = innermost = sys._getframe(1)
+def users_line(innermost: types.FrameType | None = None) -> str:
+    """Return the innermost line of the program that is under way, here or at a frame, as "line 7 of train.py"."""
+    frame = innermost = innermost or sys._getframe(1)
     while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     found = innermost if is_library(frame.f_code.co_filename) else frame
@@ -161,15 +165,17 @@ class GivesOnce:
             return getattr(self._value, name)
         raise self._refused()
 
-    def __iter__(self) -> Iterator[Any]:
+    def _refuse(self, *_: Any) -> Any:
         raise self._refused()
 
-    def __next__(self) -> Any:
-        raise self._refused()
+    __iter__ = __next__ = __len__ = __getitem__ = __setitem__ = __enter__ = __exit__ = _refuse
 
     def _refused(self) -> NotRepeatableError:
-        kind = type(self._value).__name__
-        return NotRepeatableError(f"{users_line()} takes a value from a {kind}, which gives each value once")
+        kind = type(self._value)
+        what = f"takes a value from a {kind.__name__}, which gives each value once"
+        if kind.__module__ in _OF_OUTSIDE | _OF_SHARED_MEMORY:
+            what = f"uses a {kind.__name__}, whose changes outlast the process"
+        return NotRepeatableError(f"{users_line()} {what}")
 
 
 def repeatable(value: Any) -> Any:
@@ -179,6 +185,8 @@ def repeatable(value: Any) -> Any:
         parts = tuple(map(repeatable, value))
         return value if all(a is b for a, b in zip(parts, value, strict=True)) else parts
     if isinstance(value, _GIVE_ONCE) and not isinstance(value, StringIO | BytesIO):
+        return GivesOnce(value)
+    if kind.__module__ in _OF_OUTSIDE or (kind.__module__ in _OF_SHARED_MEMORY and not in_child()):
         return GivesOnce(value)
     is_pythons = kind.__module__ in ("builtins", "itertools") and kind not in COPIED_ITERATORS
     return GivesOnce(value) if is_pythons and hasattr(kind, "__next__") else value

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-import threading
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 
 from ..numerics.readable import only_our_dispatch
 from ..util.visible import suppressed
-from .kept_values import NOW, START, Clones, Kept, Limits, keep_tensor, keep_value, may_be_shared
-from .outside import in_child, repeatable
-from .reachable import Plan, Root, attributes_of, is_plain, plan_of
+from .kept_values import NOW, START, Clones, Kept, Limits, keep_tensor, keep_value, spared
+from .outside import repeatable
+from .places import Root
+from .reachable import Plan, plan_of, reached_by_other_threads
 
 # Bytes of weights that are copied, as a forward may write to them.
 _MOST_OF_WEIGHTS = 1 << 28
@@ -53,25 +53,16 @@ class ProgramState:
 
     places: list[tuple[Root, Kept]] = field(default_factory=list)
     drawn: tuple[Any, ...] = ()
-    stored: frozenset[str] = frozenset()  # names of attributes that the code assigns
-
-    def leaves_alone(self, value: Any) -> bool:
-        """Return whether the code cannot have changed the object: it assigns none of its attributes, all plain."""
-        own = attributes_of(value)
-        return bool(own) and all(name not in self.stored and is_plain(one) for name, one in own.items())
 
     def restore(self, *, stands_in: bool = False) -> None:
         """Put the state back. With `stands_in`, what gives each value once is replaced by a GivesOnce."""
-        with only_our_dispatch():
+        with only_our_dispatch(), spared(reached_by_other_threads()):
             self._restore(stands_in)
 
     def _restore(self, stands_in: bool) -> None:
-        is_shared = stands_in and not in_child() and _has_threads()
         for root, kept in self.places:
             try:
                 present = root.get()
-                if is_shared and may_be_shared(present):
-                    continue
                 value = kept(present)
                 if stands_in:
                     value = repeatable(value)
@@ -84,12 +75,6 @@ class ProgramState:
             np.random.set_state(self.drawn[1])
 
 
-def _has_threads() -> bool:
-    """Return whether threads of the program's own run beside this one."""
-    others = (one for one in threading.enumerate() if one is not threading.current_thread())
-    return any(not one.name.startswith("nanwatch") for one in others)
-
-
 def present_state(model: nn.Module, frame: types.FrameType | None, names: dict[str, Any]) -> ProgramState:
     """Return all that can be put back after a re-run in this process, `names` and the buffers of modules included."""
     with only_our_dispatch():
@@ -97,19 +82,20 @@ def present_state(model: nn.Module, frame: types.FrameType | None, names: dict[s
 
 
 def _present_state(model: nn.Module, frame: types.FrameType | None, names: dict[str, Any]) -> ProgramState:
-    plan = plan_of(model, frame, iter([*names.values()]))
+    plan = plan_of(model, frame, names.values(), strong=True)
     plan.draws = True
-    limits = replace(NOW, is_shared=_has_threads())
-    found = keep(plan, limits, {})
+    found = keep(plan, NOW, {})
     tensors = [x for x in names.values() if isinstance(x, Tensor)]
-    weights = list(model.parameters())
-    if sum(x.numel() * x.element_size() for x in weights) <= _MOST_OF_WEIGHTS:
-        tensors += weights
-    for one in plan.objects:
-        if isinstance(one, nn.Module):
-            tensors += [x for x in one._buffers.values() if x is not None]
-    tensors_kept = [(x, keep_tensor(x, limits, {})) for x in tensors]
-    containers = [(x, keep_value(x, limits, {}, 0)) for x in names.values() if not isinstance(x, Tensor)]
+    modules = [one for one in plan.objects if isinstance(one, nn.Module)]
+    weights = {id(x): x for one in (model, *modules) for x in one.parameters()}
+    left = _MOST_OF_WEIGHTS
+    for x in weights.values():
+        if (left := left - x.numel() * x.element_size()) < 0:
+            break
+        tensors.append(x)
+    tensors += [x for one in modules for x in one._buffers.values() if x is not None]
+    tensors_kept = [(x, keep_tensor(x, NOW, {})) for x in tensors]
+    containers = [(x, keep_value(x, NOW, {}, 0)) for x in names.values() if not isinstance(x, Tensor)]
     found.places += [(_Fixed(x), kept) for x, kept in (*tensors_kept, *containers)]
     return found
 
@@ -132,4 +118,4 @@ class _Fixed(Root):
 def keep(plan: Plan, limits: Limits, tensors: Clones) -> ProgramState:
     """Return the state at the places of the plan."""
     places = [(root, keep_value(root.get(), limits, tensors, 0)) for root in plan.roots]
-    return ProgramState(places, (random.getstate(), np.random.get_state()) if plan.draws else (), plan.stored)
+    return ProgramState(places, (random.getstate(), np.random.get_state()) if plan.draws else ())

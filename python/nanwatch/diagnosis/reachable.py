@@ -8,11 +8,12 @@ the state of a model that keeps none is empty, and costs nothing at the start of
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from inspect import CO_OPTIMIZED
@@ -31,10 +32,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ..util.modules import each_module
+from .places import DEFAULTS, Root, attributes_of
 from .program_code import frame_values, is_library, names_of
 
-MISSING: Any = object()
-_DEFAULTS = "__defaults__"
 # Functions of the program that are read, and values that are visited, so that a plan takes no longer than 0.1 s.
 _MOST_FUNCTIONS, _MOST_VALUES = 2000, 20_000
 _MOST_FRAMES = 32
@@ -50,96 +50,25 @@ _GLOBAL_HOOKS = [
 _CONTAINERS = (list, dict, set, deque, bytearray, tuple)
 
 
-@dataclass(frozen=True, slots=True)
-class Root:
-    """Place that holds state: an attribute of an object or class, a global, a variable of a closure, or a buffer.
-
-    Keeps no object alive: `owner` is a weak reference, or a function's globals.
-    """
-
-    owner: Any
-    name: str | int
-    is_buffer: bool = False
-
-    def holder(self) -> Any:
-        """Return the object that has the attribute or closure, or the dict of globals; None once it is gone."""
-        return self.owner if type(self.owner) is dict else self.owner()
-
-    def get(self) -> Any:
-        """Return the value; MISSING where there is none."""
-        holder = self.holder()
-        if type(self.name) is int:
-            cells = () if holder is None else holder.__closure__ or ()
-            try:
-                return cells[self.name].cell_contents
-            except (ValueError, IndexError):
-                return MISSING
-        if holder is None:
-            return MISSING
-        if self.name == _DEFAULTS and type(holder) is FunctionType:
-            return holder.__defaults__
-        return self._table(holder).get(self.name, MISSING)
-
-    def _table(self, holder: Any) -> Any:
-        if type(holder) is dict:
-            return holder
-        own = attributes_of(holder)
-        return own["_buffers"] if self.is_buffer else own
-
-    def set(self, value: Any) -> None:
-        """Put the value there, or take away what is there."""
-        holder = self.holder()
-        if holder is None:
-            return
-        if type(self.name) is int:
-            cell = holder.__closure__[self.name]
-            if value is MISSING:
-                del cell.cell_contents
-            else:
-                cell.cell_contents = value
-        elif self.name == _DEFAULTS and type(holder) is FunctionType:
-            holder.__defaults__ = value
-        elif isinstance(holder, type):
-            if value is MISSING:
-                type.__delattr__(holder, str(self.name))
-            else:
-                type.__setattr__(holder, str(self.name), value)
-        elif value is MISSING:
-            self._table(holder).pop(self.name, None)
-        else:
-            self._table(holder)[self.name] = value
-
-
-def attributes_of(value: Any) -> Any:
-    """Return the dict of an object, without asking the object: it may define `__getattribute__`."""
-    if isinstance(value, type):
-        return type.__getattribute__(value, "__dict__")
-    if isinstance(value, threading.local):
-        return value.__dict__
-    try:
-        return object.__getattribute__(value, "__dict__")
-    except (AttributeError, TypeError):
-        return {}
-
-
 @dataclass(slots=True)
 class Plan:
     """Places to keep at the start of each batch, and the modules and objects that were found on the way.
 
-    `objects` are strong references: let go of them when done. `stored` are names of attributes that a second run can
-    assign.
+    `objects` are strong references: let go of them when done.
     """
 
     roots: list[Root] = field(default_factory=list)
     draws: bool = False  # from the modules random or numpy.random
     objects: list[Any] = field(default_factory=list)
-    stored: frozenset[str] = frozenset()
 
 
-def plan_of(model: nn.Module, frame: FrameType | None = None, more: Iterable[Any] = ()) -> Plan:
+def plan_of(
+    model: nn.Module, frame: FrameType | None = None, more: Iterable[Any] = (), *, strong: bool = False
+) -> Plan:
     """Return where the code of the model's batch keeps state.
 
     frame: the innermost frame of the program; what it and its callers mention is followed too. more: further values.
+    strong: the plan may keep objects alive, as one that is used at once.
     """
     search = _Search()
     for hooks in _GLOBAL_HOOKS:
@@ -157,7 +86,27 @@ def plan_of(model: nn.Module, frame: FrameType | None = None, more: Iterable[Any
             break
         search.visit_frame(caller)
     search.follow()
-    return search.plan()
+    return search.plan(strong=strong)
+
+
+def reached_by_other_threads() -> frozenset[int]:
+    """Return the ids of the containers, locks and objects that threads beside this one can reach."""
+    search, frames = _Search(), sys._current_frames()
+    for thread in threading.enumerate():
+        if thread is threading.current_thread() or thread.name.startswith("nanwatch"):
+            continue
+        for value in list(vars(thread).values()):  # its target and arguments
+            search.visit(value)
+        frame = frames.get(thread.ident or 0)
+        while frame is not None:
+            if is_library(frame.f_code.co_filename):
+                for value in frame_values(frame).values():
+                    search.visit(value)
+            else:
+                search.visit_frame(frame)
+            frame = frame.f_back
+    search.follow()
+    return frozenset(search.seen)
 
 
 def _users(frame: FrameType | None) -> Iterator[FrameType]:
@@ -210,7 +159,7 @@ class _Search:
     """Search for what the code of a batch reaches."""
 
     def __init__(self) -> None:
-        self._seen: set[int] = set()
+        self.seen: set[int] = set()
         self._objects: list[Any] = []
         self._classes: dict[Any, set[str]] = {}  # with the names that were read already
         self._assigned: dict[Any, set[str]] = {}  # attributes by the class whose methods assign them
@@ -219,7 +168,6 @@ class _Search:
         self._stored_globals: dict[int, set[str]] = {}
         self._mentioned: set[str] = set()
         self._stored: set[str] = set()
-        self._stored_when_called: set[str] = set()
         self._draws = False
         self._visits = 0
 
@@ -229,9 +177,9 @@ class _Search:
         if value is None or kind in (int, float, str, bool, bytes) or isinstance(value, Tensor):
             return
         self._visits += 1
-        if id(value) in self._seen or self._visits > _MOST_VALUES:
+        if id(value) in self.seen or self._visits > _MOST_VALUES:
             return
-        self._seen.add(id(value))
+        self.seen.add(id(value))
         if kind is FunctionType:
             self._visit_function(value)
         elif kind is MethodType or kind is BuiltinMethodType:
@@ -282,17 +230,15 @@ class _Search:
 
     def visit_frame(self, frame: FrameType) -> None:
         """Take a function of the program that is under way, with the functions and objects among its locals."""
-        self._read(frame.f_code, frame.f_globals, is_called=False)
+        self._read(frame.f_code, frame.f_globals)
         if frame.f_code.co_flags & CO_OPTIMIZED:
             for value in frame_values(frame).values():
                 self.visit(value)
 
-    def _read(self, code: CodeType, namespace: dict[str, Any], *, is_called: bool = True) -> None:
+    def _read(self, code: CodeType, namespace: dict[str, Any]) -> None:
         names = names_of(code)
         self._mentioned |= names.mentioned
         self._stored |= names.attributes
-        if is_called:
-            self._stored_when_called |= names.attributes
         if is_library(code.co_filename):
             return
         _, known = self._globals.setdefault(id(namespace), (namespace, set()))
@@ -304,7 +250,7 @@ class _Search:
     def follow(self) -> None:
         """Read the methods that the code mentions, until no new one is found."""
         num_read = -1
-        while num_read != (num_read := len(self._seen)) and num_read < _MOST_VALUES:
+        while num_read != (num_read := len(self.seen)) and num_read < _MOST_VALUES:
             for kind, read in list(self._classes.items()):
                 for name, value in _own_functions(kind).items():
                     is_called = name in self._mentioned or name == "forward" or name.startswith("__")
@@ -326,8 +272,8 @@ class _Search:
         for name in self._mentioned & own.keys() - _OF_MODULES:
             self.visit(own[name])
 
-    def plan(self) -> Plan:
-        """Return the places where what was visited keeps state."""
+    def plan(self, *, strong: bool) -> Plan:
+        """Return the places where what was visited keeps state; with `strong` they keep it alive."""
         roots = []
         for value in self._objects:
             own = attributes_of(value)
@@ -346,11 +292,15 @@ class _Search:
             buffers = [name for name in own["_buffers"] if name in self._mentioned] if is_own else []
             if names or buffers:
                 try:
-                    owner = weakref.ref(value)
-                except TypeError:
-                    continue
+                    owner: Callable[[], Any] = weakref.ref(value)
+                except TypeError:  # a SimpleNamespace, or a class with slots
+                    if not strong:
+                        continue
+                    owner = functools.partial(_itself, value)
                 roots += [Root(owner, name) for name in sorted(names - _OF_MODULES)]
                 roots += [Root(owner, name, is_buffer=True) for name in buffers]
+        if "environ" in self._mentioned:
+            roots.append(Root(vars(os), "environ"))
         for number, (namespace, known) in self._globals.items():
             stored = self._stored_globals.get(number, set())
             known = known | (self._mentioned & namespace.keys())
@@ -363,9 +313,17 @@ class _Search:
         for function in self._functions:
             roots += [Root(weakref.ref(function), i) for i in range(len(function.__closure__ or ()))]
             if any(map(_holds_state, function.__defaults__ or ())):
-                roots.append(Root(weakref.ref(function), _DEFAULTS))
-        roots = [root for root in roots if type(root.name) is str or not callable(root.get())]
-        return Plan(roots, self._draws, self._objects, frozenset(self._stored_when_called))
+                roots.append(Root(weakref.ref(function), DEFAULTS))
+        roots = [
+            root
+            for root in roots
+            if type(root.name) is str or _holds_state(root.get()) or not callable(root.get())
+        ]
+        return Plan(roots, self._draws, self._objects)
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _holds_state(value: Any) -> bool:
@@ -389,6 +347,7 @@ OF_ATTRIBUTES = frozenset({"threading", "weakref", "collections", "argparse"})
 _STATEFUL = frozenset({
     "_thread", "random", "numpy", "numpy.random._generator", "numpy.random.mtrand", "torch", "torch._C",
     "queue", "_queue", "multiprocessing.queues", "multiprocessing.connection", "socket", "_io", "_csv", "itertools",
+    "sqlite3", "multiprocessing.sharedctypes", "multiprocessing.shared_memory",
 })  # fmt: skip
 
 

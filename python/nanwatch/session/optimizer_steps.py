@@ -96,8 +96,11 @@ class BackwardWatch:
         nonfinite = [(call.frame, row) for call in calls for row in call.frame.records if row.is_fault]
         self._defer(report, batch, nonfinite, scale)
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Stop a step that is about to change the weights with a non-finite gradient."""
+    def before_step(self, optimizer: Optimizer, *, is_own: bool) -> None:
+        """Stop a step that is about to change the weights with a non-finite gradient.
+
+        is_own: the step takes gradients of the model, as the step of a critic between forward and loss does not.
+        """
         recorder, guard = self._recorder, self.guard
         if recorder.paused:
             return
@@ -115,7 +118,8 @@ class BackwardWatch:
         elif guard.pending is None:
             if self.spikes is not None:
                 self.spikes.before_step(optimizer)
-            self._failures.rerun.let_go()
+            if is_own:
+                self._failures.rerun.let_go()
 
     def _check_sums(self) -> None:
         """Defer a failure of finite gradients that have added up to a non-finite value in a weight's `.grad`."""
@@ -214,7 +218,7 @@ class OptimizerSteps:
         if self._waits and self._is_own(optimizer):
             changed = _with_check_after_closure(optimizer, args, kwargs, lambda: self._check(optimizer))
         if self._backward is not None:
-            self._backward.before_step(optimizer)
+            self._backward.before_step(optimizer, is_own=self._takes_gradients(optimizer))
         if not self._has_read_state and self._steps_given(optimizer):
             self._has_read_state = True
             if optimizer.state:  # from a checkpoint
@@ -227,7 +231,7 @@ class OptimizerSteps:
     def _check(self, optimizer: Optimizer) -> None:
         self._take_pending(optimizer)
         if self._backward is not None:
-            self._backward.before_step(optimizer)
+            self._backward.before_step(optimizer, is_own=self._takes_gradients(optimizer))
 
     def _take_pending(self, optimizer: Optimizer) -> None:
         if not (self._waits or self._recorder.may_be_pending):  # a few µs less, as on a CPU
@@ -237,6 +241,10 @@ class OptimizerSteps:
             self._recorder.await_before_step()
 
     def _is_own(self, optimizer: Optimizer) -> bool:
+        # Modules before the model get their gradients through it, perhaps with another optimizer.
+        return self._options.gradients or self._takes_gradients(optimizer)
+
+    def _takes_gradients(self, optimizer: Optimizer) -> bool:
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._own.get(optimizer)
         if known is not None and (known[1] or known[0] == count):
@@ -244,9 +252,7 @@ class OptimizerSteps:
         model = self._model()
         held = {id(x) for group in optimizer.param_groups for x in group["params"]}
         is_own = (
-            # Modules before the model get their gradients through it, perhaps with another optimizer.
-            self._options.gradients
-            or self._recorder.gathers_weights
+            self._recorder.gathers_weights
             or self._steps_given(optimizer)
             or (model is not None and any(id(x) in held for x in each_parameter(model)))
         )

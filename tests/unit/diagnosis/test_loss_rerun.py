@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -321,6 +322,42 @@ def test_what_may_not_run_twice_is_not_run(way: str) -> None:
     else:
         assert finding.source is None
         assert "@nanwatch.watched" in told
+
+
+@pytest.mark.parametrize("where", ["child", "in-process"])
+def test_a_critic_takes_a_step_before_the_loss(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step drops nothing that the loss of the watched model needs; no re-run changes its gradients."""
+    monkeypatch.setenv("NANWATCH_RERUN", where)
+    model, critic = Net(), nn.Linear(5, 1)
+    others = torch.optim.SGD(critic.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept: list[int] = []
+    # Another thread, as of a DataLoader, that reaches nothing of the loss.
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+
+    def loss_of(fake: Tensor) -> Tensor:
+        kept.append(len(kept))
+        score = critic(fake).square().mean()
+        return score / (score - score)  # critic aten.div.Tensor
+
+    with failing(model) as found:
+        fake = model(BATCH)
+        critic(fake.detach()).square().mean().backward()
+        others.step()
+        before = [x.grad.clone() for x in critic.parameters() if x.grad is not None]
+        loss = loss_of(fake)
+        try:
+            loss.backward(inputs=list(model.parameters()))
+            optimizer.step()
+        finally:
+            over.set()
+            thread.join()
+    (finding,) = found
+    assert (finding.operation, finding.source) == line_of("  # critic ", loss_of)
+    assert kept == [0]
+    assert all(torch.equal(a, x.grad) for a, x in zip(before, critic.parameters(), strict=True))
 
 
 def test_locals_that_the_program_holds_are_left() -> None:
