@@ -2,6 +2,10 @@
 
 All watches of a process that raise share one OriginConsensus: if one fails, the job has failed. The consensus begins
 with the first batch after `init_process_group`. After this rank has raised, the next batch begins another one.
+
+Watches with a function go on after a failure. They share a consensus of their own, and the next one begins as soon as
+the ranks have agreed. The keys of the store contain its number, which is equal on all ranks: a rank that comes late
+finds each consensus that the others have settled, and settles it too.
 """
 
 from __future__ import annotations
@@ -40,55 +44,65 @@ class RankCoordinator:
     """Link between one Watch and the other ranks of the job.
 
     `last_frames(folder)` returns this rank's latest frames as a report without a finding, and writes them into
-    `output_dir`, if there is one, as `folder`.
+    `output_dir`, if there is one, as `folder`. `goes_on`: a failure is no end of the run, on no rank.
     """
 
-    def __init__(self, model: nn.Module, peer_timeout: float, last_frames: Callable[[str], Report]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        peer_timeout: float,
+        last_frames: Callable[[str], Report],
+        *,
+        goes_on: bool = False,
+    ) -> None:
         self.last_frames = last_frames
         self._part = _part(model)
         self._peer_timeout = peer_timeout
         # The first batch after each of the latest numbers of optimizer steps, for rows that come late.
         self._firsts: deque[tuple[int, int]] = deque([(0, 0)], maxlen=64)
-        self._job = _job
-        self._began = 0  # number of the consensus from which steps are counted
+        self._job = _job_that_goes_on if goes_on else _job
+        self._began = 0  # number of the count of steps that `_firsts` belongs to
+        self._published: OriginConsensus | None = None
         weakref.finalize(self, _job.leave_if_last)
 
-    def batch_started(self, batch: int) -> None:
-        """Join the consensus, and raise PeerNonFiniteError when another rank has failed."""
+    def batch_started(self, batch: int) -> PeerNonFiniteError | None:
+        """Join the consensus, and return the error of another rank that has failed; see `check`."""
         consensus = self._connect(batch)
         if consensus is None:
-            return
+            return None
         if self._job.steps != self._firsts[-1][1]:
             self._firsts.append((batch, self._job.steps))
-        self.check()
+        return self.check()
 
-    def check(self) -> None:
-        """Raise PeerNonFiniteError if another rank had failed a second ago, unless this watch has left the job."""
+    def check(self) -> PeerNonFiniteError | None:
+        """Return the error of another rank that had failed a second ago, unless this watch has left the job.
+
+        Ends the consensus.
+        """
         job = self._job
-        if (
-            self in job.coordinators
-            and job.is_pending()
-            and (error := job.failed_elsewhere(self)) is not None
-        ):
-            raise error
+        return job.failed_elsewhere(self) if self in job.coordinators and job.is_pending() else None
 
     def publish(self, finding: Finding) -> None:
         """Publish this rank's finding to the others, before anything slow."""
-        consensus = self._connect(finding.batch)
+        self._published = consensus = self._connect(finding.batch)
         if consensus is not None:
             consensus.publish(finding, finding.sequence or 0, self._clock(finding.batch), self._part)
 
     def settle(self, finding: Finding | None) -> Origin | None:
-        """Return the origin once the ranks agree, None without other ranks. Ends the consensus."""
-        return self._job.settle(finding)
+        """Return the origin once the ranks agree. Ends the consensus.
+
+        Returns None without other ranks, and for a finding that was not published since the latest agreement.
+        """
+        published, self._published = self._published, None
+        return self._job.settle(finding, published) if published or finding is None else None
 
     def explain(self, error: BaseException | None) -> PeerNonFiniteError | None:
         """Return the other rank's failure behind an error that ends a batch or a run, if there is one.
 
         A collective whose peer has gone fails before this rank knows why. Only after such an error this waits up to 2 s
-        for news.
+        for news. Where the run goes on, the error stays what it is.
         """
-        return self._job.explain(error, self)
+        return None if self._job.goes_on else self._job.explain(error, self)
 
     def close(self) -> None:
         """Leave the job. The last one ends the consensus."""
@@ -98,7 +112,7 @@ class RankCoordinator:
     def _connect(self, batch: int) -> OriginConsensus | None:
         consensus = self._job.connect(self, self._peer_timeout)
         if self._began != self._job.num_begun:
-            # Count from here on all ranks: at a failure one stopped before a step that the others had made.
+            # Count from here on all ranks: at a failure that raises, one stopped before a step that others had made.
             self._began = self._job.num_begun
             self._firsts.clear()
             self._firsts.append((batch, self._job.steps))
@@ -110,17 +124,20 @@ class RankCoordinator:
 
 
 class _Job:
-    """State that all watches of this process share."""
+    """State that all watches of this process share that raise, or all that go on after a failure (`goes_on`)."""
 
-    def __init__(self) -> None:
-        self.steps = 0  # since the consensus began
-        self.num_begun = 0
+    def __init__(self, *, goes_on: bool = False) -> None:
+        self.goes_on = goes_on
+        self.steps = 0
+        self.num_begun = 0  # how often the count of steps has begun
+        self._peer_timeout = 0.0
+        self._has_warned = False  # of the other rank's failure
         # Those that have joined, and not left.
         self.coordinators: weakref.WeakSet[RankCoordinator] = weakref.WeakSet()
         self._reports: weakref.WeakKeyDictionary[RankCoordinator, Report] = weakref.WeakKeyDictionary()
         self._consensus: OriginConsensus | None = None
         self._group: Callable[[], Any] = lambda: None
-        # Number of consensuses that have ended by a failure. It is equal on all ranks, because each of them raises.
+        # Number of consensuses that have ended by a failure. It is equal on all ranks, because each of them settles.
         self._num_settled = 0
         self._lock = threading.RLock()
         self._handle: Any = None
@@ -142,32 +159,36 @@ class _Job:
         if self._consensus is None or self._group() is not group:
             with self._lock:
                 if self._consensus is None or self._group() is not group:  # no other thread was first
-                    self._begin(group, peer_timeout)
+                    self.steps = 0
+                    self.num_begun += 1
+                    self._peer_timeout = peer_timeout
+                    self._begin(group)
         return self._consensus
 
-    def _begin(self, group: Any, peer_timeout: float) -> None:
+    def _begin(self, group: Any) -> None:
         self._end()
+        self._has_warned = False
         rank, world_size = rank_and_world_size()
         self._group = weakref.ref(group)
-        self.steps = 0
-        self.num_begun += 1
+        name = f"{'goes-on/' if self.goes_on else ''}{self._num_settled}"
         self._consensus = OriginConsensus(
-            None, rank, world_size, peer_timeout, name=str(self._num_settled), on_stuck=self._stuck
+            None, rank, world_size, self._peer_timeout, name=name, on_stuck=self._stuck
         )
         self._handle = after_steps.add(self._stepped)
-        # Each consensus has its own hook that calls the one before, because others may have replaced the last one's.
-        self._excepthook = sys.excepthook = partial(self._uncaught, sys.excepthook)
+        if not self.goes_on:
+            # Each consensus has its own hook that calls the one before: others may have replaced the last one's.
+            self._excepthook = sys.excepthook = partial(self._uncaught, sys.excepthook)
 
     def leave_if_last(self) -> None:
         """End the consensus if no watch is left."""
         if not self.coordinators:
             self._end()
 
-    def settle(self, finding: Finding | None) -> Origin | None:
-        """Return the origin once the ranks agree; see RankCoordinator."""
+    def settle(self, finding: Finding | None, published: OriginConsensus | None = None) -> Origin | None:
+        """Return the origin once the ranks agree, None if another watch has settled `published`."""
         with self._lock:
-            consensus = self._consensus
-            if consensus is None:
+            consensus, group = self._consensus, self._group()
+            if consensus is None or published not in (None, consensus):
                 return None
             try:
                 return consensus.settle(finding)
@@ -177,6 +198,8 @@ class _Job:
             finally:
                 self._num_settled += 1
                 self._end()
+                if self.goes_on and group is not None and self.coordinators:
+                    self._begin(group)  # at once, because no step may be missed in the count
 
     def explain(
         self, error: BaseException | None, coordinator: RankCoordinator | None
@@ -198,11 +221,13 @@ class _Job:
         return consensus is not None and consensus.pending()
 
     def failed_elsewhere(self, coordinator: RankCoordinator | None) -> PeerNonFiniteError | None:
-        """Write this rank's last frames, and return the error to raise now that another rank has failed."""
-        reports = self._write_last_frames()
+        """Write this rank's last frames, and return the error of the other rank. Where the run goes on, warn of it."""
+        reports, has_warned = self._write_last_frames(), self._has_warned
         origin = self.settle(None)
         if origin is None:
             return None
+        if self.goes_on and not has_warned:
+            warn_user(f"nanwatch: {origin}", may_raise=False)
         report = reports.get(coordinator) if coordinator is not None else next(iter(reports.values()), None)
         return PeerNonFiniteError(report or report_of(()), origin)
 
@@ -216,6 +241,7 @@ class _Job:
     def _stuck(self, origin: Origin) -> None:
         """Write the last frames in the consensus's thread, while this rank waits in a collective for a failed one."""
         self._write_last_frames()
+        self._has_warned = True
         warn_user(
             f"nanwatch: rank {rank_and_world_size()[0]} waits for a rank that has failed: {origin}",
             may_raise=False,
@@ -253,6 +279,7 @@ class _Job:
 
 
 _job = _Job()
+_job_that_goes_on = _Job(goes_on=True)
 
 
 def _is_of_collective(error: BaseException) -> bool:

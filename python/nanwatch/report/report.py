@@ -19,7 +19,7 @@ from .finding import Finding, Origin, read_finding
 
 SCHEMA = "nanwatch.report"
 VERSION = 1
-_OFTEN_EMPTY = ("never_called", "suspects")  # left out of JSON when they are
+_OFTEN_EMPTY = {"never_called": (), "suspects": (), "origin": None}  # left out of JSON when they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,8 @@ class Report:
     which the model's parameters are sharded, also while they are gathered. `mesh` adds the meshes of tensors in the
     frames. `attempt` is the start of a torchrun job to which the report belongs, None without torchrun. `never_called`
     are modules that nobody called, though their weights took part in the training. `suspects`, in the report of a
-    failure, are weights that grew much or are far from their siblings.
+    failure, are weights that grew much or are far from their siblings. `origin`, in a job of several ranks, says where
+    the ranks agreed that the first non-finite value was; None where they have not.
 
     Examples:
         >>> import nanwatch, pathlib, torch
@@ -108,6 +109,7 @@ class Report:
     attempt: Attempt | None = None
     never_called: tuple[str, ...] = ()
     suspects: tuple[Suspect, ...] = ()
+    origin: Origin | None = None
 
     @property
     def mesh(self) -> tuple[str, ...]:
@@ -185,12 +187,13 @@ _REPORT: dict[str, reading.Reader[Any]] = {
     "attempt": reading.optional(read_attempt),
     "never_called": reading.tuple_of(reading.text),
     "suspects": reading.tuple_of(reading.of(Suspect)),
+    "origin": reading.optional(reading.of(Origin)),
 }
 
 
 def read_report(document: Any) -> Report:
     """Return the report of a parsed JSON document. Raise ValueError with the place for anything else."""
-    added: dict[str, Any] = {"parameter_mesh": (), "attempt": None, **dict.fromkeys(_OFTEN_EMPTY, ())}
+    added: dict[str, Any] = {"parameter_mesh": (), "attempt": None, **_OFTEN_EMPTY}
     return Report(**reading.members(reading.body(document, SCHEMA, VERSION), "report", _REPORT, added=added))
 
 
@@ -240,9 +243,13 @@ def add_note(error: BaseException, report: Report) -> None:
 
 def _told(report: Report, origin: Origin | None = None) -> str:
     head = "a non-finite value" if report.finding is None else text.summary(report.finding)
-    if origin is not None:
-        head += f"\nAmong the ranks: {origin}"
+    if origin is not None and report.origin is None:
+        head += f"\n{_among_ranks(origin)}"
     return f"{head}\n\n{report.to_text()}"
+
+
+def _among_ranks(origin: Origin) -> str:
+    return f"Among the ranks: {origin}"
 
 
 class BatchLimitError(ValueError):
@@ -314,6 +321,8 @@ def _styled_lines(report: Report, *, whole: bool = False) -> Iterator[tuple[Styl
     until = "" if report.batch is None else f" up to batch {report.batch}"
     if finding is not None:
         yield "head", f"Detected {finding.value} in batch {finding.batch}"
+        if report.origin is not None:
+            yield "plain", _among_ranks(report.origin)
     elif not frames:
         yield "head", f"Nothing was looked at{until}: no watched call has run."
         return
@@ -337,7 +346,11 @@ def _styled_lines(report: Report, *, whole: bool = False) -> Iterator[tuple[Styl
     ending = [""] * bool(ending) + ending
     count = len(frames)
     if finding is not None and not whole:
-        frames = _closest(frames, source, _MOST_LINES - _HEADER - bool(report.mesh) - len(ending))
+        frames = _closest(
+            frames,
+            source,
+            _MOST_LINES - _HEADER - bool(report.mesh) - (report.origin is not None) - len(ending),
+        )
     which = f"Last {count} frames" if len(frames) == count else f"{len(frames)} of the last {count} frames"
     yield "plain", "Last frame:" if count == 1 else f"{which}, the oldest first:"
     yield "quiet", text.COLUMNS

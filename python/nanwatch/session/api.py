@@ -83,8 +83,9 @@ def watch(
         model: any nn.Module, also a compiled one. Modules that it gets later are watched too.
         max_frames: keep this many of the latest frames.
         on_nonfinite: "raise" a NonFiniteError; "warn" when non-finite values begin, change or end, and in sum at
-            `stop()` (docs/watching.md); only "record"; or a callable that gets the Report of each non-finite batch. A
-            callable lives until the model is freed or `stop()`. If it refers to the model, it keeps the model alive.
+            `stop()` (docs/watching.md); only "record"; or a callable that gets the Report of each non-finite batch, in
+            a job of several ranks with the place on which they agreed (docs/distributed.md). A callable lives until the
+            model is freed or `stop()`. If it refers to the model, it keeps the model alive.
         check: when to act on a non-finite value: at the "module" that holds it, at the end of the "batch", or "async",
             when the device has delivered, at most one batch later. An optimizer's step waits for the forwards since the
             last step, so that their failure is raised before a parameter changes (docs/cuda.md). The report is the
@@ -141,8 +142,9 @@ def watch(
             second forward.
         output_dir: a folder into which each failure's report (text, JSON, HTML) and capsule are written.
         peer_timeout: in a job of several ranks, how many seconds a rank that fails, or learns that another has, waits
-            at most for all to agree where it began. Then each raises an error that says so. Only with "raise". 0 turns
-            this off: each rank speaks for itself, and the others may hang (docs/distributed.md).
+            at most for all to agree where it began. With "raise" each then raises an error that says so, with a
+            callable the reports of the failing ranks say so. 0 turns this off: each rank speaks for itself, and with
+            "raise" the others may hang (docs/distributed.md).
         enabled: False makes a Watch that watches nothing. The environment goes first: NANWATCH=0 or NANWATCH=1.
 
     Raises TypeError or ValueError, naming the given and the accepted values, for a `model` whose calls cannot be seen,

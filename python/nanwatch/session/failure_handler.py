@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..diagnosis.batch_snapshot import left_calls
-from ..distributed.coordinator import RankCoordinator
 from ..monitoring.monitor import Monitor
 from ..recording.events import Event
 from ..recording.observe import observe
 from ..recording.walk import call_leaves
 from ..records.record import Frame
 from ..report import text
-from ..report.finding import Finding, Origin
+from ..report.finding import Finding
 from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
 from ..util.visible import suppressed, warn_user
 from .optimizer_guard import OptimizerGuard
+from .rank_agreement import RankAgreement
 from .reports import NonFiniteBatch, NonFiniteBatches, NonFiniteWarnings, Reports
 
 if TYPE_CHECKING:
@@ -55,17 +55,14 @@ class FailureHandler:
         self._exception_batch: int | None = None
         # An error that was found while a report was asked for, which is no place to raise it.
         self._postponed: NonFiniteError | None = None
-        self._coordinator: RankCoordinator | None = None
-        model = reports.model()
-        if model is not None and self._action == "raise" and options.peer_timeout and options.enabled:
-            # Not a bound method: the job would keep this alive.
-            this = weakref.ref(self)
-            self._coordinator = RankCoordinator(
-                model,
-                options.peer_timeout,
-                lambda name: report_of(()) if (own := this()) is None else own._write_last_frames(name),
-            )
-        self._takes_starts = rerun.keeps_start or self._coordinator is not None
+        # Not a bound method: the job would keep this alive.
+        this = weakref.ref(self)
+        self._ranks = RankAgreement(
+            reports.model(),
+            options,
+            lambda name: report_of(()) if (own := this()) is None else own._write_last_frames(name),
+        )
+        self._takes_starts = rerun.keeps_start or self._ranks.is_active
         self._batch_starts = recorder.subscribe(Event.BATCH_START)
         self._batch_starts.active = self._takes_starts
         self._batch_ends = recorder.subscribe(Event.BATCH_END)
@@ -100,10 +97,9 @@ class FailureHandler:
     ) -> object:
         """Keep what a re-run would need, and return what the recorder is to hold; see RerunPolicy.
 
-        Raises PeerNonFiniteError when another rank has failed.
+        Raises PeerNonFiniteError when another rank has failed, unless the run goes on after a failure.
         """
-        if self._coordinator is not None:
-            self._coordinator.batch_started(batch)
+        self._ranks.batch_started(batch)
         if not self.rerun.keeps_start or module is None:
             return None
         return self.rerun.batch_started(module, args, kwargs)
@@ -178,6 +174,7 @@ class FailureHandler:
                     self._act(nonfinite)
             elif completed and batch % self._options.every == 0:
                 self.batches.run_is_open = False
+                self._ranks.end_run()
                 self._warnings.end(batch)
                 self._monitor.end(batch)
         finally:
@@ -191,18 +188,18 @@ class FailureHandler:
 
     def explain(self, error: BaseException | None) -> None:
         """Raise PeerNonFiniteError from `error` when another rank's failure is behind it."""
-        explained = None if self._coordinator is None else self._coordinator.explain(error)
+        explained = self._ranks.explain(error)
         if explained is not None:
             raise explained from error
 
     def run_ended(self, error: BaseException | None) -> None:
-        """Take the end of a `with` block. Raises PeerNonFiniteError when another rank has failed first."""
+        """Take the end of a `with` block. Raises PeerNonFiniteError as `batch_started` does."""
         if error is not None:
             self.poll(wait=True)
             self._postponed = None  # `error` says more
             self.explain(error)
-        elif self._coordinator is not None:
-            self._coordinator.check()
+        else:
+            self._ranks.check()
 
     def watch_ends(self) -> None:
         """Report non-finite gradients that no step was about to take, then sum up the warnings."""
@@ -224,8 +221,7 @@ class FailureHandler:
     def close(self) -> None:
         """Let go of everything, and leave the other ranks."""
         self.rerun.let_go()
-        if self._coordinator is not None:
-            self._coordinator.close()
+        self._ranks.close()
 
     @property
     def _acts(self) -> bool:
@@ -266,8 +262,8 @@ class FailureHandler:
 
     def _announce(self, report: Report) -> None:
         """Publish the failure to the other ranks, before anything slow."""
-        if self._coordinator is not None and report.finding is not None:
-            self._coordinator.publish(report.finding)
+        if report.finding is not None:
+            self._ranks.publish(report.finding, is_first=self.batches.failure is report)
 
     def _act(self, batch: NonFiniteBatch | None, *, inside: bool = False) -> None:
         """Act on the batch once. `inside` a forward raise at once, and leave the re-run to `forward_left`."""
@@ -283,9 +279,10 @@ class FailureHandler:
     def _raise_or_call(self, report: Report) -> None:
         """Re-run the batch, then hand the report to the user's function, or raise it."""
         if callable(self._action):
-            self._call(self._action, self._examined(report))
+            self._call(self._action, self._settled(report))
         elif self._action == "raise":
-            error = NonFiniteError(*self._settled(report))
+            report = self._settled(report)
+            error = NonFiniteError(report, report.origin)
             self._pass_on_interrupt(error)
             raise error
 
@@ -309,13 +306,20 @@ class FailureHandler:
         Inside, the re-run could wait for a lock that the forward holds. A second error would lose the notes that code
         in the forward has added to the first. No other exception is changed after it was raised.
         """
-        NonFiniteError.__init__(error, *self._settled(error.report))
+        report = self._settled(error.report)
+        NonFiniteError.__init__(error, report, report.origin)
         self._pass_on_interrupt(error)
 
-    def _settled(self, report: Report) -> tuple[Report, Origin | None]:
-        """Return the report after the re-run, and the origin on which the ranks agreed."""
+    def _settled(self, report: Report) -> Report:
+        """Return the report after the re-run, with the origin on which the ranks agreed."""
         examined = self._examined(report)
-        return examined, None if self._coordinator is None else self._coordinator.settle(examined.finding)
+        origin = self._ranks.settle(examined.finding)
+        if origin is None:
+            return examined
+        settled = replace(examined, origin=origin)
+        if self.batches.failure is examined:
+            self.batches.failure = settled
+        return settled
 
     def _examined(self, report: Report) -> Report:
         """Return the report with the results of a re-run of its batch."""
@@ -356,7 +360,11 @@ class FailureHandler:
             nonfinite = self.batches.get(batch) or self._take_left_calls(error, batch)
             if nonfinite is not None and not nonfinite.is_reported:
                 nonfinite.is_reported = True
-                report = self._examined(nonfinite.report) if self._acts else nonfinite.report
+                report = nonfinite.report
+                if callable(self._action):
+                    report = self._settled(report)
+                elif self._acts:
+                    report = self._examined(report)
                 add_note(error, report)
                 if callable(self._action):
                     self._action(report)
