@@ -100,10 +100,9 @@ def run_parser() -> argparse.ArgumentParser:
     )
     for option in fields(Options):
         if flag := option.metadata["flag"]:
-            name, default = f"--{option.name.replace('_', '-')}", option.default
-            if flag.get("action") == "append":
-                default = []  # argparse cannot append to a tuple
-            parser.add_argument(name, default=default, help=_help(option), **flag)
+            name = f"--{option.name.replace('_', '-')}"
+            # A flag that is not there leaves the option to a file.
+            parser.add_argument(name, default=argparse.SUPPRESS, help=_help(option), **flag)
     return parser
 
 

@@ -17,6 +17,7 @@ from ..report.record import headroom_bits, is_fault, to_record
 from ..trace.trace import arrow
 from ..util.modules import each_module
 from ..util.visible import module_name
+from .option_sources import FIELDS, values_in_force, without_defaults
 from .options import (
     MAX_BATCH,
     MAX_FRAMES,
@@ -159,11 +160,25 @@ def watch(
         nan first seen in `output` of 1 (LayerNorm) in batch 0
         >>> watch.stop()
     """
+    given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}
+    check_model(model)
+    values = values_in_force(without_defaults(given))
+    return _start(model, values, measure_time=_measure_time, verify_hits=_verify_hits, room=_room)
+
+
+def _start(
+    model: nn.Module,
+    values: dict[str, Any],
+    *,
+    measure_time: bool = False,
+    verify_hits: bool = False,
+    room: int = 0,
+) -> Watch:
+    """Start to watch `model` with these values of the options, whatever is said outside of the code."""
     check_model(model)
     model = original_module(model)
-    given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}
-    options = check_options([one.name for one in named_modules(model)], given)
-    return Watch(model, options, measure_time=_measure_time, verify_hits=_verify_hits, room=_room)
+    options = check_options([one.name for one in named_modules(model)], values)
+    return Watch(model, options, measure_time=measure_time, verify_hits=verify_hits, room=room)
 
 
 class DeferredWatch:
@@ -171,11 +186,11 @@ class DeferredWatch:
 
     With `headroom` the recorder holds a whole batch for `look` and `take_least`, though `frames` and reports show no
     more than `max_frames`. Raises as `watch` does, except for patterns that match no module, which only `start` can
-    know.
+    know, and TypeError for a name that is no option.
     """
 
     def __init__(self, options: dict[str, Any], *, headroom: bool = False) -> None:
-        self.options = dict(options)
+        self.options = values_in_force(options)
         self._has_headroom = check_flag("headroom", headroom)
         self._least: LeastHeadroom | None = None
         self.watch: Watch | None = None
@@ -189,8 +204,8 @@ class DeferredWatch:
             # It needs the trace, which is not opened now.
             whole("sketches", self.options.get("sketches", 0), 0, MAX_BATCH)
             later.add("sketches")
-        general = {name: value for name, value in self.options.items() if name not in later}
-        watch(nn.Identity(), **general).stop()
+        general = {name: one.default if name in later else self.options[name] for name, one in FIELDS.items()}
+        _start(nn.Identity(), general).stop()
 
     def start(self, model: nn.Module, scaler: Any = None) -> Watch:
         """Stop the Watch of the model before, and watch `model`. Raises as `watch` does.
@@ -203,7 +218,7 @@ class DeferredWatch:
         if is_wanted and callable(getattr(scaler, "get_scale", None)):
             options["scaler"] = scaler
         room = min(_CALLS * sum(1 for _ in each_module(model)), MAX_FRAMES) if self._has_headroom else 0
-        self.watch = watch(model, **options, _room=room)
+        self.watch = _start(model, options, room=room)
         self._least = LeastHeadroom(self.watch) if self._has_headroom else None
         return self.watch
 

@@ -45,10 +45,12 @@ def spell(error: BaseException) -> str:
     return visible(f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__)
 
 
-def close_names(wanted: str, names: Iterable[str]) -> str:
+def close_names(
+    wanted: str, names: Iterable[str], otherwise: str = "see model.named_modules() for the names"
+) -> str:
     """Return a hint for a misspelt name: the closest ones, else where to look for names."""
     close = difflib.get_close_matches(wanted, list(names), n=3)
-    return visible(f"close names: {', '.join(close)}") if close else "see model.named_modules() for the names"
+    return visible(f"close names: {', '.join(close)}") if close else otherwise
 
 
 # Wrappers put these before the names of the modules that they hold.
