@@ -82,6 +82,8 @@ class HeldError {
   // Returns whether the exception that is now set was raised "from" this one.
   bool is_explained() const {
     if (!PyErr_Occurred()) return false;
+    // KeyboardInterrupt and SystemExit end the program, whatever came first.
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return true;
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);

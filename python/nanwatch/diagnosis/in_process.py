@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from io import IOBase
 from types import FrameType
 from typing import Any
@@ -97,8 +97,6 @@ class Examination:
         timer.name = "nanwatch clock of a re-run"
         try:
             with ExitStack() as after:
-                if threading.current_thread() is threading.main_thread():
-                    after.enter_context(_handlers_replaced(self._deferring, self._at_signal))
                 after.enter_context(_refusing())
                 after.callback(self._disarm)
                 self._is_armed = True
@@ -110,6 +108,10 @@ class Examination:
             raise RerunEndedError(f"it raised {type(error).__name__}") from None
         finally:
             timer.cancel()
+
+    def signals_kept(self) -> AbstractContextManager[None]:
+        """Keep what handlers of the program raise in the block, and let them and the clock end a run."""
+        return _handlers_replaced(self._deferring, self._at_signal)
 
     def _disarm(self) -> None:
         self._is_armed = False
@@ -147,11 +149,13 @@ current: Examination | None = None
 
 @contextmanager
 def examination(seconds: float) -> Iterator[Examination]:
-    """Give the re-runs in the block a clock of this many seconds each."""
+    """Give the re-runs in the block a clock of this many seconds each, and keep what handlers of signals raise."""
     global current
     before, current = current, Examination(seconds)
+    is_main = threading.current_thread() is threading.main_thread()
     try:
-        yield current
+        with current.signals_kept() if is_main else nullcontext():
+            yield current
     finally:
         current = before
 

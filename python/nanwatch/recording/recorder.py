@@ -335,7 +335,8 @@ class PythonRecorder(RecordsBackwards):
             with thread.is_recording():
                 self._events.on_batch_end(thread.batch, completed)
         except BaseException as error:
-            if own is None or error.__cause__ is own:
+            # KeyboardInterrupt and SystemExit end the program, whatever came first.
+            if own is None or error.__cause__ is own or not isinstance(error, Exception):
                 raise
         finally:
             thread.held = None
