@@ -12,6 +12,7 @@ from torch import nn
 
 from ..instrumentation.calls import check_model
 from ..instrumentation.wrapped_names import named_modules, original_module
+from ..numerics import _extension
 from ..recording.events import Check
 from ..report.record import headroom_bits, is_fault, to_record
 from ..trace.trace import arrow
@@ -148,7 +149,8 @@ def watch(
 
     Raises TypeError or ValueError, naming the given and the accepted values, for a `model` whose calls cannot be seen,
     an option with a wrong value or without effect, and an `output_dir` or `trace` where nothing can be written;
-    ImportError, naming the package, where `trace` or `log_to` needs one that is not installed.
+    RuntimeError for `check="async"` on a GPU without the compiled part (docs/installing.md); ImportError, naming the
+    package, where `trace` or `log_to` needs one that is not installed.
 
     Examples:
         >>> import nanwatch, torch
@@ -165,7 +167,19 @@ def watch(
     model = original_module(model)
     given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}
     options = check_options([one.name for one in named_modules(model)], given)
+    if options.check == "async" and options.enabled:
+        _check_async(model)
     return Watch(model, options, measure_time=_measure_time, verify_hits=_verify_hits, room=_room)
+
+
+def _check_async(model: nn.Module) -> None:
+    """Raise RuntimeError if the model lies on a device that the fallback would wait for at each tensor."""
+    tensors = (*model.parameters(), *model.buffers())
+    devices = sorted({x.device.type for x in tensors} - {"cpu", "meta"})
+    if devices and _extension.C is None:
+        raise _extension.missing(
+            f'check="async" for a model on {devices[0]} (check="batch" waits for each tensor, and works)'
+        )
 
 
 class DeferredWatch:
