@@ -2,7 +2,7 @@
 #
 #   make test           lint, and the quick tests of every room
 #   make test-all       lint, and every test that needs no GPU; CI runs it
-#   make test-pure      the quick tests of what runs without the compiled part, without it
+#   make test-pure      the quick tests without the compiled part; CI runs it too
 #   make test-gpu       the tests that need a GPU
 #
 #   PYTHON=python3.12   the interpreter the environment is made from (or, with OFFLINE=1, used as it is)
@@ -77,10 +77,9 @@ test-all: $(if $(filter 1,$(OFFLINE)),,$(STAMPS)/engines)
 test test-all: lint
 	OMP_WAIT_POLICY=passive $(PY) -m pytest -m "$(MARKS)" $(PARALLEL) --durations=10 $(ARGS)
 
-# The rooms whose answers come from the compiled part, where there is one, in pure Python.
-PURE = $(addprefix tests/unit/,numerics recording instrumentation session monitoring trace diagnosis)
+# All quick tests but those of C++, with reductions, slot and recorder in Python (tests/integration/test_fallback.py).
 test-pure: $(TOOLS)
-	NANWATCH_EXT=0 OMP_WAIT_POLICY=passive $(PY) -m pytest -m "not cuda and not slow" $(PARALLEL) $(ARGS) $(PURE)
+	NANWATCH_EXT=0 OMP_WAIT_POLICY=passive $(PY) -m pytest -m "not cuda and not slow and not native" $(PARALLEL) $(ARGS)
 
 # Lint is left to the machine without a GPU: this one may have no tool but pytest.
 test-gpu: $(READY)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from support.paths import BENCHMARKS
+from support.recorders import needs_native
 from support.toys import mlp
 
 
@@ -30,6 +31,7 @@ def training(model: nn.Module, seen: list[object]) -> None:
     model.zero_grad()
 
 
+@needs_native
 def test_a_row_has_every_way(bench: ModuleType) -> None:
     """All ways together: a ratio each, what was read and what is added; nothing is left on the model."""
     model = mlp()
@@ -55,6 +57,7 @@ def test_a_row_has_every_way(bench: ModuleType) -> None:
     assert all(not x._backward_hooks for x in model.parameters())
 
 
+@needs_native
 def test_only_the_ways_that_were_asked_for_run(bench: ModuleType) -> None:
     """`--ways gradients`: the plain way and that one, and no column of the others."""
     model = mlp()
@@ -66,6 +69,7 @@ def test_only_the_ways_that_were_asked_for_run(bench: ModuleType) -> None:
     assert cells["trace"] == cells["nanwatch"] == cells["own"] == cells["misses"] == "-"
 
 
+@needs_native
 def test_gradients_are_seen_in_their_own_way_alone(bench: ModuleType, tmp_path: Path) -> None:
     """Every time it is entered the gradients of all weights are seen again; outside, no hook of it is on a weight."""
     model = mlp()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from support.paths import BENCHMARKS
+from support.recorders import needs_native
 
 
 @pytest.fixture
@@ -79,6 +80,7 @@ def test_only_calls_that_wait_are_counted(bench: ModuleType) -> None:
     assert bench.waited(profile.events()) == (2, 1)
 
 
+@needs_native
 def test_the_training_row_of_a_tiny_model(bench: ModuleType) -> None:
     """All that the row says of a step is measured, and the device is waited for once a step."""
     import bench_step

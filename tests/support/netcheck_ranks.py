@@ -21,7 +21,7 @@ def rank_environment(**changes: str) -> dict[str, str]:
     env = {
         key: value
         for key, value in os.environ.items()
-        if not key.startswith(("TORCHELASTIC", "SLURM", "NANWATCH"))
+        if key == "NANWATCH_EXT" or not key.startswith(("TORCHELASTIC", "SLURM", "NANWATCH"))
     }
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)

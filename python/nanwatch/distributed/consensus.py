@@ -185,6 +185,9 @@ class OriginConsensus:
         while not self._stopping.is_set():
             # Not all ranks of a job at the same moment.
             pause = max(_INTERVAL, self.world_size / _MOST_QUESTIONS) * chance.uniform(0.75, 1.25)
+            if self._news is not None and not self._reported:
+                due = self._news + self.peer_timeout / 3 - time.monotonic()
+                pause = min(pause, max(_INTERVAL_SETTLING[0], due))
             try:
                 try:
                     job = self._jobs.get(timeout=pause)

@@ -124,6 +124,13 @@ stable_operators = _load_operators()
 if C is not None and (_warning := str(C.cpu_capability_warning())):
     warnings.warn(_warning, RuntimeWarning, stacklevel=2)
 
+if C is None and not stable_operators and (_level := os.environ.get("NANWATCH_CPU")):
+    warnings.warn(
+        f"NANWATCH_CPU={_level} has no effect: it needs the compiled part of nanwatch, which is missing: {reason}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
 _explained = C is not None or reason.startswith("switched off")  # who switched it off needs no explanation
 
 
@@ -142,6 +149,15 @@ def explain_once() -> None:
         RuntimeWarning,
         stacklevel=3,
     )
+
+
+def missing(what: str) -> RuntimeError:
+    """Return the error that refuses what the fallback cannot do: why there is no compiled part, and how to get it."""
+    if reason.startswith("switched off"):
+        advice = "unset NANWATCH_EXT"
+    else:
+        advice = "`python -m nanwatch` says more, and docs/installing.md how to get it"
+    return RuntimeError(f"{what} needs the compiled part of nanwatch, which is missing: {reason}; {advice}")
 
 
 def instances_of(kind: type[_T]) -> list[_T]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..instrumentation.calls import check_model
 from ..instrumentation.wrapped_names import named_modules, original_module
+from ..numerics import _extension
 from ..recording.events import Check
 from ..records.headroom import headroom_bits
 from ..trace.trace import arrow
@@ -149,7 +150,8 @@ def watch(
 
     Raises TypeError or ValueError, naming the given and the accepted values, for a `model` whose calls cannot be seen,
     an option with a wrong value or without effect, and an `output_dir` or `trace` where nothing can be written;
-    ImportError, naming the package, where `trace` or `log_to` needs one that is not installed.
+    RuntimeError for `check="async"` on a GPU without the compiled part (docs/installing.md); ImportError, naming the
+    package, where `trace` or `log_to` needs one that is not installed.
 
     Examples:
         >>> import nanwatch, torch
@@ -180,7 +182,19 @@ def _start(
     check_model(model)
     model = original_module(model)
     options = check_options([one.name for one in named_modules(model)], values)
+    if options.check == "async" and options.enabled:
+        _check_async(model)
     return Watch(model, options, measure_time=measure_time, verify_hits=verify_hits, room=room)
+
+
+def _check_async(model: nn.Module) -> None:
+    """Raise RuntimeError if the model lies on a device that the fallback would wait for at each tensor."""
+    tensors = (*model.parameters(), *model.buffers())
+    devices = sorted({x.device.type for x in tensors} - {"cpu", "meta"})
+    if devices and _extension.C is None:
+        raise _extension.missing(
+            f'check="async" for a model on {devices[0]} (check="batch" waits for each tensor, and works)'
+        )
 
 
 class DeferredWatch:

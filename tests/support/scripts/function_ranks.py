@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import warnings
 
 import torch
@@ -25,7 +24,7 @@ RANK = int(os.environ["RANK"])
 # By batch: the ranks on which a value overflows, and whether the step is taken all the same.
 PLAN = {1: ([1], False), 3: ([0], False), 5: ([0, 1], False), 7: ([1], True)}
 BATCHES = 10
-PEER_TIMEOUT = 3.0
+PEER_TIMEOUT = 5.0
 
 
 class Scale(nn.Module):
@@ -35,8 +34,8 @@ class Scale(nn.Module):
         return x * self.factor * self.factor
 
 
-def train(*, is_watched: bool) -> tuple[list[object], list[object], float, bytes]:
-    """Return the calls of the function, the non-finite outputs, the seconds, and the last weights."""
+def train(*, is_watched: bool) -> tuple[list[object], list[object], bytes]:
+    """Return the calls of the function, the non-finite outputs, and the last weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), Scale(), nn.Linear(4, 4))
     run = DistributedDataParallel(model)
@@ -65,7 +64,6 @@ def train(*, is_watched: bool) -> tuple[list[object], list[object], float, bytes
     for name, one in model.named_children():
         one.register_forward_hook(lambda _, __, output, name=name: look(name, output))
     watch = nanwatch.watch(model, on_nonfinite=tell, peer_timeout=PEER_TIMEOUT, enabled=is_watched)
-    start = time.monotonic()
     with watch:
         for batch in range(BATCHES):
             guilty, steps = PLAN.get(batch, ([], True))
@@ -76,14 +74,14 @@ def train(*, is_watched: bool) -> tuple[list[object], list[object], float, bytes
             if steps:
                 optimizer.step()
     weights = b"".join(one.detach().numpy().tobytes() for one in model.parameters())
-    return calls, seen, time.monotonic() - start, weights
+    return calls, seen, weights
 
 
 warnings.simplefilter("ignore")
 store = dist.FileStore(sys.argv[1], 2)
 dist.init_process_group("gloo", store=store, rank=RANK, world_size=2)
-_, found, _, plain = train(is_watched=False)
-told, _, seconds, watched = train(is_watched=True)
-shown = {"calls": told, "seen": found, "is_equal": plain == watched, "seconds": seconds}
+_, found, plain = train(is_watched=False)
+told, _, watched = train(is_watched=True)
+shown = {"calls": told, "seen": found, "is_equal": plain == watched}
 sys.stdout.write(f"{json.dumps(shown)}\n")
 dist.destroy_process_group()

@@ -385,6 +385,22 @@ def test_clocks_count_steps_and_batches_since(job):
     assert [mine._clock(batch) for batch in (0, 3, 5)] == [(0, 0), (1, 1), (2, 0)]
 
 
+def test_clocks_go_on_where_the_run_goes_on(job):
+    """No rank stops before a step, so steps count from the first batch on, and none is missed after a verdict."""
+    model = nn.Linear(4, 4)
+    mine = RankCoordinator(model, 10.0, lambda name: nanwatch.Report((), None, None), goes_on=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for batch in range(3):
+        mine.batch_started(batch)
+        if batch == 1:
+            job.other_fails(job.board(coordinator._job_that_goes_on, "goes-on/"))
+            assert mine.settle(None) is not None
+        optimizer.step()
+    mine.batch_started(3)
+    assert mine._clock(3) == (3, 0)
+    mine.close()
+
+
 def test_clocks_begin_anew_with_each_verdict(job):
     """The rank that failed was stopped before a step that others had made: with what follows all count alike again."""
     model = nn.Linear(4, 4)

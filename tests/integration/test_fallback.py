@@ -1,0 +1,103 @@
+"""The fallback: which parts run in Python with NANWATCH_EXT=0, and what it refuses, as docs/installing.md lists it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+import torch
+from torch import nn
+
+import nanwatch
+from nanwatch.instrumentation import slot
+from nanwatch.numerics import _extension
+from support.paths import ROOT
+from support.processes import environment, forked
+
+_MAPS = Path("/proc/self/maps")
+
+
+def compiled_parts() -> dict[str, bool]:
+    """Return for each part whether it is the compiled one, by what is in force and not by what was chosen."""
+    model = nn.Linear(2, 2)
+    watch = nanwatch.watch(model)
+    model(torch.ones(1, 2))
+    assert watch.counters["frames"] == 1
+    wrapper = type(slot._slot.find(id(model)))
+    watch.stop()
+    return {
+        "kernels": torch._C._dispatch_has_kernel_for_dispatch_key("nanwatch::abs_range", "CPU"),
+        "functions": not isinstance(nanwatch.abs_range, FunctionType),
+        "slot": type(slot._slot).__mro__[1].__module__ == "nanwatch._C",
+        "wrapper": wrapper.__mro__[1].__module__ == "nanwatch._C",
+        "recorder": type(watch._recorder).__module__ == "nanwatch._C",
+        "library": "/nanwatch/_C" in _MAPS.read_text() if _MAPS.exists() else _extension.C is not None,
+    }
+
+
+def test_all_parts_are_compiled_or_none_is() -> None:
+    """In this process, in which `make test-pure` runs its tests, as in a fresh one with NANWATCH_EXT=0."""
+    is_compiled = _extension.C is not None
+    assert not (is_compiled and os.environ.get("NANWATCH_EXT") == "0")
+    assert compiled_parts() == dict.fromkeys(compiled_parts(), is_compiled)
+    program = "from integration.test_fallback import compiled_parts as parts; raise SystemExit(any(parts().values()))"
+    done = forked("-c", program, env=environment(NANWATCH_EXT="0"), imported=False)
+    assert done.returncode == 0, done.stderr
+
+
+class OnDevice(nn.Module):
+    """A model whose only parameter says that it lies on a GPU."""
+
+    class Elsewhere(torch.Tensor):
+        device = torch.device("cuda:0")
+
+    def parameters(self, recurse: bool = True):
+        yield torch.ones(1).as_subclass(self.Elsewhere)
+
+
+def _told(done: Callable[[], object]) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        done()
+    return str(caught.value)
+
+
+def _warned() -> str:
+    done = forked(
+        "-c", "import nanwatch", env=environment(NANWATCH_EXT="0", NANWATCH_CPU="avx2"), imported=False
+    )
+    assert done.returncode == 0
+    return done.stderr
+
+
+# By a word of the row's first column.
+_REFUSED: dict[str, Callable[[], str]] = {
+    "async": lambda: _told(lambda: nanwatch.watch(OnDevice(), check="async")),
+    "_measure_time": lambda: _told(lambda: nanwatch.watch(nn.Linear(2, 2), _measure_time=True)),
+    "NANWATCH_CPU": _warned,
+}
+
+
+def test_what_is_refused_is_what_the_page_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row's error has the row's words, the reason and what to do; nothing else of the page is refused."""
+    page = (ROOT / "docs" / "installing.md").read_text(encoding="utf-8")
+    table = page.partition("| refused | error |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    rows = {row.split("|")[1]: re.findall(r"`([^`]*)`", row.split("|")[2]) for row in table}
+    assert len(rows) == len(_REFUSED)
+    monkeypatch.setattr(_extension, "C", None)
+    for reason, advice in (
+        ("switched off by NANWATCH_EXT=0", "unset NANWATCH_EXT"),
+        ("no g++", "python -m nanwatch"),
+    ):
+        monkeypatch.setattr(_extension, "reason", reason)
+        for word, refuse in _REFUSED.items():
+            (words,) = (words for first, words in rows.items() if word in first)
+            told = refuse()
+            assert words
+            assert all(one in told for one in words), told
+            if refuse is not _warned:
+                assert f"missing: {reason}; " in told
+                assert advice in told
