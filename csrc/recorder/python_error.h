@@ -79,7 +79,7 @@ class HeldError {
   };
 
  private:
-  // Returns whether the exception that is now set was raised "from" this one.
+  // Returns whether the exception that is now set takes the place of this one, as one that was raised "from" it does.
   bool is_explained() const {
     if (!PyErr_Occurred()) return false;
     // KeyboardInterrupt and SystemExit end the program, whatever came first.
