@@ -33,7 +33,8 @@ from .folder import attempt, write_failure
 from .forward_rerun import rerun_forward
 from .loss_slice import Refused
 from .loss_statements import BackwardCall, LossStatements
-from .patching.patches import KEPT_FOR_FORMATS, MOST_FORWARDS, MOST_RUNS, Found, try_patches
+from .patching.module_options import Found
+from .patching.patches import KEPT_FOR_FORMATS, MOST_FORWARDS, MOST_RUNS, try_patches
 
 _ADVICE = 'put the loss into a function below `@nanwatch.watched("loss")`: a report then has its line and its operands'
 

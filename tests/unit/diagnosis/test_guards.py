@@ -9,7 +9,7 @@ import pytest
 
 from nanwatch.diagnosis.patching.code_swap import find_target
 from nanwatch.diagnosis.patching.guards import Facts, guard_division, is_nonnegative
-from nanwatch.diagnosis.patching.source import Site
+from nanwatch.diagnosis.patching.site import Site
 
 SOURCE = """\
 import torch

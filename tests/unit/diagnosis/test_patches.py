@@ -94,7 +94,10 @@ def test_the_cure_is_the_line_and_its_effect_is_counted() -> None:
     divisor = "x.sum(-1, keepdim=True)"
     guarded = f"torch.where({divisor}.abs() < 1e-8, 1e-8, {divisor})"
     assert new_line(cure) == f"return self.scale * x / {guarded}"
-    assert cure.effect == "changes 3 of 6 elements, the others bit-equal"
+    assert cure.effect == (
+        "changes 3 of 6 elements, the others bit-equal; agrees with float64, to 2.5e-08 of the largest value;"
+        " float64 fails at 3 too"
+    )
     assert "test_patches.py" in cure.patch
     assert cure.code == ""
 
@@ -144,7 +147,9 @@ def test_a_bad_buffer_is_told_with_the_line_that_spreads_it() -> None:
     finding = failed(Scaled(), torch.tensor([1.0, 0.0]))
     assert (finding.origin, finding.label, finding.operation) == ("buffer", "scale", "aten.mul.Tensor")
     assert new_line(works(finding)) == "return x * torch.where(x == 0, 0.0, self.scale)"
-    assert works(finding).effect == "changes 1 of 2 elements, the others bit-equal"
+    assert works(finding).effect.startswith(
+        "changes 1 of 2 elements, the others bit-equal; agrees with float64"
+    )
 
 
 class Norms(nn.Module):
@@ -181,7 +186,7 @@ def test_healthy_negative_values_forbid_a_clamp() -> None:
     cure = works(failed(Ratio(), torch.cat([HEALTHY_AND_ZERO, -HEALTHY_AND_ZERO])))
     assert "clamp" not in new_line(cure)
     assert ".abs() < 1e-8, 1e-8" in new_line(cure)
-    assert cure.effect == "changes 6 of 12 elements, the others bit-equal"
+    assert cure.effect.startswith("changes 6 of 12 elements, the others bit-equal; agrees with float64")
 
 
 def state() -> list[Any]:
@@ -207,7 +212,8 @@ def test_changes_that_were_not_enough_are_named_with_the_reason() -> None:
     assert not any(cure.works for cure in finding.cures)
     assert finding.remarks[-1] == (
         f"these changes of the source were tried, and none was enough: {', '.join(tried)}; with {tried[0]} the batch"
-        f" is finite, but that changes 2 of 3 elements, finite ones by at most {moved:.1e}, of values up to 6.9e+01"
+        f" is finite, but that changes 2 of 3 elements, finite ones by at most {moved:.1e}, of values up to 6.9e+01;"
+        " moves 1 of 2 elements that float64 gives as finite: -69.1 becomes -27.6; float64 fails at 1 too"
     )
     (remark,) = (one for one in failed(Added(), torch.zeros(2)).remarks if "tried" in one)
     assert ", `x.clamp(min=0)`, `x.clamp(min=1e-12)`" in remark
@@ -270,8 +276,8 @@ def backward_of(model: nn.Module, x: Tensor) -> Finding:
 def test_a_gradient_is_cured_in_its_forward_line() -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), Root())
     cure = works(backward_of(model, HEALTHY_AND_ZERO))
-    assert new_line(cure) == "return torch.sqrt(x.square().sum(-1).clamp(min=1e-12))"
-    assert cure.effect.startswith("changes 1 of 2 elements, finite ones by at most 1.0e-06")
+    assert new_line(cure) == "return torch.linalg.vector_norm(x, dim=-1)"
+    assert cure.effect.startswith("leaves all 2 elements bit-equal; agrees with float64")
 
 
 class LeftOut(nn.Module):
@@ -301,7 +307,7 @@ def test_a_value_that_the_forward_leaves_out_is_found_where_it_was_made() -> Non
     nn.init.eye_(model[0].weight)
     finding = backward_of(model, HEALTHY_AND_ZERO)
     assert finding.operation == "aten.sqrt.default"
-    assert new_line(works(finding)).startswith("root = torch.sqrt((x - 1).clamp(min=")
+    assert new_line(works(finding)) == "return torch.where(x > 1, 0.5 * torch.log(x - 1), x)"
 
 
 def test_a_value_in_an_attribute_is_found_and_its_cure_proven() -> None:
@@ -326,10 +332,11 @@ class ByHand(nn.Module):
         return e / e.sum(-1, keepdim=True)
 
 
-def test_a_softmax_by_hand_loses_its_maximum() -> None:
+def test_a_softmax_by_hand_becomes_that_of_torch() -> None:
     cure = works(failed(ByHand(), torch.tensor([[15.0, 14.5], [50.0, 10.0]])))
-    assert new_line(cure) == "e = torch.exp((2 * x) - (2 * x).amax(-1, keepdim=True))"
+    assert new_line(cure) == "return torch.softmax(2 * x, dim=-1)"
     assert cure.effect.startswith("changes 2 of 4 elements")
+    assert "; agrees with float64" in cure.effect
 
 
 class Schedule(nn.Module):
@@ -363,7 +370,7 @@ def test_a_gradient_that_only_the_whole_backward_has_is_found() -> None:
 
     finding = backward_of(Twice(), HEALTHY_AND_ZERO)
     assert finding.operation == "SqrtBackward0"
-    assert "clamp(min=1e-12)" in new_line(works(finding))
+    assert new_line(works(finding)) == "return torch.linalg.vector_norm(x, dim=-1)"
 
 
 def test_a_change_is_no_cure_while_its_gradient_fails() -> None:

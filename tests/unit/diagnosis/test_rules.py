@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from nanwatch.diagnosis.patching.code_swap import find_target
 from nanwatch.diagnosis.patching.guards import Facts
 from nanwatch.diagnosis.patching.rules import changes, operation_name
-from nanwatch.diagnosis.patching.source import Change, Site, Target
+from nanwatch.diagnosis.patching.site import Change, Site
+from nanwatch.diagnosis.patching.source import Target
 
 INF = float("inf")
 
@@ -201,8 +202,18 @@ def texts(site: Site, facts: Facts) -> Iterator[str]:
         ),
         (
             Facts("sqrt", "float32", True, frozenset({0})),
-            "return x.sqrt()",
-            "return x.clamp(min=1).sqrt()",
+            "return degree.sqrt()",
+            "return degree.clamp(min=1).sqrt()",
+        ),
+        *(
+            # Whole numbers, but the name says of none of these that they count something.
+            (Facts("div", "float32", False, frozenset({1})), f"return y / {name}", f"return y / {guarded}")
+            for name, guarded in (
+                ("numerator", "torch.where(numerator.abs() < 1e-8, 1e-8, numerator)"),
+                ("discount", "torch.where(discount.abs() < 1e-8, 1e-8, discount)"),
+                ("num_tokens", "num_tokens.clamp(min=1)"),
+                ("nValid", "nValid.clamp(min=1)"),
+            )
         ),
         (Facts("sqrt", "float32", False), "return x.sqrt()", "return x.clamp(min=0).sqrt()"),
         (Facts("mul", "float32", False), "x *= y", "x *= torch.where(x == 0, 0.0, y)"),

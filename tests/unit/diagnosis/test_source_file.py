@@ -87,8 +87,7 @@ def test_a_line_has_the_nodes_that_a_walk_over_the_whole_tree_finds(text: str) -
             one for one in found if isinstance(one, ast.stmt) and not spans[one][0] <= line <= spans[one][1]
         }
         covering = [x for x in everything if isinstance(x, ast.stmt) and x.lineno <= line <= spans[x][1]]
-        innermost = min(covering, key=lambda x: file.span(x).end - file.span(x).start, default=None)
-        statement = file.statement(line)
-        assert (statement is None) == (innermost is None)
-        if innermost is not None and text is not DECORATED:  # which has statements side by side
-            assert statement is innermost
+        innermost = {
+            x for x in covering if not any(x is not y and file.span(x).covers(file.span(y)) for y in covering)
+        }
+        assert set(file.statements(line)) == innermost

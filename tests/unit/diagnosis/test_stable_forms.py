@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from nanwatch.diagnosis.patching.code_swap import find_target
 from nanwatch.diagnosis.patching.guards import Facts
 from nanwatch.diagnosis.patching.rules import changes
-from nanwatch.diagnosis.patching.source import Site
+from nanwatch.diagnosis.patching.site import Site
 
 SOURCE = """\
 import torch

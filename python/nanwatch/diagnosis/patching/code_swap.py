@@ -10,9 +10,9 @@ import ast
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, MappingProxyType
 from typing import Any
 
 from ...instrumentation.slot import ExclusiveRun
@@ -21,6 +21,8 @@ from .source import FunctionNode, SourceFile, Span, Target, first_line, nodes_at
 
 # Stands for the Probe in compiled code, until the Probe itself takes its place among the constants.
 _STAND_IN = "nanwatch.diagnosis.patching.code_swap.Probe"
+# Evaluations of an expression, as in a loop, beside which others are evaluated.
+_MOST_TRIED = 4
 # Finds what runs a line of a file, or says why nothing can be put in its place.
 TargetFinder = Callable[[str, int], Target | str]
 
@@ -28,13 +30,22 @@ TargetFinder = Callable[[str, int], Target | str]
 class Probe:
     """Chooses the body that a call runs, and collects values of the edited one.
 
-    `values` has, for each expression that is looked at by its number, what its evaluations gave to `keep`.
+    `values` has, for each expression that is looked at by its number, what its evaluations gave to `keep`. `others` are
+    expressions to be evaluated beside it, without its effects on the run: `tried` has what `tries` returned for them.
     """
 
-    def __init__(self, keep: Callable[[Any], Any] = lambda value: value) -> None:
+    def __init__(
+        self,
+        keep: Callable[[Any], Any] = lambda value: value,
+        others: Mapping[int, Sequence[ast.expr]] = MappingProxyType({}),
+        tries: Callable[[Sequence[Callable[[], Any]]], Any] = tuple,
+    ) -> None:
         self.values: dict[int, list[Any]] = {}
+        self.tried: dict[int, list[Any]] = {}
+        self.others = others
         self.was_run = False
         self._keep = keep
+        self._tries = tries
         self._exclusive = ExclusiveRun()
 
     def here(self) -> bool:
@@ -43,14 +54,20 @@ class Probe:
         self.was_run = self.was_run or found
         return found
 
-    def seen(self, value: Any, number: int) -> Any:
+    def seen(self, value: Any, number: int, *others: Callable[[], Any]) -> Any:
         """Keep a value, and return it."""
         self.values.setdefault(number, []).append(self._keep(value))
+        tried = self.tried.setdefault(number, [])
+        if others and len(tried) < _MOST_TRIED:
+            tried.append(self._tries(others))
         return value
 
 
-def find_target(filename: str, line: int) -> Target | str:
-    """Return the innermost function object that runs this line of this file, or why there is none to exchange."""
+def find_target(filename: str, line: int, positions: tuple[int | None, ...] | None = None) -> Target | str:
+    """Return the innermost function object that runs this line of this file, or why there is none to exchange.
+
+    `positions` are those of the instruction that failed, as `code.co_positions()` has them.
+    """
     file = SourceFile.load(filename)
     if file is None:
         return f"the source of {filename} is not at hand"
@@ -63,11 +80,14 @@ def find_target(filename: str, line: int) -> Target | str:
         functions = [one for one in _functions_of_module(filename) if _runs(one.__code__, line)]
     if not functions:
         return "the line belongs to no function that could be exchanged"
+    functions = [one for one in functions if _has(one.__code__, positions)] or functions
     code = max((one.__code__ for one in functions), key=lambda code: code.co_firstlineno)
-    compiled = _compiled(file.tree, file.name, code)
-    node = node_of(file.tree, code)
-    if compiled is None or node is None or not _is_same(compiled, code):
+    if not any(_is_same(one, code) for one in _compiled(file.tree, file.name, code)):
         return f"{filename} is not what runs: it was edited since it was imported, or rewritten on import"
+    node = node_of(file.tree, code)
+    rivals = {one.__code__ for one in functions if one.__code__.co_firstlineno == code.co_firstlineno}
+    if node is None or len(rivals) > 1:
+        return f"several functions begin on line {code.co_firstlineno}, and which of them failed is not known"
     return Target(tuple(one for one in functions if one.__code__ is code), file, node)
 
 
@@ -84,15 +104,16 @@ def exchanged(target: Target, file: SourceFile, looks: Sequence[Span], probe: Pr
         return
     before = target.code
     tree = ast.parse(file.text)  # a tree to change; a copy of the file's takes 5 times as long
-    place = node_of(tree, before)
-    if place is None:
-        raise ValueError("the edit moved the function")
     assert not isinstance(target.node, ast.Module)
+    nodes, edited = _nodes_of(target.file.tree, before), _nodes_of(tree, before)
+    if target.node not in nodes or len(edited) != len(nodes):
+        raise ValueError("the edit moved the function")
+    place = edited[nodes.index(target.node)]
     for number, span in enumerate(looks):
-        _Looks(file, span, number).visit(place)
+        _Looks(file, span, number, probe.others.get(number, ())).visit(place)
     _join(place, target.node)
     ast.fix_missing_locations(place)
-    code = _compiled(tree, file.name, before)
+    code = next((one for one in _compiled(tree, file.name, before) if _STAND_IN in one.co_consts), None)
     if code is None or code.co_freevars != before.co_freevars:
         raise ValueError("the edited function has other free variables")
     code = _with_probe(code, probe)
@@ -139,16 +160,37 @@ def _runs(code: CodeType, line: int) -> bool:
     )
 
 
+def _has(code: CodeType, positions: tuple[int | None, ...] | None) -> bool:
+    """Return whether an instruction of the code, or of a function in it, has these positions."""
+    if positions is None or sys.version_info < (3, 11):
+        return True
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return tuple(positions) in code.co_positions() or any(_has(one, positions) for one in inner)
+
+
 def node_of(tree: ast.Module, code: CodeType) -> FunctionNode | None:
-    """Return the only node that a code of this name and first line is compiled from."""
-    found = [
+    """Return the only node that the code can be compiled from, by name, line, and columns where Python has any."""
+    found = _nodes_of(tree, code)
+    if len(found) > 1 and sys.version_info >= (3, 11):
+        # The first instruction has the place of the line.
+        places = [one for one in code.co_positions() if None not in one and one[2:] != (0, 0)]
+        found = [node for node in found if all(_covers(node, *one) for one in places)]
+    return found[0] if len(found) == 1 else None
+
+
+def _covers(node: FunctionNode, line: int, end_line: int, column: int, end_column: int) -> bool:
+    start, end = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
+    return start <= (line, column) and (end_line, end_column) <= end
+
+
+def _nodes_of(tree: ast.Module, code: CodeType) -> list[FunctionNode]:
+    return [
         node
         for node in nodes_at(tree, code.co_firstlineno)
         if isinstance(node, FunctionNode)
         and first_line(node) == code.co_firstlineno
         and getattr(node, "name", "<lambda>") == code.co_name
     ]
-    return found[0] if len(found) == 1 else None
 
 
 def path_to(top: ast.AST, line: int) -> list[tuple[list[ast.stmt], ast.stmt]]:
@@ -187,17 +229,16 @@ def called_name(call: ast.Call) -> str:
     return getattr(call.func, "attr", "") or getattr(call.func, "id", "")
 
 
-def _compiled(tree: ast.Module, filename: str, code: CodeType) -> CodeType | None:
-    """Return the code of that name and first line in the compiled module."""
+def _compiled(tree: ast.Module, filename: str, code: CodeType) -> Iterator[CodeType]:
+    """Yield the codes of that name and first line in the compiled module."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         left: list[CodeType] = [compile(tree, filename, "exec", dont_inherit=True)]
     while left:
         one = left.pop()
         if (one.co_name, one.co_firstlineno) == (code.co_name, code.co_firstlineno):
-            return one
+            yield one
         left += [inner for inner in one.co_consts if isinstance(inner, CodeType)]
-    return None
 
 
 def _is_same(one: CodeType, other: CodeType) -> bool:
@@ -218,7 +259,7 @@ def _is_same(one: CodeType, other: CodeType) -> bool:
 def compiled_with(tree: ast.Module, file: SourceFile, looks: Sequence[Span], probe: Probe) -> CodeType:
     """Return the code of statements of the file, which gives the probe the values of the expressions at `looks`."""
     for number, span in enumerate(looks):
-        _Looks(file, span, number).visit(tree)
+        _Looks(file, span, number, probe.others.get(number, ())).visit(tree)
     code = compile(ast.fix_missing_locations(tree), file.name, "exec", dont_inherit=True)
     return _with_probe(code, probe)
 
@@ -237,10 +278,15 @@ def _call(method: str, *arguments: ast.expr) -> ast.expr:
     return ast.Call(function, list(arguments), [])
 
 
-class _Looks(ast.NodeTransformer):
-    """Gives the value of the outermost expression inside a span to the probe."""
+def _thunk(body: ast.expr) -> ast.expr:
+    return ast.Lambda(ast.arguments([], [], None, [], [], None, []), copy.deepcopy(body))
 
-    def __init__(self, file: SourceFile, span: Span, number: int) -> None:
+
+class _Looks(ast.NodeTransformer):
+    """Gives the value of the outermost expression inside a span to the probe, and others as functions beside it."""
+
+    def __init__(self, file: SourceFile, span: Span, number: int, others: Sequence[ast.expr] = ()) -> None:
+        self._others = [_thunk(one) for one in others]
         self._file = file
         self._span = span
         self._number = number
@@ -251,7 +297,7 @@ class _Looks(ast.NodeTransformer):
             is_value = isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
             if is_value and self._span.covers(self._file.span(node)):
                 self._is_done = True
-                look = _call("seen", node, ast.Constant(self._number))
+                look = _call("seen", node, ast.Constant(self._number), *self._others)
                 return ast.copy_location(look, node)
         return self.generic_visit(node)
 

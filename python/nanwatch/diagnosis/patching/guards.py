@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import NamedTuple
 
-from .source import Rewrite, Site, Spelt
+from .meanings import bounds_of, is_count, is_nonnegative, name_of, words
+from .site import Rewrite, Site, Spelt
 
 
 class Facts(NamedTuple):
@@ -35,6 +37,7 @@ _NEAR_ONE = {"float64": "1e-9", "float32": "1e-6", "bfloat16": "1e-2", "float16"
 _EXPONENTS = {"float64": (40, 700), "float32": (20, 80), "bfloat16": (20, 80), "float16": (5, 10)}
 _LOWEST = {"float16": "-6e4"}
 _MOST_EPS = 1e-2
+_EPSILONS = frozenset({"eps", "epsilon"})
 _LONG = 40  # characters of an operand that may be written twice
 
 
@@ -43,20 +46,10 @@ def small(facts: Facts) -> str:
     return _SMALL.get(facts.dtype, "1e-8")
 
 
-def _bounds(site: Site, node: ast.expr) -> tuple[ast.expr, dict[str, ast.expr]] | None:
-    """Return what the node clamps and its bounds; None where it clamps nothing."""
-    spelt = site.spelt(node)
-    if spelt is None or spelt.name not in ("clamp", "clamp_min", "clamp_max") or not spelt.args:
-        return None
-    names = {"clamp": ("min", "max"), "clamp_min": ("min",), "clamp_max": ("max",)}[spelt.name]
-    bounds = dict(zip(names, spelt.args[1:], strict=False))
-    return spelt.args[0], {**bounds, **{k: v for k, v in spelt.kwargs.items() if k in ("min", "max")}}
-
-
 def clamped(site: Site, node: ast.expr, least: str = "", most: str = "") -> str:
     """Return the text of the node clamped; bounds that it has already are replaced where they are given here."""
     given: dict[str, str] = {}
-    if (inner := _bounds(site, node)) is not None:
+    if (inner := bounds_of(site, node)) is not None:
         node = inner[0]
         given = {name: site.text(bound) for name, bound in inner[1].items()}
     given.update({name: value for name, value in (("min", least), ("max", most)) if value})
@@ -70,10 +63,8 @@ def _epsilon(site: Site, node: ast.expr) -> ast.expr | None:
         return None
     for side in (node.right, node.left):
         value = site.constant(side)
-        named = (
-            side.attr if isinstance(side, ast.Attribute) else side.id if isinstance(side, ast.Name) else ""
-        )
-        if (isinstance(value, float) and 0 < value <= _MOST_EPS) or "eps" in named.lower():
+        named = name_of(side)
+        if (isinstance(value, float) and 0 < value <= _MOST_EPS) or not _EPSILONS.isdisjoint(words(named)):
             return side
     return None
 
@@ -87,56 +78,11 @@ def at_least(site: Site, node: ast.expr, least: str) -> Iterator[tuple[ast.expr,
 
 def divisors(spelt: Spelt) -> list[tuple[int, ast.expr]]:
     """Return the divisor of a division, with its position among the operands."""
-    if spelt.name in ("div", "fmod", "remainder", "floor_divide") and len(spelt.args) > 1:
+    if spelt.name == "div" and len(spelt.args) > 1:
         return [(1, spelt.args[1])]
-    if spelt.name in ("reciprocal",):
+    if spelt.name == "reciprocal":
         return [(0, spelt.args[0])]
     return []
-
-
-# Operations whose results have no sign, and those that keep the sign of what they are given.
-# fmt: off
-_UNSIGNED = frozenset({
-    "norm", "vector_norm", "std", "var", "square", "abs", "exp", "exp2", "softplus", "sigmoid", "softmax",
-    "relu", "sqrt", "cosh", "eq", "ne", "gt", "lt", "ge", "le", "isfinite", "numel", "count_nonzero",
-    "bincount", "len", "cdist", "pairwise_distance",
-})
-_SIGNED_AS_GIVEN = frozenset({
-    "sum", "mean", "amax", "amin", "max", "min", "cumsum", "cumprod", "prod", "float", "double", "half",
-    "squeeze", "unsqueeze", "view", "reshape", "flatten", "expand", "detach", "clone", "to", "clamp_max",
-    "transpose", "permute", "gather", "index_select", "contiguous", "repeat",
-})
-# fmt: on
-# In the name of a value whose definition is elsewhere.
-_SIZES = ("mask", "count", "num", "std", "sigma", "var", "norm", "degree", "length")
-
-
-def is_nonnegative(site: Site, node: ast.expr, depth: int = 4) -> bool:
-    """Return whether the source says that the value is never negative: a norm, a sum of squares, a sum of a mask."""
-    value = site.constant(node)
-    if isinstance(value, int | float):
-        return value >= 0
-    node = site.definition(node) or node
-    if isinstance(node, ast.Compare):
-        return True
-    if isinstance(node, ast.Subscript):
-        return is_nonnegative(site, node.value, depth)
-    spelt = site.spelt(node) if depth else None
-    if spelt is None:
-        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-        return any(word in name.lower() for word in _SIZES)
-    if spelt.name in ("clamp", "clamp_min"):
-        bounds = _bounds(site, node)
-        least = None if bounds is None else bounds[1].get("min")
-        return least is not None and is_nonnegative(site, least, depth - 1)
-    if spelt.name == "pow":
-        return len(spelt.args) > 1 and site.constant(spelt.args[1]) == 2
-    if spelt.name == "mul" and ast.dump(spelt.args[0]) == ast.dump(spelt.args[1]):
-        return True
-    if spelt.name in ("add", "mul", "div", "where"):
-        return all(is_nonnegative(site, one, depth - 1) for one in spelt.args[spelt.name == "where" :])
-    is_kept = spelt.name in _SIGNED_AS_GIVEN and is_nonnegative(site, spelt.args[0], depth - 1)
-    return spelt.name in _UNSIGNED or is_kept
 
 
 def guard_division(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
@@ -151,7 +97,7 @@ def guard_division(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
                 yield Rewrite(divisor, f"max({site.text(divisor)}, {least})", f"divide by at least {least}")
             continue
         counted = {position, 0} if facts.operation == "reciprocal" else {position}
-        if facts.counts & counted:
+        if facts.counts & counted and is_count(site, divisor):
             yield Rewrite(divisor, clamped(site, divisor, least="1"), "divide by at least 1")
         has_epsilon = _epsilon(site, divisor) is not None
         if (
@@ -183,7 +129,7 @@ def guard_root(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
     exponent = (site.constant(spelt.args[1]) or dict(facts.numbers).get(1)) if is_power else None
     if isinstance(exponent, int | float) and exponent >= 1 and exponent == int(exponent):
         return  # neither it nor its gradient has a pole
-    if 0 in facts.counts:
+    if 0 in facts.counts and is_count(site, node):
         yield Rewrite(node, clamped(site, node, least="1"), "take the root of at least 1")
     elif facts.operation and not facts.backward:  # a root that makes the value itself
         yield Rewrite(
@@ -233,13 +179,11 @@ def guard_arc(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
 
 
 def guard_angle(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Take the angle by atan2, whose gradient at 0 is finite, of numbers that are not tiny."""
+    """Take the angle by atan2, whose gradient at 0 is finite."""
     z = site.primary(spelt.args[0])
     if site.torch:
         words = "take the angle by atan2, whose gradient at 0 is 0"
         yield Rewrite(spelt.node, f"{site.torch}.atan2({z}.imag, {z}.real)", words)
-        real = f"{site.torch}.where({z}.abs() < 1e-10, 1e-10, {z}.real)"
-        yield Rewrite(spelt.node, f"{site.torch}.atan2({z}.imag, {real})", "take the angle of no tiny number")
 
 
 def guard_softmax(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
@@ -250,16 +194,16 @@ def guard_softmax(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
 
 
 def guard_infinity(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Replace a literal infinity, or clamp an infinite operand of a sum or difference."""
-    lowest = _LOWEST.get(facts.dtype, "-1e30")
+    """Clamp an infinite operand of a sum or difference."""
     for node in () if facts.finite else reversed(spelt.args[:2]):
         if site.constant(node) is None:
-            yield Rewrite(node, clamped(site, node, least=lowest), "keep the operand from being -inf")
+            text = clamped(site, node, least=_LOWEST.get(facts.dtype, "-1e30"))
+            yield Rewrite(node, text, "keep the operand from being -inf")
 
 
 def guard_product(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Multiply by 0 where the other factor is 0: 0 times an infinity is nan."""
-    if not site.torch or len(spelt.args) < 2:
+    """Multiply by 0 where the other factor is 0: 0 times an infinity is nan, and no product of finite factors is."""
+    if not site.torch or len(spelt.args) < 2 or (facts.finite and not facts.backward):
         return
     for factor, other in ((spelt.args[0], spelt.args[1]), (spelt.args[1], spelt.args[0])):
         if site.constant(other) is not None or site.constant(factor) is not None:
@@ -273,18 +217,16 @@ def guard_product(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
 
 def guard_spread(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
     """Take the standard deviation or variance of the values themselves, which one value has too."""
-    call = spelt.node
-    if not isinstance(call, ast.Call):
-        return
     words = "do not divide by the number of values less one, which is 0 for one value"
-    for name, text in (("unbiased", "False"), ("correction", "0")):
-        if name in spelt.kwargs:
-            yield Rewrite(spelt.kwargs[name], text, words)
-            return
-    text = with_argument(site.text(call), "unbiased=False")
-    yield Rewrite(call, text, words)
-    # The spread of one value is 0, and is often a divisor.
-    yield Rewrite(call, f"{text}.clamp(min={small(facts)})", f"{words}, and keep it away from 0")
+    if "correction" in spelt.kwargs:
+        yield Rewrite(spelt.kwargs["correction"], "0", words)
+        return
+    for rewrite in _with_option(site, spelt, "unbiased", "False", words):
+        yield rewrite
+        if rewrite.node is spelt.node:
+            # The spread of one value is 0, and is often a divisor.
+            text = f"{rewrite.text}.clamp(min={small(facts)})"
+            yield Rewrite(spelt.node, text, f"{words}, and keep it away from 0")
 
 
 def with_argument(call: str, argument: str) -> str:
@@ -306,10 +248,35 @@ def guard_alignment(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]
 
 
 def _with_option(site: Site, spelt: Spelt, name: str, value: str, words: str) -> Iterator[Rewrite]:
+    """Give an argument of the called function another value, if the function is known to have it."""
     if name in spelt.kwargs:
         yield Rewrite(spelt.kwargs[name], value, words)
-    elif isinstance(spelt.node, ast.Call):
+        return
+    names = _parameters(site, spelt)
+    if name not in names or not isinstance(spelt.node, ast.Call):
+        return
+    position = names.index(name)
+    if position < len(spelt.args):
+        yield Rewrite(spelt.args[position], value, words)
+    else:
         yield Rewrite(spelt.node, with_argument(site.text(spelt.node), f"{name}={value}"), words)
+
+
+# Of functions that have no signature in Python.
+_PARAMETERS = {
+    "logit": ("input", "eps"),
+    "cosine_similarity": ("x1", "x2", "dim", "eps"),
+    **dict.fromkeys(("std", "var"), ("input", "dim", "unbiased")),
+}
+
+
+def _parameters(site: Site, spelt: Spelt) -> tuple[str, ...]:
+    """Return the names of the parameters of the function that is called, none where it is not known."""
+    function = site.called(spelt.node)
+    try:
+        return () if function is None else tuple(signature(function).parameters)
+    except (TypeError, ValueError):
+        return _PARAMETERS.get(spelt.name, ())
 
 
 def guard_rate(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
@@ -358,8 +325,7 @@ def guard_mean(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
         x, labels = site.primary(spelt.args[0]), site.operand(spelt.args[1])
         ignored = spelt.kwargs.get("ignore_index")
         indices = ["-100" if ignored is None else site.text(ignored)]
-        is_function = isinstance(call.func, ast.Attribute) and site.constant(call.func.value) is not None
-        if ignored is None and not is_function:  # a module of the loss
+        if ignored is None and site.called(call) is None and site.may_have(call.func, "ignore_index"):
             indices.append(f"{site.text(call.func)}.ignore_index")
         for index in indices:
             text = f"({whole} if ({labels} != {index}).any() else {x}.sum() * 0.0)"

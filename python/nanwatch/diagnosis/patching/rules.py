@@ -8,15 +8,20 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from . import guards
+from .form_text import ATOM
 from .guards import Facts, Guard
-from .source import Change, Edit, Rewrite, Site, Span, Spelt
+from .matching import forms_of
+from .site import Change, Rewrite, Site, Spelt
+from .source import Edit, Span
+from .written import DECOMPOSITIONS
 
 _ROOT = ("sqrt", "rsqrt", "pow")
 _EXP = ("exp", "exp2", "expm1", "sinh", "cosh")
 _LOG = ("log", "log2", "log10", "lgamma", "digamma")
 _ARC = ("acos", "asin", "atanh", "acosh", "erfinv")
 _EPS = ("normalize", "cosine_similarity", "logit", "layer_norm", "batch_norm", "group_norm", "instance_norm")
-_DECOMPOSITIONS = ("svd", "eigh")
+# Statements after the one that fails, each of which is searched for stable forms.
+_MOST_LATER = 20
 _LOSSES = ("nll_loss", "nll_loss_forward", "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy")
 
 # Operations whose value is not finite for some finite operands, and those of which that holds for the derivative only.
@@ -26,7 +31,7 @@ POLES = frozenset(
 DERIVATIVE_POLES = frozenset({"sqrt", "pow", "acos", "asin", "acosh", "angle", "linalg_svd", "linalg_eigh"})
 # By the name of an operation in the source: the guards of its operands.
 _GUARDS: dict[str, tuple[Guard, ...]] = {
-    **dict.fromkeys(("div", "reciprocal", "fmod", "remainder"), (guards.guard_division,)),
+    **dict.fromkeys(("div", "reciprocal"), (guards.guard_division,)),
     **dict.fromkeys(_ROOT, (guards.guard_root,)),
     **dict.fromkeys(_LOG, (guards.guard_logarithm,)),
     **dict.fromkeys(_EXP, (guards.guard_exponential,)),
@@ -35,7 +40,7 @@ _GUARDS: dict[str, tuple[Guard, ...]] = {
     **dict.fromkeys(("add", "sub"), (guards.guard_infinity,)),
     **dict.fromkeys(("std", "var"), (guards.guard_spread,)),
     **dict.fromkeys(_EPS, (guards.guard_epsilon,)),
-    **dict.fromkeys(_DECOMPOSITIONS, (guards.guard_decomposition,)),
+    **dict.fromkeys(DECOMPOSITIONS, (guards.guard_decomposition,)),
     "log1p": (guards.guard_log1p,),
     "angle": (guards.guard_angle,),
     "mul": (guards.guard_product,),
@@ -93,11 +98,16 @@ def at_definitions(site: Site, facts: Facts, position: Span | None) -> Iterator[
 
 def hiding(site: Site, facts: Facts, position: Span | None) -> Change | None:
     """Return the change that puts 0 in place of what is not finite in the failing expression, if it can be found."""
-    failing = next((one.node for one in _failing(site, facts, position)[0]), None)
+    failing = failing_node(site, facts, position)
     if not isinstance(failing, ast.expr):
         return None
     text = f"{site.primary(failing)}.nan_to_num(0.0, 0.0, 0.0)"
     return _change(site, None, [Rewrite(failing, text, "put 0 in place of nan and inf")])
+
+
+def failing_node(site: Site, facts: Facts, position: Span | None) -> ast.AST | None:
+    """Return the expression that is likeliest to be the failing operation."""
+    return next((one.node for one in _failing(site, facts, position)[0]), None)
 
 
 def _failing(site: Site, facts: Facts, position: Span | None) -> tuple[list[Spelt], list[Spelt]]:
@@ -113,11 +123,7 @@ def _failing(site: Site, facts: Facts, position: Span | None) -> tuple[list[Spel
 
 
 def _in_order(site: Site, facts: Facts, exact: list[Spelt], spelt: list[Spelt]) -> Iterator[Change]:
-    for one in spelt:
-        for rewrite in stable_forms(site, one):
-            yield _change(site, one, [rewrite])._replace(is_stable=True)
-        if (shifted := _softmax_by_hand(site, one)) is not None:
-            yield shifted
+    yield from _stable_forms(site, spelt, {one.node for one in exact})
     for one in exact if facts.operation else spelt:
         for rewrite in _untaken(site, one):
             yield _change(site, one, [rewrite])
@@ -146,6 +152,46 @@ def _in_order(site: Site, facts: Facts, exact: list[Spelt], spelt: list[Spelt]) 
         for one in spelt:
             for rewrite in guards.guard_mean(site, one, facts):
                 yield _change(site, one, [rewrite])
+
+
+def later_forms(site: Site, facts: Facts, position: Span | None) -> Iterator[tuple[Site, Change]]:
+    """Yield the stable forms of later statements that need the value no more, each with its statement."""
+    failing = {one.node for one in _failing(site, facts, position)[0]}
+    end = site.file.span(site.statement).end if isinstance(site.statement, ast.stmt) else None
+    if end is None or not failing:
+        return
+    plain = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return | ast.Expr
+    nodes = (one for one in ast.walk(site.target.node) if isinstance(one, plain))
+    later = [one for one in nodes if site.file.span(one).start >= end]
+    for one in later[:_MOST_LATER]:
+        other = Site(site.target, one.lineno, site.file.span(one))
+        for change in _stable_forms(other, list(other.expressions(whole=True)), failing, needs=True):
+            yield other, change
+
+
+def _stable_forms(
+    site: Site, spelt: list[Spelt], failing: set[ast.AST], *, needs: bool = False
+) -> Iterator[Change]:
+    """Yield the forms of `forms` for expressions that hold or take in a failing node; with `needs` the latter only."""
+    first: list[tuple[Spelt, Rewrite]] = []
+    for one in spelt:
+        if not isinstance(one.node, ast.expr):
+            continue
+        is_inside = not needs and any(x in failing for x in (one.node, *site.ancestors(one.node)))
+        for number, form in enumerate(forms_of(site, one.node)):
+            if failing and not (is_inside or failing & form.nodes):
+                continue
+            is_operand = isinstance(
+                site.parent(one.node), ast.BinOp | ast.UnaryOp | ast.Attribute | ast.Subscript
+            )
+            text = f"({form.text})" if form.level < ATOM and is_operand else form.text
+            rewrite = Rewrite(one.node, text, "use the stable form that torch has")
+            if number == 0 and one.node in failing:
+                first.append((one, rewrite))
+            yield _change(site, one, [rewrite])._replace(is_stable=True)
+    together = [rewrite for _, rewrite in first]
+    if len(together) > 1 and not _overlap(site, together):
+        yield _change(site, first[0][0], together)._replace(is_stable=True)
 
 
 def _untaken(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
@@ -215,7 +261,7 @@ def _change(site: Site, spelt: Spelt | None, rewrites: list[Rewrite]) -> Change:
     edits = tuple(Edit(site.span(one.node), one.text) for one in rewrites)
     looks: list[Span] = []
     # Vectors of equal singular values are any of many: of a decomposition the matrix is compared.
-    node = None if spelt is None or spelt.name in _DECOMPOSITIONS else spelt.node
+    node = None if spelt is None or spelt.name in DECOMPOSITIONS else spelt.node
     for edit in edits:
         around = _outermost(site, node) if isinstance(node, ast.expr) else None
         looks.append(around if around is not None and around.covers(edit.span) else edit.span)
@@ -226,135 +272,3 @@ def _outermost(site: Site, node: ast.expr) -> Span:
     """Return the span of the expression whose value matters: of the `where` around it, as not all values are taken."""
     above = (site.spelt(one) for one in site.ancestors(node))
     return site.span(next((one.node for one in above if one is not None and one.name == "where"), node))
-
-
-def stable_forms(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
-    """Yield what torch has for an expression by hand, and that neither overflows nor underflows."""
-    if spelt.name in ("log", "log1p"):
-        yield from _logarithm(site, spelt)
-    elif spelt.name == "mul" and len(spelt.args) == 2:
-        yield from _entropy(site, spelt)
-
-
-def _softmax_by_hand(site: Site, spelt: Spelt) -> Change | None:
-    """Return the change that takes the maximum off an exponent whose exponential is only divided by its own sum."""
-    above = site.parent(spelt.node)
-    is_plain = isinstance(above, ast.Assign) and above.value is spelt.node and len(above.targets) == 1
-    target = above.targets[0] if isinstance(above, ast.Assign) and is_plain else None
-    if spelt.name != "exp" or not isinstance(target, ast.Name) or site.num_uses(target) != 2:
-        return None
-    for node in ast.walk(site.target.node):
-        ratio = site.spelt(node) if isinstance(node, ast.BinOp) else None
-        total = site.spelt(ratio.args[1]) if ratio is not None and ratio.name == "div" else None
-        if ratio is None or total is None or total.name != "sum":
-            continue
-        if all(isinstance(x, ast.Name) and x.id == target.id for x in (ratio.args[0], total.args[0])):
-            x = spelt.args[0]
-            options = [site.text(one) for one in total.args[1:]]
-            options += [f"{name}={site.text(one)}" for name, one in total.kwargs.items()]
-            text = f"{site.primary(x)} - {site.primary(x)}.amax({', '.join(options)})"
-            words = "take the maximum off, which the sum takes off again"
-            edit = Edit(site.file.span(x), text)
-            return Change((edit,), words, (site.span(ratio.node),), is_stable=True)
-    return None
-
-
-def _logarithm(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
-    node = spelt.args[0]
-    inner = site.meaning(node)
-    if inner is None:
-        return
-    torch, f = site.torch, site.functional
-
-    def form(text: str) -> Rewrite:
-        return Rewrite(spelt.node, text, "use the stable form that torch has")
-
-    if spelt.name == "log1p":
-        if inner.name == "exp" and f:
-            yield form(f"{f}.softplus({site.text(inner.args[0])})")
-        return
-    if inner.name == "softmax" and isinstance(inner.node, ast.Call):
-        yield form(site.text(inner.node).replace("softmax(", "log_softmax(", 1))
-    if inner.name == "sigmoid" and f:
-        yield form(f"{f}.logsigmoid({site.text(inner.args[0])})")
-    if inner.name == "sub" and site.constant(inner.args[0]) == 1 and f:
-        rest = site.meaning(inner.args[1])
-        if rest is not None and rest.name == "sigmoid":
-            yield form(f"{f}.logsigmoid(-{site.operand(rest.args[0])})")
-        if (x := _squared_tanh(site, rest)) is not None:
-            a = site.operand(x)
-            # log(1 - tanh(x)**2), with log(2) as a number.
-            yield form(f"(2.0 * (0.6931471805599453 - {a} - {f}.softplus(-2.0 * {a})))")
-    if inner.name == "add" and f:
-        for one, other in (inner.args[:2], inner.args[1::-1]):
-            rest = site.meaning(other)
-            if site.constant(one) == 1 and rest is not None and rest.name == "exp":
-                yield form(f"{f}.softplus({site.text(rest.args[0])})")
-    if (
-        inner.name in ("exp", "sum", "cumsum", "div", "add", "mul")
-        and torch
-        and (text := _log_of(site, node))
-    ):
-        yield form(text)
-    if inner.name == "cosh" and f:
-        a = f"{site.primary(inner.args[0])}.abs()"
-        # log(cosh(x)), with log(2) as a number.
-        yield form(f"({a} + {f}.softplus(-2.0 * {a}) - 0.6931471805599453)")
-    if inner.name == "det" and torch:
-        yield form(f"{torch}.logdet({site.text(inner.args[0])})")
-    if inner.name == "div" and torch:
-        x, rest = inner.args[0], site.meaning(inner.args[1])
-        is_rest = rest is not None and rest.name == "sub" and site.constant(rest.args[0]) == 1
-        if rest is not None and is_rest and site.text(rest.args[1]) == site.text(x):
-            yield form(f"{torch}.logit({site.text(x)}, eps=1e-6)")
-
-
-def _log_of(site: Site, node: ast.expr, depth: int = 4) -> str:
-    """Return the logarithm of sums, products and quotients of exponentials without an exponential, else ""."""
-    # A name may be defined by itself, as in x = x + 1.
-    spelt = site.meaning(node) if depth else None
-    if spelt is None:
-        return ""
-    if spelt.name == "exp":
-        return site.operand(spelt.args[0])
-    if spelt.name in ("sum", "cumsum") and isinstance(spelt.node, ast.Call):
-        inner = site.meaning(spelt.args[0])
-        others = [site.text(x) for x in spelt.args[1:]]
-        others += [f"{key}={site.text(x)}" for key, x in spelt.kwargs.items()]
-        if inner is None or inner.name != "exp" or not others:
-            return ""
-        name = "logsumexp" if spelt.name == "sum" else "logcumsumexp"
-        return f"{site.torch}.{name}({', '.join((site.text(inner.args[0]), *others))})"
-    if spelt.name not in ("div", "add", "mul"):
-        return ""
-    a, b = (_log_of(site, one, depth - 1) for one in spelt.args[:2])
-    if not a or not b:
-        return ""
-    if spelt.name == "add":
-        return f"{site.torch}.logaddexp({a}, {b})"
-    return f"({a} {'-' if spelt.name == 'div' else '+'} {b})"
-
-
-def _squared_tanh(site: Site, spelt: Spelt | None) -> ast.expr | None:
-    """Return the operand of a tanh that is squared."""
-    if spelt is None or not (
-        spelt.name == "square"
-        or (spelt.name == "pow" and len(spelt.args) > 1 and site.constant(spelt.args[1]) == 2)
-    ):
-        return None
-    inner = site.meaning(spelt.args[0])
-    return inner.args[0] if inner is not None and inner.name == "tanh" else None
-
-
-def _entropy(site: Site, spelt: Spelt) -> Iterator[Rewrite]:
-    """Propose p * log(p) in a form that is 0 at 0."""
-    for factor, other in (spelt.args, spelt.args[::-1]):
-        log = site.meaning(other)
-        if (
-            log is not None
-            and log.name == "log"
-            and site.text(log.args[0]) == site.text(factor)
-            and site.torch
-        ):
-            p = site.text(factor)
-            yield Rewrite(spelt.node, f"{site.torch}.xlogy({p}, {p})", "take 0 for 0 times its logarithm")

@@ -1,20 +1,19 @@
-"""Source as text and syntax tree: a file and its edits, and the operations of a statement by name, however spelt."""
+"""Source as text and syntax tree: a file, its edits, and its patches."""
 
 from __future__ import annotations
 
 import ast
 import difflib
 import linecache
+import re
 import tokenize
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
-
-import torch
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 # Larger ones are generated, and parsing them takes seconds.
@@ -59,19 +58,21 @@ def nodes_at(tree: ast.Module, line: int) -> Iterator[ast.AST]:
         left.extend(ast.iter_child_nodes(node))
 
 
-class SourceFile:
-    """The text of a Python file and its tree. Raises SyntaxError where it is no Python."""
+# What ends a line of Python; git knows the first two.
+_LINE_END = re.compile(rb"\r\n|\n|\r")
 
-    def __init__(self, name: str, text: str, *, is_file: bool, ending: str = "\n") -> None:
+
+class SourceFile:
+    """The text of a Python file, with its own line ends, and its tree. Raises SyntaxError where it is no Python."""
+
+    def __init__(self, name: str, text: str, *, is_file: bool, encoding: str = "utf-8") -> None:
         self.name = name
         self.text = text
         self.is_file = is_file
         self.tree = ast.parse(text)
-        self._ending = ending
+        self._encoding = encoding
         self._data = text.encode()
-        self._starts = [0]
-        for line in self._data.split(b"\n"):
-            self._starts.append(self._starts[-1] + len(line) + 1)
+        self._starts = [0, *(one.end() for one in _LINE_END.finditer(self._data))]
 
     @classmethod
     def load(cls, name: str) -> SourceFile | None:
@@ -81,10 +82,9 @@ class SourceFile:
             if path.is_file():
                 if path.stat().st_size > _MOST_BYTES:
                     return None
-                with tokenize.open(name) as file:
-                    text = file.read()
-                    newlines = file.newlines
-                return cls(name, text, is_file=True, ending=newlines if isinstance(newlines, str) else "\n")
+                with path.open("rb") as file:
+                    encoding = tokenize.detect_encoding(file.readline)[0]
+                return cls(name, path.read_bytes().decode(encoding), is_file=True, encoding=encoding)
             text = "".join(linecache.getlines(name))
             return cls(name, text, is_file=False) if text else None
         except (OSError, SyntaxError, ValueError):
@@ -123,22 +123,18 @@ class SourceFile:
         """Return the text of a span."""
         return self._data[span.start : span.end].decode()
 
-    def statement(self, line: int) -> ast.stmt | None:
-        """Return the innermost statement that covers the line."""
-        found: ast.stmt | None = None
-        for node in nodes_at(self.tree, line):
-            if not isinstance(node, ast.stmt) or node.lineno > line:
-                continue
-            if found is None or self.span(found).covers(self.span(node)):
-                found = node
-        return found
+    def statements(self, line: int) -> list[ast.stmt]:
+        """Return the innermost statements that cover the line, several where semicolons separate them."""
+        found = [one for one in nodes_at(self.tree, line) if isinstance(one, ast.stmt) and one.lineno <= line]
+        around = {one for one in found for x in found if x is not one and self.span(one).covers(self.span(x))}
+        return [one for one in found if one not in around]
 
     def edited(self, edits: Sequence[Edit]) -> SourceFile:
         """Return the file with these edits, which do not overlap."""
         data = self._data
         for span, text in sorted(edits, reverse=True):
             data = data[: span.start] + text.encode() + data[span.end :]
-        return SourceFile(self.name, data.decode(), is_file=self.is_file, ending=self._ending)
+        return SourceFile(self.name, data.decode(), is_file=self.is_file, encoding=self._encoding)
 
     @staticmethod
     def moved(span: Span, edits: Sequence[Edit]) -> Span:
@@ -150,18 +146,27 @@ class SourceFile:
         return Span(start, start + span.end - span.start + inside)
 
     def patch(self, after: SourceFile) -> str:
-        """Return a unified diff from this file to the other version, "" where nothing is on the disk."""
+        """Return a unified diff from this file to the other version; "" where nothing is on the disk, or no UTF-8."""
         if not self.is_file:
             return ""
         path = _relative(Path(self.name).resolve())
-        diff = difflib.unified_diff(self._lines(), after._lines(), f"a/{path}", f"b/{path}")
+        if " " in path:
+            path += "\t"  # ends a name with spaces in it
+        diff = list(difflib.unified_diff(self._lines(), after._lines(), f"a/{path}", f"b/{path}"))
+        # A patch is UTF-8, and git compares bytes.
+        if self._encoding != "utf-8" and any(
+            line.encode() != line.encode(self._encoding.removesuffix("-sig")) for line in diff[3:]
+        ):
+            return ""
         return "".join(
             line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in diff
         )
 
     def _lines(self) -> list[str]:
-        *whole, rest = self.text.split("\n")
-        return [line + self._ending for line in whole] + ([rest] if rest else [])
+        """Return the lines as git has them, which knows no other end than a line feed."""
+        mark = "\ufeff" if self._encoding == "utf-8-sig" else ""
+        *whole, rest = (mark + self.text).split("\n")
+        return [f"{line}\n" for line in whole] + ([rest] if rest else [])
 
 
 def _growth(edit: Edit) -> int:
@@ -175,29 +180,6 @@ def _relative(path: Path) -> str:
             return path.relative_to(folder).as_posix()
     here = Path.cwd()
     return (path.relative_to(here) if path.is_relative_to(here) else Path(path.name)).as_posix()
-
-
-_OPERATORS: dict[type[ast.operator], str] = {
-    ast.Div: "div",
-    ast.Pow: "pow",
-    ast.Mult: "mul",
-    ast.Add: "add",
-    ast.Sub: "sub",
-    ast.MatMult: "matmul",
-}
-_ALIASES = {
-    "true_divide": "div",
-    "divide": "div",
-    "multiply": "mul",
-    "subtract": "sub",
-    "arccos": "acos",
-    "arcsin": "asin",
-    "arctanh": "atanh",
-    "arccosh": "acosh",
-    "clip": "clamp",
-    "float_power": "pow",
-    "vector_norm": "norm",
-}
 
 
 class Target(NamedTuple):
@@ -221,191 +203,3 @@ class Target(NamedTuple):
     def names(self) -> dict[str, Any]:
         """The globals of the functions."""
         return self.functions[0].__globals__
-
-
-class Spelt(NamedTuple):
-    """An operation in the source: its name, its operands, and its keyword arguments.
-
-    The first operand of a method is the object that has it.
-    """
-
-    node: ast.AST
-    name: str
-    args: tuple[ast.expr, ...]
-    kwargs: dict[str, ast.expr]
-
-
-class Rewrite(NamedTuple):
-    """A node, the text that takes its place, and what that does in words."""
-
-    node: ast.AST
-    text: str
-    words: str
-
-
-class Change(NamedTuple):
-    """A proposed change: the edits, what it does in words, and the expressions whose values show its effect.
-
-    `is_stable`: it computes the same, with less rounding.
-    """
-
-    edits: tuple[Edit, ...]
-    words: str
-    looks: tuple[Span, ...]
-    is_stable: bool = False
-
-
-class Site:
-    """The statement with the failing operation, in the function that runs it."""
-
-    def __init__(self, target: Target, line: int) -> None:
-        self.target = target
-        self.file: SourceFile = target.file
-        self.line = line
-        statement = self.file.statement(line)
-        self.statement: ast.AST = target.node if statement is None else statement
-        self._parents = {
-            child: parent for parent in ast.walk(target.node) for child in ast.iter_child_nodes(parent)
-        }
-
-    def expressions(self) -> Iterator[Spelt]:
-        """Yield the operations of the statement that cover the line, outer first."""
-        for node in ast.walk(self.statement):
-            if not isinstance(node, ast.AugAssign | ast.expr):
-                continue
-            is_there = node.lineno <= self.line <= (node.end_lineno or node.lineno)
-            if is_there and (spelt := self.spelt(node)) is not None:
-                yield spelt
-
-    def spelt(self, node: ast.AST) -> Spelt | None:
-        """Return the operation that the node is, or None."""
-        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return Spelt(node, _OPERATORS[type(node.op)], (node.left, node.right), {})
-        if isinstance(node, ast.AugAssign) and type(node.op) in _OPERATORS:
-            return Spelt(node, _OPERATORS[type(node.op)], (node.target, node.value), {})
-        if not isinstance(node, ast.Call) or any(isinstance(one, ast.Starred) for one in node.args):
-            return None
-        kwargs = {one.arg: one.value for one in node.keywords if one.arg}
-        args = tuple(node.args)
-        if isinstance(node.func, ast.Attribute):
-            name = node.func.attr
-            # `self.softmax(x)` calls a module.
-            is_own = isinstance(node.func.value, ast.Name) and node.func.value.id == "self"
-            if not is_own and not isinstance(self.constant(node.func.value), ModuleType):
-                args = (node.func.value, *args)
-        elif isinstance(node.func, ast.Name):
-            name = node.func.id
-        else:
-            return None
-        name = name.removesuffix("_")
-        if name in _OPERATORS.values() and len(args) < 2:
-            return None  # its second operand is given by name
-        if not args and "input" in kwargs:
-            args = (kwargs.pop("input"),)
-        return Spelt(node, _ALIASES.get(name, name), args, kwargs) if args else None
-
-    def constant(self, node: ast.AST) -> Any:
-        """Return the module or number that a global name, or an attribute of one, stands for; else None."""
-        if isinstance(node, ast.Constant):
-            return node.value if isinstance(node.value, int | float) else None
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            value = self.constant(node.operand)
-            return -value if isinstance(value, int | float) else None
-        if isinstance(node, ast.Name):
-            value = self.target.names.get(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(owner := self.constant(node.value), ModuleType):
-            value = getattr(owner, node.attr, None)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "float":
-            text = node.args[0] if len(node.args) == 1 else None
-            try:
-                value = float(text.value) if isinstance(text, ast.Constant) else None  # type: ignore[arg-type]
-            except ValueError:
-                value = None
-        else:
-            return None
-        return value if isinstance(value, int | float | ModuleType) else None
-
-    def definition(self, node: ast.AST) -> ast.expr | None:
-        """Return the value of a local name's last plain assignment before the statement, where there is one."""
-        if not isinstance(node, ast.Name):
-            return None
-        before = [
-            one
-            for one in ast.walk(self.target.node)
-            if isinstance(one, ast.Assign)
-            and (one.end_lineno or one.lineno) < self.line
-            and any(isinstance(x, ast.Name) and x.id == node.id for t in one.targets for x in ast.walk(t))
-        ]
-        last = max(before, key=lambda one: one.lineno, default=None)
-        plain = last is not None and len(last.targets) == 1 and isinstance(last.targets[0], ast.Name)
-        return last.value if last is not None and plain else None
-
-    def num_uses(self, node: ast.AST) -> int:
-        """Return how often the function reads the local value that the node names; 0 for another node."""
-        name = node.id if isinstance(node, ast.Name) else ""
-        names = (one for one in ast.walk(self.target.node) if isinstance(one, ast.Name))
-        return sum(one.id == name and isinstance(one.ctx, ast.Load) for one in names)
-
-    def definitions(self) -> list[int]:
-        """Return the lines of the plain assignments before the statement that made the local values it names."""
-        found = (self.definition(node) for node in ast.walk(self.statement) if isinstance(node, ast.Name))
-        return list(dict.fromkeys(one.lineno for one in found if one is not None))
-
-    def meaning(self, node: ast.expr) -> Spelt | None:
-        """Return the operation that the node is, or that made the local value it names."""
-        return self.spelt(self.definition(node) or node)
-
-    def parent(self, node: ast.AST) -> ast.AST | None:
-        """Return the node around this one."""
-        return self._parents.get(node)
-
-    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Return the expressions around this one, the nearest first."""
-        above = self.parent(node)
-        while isinstance(above, ast.expr | ast.keyword):
-            yield above
-            above = self.parent(above)
-
-    # Text
-
-    def span(self, node: ast.AST) -> Span:
-        """Return the span of a node, with its brackets where they belong to it and not to a call."""
-        span = self.file.span(node)
-        above = self.parent(node)
-        is_argument = isinstance(above, ast.Call) and node is not above.func
-        is_listed = isinstance(above, ast.keyword | ast.Tuple)
-        return span if is_argument or is_listed else self.file.bracketed(span)
-
-    def text(self, node: ast.AST) -> str:
-        """Return the text of a node, without brackets around it."""
-        return self.file.part(self.file.span(node))
-
-    def primary(self, node: ast.expr) -> str:
-        """Return the text of a node in a form that an attribute can follow."""
-        text = self.text(node)
-        is_primary = isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
-        return text if is_primary else f"({text})"
-
-    def operand(self, node: ast.expr) -> str:
-        """Return the text of a node in a form that can stand in an arithmetic expression."""
-        text = self.text(node)
-        is_atom = isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript | ast.Constant)
-        return text if is_atom else f"({text})"
-
-    def module(self, module: ModuleType, dotted: str) -> str:
-        """Return the name of a module in this file: an alias, or the dotted one where its root is there; else ""."""
-        names = self.target.names
-        if alias := next((name for name, value in names.items() if value is module), ""):
-            return alias
-        return dotted if isinstance(names.get(dotted.split(".")[0]), ModuleType) else ""
-
-    @property
-    def torch(self) -> str:
-        """The name of torch in this file."""
-        return self.module(torch, "torch")
-
-    @property
-    def functional(self) -> str:
-        """The name of torch.nn.functional in this file."""
-        nn = next((name for name, value in self.target.names.items() if value is torch.nn), "")
-        return self.module(torch.nn.functional, f"{nn}.functional" if nn else "torch.nn.functional")
