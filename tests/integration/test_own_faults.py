@@ -89,7 +89,7 @@ def without_faults(situation: Callable[[], Report]) -> Finding | None:
 BROKEN = [
     ("diagnosis.postmortem.post_mortem", forward, "nanwatch could not look closer at a failure: RuntimeError: broken"),
     ("diagnosis.forward_rerun._of_rerun", forward, "the finding could not be examined: RuntimeError: broken"),
-    ("diagnosis.forward_rerun.to_record", forward, "output could not be looked at: RuntimeError: broken"),
+    ("diagnosis.forward_rerun.observe", forward, "output could not be looked at: RuntimeError: broken"),
     ("diagnosis.provenance.ProvenanceMode._look", forward, "aten.div.Tensor could not be followed: RuntimeError"),
     ("diagnosis.cures._Search.go", half, "the search for cures ended early: RuntimeError: broken"),
     ("diagnosis.patching.patches._Search.go", forward, "the search for a change of the source ended early: Runtime"),

@@ -332,7 +332,7 @@ UNREAD = Record("x", "input", (2,), "float16", None, None, None, None, "not chec
         (record("x", "output", 5e-324, 5e-324, "float64"), record("y", "output", 1.7e308, 1e308, "float64")),
         (record("x", "input", nan),),
         (record("x", "input", 7.0, 1.0, "int64"),),
-        (Record("x", "input", (10**30, 0), "float32", -1.0, -1.0, True),),
+        (Record("x", "input", (10**30, 0), "float32", -1.0, -1.0, True, None),),
     ],
 )
 def test_odd_reports_make_no_error(records: tuple[Record, ...], show: Open) -> None:

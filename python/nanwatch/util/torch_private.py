@@ -38,7 +38,9 @@ SEEN = {
         "torch._C._autograd._unsafe_set_version_counter",
         "torch.autograd.grad_mode._unsafe_preserve_version_counter",
         "torch.serialization._open_zipfile_writer",
+        "torch.serialization._open_zipfile_writer_file.__init__",
         "torch.utils._pytree.SUPPORTED_NODES",
+        "torch.utils._pytree.tree_map",
         "torch.utils._pytree.tree_map_only",
         "torch.utils.data.dataloader._BaseDataLoaderIter.__next__",
         # Modes, transforms, tracing.
