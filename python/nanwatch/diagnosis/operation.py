@@ -147,8 +147,8 @@ class Operands(NamedTuple):
         return tuple(found)
 
     def counts(self, *, written: Sequence[Tensor] = ()) -> frozenset[int]:
-        """Return the positions of the tensors that hold whole numbers only, not all of them zero, and were not
-        `written`.
+        """Return the positions of the tensors that hold whole numbers from 0 on only, not all of them zero, and
+        were not `written`.
         """
         gone = _memory(written)
         return frozenset(
@@ -181,7 +181,7 @@ def _is_choice(x: Tensor) -> bool:
 def _is_count(x: Tensor) -> bool:
     if not x.dtype.is_floating_point:
         return not x.dtype.is_complex
-    return bool((x == x.round()).all()) and bool(x.any())
+    return bool(((x == x.round()) & (x >= 0)).all()) and bool(x.any())
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -42,6 +42,11 @@ class Root(nn.Module):
         return torch.sqrt(x.square().sum(-1))
 
 
+class RootOfLess(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sqrt(x.sum(-1) - 3)
+
+
 class Masked(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return (x * mask).sum(-1)
@@ -86,6 +91,11 @@ def new_line(cure: Cure) -> str:
 
 
 HEALTHY_AND_ZERO = torch.tensor([[1.5, 2.0, 3.0], [0.0, 0.0, 0.0]])
+
+
+def test_a_negative_whole_number_is_no_count() -> None:
+    """The root of a sum that is -1 is kept away from 0, not from 1, which is for counts."""
+    assert new_line(works(failed(RootOfLess(), torch.ones(3, 2)))).endswith(".clamp(min=1e-12))")
 
 
 def test_the_cure_is_the_line_and_its_effect_is_counted() -> None:

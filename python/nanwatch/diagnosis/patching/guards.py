@@ -14,8 +14,8 @@ from .site import Rewrite, Site, Spelt
 class Facts(NamedTuple):
     """The failing operation: its name in torch.ops.aten, its narrowest float format, and whether its gradient fails.
 
-    `counts`: the operands, by position, that hold whole numbers only, not all of them zero. `numbers`: those that are
-    Python numbers, with their values. `finite`: no operand holds nan or inf.
+    `counts`: the operands, by position, that hold whole numbers from 0 on only, not all of them zero. `numbers`: those
+    that are Python numbers, with their values. `finite`: no operand holds nan or inf.
     """
 
     operation: str
