@@ -94,8 +94,8 @@ HEALTHY_AND_ZERO = torch.tensor([[1.5, 2.0, 3.0], [0.0, 0.0, 0.0]])
 
 
 def test_a_negative_whole_number_is_no_count() -> None:
-    """The root of a sum that is -1 is kept away from 0, not from 1, which is for counts."""
-    assert new_line(works(failed(RootOfLess(), torch.ones(3, 2)))).endswith(".clamp(min=1e-12))")
+    """The root of a sum that is -1 is taken of at least 0, not of at least 1, which is for counts."""
+    assert new_line(works(failed(RootOfLess(), torch.ones(3, 2)))).endswith(".clamp(min=0))")
 
 
 def test_the_cure_is_the_line_and_its_effect_is_counted() -> None:
