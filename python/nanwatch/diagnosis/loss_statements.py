@@ -160,10 +160,10 @@ class LossStatements(nn.Module):
     def exchanged(self, file: SourceFile, looks: Sequence[Span], probe: Probe) -> Iterator[None]:
         """Run the same statements of the edited file in the block, as `code_swap.exchanged` does for a function.
 
-        Raises ValueError where the edit changes which statements make the loss.
+        Raises ValueError where the edit needs statements that did not run. Some may no longer be needed.
         """
         cut = cut_of(self._caller, file, self._is_behind)
-        if cut is None or len(cut.body) != len(self._cut.body):
+        if cut is None or len(cut.body) > len(self._cut.body):
             raise ValueError("the edit moved the statements")
         before = self._code, self._probe
         self._code, self._probe = compiled_with(ast.Module(cut.body, []), file, looks, probe), probe

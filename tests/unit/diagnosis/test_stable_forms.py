@@ -55,3 +55,23 @@ def test_a_stable_form_is_proposed_first_and_is_nearer(expression: str, tmp_path
     # A form without rounding of its own may be as near already.
     assert error(edit.text, x) <= max(error(expression, x), 1e-6 * float(truth.norm()))
     assert bool(eval(edit.text, {"torch": torch, "F": F, "x": 20 * x}).isfinite().all())
+
+
+def test_a_form_calls_no_model_that_another_statement_calls(tmp_path: Path) -> None:
+    """`d` is written out in the form only where that draws nothing and calls no module a second time."""
+    source = (
+        "import torch\n\ndef value(model, x):\n    d = (model(x) - 1).square().sum(-1)\n    return d.sqrt()\n"
+    )
+    file = tmp_path / "value.py"
+    file.write_text(source)
+    names: dict[str, object] = {"__name__": "value", "__file__": str(file)}
+    exec(compile(source, str(file), "exec"), names)
+    target = find_target(str(file), 5)
+    assert not isinstance(target, str), target
+    texts = [
+        edit.text
+        for change in changes(Site(target, 5), Facts("sqrt", "float32", True))
+        for edit in change.edits
+    ]
+    assert texts
+    assert not any("model(" in text for text in texts)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from .site import Site
 from .terms import Operand, Reader, Term
+from .written import is_pure
 
 # How tightly a text binds: a sum, a product, a sign, a power, a name or a call.
 _SUM, _PRODUCT, _SIGN, _POWER, ATOM = range(1, 6)
@@ -21,7 +22,10 @@ Text = tuple[str, int]
 
 
 class NoForm(Exception):  # noqa: N818
-    """The form cannot be written: a logarithm has no simpler one, or a module has no name in the file."""
+    """The form cannot be written.
+
+    A logarithm has no simpler one, a module has no name in the file, or a call with effects would run twice.
+    """
 
 
 def _level(node: ast.AST) -> int:
@@ -115,6 +119,9 @@ class Writer:
         if isinstance(operand, float):
             return self._number(operand), ATOM if operand >= 0 else _SIGN
         if not isinstance(operand, ast.expr):
+            raise NoForm
+        is_elsewhere = not self._site.covers(operand)
+        if is_elsewhere and not is_pure(self._site, operand):  # its statement stays, and would run it too
             raise NoForm
         return self._site.text(operand), _level(operand)
 

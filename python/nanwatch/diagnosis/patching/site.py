@@ -113,6 +113,10 @@ class Site:
             if is_there and (spelt := self.spelt(node)) is not None:
                 yield spelt
 
+    def covers(self, node: ast.expr) -> bool:
+        """Return whether the node is a part of the statement, and not of what made one of its names."""
+        return any(one is node for one in ast.walk(self.statement))
+
     def spelt(self, node: ast.AST) -> Spelt | None:
         """Return the operation that the node is, or None."""
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
