@@ -86,11 +86,11 @@ class Capsule:
         """
         place = Path(folder)
         with blaming(place / DOCUMENT):
-            document = Document(place / DOCUMENT)
+            document = Document.read(place / DOCUMENT)
         with blaming(place / TENSORS):
             # A pipe would wait for ever, and a link may lead anywhere.
             reading.check_regular(place / TENSORS, follows_links=False)
-            tensors = files.load(place / TENSORS, document.entries, document.label)
+            tensors = files.load(place / TENSORS, document.tensors, document.label)
         with blaming(place / DOCUMENT):
             return cls(place, **document.fields(tensors))
 
@@ -147,7 +147,7 @@ def write_capsule(
         "version": VERSION,
         "label": uuid.uuid4().hex,
         "versions": _versions(),
-        "module": {"name": name, "class": type(module).__name__, "device": call.device(state)},
+        "module": reading.plain(files.Module(name, type(module).__name__, call.device(state))),
         "args": written_args,
         "kwargs": written_kwargs,
         "state": state,
@@ -164,10 +164,7 @@ def write_capsule(
         "finding": reading.plain(finding),
         "rank": rank,
         "tensors": {entry: reading.plain(Entry.of(x)) for entry, x in call.tensors.items()},
-        "left_out": {
-            entry: {"what": one.what, "type": one.type_name, "bytes": one.bytes, "why": one.why}
-            for entry, one in call.left_out.items()
-        },
+        "left_out": reading.plain(call.left_out),
     }
     return _write_folder(Path(folder), document, call.tensors)
 

@@ -8,19 +8,19 @@ an error names the place.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..instrumentation.execution_context import Autocast, RngState
 from ..numerics.readable import only_our_dispatch, unreadable
-from ..report.finding import read_finding
+from ..report.finding import Finding
 from ..util import reading
 from ..util.imports import needed
 from ..util.reading import fail, shorten
@@ -252,77 +252,80 @@ def _no_doubles(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     return found
 
 
-def _left_out(value: Json, where: str) -> LeftOut:
-    size = reading.optional(reading.count)
-    readers = {"what": reading.text, "type": reading.text, "bytes": size, "why": reading.text}
-    return LeftOut(*reading.members(value, where, readers).values())
+reading.of(Autocast, device_type=lambda value, where: device(value, where).type, dtype=dtype)
 
 
-_AUTOCAST = reading.of(Autocast, device_type=lambda value, where: device(value, where).type, dtype=dtype)
+@dataclass(frozen=True, slots=True)
+class Module:
+    """The module of the call: its name in the watched model, its class, and the device of the call."""
 
-_MODULE = {"name": reading.text, "class": reading.text, "device": _name(device)}
-# For three members that need the tensors.
-_LATER: reading.Reader[Json] = lambda value, where: value  # noqa: E731
-
-_MEMBERS: dict[str, Callable[[Json, str], Any]] = {
-    "schema": reading.one_of((SCHEMA,)),
-    "version": reading.one_of((VERSION,)),
-    "label": reading.text,
-    "versions": reading.mapping_of(reading.optional(reading.text)),
-    "module": lambda value, where: reading.members(value, where, _MODULE),
-    "args": reading.list_of(_LATER),
-    "kwargs": reading.mapping_of(_LATER),
-    "state": reading.mapping_of(reading.text),
-    "training": reading.mapping_of(reading.flag),
-    "rng": reading.mapping_of(reading.text),
-    "autocast": reading.list_of(_AUTOCAST),
-    "finding": reading.optional(read_finding),
-    "rank": reading.count,
-    "tensors": reading.mapping_of(read_entry),
-    "left_out": reading.mapping_of(_left_out),
-}
+    name: str
+    class_: str
+    device: str
 
 
+reading.of(Module, device=_name(device))
+
+
+@dataclass(frozen=True, slots=True)
 class Document:
-    """The JSON document, read as far as that goes without the tensors. Raises ValueError or OSError."""
+    """The JSON document, read as far as that goes without the tensors.
 
-    def __init__(self, path: Path) -> None:
-        self._found = reading.members(_read_document(path), "capsule", _MEMBERS)
-        self.label: str = self._found["label"]
-        self.entries: dict[str, Entry] = self._found["tensors"]
-        if "" not in self._found["training"]:
+    `args`, `kwargs`, `state` and `rng` name what lies in the other file, or is left out.
+    """
+
+    schema: Literal["nanwatch.capsule"]
+    version: Literal[1]
+    label: str
+    versions: dict[str, str | None]
+    module: Module
+    args: list[Any]
+    kwargs: dict[str, Any]
+    state: dict[str, str]
+    training: dict[str, bool]
+    rng: dict[str, str]
+    autocast: tuple[Autocast, ...]
+    finding: Finding | None
+    rank: int
+    tensors: dict[str, Entry]
+    left_out: dict[str, LeftOut]
+
+    @classmethod
+    def read(cls, path: Path) -> Document:
+        """Read the document. Raises ValueError or OSError."""
+        found = _DOCUMENT(_read_document(path), "capsule")
+        if "" not in found.training:
             raise ValueError('capsule.training has no "", the flag of the module itself')
-        if doubled := sorted(self.entries.keys() & self._found["left_out"].keys()):
+        if doubled := sorted(found.tensors.keys() & found.left_out.keys()):
             raise ValueError(
                 f"{reading.shorten(doubled[0])} is among both capsule.tensors and capsule.left_out"
             )
+        return found
 
     def fields(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the fields of a Capsule but for its folder, with the tensors of the other file in their places."""
-        found = self._found
-        known: dict[str, Any] = {**found["left_out"], **tensors}
+        known: dict[str, Any] = {**self.left_out, **tensors}
 
         def value(given: Json, where: str) -> Any:
             return read_tree(given, where, known.__getitem__)
 
-        def tensor(name: str, where: str) -> Any:
-            return value({"tensor": name}, where)
+        def named(entries: Mapping[str, str], where: str) -> dict[str, Any]:
+            return {key: value({"tensor": x}, f"capsule.{where}[{key!r}]") for key, x in entries.items()}
 
         return {
-            "module": found["module"]["name"],
-            "class_name": found["module"]["class"],
-            "device": found["module"]["device"],
-            "args": tuple(value(x, f"capsule.args[{i}]") for i, x in enumerate(found["args"])),
-            "kwargs": {key: value(x, f"capsule.kwargs[{key!r}]") for key, x in found["kwargs"].items()},
-            "state": {name: tensor(x, f"capsule.state[{name!r}]") for name, x in found["state"].items()},
-            "training": found["training"],
-            "rng": _rng({kind: tensor(x, f"capsule.rng[{kind!r}]") for kind, x in found["rng"].items()}),
-            "autocast": tuple(found["autocast"]),
-            "finding": found["finding"],
-            "rank": found["rank"],
-            "versions": found["versions"],
-            "left_out": tuple(found["left_out"].values()),
+            "module": self.module.name,
+            "class_name": self.module.class_,
+            "device": self.module.device,
+            "args": tuple(value(x, f"capsule.args[{i}]") for i, x in enumerate(self.args)),
+            "kwargs": {key: value(x, f"capsule.kwargs[{key!r}]") for key, x in self.kwargs.items()},
+            "state": named(self.state, "state"),
+            "rng": _rng(named(self.rng, "rng")),
+            "left_out": tuple(self.left_out.values()),
+            **{name: getattr(self, name) for name in ("training", "autocast", "finding", "rank", "versions")},
         }
+
+
+_DOCUMENT = reading.of(Document, tensors=reading.mapping_of(read_entry))
 
 
 def _rng(states: Mapping[str, Any]) -> RngState:

@@ -51,13 +51,13 @@ class LeftOut:
     """A value that is not in the capsule: what it was, of which type, how many bytes if known, and why."""
 
     what: str
-    type_name: str
+    type: str
     bytes: int | None
     why: str
 
     def __str__(self) -> str:
         size = "" if self.bytes is None else f", {self.bytes:,} bytes"
-        return visible(f"{self.what} ({self.type_name}{size}): {self.why}")
+        return visible(f"{self.what} ({self.type}{size}): {self.why}")
 
 
 @dataclass(frozen=True, slots=True)

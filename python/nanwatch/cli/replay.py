@@ -14,8 +14,9 @@ import torch
 
 from ..capsule.capsule import Capsule
 from ..capsule.files import DOCUMENT
+from ..capsule.replay import Replayed, dtype_of
 from ..report import text
-from ..session.replay import Replayed, dtype_of, rerun
+from ..session.replay import rerun
 from ..util.progress import Tell, shown, wants_color
 from ..util.visible import module_name, spell, visible
 from .commands import UseError, command_parser, failed, imported

@@ -206,14 +206,6 @@ def _origin(
     return "received", caller
 
 
-read_finding = reading.of(
-    Finding,
-    added=("sequence", "spreads", "made", "samples"),
-    cures=reading.tuple_of(reading.of(Cure, added=("patch", "effect", "code", "hides"))),
-)
-"""Reader of a finding in a JSON document. Raises ValueError."""
-
-
 # Names of modules are rarely longer. With this limit, a store holds less than a kilobyte for each rank.
 _MOST_CHARACTERS = 120
 

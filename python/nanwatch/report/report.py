@@ -11,11 +11,11 @@ from typing import Any, Literal, TextIO, TypeAlias
 from ..records.record import SKIPPED_STEP, Frame
 from ..util import reading
 from ..util.imports import needed
-from ..util.job import Attempt, current_attempt, rank, read_attempt
+from ..util.job import Attempt, current_attempt, rank
 from ..util.progress import Tell, silent, wants_color
 from ..util.visible import module_name, suppressed, visible
 from . import text
-from .finding import Finding, Origin, read_finding
+from .finding import Finding, Origin
 
 SCHEMA = "nanwatch.report"
 VERSION = 1
@@ -178,23 +178,12 @@ def report_of(
 # Reading back.
 
 
-_REPORT: dict[str, reading.Reader[Any]] = {
-    "frames": reading.tuple_of(reading.of(Frame)),
-    "finding": reading.optional(read_finding),
-    "batch": reading.optional(reading.count),
-    "rank": reading.count,
-    "parameter_mesh": reading.tuple_of(reading.text),
-    "attempt": reading.optional(read_attempt),
-    "never_called": reading.tuple_of(reading.text),
-    "suspects": reading.tuple_of(reading.of(Suspect)),
-    "origin": reading.optional(reading.of(Origin)),
-}
+_REPORT = reading.of(Report)
 
 
 def read_report(document: Any) -> Report:
     """Return the report of a parsed JSON document. Raise ValueError with the place for anything else."""
-    added: dict[str, Any] = {"parameter_mesh": (), "attempt": None, **_OFTEN_EMPTY}
-    return Report(**reading.members(reading.body(document, SCHEMA, VERSION), "report", _REPORT, added=added))
+    return _REPORT(reading.body(document, SCHEMA, VERSION), "report")
 
 
 class NonFiniteError(ValueError):

@@ -102,8 +102,7 @@ def _moment(value: Any, where: str) -> float:
     return seconds
 
 
-read_attempt = reading.of(Attempt, begun=_moment)
-"""Reader of the attempt in a JSON document. Raises ValueError."""
+reading.of(Attempt, begun=_moment)
 
 
 def spell_runs(numbers: Sequence[int], most: int = 8, *, to: str = "-") -> str:

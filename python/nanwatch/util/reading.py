@@ -9,8 +9,8 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin
@@ -72,11 +72,13 @@ def plain(value: Any) -> Any:
     """Return `value` for JSON: dataclasses and named tuples as dicts, tuples as lists, nan and inf as strings."""
     if isinstance(value, float):
         return value if isfinite(value) else str(value)
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
         return [plain(item) for item in value]
     names = _field_names(type(value))
     absent = [name for name in left_out(type(value)) if getattr(value, name) is None]
-    return {name: plain(getattr(value, name)) for name in names if name not in absent} if names else value
+    if names:
+        return {name.removesuffix("_"): plain(getattr(value, name)) for name in names if name not in absent}
+    return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def left_out(kind: Any) -> tuple[str, ...]:
@@ -205,43 +207,67 @@ def members(
     return {**absent, **found}
 
 
-def of(kind: Callable[..., _T], *, added: Iterable[str] = (), **own: Reader[Any]) -> Reader[_T]:
+def of(kind: Callable[..., _T], **own: Reader[Any]) -> Reader[_T]:
     """Return a reader of a dataclass or NamedTuple: `own` reads the fields named there, annotations say the others.
 
-    The fields in `added` keep their defaults where a document of an earlier version lacks them.
+    A field with a default may be missing. A name that Python reserves has an underscore behind it: `class_` is "class".
+    Annotations of this class elsewhere mean this reader from now on.
     """
     space = vars(sys.modules[kind.__module__])
+    names = {name: name.removesuffix("_") for name in kind.__annotations__}
     readers = {
         # A NamedTuple wraps its annotations in ForwardRef.
-        name: own.get(name) or _of_annotation(eval(str(getattr(words, "__forward_arg__", words)), space))
+        names[name]: own.get(name)
+        or _of_annotation(eval(str(getattr(words, "__forward_arg__", words)), space))
         for name, words in kind.__annotations__.items()
     }
-    absent = dict.fromkeys((*added, *left_out(kind)), _ABSENT)
+    optional = {names[name]: _ABSENT for name in names if _has_default(kind, name)}
 
     def read(value: Any, where: str) -> _T:
-        found = members(value, where, readers, absent)
-        return kind(**{name: one for name, one in found.items() if one is not _ABSENT})
+        found = members(value, where, readers, optional)
+        return kind(**{name: one for name in names if (one := found[names[name]]) is not _ABSENT})
 
+    _readers[kind] = read
     return read
 
 
 _ABSENT = object()
 
 
+def _has_default(kind: Any, name: str) -> bool:
+    if field := getattr(kind, "__dataclass_fields__", {}).get(name):
+        return field.default is not MISSING or field.default_factory is not MISSING
+    return name in kind._field_defaults
+
+
 def _of_annotation(kind: Any) -> Reader[Any]:
-    scalars: dict[Any, Reader[Any]] = {str: text, int: count, bool: flag, float: number}
-    if kind in scalars:
-        return scalars[kind]
-    arguments = get_args(kind)
-    if get_origin(kind) is Literal:
+    if kind in _readers:
+        return _readers[kind]
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
         return one_of(arguments)
-    if get_origin(kind) is tuple:
-        if arguments[-1] is Ellipsis:
-            return tuple_of(_of_annotation(arguments[0]))
+    if origin is tuple and arguments[-1] is not Ellipsis:
         return _row_of([_of_annotation(one) for one in arguments])
-    if type(None) in arguments:
-        return optional(_of_annotation(arguments[0]))
-    return of(kind)
+    if origin in _READERS_OF:
+        return _READERS_OF[origin](
+            _of_annotation(next(one for one in reversed(arguments) if one is not Ellipsis))
+        )
+    return optional(_of_annotation(arguments[0])) if type(None) in arguments else of(kind)
+
+
+_readers: dict[Any, Reader[Any]] = {
+    str: text,
+    int: count,
+    bool: flag,
+    float: number,
+    Any: lambda value, where: value,
+}
+_READERS_OF: dict[Any, Callable[[Reader[Any]], Reader[Any]]] = {
+    tuple: tuple_of,
+    list: list_of,
+    dict: mapping_of,
+    Mapping: mapping_of,
+}
 
 
 def shorten(value: object) -> str:

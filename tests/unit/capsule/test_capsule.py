@@ -270,7 +270,7 @@ def test_a_sharded_weight_is_left_out(one_process_mesh, tmp_path):
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), one_process_mesh, [Replicate()]))
     capsule = Capsule.open(write_capsule(tmp_path / "c", model, "", ()))
     assert isinstance(capsule.state["weight"], LeftOut)
-    assert "DTensor" in capsule.state["weight"].type_name
+    assert "DTensor" in capsule.state["weight"].type
     assert isinstance(capsule.state["bias"], Tensor)
 
 

@@ -55,7 +55,7 @@ def test_what_cannot_be_kept_is_named_with_its_type(value, kind):
     assert capsule.args[0] == [1, left]
     assert isinstance(left, LeftOut)
     assert left.what.startswith("input[0][1]")
-    assert left.type_name.endswith(kind)
+    assert left.type.endswith(kind)
     assert left.why
     assert same(capsule.kwargs, {"x": torch.ones(1)})
 
@@ -124,4 +124,4 @@ def test_a_structure_imports_nothing_and_runs_no_code_of_the_class():
 
 def test_a_namespace_is_no_structure():
     """Only what says which fields it has is taken apart."""
-    assert [one.type_name for one in round_trip(SimpleNamespace(x=1)).left_out] == ["types.SimpleNamespace"]
+    assert [one.type for one in round_trip(SimpleNamespace(x=1)).left_out] == ["types.SimpleNamespace"]

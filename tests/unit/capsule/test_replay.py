@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import Capsule, CapsuleError, replay, write_capsule
+from nanwatch.capsule.replay import _target
 from nanwatch.instrumentation.execution_context import Autocast, RngState
-from nanwatch.session import replay as session_replay
 from support.toys import Scale, mlp
 
 pytest.importorskip("safetensors")
@@ -382,7 +382,7 @@ def test_the_device_of_the_call_is_taken_or_the_nearest(monkeypatch, tmp_path, r
 
     monkeypatch.setattr(torch, "empty", empty_there)
     remarks: list[str] = []
-    assert session_replay._target(capsule, None, remarks) == torch.device(chosen)
+    assert _target(capsule, None, remarks) == torch.device(chosen)
     is_other = torch.device(chosen).type != torch.device(recorded).type
     assert [f"ran on {recorded}, this one on {chosen}:" in remark for remark in remarks] == [True] * is_other
 
