@@ -14,6 +14,8 @@ from torch import nn
 
 import nanwatch
 from nanwatch.cli.commands import COMMANDS
+from nanwatch.recording.events import RecorderEvents
+from nanwatch.session.dispatch import EventDispatch
 from nanwatch.session.failure_handler import FailureHandler
 from nanwatch.trace.tracer import Tracer
 from support.paths import ROOT
@@ -134,3 +136,10 @@ def test_the_end_of_a_batch_goes_in_the_order_of_the_page(
     ]
     sentence = " ".join(TEXT.partition("At the end of a batch")[2].partition("limit comes last")[0].split())
     assert re.findall(r"`(\w+)`", sentence) == [one.partition(".")[2] for one in called]
+
+
+def test_a_watch_has_only_what_a_user_calls() -> None:
+    """The recorder's callbacks are the dispatch's."""
+    callbacks = {name for name in vars(RecorderEvents) if name.startswith("on_")}
+    assert callbacks <= set(dir(EventDispatch))
+    assert not [name for name in dir(nanwatch.Watch) if name.startswith("on_")]

@@ -26,6 +26,7 @@ from ..recording.observe import observe, own_tensors
 from ..records.record import NONE, NOT_A_TENSOR, Frame, Record, Role, is_excused
 from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError
+from ..session.dispatch import EventDispatch
 from ..session.options import MAX_BATCH, Options, whole
 from ..session.watch import Watch
 from ..util.imports import WhenImported, when_imported
@@ -67,23 +68,26 @@ class _Call(NamedTuple):
         return "\n".join(lines + [text.record_line(row) for row in plain])
 
 
-class _DebugWatch(Watch):
-    """Watch that fails only where DebugUnderflowOverflow looks, once the frames are printed."""
+class _DebugEvents(EventDispatch):
+    """Dispatch that fails only where DebugUnderflowOverflow looks, once the frames are printed."""
 
-    # Weak: the wrappers in the slot hold this, and must not hold the model.
-    debug: ref[DebugUnderflowOverflow]
+    def __init__(self, options: Options, debug: DebugUnderflowOverflow) -> None:
+        super().__init__(options)
+        # Weak: the wrappers in the slot hold this, and must not hold the model.
+        self._debug = ref(debug)
 
     def on_nonfinite(self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
         """Print the frames and raise, unless the original would see nothing in this call."""
-        debug = self.debug()
+        debug = self._debug()
         if debug is not None and debug._detects(frame):
             super().on_nonfinite(frame, caller, args, kwargs)
-            raise NonFiniteError(self.report())  # the forward has caught the first error of the batch
+            # The forward has caught the first error of the batch.
+            raise NonFiniteError(debug._watch.report())
 
     def on_batch_end(self, batch: int, completed: bool) -> None:
         """End the run when asked to."""
         super().on_batch_end(batch, completed)
-        debug = self.debug()
+        debug = self._debug()
         limit = None if debug is None else debug.abort_after_batch_num
         if completed and debug is not None and limit is not None and debug.batch_number > limit:
             raise BatchLimitError(debug.batch_number - 1, "abort_after_batch_num")
@@ -153,8 +157,7 @@ class DebugUnderflowOverflow:
         room = max(1, _MOST_FRAMES if max_frames_to_save is None else min(max_frames_to_save, _MOST_FRAMES))
         # "module": the original prints at the call that holds the value.
         options = Options(max_frames=room, check="module", buffers=False, forecast=False)
-        self._watch = _DebugWatch(watched, options)
-        self._watch.debug = ref(self)
+        self._watch = Watch(watched, options, events=_DebugEvents(options, self))
         self._watch._batch_ends.active = abort_after_batch_num is not None
         self._recorder = self._watch._recorder
         self._recorded = {

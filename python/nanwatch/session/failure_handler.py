@@ -1,6 +1,6 @@
 """Handling of non-finite values: report them, tell the other ranks, ask for the re-run, and act once.
 
-The recorder notifies the handler through the Watch. The option `on_nonfinite` says what the handler does at the end.
+The EventDispatch notifies the handler. The option `on_nonfinite` says what the handler does at the end.
 """
 
 from __future__ import annotations

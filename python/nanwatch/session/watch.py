@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,16 +13,15 @@ from ..instrumentation.attention import AttentionLogits, AttentionWatch
 from ..instrumentation.calls import Attachment
 from ..instrumentation.global_hooks import GlobalHooks
 from ..monitoring.monitor import Monitor
-from ..recording.events import Arrival, BackwardCall, Event, Recorder
+from ..recording.events import Event, Recorder
 from ..recording.recorder import make_recorder
 from ..records.record import Frame
-from ..report import text
-from ..report.report import BatchLimitError, Report
+from ..report.report import Report
 from ..report.spike import SpikeReport
 from ..trace.tracer import Tracer, ring_size, start_tracer
-from ..util.visible import warn_user
+from .dispatch import EventDispatch
 from .failure_handler import FailureHandler
-from .optimizer_guard import OptimizerGuard, SkippedStep, is_inside_step
+from .optimizer_guard import OptimizerGuard, SkippedStep
 from .optimizer_steps import BackwardWatch, OptimizerSteps
 from .options import Options
 from .reports import Reports
@@ -67,6 +64,7 @@ class Watch:
         measure_time: bool = False,
         verify_hits: bool = False,
         room: int = 0,
+        events: EventDispatch | None = None,
     ) -> None:
         self._options = options
         self._model = weakref.ref(model)
@@ -79,7 +77,8 @@ class Watch:
         settings = options.recorder_settings(
             max_frames=ring, verify_hits=verify_hits, measure_time=measure_time
         )
-        self._recorder: Recorder = make_recorder(settings, self)
+        self._events = events or EventDispatch(options)
+        self._recorder: Recorder = make_recorder(settings, self._events)
         self._tracer: Tracer | None = None
         if options.trace is not None and options.enabled:
             self._tracer = start_tracer(
@@ -113,6 +112,7 @@ class Watch:
                 self._monitor.follow(self._spikes.take)
                 self._batch_ends.active = True
             self._backward = BackwardWatch(self._reports, self._failures, guard, self._spikes)
+        self._events.connect(self, self._failures, self._monitor, self._tracer, self._backward)
         self._steps: OptimizerSteps | None = None
         self._attachment: Attachment | None = None
         self._attention: AttentionWatch | None = None
@@ -266,88 +266,9 @@ class Watch:
         if self._backward is not None:
             self._backward.settle()
 
-    # The recorder calls the methods below. RecorderEvents describes them.
-
-    def on_batch_start(
-        self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
-    ) -> object:
-        """Print the header of a traced batch, and keep its start for a re-run."""
-        self._failures.raise_postponed()
-        if traced and self._options.trace is None:
-            _print_lines(text.batch_lines(batch))
-        return self._failures.batch_started(batch, module, args, kwargs)
-
-    def on_frame(self, frame: Frame) -> None:
-        """Hand the frame to the monitor, and print it or write it to the trace, if its batch is traced."""
-        self._monitor.add(frame)
-        if frame.batch not in self._options.trace_batches:
-            return
-        if self._options.trace is None:
-            _print_lines(text.frame_lines(frame))
-        elif self._tracer is not None:
-            self._tracer.add(frame)
-
-    def on_nonfinite(self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Hand the call to the failure handler, which may act on it at once."""
-        self._failures.nonfinite_call(frame, caller, args, kwargs)
-
-    def on_pending_nonfinite(self, frame: Frame, caller: str | None, given: Frame, is_left: bool) -> None:
-        """Hand the call to the failure handler, which acts at the batch's end."""
-        self._failures.pending_nonfinite_call(frame, caller, given, is_left)
-
-    def on_batch_end(self, batch: int, completed: bool) -> None:
-        """Act on the batch's failure where that was put off; end the run when asked to."""
-        self.on_batch_pending(batch, completed, is_known=True)
-
-    def on_batch_pending(self, batch: int, completed: bool, *, is_known: bool = False) -> None:
-        """End a batch like `on_batch_end`, except for its failure, if it is not known yet."""
-        try:
-            self._failures.forward_left(batch, completed)
-            if is_known:
-                self.on_pending_batch_end(batch, completed)
-        finally:
-            self._failures.batch_ended(batch)
-        if completed and batch == self._options.abort_after_batch:
-            raise BatchLimitError(batch, "abort_after_batch")
-
-    def on_pending_batch_end(self, batch: int, completed: bool) -> None:
-        """Act on the failure of a batch whose frames are all known."""
-        if self._tracer is not None:
-            self._tracer.batch_ended()
-        self._failures.conclude(batch, completed)
-
-    def on_warning(self, message: str) -> None:
-        """Warn the user."""
-        warn_user(message)
-
-    def on_backward_start(self) -> None:
-        """Find out whether the gradients of the deferred backward are gone."""
-        if self._backward is not None:
-            self._backward.guard.settle()
-            if self._spikes is not None:
-                self._spikes.backward_started()
-
-    def on_backward_pending(self) -> object:
-        """Return the present scale of the GradScaler, for `on_backward_end`."""
-        return None if self._backward is None else self._backward.guard.note_scale()
-
-    def on_backward_end(
-        self, calls: list[BackwardCall], arrivals: list[Arrival], left: object = None
-    ) -> None:
-        """Defer the failure until a step is about to take it, unless the forward's failure caused it."""
-        self._failures.poll(wait=True)
-        if is_inside_step():  # a closure's backward: the step changes the weights next
-            self._failures.raise_postponed()
-        if self._backward is not None:
-            self._backward.ended(calls, arrivals, left)
-
 
 def _noting(tracer: Tracer | None, chosen: Collection[int]) -> Callable[[Frame], None] | None:
     """Return a function that adds a frame to the trace, as far as its batch is traced. It keeps no Watch alive."""
     if tracer is None:
         return None
     return lambda frame: None if chosen and frame.batch not in chosen else tracer.note(frame)
-
-
-def _print_lines(lines: Iterable[str]) -> None:
-    sys.stdout.write("".join(f"{line}\n" for line in lines))

@@ -300,7 +300,7 @@ def test_an_output_that_autograd_refuses_to_speak_of() -> None:
 
 @pytest.mark.parametrize(
     "place",
-    ["nanwatch.util.job.rank_and_world_size", "nanwatch.session.watch.Watch.on_backward_start"],
+    ["nanwatch.util.job.rank_and_world_size", "nanwatch.session.dispatch.EventDispatch.on_backward_start"],
 )
 @pytest.mark.usefixtures("each_recorder")
 def test_ctrl_c_in_a_backward_ends_it(place: str) -> None:

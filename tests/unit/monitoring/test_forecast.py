@@ -24,6 +24,7 @@ import nanwatch
 from nanwatch.monitoring.forecast import Ending, Forecast, Forecaster, HeadroomHistory
 from nanwatch.recording.frame_ring import PeakMagnitudes
 from nanwatch.records.record import Frame, Record
+from nanwatch.session.dispatch import EventDispatch
 from nanwatch.trace.picture import Mark, draw
 
 END = 65504.0
@@ -314,7 +315,7 @@ def test_no_frame_is_built_for_a_forecast(implementation: str, monkeypatch: pyte
     if implementation == "python":
         monkeypatch.setattr("nanwatch.numerics._extension.C", None)
     told: list[Frame] = []
-    monkeypatch.setattr(nanwatch.Watch, "on_frame", lambda self, frame: told.append(frame))
+    monkeypatch.setattr(EventDispatch, "on_frame", lambda self, frame: told.append(frame))
     model = nn.Sequential(Growing())
     with warnings.catch_warnings(record=True) as caught, nanwatch.watch(model):
         warnings.simplefilter("always")

@@ -1,0 +1,129 @@
+"""Receiver of a recorder's events: which part of a Watch handles each event, and in which order."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from ..monitoring.monitor import Monitor
+from ..recording.events import Arrival, BackwardCall
+from ..records.record import Frame
+from ..report import text
+from ..report.report import BatchLimitError
+from ..trace.tracer import Tracer
+from ..util.visible import warn_user
+from .failure_handler import FailureHandler
+from .optimizer_guard import is_inside_step
+from .optimizer_steps import BackwardWatch
+from .options import Options
+
+
+class EventDispatch:
+    """RecorderEvents of one Watch. docs/architecture.md has the order of the parts at the end of a batch.
+
+    The model's wrappers hold the recorder, the recorder holds this, and this holds the Watch, which so lives as long as
+    the model. The parts need the recorder, which is made with this, so they come with `connect`.
+    """
+
+    _failures: FailureHandler
+    _monitor: Monitor
+    _tracer: Tracer | None
+    _backward: BackwardWatch | None
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    def connect(
+        self,
+        watch: object,
+        failures: FailureHandler,
+        monitor: Monitor,
+        tracer: Tracer | None,
+        backward: BackwardWatch | None,
+    ) -> None:
+        """Hand the events to these parts of `watch` from now on."""
+        self._watch = watch  # only to hold it
+        self._failures = failures
+        self._monitor = monitor
+        self._tracer = tracer
+        self._backward = backward
+
+    def on_batch_start(
+        self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
+    ) -> object:
+        """Print the header of a traced batch, and keep its start for a re-run."""
+        self._failures.raise_postponed()
+        if traced and self._options.trace is None:
+            _print_lines(text.batch_lines(batch))
+        return self._failures.batch_started(batch, module, args, kwargs)
+
+    def on_frame(self, frame: Frame) -> None:
+        """Hand the frame to the monitor, and print it or write it to the trace, if its batch is traced."""
+        self._monitor.add(frame)
+        if frame.batch not in self._options.trace_batches:
+            return
+        if self._options.trace is None:
+            _print_lines(text.frame_lines(frame))
+        elif self._tracer is not None:
+            self._tracer.add(frame)
+
+    def on_nonfinite(self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Hand the call to the failure handler, which may act on it at once."""
+        self._failures.nonfinite_call(frame, caller, args, kwargs)
+
+    def on_pending_nonfinite(self, frame: Frame, caller: str | None, given: Frame, is_left: bool) -> None:
+        """Hand the call to the failure handler, which acts at the batch's end."""
+        self._failures.pending_nonfinite_call(frame, caller, given, is_left)
+
+    def on_batch_end(self, batch: int, completed: bool) -> None:
+        """Act on the batch's failure where that was put off; end the run when asked to."""
+        self.on_batch_pending(batch, completed, is_known=True)
+
+    def on_batch_pending(self, batch: int, completed: bool, *, is_known: bool = False) -> None:
+        """End a batch like `on_batch_end`, except for its failure, if it is not known yet."""
+        try:
+            self._failures.forward_left(batch, completed)
+            if is_known:
+                self.on_pending_batch_end(batch, completed)
+        finally:
+            self._failures.batch_ended(batch)
+        if completed and batch == self._options.abort_after_batch:
+            raise BatchLimitError(batch, "abort_after_batch")
+
+    def on_pending_batch_end(self, batch: int, completed: bool) -> None:
+        """Act on the failure of a batch whose frames are all known."""
+        if self._tracer is not None:
+            self._tracer.batch_ended()
+        self._failures.conclude(batch, completed)
+
+    def on_warning(self, message: str) -> None:
+        """Warn the user."""
+        warn_user(message)
+
+    def on_backward_start(self) -> None:
+        """Find out whether the gradients of the deferred backward are gone."""
+        if self._backward is not None:
+            self._backward.guard.settle()
+            if self._backward.spikes is not None:
+                self._backward.spikes.backward_started()
+
+    def on_backward_pending(self) -> object:
+        """Return the present scale of the GradScaler, for `on_backward_end`."""
+        return None if self._backward is None else self._backward.guard.note_scale()
+
+    def on_backward_end(
+        self, calls: list[BackwardCall], arrivals: list[Arrival], left: object = None
+    ) -> None:
+        """Defer the failure until a step is about to take it, unless the forward's failure caused it."""
+        self._failures.poll(wait=True)
+        if is_inside_step():  # a closure's backward: the step changes the weights next
+            self._failures.raise_postponed()
+        if self._backward is not None:
+            self._backward.ended(calls, arrivals, left)
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
