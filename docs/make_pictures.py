@@ -4,7 +4,7 @@
     python docs/make_pictures.py flow       only those named
 
 The pages are of real runs of the tutorials' scripts. Screenshots need Chromium (`apt-get install chromium`) and
-`pip install jinja2 plotly pyarrow`; pngquant and optipng make them smaller where they are installed.
+`pip install jinja2 pyarrow`; pngquant and optipng make them smaller where they are installed.
 """
 
 from __future__ import annotations

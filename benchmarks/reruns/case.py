@@ -234,8 +234,7 @@ def _process_state() -> dict[str, Any]:
         "timer": signal.getitimer(signal.ITIMER_REAL)[1],
         "threads": sorted(one.name for one in threading.enumerate()),
         "children": len(children.read_text().split()) if children.exists() else 0,
-        # Plotly adds one when the first report is written as a page.
-        "filters": [str(x) for x in warnings.filters if "plotly" not in str(x)],
+        "filters": [str(x) for x in warnings.filters],
         "files": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
         "threads_of_torch": torch.get_num_threads(),
         "modes": [

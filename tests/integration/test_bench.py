@@ -69,7 +69,7 @@ def test_a_quick_run_has_rows_and_finite_ratios(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_quick_postmortem_has_the_whole_report(tmp_path: Path) -> None:
     """A quick run of the other benchmark: each failure is explained in every way, with a cure, and all is timed."""
-    for package in ("transformers", "safetensors", "plotly", "jinja2"):
+    for package in ("transformers", "safetensors", "jinja2"):
         pytest.importorskip(package)
     path = tmp_path / "postmortem.json"
     result = _run("--quick", "--json", str(path), benchmark="bench_postmortem")

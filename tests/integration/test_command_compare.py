@@ -57,7 +57,6 @@ def test_the_text_names_the_module(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_page_has_the_errors_of_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     """The page has all modules, the place of the first one, and its name in the heading."""
-    pytest.importorskip("plotly")
     pytest.importorskip("jinja2")
     models = ["compared:one", "compared:other", "compared:batch"]
     assert command.main(["compare", *models, "--json", "--html", "compare.html"]) == 1
@@ -65,10 +64,12 @@ def test_the_page_has_the_errors_of_the_document(capsys: pytest.CaptureFixture[s
     page = Page(Path("compare.html").read_text(encoding="utf-8"))
     assert page.unbalanced == []
     assert page.headline == ["Differ first in 1 (LayerNorm)"]
-    assert page.data["error"] == [one["error"] for one in found["modules"]]
-    assert page.data["floor"] == [one["floor"] for one in found["modules"]]
-    assert found["modules"][page.data["first"]] == found["first"]
-    assert page.data["tokens"] is None  # of two dimensions
+    lines = {one["name"]: one for one in page.data["charts"]["depth-chart"]["lines"]}
+    assert lines["error"]["y"] == [one["error"] for one in found["modules"]]
+    assert lines["noise floor"]["y"] == [one["floor"] for one in found["modules"]]
+    (first,) = lines["first"]["x"]
+    assert found["modules"][first] == found["first"]
+    assert "map" not in page.data  # of two dimensions
     assert "eps is 1e-05 in A and 0.1 in B" in page.text
 
 

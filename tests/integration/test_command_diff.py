@@ -134,7 +134,6 @@ def test_show_prints_a_saved_spike_and_writes_its_page(
 
 def test_pages_are_written_and_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--html of diff, beside the text, and of show, in its place; JSON is as without it."""
-    pytest.importorskip("plotly")
     pytest.importorskip("jinja2")
     status, plain, _ = run(capsys, "diff", "a.parquet", "b.parquet")
     two = ("diff", "a.parquet", "b.parquet", "--html", "d.html")

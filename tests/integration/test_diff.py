@@ -442,7 +442,6 @@ def page_of(found: Difference) -> Page:
 
 def test_the_page_has_two_lines_for_each_module(tmp_path: Path) -> None:
     """Its data has, for what parts and what grew, A and B over the batches, and every output of the batch."""
-    pytest.importorskip("plotly")
     pytest.importorskip("jinja2")
     model = mlp()
     x = torch.ones(2, 3)
@@ -450,17 +449,19 @@ def test_the_page_has_two_lines_for_each_module(tmp_path: Path) -> None:
     scaled(model[0])
     found = diff(a, run(tmp_path / "b.parquet", model, x, x))
     page = page_of(found)
-    data = json.loads(page.scripts["data"])
-    assert data["calls"]["x"] == ["0 output", "1 output", "2 output", "(root) output"]
-    first = data["series"][0]
-    assert (first["name"], first["x"]) == ("0 weight", [0, 1])
-    assert first["b"] == pytest.approx([1.7 * value for value in first["a"]])
+    calls, series = (page.data["charts"][f"{name}-chart"]["lines"] for name in ("calls", "series"))
+    assert calls[0]["at"] == calls[1]["at"] == ["0 output", "1 output", "2 output", "(root) output"]
+    one, other = series[:2]
+    assert [(line["name"], line["side"], line["x"]) for line in (one, other)] == [
+        ("0 weight", "A", [0, 1]),
+        ("0 weight", "B", [0, 1]),
+    ]
+    assert other["y"] == pytest.approx([1.7 * value for value in one["y"]])
     assert "They part at weight of 0" in page.text
 
 
 def test_hostile_names_stay_names(tmp_path: Path) -> None:
     """Names that are markup, script or templates are text in the page, and its only scripts are its own."""
-    pytest.importorskip("plotly")
     pytest.importorskip("jinja2")
 
     def frames(factor: float) -> Sequence[Frame]:
@@ -477,6 +478,7 @@ def test_hostile_names_stay_names(tmp_path: Path) -> None:
     assert {tag for tag, _ in page.tags} <= {
         "html", "head", "meta", "title", "link", "style", "body", "header", "span", "main", "section", "h1", "h2", "dl",
         "div", "dt", "dd", "code", "noscript", "p", "table", "thead", "tbody", "tr", "th", "td", "footer", "script",
+        "svg",
     }  # fmt: skip
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
-    assert set(page.scripts) == {"data", "packed-plotly", "own"}
+    assert set(page.scripts) == {"data", "own"}

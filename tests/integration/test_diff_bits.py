@@ -197,7 +197,6 @@ def test_the_command_says_so_and_its_status_is_1(tmp_path: Path, capsys: pytest.
     assert command.main(["diff", *paths, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["first"]["what"] == "other bits in the same range (abs_max 1)"
     assert command.main(["diff", *paths, "--ignore", "bits"]) == 0
-    pytest.importorskip("plotly")
     page = diff(*paths).to_html()
     assert "other bits in the same range" in page
     assert "1 of them bit by bit" in page

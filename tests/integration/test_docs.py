@@ -27,7 +27,7 @@ SLOW = {
 SOURCES = {".py", ".h", ".cpp", ".cu", ".md", ".pyi"}
 NEEDS = {
     "t5-overflow.md": ("transformers", "safetensors"),
-    "two-runs.md": ("pyarrow", "pandas", "plotly", "jinja2"),
+    "two-runs.md": ("pyarrow", "pandas", "jinja2"),
 }
 
 

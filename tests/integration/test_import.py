@@ -18,7 +18,7 @@ MODULES = {"nanwatch", "nanwatch._C", "nanwatch._version", "nanwatch.numerics", 
 # Modules that are slow to import, or that only a part of nanwatch needs.
 OTHERS = {
     *("transformers", "lightning", "pytorch_lightning", "accelerate", "tensorboard", "wandb", "safetensors"),
-    *("rich", "pyarrow", "pandas", "polars", "plotly", "jinja2", "pytest", "hypothesis", "pybind11"),
+    *("rich", "pyarrow", "pandas", "polars", "jinja2", "pytest", "hypothesis", "pybind11"),
     *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp"),
     "torch.utils.tensorboard",
 }

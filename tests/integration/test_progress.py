@@ -372,7 +372,6 @@ def test_comparing_and_merging_tell_batches_and_files(place: Path) -> None:
 
 def test_drawing_a_page_tells_the_frames(place: Path) -> None:
     """Each one, and the page is the same."""
-    pytest.importorskip("plotly")
     pytest.importorskip("jinja2")
     report = Report.from_json(Path("run/rank-0/report.json").read_text())
     told, tell = collected()

@@ -25,12 +25,12 @@ from support.html_page import HOSTILE, growing, many, record
 pytestmark = [
     pytest.mark.skipif(chromium.PATH is None, reason="needs Chromium: apt-get install chromium"),
 ]
-pytest.importorskip("plotly", reason="the page needs plotly: pip install plotly")
 pytest.importorskip("jinja2", reason="the page needs jinja2: pip install jinja2")
 
 Open = Callable[[str], Tab]
 
 ROWS = "[...document.querySelectorAll('#table tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))"
+CHART = "drawing.charts.chart"
 COUNT = "document.getElementById('count').textContent"
 
 
@@ -79,7 +79,7 @@ def test_the_chart_draws_every_record(show: Open) -> None:
     tab.drawn()
     made = [one for _, one in all_records(report) if one.abs_min is not None]
     finite = [one for one in made if one.isfinite]
-    traces = tab.ask("Object.fromEntries(chart.data.map((t) => [t.name || 'bars', t.x.length]))")
+    traces = tab.ask(f"Object.fromEntries({CHART}.made.traces.map((t) => [t.name || 'bars', t.x.length]))")
     assert traces == {
         "bars": 3 * sum(one.abs_min > 0 for one in finite),  # type: ignore[operator]
         "abs min": sum(one.abs_min > 0 for one in made),  # type: ignore[operator]
@@ -90,18 +90,17 @@ def test_the_chart_draws_every_record(show: Open) -> None:
         "holds a zero": sum(one.abs_min == 0 for one in made),
         "nan or inf": 1,
     }
-    points = tab.ask("chart.querySelectorAll('.scatterlayer .points path').length")
-    assert points == sum(traces.values()) - traces["bars"]
-    texts = tab.ask("[...chart.querySelectorAll('.annotation-text')].map((t) => t.textContent)")
+    assert tab.ask(f"{CHART}.points.length") == sum(traces.values()) - traces["bars"]
+    texts = tab.ask("[...chart.querySelectorAll('.note')].map((t) => t.textContent)")
     assert sorted(texts) == [
         "batch 1",
         "float16 largest finite 6.55e+04",
         "float16 smallest normal 6.10e-05",
         "inf, first: encoder.block.6.wo output",
     ]
-    low, high = tab.ask("chart.layout.yaxis.range")
+    low, high = tab.ask(f"{CHART}.seen.y")
     assert 10**low < 1e-6 < 65504 < 10**high
-    hover = tab.ask("chart.data.at(-1).hovertext[0]")
+    hover = tab.ask(f"{CHART}.made.traces.at(-1).words(0)")
     for part in ("encoder.block.6.wo", "Linear", "output", "float16", "[2, 2]", "abs max inf", "none left"):
         assert part in hover
     assert (tab.requests, tab.complaints) == ([], [])
@@ -116,13 +115,13 @@ def test_limits_out_of_sight_are_told_and_come_into_view(show: Open) -> None:
     assert (
         tab.ask(beyond) == "Out of view: bfloat16 ends at 3.39e+38; bfloat16 turns subnormal below 1.18e-38."
     )
-    assert tab.ask("chart.layout.yaxis.range")[1] < 2
+    assert tab.ask("drawing.charts.chart.seen.y")[1] < 2
     tab.click("#whole")
-    tab.wait("chart.layout.yaxis.range[1] > 38.5 && chart.layout.yaxis.range[0] < -37.9")
+    tab.wait("drawing.charts.chart.seen.y[1] > 38.5 && drawing.charts.chart.seen.y[0] < -37.9")
     assert tab.ask(beyond) == ""
-    assert tab.ask("chart.querySelectorAll('.annotation-text').length") == 2
+    assert tab.ask("chart.querySelectorAll('.note').length") == 2
     tab.click("#fit")
-    tab.wait("chart.layout.yaxis.range[1] < 2")
+    tab.wait("drawing.charts.chart.seen.y[1] < 2")
 
 
 def test_the_spreads_are_drawn(show: Open) -> None:
@@ -135,22 +134,22 @@ def test_the_spreads_are_drawn(show: Open) -> None:
     )
     tab = show(replace(report, finding=replace(report.finding, spreads=spreads)).to_html())
     tab.drawn()
-    tab.wait("document.querySelectorAll('.spread[data-drawn]').length === 2")
-    every = "[...document.querySelectorAll('.spread')]"
-    assert tab.ask(f"{every}.map((one) => one.data[0].customdata)") == [[3, 0, 1], [1] * 20]
-    assert tab.ask(f"{every}.map((one) => one.querySelectorAll('.bars path').length)") == [3 + 8, 20 + 8]
-    labels = tab.ask(
-        "[...document.querySelectorAll('.spread')[0].querySelectorAll('.ytick, .y2tick')].length"
-    )
-    assert labels > 4
+    every = "[...document.querySelectorAll('svg.spread')]"
+    for i, (counts, total) in enumerate(((3, 4), (1, 20))):
+        told = tab.ask(f"{every}[{i}].querySelector('rect title').textContent")
+        assert told.endswith(f": {counts} elements, {counts / total:.2%}")
     assert tab.ask("document.querySelectorAll('#spreads figcaption')[1].textContent").startswith("<b>x</b>")
-    tab.prefer("dark")
-    tab.wait(f"{every}.every((one) => one.layout.font.color === '#e4e6e8')")
+    for scheme, ink in (("dark", "rgb(121, 170, 245)"), ("light", "rgb(37, 99, 201)")):
+        tab.prefer(scheme)
+        tab.wait(
+            f"{every}.every((one) => [...one.querySelectorAll('rect')]"
+            f".some((r) => getComputedStyle(r).fill === '{ink}'))"
+        )
     assert (tab.requests, tab.complaints) == ([], [])
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-def test_legend_buttons_and_headline_have_room(show: Open, width: int) -> None:
+def test_legend_and_headline_have_room(show: Open, width: int) -> None:
     """Above the plot nothing lies over anything else, and the page is no wider than the screen."""
     tab = show(growing().to_html())
     tab.resize(width)
@@ -159,21 +158,10 @@ def test_legend_buttons_and_headline_have_room(show: Open, width: int) -> None:
     assert tab.ask("document.documentElement.scrollWidth") <= width
 
 
-def test_no_button_of_the_chart_leads_outside(show: Open) -> None:
-    """plotly's buttons that move the view or save a picture are there, and no link."""
+def test_nothing_leads_outside(show: Open) -> None:
+    """The only link of the page leads to its filter."""
     tab = show(growing().to_html())
     tab.drawn()
-    names = tab.ask(
-        "[...chart.querySelectorAll('.modebar-btn')].map((b) => b.dataset.attr + ' ' + b.dataset.val)"
-    )
-    assert names == [
-        "dragmode zoom",
-        "dragmode pan",
-        "zoom in",
-        "zoom out",
-        "zoom reset",
-        "undefined undefined",
-    ]
     assert tab.ask("[...document.querySelectorAll('a')].map((a) => a.getAttribute('href'))") == ["#filter"]
 
 
@@ -234,7 +222,21 @@ def test_a_click_on_a_point_finds_its_module(show: Open) -> None:
     """The chart leads to the table."""
     tab = show(growing().to_html())
     tab.drawn()
-    tab.ask("chart.emit('plotly_click', { points: [{ x: 8 }] })")
+    x, y = tab.ask(
+        "(() => { const box = chart.querySelector('.plot').getBoundingClientRect();"
+        f" const [x, y] = {CHART}.points.find(([, , , i], n, all) => all[n][2].records[i].index === 8);"
+        " return [box.x + x, box.y + y]; })()"
+    )
+    for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+        event = {
+            "type": kind,
+            "x": x,
+            "y": y,
+            "button": "none" if kind == "mouseMoved" else "left",
+            "clickCount": 1,
+        }
+        tab.call("Input.dispatchMouseEvent", event)
+    assert "encoder.block.1.wo" in tab.ask("chart.querySelector('.tip').textContent")
     assert {row[2] for row in tab.ask(ROWS)} == {"encoder.block.1.wo"}
 
 
@@ -264,18 +266,18 @@ def test_hostile_names_stay_text(show: Open, server: tuple[str, list[str]]) -> N
     tab = show(Report(tuple(frames), find(frames), 0).to_html())
     tab.drawn()
     assert [row[2] for row in tab.ask(ROWS)] == [visible(name) for name in names for _ in "ab"]
-    # plotly reads some HTML in its texts: each name must be shown, not followed.
     for number, name in enumerate(names):
-        hovered = frames[number].records[0].abs_max
-        tab.wait(  # plotly hovers a few times a second and drops the rest, so it is asked again
-            f"Plotly.Fx.hover(chart, [{{ curveNumber: 1, pointNumber: {number} }}]),"
-            f" chart.querySelector('.hovertext')?.textContent.includes('abs max {hovered:.2e}')"
+        tab.ask(
+            f"(() => {{ const hit = {CHART}.points.find(([, , one, i]) => one.records[i].frame === {number});"
+            f" {CHART}.tell([hit[0], hit[1]]); }})()"
         )
         assert tab.ask("document.querySelectorAll('img, iframe, object, #chart a').length") == 0
         if name in HOSTILE:
-            assert visible(name) in tab.ask("chart.querySelector('.hovertext').textContent")
-    # The data, plotly packed, the page's own script, and plotly unpacked.
-    assert tab.ask("document.querySelectorAll('script').length") == 4
+            assert " ".join(visible(name).split()) in " ".join(
+                tab.ask("chart.querySelector('.tip').textContent").split()
+            )
+    # The data and the page's own script.
+    assert tab.ask("document.querySelectorAll('script').length") == 2
     assert tab.ask("document.title") == "Detected inf in batch 0 · nanwatch"
     assert (tab.requests, tab.complaints, asked) == ([], [], [])
 
@@ -309,7 +311,7 @@ def test_ten_thousand_records_are_shown(show: Open) -> None:
     tab = show(report.to_html())
     tab.drawn()
     outputs = [one for _, one in all_records(report) if one.role == "output" and one.isfinite]
-    assert tab.ask("chart.data.find((t) => t.name === 'output abs max').x.length") == len(outputs)
+    assert tab.ask(f"{CHART}.made.traces.find((t) => t.name === 'output abs max').x.length") == len(outputs)
     assert len(tab.ask(ROWS)) == 300
     tab.click("#more")
     assert len(tab.ask(ROWS)) == 600
@@ -353,11 +355,12 @@ def test_the_page_follows_the_colour_scheme(show: Open) -> None:
     """Page and chart turn dark, and light again, while they are open."""
     tab = show(growing().to_html())
     tab.drawn()
-    for scheme, page, ink in (
-        ("dark", "rgb(20, 23, 26)", "#e4e6e8"),
-        ("light", "rgb(250, 250, 248)", "#1c2024"),
+    for scheme, page, line in (
+        ("dark", "rgb(20, 23, 26)", "rgb(121, 170, 245)"),
+        ("light", "rgb(250, 250, 248)", "rgb(37, 99, 201)"),
     ):
         tab.prefer(scheme)
         tab.wait(f"getComputedStyle(document.body).backgroundColor === '{page}'")
-        tab.wait(f"chart.layout.font.color === '{ink}'")
+        strokes = "[...chart.querySelectorAll('.points')].map((one) => getComputedStyle(one).stroke)"
+        tab.wait(f"{strokes}.includes('{line}')")
     assert tab.complaints == []

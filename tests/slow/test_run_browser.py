@@ -86,9 +86,9 @@ def test_levels_marks_and_words(browser: Browser, tmp_path: Path) -> None:
     for scheme in ("dark", "light"):
         tab.prefer(scheme)
         tab.wait(f"({PIXEL})(0, 1) === color('gone')")
-        for row, name in enumerate(tab.ask("data.modules")):
+        for row, name in enumerate(tab.ask("field.rows")):
             assert tab.ask(f"({PIXEL})({row}, 1)") == tab.ask(f"color({name!r})")
-    (low,) = [row for row, name in enumerate(tab.ask("data.modules")) if name == "low"]
+    (low,) = [row for row, name in enumerate(tab.ask("field.rows")) if name == "low"]
     assert tab.ask(f"({PIXEL})({low}, 0)") == "#000000"  # transparent
     assert tab.ask(f"words({low}, 0)") == "low · batch 0 · no headroom read"
     mouse(tab, "mouseMoved", (low + 0.5, 2.5))
@@ -140,7 +140,7 @@ def test_one_failure_among_many_cells_is_seen_and_zoomed_at(browser: Browser, tm
         mouse(tab, "mousePressed", (10, 10), count_of)
         mouse(tab, "mouseReleased", (10, 10), count_of)
     assert tab.ask("[view.row, view.toRow, view.column, view.toColumn]") == [0, 900, 0, 60]
-    assert tab.ask("[data.failed, data.skipped]") == [[30], [1]]
+    assert tab.ask("[field.failed, field.skipped]") == [[30], [1]]
     assert tab.ask("words(0, 1)").endswith("· step skipped")
     assert complaints(tab) == []
 

@@ -191,10 +191,10 @@ class Tab:
 
 
 def overlaps(chart: str) -> str:
-    """Asks for the pairs that lie over each other of a chart's buttons, names in the legend, and the plot itself."""
+    """Asks for the pairs that lie over each other of a chart's names in the legend, and the plot itself."""
     return f"""(() => {{
           const chart = document.getElementById({chart!r});
-          const parts = ['.modebar', '.legendtext', '.bglayer'].flatMap((s) => [...chart.querySelectorAll(s)]);
+          const parts = ['.legend button', '.plot'].flatMap((s) => [...chart.querySelectorAll(s)]);
           const boxes = parts.map((e) => [e.textContent || String(e.className), e.getBoundingClientRect()]);
           return boxes.flatMap(([a, p], i) => boxes.slice(i + 1)
             .filter(([_, q]) => p.left < q.right && q.left < p.right && p.top < q.bottom && q.top < p.bottom)

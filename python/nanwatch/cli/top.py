@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..report.html import bits_words, level_of
+from ..report.page import bits_words, level_of
 from ..trace.picture import Mark, Picture, Row, draw, trend_words
 from ..trace.trace_file import Trace, batch_words
 from ..util.imports import needed

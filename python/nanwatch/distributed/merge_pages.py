@@ -1,18 +1,16 @@
-"""Text, HTML page and JSON document of a merge: origin, weights that differ, headroom by rank.
-
-The map of the page is a table whose cells are coloured by its style, without a script. Names come from a user's model,
-and jinja2 escapes them.
-"""
+"""Text, HTML page and JSON document of a merge: origin, weights that differ, headroom by rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from math import ceil, inf
+from math import inf, nan
 from typing import Any
 
+import numpy as np
+
 from ..report import text
-from ..report.html import LOW_BITS, NEAR_BITS, WIDEST_BAR, bits_words, level_of, still_page
+from ..report.page import NUMBER, TEXT, HeatMap, Section, Table, headroom_cells, page
 from ..util.job import spell_runs
 from ..util.reading import plain
 from ..util.visible import module_name, visible
@@ -105,6 +103,11 @@ def range_line(low: float, high: float, ranks: Sequence[int]) -> str:
     return f"{low:.6e} to {high:.6e} on rank {spell_ranks(ranks)}"
 
 
+def _spell_ranges(one: WeightRanges) -> str:
+    more = f"; and {len(one.ranges) - _RANGES} more ranges" if len(one.ranges) > _RANGES else ""
+    return "; ".join(range_line(*part) for part in one.ranges[:_RANGES]) + more
+
+
 def _difference_lines(found: Sequence[WeightRanges]) -> Iterable[str]:
     if not found:
         return
@@ -112,9 +115,7 @@ def _difference_lines(found: Sequence[WeightRanges]) -> Iterable[str]:
     yield f"Weights that are not alike on all ranks, first in batch {found[0].batch}: the replicas have come apart,"
     yield "or the ranks hold different parts of a model under the same names"
     for one in found[:_WORST]:
-        listed = "; ".join(range_line(*part) for part in one.ranges[:_RANGES])
-        more = f"; and {len(one.ranges) - _RANGES} more ranges" if len(one.ranges) > _RANGES else ""
-        yield f"  batch {one.batch} {module_name(one.module)} {one.label}: {listed}{more}"
+        yield f"  batch {one.batch} {module_name(one.module)} {one.label}: {_spell_ranges(one)}"
     if len(found) > _WORST:
         yield f"  and {len(found) - _WORST} more"
 
@@ -153,49 +154,105 @@ def _width(names: Sequence[str]) -> int:
 
 
 _MAP_ROWS = 40  # modules: the rows of the map
-_COLUMNS = 256  # with more ranks, a column is several of them
-_WORDY = 32  # columns up to which a cell shows its number
+_COLUMNS = 1000  # with more ranks, a column is several of them
 _SHOWN = 20  # findings, weights, files
-_PALEST = 20  # percent of the colour that is left at the widest headroom
 
 
 def merged_html(merged: Merged) -> str:
     """Return the merge as one HTML document, to be written as UTF-8. Raises ImportError without jinja2."""
-    modules = merged.modules()
-    per_column = ceil(len(merged.digests) / _COLUMNS)
-    groups = [merged.ranks[i : i + per_column] for i in range(0, len(merged.digests), per_column)]
+    ranks = count_ranks(len(merged.digests))
+    amount = f"{ranks}: {spell_ranks(merged.ranks)}" + (f" · {merged.attempt}" if merged.attempt else "")
     first = merged.origins
-    named = {one.rank for one in first}
-    return still_page(
-        "merge",
-        "merge --html",
-        merged=merged,
-        headline=_headline(merged),
-        attempt=str(merged.attempt or ""),
-        others=[other_summary(one) for one in merged.others],
-        first=first,
-        later=[one for one in merged.failed if one.rank not in named],
-        rows=[
-            {"name": module_name(name), "cells": _cells(merged.column(name), groups)}
-            for name in modules[:_MAP_ROWS]
-        ],
-        heads=_heads(groups),
-        is_binned=per_column > 1,
-        per_column=per_column,
-        num_modules=len(modules),
-        cells_have_words=len(groups) <= _WORDY,
-        summaries=[merged.summary(name) for name in modules[:_MAP_ROWS]],
-        differences=merged.differences(),
-        near_bits=NEAR_BITS,
-        low_bits=LOW_BITS,
-        shown=_SHOWN,
-        module_name=module_name,
-        number=_number,
-        spread=spell_bits,
-        range_line=range_line,
-        finding_summary=finding_summary,
-        count_ranks=count_ranks,
-        spell_ranks=spell_ranks,
+    facts = list(_page_facts(merged))
+    return page("merge --html", _headline(merged), amount, facts, list(_sections(merged)), is_bad=bool(first))
+
+
+def _page_facts(merged: Merged) -> Iterable[tuple[str, str]]:
+    named = {one.rank for one in merged.origins}
+    later = [one for one in merged.failed if one.rank not in named]
+    for word, digests in (("First", merged.origins), ("Later", later)):
+        yield from ((word, finding_summary(one)) for one in digests[:_SHOWN])
+        if len(digests) > _SHOWN:
+            yield word, f"{count_ranks(len(digests) - _SHOWN)} more"
+    yield from (("Not merged", other_summary(one)) for one in merged.others[-_SHOWN:])
+    if len(merged.others) > _SHOWN:
+        yield "Not merged", f"{len(merged.others) - _SHOWN} attempts before these"
+
+
+def _sections(merged: Merged) -> Iterable[Section]:
+    modules = merged.modules()
+    shown = modules[:_MAP_ROWS]
+    if shown:
+        bits = [[nan if one is None else one for one in merged.column(name)] for name in shown]
+        rest = len(modules) - len(shown)
+        ranks, per_column = merged.ranks, -(-len(merged.ranks) // _COLUMNS)
+        starts = range(0, len(ranks), per_column)
+        column = (
+            "each rank" if per_column == 1 else f"{per_column} neighbouring ranks, with the least of them"
+        )
+        yield HeatMap(
+            "Headroom of each module on each rank",
+            f"A column for {column}. A bit is a doubling that the largest element of the module's weights and outputs"
+            " has left before it overflows. The worst module comes first.",
+            "bits of headroom by module and rank; the table below has the least of each module",
+            rows=list(map(module_name, shown)),
+            first=[ranks[i] for i in starts],
+            last=[ranks[min(i + per_column, len(ranks)) - 1] for i in starts],
+            columns=("rank", "ranks"),
+            cells=headroom_cells(np.fmin.reduceat(np.array(bits), starts, axis=1)),
+            none="no range",
+            after=f"{rest:,} more modules are not shown." if rest else "",
+        )
+        columns = {
+            "module": TEXT,
+            **dict.fromkeys(("ranks", "spread", "least", "median", "most", "not finite"), NUMBER),
+        }
+        yield Table(
+            "spread",
+            "Spread between ranks",
+            {**columns, "outlying ranks": TEXT},
+            [_spread_row(merged.summary(name)) for name in shown],
+            "Bits of headroom. Outlying: further from the median than a bit, and than four times the median distance"
+            " from it.",
+        )
+    yield _difference_table(merged.differences())
+    if merged.left_out:
+        rest = len(merged.left_out) - _SHOWN
+        files = [[why] for why in merged.left_out[:_SHOWN]]
+        yield Table(
+            "left-out", "Left out", {"file": TEXT}, files, after=f"and {rest} more" if rest > 0 else ""
+        )
+
+
+def _spread_row(one: ModuleHeadroom) -> list[str]:
+    rest = one.num_outlying - len(one.outlying)
+    far = ", ".join(f"{rank} ({_number(bits)})" for rank, bits in one.outlying)
+    return [
+        module_name(one.module),
+        str(one.num_ranks),
+        spell_bits(one.spread),
+        f"{_number(one.least)} (rank {one.least_rank})",
+        _number(one.median),
+        f"{_number(one.most)} (rank {one.most_rank})",
+        str(one.num_nonfinite),
+        f"{far} and {rest} more" if rest > 0 else far,
+    ]
+
+
+def _difference_table(differences: Sequence[WeightRanges]) -> Table:
+    columns = {"batch": NUMBER, "module": TEXT, "weight": TEXT, "ranges": TEXT}
+    if not differences:
+        hint = "Of what two ranks or more saw under one name, with one shape, in one batch."
+        return Table("differences", "No weight differs between ranks", {}, (), hint)
+    rest = len(differences) - _SHOWN
+    return Table(
+        "differences",
+        "Weights that are not alike on all ranks",
+        columns,
+        [[one.batch, module_name(one.module), one.label, _spell_ranges(one)] for one in differences[:_SHOWN]],
+        f"First in batch {differences[0].batch}: the replicas have come apart, or the ranks hold different parts of a"
+        " model under the same names.",
+        f"and {rest} more" if rest > 0 else "",
     )
 
 
@@ -209,46 +266,6 @@ def _headline(merged: Merged) -> str:
     if len(first) == 1:
         return f"{where} on rank {first[0].rank}"
     return f"{where} on {count_ranks(len(first))} at once"
-
-
-def _heads(groups: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return the first rank of each column and the columns it spans, at most 8 where there is no room for all."""
-    step = 1 if len(groups) <= _WORDY else ceil(len(groups) / 8)
-    return [(groups[i][0], min(step, len(groups) - i)) for i in range(0, len(groups), step)]
-
-
-def _cells(column: Sequence[float | None], groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    cells, at = [], 0
-    for ranks in groups:
-        seen = [
-            (bits, rank)
-            for bits, rank in zip(column[at : at + len(ranks)], ranks, strict=True)
-            if bits is not None
-        ]
-        at += len(ranks)
-        bits, rank = min(seen, default=(None, ranks[0]))
-        of = (
-            f"rank {rank}"
-            if len(ranks) == 1 or not seen
-            else f"ranks {ranks[0]} to {ranks[-1]}, least on rank {rank}"
-        )
-        cells.append(
-            {
-                "level": level_of(bits),
-                "share": _share(bits),
-                "title": f"{of}: {bits_words(bits) or 'no range'}",
-                "words": _number(bits),
-            }
-        )
-    return cells
-
-
-def _share(bits: float | None) -> int | None:
-    """Return the percentage of its colour that a cell keeps; None for all of it."""
-    if bits is None or bits < LOW_BITS:
-        return None
-    room = (min(bits, WIDEST_BAR) - LOW_BITS) / (WIDEST_BAR - LOW_BITS)
-    return round(100 - (100 - _PALEST) * room)
 
 
 def _number(bits: float | None) -> str:

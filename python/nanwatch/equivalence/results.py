@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..report.html import page
+from ..report.page import ABSENT, GONE, NUMBER, TEXT, Chart, HeatMap, Section, Table, page
 from ..util.reading import plain
 from ..util.visible import module_name, visible
 
@@ -284,35 +284,74 @@ class Comparison:
     def to_html(self) -> str:
         """Return a page that opens offline, with charts of the error over depth and over tokens.
 
-        Needs `jinja2` and `plotly`; write it as UTF-8.
+        Needs `jinja2`; write it as UTF-8.
         """
-        tokens, per_column = _tokens(self.modules)
-        rows = self.modules
-        return page(
-            "compare",
-            "Comparison.to_html()",
-            {
-                "names": [one.name for one in rows],
-                "error": [plain(one.error) for one in rows],
-                "input": [plain(one.input_error) for one in rows],
-                "floor": [one.floor for one in rows],
-                "limit": [self.factor * one.floor for one in rows],
-                "first": rows.index(self.first) if self.first in rows else None,
-                "tokens": tokens,
-            },
-            found=self,
-            headline=self._headline,
-            amount=self._amount,
-            output=self._output,
-            above=[one for one in rows if one.error is not None and one.error > self.factor * one.floor][
-                :_ABOVE
-            ],
-            has_tokens=tokens is not None,
-            per_column=per_column,
-            charts=bool(rows),
-            module_name=module_name,
-            spell_error=spell_error,
+        first = self.first
+        facts = (
+            [("Input", spell_error(first.input_error)), ("Output", self._output)] if first is not None else []
         )
+        facts += [("Where", self.where), *(("Likely", words) for words in self.likely), ("Why", self.why)]
+        facts += [("Noise", self.floor), *(("Note", remark) for remark in self.remarks)]
+        facts = [(head, body) for head, body in facts if body]
+        is_bad = not self.equal
+        return page(
+            "Comparison.to_html()", self._headline, self._amount, facts, self._sections(), is_bad=is_bad
+        )
+
+    def _sections(self) -> list[Section]:
+        rows = self.modules
+        if not rows:
+            return []
+        names = [one.name for one in rows]
+        values = (
+            ("error", "output", "", [one.error for one in rows]),
+            ("error of the input", "input", "dotted", [one.input_error for one in rows]),
+            ("limit", "near", "dashed", [self.factor * one.floor for one in rows]),
+            ("noise floor", "quiet", "dashed", [one.floor for one in rows]),
+        )
+        x = list(range(len(rows)))
+        lines: list[dict[str, Any]] = [
+            {"name": name, "color": color, "dash": dash, "at": names, "x": x, "y": [plain(y) for y in line]}
+            for name, color, dash, line in values
+        ]
+        if self.first in rows:
+            i = rows.index(self.first)
+            mark = {"name": "first", "color": "gone", "isMark": True, "at": names[i : i + 1]}
+            lines.append({**mark, "x": [i], "y": [plain(self.first.error)]})
+        sections: list[Section] = [
+            Chart(
+                "depth",
+                "Error over depth",
+                "Relative error of every compared module's output, in the order of the calls in A. A zero, and what is"
+                " not finite, is a gap.",
+                "relative error and noise floor of each module's output, on a logarithmic scale",
+                "call of a module, in order",
+                "relative error",
+                lines,
+            )
+        ]
+        sections += _tokens(rows)
+        above = [one for one in rows if one.error is not None and one.error > self.factor * one.floor][
+            :_ABOVE
+        ]
+        if above:
+            columns = {
+                "in A": TEXT,
+                "in B": TEXT,
+                "input error": NUMBER,
+                "output error": NUMBER,
+                "floor": NUMBER,
+            }
+            cells = [
+                [
+                    *(module_name(one.module_a), module_name(one.module_b)),
+                    *(spell_error(one.input_error), spell_error(one.error), f"{one.floor:.2g}"),
+                ]
+                for one in above
+            ]
+            hint = f"The first {len(above)}, in the order of the calls in A."
+            sections.append(Table("above", "Modules above the floor", columns, cells, hint))
+        return sections
 
     @property
     def _amount(self) -> str:
@@ -339,14 +378,14 @@ class Comparison:
         return f"Differ first in {self.first.name}"
 
 
-def _tokens(modules: Sequence[ModuleError]) -> tuple[dict[str, Any] | None, int]:
-    """Return the data of the map of errors by module and token, and the number of tokens in a column of it.
+def _tokens(modules: Sequence[ModuleError]) -> list[Section]:
+    """Return the map of errors by module and token, if there are any.
 
     A cell is the largest error in it, so that no error is lost where there are more tokens than columns.
     """
     lengths = Counter(len(one.tokens) for one in modules if one.tokens)
     if not lengths:
-        return None, 1
+        return []
     ((length, _),) = lengths.most_common(1)
     rows = [one for one in modules if len(one.tokens) == length]
     columns, lines = (range(0, n, -(-n // most)) for n, most in ((length, _COLUMNS), (len(rows), _ROWS)))
@@ -354,10 +393,31 @@ def _tokens(modules: Sequence[ModuleError]) -> tuple[dict[str, Any] | None, int]
     errors = np.maximum.reduceat(np.maximum.reduceat(errors, columns, axis=1), lines, axis=0)
     # A line of several modules has the name of the worst.
     worst = [max(rows[i : i + lines.step], key=lambda one: max(one.tokens)) for i in lines]
-    labels = [module_name(one.module_a) for one in worst]
-    cells = [[plain(float(f"{error:.3g}")) for error in row] for row in errors.tolist()]
-    names = [one.name for one in worst]
-    return {"names": names, "labels": labels, "from": [*columns], "errors": cells}, columns.step
+    # The worst cell of a map is the least: hundredths of a decade, larger errors lower.
+    is_known = np.isfinite(errors) & (errors > 0)
+    decades = np.rint(-100 * np.log10(np.where(is_known, errors, 1.0))).astype(np.int64)
+    cells = np.where(is_known, decades, np.where(errors == 0, ABSENT, GONE))
+    low, high = (int(decades[is_known].min()), int(decades[is_known].max())) if is_known.any() else (0, 1)
+    words = "a token" if columns.step == 1 else f"{columns.step} tokens, of which the largest error is shown"
+    ends = [f"{10 ** (-end / 100):.1e}" for end in (low, high)]
+    return [
+        HeatMap(
+            "Error over tokens",
+            f"A row is a module, a column {words}. Where there is no colour, there is no difference.",
+            "relative error by module and position in the sequence",
+            rows=[one.name for one in worst],
+            first=[*columns],
+            last=[min(at + columns.step, length) - 1 for at in columns],
+            columns=("token", "tokens"),
+            cells=cells,
+            stops=((low, "gone"), ((low + high) / 2, "low"), (high + 1, "low", 0.15)),
+            key=(("gone", f"an error of {ends[0]}, or inf"), ("low", f"down to {ends[1]}, paler with less")),
+            none="no difference",
+            unit="",
+            magnitudes=errors,
+            measure="error",
+        )
+    ]
 
 
 def spell_error(error: float | None) -> str:

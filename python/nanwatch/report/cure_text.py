@@ -26,12 +26,11 @@ def patch_lines(cure: Cure) -> list[tuple[Kind, str]]:
     return lines
 
 
-def cure_lines(cure: Cure) -> list[str]:
-    """Return the cure as lines of a text report: what it is, then what it takes out and puts in."""
+def changed_lines(cure: Cure) -> list[str]:
+    """Return what the cure takes out and puts in, as lines of a text report."""
     changed = [line for kind, line in patch_lines(cure) if kind in ("old", "new")]
     code = _lines(textwrap.dedent("".join(f"{line[1:]}\n" for line in changed)))
-    shown = [f"       {line[0]} {text}" for line, text in zip(changed, code, strict=True)]
-    return [f"Cure:  {cure}", *shown]
+    return [f"       {line[0]} {text}" for line, text in zip(changed, code, strict=True)]
 
 
 def _lines(text: str) -> list[str]:

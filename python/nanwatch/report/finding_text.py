@@ -56,7 +56,9 @@ _MOST_SAMPLES = 8
 
 
 def samples_words(samples: Sequence[int]) -> str:
-    """Return one sentence on the samples that carry the failure."""
+    """Return one sentence on the samples that carry the failure, "" without any."""
+    if not samples:
+        return ""
     if len(samples) == 1:
         return f"sample {samples[0]} of the batch carries it; without it: finite."
     shown = [str(sample) for sample in samples[:_MOST_SAMPLES]]

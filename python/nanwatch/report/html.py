@@ -1,38 +1,22 @@
-"""A report as one page of HTML: the finding in words, a chart, the room left by module, and every record.
-
-Everything the page needs is in it, and it asks nobody for anything: its content security policy allows two scripts,
-known by their hashes, and no connection. Names of modules, labels and notes are whatever a user's model holds, so
-jinja2 escapes them in the markup, `_json` in the data, and the page's own script writes them as text. Both make
-visible what is not printable.
-"""
+"""A report as one page of HTML: the finding in words, a chart, the room left by module, and every record."""
 
 from __future__ import annotations
 
-import base64
-import gzip
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from importlib import import_module
-from math import inf, isfinite
+from math import isfinite
 from typing import Any
 
 from ..numerics.formats import limits
-from ..records.headroom import NEAR_FACTOR, by_module, headroom_bits
+from ..records.headroom import by_module, headroom_bits
 from ..records.record import Frame, Record
-from ..util.imports import needed
 from ..util.progress import Tell
-from ..util.visible import module_name, visible
+from ..util.visible import module_name
 from . import text
 from .cure_text import Kind, patch_lines
 from .finding import Finding
-from .histogram import SHOWN_FORMATS, StoredHistogram, exponent_figure
-
-LOW_BITS = NEAR_FACTOR.bit_length() - 1  # as text has it
-NEAR_BITS = 2
-_INSTEAD = "use to_text() or to_json()"
+from .histogram import SHOWN_FORMATS, StoredHistogram, exponent_picture, histogram_words
+from .page import LOW_BITS, WIDEST_BAR, bits_words, level_of, rendered
 
 _WORST_SHOWN = 16  # bars at once; the rest is folded away
 _BARS = 400  # and no more than these: a bar is 300 bytes, and the table has every record
@@ -41,11 +25,6 @@ _TREE_NODES = 4000  # a tree that nobody unfolds to the end, at 250 bytes a node
 _TREE_DEPTH = 24
 _TREE_OPEN = 60  # a tree with more nodes than fit a screen or two is unfolded only towards the culprit
 
-WIDEST_BAR = 40.0  # bits; float16 has 40 from its smallest number to its largest
-
-# Lines of text.finding_lines. The rest of a finding is told by its fields.
-_ADVICE = ("Where", "Why", "Data", "Next")
-
 # A line of a patch, for readers who do not see its colour.
 _ELEMENTS: dict[Kind, str] = {"head": "span", "same": "span", "old": "del", "new": "ins"}
 
@@ -53,42 +32,40 @@ _ELEMENTS: dict[Kind, str] = {"head": "span", "same": "span", "old": "del", "new
 def report_html(
     frames: Sequence[Frame],
     finding: Finding | None,
-    batch: int | None,
-    rank: int,
-    mesh: Sequence[str],
+    where: Sequence[str],
     headline: str,
     told: Sequence[str],
     tell: Tell,
 ) -> str:
-    """Return a report as one HTML document, to be written as UTF-8. Raises ImportError without jinja2 and plotly."""
+    """Return a report as one HTML document, to be written as UTF-8. Raises ImportError without jinja2.
+
+    `where` is its batch and rank in words.
+    """
     data = _data(frames, finding, tell)
     tell("drawing the page")
-    pictures = [] if finding is None else [_picture(one) for one in finding.spreads]
-    data["spreads"] = [figure for _, _, figure in pictures]
-    return page(
+    num_records = len(data["records"])
+    amounts = (*where, _plural(len(frames), "frame"), _plural(num_records, "record"))
+    return rendered(
         "report",
         "Report.to_html()",
         data,
-        frames=frames,
-        batch=batch,
-        rank=rank,
-        mesh=mesh,
+        ("chart.js", "report.js"),
+        headline=headline,
+        amount=" · ".join(amounts),
         finding=finding,
         told=told,
-        advice=_advice(frames, finding),
-        headline=headline,
+        facts=() if finding is None else text.finding_facts(finding, frames),
         patch_lines=patch_lines,
         elements=_ELEMENTS,
         operands=[
             [one.label, one.dtype, _shape(one), _shown(one.abs_min), _shown(one.abs_max), _remark(one)]
             for one in (() if finding is None else finding.operands)
         ],
-        room=text.room_words(frames),
         bars=_bars(frames),
         worst_shown=_WORST_SHOWN,
         tree=_tree(frames, finding),
-        pictures=pictures,
-        num_records=sum(len(frame.records) for frame in frames),
+        pictures=[_picture(one) for one in (() if finding is None else finding.spreads)],
+        num_records=num_records,
         low_bits=LOW_BITS,
         module_name=module_name,
         level_of=level_of,
@@ -96,95 +73,14 @@ def report_html(
     )
 
 
-def page(name: str, who: str, data: Any, *, with_plotly: bool = True, **values: Any) -> str:
-    """Return the template of this name as a page with its script behind chart.js, the report's style and plotly.
-
-    `data` is what the script draws from. A page that draws by itself leaves out plotly.
-    `who` is named by the ImportError that is raised without jinja2 and plotly.
-    """
-    environment = _environment(who, _INSTEAD)
-    script = "\n".join(_source(environment, file) for file in ("chart.js", f"{name}.js"))
-    parts: dict[str, Any] = {"data": _json(data), "script": script, "script_hashes": [_hash(script)]}
-    if with_plotly:
-        needed("plotly.offline", who, "report", _INSTEAD)
-        parts["packed_plotly"], plotly_hash = _packed_plotly()
-        parts["script_hashes"].append(plotly_hash)
-    return _rendered(environment, name, {**parts, **values})
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def still_page(name: str, who: str, **values: Any) -> str:
-    """Return the template of this name as a page with the report's style, without any script.
-
-    `who` is named by the ImportError that is raised without jinja2.
-    """
-    return _rendered(_environment(who, "use the text or --json"), name, values)
-
-
-def _environment(who: str, instead: str) -> Any:
-    jinja2 = needed("jinja2", who, "report", instead)
-    loader = jinja2.PackageLoader("nanwatch.report", "templates")
-    return jinja2.Environment(
-        loader=loader,
-        autoescape=True,
-        finalize=lambda value: visible(value) if type(value) is str else value,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-
-
-def _source(environment: Any, file: str) -> str:
-    source: str = environment.loader.get_source(environment, file)[0]
-    return source
-
-
-def _rendered(environment: Any, name: str, values: dict[str, Any]) -> str:
-    style = _source(environment, "report.css")
-    return str(environment.get_template(f"{name}.html.jinja").render(style=style, **values))
-
-
-@lru_cache(maxsize=1)
-def _packed_plotly() -> tuple[str, str]:
-    """Return plotly.js as base64 of gzip, and its hash: 4.8 MB become 1.9, which unpack in 0.1 s."""
-    source: str = import_module("plotly.offline").get_plotlyjs()
-    packed = gzip.compress(source.encode(), compresslevel=6, mtime=0)
-    return base64.b64encode(packed).decode(), _hash(source)
-
-
-def _hash(script: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _json(value: Any) -> str:
-    """Return JSON that is safe in a script element: no `<`, and only ASCII (U+2028 ends a line of script)."""
-    plain = json.dumps(_visible(value), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return plain.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
-
-
-def _visible(value: Any) -> Any:
-    """Return `value` with each of its strings as a page shows it."""
-    if isinstance(value, str):
-        return visible(value)
-    if isinstance(value, dict):
-        return {key: _visible(one) for key, one in value.items()}
-    return [_visible(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-# The finding.
-
-
-def _advice(frames: Sequence[Frame], finding: Finding | None) -> list[tuple[str, str]]:
-    if finding is None:
-        return []
-    lines = [line.partition(":") for line in text.finding_lines(finding, frames)]
-    return [(head, body.strip()) for head, _, body in lines if head in _ADVICE]
-
-
-def _picture(one: StoredHistogram) -> tuple[str, str, dict[str, Any]]:
-    """Return the label of a histogram, its numbers in words, and its figure against the formats."""
+def _picture(one: StoredHistogram) -> tuple[str, str, str]:
+    """Return the label of a histogram, its numbers in words, and its picture against the formats."""
     own = () if one.dtype in SHOWN_FORMATS else (one.dtype,)
-    figure = exponent_figure(one, (*SHOWN_FORMATS, *own))
-    return one.label, figure["layout"].pop("title")["text"], figure
+    return one.label, histogram_words(one), exponent_picture(one, (*SHOWN_FORMATS, *own))
 
 
 # The data of chart and table.
@@ -251,22 +147,6 @@ def _shape(record: Record) -> str:
 
 
 # Headroom by module: bars and tree.
-
-
-def level_of(bits: float | None) -> str:
-    """Return the class that colours a headroom: "gone", "near", "low", "fine", or "none" without a meaning."""
-    if bits is None:
-        return "none"
-    if bits == -inf:
-        return "gone"
-    return "near" if bits < NEAR_BITS else "low" if bits < LOW_BITS else "fine"
-
-
-def bits_words(bits: float | None) -> str:
-    """Return a headroom as a page shows it, "" for None."""
-    if bits is None:
-        return ""
-    return "all zero" if bits == inf else "none left" if bits == -inf else f"{bits:.1f} bits"
 
 
 def _bars(frames: Sequence[Frame]) -> list[tuple[str, float, float]]:

@@ -46,17 +46,19 @@ class Suspect:
             return ""
         return f"`{self.label}` of {module_name(self.module)} from {self.first:.3g} to {self.abs_max:.3g}"
 
-    def lines(self) -> Iterator[str]:
+    def facts(self) -> Iterator[text.Fact]:
         """Yield the lines of a report."""
         if self.growth:
-            yield (
-                f"Grew:  abs max of {self.growth} since the watch began: look at the learning rate, at weight decay and"
-                " at the clipping of gradients."
+            yield text.Fact(
+                "Grew",
+                f"abs max of {self.growth} since the watch began: look at the learning rate, at weight decay and at the"
+                " clipping of gradients.",
             )
         if self.siblings and self.median is not None:
-            yield (
-                f"Apart: abs max of `{self.label}` of {module_name(self.module)} is {self.abs_max:.3g}, the median of"
-                f" the {self.num_siblings} other {self.siblings} is {self.median:.3g}."
+            yield text.Fact(
+                "Apart",
+                f"abs max of `{self.label}` of {module_name(self.module)} is {self.abs_max:.3g}, the median of the"
+                f" {self.num_siblings} other {self.siblings} is {self.median:.3g}.",
             )
 
 
@@ -148,13 +150,15 @@ class Report:
     def to_html(self, tell: Tell = silent) -> str:
         """Return a page that opens offline and sends nothing: the finding, a chart, headroom by module, every record.
 
-        Write it as UTF-8. Needs `jinja2` and `plotly`: raises ImportError, naming the extra, without them.
+        Write it as UTF-8. Needs `jinja2`: raises ImportError, naming the extra, without it.
         """
         from .html import report_html
 
         _, headline = next(_styled_lines(self))  # which knows when nothing was read
         told = _suspicion_lines(self)
-        return report_html(self.frames, self.finding, self.batch, self.rank, self.mesh, headline, told, tell)
+        where = [] if self.batch is None else [f"batch {self.batch}"]
+        where.append(", ".join([f"rank {self.rank}", *self.mesh]))
+        return report_html(self.frames, self.finding, where, headline, told, tell)
 
     @classmethod
     def from_json(cls, document: str) -> Report:
@@ -287,7 +291,7 @@ _MOST_NAMED = 5
 
 def _suspicion_lines(report: Report) -> list[str]:
     """Return the lines on modules that nobody called, and on suspect weights."""
-    lines = [line for one in report.suspects for line in one.lines()]
+    lines = [str(fact) for suspect in report.suspects for fact in suspect.facts()]
     if names := report.never_called:
         named = ", ".join(map(module_name, names[:_MOST_NAMED]))
         more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""

@@ -6,14 +6,17 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf, isnan
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ..records.record import SPIKE, Frame, event_frame
 from ..util import reading
 from ..util.progress import Tell, silent
 from ..util.visible import module_name, visible
-from .html import still_page
 from .report import Report, Suspect, read_report
+from .text import Fact
+
+if TYPE_CHECKING:
+    from .page import Table
 
 SCHEMA = "nanwatch.spike"
 VERSION = 1
@@ -145,41 +148,38 @@ class SpikeReport:
         at = self.first or next(iter(self.jumps))
         return event_frame(self.batch, at.module, at.label, type(self).__name__, self.summary)
 
-    def lines(self) -> Iterator[tuple[str, str]]:
-        """Yield heads and bodies of the report behind its headline."""
-        yield "Cause", f"{self.cause}."
+    def facts(self) -> Iterator[Fact]:
+        """Yield what stands behind the headline."""
+        yield Fact("Cause", f"{self.cause}.")
         if self.first is not None:
-            yield "First", f"{self.first.place}: {self.first.numbers}."
-        for head, found in (("Then", self.forward), ("Back", self.backward)):
-            rest = [one for one in found if one != self.first]
+            yield Fact("First", f"{self.first.place}: {self.first.numbers}.")
+        for head, departures in (("Then", self.forward), ("Back", self.backward)):
+            rest = [one for one in departures if one != self.first]
             if rest:
                 more = f"; then {len(rest) - 1} more" if len(rest) > 1 else ""
-                yield head, f"{rest[0].place}: {rest[0].numbers}{more}."
+                yield Fact(head, f"{rest[0].place}: {rest[0].numbers}{more}.")
         if self.rates is not None:
-            yield "Rate", f"the learning rate went from {self.rates[0]:.3g} to {self.rates[1]:.3g}."
+            yield Fact("Rate", f"the learning rate went from {self.rates[0]:.3g} to {self.rates[1]:.3g}.")
         if self.adam is not None:
             module, label, ratio = self.adam
-            yield "Adam", f"g²/v is {ratio:.3g} for `{label}` of {module_name(module)}; about 1 is usual."
+            yield Fact(
+                "Adam", f"g²/v is {ratio:.3g} for `{label}` of {module_name(module)}; about 1 is usual."
+            )
         if self.logits:
             module, largest = max(self.logits, key=lambda one: one[1])
-            yield "Logits", f"the largest attention logit is {largest:.3g}, in {module_name(module)}."
+            yield Fact("Logits", f"the largest attention logit is {largest:.3g}, in {module_name(module)}.")
         if self.shares:
             shares = ", ".join(f"{number} ({share:.0%})" for number, share in self.shares)
-            yield "Samples", f"with the largest shares of the loss: {shares}."
+            yield Fact("Samples", f"with the largest shares of the loss: {shares}.")
         for suspect in self.suspects:
-            for line in suspect.lines():
-                head, _, body = line.partition(":")
-                yield head, body.strip()
-        yield "Next", _NEXT[self.cause]
-        for remark in self.remarks:
-            yield "Note", remark
-        for file in self.files:
-            yield "File", file
+            yield from suspect.facts()
+        yield Fact("Next", _NEXT[self.cause])
+        yield from (Fact("Note", remark) for remark in self.remarks)
+        yield from (Fact("File", file) for file in self.files)
 
     def to_text(self) -> str:
         """Return the report as text."""
-        lines = [self.headline, *(f"{head + ':':<6} {body}" for head, body in self.lines())]
-        return "\n".join(map(visible, lines))
+        return "\n".join(visible(str(line)) for line in (self.headline, *self.facts()))
 
     def __str__(self) -> str:
         return self.to_text()
@@ -197,16 +197,50 @@ class SpikeReport:
 
     def to_html(self, tell: Tell = silent) -> str:
         """Return the report as one page of HTML without a script. Raises ImportError without jinja2."""
+        from .page import page
+
         tell("drawing the page")
-        return still_page(
-            "spike",
-            "SpikeReport.to_html()",
-            report=self,
-            module_name=module_name,
-            shown=_SHOWN,
-            width=_WIDTH,
-            height=_HEIGHT,
+        amount = f"batch {self.batch}, rank {self.rank}"
+        return page(
+            "SpikeReport.to_html()", self.headline, amount, tuple(self.facts()), self._tables(), is_bad=True
         )
+
+    def _tables(self) -> list[Table]:
+        from .page import NUMBER, TEXT, Curve, Table
+
+        history = {
+            "module": TEXT,
+            "tensor": TEXT,
+            "history": TEXT,
+            "least": NUMBER,
+            "largest": NUMBER,
+            "now": NUMBER,
+        }
+        left = {"module": TEXT, "tensor": TEXT, "abs max": NUMBER, "usually": NUMBER, "deviations": NUMBER}
+        curves = []
+        for one in self.curves:
+            known = [value for value in one.values if value is not None]
+            module = "" if one.label in ("loss", "gradients") else module_name(one.module)
+            numbers = [min(known, default=None), max(known, default=None), *one.values[-1:]]
+            shown = ["none" if number is None else f"{number:.3g}" for number in numbers]
+            curves.append([module, one.label, Curve(one.points, _WIDTH, _HEIGHT), *shown])
+        hint = "Each picture ends with the step of the spike, and goes from the least to the largest value shown."
+        tables = [Table("curves", "The latest steps", history, curves, hint)]
+        for part, departures in (("forward", self.forward), ("backward", self.backward)):
+            rows = [
+                [
+                    module_name(one.module),
+                    one.label,
+                    f"{one.value:.3g}",
+                    f"{one.usual:.3g}",
+                    f"{one.deviations:.0f}",
+                ]
+                for one in departures[:_SHOWN]
+            ]
+            rest = len(departures) - _SHOWN
+            more = f"and {rest:,} more, which the JSON has" if rest > 0 else ""
+            tables.append(Table(part, f"Left its history in the {part}", left, rows, after=more))
+        return [table for table in tables if table.rows]
 
 
 _SPIKE = reading.of(SpikeReport)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..numerics.formats import limits
 from ..records.headroom import has_vanished, is_near_end, shrinking
 from ..records.record import NONE, NOT_A_TENSOR, NOT_CHECKED, Frame, Phase, Record, is_event
 from ..util.visible import module_name, visible
-from .cure_text import cure_lines
+from .cure_text import changed_lines
 from .finding import Finding
 from .finding_text import next_backward, next_forward, samples_words, why_backward, why_forward
 
@@ -67,26 +68,46 @@ def summary(finding: Finding) -> str:
     )
 
 
-def finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
-    """Return what happened, where, why, and what to look at next; one line each."""
+class Fact(NamedTuple):
+    """One line of a report: its head, such as "Where", and what it says."""
+
+    head: str
+    body: str
+
+    def __str__(self) -> str:
+        return f"{self.head + ':':<6} {self.body}"
+
+
+def finding_facts(finding: Finding, frames: Sequence[Frame]) -> list[Fact]:
+    """Return what happened, where, why, and what to look at next."""
     frame, record = culprit(finding, frames)
-    lines = [f"What:  {summary(finding)}.", f"Where: {_where(finding, record)}."]
     is_forward = finding.phase == "forward"
     why = why_forward(finding, frame, frames) if is_forward else why_backward(finding, frame)
-    lines += [f"Why:   {why}"]
-    if room := room_words(frames):
-        lines.append(f"Room:  {room}")
-    lines += [] if frame is None else _vanished(frame)
-    lines += _by(finding)
-    if finding.samples:
-        lines.append(f"Data:  {samples_words(finding.samples)}")
-    lines += [line for cure in finding.cures for line in cure_lines(cure)]
     following = (
         next_forward(finding, frame, record, frames) if is_forward else next_backward(finding, frame, record)
     )
-    lines.append(f"Next:  {following}")
-    lines += [f"Note:  {remark}." for remark in finding.remarks]
-    lines += [f"File:  {path}" for path in finding.files]
+    facts = [
+        Fact("What", f"{summary(finding)}."),
+        Fact("Where", f"{_where(finding, record)}."),
+        Fact("Why", why),
+        Fact("Room", room_words(frames)),
+        *(Fact("Under", words) for words in _vanished(frame)),
+        *_by(finding),
+        Fact("Data", samples_words(finding.samples)),
+        *(Fact("Cure", str(cure)) for cure in finding.cures),
+        Fact("Next", following),
+        *(Fact("Note", f"{remark}.") for remark in finding.remarks),
+        *(Fact("File", path) for path in finding.files),
+    ]
+    return [fact for fact in facts if fact.body]
+
+
+def finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
+    """Return the facts of a finding as lines of text, each cure with the lines of source that it changes."""
+    cures = iter(finding.cures)
+    lines = []
+    for fact in finding_facts(finding, frames):
+        lines += [str(fact), *(changed_lines(next(cures)) if fact.head == "Cure" else ())]
     return lines
 
 
@@ -99,12 +120,15 @@ def room_words(frames: Sequence[Frame]) -> str:
     return f"headroom in {fell.dtype} fell {fell}."
 
 
-def _by(finding: Finding) -> list[str]:
+def _by(finding: Finding) -> list[Fact]:
     if finding.transient:
         return [
-            "By:    something that did not come again: the batch, run once more with the same inputs and random"
-            " numbers, was finite. A race, a kernel that is not deterministic, memory that was never written, hardware,"
-            " or a state that the model keeps in attributes or buffers."
+            Fact(
+                "By",
+                "something that did not come again: the batch, run once more with the same inputs and random numbers,"
+                " was finite. A race, a kernel that is not deterministic, memory that was never written, hardware, or a"
+                " state that the model keeps in attributes or buffers.",
+            )
         ]
     if finding.operation is None:
         return []
@@ -112,13 +136,13 @@ def _by(finding: Finding) -> list[str]:
     where = f" at {finding.source.rpartition('site-packages/')[2]}" if finding.source else ""
     # The record may show what became of it: inf minus inf is nan.
     made = f" made {finding.made}" if finding.made is not None and finding.made not in finding.value else ""
-    given = [
+    given = ", ".join(
         f"{one.label} {one.abs_min:.2e} to {one.abs_max:.2e}"
         f" ({', '.join((f'{one.dtype} {list(one.shape or ())}', *small_words(one)))})"
         for one in finding.operands
         if one.abs_min is not None and one.abs_max is not None
-    ]
-    return [f"By:    {finding.operation}{made}{where}."] + ([f"From:  {', '.join(given)}."] if given else [])
+    )
+    return [Fact("By", f"{finding.operation}{made}{where}."), Fact("From", f"{given}." if given else "")]
 
 
 def small_words(record: Record) -> list[str]:
@@ -128,15 +152,15 @@ def small_words(record: Record) -> list[str]:
     return [f"{count:,} {word}" for count, word in counts if count]
 
 
-def _vanished(frame: Frame) -> list[str]:
+def _vanished(frame: Frame | None) -> list[str]:
     return [
-        f"Under: all of `{record.label}` is "
+        f"all of `{record.label}` is "
         + (
             f"below {ends.smallest_normal:.2e}, the smallest normal number of {record.dtype}."
             if record.abs_max
             else "zero."
         )
-        for record in frame.records
+        for record in (() if frame is None else frame.records)
         if record.role in ("input", "gradient") and has_vanished(record) and (ends := record.ends)
     ]
 

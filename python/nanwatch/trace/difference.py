@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any, Literal, TypeAlias
 
-from ..report.html import page
+from ..report.page import NUMBER, TEXT, Chart, Section, Table, page
 from ..util.visible import module_name, visible
 
 Kind: TypeAlias = Literal["isfinite", "shape", "dtype", "range", "bits"]
@@ -162,7 +162,7 @@ class Difference:
         return json.dumps(members, allow_nan=False)
 
     def to_html(self) -> str:
-        """Return a page that opens offline, with charts. Needs `jinja2` and `plotly`; write it as UTF-8."""
+        """Return a page that opens offline, with charts. Needs `jinja2`; write it as UTF-8."""
         return diff_html(self)
 
 
@@ -256,21 +256,89 @@ def _plural(count: int, one: str, many: str) -> str:
 
 
 def diff_html(found: Difference) -> str:
-    """Return one HTML document, to be written as UTF-8. Raise ImportError without jinja2 and plotly."""
+    """Return one HTML document, to be written as UTF-8. Raise ImportError without jinja2."""
+    amount = f"{found.num_records:,} records compared, {found.num_apart:,} apart · {comparison_words(found)}"
+    facts = [("A", f"`{found.a}`"), ("B", f"`{found.b}`")]
+    for i, place in enumerate(found.firsts):
+        facts.append((f"By {place.kind}" if i else "First", place_line(place)))
+    facts += [("Note", remark) for remark in found.remarks]
+    facts += [
+        (f"Only in {side}", _listed(only))
+        for side, only in (("A", found.only_a), ("B", found.only_b))
+        if only
+    ]
+    sections = [one for one in _sections(found) if one is not None]
+    return page("Difference.to_html()", _headline(found), amount, facts, sections, is_bad=found.differs)
+
+
+_COLORS = ("output", "near", "fine", "input", "low", "gradient", "gone", "weight")
+
+
+def _sections(found: Difference) -> Iterator[Section | None]:
+    label = "abs max {} in A and in B, on a logarithmic scale"
+    calls = found.calls
+    if calls.x:
+        names = list(map(str, calls.x))
+        sides = ((calls.a, "A", "output", ""), (calls.b, "B", "near", "dotted"))
+        yield Chart(
+            "calls",
+            "Largest magnitude of every output, in the order of the calls",
+            f"{calls.name}; a nan or an inf is a gap.",
+            label.format("of every output"),
+            "call of a module, in order",
+            "largest magnitude",
+            [
+                {"name": name, "color": color, "dash": dash, "at": names, **_line(range(len(names)), values)}
+                for values, name, color, dash in sides
+            ],
+        )
     # One batch is no line: then the calls alone are drawn.
-    many = len(found.batches) > 1
-    data = {"calls": _lines(found.calls), "series": [_lines(one) for one in found.series] if many else []}
-    return page(
-        "diff",
-        "Difference.to_html()",
-        data,
-        found=found,
-        headline=_headline(found),
-        place_line=place_line,
-        comparison_words=comparison_words(found),
-        module_name=module_name,
-        charts=bool(found.calls.x) or many,
-    )
+    if len(found.batches) > 1 and found.series:
+        yield Chart(
+            "series",
+            "Over the batches, where they part and what grew",
+            "A solid, B dotted, a colour a module. A click on a name hides it.",
+            label.format("over the batches"),
+            "batch",
+            "largest magnitude",
+            [
+                {
+                    "name": one.name,
+                    "group": str(i),
+                    "side": side,
+                    "inLegend": side == "A",
+                    "color": _COLORS[i % len(_COLORS)],
+                    "dash": dash,
+                    **_line(one.x, values),
+                }
+                for i, one in enumerate(found.series)
+                for values, side, dash in ((one.a, "A", ""), (one.b, "B", "dotted"))
+            ],
+        )
+    if found.grew:
+        yield Table(
+            "grew",
+            "Grew most from A to B",
+            {
+                "module": TEXT,
+                "label": TEXT,
+                "batch": NUMBER,
+                "abs max in A": NUMBER,
+                "in B": NUMBER,
+                "factor": NUMBER,
+            },
+            [
+                [
+                    module_name(one.module),
+                    one.label,
+                    one.batch,
+                    f"{one.a:.2e}",
+                    f"{one.b:.2e}",
+                    f"{one.factor:.3g}",
+                ]
+                for one in found.grew
+            ],
+        )
 
 
 def _headline(found: Difference) -> str:
@@ -279,9 +347,8 @@ def _headline(found: Difference) -> str:
     return f"They part at {found.first.label} of {module_name(found.first.module)}"
 
 
-def _lines(one: Series) -> dict[str, Any]:
-    x = [str(place) if isinstance(place, str) else place for place in one.x]
-    return {"name": one.name, "x": x, "a": [_number(v) for v in one.a], "b": [_number(v) for v in one.b]}
+def _line(x: Iterable[Any], values: Iterable[float]) -> dict[str, Any]:
+    return {"x": list(x), "y": [_number(value) for value in values]}
 
 
 def _number(value: float) -> float | str:

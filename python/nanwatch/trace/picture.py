@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +13,18 @@ import numpy as np
 
 from ..numerics.formats import limits
 from ..records.record import SKIPPED_STEP, SPIKE, is_event, is_excused
-from ..report.html import LOW_BITS, NEAR_BITS, WIDEST_BAR, bits_words, level_of, page
+from ..report.page import (
+    HEADROOM_KEY,
+    NUMBER,
+    TEXT,
+    HeatMap,
+    Level,
+    Section,
+    Table,
+    bits_words,
+    headroom_cells,
+    page,
+)
 from ..util.visible import module_name
 from .trace_file import Strings, Trace, strings
 
@@ -26,9 +36,6 @@ _CELLS = 1_000_000
 # Fewer points than these have no trend: the batches of a warm-up differ by more than they drift.
 _LEAST_POINTS = 8
 _TABLE = 200  # rows of the page's tables: the worst modules, the latest spikes and forecasts
-
-# Cells of the page are tenths of a bit in 16 bits, which float64's 2098 bits fit. These stand for other cells.
-_ABSENT, _GONE, _ZERO = -32768, -32767, 32767
 
 
 class Row(NamedTuple):
@@ -130,42 +137,78 @@ class Picture:
 
     def to_html(self) -> str:
         """Return one page that opens offline, to be written as UTF-8. Needs `jinja2`."""
-        data = {
-            "modules": [module_name(name) for name in self.modules],
-            "first": self.first.tolist(),
-            "last": self.last.tolist(),
-            "failed": np.flatnonzero(self.failed).tolist(),
-            "skipped": np.flatnonzero(self.skipped).tolist(),
-            "marks": [
+        lost = f", {self.lost_frames:,} frames lost" if self.lost_frames else ""
+        facts = [("Trace", f"`{self.path}`, rank {self.rank}{lost}")]
+        if self.failure is not None:
+            facts.append(("Next", f"`nanwatch show {self.path} --batch {self.failure[0]}`"))
+        amount = f"{self.num_rows:,} records · {len(self.modules):,} modules · {self.num_batches:,} batches"
+        sections = self._sections() if self.rows else ()
+        is_bad = self.failure is not None
+        return page("a picture of a run", self._headline(), amount, facts, sections, is_bad=is_bad)
+
+    def _sections(self) -> list[Section]:
+        per_column = -(-self.num_batches // max(len(self.first), 1))
+        whole = per_column == 1
+        column = "a batch" if whole else f"{per_column} batches, of which the least headroom is shown"
+        failed, skipped = np.flatnonzero(self.failed).tolist(), np.flatnonzero(self.skipped).tolist()
+        kinds = {one.kind for one in self.marks}
+        key = [*HEADROOM_KEY]
+        key += [("", "▼ a column with a non-finite value")] if failed else []
+        key += [("", "△ the optimizer skipped a step")] if skipped else []
+        signs = {"spike": "◆", "forecast": "◇"}
+        key += [
+            ("", f"{signs[kind]} a {kind}, framed at the module that it names")
+            for kind in signs
+            if kind in kinds
+        ]
+        picture = HeatMap(
+            "Headroom of every module over the run",
+            f"A row is a module, in the order of the first calls. A column is {column}. A bit is a doubling that the"
+            " largest element of the module's weights, outputs and gradients has left before it overflows.",
+            "bits of headroom by module and batch; the table below has the least of each module",
+            rows=[module_name(name) for name in self.modules],
+            first=self.first.tolist(),
+            last=self.last.tolist(),
+            columns=("batch", "batches"),
+            cells=headroom_cells(self.bits),
+            key=key,
+            magnitudes=self.abs_max,
+            failed=failed,
+            skipped=skipped,
+            marks=[
                 [one.kind, int(self.last.searchsorted(one.batch)), self.modules.index(one.module), one.text]
                 for one in self.marks
             ],
-            "bits": _packed(self._tenths(), "<i2"),
-            "log2": _packed(self._log2(), "<f4"),
-            "absent": _ABSENT, "gone": _GONE, "zero": _ZERO,
-            "low": LOW_BITS, "near": NEAR_BITS, "widest": WIDEST_BAR,
-        }  # fmt: skip
-        return page(
-            "run",
-            "a picture of a run",
-            data,
-            with_plotly=False,
-            headline=self._headline(),
-            path=str(self.path),
-            rank=self.rank,
-            lost_frames=self.lost_frames,
-            picture=self,
-            per_column=-(-self.num_batches // max(len(self.first), 1)),
-            num_failed=int(self.failed.sum()),
-            num_skipped=int(self.skipped.sum()),
-            rows=self.rows[:_TABLE],
-            trend_words=trend_words,
-            bits_words=bits_words,
-            level_of=level_of,
-            module_name=module_name,
-            low_bits=LOW_BITS,
-            near_bits=NEAR_BITS,
         )
+        marks = Table(
+            "marks",
+            "Spikes and forecasts",
+            {"batch": NUMBER, "module": TEXT, "told": TEXT},
+            [[one.batch, module_name(one.module), one.text] for one in self.marks],
+        )
+        rows = self.rows[:_TABLE]
+        of = f"The worst {len(rows)} of {len(self.rows):,} modules. " if len(self.rows) > len(rows) else ""
+        names = ("least headroom", "in batch" if whole else "from batch", "abs max", "trend")
+        failures = f"{'batches' if whole else 'columns'} not finite"
+        table = Table(
+            "modules",
+            "Least headroom of each module",
+            {"module": TEXT, **dict.fromkeys((*names, failures), NUMBER)},
+            [
+                [
+                    one.place,
+                    Level(one.bits),
+                    one.batch,
+                    f"{one.abs_max:.2e}",
+                    trend_words(one.trend),
+                    one.num_failed or "",
+                ]
+                for one in rows
+            ],
+            f"{of}The trend is the slope of a line through the least headroom of every column, in bits per 100"
+            " batches.",
+        )
+        return [picture, *([marks] if self.marks else []), table]
 
     def _headline(self) -> str:
         if self.failure is not None:
@@ -177,28 +220,10 @@ class Picture:
         least = self.rows[0]
         return f"Least headroom: {bits_words(least.bits)} at {module_name(least.module)}"
 
-    def _tenths(self) -> Array:
-        # -0.5 bits of a complex tensor is the least that a finite value has.
-        known = np.where(np.isfinite(self.bits), self.bits, 0.0)
-        tenths: Array = np.rint(10 * known).astype(np.int64)
-        tenths[np.isnan(self.bits)] = _ABSENT
-        tenths[np.isneginf(self.bits)] = _GONE
-        tenths[np.isposinf(self.bits)] = _ZERO
-        return tenths
-
-    def _log2(self) -> Array:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            logarithm: Array = np.log2(self.abs_max)
-        return logarithm
-
 
 def trend_words(bits: float) -> str:
     """Return a trend with its sign, "" for none."""
     return "" if isnan(bits) else f"{bits:+.1f}"
-
-
-def _packed(values: Array, kind: str) -> str:
-    return base64.b64encode(np.ascontiguousarray(values, np.dtype(kind)).tobytes()).decode()
 
 
 def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:

@@ -34,7 +34,6 @@ def test_json(name: str, golden: Callable[[str, str], None]) -> None:
 @each_report
 def test_page(name: str, golden: Callable[[str, str], None]) -> None:
     """The page's markup and data, without style and scripts."""
-    pytest.importorskip("plotly", reason="the page needs plotly: pip install plotly")
     pytest.importorskip("jinja2", reason="the page needs jinja2: pip install jinja2")
     golden(f"{name}.html", without_parts(REPORTS[name]().to_html()))
 

@@ -1,7 +1,6 @@
-// Names reach the page as textContent only, and plotly through `forPlotly`.
+// Names reach the page as textContent only.
 
-const { forPlotly, clip, color } = drawing;
-const data = JSON.parse(document.getElementById("data").textContent);
+const { clip } = drawing;
 const $ = (id) => document.getElementById(id);
 const number = (value) => (typeof value === "string" ? { nan: NaN, inf: Infinity, "-inf": -Infinity }[value] : value);
 
@@ -155,74 +154,44 @@ function buildTable() {
 // The chart.
 
 const ROLES = ["output", "input", "weight", "buffer", "gradient"];
-// Points are SVG, as plotly's scattergl compiles code at run time, which the page's policy does not allow. Ten thousand
-// records are drawn in a second.
 const MANY = 1500; // records: above, no marks of their own for abs min, and lines in place of points for outputs
 const VIEW = 24; // bits: a limit further from every value than this is told, not shown
 
 const isShown = (value) => Number.isFinite(value) && value > 0;
 
 function hover(r) {
-  const room = r.headroom === null ? "" : `<br>headroom ${bits(r.headroom)}${Number.isFinite(r.headroom) ? " bits" : ""}`;
-  return (
-    `<b>${forPlotly(clip(r.module, 80))}</b> ${forPlotly(clip(r.className, 40))}<br>` +
-    `${forPlotly(clip(r.label, 60))} · ${forPlotly(r.dtype)} ${forPlotly(clip(r.shape, 60))}<br>` +
-    `abs max ${shown(r.absMax)} · abs min ${shown(r.absMin)}${room}` +
-    (r.note ? `<br>${forPlotly(clip(r.note, 80))}` : "")
-  );
+  const room = r.headroom === null ? "" : `headroom ${bits(r.headroom)}${Number.isFinite(r.headroom) ? " bits" : ""}`;
+  return [
+    `${clip(r.module, 80)} ${clip(r.className, 40)}`,
+    `${clip(r.label, 60)} · ${r.dtype} ${clip(r.shape, 60)}`,
+    `abs max ${shown(r.absMax)} · abs min ${shown(r.absMin)}`, room, clip(r.note, 80),
+  ].filter(Boolean).join("\n");
 }
 
 function traces() {
   const read = records.filter((r) => r.absMax !== null && r.absMin !== null);
   const many = read.length > MANY;
-  const spans = { x: [], y: [] };
-  for (const r of read) {
-    const ends = [r.absMin, r.absMax].filter(isShown);
-    if (ends.length === 2) {
-      spans.x.push(r.index, r.index, null);
-      spans.y.push(...ends, null);
-    }
-  }
-  const points = (chosen, y, rest) => ({
-    x: chosen.map((r) => r.index),
-    y: chosen.map(y),
-    hovertext: chosen.map(hover),
-    hoverinfo: "text",
-    mode: "markers",
-    ...rest,
+  const of = (chosen, key, rest) => ({
+    records: chosen, x: chosen.map((r) => r.index), y: chosen.map((r) => r[key]), words: (i) => hover(chosen[i]), ...rest,
   });
-  const made = [
-    { ...spans, mode: "lines", line: { color: color("line"), width: many ? 1 : 3 }, hoverinfo: "skip", showlegend: false },
-  ];
-  if (!many) {
-    const low = read.filter((r) => isShown(r.absMin));
-    const marker = { color: color("quiet"), size: 5, symbol: "line-ew", line: { width: 1.5, color: color("quiet") } };
-    made.push(points(low, (r) => r.absMin, { name: "abs min", marker }));
-  }
+  const spans = read.filter((r) => isShown(r.absMin) && isShown(r.absMax));
+  const made = [{
+    x: spans.flatMap((r) => [r.index, r.index, r.index]), y: spans.flatMap((r) => [r.absMin, r.absMax, null]),
+    color: "line", line: many ? 1 : 3,
+  }];
+  const low = read.filter((r) => isShown(r.absMin));
+  if (!many) made.push(of(low, "absMin", { name: "abs min", color: "quiet", symbol: "dash", size: 6 }));
   for (const role of ROLES) {
     const chosen = read.filter((r) => r.role === role && isShown(r.absMax));
-    if (!chosen.length) continue;
-    const lines = role === "output" ? (many ? "lines" : "lines+markers") : "markers";
-    made.push(
-      points(chosen, (r) => r.absMax, {
-        name: `${role} abs max`,
-        mode: lines,
-        line: { color: color(role), width: 1.2 },
-        marker: { color: color(role), size: role === "output" ? 7 : 5, symbol: role === "weight" ? "diamond" : "circle" },
-      }),
-    );
+    const [isOutput, symbol] = [role === "output", role === "weight" ? "diamond" : "circle"];
+    const style = { line: isOutput ? 1.2 : 0, symbol: isOutput && many ? "" : symbol, size: isOutput ? 7 : 5 };
+    if (chosen.length) made.push(of(chosen, "absMax", { name: `${role} abs max`, color: role, ...style }));
   }
   const zeros = read.filter((r) => r.absMin <= 0);
-  const edge = { yaxis: "y2", cliponaxis: false };
-  if (zeros.length) {
-    const marker = { color: color("none"), symbol: "triangle-down-open", size: many ? 4 : 7 };
-    made.push(points(zeros, () => 0.012, { ...edge, name: "holds a zero", marker }));
-  }
-  const bad = read.filter((r) => !Number.isFinite(r.absMax));
-  if (bad.length) {
-    const meant = (r) => r.headroom === null;
-    const marker = { color: bad.map((r) => color(meant(r) ? "none" : "gone")), symbol: "x", size: 9 };
-    made.push(points(bad, () => 0.985, { ...edge, name: "nan or inf", marker }));
+  if (zeros.length) made.push(of(zeros, "absMin", { name: "holds a zero", color: "none", symbol: "down", size: many ? 4 : 7, edge: "bottom" }));
+  for (const [isMeant, shade] of [[false, "gone"], [true, "none"]]) {
+    const bad = read.filter((r) => !Number.isFinite(r.absMax) && (r.headroom === null) === isMeant);
+    if (bad.length) made.push(of(bad, "absMax", { name: "nan or inf", color: shade, symbol: "cross", size: 9, edge: "top" }));
   }
   return made;
 }
@@ -251,133 +220,58 @@ function limitsAndRange(whole) {
   return { lines, beyond, range: [tens(low - pad), tens(high + pad)] };
 }
 
-function layout(whole, drawn) {
+function spec() {
   const { lines, beyond, range } = limitsAndRange(whole);
   $("beyond").textContent = beyond.length ? `Out of view: ${beyond.join("; ")}.` : "";
-  const [quiet, grid] = ["quiet", "line"].map(color);
-  const shapes = [];
-  const annotations = [];
-  for (const line of lines) {
-    const shade = color(line.isEnd ? "near" : "none");
-    shapes.push({
-      type: "line", xref: "paper", x0: 0, x1: 1, y0: line.value, y1: line.value,
-      line: { color: shade, width: 1, dash: line.isEnd ? "solid" : "dot" },
-    });
-    annotations.push({
-      xref: "paper", x: 0, xanchor: "left", y: Math.log10(line.value), yanchor: line.isEnd ? "bottom" : "top",
-      text: `${line.dtype} ${line.isEnd ? "largest finite" : "smallest normal"} ${shown(line.value)}`,
-      showarrow: false, font: { size: 11, color: shade },
-    });
-  }
-  data.frames.forEach((frame, i) => {
-    if (i && frame[0] !== data.frames[i - 1][0] && shapes.length < 60) {
-      const first = records.find((r) => r.frame >= i);
-      if (!first) return;
-      const x = first.index - 0.5;
-      shapes.push({ type: "line", yref: "paper", y0: 0, y1: 1, x0: x, x1: x, line: { color: quiet, width: 1, dash: "dot" } });
-      annotations.push({ x, yref: "paper", y: 0, yanchor: "bottom", xanchor: "left", text: `batch ${forPlotly(frame[0])}`,
-        showarrow: false, font: { size: 11, color: quiet } });
-    }
+  const levels = lines.map(({ value, isEnd, dtype }) => ({
+    y: value, color: isEnd ? "near" : "none", dash: isEnd ? "" : "dotted", isBelow: !isEnd,
+    text: `${dtype} ${isEnd ? "largest finite" : "smallest normal"} ${shown(value)}`,
+  }));
+  const marks = [];
+  data.frames.forEach(([batch], i) => {
+    if (!i || batch === data.frames[i - 1][0] || marks.length > 50) return;
+    const first = records.find((r) => r.frame >= i);
+    if (first) marks.push({ x: first.index - 0.5, color: "quiet", dash: "dotted", text: `batch ${batch}` });
   });
   const culprit = records[data.culprit];
   if (culprit) {
-    shapes.push({ type: "line", yref: "paper", y0: 0, y1: 1, x0: culprit.index, x1: culprit.index,
-      line: { color: color("gone"), width: 1.5 } });
-    const left = culprit.index < records.length / 2;
-    annotations.push({ x: culprit.index, yref: "paper", y: 1, yanchor: "bottom", xanchor: left ? "left" : "right",
-      text: `<b>${forPlotly(data.value)}, first:</b> ${forPlotly(clip(culprit.module, 60))} ${forPlotly(clip(culprit.label, 40))}`,
-      showarrow: false, font: { size: 13, color: color("gone") } });
+    const text = `${data.value}, first: ${clip(culprit.module, 60)} ${clip(culprit.label, 40)}`;
+    marks.push({ x: culprit.index, color: "gone", isTop: true, text });
   }
-  return drawing.layout($("chart"), drawn, { l: 62, r: 12, b: 10 }, {
-    xaxis: { range: [-1, records.length], automargin: true, zeroline: false, showgrid: false, linecolor: grid, ...ticks() },
-    yaxis: { type: "log", range, exponentformat: "power", dtick: range[1] - range[0] > 24 ? undefined : 1,
-      gridcolor: grid, griddash: "dot", zeroline: false },
-    yaxis2: { overlaying: "y", range: [0, 1], fixedrange: true, visible: false },
-    shapes, annotations,
-  });
+  return { traces: traces(), range: { x: [-1, records.length], y: range }, levels, marks, ...ticks() };
 }
 
 // The last two parts of a frame's name under its records, where there is room for them.
 function ticks() {
-  if (data.frames.length > Math.min(48, $("chart").clientWidth / 20)) return { title: { text: "record" } };
+  if (data.frames.length > Math.min(48, $("chart").clientWidth / 20)) return { across: "record" };
   const at = new Map();
   for (const r of records) at.set(r.frame, [...(at.get(r.frame) || []), r.index]);
-  return {
-    tickvals: [...at.values()].map((all) => (all[0] + all[all.length - 1]) / 2),
-    ticktext: [...at.keys()].map((i) => forPlotly(clip(data.frames[i][1].split(".").slice(-2).join(".") || "(root)", 20))),
-    tickangle: -45, tickfont: { size: 10, color: color("quiet") },
-  };
+  const name = (i) => clip(data.frames[i][1].split(".").slice(-2).join(".") || "(root)", 14);
+  return { labels: [...at].map(([i, all]) => [(all[0] + all[all.length - 1]) / 2, name(i)]) };
 }
 
 let whole = false;
-function drawChart() {
-  const drawn = traces();
-  return Plotly.react($("chart"), drawn, layout(whole, drawn), drawing.config);
-}
 
-async function buildChart() {
-  const chart = $("chart");
-  const say = (words) => {
-    const line = document.createElement("p");
-    line.className = "message";
-    line.textContent = words;
-    chart.replaceChildren(line);
-  };
-  if (!records.some((r) => r.absMax !== null)) return say("No record has a range: nothing could be read.");
-  try {
-    await drawing.load();
-    chart.replaceChildren();
-    await drawChart();
-    chart.on("plotly_click", ({ points: [point] }) => {
-      $("filter").value = records[point.x].name;
-      refilter();
-    });
-    chart.dataset.drawn = "yes";
-  } catch (error) {
-    say(`${drawing.failure(error)} The table below has every number. ${drawing.needs}`);
+function buildChart() {
+  if (!records.some((r) => r.absMax !== null)) {
+    $("chart").textContent = "No record has a range: nothing could be read.";
     return;
   }
+  drawing.chart("chart", spec, (trace, i) => {
+    $("filter").value = trace.records[i].name;
+    refilter();
+  });
   for (const id of ["fit", "whole"]) {
     $(id).addEventListener("click", () => {
       whole = id === "whole";
       $("fit").setAttribute("aria-pressed", String(!whole));
       $("whole").setAttribute("aria-pressed", String(whole));
-      drawChart();
+      Object.assign(drawing.charts.chart, { view: null }).draw();
     });
   }
-  drawing.onChange(drawChart);
-}
-
-// The spreads of what the guilty operation was given and made: figures of Python's, in the page's colours.
-
-function drawSpread(place, { data: bars, layout: own }) {
-  const [quiet, grid] = ["quiet", "line"].map(color);
-  const axis = { gridcolor: grid, linecolor: grid, zeroline: false, tickfont: { color: quiet } };
-  const narrow = place.clientWidth < drawing.NARROW;
-  const axes = Object.fromEntries(["xaxis", "yaxis", "yaxis2"].map((name) => [name, { ...own[name], ...axis }]));
-  axes.yaxis.title = { text: narrow ? "" : own.yaxis.title.text, standoff: 8 };
-  const inPage = drawing.layout(place, [], { l: 52, r: 12, b: 40 }, { ...own, ...axes });
-  const size = { height: 300, margin: { ...inPage.margin, t: 8 } };
-  return Plotly.react(place, bars, { ...inPage, ...size }, { ...drawing.config, displayModeBar: false });
-}
-
-async function buildSpreads() {
-  const places = [...document.querySelectorAll(".spread")];
-  const drawAll = () => Promise.all(places.map((place, i) => drawSpread(place, data.spreads[i])));
-  try {
-    await drawing.load();
-    for (const place of places) place.replaceChildren();
-    await drawAll();
-    for (const place of places) place.dataset.drawn = "yes";
-  } catch (error) {
-    for (const place of places) place.textContent = `${drawing.failure(error)} ${drawing.needs}`;
-    return;
-  }
-  drawing.onChange(drawAll);
 }
 
 if (records.length) {
   buildTable();
   buildChart();
 }
-if (data.spreads.length) buildSpreads();

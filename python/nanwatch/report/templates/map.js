@@ -1,22 +1,22 @@
-// The map is a canvas: a name is written with fillText and textContent alone, which read no markup.
+// A heat map on a canvas: a name is written with fillText and textContent alone, which read no markup. A cell is a whole
+// number, the worst of them the least, and `stops` say which colours the numbers between them have.
 
 const { clip, color, onChange } = drawing;
-const data = JSON.parse(document.getElementById("data").textContent);
+const field = data.map;
 const $ = (id) => document.getElementById(id);
 const bytes = (base64) => Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0)).buffer;
 
-const [rows, columns] = [data.modules.length, data.first.length];
-const tenths = new Int16Array(bytes(data.bits)); // of a bit, by row and column
-const log2 = new Float32Array(bytes(data.log2)); // of the abs max
-const longest = data.modules.reduce((most, name) => Math.max(most, name.length), 0);
+const [rows, columns] = [field.rows.length, field.first.length];
+const cells = new Int16Array(bytes(field.cells)); // by row and column
+const log2 = new Float32Array(bytes(field.log2)); // of the magnitude, where there is one
+const longest = field.rows.reduce((most, name) => Math.max(most, name.length), 0);
 const map = $("map");
 const context = map.getContext("2d");
 
 // Pixels: marks above the plot, batches below it, room for half a mark at its right, a row with its name beside it.
 const LINE = 14; // of marks: failures and skipped steps, below them spikes and forecasts
-const [MARKS, AXIS, RIGHT, NAMED] = [data.marks.length ? 2 * LINE : LINE, 22, 6, 11];
+const [MARKS, AXIS, RIGHT, NAMED] = [field.marks.length ? 2 * LINE : LINE, 22, 6, 11];
 const [LEAST_HEIGHT, MOST_HEIGHT, ROW_HEIGHT] = [120, 640, 16];
-const PALEST = 0.18; // share of its colour that a cell with the most room keeps
 
 // What is seen, in rows and columns; `to` is exclusive.
 const all = () => ({ row: 0, toRow: rows, column: 0, toColumn: columns });
@@ -32,19 +32,22 @@ function rgb(name) {
   return [1, 3, 5].map((at) => parseInt(context.fillStyle.slice(at, at + 2), 16));
 }
 
+// A share of one colour over another.
+function mixed([name, share = 1, behind = "card"]) {
+  const ground = rgb(behind);
+  return rgb(name).map((part, i) => ground[i] + (part - ground[i]) * share);
+}
+
 function shade(value) {
   if (shades.has(value)) return shades.get(value);
-  let [from, share, behind] = ["fine", 1, "card"];
-  if (value === data.gone) from = "gone";
-  else if (value === data.zero) [from, share] = ["none", 0.4];
-  else if (value < 10 * data.near) from = "near";
-  else if (value < 10 * data.low) {
-    // Paler above the middle, redder below it, so that a fall is seen.
-    const height = (2 * (value / 10 - data.near)) / (data.low - data.near) - 1;
-    [from, share, behind] = ["low", 1 - 0.6 * Math.abs(height), height < 0 ? "near" : "card"];
-  } else share = 1 - (1 - PALEST) * Math.min(1, (value / 10 - data.low) / (data.widest - data.low));
-  const ground = rgb(behind);
-  const [r, g, b] = rgb(from).map((part, i) => Math.round(ground[i] + (part - ground[i]) * share));
+  const { stops } = field;
+  const next = stops.findIndex(([at]) => at > value);
+  const before = next < 0 ? stops.length - 1 : Math.max(next - 1, 0);
+  const [[from, ...own], [to, ...other]] = [stops[before], stops[next < 0 ? before : next]];
+  const share = to > from ? Math.max(0, (value - from) / (to - from)) : 0;
+  const special = { [field.gone]: ["gone"], [field.zero]: ["none", 0.4] }[value];
+  const [start, end] = special ? [mixed(special), mixed(special)] : [mixed(own), mixed(other)];
+  const [r, g, b] = start.map((part, i) => Math.round(part + (end[i] - part) * share));
   const made = ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
   shades.set(value, made);
   return made;
@@ -74,8 +77,8 @@ function image(width, height) {
       for (let row = rowsUnder[0]; row <= rowsUnder[1]; row += 1) {
         for (let x = 0; x < width; x += 1) {
           for (let column = across[x][0]; column <= across[x][1]; column += 1) {
-            const value = tenths[row * columns + column];
-            if (value === data.absent) continue;
+            const value = cells[row * columns + column];
+            if (value === field.absent) continue;
             isSeen[x] = 1;
             if (value < line[x]) line[x] = value;
           }
@@ -90,9 +93,9 @@ function image(width, height) {
   return made;
 }
 
-function batchWords(column) {
-  const [first, last] = [data.first[column], data.last[column]];
-  return first === last ? `batch ${first}` : `batches ${first} to ${last}`;
+function columnWords(column) {
+  const [first, last] = [field.first[column], field.last[column]];
+  return first === last ? `${field.column} ${first}` : `${field.plural} ${first} to ${last}`;
 }
 
 function draw() {
@@ -123,12 +126,12 @@ function draw() {
   const step = Math.max(1, Math.ceil(NAMED / size));
   const letters = Math.floor((left - 10) / letter);
   for (let row = view.row; row < view.toRow; row += step) {
-    context.fillText(clip(data.modules[row], letters), left - 6, MARKS + (row - view.row + 0.5) * size);
+    context.fillText(clip(field.rows[row], letters), left - 6, MARKS + (row - view.row + 0.5) * size);
   }
   axis(seen, quiet);
-  marks(data.failed, "▼", color("gone"), LINE / 2);
-  marks(data.skipped, "△", color("ink"), LINE / 2);
-  const told = (kind) => data.marks.filter(([own]) => own === kind).map(([, column]) => column);
+  marks(field.failed, "▼", color("gone"), LINE / 2);
+  marks(field.skipped, "△", color("ink"), LINE / 2);
+  const told = (kind) => field.marks.filter(([own]) => own === kind).map(([, column]) => column);
   marks(told("forecast"), "◇", color("ink"), 1.5 * LINE);
   marks(told("spike"), "◆", color("ink"), 1.5 * LINE);
   places(seen, size);
@@ -150,7 +153,7 @@ function axis(seen, quiet) {
   for (let column = Math.ceil(view.column / step) * step; column < view.toColumn; column += step) {
     const x = plot.left + ((column - view.column) / seen.columns) * plot.width;
     context.fillRect(x, MARKS + plot.height, 1, 4);
-    context.fillText(String(data.first[column]), x + 3, MARKS + plot.height + 12);
+    context.fillText(String(field.first[column]), x + 3, MARKS + plot.height + 12);
   }
 }
 
@@ -159,7 +162,7 @@ function places(seen, size) {
   context.strokeStyle = color("ink");
   const wide = plot.width / seen.columns;
   const [across, down] = [Math.max(5, wide), Math.max(5, size)];
-  for (const [, column, row] of data.marks) {
+  for (const [, column, row] of field.marks) {
     if (column < view.column || column >= view.toColumn || row < view.row || row >= view.toRow) continue;
     const [x, y] = [plot.left + (column - view.column + 0.5) * wide, MARKS + (row - view.row + 0.5) * size];
     context.strokeRect(x - across / 2, y - down / 2, across, down);
@@ -200,14 +203,14 @@ function largest(exponent) {
 
 function words(row, column) {
   const at = row * columns + column;
-  const value = tenths[at];
-  const room = value === data.absent ? "no headroom read"
-    : value === data.gone ? "not finite" : value === data.zero ? "all zero" : `${(value / 10).toFixed(1)} bits`;
-  const rest = value === data.absent ? "" : ` · abs max ${largest(log2[at])}`;
-  const skipped = data.skipped.includes(column) ? " · step skipped" : "";
-  const told = data.marks.filter(([, at]) => at === column)
-    .map(([kind, , at, text]) => (at === row ? ` · ${text}` : ` · ${kind} at ${data.modules[at]}`));
-  return `${data.modules[row]} · ${batchWords(column)} · ${room}${rest}${skipped}${told.join("")}`;
+  const value = cells[at];
+  const told = { [field.absent]: field.none, [field.gone]: "not finite", [field.zero]: "all zero" }[value];
+  const room = told ?? (field.unit && `${(value / 10).toFixed(1)} ${field.unit}`);
+  const rest = value === field.absent || !log2.length ? "" : `${field.measure} ${largest(log2[at])}`;
+  const skipped = field.skipped.includes(column) ? "step skipped" : "";
+  const marked = field.marks.filter(([, at]) => at === column)
+    .map(([kind, , at, text]) => (at === row ? text : `${kind} at ${field.rows[at]}`));
+  return [field.rows[row], columnWords(column), room, rest, skipped, ...marked].filter(Boolean).join(" · ");
 }
 
 function tell(event) {
