@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import cosh, exp, inf, log, log2, sinh, sqrt
+from math import cosh, exp, inf, log, log2, nan, sinh, sqrt
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,8 +18,8 @@ from ..numerics.formats import limits
 from ..recording.events import PeakName
 from ..records.record import FORECAST, Frame, event_frame
 from ..util.visible import module_name, visible
+from .peaks import ROWS, Floats, PeakHistory
 
-Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.floating[Any]]]"
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 # Looks: one in `batch // 64` batches, at least one in 16, more where an end is near. At most so many may be spared, and
@@ -80,25 +80,24 @@ class Forecast:
 
 
 @cache
-def _end_bits(dtype: str) -> float | None:
-    """Return log2 of the largest finite number of the format; None for a dtype without limits."""
+def _end_bits(dtype: str) -> float:
+    """Return log2 of the largest finite number of the format; nan for a dtype without limits."""
     ends = limits(dtype)
-    return None if ends is None else log2(ends.largest)
+    return nan if ends is None else log2(ends.largest)
 
 
 class Forecaster:
-    """Forecaster of overflows from the largest magnitudes of some batches. Keeps 0.8 KiB for each tensor.
+    """Forecaster of overflows from the largest magnitudes of some batches. Keeps 0.3 KiB for each tensor.
 
     `is_due(batch)` says whether a batch is wanted. `room`: how many tensors there may be.
     """
 
     def __init__(self, room: int = 0) -> None:
-        self._names: list[PeakName] = []
-        self._track_of: dict[PeakName, int] = {}
-        # By place among the values; -1 for what has no format.
-        self._track_at: Numbers = np.empty(0, np.int64)
-        self._ends: Floats = np.empty(0)  # by track: log2 of the largest number of the format
-        self._history = HeadroomHistory(room)
+        self.history = PeakHistory(reaches_back=True, room=room)
+        self._dtypes: list[str] = []
+        # By tensor: log2 of the largest number of its format; nan for what has none, and for an input, which counts at
+        # the module that made it.
+        self._ends: Floats = np.empty(0, np.float32)
         self._last = -1
         self._pause = 1
         self._spared = float(_SPARED)
@@ -116,49 +115,47 @@ class Forecaster:
         """Add the names of the next values, which come after those that were added before."""
         if not names:
             return
-        places, ends = [], []
-        for name in names:
-            # An input counts at the module that made it.
-            end = None if name[1].startswith("input[") else _end_bits(name[2])
-            track = -1 if end is None else self._track_of.setdefault(name, len(self._names))
-            if end is not None and track == len(self._names):
-                self._names.append(name)
-                ends.append(end)
-            places.append(track)
-        self._track_at = np.append(self._track_at, places)
-        self._ends = np.append(self._ends, ends)
-        self._history.grow(len(self._names))
+        self.history.meet(names)
+        self._dtypes += [dtype for _, _, dtype in names]
+        ends = [nan if label.startswith("input[") else _end_bits(dtype) for _, label, dtype in names]
+        self._ends = np.append(self._ends, np.array(ends, np.float32))
 
     def end(self, batch: int, values: bytes) -> list[Forecast]:
         """Take the values of a finished batch. Return the new forecasts, at most one.
 
         `values` are the largest magnitudes as Recorder.take_peaks gives them.
         """
-        since = max(1, batch - self._last)
+        since = batch - self._last
+        if since <= 0:  # another thread's later batch was quicker
+            return []
         self._spared = max(0.0, min(_SPARED, self._spared + since * _SPARED_A_BATCH) - 1)
-        self._last = max(batch, self._last)
-        tracks = self._add(batch, np.frombuffer(values))
-        bits, losses, late, spans = self._history.falls(tracks)
+        self._last = batch
+        self.history.add(batch, np.frombuffer(values))
+        batches, magnitudes = self.history.rows()
+        tensors = np.flatnonzero(np.isfinite(self._ends - magnitudes[-1]))
+        headroom = (self._ends - magnitudes)[:, tensors]
+        bits, losses, late, spans = falls(batches, headroom)
         with np.errstate(divide="ignore", invalid="ignore"):
             left, soonest = (np.where(loss > 0, bits / loss, inf) for loss in (losses, np.fmax(losses, late)))
         falling = np.flatnonzero(left <= _FOLLOWED * spans)
         falling = falling[np.argsort(left[falling], kind="stable")]
-        usual = min(_MOST_BATCHES, max(1, batch // POINTS))
+        usual = min(_MOST_BATCHES, max(1, batch // ROWS))
         self._pause = max(1, int(min(usual, soonest.min(initial=inf) / _LOOKS_TO_END)))
         if not len(falling):
             self._expected = None
             return []
-        found = self._leader(batch, tracks[falling[:_MOST_FITS]])
-        if found is None:
+        leader = self._leader(batch, batches, headroom[:, falling[:_MOST_FITS]])
+        if leader is None:
             return []
-        row = falling[found[0]]
-        middle, margin = found[1], found[2]
-        followers = {self._names[tracks[i]][0] for i in falling if left[i] <= 2 * (middle + margin - batch)}
-        module, label, dtype = self._names[tracks[row]]
+        place, middle, margin = leader
+        row = falling[place]
+        names = self.history.names
+        followers = {names[tensors[i]][0] for i in falling if left[i] <= 2 * (middle + margin - batch)}
+        module, label = names[tensors[row]]
         forecast = Forecast(
             module,
             label,
-            dtype,
+            self._dtypes[tensors[row]],
             float(bits[row]),
             100 * float(losses[row]),
             round(middle),
@@ -169,22 +166,12 @@ class Forecaster:
         self._told.append((batch, forecast))
         return [forecast]
 
-    def _add(self, batch: int, values: Floats) -> Numbers:
-        """Add a point to the tracks that go on, and return these."""
-        # The modulus of a complex number may be inf, of which there is no power of two.
-        places = np.flatnonzero((values > 0) & (values < inf) & (self._track_at >= 0))
-        largest = np.zeros(len(self._names))
-        np.maximum.at(largest, self._track_at[places], values[places])
-        # Another thread's later batch may have been quicker.
-        tracks = np.flatnonzero((largest > 0) & (self._history.latest < batch))
-        self._history.add(tracks, batch, self._ends[tracks] - np.log2(largest[tracks]))
-        return tracks
-
-    def _leader(self, batch: int, tracks: Numbers) -> tuple[int, float, float] | None:
-        """Return which of these ends first, the batch and the margin, where that is to be told."""
+    def _leader(self, batch: int, batches: Floats, headroom: Floats) -> tuple[int, float, float] | None:
+        """Return which column of `headroom` ends first, the batch and the margin, where that is to be told."""
         found = None
-        for place, track in enumerate(tracks):
-            points = self._history.points(track)
+        for place, column in enumerate(headroom.T):
+            is_here = np.isfinite(column)
+            points = batches[is_here], column[is_here].astype(float)
             end = ending(*points)
             if end is not None and (found is None or end.left < found[1].left):
                 found = place, end, points[0][-1] - points[0][0], points[1]
@@ -217,83 +204,36 @@ class Forecaster:
         return has_changed and len(self._told) < _MOST_LINES
 
 
-# Points kept of a tensor; when there are more, the older are joined by twos, so that they reach ever further back. The
-# latest 24 stay as close together as they came.
-POINTS = 64
-LATEST = 24
-_JOINED = (POINTS - LATEST) // 2 * 2
-_FEW = 5
-_PLACES = np.arange(_FEW)
+_FEW = 5  # points of a median
 
 
-class HeadroomHistory:
-    """Headroom of tensors over batches. A track is a number from 0, and `grow` adds it. 0.8 KiB a track.
+def falls(batches: Floats, headroom: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return for each column: its bits now, the loss a batch, the late loss a batch, how far back its points reach.
 
-    There is `room` for so many from the start: memory allocated in the first batch would lie between its activations.
+    Lines go through the medians of five points: the latest, and those before the middle, or just before the latest.
     """
+    is_missing = np.isnan(headroom)
+    count: int | Numbers = len(headroom)
+    at = batches
+    if is_missing.any():
+        # The rows in which a column has a point come first.
+        count = len(headroom) - is_missing.sum(axis=0)
+        order = np.argsort(is_missing, axis=0, kind="stable")
+        headroom, at = np.take_along_axis(headroom, order, axis=0), batches[order]
 
-    def __init__(self, room: int = 0) -> None:
-        self.latest: Numbers = np.empty(0, np.int64)  # batch of the last point, -1 without any
-        self.count: Numbers = np.empty(0, np.int64)  # of points
-        self._batches: Floats = np.full((room, POINTS), np.nan)  # which float32 cannot count past 2^24
-        self._bits: Floats = np.full((room, POINTS), np.nan, np.float32)
-
-    def grow(self, number: int) -> None:
-        """Make room for so many tracks."""
-        more = number - len(self.count)
-        if more <= 0:
-            return
-        self.latest = np.append(self.latest, np.full(more, -1))
-        self.count = np.append(self.count, np.zeros(more, np.int64))
-        rows = len(self._bits)
-        if number > rows:
-            spare = np.full((max(number, 2 * rows) - rows, POINTS), np.nan)
-            self._batches = np.concatenate([self._batches, spare])
-            self._bits = np.concatenate([self._bits, spare.astype(np.float32)])
-
-    def add(self, tracks: Numbers, batch: int, bits: Floats) -> None:
-        """Add a point to each of these, all at the same batch."""
-        full = tracks[self.count[tracks] == POINTS]
-        if len(full):
-            for points in (self._batches, self._bits):
-                old = points[full]
-                pairs = (old[:, 0:_JOINED:2] + old[:, 1:_JOINED:2]) / 2
-                rest = np.full((len(full), _JOINED // 2), np.nan, points.dtype)
-                points[full] = np.concatenate([pairs, old[:, _JOINED:], rest], axis=1)
-            self.count[full] -= _JOINED // 2
-        self._batches[tracks, self.count[tracks]] = batch
-        self._bits[tracks, self.count[tracks]] = bits
-        self.count[tracks] += 1
-        self.latest[tracks] = batch
-
-    def falls(self, tracks: Numbers) -> tuple[Floats, Floats, Floats, Floats]:
-        """Return for each: its bits now, the loss a batch, the late loss a batch, how far back its points reach.
-
-        Lines go through the medians of five points: the latest, and those before the middle, or just before the latest.
-        """
-        count = self.count[tracks]
-        bits, now = self._median(tracks, count - _FEW)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            losses, late = (
-                (then - bits) / (now - at)
-                for then, at in (
-                    self._median(tracks, count * 3 // 8 - _FEW // 2),
-                    self._median(tracks, count - 2 * _FEW),
-                )
-            )
-        return bits, losses, late, self.latest[tracks] - self._batches[tracks, 0]
-
-    def _median(self, tracks: Numbers, first: Numbers) -> tuple[Floats, Floats]:
+    def median(first: int | Numbers) -> tuple[Floats, Floats]:
         """Return the median of five points from this one, and their mean batch."""
-        rows, places = tracks[:, None], np.maximum(first[:, None] + _PLACES, 0)
-        return np.sort(self._bits[rows, places], axis=1)[:, _FEW // 2], self._batches[rows, places].mean(
-            axis=1
-        )
+        rows = np.clip(np.add.outer(np.arange(_FEW), first), 0, len(headroom) - 1)
+        points = rows if rows.ndim == 1 else (rows, np.arange(rows.shape[1]))
+        return np.sort(headroom[points], axis=0)[_FEW // 2], at[points].mean(axis=0)
 
-    def points(self, track: int) -> tuple[Floats, Floats]:
-        """Return batches and bits, oldest first, in float64."""
-        count = self.count[track]
-        return self._batches[track, :count].astype(float), self._bits[track, :count].astype(float)
+    bits, now = median(count - _FEW)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        losses, late = (
+            (then - bits) / (now - at)
+            for then, at in (median(count * 3 // 8 - _FEW // 2), median(count - 2 * _FEW))
+        )
+    return bits, losses, late, batches[-1] - np.broadcast_to(at[0], bits.shape)
 
 
 # When a growing magnitude reaches the end of its format: many models of growth, weighed by back-tests.

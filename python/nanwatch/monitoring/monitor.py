@@ -35,6 +35,7 @@ from .backends import (
     backend_for,
 )
 from .forecast import Forecast, Forecaster
+from .peaks import PeakHistory
 from .suspicion import Suspicion
 
 
@@ -63,7 +64,8 @@ class Monitor:
         self._recorder = recorder
         self._every = every
         self._forecaster = Forecaster(_num_tensors(model)) if forecasts else None
-        self.suspicion = Suspicion(model)
+        history = PeakHistory() if self._forecaster is None else self._forecaster.history
+        self.suspicion = Suspicion(model, history)
         self._looking = threading.Lock()
         self._log: Log | None = None
         if log_to is not None:
@@ -126,7 +128,6 @@ class Monitor:
                 if forecaster is not None and (self.spikes is None or forecaster.is_due(batch)):
                     names, self._names = self._names, []
                     forecaster.meet(names)
-                    self.suspicion.take(names, values)
                     if gathered == batch:
                         found = forecaster.end(batch, values)
             self._recorder.gathers_peaks = self.spikes is not None or (

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 from ..instrumentation.wrapped_names import find_module, named_modules
 from ..numerics.readable import Numbers, is_plain, only_our_dispatch
 from ..report.spike import Departure
-from .peaks import CHANGED, Floats, Histories, Places
+from .peaks import CHANGED, Floats, PeakHistory, Places
 
 # A learning rate jumps when it is so many times the median of the latest 16. It may be the cause for 32 steps.
 _RATE_FACTOR, _RATE_STEPS, _RATE_LASTS = 3.0, 16, 32
@@ -70,7 +70,7 @@ class StepHistory:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.sampled = {_NORM: Histories(), _UPDATE: Histories()}
+        self.sampled = {_NORM: PeakHistory(), _UPDATE: PeakHistory()}
         self._model = weakref.ref(model)
         self._rates: weakref.WeakKeyDictionary[Optimizer, deque[list[float]]] = weakref.WeakKeyDictionary()
         self._rate_jump: tuple[int, tuple[float, float]] | None = None
@@ -86,7 +86,7 @@ class StepHistory:
         self._walks = 0
 
     def add(
-        self, step: int, optimizer: Optimizer, gradients: Histories, weights: Places, values: Floats
+        self, step: int, optimizer: Optimizer, gradients: PeakHistory, weights: Places, values: Floats
     ) -> None:
         """Take a step that is about to be made. `values` are the gradients at the places `weights`."""
         self._add_rates(step, optimizer)
@@ -129,7 +129,7 @@ class StepHistory:
         known = ((step, given, one.read()) for step, given, one in self._probed if given > 0)
         return [(step, given, max(map(abs, found))) for step, given, found in known if found]
 
-    def unexplained(self, step: int, optimizer: Optimizer, gradients: Histories) -> Departure | None:
+    def unexplained(self, step: int, optimizer: Optimizer, gradients: PeakHistory) -> Departure | None:
         """Return an average in the optimizer's state that its gradients do not explain. Waits for its norm.
 
         An average is at most as large as the largest gradient, and one of squares falls no faster than it decays.
@@ -201,7 +201,7 @@ class StepHistory:
             self._probed.append((step, float(values[probe.place]), Numbers(gradient)))
 
     def _choose_probe(
-        self, weights: Sequence[tuple[str, str, Tensor]], gradients: Histories, places: Places
+        self, weights: Sequence[tuple[str, str, Tensor]], gradients: PeakHistory, places: Places
     ) -> None:
         module, label, x = min(weights, key=lambda one: one[2].numel())
         if x.numel() > _ELEMENTS:
@@ -233,7 +233,7 @@ class StepHistory:
             norms = torch.stack([*torch._foreach_norm(states, inf)]).float()
         return _States(step, names, decays, Numbers(norms))
 
-    def _sample(self, step: int, optimizer: Optimizer, gradients: Histories, places: Places) -> None:
+    def _sample(self, step: int, optimizer: Optimizer, gradients: PeakHistory, places: Places) -> None:
         """Take norms of gradients, and how far the sampled elements of the weights move in this step."""
         coming = []
         for kind, numbers in self._coming:
@@ -241,7 +241,7 @@ class StepHistory:
             if not values:
                 coming.append((kind, numbers))
             elif len(values) == len(histories.names):
-                histories.add(np.array(values))
+                histories.add(step, np.array(values))
         self._coming = coming[-2:]
         if self._before_update is not None:
             kept, before = self._before_update
@@ -256,7 +256,7 @@ class StepHistory:
         for kind in self.sampled:
             names = [(name, f"{kind} of {label}") for name, label, _ in own]
             if names != self.sampled[kind].names:
-                self.sampled[kind] = Histories()
+                self.sampled[kind] = PeakHistory()
                 self.sampled[kind].meet([(*name, "") for name in names])
         if own:
             weights = [x for _, _, x in own]

@@ -6,22 +6,20 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from math import inf, isfinite
+from math import isfinite
 from statistics import median
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import numpy as np
 from torch import Tensor, nn
 
 from ..instrumentation.wrapped_names import is_recorded, named_modules
-from ..recording.events import PeakName
 from ..recording.observe import observe, past_torch_function
 from ..records.record import Frame
 from ..report.report import Suspect
 from ..util.modules import each_parameter
 from ..util.visible import suppressed
+from .peaks import PeakHistory
 
-Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.floating[Any]]]"
 _Key: TypeAlias = tuple[str, str]  # module and label
 
 # Adam moves a weight by about the learning rate a step, and the gain of a norm stays below 5 in trained models: eight
@@ -37,34 +35,17 @@ _HOLDS_WEIGHTS = "NonDynamicallyQuantizableLinear"
 
 
 class Suspicion:
-    """Reader of a model's weights for its reports, from the batches that the forecaster looks at.
+    """Reader of a model's weights for its reports, over the history that the forecaster keeps."""
 
-    Keeps the first and the latest abs max of each weight, and the modules that had a tensor with a magnitude.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, history: PeakHistory) -> None:
         self._model = weakref.ref(model)
-        self._called: set[str] = set()
-        self._names: list[_Key] = []
-        self._first: Floats = np.zeros(0)
-        self._latest: Floats = np.zeros(0)
+        self._history = history
         self._versions: dict[int, int] = {}
         try:
             with past_torch_function():
                 self._versions = {id(x): _version(x) for x in each_parameter(model)}
         except Exception:
             suppressed("the versions of weights could not be noted")
-
-    def take(self, names: Sequence[PeakName], values: bytes) -> None:
-        """Take the peaks of a batch as Recorder.take_peaks gives them."""
-        self._called.update(module for module, _, _ in names)
-        self._names += [(module, label) for module, label, _ in names]
-        found = np.frombuffer(values)
-        new = len(found) - len(self._first)
-        if new:
-            self._first, self._latest = (np.append(one, np.zeros(new)) for one in (self._first, self._latest))
-        self._latest = np.where(found > 0, found, self._latest)
-        self._first = np.where(self._first > 0, self._first, self._latest)
 
     def suspects(self, frames: Iterable[Frame] = ()) -> tuple[Suspect, ...]:
         """Return the weight that grew most and the one that is farthest above its siblings, where either is far.
@@ -96,8 +77,8 @@ class Suspicion:
         weights = {(one.name, key) for one in named for key in one.module._parameters.keys()}  # noqa: SIM118
         first: dict[_Key, float] = {}
         latest: dict[_Key, float] = {}
-        for key, begin, end in zip(self._names, self._first.tolist(), self._latest.tolist(), strict=True):
-            if key in weights and 0 < begin < inf and end < inf:
+        for key, begin, end in self._history.ends():
+            if key in weights:
                 first.setdefault(key, begin)
                 latest[key] = end
         for frame in frames:
@@ -113,7 +94,7 @@ class Suspicion:
 
         Empty before the first batch has ended: until then any module may still be called.
         """
-        model, called = self._model(), self._called
+        model, called = self._model(), {module for module, _ in self._history.names}
         if model is None or not called:
             return ()
         try:

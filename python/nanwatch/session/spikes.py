@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from math import log2, nan, sqrt
+from math import nan, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ..diagnosis.folder import write_spike
-from ..monitoring.peaks import LEAST, OF_CALL, Floats, Histories, Places
+from ..monitoring.peaks import LEAST, OF_CALL, Floats, PeakHistory, Places
 from ..monitoring.spikes import LOGITS, Evidence, Signal, cause_of
 from ..monitoring.steps import StepHistory
 from ..monitoring.suspicion import Suspicion
@@ -77,7 +77,7 @@ class _Track:
 
     def __init__(self, model: nn.Module) -> None:
         self.step = 0
-        self.forward, self.backward = Histories(falls=True), Histories()
+        self.forward, self.backward = PeakHistory(falls=True), PeakHistory()
         self.loss, self.norm = Signal("loss", in_bits=False), Signal("gradients", in_bits=True)
         self.steps = StepHistory(model)
         self.weights: Places = np.zeros(0, np.intp)  # of the gradients, those of weights
@@ -204,8 +204,8 @@ class SpikeWatch:
             forward = np.zeros(size)
             for values in taken:
                 forward[: len(values)] = np.maximum(forward[: len(values)], values[:size])
-        track.forward.add(forward)
-        track.backward.add(gradients)
+        track.forward.add(track.step, forward)
+        track.backward.add(track.step, gradients)
         by_sample = [one.read() for one in losses]
         means = [sum(one) / len(one) for one in by_sample if one]
         loss_at = self._find_loss()
@@ -306,7 +306,6 @@ class SpikeWatch:
         batch: int,
         losses: list[float],
     ) -> SpikeReport:
-        latest = zip(track.forward.names, track.forward.latest().tolist(), strict=True)
         ago = None if first is None else found.changed.get(first)
         return SpikeReport(
             batch,
@@ -318,7 +317,7 @@ class SpikeWatch:
             tuple(found.backward),
             found.rates,
             found.adam,
-            tuple((name[0], 2.0**bits) for name, bits in latest if name[1] in LOGITS and bits == bits),
+            tuple((module, value) for (module, label), value in track.forward.latest() if label in LOGITS),
             _shares(losses),
             self._suspicion.suspects(),
             tuple(self._curves(track, first, list(found.forward), list(found.backward))),
@@ -357,14 +356,13 @@ def outermost(modules: Iterable[str]) -> frozenset[str]:
     )
 
 
-def _grown_logits(forward: Histories) -> Departure | None:
+def _grown_logits(forward: PeakHistory) -> Departure | None:
     """Return the attention logits of the module that has the largest, if they have grown to where softmax ends."""
+    first = {name: begin for name, begin, _ in forward.ends()}
     found = [
-        Departure(name, label, 2.0**bits, 2.0**first, nan)
-        for (name, label), bits, first in zip(
-            forward.names, forward.latest().tolist(), forward.first.tolist(), strict=True
-        )
-        if label in LOGITS and bits >= log2(_MANY_LOGITS) and bits - first >= log2(_GROWN_LOGITS)
+        Departure(*name, value, first[name], nan)
+        for name, value in forward.latest()
+        if name[1] in LOGITS and value >= max(_MANY_LOGITS, _GROWN_LOGITS * first[name])
     ]
     return max(found, key=lambda one: one.value, default=None)
 

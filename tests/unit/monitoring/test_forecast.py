@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.monitoring.forecast import Ending, Forecast, Forecaster, HeadroomHistory
+from nanwatch.monitoring.forecast import Ending, Forecast, Forecaster
+from nanwatch.monitoring.peaks import PeakHistory
 from nanwatch.recording.frame_ring import PeakMagnitudes
 from nanwatch.records.record import Frame, Record
 from nanwatch.session.dispatch import EventDispatch
@@ -204,13 +205,13 @@ def test_a_slow_machine_is_told_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
         return due, found
 
     quick = told()
-    add = HeadroomHistory.add
+    add = PeakHistory.add
 
-    def slow(self: HeadroomHistory, *args: Any) -> None:
+    def slow(self: PeakHistory, *args: Any) -> None:
         sleep(0.003)
         add(self, *args)
 
-    monkeypatch.setattr(HeadroomHistory, "add", slow)
+    monkeypatch.setattr(PeakHistory, "add", slow)
     assert told() == quick
     assert quick[1]
 

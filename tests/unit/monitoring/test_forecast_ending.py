@@ -1,13 +1,14 @@
-"""Endings of growth: exact curves of each kind, what never ends, and units that must not matter."""
+"""Endings of growth: exact curves of each kind, what never ends, units that must not matter, and falls."""
 
 from __future__ import annotations
 
 from math import log2
+from statistics import mean, median
 
 import numpy as np
 import pytest
 
-from nanwatch.monitoring.forecast import LEAST_POINTS, ending
+from nanwatch.monitoring.forecast import LEAST_POINTS, ending, falls
 
 NOW = 400
 END = 520
@@ -66,3 +67,37 @@ def test_the_unit_of_time_does_not_matter() -> None:
 def test_a_few_points_say_nothing() -> None:
     batches = np.arange(LEAST_POINTS - 1.0)
     assert ending(batches, 12 - batches) is None
+
+
+@pytest.mark.parametrize("share", [0.2, 0.7, 1.0])
+@pytest.mark.parametrize("seed", range(10))
+def test_falls_are_lines_through_medians(seed: int, share: float) -> None:
+    """Of tensors with enough points: lines through the medians of the latest five and of five before the middle."""
+    rng = np.random.default_rng(seed)
+    batches = np.cumsum(rng.integers(1, 9, 64)).astype(float)
+    headroom = rng.integers(-8, 9, (64, 5)) / 4
+    headroom[rng.random(headroom.shape) >= share] = np.nan
+    headroom[-1] = 1.0
+    bits, losses, late_losses, spans = falls(batches, headroom)
+    for column, values in enumerate(headroom.T):
+        points = [(x, y) for x, y in zip(batches, values, strict=True) if y == y]
+        if len(points) < 12:
+            continue
+        middle, latest = len(points) * 3 // 8, points[-5:]
+        assert bits[column] == median(y for _, y in latest)
+        for loss, early in (
+            (losses[column], points[middle - 2 : middle + 3]),
+            (late_losses[column], points[-10:-5]),
+        ):
+            width = mean(x for x, _ in latest) - mean(x for x, _ in early)
+            assert loss == pytest.approx((median(y for _, y in early) - bits[column]) / width)
+        assert spans[column] == points[-1][0] - points[0][0]
+
+
+def test_falls_of_few_points_have_no_error() -> None:
+    """With one point there is no fall, and no tensors have none."""
+    bits, losses, late, spans = falls(np.array([3.0]), np.array([[5.0]]))
+    assert (bits[0], spans[0]) == (5.0, 0.0)
+    assert not losses[0] > 0
+    assert not late[0] > 0
+    assert all(len(found) == 0 for found in falls(np.array([3.0]), np.empty((1, 0))))
