@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from math import isfinite
 from types import ModuleType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ from ..util.visible import visible
 
 Json: TypeAlias = Any
 Kind: TypeAlias = Literal["dataclass", "named tuple"]
-KINDS: tuple[Kind, ...] = ("dataclass", "named tuple")
 
 # The depth that a watch walks. A reader allows twice that, for writers with another limit.
 MAX_DEPTH = 32
@@ -230,9 +229,7 @@ _Lookup: TypeAlias = Callable[[str], Any]
 
 
 def _read_items(body: Json, where: str, lookup: _Lookup, depth: int) -> list[Any]:
-    if not isinstance(body, list):
-        raise fail(where, "a list", body)
-    return [read(item, f"{where}[{i}]", lookup, depth) for i, item in enumerate(body)]
+    return reading.list_of(lambda item, place: read(item, place, lookup, depth))(body, where)
 
 
 def _read_pairs(body: Json, where: str, lookup: _Lookup, depth: int) -> dict[Any, Any]:
@@ -242,27 +239,31 @@ def _read_pairs(body: Json, where: str, lookup: _Lookup, depth: int) -> dict[Any
     for i, pair in enumerate(body):
         if not isinstance(pair, list) or len(pair) != 2:
             raise fail(f"{where}[{i}]", "a pair", pair)
-        key = read(pair[0], f"{where}[{i}][0]", lookup, depth)
+        key, value = _read_items(pair, f"{where}[{i}]", lookup, depth)
         if not _is_key(key):
             raise fail(f"{where}[{i}][0]", "a key, so a plain value", pair[0])
-        found[key] = read(pair[1], f"{where}[{i}][1]", lookup, depth)
+        found[key] = value
     if len(found) != len(body):
         raise ValueError(f"{where} has one key twice")
     return found
 
 
 def _read_structure(body: Json, where: str, lookup: _Lookup, depth: int) -> Structure:
-    readers: dict[str, reading.Reader[Any]] = {
-        "kind": reading.one_of(KINDS),
-        "module": reading.text,
-        "class": reading.text,
-        "fields": lambda value, place: _read_pairs(value, place, lookup, depth),
-    }
-    found = reading.members(body, where, readers)
-    held = found["fields"]
-    if not all(isinstance(name, str) for name in held):
-        raise fail(f"{where}.fields", "pairs of a name and a value", body["fields"])
-    return Structure(found["kind"], found["module"], found["class"], held)
+    found = _STRUCTURE(body, where)
+    fields = _read_pairs(found.fields, f"{where}.fields", lookup, depth)
+    if not all(isinstance(name, str) for name in fields):
+        raise fail(f"{where}.fields", "pairs of a name and a value", found.fields)
+    return Structure(found.kind, found.module, found.class_, fields)
+
+
+class _Structure(NamedTuple):
+    kind: Kind
+    module: str
+    class_: str
+    fields: Any
+
+
+_STRUCTURE = reading.of(_Structure)
 
 
 def _read_name(body: Json, where: str, lookup: _Lookup, depth: int) -> Any:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -340,58 +340,47 @@ def _numbers(logits: Tensor | None) -> tuple[float, ...]:
 
 Reader = Callable[[Any, Any, Any], None]
 _replacing = threading.RLock()  # reentrant: the garbage collector may remove a reader anywhere
-_numbers_of_readers = itertools.count()
 
 
 class _Replacement:
     """A function to put in the place of a module's own, and the readers of its calls."""
 
     def __init__(self, place: ModuleType, name: str, describe: Any) -> None:
-        original = getattr(place, name)
-        readers: dict[int, Reader] = {}
+        self.original = original = getattr(place, name)
+        self.readers: list[Reader] = []
+        readers = self.readers
 
         @functools.wraps(original)
         def watched(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
             if not is_compiling():
-                for reader in tuple(readers.values()):
+                for reader in tuple(readers):
                     with suppressing("the attention logits of a call could not be read"):
                         reader(describe, args, kwargs)
             return output
 
-        self.original = original
         self.function = watched
-        self.readers = readers
 
 
 _replacements: dict[str, _Replacement] = {}
 
 
-class _Handle:
-    """Handle of one reader."""
-
-    def __init__(self, place: ModuleType, name: str, one: _Replacement, number: int) -> None:
-        self._place = place
-        self._name = name
-        self._one = one
-        self._number = number
-
-    def remove(self) -> None:
-        """Remove the reader, and put the function back after the last one."""
-        with _replacing:
-            self._one.readers.pop(self._number, None)
-            # Another library may have put its own function over this one, which then stays and reads nothing.
-            if not self._one.readers and getattr(self._place, self._name) is self._one.function:
-                setattr(self._place, self._name, self._one.original)
-
-
-def _replace(place: ModuleType, name: str, describe: Any, reader: Reader) -> _Handle:
-    """Call `reader` after each call of this function, until `remove()` of the handle."""
+def _replace(place: ModuleType, name: str, describe: Any, reader: Reader) -> SimpleNamespace:
+    """Call `reader` after each call of this function, until `remove()` of what is returned."""
     with _replacing:
         one = _replacements.get(name)
         if one is None or getattr(place, name) not in (one.function, one.original):
             one = _replacements[name] = _Replacement(place, name, describe)
-        number = next(_numbers_of_readers)
-        one.readers[number] = reader
+        one.readers.append(reader)
         setattr(place, name, one.function)
-        return _Handle(place, name, one, number)
+
+    def remove() -> None:
+        """Remove the reader, and put the function back after the last one."""
+        with _replacing:
+            if reader in one.readers:
+                one.readers.remove(reader)
+            # Another library may have put its own function over this one, which then stays and reads nothing.
+            if not one.readers and getattr(place, name) is one.function:
+                setattr(place, name, one.original)
+
+    return SimpleNamespace(remove=remove)

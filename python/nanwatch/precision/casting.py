@@ -27,25 +27,17 @@ def autocast_kinds() -> tuple[str, ...]:
     return tuple(name for name in names if torch.amp.is_autocast_available(name))
 
 
-def first_float(value: Any, depth: int = 0) -> torch.dtype | None:
+def first_float(value: Any) -> torch.dtype | None:
     """Return the dtype of the first floating-point tensor in tuples, lists, mappings and dataclasses, or None."""
-    if isinstance(value, Tensor):
-        return value.dtype if value.dtype.is_floating_point else None
-    if depth == MAX_DEPTH or isinstance(value, _SCALARS):
+    found: list[torch.dtype] = []
+
+    def note(x: Tensor) -> Tensor | None:
+        if x.dtype.is_floating_point:
+            found.append(x.dtype)
         return None
-    if isinstance(value, tuple | list):
-        children = list(value)
-    elif isinstance(value, Mapping):
-        children = list(value.values())
-    elif is_dataclass(value) and not isinstance(value, type):
-        children = [getattr(value, field.name, None) for field in fields(value)]
-    else:
-        return None
-    for child in children:
-        found = first_float(child, depth + 1)
-        if found is not None:
-            return found
-    return None
+
+    replaced(value, note)
+    return found[0] if found else None
 
 
 def cast(value: Any, sources: tuple[torch.dtype, ...], to: torch.dtype, *, scalars: bool = True) -> Any:
