@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from nanwatch.distributed.merge import Digest, Merged, Place
+from nanwatch.distributed.merge import Digest, Merged, WeightKey
 from nanwatch.distributed.merge_pages import document
 from nanwatch.records.record import Frame, Record
 from nanwatch.report.report import Report
@@ -20,7 +20,7 @@ NAMES = ["", "a", "a.b", "c"]
 BITS = st.one_of(st.floats(-0.5, 40), st.sampled_from([-inf, inf]))
 PAIRS = st.sampled_from([(0.0, 1.0), (0.5, 1.0), (nan, nan), (1e-45, 3.0e38), (0.0, inf)])
 PLACES = st.builds(
-    Place,
+    WeightKey,
     st.integers(0, 2),
     st.sampled_from(NAMES),
     st.sampled_from(["weight", "bias"]),
@@ -89,6 +89,6 @@ def few(hostile: str = "") -> list[Digest]:
         headroom = {"layer" + hostile: -inf if rank == 2 else 12.5 + rank, "": 1.5, "wide": inf}
         if rank < 3:
             headroom["low" + hostile] = 7.0 - rank
-        place = Place(5, "layer" + hostile, "weight" + hostile, (2, 2))
+        place = WeightKey(5, "layer" + hostile, "weight" + hostile, (2, 2))
         found.append(Digest(rank, seen, headroom, {place: (0.25, 3.0 if rank == 1 else 2.0)}))
     return found

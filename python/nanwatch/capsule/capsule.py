@@ -132,7 +132,7 @@ def write_capsule(
         >>> nanwatch.replay(folder, torch.nn.Linear(2, 2)).finding is None
         True
     """
-    call = _Call()
+    call = _Entries()
     state = call.keep_state(module)
     writer = tree.Writer(call.keep_input, call.leave_out)
     written_args = [writer.write(x, f"input[{i}]") for i, x in enumerate(args)]
@@ -169,7 +169,7 @@ def write_capsule(
     return _write_folder(Path(folder), document, call.tensors)
 
 
-class _Call:
+class _Entries:
     """Tensors of a call under the names they have in the file, each once."""
 
     def __init__(self) -> None:

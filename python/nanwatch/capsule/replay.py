@@ -52,7 +52,7 @@ def call_again(
     try:
         module = _own_module(capsule, model)
         check_model(module)
-        call = _Call(capsule, target, dtype, remarks)
+        call = _Restored(capsule, target, dtype, remarks)
         call.load(module)
         args, kwargs = call.arguments(module)
         with ExitStack() as modes:
@@ -151,7 +151,7 @@ def _find(capsule: Capsule, model: nn.Module) -> nn.Module:
 
 
 @dataclass
-class _Call:
+class _Restored:
     """The call of a capsule on the device and in the dtype of the run."""
 
     capsule: Capsule

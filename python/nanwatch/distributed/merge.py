@@ -11,8 +11,7 @@ from functools import lru_cache
 from math import inf, isnan
 from pathlib import Path
 from statistics import median_low
-from sys import intern
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..records.headroom import by_module
 from ..records.record import Record
@@ -23,6 +22,7 @@ from ..util import reading
 from ..util.job import Attempt
 from ..util.progress import Tell, silent
 
+_T = TypeVar("_T")
 _FILE = "report.json"
 _OUTLYING = 8  # ranks that are named of a module; all are counted
 _LEAST_DISTANCE = 1.0  # bits: healthy ranks, which see other data, differ by a factor of two too
@@ -164,16 +164,16 @@ class Merged:
         Replicas hold equal weights, so their ranges are equal to the bit. Shards of one weight are not compared.
         """
         # Keep only the ranks of each range: one number per rank where replicas are alike.
-        seen: dict[Place, dict[tuple[float | None, ...], tuple[tuple[float, float], list[int]]]] = {}
+        seen: dict[WeightKey, dict[tuple[float | None, ...], tuple[tuple[float, float], list[int]]]] = {}
         for digest in self.digests:
-            for place, pair in digest.weights.items():
+            for weight, pair in digest.weights.items():
                 key = tuple(None if isnan(end) else end for end in pair)  # a nan is not equal to itself
-                seen.setdefault(place, {}).setdefault(key, (pair, []))[1].append(digest.rank)
+                seen.setdefault(weight, {}).setdefault(key, (pair, []))[1].append(digest.rank)
         found = []
-        for place, groups in seen.items():
+        for weight, groups in seen.items():
             most_first = sorted(groups.values(), key=lambda group: (-len(group[1]), group[1]))
             ranges = tuple(RanksRange(*pair, tuple(ranks)) for pair, ranks in most_first)
-            found.append(WeightRanges(*place, ranges))
+            found.append(WeightRanges(*weight, ranges))
         return sorted(found, key=lambda one: (one.batch, one.module, one.label, one.shape or ()))
 
     def differences(self) -> list[WeightRanges]:
@@ -272,7 +272,7 @@ def _when(digest: Digest) -> tuple[float, int]:
     return (inf, 0) if finding is None else (finding.batch, finding.sequence or 0)
 
 
-class Place(NamedTuple):
+class WeightKey(NamedTuple):
     """Name of a weight in a batch, equal on all ranks that hold it."""
 
     batch: int
@@ -293,16 +293,15 @@ class Digest:
     rank: int
     finding: Finding | None
     headroom: dict[str, float]
-    weights: dict[Place, tuple[float, float]]
+    weights: dict[WeightKey, tuple[float, float]]
     attempt: Attempt | None = None
 
     @classmethod
     def of(cls, report: Report) -> Digest:
         """Return the digest of a report."""
-        # Each document has its own copies of names and ranges that ranks share: keep one of each.
-        bits = {intern(name): bits for name, bits in by_module(report.frames).items()}
+        bits = {_shared(name): bits for name, bits in by_module(report.frames).items()}
         weights = {
-            place(frame.batch, frame.name, record.label, record.shape): pair
+            _shared(WeightKey(frame.batch, frame.name, record.label, record.shape)): pair
             for frame in report.frames
             for record in frame.records
             if (pair := _comparable(record)) is not None
@@ -320,16 +319,10 @@ class Digest:
         )
 
 
-@lru_cache(maxsize=65536)
-def place(batch: int, module: str, label: str, shape: tuple[int, ...] | None) -> Place:
-    """Return the Place, mostly the same object each time."""
-    return Place(batch, module, label, shape)
-
-
-@lru_cache(maxsize=65536)
-def pair_of(abs_min: float, abs_max: float) -> tuple[float, float]:
-    """Return the range, mostly the same object each time."""
-    return abs_min, abs_max
+@lru_cache(maxsize=1 << 17)
+def _shared(value: _T) -> _T:
+    """Return an equal value, mostly the same object each time: ranks share names and ranges."""
+    return value
 
 
 def _finding(report: Report) -> Finding | None:
@@ -346,4 +339,5 @@ def _finding(report: Report) -> Finding | None:
 def _comparable(record: Record) -> tuple[float, float] | None:
     if record.role != "weight" or record.note or record.abs_min is None or record.abs_max is None:
         return None
-    return pair_of(record.abs_min, record.abs_max)
+    pair: tuple[float, float] = _shared((record.abs_min, record.abs_max))
+    return pair

@@ -35,7 +35,7 @@ from ..util.visible import visible, warn_user, with_utf8
 _MOST_FRAMES = 100_000  # the recorder reserves 0.2 kB for each
 
 
-class _Call(NamedTuple):
+class _PrintedCall(NamedTuple):
     """A call of a module before it is printed. Nothing is formatted earlier.
 
     `recorded` is the name of its frame, "(not recorded)" for a call that was read at once into `rows`. `number` is the
@@ -150,8 +150,8 @@ class DebugUnderflowOverflow:
         self.prefix = text.PREFIX
         self.module_names = {module: name for name, module in model.named_modules()}
         self._header: list[str] = []
-        self._saved: deque[_Call] = deque(maxlen=max_frames_to_save)
-        self._latest: _Call | None = None
+        self._saved: deque[_PrintedCall] = deque(maxlen=max_frames_to_save)
+        self._latest: _PrintedCall | None = None
         self._batch = 0  # of the latest call
         watched = original_module(model)
         room = max(1, _MOST_FRAMES if max_frames_to_save is None else min(max_frames_to_save, _MOST_FRAMES))
@@ -224,7 +224,7 @@ class DebugUnderflowOverflow:
             rows += [observe(x, label, role) for x, label, role in _values(args, output)]
         name = "(not recorded)" if recorded is None else recorded
         number, kinds = self._recorder.frames_kept, (_types(args, 1), _types(output, 2))
-        self._latest = call = _Call(
+        self._latest = call = _PrintedCall(
             self._header, self.module_names[module], type(module).__name__, name, number, kinds, rows
         )
         self._header = []
