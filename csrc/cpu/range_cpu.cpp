@@ -1,7 +1,6 @@
 #include "cpu/range_cpu.h"
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstdlib>
 
@@ -52,56 +51,35 @@ Dispatch& dispatch() {
 template <Format F>
 int64_t first_nonfinite(const View& view) {
   using Word = typename Codes<F>::Word;
-  struct Step {
-    int64_t size, stride, order;
-  };
-  std::vector<Step> steps;  // slowest first, as C order has it
-  int64_t order = 1;
-  for (int64_t d = view.dims - 1; d >= 0; --d) {
-    if (view.sizes[d] != 1 && view.strides[d] != 0) {
-      Step* const inner = steps.empty() ? nullptr : &steps.back();
-      if (inner != nullptr && inner->stride * inner->size == view.strides[d] && inner->order * inner->size == order) {
-        inner->size *= view.sizes[d];
-      } else {
-        steps.push_back({view.sizes[d], view.strides[d], order});
-      }
-    }
-    order *= view.sizes[d];
-  }
-  if (steps.empty()) steps.push_back({1, 1, 1});
-  const Step row = steps.front();
-  std::reverse(steps.begin(), steps.end());
-  steps.pop_back();
+  constexpr int64_t width = int64_t(sizeof(Word));
   constexpr int64_t kBlock = 1 << 14;  // elements that the range kernel looks at before one is looked at alone
-  std::vector<int64_t> index(steps.size(), 0);
-  const char* p = static_cast<const char*>(view.data);
-  int64_t position = 0;
-  while (true) {
+  std::vector<Dim> dims(size_t(std::max<int64_t>(view.dims, 1)));
+  dims.resize(size_t(coalesce_dims(view.dims, view.sizes, view.strides, true, dims.data()).dims));
+  std::sort(dims.begin(), dims.end(), [](const Dim& a, const Dim& b) { return a.order < b.order; });
+  const Dim row = dims.front();  // the fastest in C order
+  int64_t rows = 1;
+  for (size_t d = 1; d < dims.size(); ++d) rows *= dims[d].size;
+  for (int64_t index = 0; index < rows; ++index) {
+    const char* p = static_cast<const char*>(view.data);
+    int64_t position = 0, left = index;
+    for (size_t d = 1; d < dims.size(); left /= dims[d++].size) {
+      p += left % dims[d].size * dims[d].stride * width;
+      position += left % dims[d].size * dims[d].order;
+    }
     for (int64_t begin = 0; begin < row.size; begin += kBlock) {
       const int64_t n = std::min(kBlock, row.size - begin);
-      const char* q = p + begin * row.stride * int64_t(sizeof(Word));
+      const char* q = p + begin * row.stride * width;
       RangeBits bits;
       current_kernels().range[int(F)](Plane{q, n, row.stride, 1, 0}, &bits);
       if (is_finite<F>(Word(bits.hi))) continue;
-      for (int64_t i = 0; i < n; ++i, q += row.stride * int64_t(sizeof(Word))) {
+      for (int64_t i = 0; i < n; ++i, q += row.stride * width) {
         Word word;
         std::memcpy(&word, q, sizeof(Word));
         if (!is_finite<F>(magnitude<F>(word))) return position + (begin + i) * row.order;
       }
     }
-    size_t d = steps.size();
-    while (d > 0) {
-      --d;
-      p += steps[d].stride * int64_t(sizeof(Word));
-      position += steps[d].order;
-      if (++index[d] < steps[d].size) break;
-      p -= steps[d].stride * steps[d].size * int64_t(sizeof(Word));
-      position -= steps[d].order * steps[d].size;
-      index[d] = 0;
-      if (d == 0) return Health<F>::kNone;
-    }
-    if (steps.empty()) return Health<F>::kNone;
   }
+  return Health<F>::kNone;
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // Context of a launch from torch: the device and its current stream, a zeroed workspace, and the handling of errors.
-// For ops_cuda.cpp and range_sync.cpp; no CUDA header.
+// For ops_cuda.cpp and cuda_backend.cpp; no CUDA header.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -60,9 +60,8 @@ inline bool launched(int error, const char* op) {
   return false;
 }
 
-inline NanwatchTensor view_of(const Readable& readable) {
-  const at::Tensor& x = readable.tensor;
-  return {x.const_data_ptr(), x.sizes().data(), x.strides().data(), x.dim(), int32_t(readable.format)};
+inline NanwatchTensor view_of(const View& view) {
+  return {view.data, view.sizes, view.strides, view.dims, int32_t(view.format)};
 }
 
 // One workspace for each stream that ever needed one: launches on a stream come one after the other and leave it zero,

@@ -10,10 +10,10 @@ namespace nanwatch {
 namespace {
 
 at::Tensor abs_range(const at::Tensor& x) {
-  const Readable readable(x, "abs_range", false);
-  if (!readable.native) return reference("nanwatch::abs_range", x);
+  const std::optional<View> view = readable(x, "abs_range");
+  if (!view.has_value()) return reference("nanwatch::abs_range", x);
   at::Tensor row = at::empty({kRangeColumns}, at::kDouble);
-  range_cpu(readable.view(), row.mutable_data_ptr<double>());
+  range_cpu(*view, row.mutable_data_ptr<double>());
   return row;
 }
 
@@ -23,9 +23,8 @@ at::Tensor abs_ranges(at::TensorList xs) {
   at::Tensor rows = at::empty({int64_t(xs.size()), kRangeColumns}, at::kDouble);
   double* row = rows.mutable_data_ptr<double>();
   for (const at::Tensor& x : xs) {
-    const Readable readable(x, "abs_ranges", false);
-    if (readable.native) {
-      range_cpu(readable.view(), row);
+    if (const std::optional<View> view = readable(x, "abs_ranges")) {
+      range_cpu(*view, row);
     } else {
       const at::Tensor values = reference("nanwatch::abs_range", x);
       std::copy_n(values.const_data_ptr<double>(), kRangeColumns, row);
@@ -36,10 +35,10 @@ at::Tensor abs_ranges(at::TensorList xs) {
 }
 
 at::Tensor health(const at::Tensor& x) {
-  const Readable readable(x, "tensor_health", true);
-  if (!readable.native) return reference("nanwatch::health", x);
+  const std::optional<View> view = readable(x, "tensor_health");
+  if (!view.has_value()) return reference("nanwatch::health", x);
   at::Tensor row = at::empty({kHealthColumns}, at::kDouble);
-  health_cpu(readable.view(), row.mutable_data_ptr<double>());
+  health_cpu(*view, row.mutable_data_ptr<double>());
   return row;
 }
 
@@ -59,19 +58,12 @@ at::Tensor fingerprint(const at::Tensor& x) {
 
 // The results of the two operators from one read.
 std::tuple<at::Tensor, at::Tensor> range_and_fingerprint(const at::Tensor& x) {
-  const Readable readable(x, "range_and_fingerprint", true);
-  if (!readable.native) return {abs_range(x), fingerprint(x)};
-  const View view = readable.view();
+  const std::optional<View> view = readable(x, "range_and_fingerprint");
+  if (!view.has_value()) return {abs_range(x), fingerprint(x)};
   at::Tensor values = at::empty({kRangeColumns}, at::kDouble);
-  const RangeRow row = range_and_fingerprint_cpu(view);
+  const RangeRow row = range_and_fingerprint_cpu(*view);
   row.write(values.mutable_data_ptr<double>());
-  return {values, as_scalar(sealed_fingerprint(row.blocks, int64_t(view.format), view.dims, view.sizes))};
-}
-
-// The conjugate and negative bits do not change a magnitude: without these the dispatcher would copy the tensor.
-void fall_through(torch::Library& m) {
-  for (const char* const name : {"abs_range", "abs_ranges", "health"})
-    m.impl(name, torch::CppFunction::makeFallthrough());
+  return {values, as_scalar(sealed_fingerprint(row.blocks, int64_t(view->format), view->dims, view->sizes))};
 }
 
 }  // namespace
@@ -82,14 +74,6 @@ TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
   m.impl("abs_range", abs_range);
   m.impl("abs_ranges", abs_ranges);
   m.impl("health", health);
-}
-
-TORCH_LIBRARY_IMPL(nanwatch, Conjugate, m) {
-  fall_through(m);
-}
-
-TORCH_LIBRARY_IMPL(nanwatch, Negative, m) {
-  fall_through(m);
 }
 
 }  // namespace nanwatch

@@ -30,9 +30,8 @@ int enqueue_ranges(const at::Device& device, const NanwatchTensor* views, int64_
 
 at::Tensor abs_range(const at::Tensor& x) {
   const c10::DeviceGuard guard(x.device());
-  const Readable readable(x, "abs_range", false);
-  if (readable.native) {
-    const NanwatchTensor view = view_of(readable);
+  if (const std::optional<View> found = readable(x, "abs_range")) {
+    const NanwatchTensor view = view_of(*found);
     at::Tensor row = rows_on(x.device(), {kRangeColumns});
     if (launched(enqueue_ranges(x.device(), &view, 1, row), "abs_range")) return row;
   }
@@ -46,29 +45,25 @@ at::Tensor abs_ranges(at::TensorList xs) {
   for (const at::Tensor& x : xs)
     if (x.device() != device) return all_by_reference();  // which names the devices in its error
   const c10::DeviceGuard guard(device);
-  std::vector<Readable> readable;
   std::vector<NanwatchTensor> views;
-  readable.reserve(size_t(count));
+  std::vector<int64_t> unread;  // keep their places as empty ones, and their rows are written below
   views.reserve(size_t(count));
   for (const at::Tensor& x : xs) {
-    readable.emplace_back(x, "abs_ranges", false);
-    // A tensor that is not native keeps its place as an empty one; its row is written below.
     static constexpr int64_t nothing = 0;
-    views.push_back(readable.back().native ? view_of(readable.back())
-                                           : NanwatchTensor{nullptr, &nothing, &nothing, 1, int32_t(Format::u8)});
+    const std::optional<View> view = readable(x, "abs_ranges");
+    if (!view.has_value()) unread.push_back(int64_t(views.size()));
+    views.push_back(view_of(view.value_or(View{nullptr, Format::u8, 0, 1, &nothing, &nothing})));
   }
   at::Tensor rows = rows_on(device, {count, kRangeColumns});
   if (!launched(enqueue_ranges(device, views.data(), count, rows), "abs_ranges")) return all_by_reference();
-  for (int64_t i = 0; i < count; ++i)
-    if (!readable[size_t(i)].native) rows.select(0, i).copy_(reference("nanwatch::abs_range", xs[size_t(i)]));
+  for (const int64_t i : unread) rows.select(0, i).copy_(reference("nanwatch::abs_range", xs[size_t(i)]));
   return rows;
 }
 
 at::Tensor health(const at::Tensor& x) {
   const c10::DeviceGuard guard(x.device());
-  const Readable readable(x, "tensor_health", true);
-  if (readable.native) {
-    const NanwatchTensor view = view_of(readable);
+  if (const std::optional<View> found = readable(x, "tensor_health")) {
+    const NanwatchTensor view = view_of(*found);
     at::Tensor row = rows_on(x.device(), {kHealthColumns});
     const LaunchContext place(x.device());
     const int error = place.error != 0 ? place.error

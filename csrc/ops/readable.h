@@ -15,29 +15,15 @@ inline void check_storage(const at::Tensor& x, const char* op) {
                     " need; it was freed or resized.");
 }
 
-// A tensor whose words the kernels can read in place; where `native` is false the reference serves it: complex numbers,
-// and dtypes that it refuses in words of its own.
-struct Readable {
-  at::Tensor tensor;
-  Format format = Format::f64;
-  bool native = false;
-
-  // The kernels look through the conjugate and negative bits, which do not change a magnitude, unless signs are
-  // counted.
-  Readable(const at::Tensor& x, const char* op, bool sign_matters) : tensor(x) {
-    check_storage(x, op);
-    const std::optional<Format> found = format_of(x.scalar_type());
-    if (!found.has_value()) return;
-    format = *found;
-    if (x.is_neg() && (sign_matters || negation_changes_magnitude(x, format))) tensor = x.resolve_neg();
-    native = true;
-  }
-
-  View view() const {
-    return {tensor.const_data_ptr(), format, tensor.numel(), tensor.dim(), tensor.sizes().data(),
-            tensor.strides().data()};
-  }
-};
+// The tensor's memory, where the kernels can read its words in place. Nothing where the reference serves it: complex
+// numbers, and dtypes that it refuses in words of its own. Conjugate and negative views do not come here, see `define`
+// in python/nanwatch/numerics/_extension.py.
+inline std::optional<View> readable(const at::Tensor& x, const char* op) {
+  check_storage(x, op);
+  const std::optional<Format> format = format_of(x.scalar_type());
+  if (!format.has_value()) return std::nullopt;
+  return View{x.const_data_ptr(), *format, x.numel(), x.dim(), x.sizes().data(), x.strides().data()};
+}
 
 inline at::Tensor reference(const char* op, const at::Tensor& x) {
   return call_reference<at::Tensor(const at::Tensor&)>(op, x);

@@ -173,18 +173,24 @@ def instances_of(kind: type[_T]) -> list[_T]:
     return found
 
 
-# The operators: each schema, its fake, its fallback.
+# The operators: each schema, its fallback, its fake.
 
 _library = torch.library.Library("nanwatch", "DEF")
 
 
-def define(schema: str, fallback: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Register one operator and return its overload: resolving `torch.ops.nanwatch.name` costs as much again."""
+def define(
+    schema: str, fallback: Callable[..., Any], fake: Callable[..., Any], *, of_views: bool = False
+) -> Callable[..., Any]:
+    """Register one operator and return its overload: resolving `torch.ops.nanwatch.name` costs as much again.
+
+    `of_views`: the fallback serves conjugate and negative views. The dispatcher would copy them at their logical size.
+    """
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"nanwatch::{name}", fake, lib=_library)
     # Nested tensors have dispatch keys of their own, which no alias key covers.
-    for key in ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA"):
+    keys = ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA")
+    for key in (*keys, "Conjugate", "Negative") if of_views else keys:
         _library.impl(name, fallback, key)
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     if stable_operators:  # whose kernels cannot go past themselves to the fallback of the same operator
@@ -202,35 +208,9 @@ def _fake_abs_range(x: Tensor) -> Tensor:
     return _row(x, _reference.RANGE_WIDTH)
 
 
-_abs_range = define("abs_range(Tensor x) -> Tensor", _reference.abs_range, _fake_abs_range)
-
-
 def _fake_abs_ranges(xs: Sequence[Tensor]) -> Tensor:
-    if not xs:
-        return torch.empty((0, _reference.RANGE_WIDTH), dtype=torch.float64)
-    return _row(xs[0], len(xs), _reference.RANGE_WIDTH)
-
-
-_abs_ranges = define("abs_ranges(Tensor[] xs) -> Tensor", _reference.abs_ranges, _fake_abs_ranges)
-
-
-def _fake_health(x: Tensor) -> Tensor:
-    return _row(x, _reference.HEALTH_WIDTH)
-
-
-_health = define("health(Tensor x) -> Tensor", _reference.health, _fake_health)
-
-
-def _fake_statistics(x: Tensor) -> Tensor:
-    return _row(x, _spread.STATISTICS_WIDTH)
-
-
-def statistics(x: Tensor) -> Tensor:
-    """Return range and statistics of `x`: shape (7,), columns as in `_spread`, on x's device, no sync."""
-    return _spread.statistics(x, abs_range)
-
-
-define("statistics(Tensor x) -> Tensor", statistics, _fake_statistics)
+    width = _reference.RANGE_WIDTH
+    return _row(xs[0], len(xs), width) if xs else torch.empty((0, width), dtype=torch.float64)
 
 
 def _fake_exponent_histogram(x: Tensor) -> Tensor:
@@ -238,58 +218,35 @@ def _fake_exponent_histogram(x: Tensor) -> Tensor:
     return torch.empty((columns,), dtype=torch.int64, device=x.device)
 
 
-define("exponent_histogram(Tensor x) -> Tensor", _spread.exponent_histogram, _fake_exponent_histogram)
-
-
 def _fake_fingerprint(x: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=x.device)
 
 
-_fingerprint_op = define("fingerprint(Tensor x) -> Tensor", _fingerprint.fingerprint, _fake_fingerprint)
-
-
-def _fake_range_and_fingerprint(x: Tensor) -> tuple[Tensor, Tensor]:
-    return _fake_abs_range(x), _fake_fingerprint(x)
-
-
-_range_and_fingerprint = define(
-    "range_and_fingerprint(Tensor x) -> (Tensor, Tensor)",
-    lambda x: (_abs_range(x), _fingerprint_op(x)),  # in two reads, each native where its device has a kernel
-    _fake_range_and_fingerprint,
+abs_range = define("abs_range(Tensor x) -> Tensor", _reference.abs_range, _fake_abs_range, of_views=True)
+abs_ranges = define(
+    "abs_ranges(Tensor[] xs) -> Tensor", _reference.abs_ranges, _fake_abs_ranges, of_views=True
 )
-
-
-def _would_be_copied(x: Tensor) -> bool:
-    """Return whether the dispatcher would copy `x` at its full logical size: expanded, and a conj or neg view."""
-    return (x.is_conj() or x.is_neg()) and _reference.without_repeats(x)[1] > 1
-
-
-def abs_range(x: Tensor) -> Tensor:
-    """Return `(abs_min, abs_max, isfinite)` of `x`: shape (3,), float64 (float32 on mps), on x's device, no sync."""
-    row: Tensor = _reference.abs_range(x) if _would_be_copied(x) else _abs_range(x)
-    return row
-
-
-def abs_ranges(xs: Sequence[Tensor]) -> Tensor:
-    """Return an `abs_range` row per tensor: shape (n, 3), float64, on the one device all of `xs` are on, no sync."""
-    # The range of what is repeated is the range of all.
-    rows: Tensor = _abs_ranges([_reference.without_repeats(x)[0] if _would_be_copied(x) else x for x in xs])
-    return rows
-
-
-def health(x: Tensor) -> Tensor:
-    """Return range and counts of `x`: shape (11,), columns as in `_reference.health`, on x's device, no sync."""
-    row: Tensor = _reference.health(x) if _would_be_copied(x) else _health(x)
-    return row
-
-
-def fingerprint(x: Tensor) -> Tensor:
-    """Return a hash of the bits of `x`: int64 of shape (), on x's device, no sync."""
-    found: Tensor = _fingerprint_op(x)
-    return found
-
-
-def range_and_fingerprint(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of `abs_range` and `fingerprint` from one read where the compiled part has the dtype."""
-    row, found = _range_and_fingerprint(x)
-    return row, found
+health = define(
+    "health(Tensor x) -> Tensor",
+    _reference.health,
+    lambda x: _row(x, _reference.HEALTH_WIDTH),
+    of_views=True,
+)
+statistics = define(
+    "statistics(Tensor x) -> Tensor",
+    lambda x: _spread.statistics(x, abs_range),
+    lambda x: _row(x, _spread.STATISTICS_WIDTH),
+    of_views=True,
+)
+define(
+    "exponent_histogram(Tensor x) -> Tensor",
+    _spread.exponent_histogram,
+    _fake_exponent_histogram,
+    of_views=True,
+)
+fingerprint = define("fingerprint(Tensor x) -> Tensor", _fingerprint.fingerprint, _fake_fingerprint)
+range_and_fingerprint = define(
+    "range_and_fingerprint(Tensor x) -> (Tensor, Tensor)",
+    lambda x: (abs_range(x), fingerprint(x)),  # in two reads, each native where its device has a kernel
+    lambda x: (_fake_abs_range(x), _fake_fingerprint(x)),
+)

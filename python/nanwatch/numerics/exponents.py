@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import _extension, _spread
 from .formats import floor_log2, limits
-from .readable import dtype_name, is_plain, only_our_dispatch, readable, through_public
+from .readable import dtype_name, only_our_dispatch, read, readable
 
 
 class _Counts(dict[int, int]):
@@ -124,8 +124,7 @@ def exponent_histogram(x: Tensor) -> ExponentHistogram:
         x = readable(x, "exponent_histogram")
         dtype = counted_dtype(x)
         exponents = _spread.exponents_of(dtype)
-        read = _spread.exponent_histogram
-        row = read(x) if is_plain(x) else through_public(read, read, x)
+        row = read(_spread.exponent_histogram, _spread.exponent_histogram, x)
         return _from_row(dtype, exponents, row.tolist())
 
 

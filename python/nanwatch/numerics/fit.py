@@ -22,7 +22,7 @@ from torch import Tensor
 from . import _extension, _spread
 from .exponents import ExponentHistogram, counted_dtype
 from .formats import BY_NAME
-from .readable import dtype_name, is_plain, only_our_dispatch, readable, through_public, type_name
+from .readable import dtype_name, only_our_dispatch, read, readable, type_name
 
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")
 """Formats that `narrowest` chooses from: the narrowest first, and of one width the more precise first."""
@@ -139,8 +139,8 @@ def would_fit(x: Tensor | ExponentHistogram, dtype: torch.dtype | str, *, scale:
         marks = _marks(dtype_name(counted_dtype(x)), target, float(scale))
         # The marks ascend, and only uint64 has some beyond its words, which no element reaches.
         codes = [_as_int64(word) for word in marks if word < 1 << 64]
-        read = partial(_spread.count_from, codes=codes)
-        row = read(x) if is_plain(x) else through_public(read, read, x)
+        count = partial(_spread.count_from, codes=codes)
+        row = read(count, count, x)
         nonzero, kept, normal, overflow, nonfinite = row.tolist() + [0] * (len(marks) - len(codes))
     found = (overflow - nonfinite, nonzero - kept, kept - normal)
     return Fit(getattr(torch, target), float(scale), nonzero - nonfinite, *found, *found)
@@ -246,15 +246,11 @@ class _Ends(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _ends(name: str) -> _Ends:
-    ladder = _ladder(name)
-    units, step = ladder.units(ladder.last), ladder.units(ladder.last) - ladder.units(ladder.last - 1)
-    half = ladder.unit / 2
-    return _Ends(
-        units * ladder.unit + step * half,
-        (units // step) % 2 == 1,
-        half,
-        (1 << ladder.fraction_bits) * ladder.unit - half,
-    )
+    form = BY_NAME[name]
+    largest, before = (Fraction(form.value_of(form.largest_word - back)) for back in (0, 1))
+    step, half = largest - before, Fraction(form.ends.smallest_subnormal) / 2
+    normal_from = Fraction(form.ends.smallest_normal) - half
+    return _Ends(largest + step / 2, largest / step % 2 == 1, half, normal_from)
 
 
 def _target(dtype: torch.dtype | str) -> str:
@@ -282,14 +278,6 @@ class _Ladder(NamedTuple):
     unit: Fraction
     first: int  # the word of one unit
     last: int  # the word of the largest finite magnitude
-
-    def units(self, word: int) -> int:
-        """Return the worth of a word in units."""
-        word += 1 - self.first
-        field = word >> self.fraction_bits
-        if field == 0:
-            return word
-        return (word - ((field - 1) << self.fraction_bits)) << (field - 1)
 
     def first_reaching(self, units: int) -> int:
         """Return the lowest word worth at least `units` (1 and more); last + 1, where inf or nan begin, if no number

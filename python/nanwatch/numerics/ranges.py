@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import _extension, _reference, _spread
 from .formats import AbsRange, Statistics, TensorHealth
-from .readable import is_plain, only_our_dispatch, readable, through_public, type_name
+from .readable import is_plain, only_our_dispatch, read, readable, type_name
 
 
 def abs_range(x: Tensor) -> AbsRange:
@@ -36,7 +36,13 @@ def abs_range(x: Tensor) -> AbsRange:
     """
     _extension.explain_once()
     with only_our_dispatch():
-        return _to_range(_range_row(readable(x, "abs_range")).tolist())
+        x = readable(x, "abs_range")
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():  # waiting would end the capture
+            raise RuntimeError(
+                "nanwatch.abs_range waits for the device, and this stream is being captured into a CUDA graph. Inside a"
+                " capture use torch.ops.nanwatch.abs_range(x), which does not wait."
+            )
+        return _to_range(_range_row(x).tolist())
 
 
 def abs_ranges(tensors: Iterable[Tensor]) -> list[AbsRange]:
@@ -93,7 +99,8 @@ def tensor_health(x: Tensor) -> TensorHealth:
     _extension.explain_once()
     with only_our_dispatch():
         x = readable(x, "tensor_health")
-        return _health(_health_row(x).tolist(), x.numel(), lambda flat: _index_of(x, flat))
+        row = read(_extension.health, _reference.health, x).tolist()
+        return _health(row, x.numel(), lambda flat: _index_of(x, flat))
 
 
 _abs_range, _tensor_health = abs_range, tensor_health
@@ -105,15 +112,7 @@ if not TYPE_CHECKING and _extension.C is not None:
 
 
 def _range_row(x: Tensor) -> Tensor:
-    return (
-        _extension.abs_range(x)
-        if is_plain(x)
-        else through_public(_extension.abs_range, _reference.abs_range, x)
-    )
-
-
-def _health_row(x: Tensor) -> Tensor:
-    return _extension.health(x) if is_plain(x) else through_public(_extension.health, _reference.health, x)
+    return read(_extension.abs_range, _reference.abs_range, x)
 
 
 def _index_of(x: Tensor, flat: int) -> tuple[int, ...]:
@@ -145,21 +144,11 @@ def health_of(row: list[float], shape: Sequence[int]) -> TensorHealth:
 
 
 def _health(row: list[float], numel: int, index_of: Callable[[int], tuple[int, ...]]) -> TensorHealth:
-    low, high, isfinite, finite_low, finite_high, nans, posinfs, neginfs, zeros, subnormals, first = row
-    return TensorHealth(
-        low,
-        high,
-        isfinite != 0.0,
-        finite_low,
-        finite_high,
-        int(nans),
-        int(posinfs),
-        int(neginfs),
-        int(zeros),
-        int(subnormals),
-        numel,
-        None if first < 0 else index_of(int(first)),
-    )
+    low, high, isfinite, finite_low, finite_high, *counts, first = row
+    nans, posinfs, neginfs, zeros, subnormals = map(int, counts)
+    index = None if first < 0 else index_of(int(first))
+    ends = low, high, isfinite != 0.0, finite_low, finite_high
+    return TensorHealth(*ends, nans, posinfs, neginfs, zeros, subnormals, numel, index)
 
 
 def fingerprint(x: Tensor) -> int:
@@ -219,10 +208,7 @@ def range_and_statistics(x: Tensor) -> tuple[AbsRange, Statistics]:
     with only_our_dispatch():
         x = readable(x, "statistics")
         _spread.refuse_complex(x.dtype, "statistics")
-        if is_plain(x):
-            row = _extension.statistics(x).tolist()
-        else:
-            row = through_public(_extension.statistics, _spread.statistics, x).tolist()
+        row = read(_extension.statistics, _spread.statistics, x).tolist()
         return _to_range(row[:3]), Statistics(*row[3:])
 
 

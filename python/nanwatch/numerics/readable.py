@@ -113,8 +113,13 @@ def is_plain(x: Tensor) -> bool:
     )
 
 
-def through_public(operator: Read, public: Read, x: Tensor) -> Tensor:
-    """Read a tensor on which some public torch operations may be missing. A subclass never sees our operators."""
+def read(operator: Read, public: Read, x: Tensor) -> Tensor:
+    """Read a tensor by our operator, a subclass with its own dispatch by `public`, in operations of torch's own.
+
+    Raises TypeError for a tensor on which some of torch's operations are missing.
+    """
+    if is_plain(x):
+        return operator(x)
     try:
         return public(x) if _reference.overrides_dispatch(x) else operator(x)
     except Exception as error:

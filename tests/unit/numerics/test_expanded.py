@@ -60,3 +60,14 @@ def test_whether_a_huge_tensor_would_fit() -> None:
     few = would_fit(torch.tensor([1.0, 1e6]), torch.float16)
     assert fit.num_elements == HUGE * few.num_elements
     assert fit.num_overflow == HUGE * few.num_overflow == HUGE
+
+
+def test_an_operator_copies_no_negative_view() -> None:
+    """The dispatcher would make a copy of 8 TiB before the operator sees it."""
+    few = torch.tensor([complex(1, 2), complex(3, -torch.inf)]).conj().imag
+    assert few.is_neg()
+    huge = few.expand(HUGE, 2)
+    operators = torch.ops.nanwatch
+    assert operators.abs_range(huge).tolist() == operators.abs_ranges([huge])[0].tolist() == [2, torch.inf, 0]
+    assert operators.health(huge).tolist()[5:] == [0, HUGE, 0, 0, 0, 1]
+    assert operators.statistics(few[:1].expand(HUGE)).tolist()[:5] == [2, 2, 1, -2, 2]
