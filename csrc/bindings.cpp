@@ -10,7 +10,6 @@
 #include "bindings.h"
 #include "ops/plain_view.h"
 #include "cpu/range_cpu.h"
-#include "ops/range_sync.h"
 #include "recorder/watched_call.h"
 
 namespace py = pybind11;
@@ -51,25 +50,13 @@ PyObject* range_tuple() {
 #endif
 }
 
-// Reads a tensor that is not plain memory of the CPU. Returns 1 with the row, 0 where the dispatcher has to be asked,
-// -1 with an exception set.
-int range_elsewhere(PyObject* object, RangeRow* row) {
-  HANDLE_TH_ERRORS
-  return range_sync(object, row) ? 1 : 0;
-  END_HANDLE_TH_ERRORS_RET(-1)
-}
-
 PyObject* abs_range(PyObject*, PyObject* object) {
   // Not HANDLE_TH_ERRORS: its buffer for warnings, of which there are none here, takes 10 ns.
   try {
     View view;
-    RangeRow row;
-    if (plain_view(object, &view)) {
-      row = read_released(THPVariable_Unpack(object), view, bytes_of(view),
-                          [](const View& held) { return range_cpu(held); });
-    } else if (const int found = range_elsewhere(object, &row); found <= 0) {
-      return found < 0 ? nullptr : PyObject_CallOneArg(range_result.fallback, object);
-    }
+    if (!plain_view(object, &view)) return PyObject_CallOneArg(range_result.fallback, object);
+    const RangeRow row = read_released(THPVariable_Unpack(object), view, bytes_of(view),
+                                       [](const View& held) { return range_cpu(held); });
     PyObject* result = range_tuple();
     if (result == nullptr) return nullptr;
     PyTuple_SET_ITEM(result, column::abs_min, PyFloat_FromDouble(row.abs_min));

@@ -297,11 +297,6 @@ int nanwatch_cuda_allocate_mapped(int device, size_t bytes, void** memory, void*
   return nanwatch::checked(cudaHostGetDevicePointer(address, *memory, 0));
 }
 
-int nanwatch_cuda_wait(int device, void* stream) {
-  if (const int error = nanwatch::checked(cudaSetDevice(device))) return error;
-  return nanwatch::checked(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
-}
-
 int nanwatch_cuda_event(int device, void** event) {
   if (const int error = nanwatch::checked(cudaSetDevice(device))) return error;
   const nanwatch::Uncaptured uncaptured;

@@ -81,9 +81,6 @@ int nanwatch_cuda_stream(int device, void* stream, uint64_t* id, uint64_t* captu
 int nanwatch_cuda_allocate(int device, size_t bytes, void** memory);
 int nanwatch_cuda_allocate_mapped(int device, size_t bytes, void** memory, void** address);
 
-// Waits for the stream. Not for a stream that is being captured.
-int nanwatch_cuda_wait(int device, void* stream);
-
 // One more kernel: adds one to *step, or, if there is a `done`, says there how far *step is. Both may be in mapped host
 // memory, and have to be aligned to 8.
 int nanwatch_cuda_step(uint64_t* step, uint64_t* done, int device, void* stream);

@@ -1,9 +1,9 @@
 // The rows that devices write: slots in host memory that they all reach, given out in turn, and the launches that fill
 // them. One for the process, as such memory is never given back; used under the interpreter lock.
 //
-// A kernel writes its row straight into host memory, as range_sync.cpp's does. A copy from device memory would be one
-// more operation, and after an error of the device (an assertion, a bad address) there would be nothing to copy: device
-// memory is lost then, and with it the frames that led to the error. Rows written before the error are in host memory.
+// A kernel writes its row straight into host memory. A copy from device memory would be one more operation, and after
+// an error of the device (an assertion, a bad address) there would be nothing to copy: device memory is lost then, and
+// with it the frames that led to the error. Rows written before the error are in host memory.
 #pragma once
 
 #include <deque>

@@ -23,7 +23,7 @@ struct RangeRow {
 };
 
 // The range in the first columns of a row.
-inline RangeRow range_of_row(const volatile double* row) {
+inline RangeRow range_of_row(const double* row) {
   return {row[column::abs_min], row[column::abs_max], row[column::isfinite] != 0};
 }
 

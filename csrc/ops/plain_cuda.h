@@ -1,8 +1,6 @@
 // The gate of every raw read of CUDA memory; plain_view.h has that of the host's.
 #pragma once
 
-#include <torch/csrc/autograd/python_variable.h>
-
 #include "ops/tensor_view.h"
 
 namespace nanwatch {
@@ -15,10 +13,6 @@ inline const c10::DispatchKeySet kPlainCudaKeys({c10::DispatchKey::CUDA, c10::Di
 // Returns whether it is a plain strided CUDA tensor.
 inline bool is_plain_cuda(const at::Tensor& x) {
   return x.defined() && x.is_cuda() && (x.key_set().raw_repr() & ~kPlainCudaKeys.raw_repr()) == 0;
-}
-
-inline bool is_plain_cuda(PyObject* object) {
-  return THPVariable_CheckExact(object) && is_plain_cuda(THPVariable_Unpack(object));
 }
 
 }  // namespace nanwatch
