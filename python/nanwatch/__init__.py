@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         patch_transformers,
         unpatch_transformers,
     )
+    from .monitoring.sinks import Sink
     from .numerics.exponents import ExponentHistogram, exponent_histogram
     from .numerics.fit import Fit, narrowest, would_fit
     from .numerics.formats import AbsRange, Statistics, TensorHealth
@@ -60,6 +61,7 @@ else:
             "patch_transformers",
             "unpatch_transformers",
         ),
+        "monitoring.sinks": ("Sink",),
         "numerics.exponents": ("ExponentHistogram", "exponent_histogram"),
         "numerics.fit": ("Fit", "narrowest", "would_fit"),
         "numerics.formats": ("AbsRange", "Statistics", "TensorHealth"),
@@ -102,6 +104,7 @@ __all__ = [
     "NonFiniteError",
     "Record",
     "Report",
+    "Sink",
     "Statistics",
     "TensorHealth",
     "Trace",

@@ -25,7 +25,8 @@ from nanwatch.capsule.files import CapsuleError, blaming
 from nanwatch.distributed.merge import Digest
 from nanwatch.distributed.merge_pages import merged_text
 from nanwatch.integrations import debug
-from nanwatch.monitoring.monitor import BatchLog, nonfinite_entry
+from nanwatch.monitoring.batch_summary import BatchSummary
+from nanwatch.monitoring.log_sinks import batch_entry, nonfinite_entry
 from nanwatch.netcheck.command import say
 from nanwatch.records.record import Frame, Record
 from nanwatch.report import text
@@ -114,12 +115,12 @@ def forms(report: Report) -> list[str]:
     assert report.finding is not None
     first = RankObservation.of(report.finding, 0, 0, None, "")
     error = NonFiniteError(report, Origin(first, 1, 1, 2, 2))
-    log = BatchLog(3)
+    log = BatchSummary(3)
     name = report.frames[0].name
     log.add(
         Frame(3, name, "M", (Record(f"output{name}", "output", (2,), "float16", 0.0, 1.0, True, None, ""),))
     )
-    entry = log.entry([name])
+    entry = batch_entry(log, [name])
     digests = [Digest(rank, replace(report.finding, rank=rank), {name: 2.0}, {}) for rank in (0, 1)]
     return [
         report.to_text(),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from nanwatch.monitoring.sinks import Sink
 from nanwatch.session.api import watch
 from nanwatch.session.options import Options
 
@@ -18,7 +19,7 @@ from nanwatch.session.options import Options
 GIVEN: dict[str, Any] = {
     "max_frames": 7, "on_nonfinite": "record", "check": "batch", "weights": False, "buffers": False, "inputs": False,
     "outputs": True, "gradients": True, "counts": True, "fingerprints": True, "attention": 7, "max_skipped_steps": 3,
-    "include": "0", "sketches": 3, "statistics": 5, "spikes": True,
+    "include": "0", "sketches": 3, "statistics": 5, "spikes": True, "sinks": Sink(),
     "exclude": "1",
     "allow_inf": "0", "every": 2, "reread_weights": 5, "trace_batches": (1,), "log_every": 9, "abort_after_batch": 4,
     "forecast": False, "microscope": False, "peer_timeout": 1.5, "enabled": False,

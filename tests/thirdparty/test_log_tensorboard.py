@@ -14,14 +14,15 @@ from torch import nn
 
 import nanwatch
 from nanwatch.cli import run
-from nanwatch.monitoring.backends import Histogram, LogEntry
+from nanwatch.monitoring.batch_summary import Histogram
+from nanwatch.monitoring.log_sinks import LogEntry
 from support.toys import Scale, breaks_its_log, mlp
 
 pytest.importorskip("tensorboard", reason="needs TensorBoard: pip install tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from nanwatch.monitoring.backends import TensorBoardBackend
+from nanwatch.monitoring.log_sinks import TensorBoardSink
 from support.paths import SCRIPTS
 
 ENTRY = LogEntry(
@@ -42,9 +43,9 @@ def test_an_entry_comes_back_whole(tmp_path: Path) -> None:
     """Numbers, histogram and words, at the number of the batch, among what the user logs."""
     writer = SummaryWriter(str(tmp_path))
     writer.add_scalar("loss", 1.0, 3)
-    sink = TensorBoardBackend(writer)
+    sink = TensorBoardSink(writer)
     sink.write(ENTRY)
-    sink.close()
+    sink.on_close()
     writer.add_scalar("loss", 2.0, 4)
     writer.close()
     events = read(tmp_path)

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..instrumentation.calls import check_model
 from ..instrumentation.wrapped_names import named_modules, original_module
+from ..monitoring.sinks import Sink
 from ..numerics import _extension
 from ..recording.events import Check
 from ..records.headroom import headroom_bits
@@ -27,6 +28,7 @@ from .options import (
     check_flag,
     check_options,
     check_place,
+    check_sinks,
     whole,
 )
 from .watch import Watch
@@ -36,7 +38,7 @@ __all__ = ["DeferredWatch", "Watch", "watch"]
 # Frames that a batch may have for every module: two calls, and both once more when they are recomputed.
 _CALLS = 4
 # Options that `start` checks, because they need the model or open a file.
-_CONFIRMED_LATER = ("include", "exclude", "allow_inf", "trace")
+_CONFIRMED_LATER = ("include", "exclude", "allow_inf", "trace", "sinks")
 
 
 def watch(
@@ -67,6 +69,7 @@ def watch(
     trace: str | os.PathLike[str] | None = None,
     sketches: int = 0,
     log_to: Any = None,
+    sinks: str | Sink | Iterable[str | Sink] = (),
     log_every: int = 50,
     abort_after_batch: int | None = None,
     forecast: bool = True,
@@ -131,8 +134,10 @@ def watch(
         log_to: where to log headroom by module, ranges, forecasts and whether all was finite: a SummaryWriter of
             TensorBoard, a run of wandb, the path of a folder for TensorBoard, or a callable that takes a dict of them
             and the number of the batch (docs/trackers.md). If it raises, there is one warning and the log ends.
+        sinks: whom to tell of batches, failures, forecasts, spikes and skipped steps beside `on_nonfinite`: a
+            `nanwatch.Sink`, a name such as "tensorboard:runs/a", or several (docs/trackers.md).
         log_every: log every n-th batch, fewer where that would take more than 2 % of the time; failures at once. Needs
-            `log_to`.
+            `log_to` or `sinks`.
         abort_after_batch: raise BatchLimitError at the end of the batch of this number.
         forecast: warn of the module that will overflow first, when its headroom shrinks so steadily that the batch can
             be predicted; at most three lines in 10,000 batches. Reads each of the first batches, then fewer, down to
@@ -215,6 +220,10 @@ class DeferredWatch:
             if isinstance(value := self.options.get(option), str | os.PathLike):
                 self.options[option] = check_place(option, value)
         later = {*_CONFIRMED_LATER}
+        self.options["sinks"] = check_sinks("sinks", self.options["sinks"])
+        if self.options["sinks"]:  # a trial would close them
+            whole("log_every", self.options["log_every"], 1, MAX_BATCH)
+            later.add("log_every")
         if self.options.get("trace") is not None:
             arrow("pyarrow.parquet", "trace=")
             # It needs the trace, which is not opened now.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import nn
 
-from ..monitoring.monitor import Monitor
+from ..monitoring.forecast import Forecast
+from ..monitoring.sinks import Sink, SinkStream
 from ..recording.events import Arrival, BackwardCall
 from ..records.record import Frame
 from ..report import text
 from ..report.report import BatchLimitError
+from ..report.spike import SpikeReport
 from ..trace.tracer import Tracer
 from ..util.visible import warn_user
 from .failure_handler import FailureHandler
@@ -29,7 +31,7 @@ class EventDispatch:
     """
 
     _failures: FailureHandler
-    _monitor: Monitor
+    _sinks: SinkStream
     _tracer: Tracer | None
     _backward: BackwardWatch | None
 
@@ -40,14 +42,14 @@ class EventDispatch:
         self,
         watch: object,
         failures: FailureHandler,
-        monitor: Monitor,
+        sinks: SinkStream,
         tracer: Tracer | None,
         backward: BackwardWatch | None,
     ) -> None:
         """Hand the events to these parts of `watch` from now on."""
         self._watch = watch  # only to hold it
         self._failures = failures
-        self._monitor = monitor
+        self._sinks = sinks
         self._tracer = tracer
         self._backward = backward
 
@@ -61,8 +63,8 @@ class EventDispatch:
         return self._failures.batch_started(batch, module, args, kwargs)
 
     def on_frame(self, frame: Frame) -> None:
-        """Hand the frame to the monitor, and print it or write it to the trace, if its batch is traced."""
-        self._monitor.add(frame)
+        """Hand the frame to the sinks, and print it or write it to the trace, if its batch is traced."""
+        self._sinks.on_frame(frame)
         if frame.batch not in self._options.trace_batches:
             return
         if self._options.trace is None:
@@ -123,6 +125,26 @@ class EventDispatch:
             self._failures.raise_postponed()
         if self._backward is not None:
             self._backward.ended(calls, arrivals, left)
+
+
+class TraceNotes(Sink):
+    """Sink that adds forecasts and spikes to a trace, which fetches its frames itself, as far as a batch is traced."""
+
+    def __init__(self, tracer: Tracer, chosen: Collection[int]) -> None:
+        self._tracer = tracer
+        self._chosen = chosen
+
+    def on_forecast(self, batch: int, forecast: Forecast) -> None:
+        """Add it to the batch that it was made in."""
+        self._add(forecast.rows(batch))
+
+    def on_spike(self, report: SpikeReport) -> None:
+        """Add it to the latest batch before the step."""
+        self._add(report.rows())
+
+    def _add(self, frame: Frame) -> None:
+        if not self._chosen or frame.batch in self._chosen:
+            self._tracer.note(frame)
 
 
 def _print_lines(lines: Iterable[str]) -> None:

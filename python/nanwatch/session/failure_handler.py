@@ -144,6 +144,8 @@ class FailureHandler:
         self._batch_ends.active = True
         self._warnings.begin(report.finding)
         self._announce(report)
+        if not self._acts:
+            self._tell_sinks(report)
         self._raise_or_call(report)
 
     def forward_left(self, batch: int, completed: bool) -> None:
@@ -256,6 +258,7 @@ class FailureHandler:
         self._monitor.on_nonfinite(nonfinite.report.finding)
         if not self._acts:
             nonfinite.report = self._examined(nonfinite.report)
+            self._tell_sinks(nonfinite.report)
             self._pass_on_interrupt(NonFiniteError(nonfinite.report))
         self._warnings.begin(nonfinite.report.finding)
         return nonfinite
@@ -278,10 +281,12 @@ class FailureHandler:
 
     def _raise_or_call(self, report: Report) -> None:
         """Re-run the batch, then hand the report to the user's function, or raise it."""
-        if callable(self._action):
-            self._call(self._action, self._settled(report))
-        elif self._action == "raise":
+        if self._acts:
             report = self._settled(report)
+            self._tell_sinks(report)
+        if callable(self._action):
+            self._call(self._action, report)
+        elif self._action == "raise":
             error = NonFiniteError(report, report.origin)
             self._pass_on_interrupt(error)
             raise error
@@ -307,8 +312,17 @@ class FailureHandler:
         in the forward has added to the first. No other exception is changed after it was raised.
         """
         report = self._settled(error.report)
+        self._tell_sinks(report)
         NonFiniteError.__init__(error, report, report.origin)
         self._pass_on_interrupt(error)
+
+    def _tell_sinks(self, report: Report) -> None:
+        """Hand the complete report to the sinks.
+
+        Where the run goes on by itself, only the first of several non-finite batches in a row is told.
+        """
+        if self._acts or self.batches.failure is report:
+            self._monitor.sinks.on_failure(report)
 
     def _settled(self, report: Report) -> Report:
         """Return the report after the re-run, with the origin on which the ranks agreed."""
@@ -338,6 +352,7 @@ class FailureHandler:
         """Report gradients that no step was about to take. They are no failure yet, so "raise" warns too."""
         is_raising = sys.exc_info()[0] is not None
         examined = self._examined(report)
+        self._tell_sinks(examined)
         if self._action in ("raise", "warn"):
             warn_user(
                 f"{text.summary(examined.finding or finding)}; the watch ended before a step took it;"
@@ -365,6 +380,8 @@ class FailureHandler:
                     report = self._settled(report)
                 elif self._acts:
                     report = self._examined(report)
+                if self._acts:
+                    self._tell_sinks(report)
                 add_note(error, report)
                 if callable(self._action):
                     self._action(report)

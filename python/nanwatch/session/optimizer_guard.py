@@ -22,10 +22,10 @@ from ..numerics._extension import instances_of
 from ..numerics.readable import only_our_dispatch
 from ..recording.events import Event, Recorder
 from ..recording.observe import read
-from ..records.record import NOT_TAKEN, SKIPPED_STEP
+from ..records.record import NOT_TAKEN
 from ..report import text
-from ..report.finding import Finding
 from ..report.report import Report
+from ..report.skipped_step import SkippedStep
 from ..util.visible import suppressed, warn_user
 from .options import Options
 
@@ -34,30 +34,6 @@ _MAX_KEPT = 100
 
 # A weight: its module, and its name in it.
 Weight = tuple["weakref.ref[nn.Module]", str]
-
-
-@dataclass(frozen=True, slots=True)
-class SkippedStep:
-    """Step that was skipped because gradients of `batch` were not finite.
-
-    `scale_before` and `scale_after` are the GradScaler's, None where none was found.
-    """
-
-    batch: int
-    scale_before: float | None
-    scale_after: float | None
-    finding: Finding
-
-    def __str__(self) -> str:
-        before, after = self.scale_before, self.scale_after
-        if before is None:
-            return SKIPPED_STEP
-        fell = "" if after is None or after == before else f" → {_spell(after)}"
-        return f"{SKIPPED_STEP} (scale {_spell(before)}{fell})"
-
-
-def _spell(scale: float) -> str:
-    return f"{scale:.0f}" if scale.is_integer() and scale < 1e15 else f"{scale:g}"
 
 
 @dataclass(slots=True)
@@ -75,10 +51,13 @@ class OptimizerGuard:
 
     `defer` and `check_step` return the report of a failure that is due now. The caller raises it before the weights
     change. The guard tells `recorder` which gradients are no fault after all. Where the options name no GradScaler, the
-    guard looks for one when it first needs it.
+    guard looks for one when it first needs it. `tell` gets each skipped step.
     """
 
-    def __init__(self, recorder: Recorder, options: Options) -> None:
+    def __init__(
+        self, recorder: Recorder, options: Options, tell: Callable[[SkippedStep], object] = lambda _: None
+    ) -> None:
+        self._tell = tell
         self.skipped: deque[SkippedStep] = deque(maxlen=_MAX_KEPT)
         self.num_skipped = 0
         self.num_untaken = 0  # non-finite backwards after which a step took finite gradients
@@ -182,6 +161,7 @@ class OptimizerGuard:
         self._count(self._in_a_row + 1)
         self._latest = pending.weights
         self._recorder.excuse_gradients(sorted(pending.batches), str(step))
+        self._tell(step)
 
     def settle_late(self) -> None:
         """Settle a failure that was found late, if the scaler has skipped its step since."""

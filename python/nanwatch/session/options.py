@@ -21,7 +21,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.wrapped_names import for_names
-from ..monitoring.backends import ACCEPTED, is_target
+from ..monitoring.log_sinks import ACCEPTED, factory_of, log_for, named_sink
+from ..monitoring.sinks import Sink
 from ..recording.events import Check, Settings
 from ..recording.notes import MaskedScores, masked_scores
 from ..report.report import Report
@@ -145,9 +146,24 @@ def _check_seconds(option: str, value: Any) -> float:
 def _check_log_target(option: str, value: Any) -> Any:
     if isinstance(value, str | os.PathLike):
         return check_place(option, value)
-    if value is not None and not is_target(value):
+    if value is not None and log_for(value) is None:
         raise TypeError(f"{option} should be {ACCEPTED}, got {shorten(value)}")
     return value
+
+
+def check_sinks(option: str, value: Any) -> tuple[str | Sink, ...]:
+    """Return the sinks, if each is a Sink or begins with the name of one."""
+    several = (
+        (value,) if isinstance(value, str | Sink) else tuple(value) if isinstance(value, Iterable) else None
+    )
+    if several is None or not all(isinstance(one, str | Sink) for one in several):
+        raise TypeError(
+            f"{option} should be a nanwatch.Sink, a name such as 'tensorboard:runs/a', or several, got {shorten(value)}"
+        )
+    for one in several:
+        if isinstance(one, str):
+            factory_of(one.partition(":")[0])
+    return several
 
 
 def _whole_from(least: int, most: int = MAX_BATCH) -> _Kind:
@@ -308,7 +324,15 @@ class Options:
         "log headroom, ranges and forecasts for TensorBoard into this folder",
         also="or to a SummaryWriter, a run of wandb or a function",
     )
-    log_every: int = _option(50, _whole_from(1), "log one in N batches", needs="log_to=")
+    sinks: tuple[str | Sink, ...] = _option(
+        (),
+        _Kind(check_sinks, {"action": "append", "metavar": "NAME"}),
+        "tell this sink of batches, failures, forecasts and spikes, such as tensorboard:runs/a",
+        also="or objects of nanwatch.Sink",
+    )
+    log_every: int = _option(
+        50, _whole_from(1), "log one in N batches, and sum up one for sinks", needs="log_to= or sinks="
+    )
     abort_after_batch: int | None = _option(
         None, _BATCH_OR_NONE, "end the run after batch N", also="with BatchLimitError"
     )
@@ -347,6 +371,15 @@ class Options:
     def allows_inf(self, name: str, module: nn.Module) -> bool | MaskedScores:
         """Return whether infinities in this module are meant, or the masked scores that are, of a softmax."""
         return _matches(name, self.allow_inf) or masked_scores(module, self.inputs)
+
+    def named_sinks(self) -> list[tuple[str, Sink]]:
+        """Return the sinks that `log_to` and `sinks` mean, each with its name for the user."""
+        log = None if self.log_to is None else log_for(self.log_to)
+        sinks: list[tuple[str, Sink]] = [] if log is None else [("log_to=", log(self.log_to))]
+        for one in self.sinks:
+            sink, name = (named_sink(one), one) if isinstance(one, str) else (one, type(one).__name__)
+            sinks.append((f"the sink {name}", sink))
+        return sinks
 
     def recorder_settings(self, *, max_frames: int, verify_hits: bool, measure_time: bool) -> Settings:
         """Return the settings of a recorder for these options; it may hold more frames than are shown."""
@@ -392,7 +425,7 @@ def _check_effect(one: Field[Any], options: Options) -> None:
     if not needed or getattr(options, one.name) == one.default:
         return
     values = [getattr(options, word.partition("=")[0]) for word in needed.split(" or ")]
-    if all(value is None or value is False for value in values):
+    if all(value is None or value is False or value == () for value in values):
         raise ValueError(f"{one.name} has no effect without {needed}; set that too, or leave {one.name} out")
 
 

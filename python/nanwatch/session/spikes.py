@@ -27,7 +27,6 @@ from ..monitoring.steps import StepHistory
 from ..monitoring.suspicion import Suspicion
 from ..numerics.readable import Numbers, is_plain
 from ..recording.events import Event, PeakName, Recorder
-from ..records.record import Frame
 from ..report.spike import Cause, Curve, Departure, SpikeReport
 from ..util.job import rank
 from ..util.visible import spell, suppressed, warn_user
@@ -105,9 +104,9 @@ class SpikeWatch:
         guard: OptimizerGuard,
         suspicion: Suspicion,
         output_dir: Path | None,
-        note: Callable[[Frame], None] | None = None,
+        tell: Callable[[SpikeReport], object],
     ) -> None:
-        self._note = note
+        self._tell = tell
         self.reports: deque[SpikeReport] = deque(maxlen=_MOST_REPORTS)
         self._model = weakref.ref(model)
         self._recorder = recorder
@@ -164,7 +163,7 @@ class SpikeWatch:
             self._rerun.backward_failed(self._recorder.latest_batch)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Judge what came since the last step. Warn of a spike."""
+        """Judge what came since the last step. Tell of a spike."""
         if not self._turn.acquire(blocking=False):  # another thread's step: waiting could lock up
             return
         try:
@@ -173,10 +172,7 @@ class SpikeWatch:
             self._turn.release()
         if found is not None:
             self.reports.append(found)
-            if self._note is not None:
-                self._note(found.rows())
-            where = f"{found.files[0]} and Watch.spikes have" if found.files else "Watch.spikes has"
-            warn_user(f"{found.summary}; {where} the report")
+            self._tell(found)
 
     @_harmless
     def _judge(self, optimizer: Optimizer) -> SpikeReport | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -17,11 +17,12 @@ from ..recording.events import Event, Recorder
 from ..recording.recorder import make_recorder
 from ..records.record import Frame
 from ..report.report import Report
+from ..report.skipped_step import SkippedStep
 from ..report.spike import SpikeReport
 from ..trace.tracer import Tracer, ring_size, start_tracer
-from .dispatch import EventDispatch
+from .dispatch import EventDispatch, TraceNotes
 from .failure_handler import FailureHandler
-from .optimizer_guard import OptimizerGuard, SkippedStep
+from .optimizer_guard import OptimizerGuard
 from .optimizer_steps import BackwardWatch, OptimizerSteps
 from .options import Options
 from .reports import Reports
@@ -84,22 +85,24 @@ class Watch:
             self._tracer = start_tracer(
                 options.trace, self._recorder, ring if fetches else 0, options.every, model
             )
-        note = _noting(self._tracer, options.trace_batches)
         self._monitor = Monitor(
             self._recorder,
             model,
+            options.named_sinks() if options.enabled else (),
+            [] if self._tracer is None else [TraceNotes(self._tracer, options.trace_batches)],
             every=options.every,
-            forecasts=options.forecast and options.enabled,
-            log_to=options.log_to if options.enabled else None,
             log_every=options.log_every,
-            note=note,
+            forecasts=options.forecast and options.enabled,
         )
+        sinks, suspicion = self._monitor.sinks, self._monitor.suspicion
         self._batch_ends = self._recorder.subscribe(Event.BATCH_END)
         self._batch_ends.active = (
             self._monitor.awaits_batches or self._tracer is not None or options.abort_after_batch is not None
         )
-        guard = OptimizerGuard(self._recorder, options) if options.gradients and options.enabled else None
-        self._reports = Reports(model, self._recorder, options, self._monitor.suspicion)
+        guard: OptimizerGuard | None = None
+        if options.gradients and options.enabled:
+            guard = OptimizerGuard(self._recorder, options, sinks.on_skipped_step)
+        self._reports = Reports(model, self._recorder, options, suspicion)
         rerun = RerunPolicy(model, options)
         self._failures = FailureHandler(self._reports, self._monitor, rerun, guard)
         self._backward: BackwardWatch | None = None
@@ -107,12 +110,12 @@ class Watch:
         if guard is not None:
             if options.spikes:
                 self._spikes = SpikeWatch(
-                    model, self._recorder, rerun, guard, self._monitor.suspicion, options.output_dir, note
+                    model, self._recorder, rerun, guard, suspicion, options.output_dir, sinks.on_spike
                 )
                 self._monitor.follow(self._spikes.take)
                 self._batch_ends.active = True
             self._backward = BackwardWatch(self._reports, self._failures, guard, self._spikes)
-        self._events.connect(self, self._failures, self._monitor, self._tracer, self._backward)
+        self._events.connect(self, self._failures, sinks, self._tracer, self._backward)
         self._steps: OptimizerSteps | None = None
         self._attachment: Attachment | None = None
         self._attention: AttentionWatch | None = None
@@ -177,7 +180,7 @@ class Watch:
             self._failures.watch_ends()
         finally:
             self._failures.close()
-            self._monitor.close()
+            self._monitor.sinks.on_close()
 
     def pause(self) -> None:
         """Record nothing until `resume()`; batches meanwhile are not counted."""
@@ -265,10 +268,3 @@ class Watch:
         self._failures.poll(wait=self._options.check != "async")
         if self._backward is not None:
             self._backward.settle()
-
-
-def _noting(tracer: Tracer | None, chosen: Collection[int]) -> Callable[[Frame], None] | None:
-    """Return a function that adds a frame to the trace, as far as its batch is traced. It keeps no Watch alive."""
-    if tracer is None:
-        return None
-    return lambda frame: None if chosen and frame.batch not in chosen else tracer.note(frame)

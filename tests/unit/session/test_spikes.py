@@ -90,6 +90,26 @@ def test_weight_that_was_overwritten_is_named() -> None:
     assert found.curves[0].values[-1] == pytest.approx(found.jumps[0].value)
 
 
+def test_a_sink_gets_the_report() -> None:
+    """The same as `Watch.spikes`, beside the warning."""
+
+    class Spikes(nanwatch.Sink):
+        def __init__(self) -> None:
+            self.reports: list[SpikeReport] = []
+
+        def on_spike(self, report: SpikeReport) -> None:
+            self.reports.append(report)
+
+    net, sink = model(), Spikes()
+    with (
+        nanwatch.watch(net, spikes=True, sinks=sink) as watch,
+        pytest.warns(RuntimeWarning, match="Watch.spikes has the report"),
+    ):
+        train(net, watch, **{"2_weight": 50.0})
+    assert len(sink.reports) == 1
+    assert tuple(sink.reports) == watch.spikes
+
+
 @pytest.mark.parametrize("chosen", [(), (3, AT), (3,)])
 def test_trace_has_the_spike_at_the_tensor_that_shows_it(tmp_path: Path, chosen: tuple[int, ...]) -> None:
     """In a row without a range, in the batch of the spike; not in a trace of other batches."""

@@ -1,4 +1,4 @@
-"""The entry of a batch against by_module and numpy's histogram of the same frames."""
+"""The summary of a batch and its log entry, against by_module and numpy's histogram of the same frames."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanwatch.monitoring.backends import Histogram
+from nanwatch.monitoring.batch_summary import BatchSummary, Histogram
 from nanwatch.monitoring.forecast import Forecast
-from nanwatch.monitoring.monitor import BatchLog, nonfinite_entry
+from nanwatch.monitoring.log_sinks import FunctionSink, batch_entry, nonfinite_entry
 from nanwatch.numerics.ranges import tensor_health
 from nanwatch.records.headroom import by_module
 from nanwatch.records.record import Frame, Record
@@ -34,11 +34,11 @@ def frames(draw: st.DrawFn) -> Frame:
     return Frame(3, draw(st.sampled_from(["", "a", "a.b"])), "M", tuple(rows))
 
 
-def taken(given: list[Frame]) -> BatchLog:
-    log = BatchLog(3)
+def taken(given: list[Frame]) -> BatchSummary:
+    summary = BatchSummary(3)
     for frame in given:
-        log.add(frame)
-    return log
+        summary.add(frame)
+    return summary
 
 
 @given(st.lists(frames(), max_size=6))
@@ -49,7 +49,7 @@ def test_the_headroom_is_that_of_the_frames(made: list[Frame]) -> None:
     found = {name: bits for name, (bits, _, _) in log.headroom.items()}
     assert found == expected
     assert list(found.values()) == sorted(expected.values())
-    entry = log.entry(["a", "", "elsewhere"])
+    entry = batch_entry(log, ["a", "", "elsewhere"])
     shown = {name: entry.scalars.get(f"nanwatch_headroom_bits/{name or '(root)'}") for name in ("a", "")}
     assert shown == {name: expected.get(name) for name in ("a", "")}
     assert "nanwatch_headroom_bits/elsewhere" not in entry.scalars
@@ -74,7 +74,7 @@ def test_the_ranges_are_the_largest_of_each_tensor(made: list[Frame]) -> None:
     for (role, *_), value in largest.items():
         if value:
             expected.setdefault(role, []).append(log2(value))
-    found = taken(made).entry(()).histograms
+    found = batch_entry(taken(made), ()).histograms
     assert {tag.removeprefix("nanwatch_log2_abs_max/") for tag in found} == set(expected)
     for role, values in expected.items():
         one = found[f"nanwatch_log2_abs_max/{role}"]
@@ -96,17 +96,13 @@ def test_the_histogram_is_numpys(values: list[float]) -> None:
     assert made.sum_of_squares == pytest.approx(np.sum(np.square(values)))
 
 
-def test_forecasts_are_a_number_and_words() -> None:
-    """Each module has the batch of its expected overflow, and all sentences stand together."""
-    told = [
-        Forecast("wo", "output", "float16", 1.9, 0.4, 5300, 600),
-        Forecast("", "w", "float16", 2.0, 1.0, 9, 1),
-    ]
-    entry = BatchLog(7).entry((), told)
-    assert entry.scalars["nanwatch_forecast_batch/wo"] == 5300.0
-    assert entry.scalars["nanwatch_forecast_batch/(root)"] == 9.0
-    assert entry.texts["nanwatch/forecast"] == f"{told[0]}\n\n{told[1]}"
-    assert entry.batch == 7
+@pytest.mark.parametrize(("module", "tag"), [("wo", "wo"), ("", "(root)")])
+def test_a_forecast_is_a_number_and_words(module: str, tag: str) -> None:
+    """The batch of the expected overflow, and the sentence, at the batch that led to it."""
+    entries: list[tuple[int, dict[str, float | str]]] = []
+    told = Forecast(module, "output", "float16", 1.9, 0.4, 5300, 600)
+    FunctionSink(lambda values, batch: entries.append((batch, values))).on_forecast(7, told)
+    assert entries == [(7, {f"nanwatch_forecast_batch/{tag}": 5300.0, "nanwatch/forecast": str(told)})]
 
 
 def test_a_fault_is_a_flag_and_the_summary() -> None:

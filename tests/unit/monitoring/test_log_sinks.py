@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.monitoring import backends, monitor
-from nanwatch.monitoring.backends import CallableBackend, LogEntry
-from nanwatch.monitoring.forecast import Forecast
-from nanwatch.monitoring.monitor import Log
+from nanwatch.monitoring import log_sinks, sinks
+from nanwatch.monitoring.log_sinks import LogEntry, LogSink
+from nanwatch.monitoring.sinks import SinkStream
+from nanwatch.recording.events import Settings
+from nanwatch.recording.recorder import make_recorder
 from nanwatch.records.record import Frame, Record
 from support.paths import ROOT
 from support.toys import Scale, mlp
@@ -34,7 +35,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The limits of time are tested by a clock that stands still: a loaded machine changes nothing."""
     made = Clock()
-    monkeypatch.setattr(monitor, "monotonic", made)
+    monkeypatch.setattr(sinks, "monotonic", made)
     return made
 
 
@@ -52,11 +53,11 @@ class Kept:
         return [batch for batch, _ in self.entries]
 
 
-class Entries(CallableBackend):
+class Entries(LogSink):
     """A sink that keeps the entries themselves."""
 
     def __init__(self) -> None:
-        super().__init__(print)
+        super().__init__()
         self.entries: list[LogEntry] = []
 
     def write(self, entry: LogEntry) -> None:
@@ -67,6 +68,11 @@ def frame(batch: int, name: str, high: float) -> Frame:
     """A call whose output ends there, in float16."""
     row = Record("output", "output", (1,), "float16", 0.0, high, True, None, "")
     return Frame(batch, name, "M", (row,))
+
+
+def stream_to(sink: LogSink) -> SinkStream:
+    """A stream that logs every batch."""
+    return SinkStream(make_recorder(Settings(), None), [("log_to=", sink)], log_every=1)  # type: ignore[arg-type]
 
 
 def run(model: nn.Module, batches: int, x: torch.Tensor | None = None) -> None:
@@ -294,11 +300,11 @@ def test_a_forked_child_logs_nothing() -> None:
 def test_a_large_model_has_curves_for_its_worst_modules() -> None:
     """The 256 of 300 modules with the least headroom get a curve, and keep it when others have less."""
     sink = Entries()
-    logged = Log(sink, 1)
+    logged = stream_to(sink)
     for batch, order in enumerate((1, -1)):
         for i in range(300):
-            logged.add(frame(batch, f"m{i}", 1.0 + i if order == 1 else 300.0 - i))
-        logged.end(batch, [])
+            logged.on_frame(frame(batch, f"m{i}", 1.0 + i if order == 1 else 300.0 - i))
+        logged.batch_ended(batch)
     expected = {f"nanwatch_headroom_bits/m{i}" for i in range(300 - 256, 300)}
     for entry in sink.entries:
         assert {tag for tag in entry.scalars if tag.startswith("nanwatch_headroom_bits/")} == expected
@@ -311,12 +317,14 @@ def test_a_large_model_has_curves_for_its_worst_modules() -> None:
 def test_a_batch_that_went_wrong_leaves_nothing_behind() -> None:
     """The frames that were taken before a fault are no part of the next entry."""
     sink = Entries()
-    logged = Log(sink, 1)
-    logged.add(frame(0, "m", 60000.0))
-    logged.end(1, [Forecast("wo", "output", "float16", 1.9, 0.4, 5300, 600)])
+    logged = stream_to(sink)
+    logged.on_frame(frame(0, "m", 60000.0))
+    logged.batch_ended(1)
+    logged.on_frame(frame(2, "n", 1.0))
+    logged.batch_ended(2)
     (entry,) = sink.entries
-    assert "nanwatch/headroom_bits" not in entry.scalars
-    assert entry.batch == 1
+    assert entry.batch == 2
+    assert "nanwatch_headroom_bits/m" not in entry.scalars
 
 
 @pytest.mark.parametrize("target", [3, object(), [print], b"runs"])
@@ -332,7 +340,7 @@ def test_the_docs_have_every_tag() -> None:
     """docs/trackers.md names what is logged."""
 
     text = (ROOT / "docs" / "trackers.md").read_text()
-    for tag in (backends.IS_FINITE, backends.LEAST, backends.PLACE, backends.TOLD, backends.FINDING):
+    for tag in (log_sinks.IS_FINITE, log_sinks.LEAST, log_sinks.PLACE, log_sinks.TOLD, log_sinks.FINDING):
         assert f"`{tag}`" in text
-    for group in backends.GROUPS[1:]:
+    for group in log_sinks.GROUPS[1:]:
         assert f"`{group}/" in text

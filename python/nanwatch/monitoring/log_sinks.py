@@ -1,0 +1,298 @@
+"""Sinks that log: TensorBoard, W&B or a function, and how `log_to` and `sinks` choose one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..report import text
+from ..report.finding import Finding
+from ..util.imports import needed
+from ..util.job import rank_and_world_size
+from ..util.visible import visible
+from .batch_summary import BatchSummary, Histogram
+from .forecast import Forecast
+from .sinks import Sink
+
+# The first part of a tag is the group in which TensorBoard and W&B show it: the few numbers of the whole model in one,
+# a curve a module in others.
+TOTAL = "nanwatch"
+HEADROOM, FORECAST, RANGES = "nanwatch_headroom_bits", "nanwatch_forecast_batch", "nanwatch_log2_abs_max"
+GROUPS = (TOTAL, HEADROOM, FORECAST, RANGES)
+IS_FINITE, LEAST = f"{TOTAL}/is_finite", f"{TOTAL}/headroom_bits"
+PLACE, TOLD, FINDING = f"{TOTAL}/headroom_module", f"{TOTAL}/forecast", f"{TOTAL}/finding"
+
+# Curves by module. Of a larger model those have one that were among the worst when there still was room.
+_MOST_MODULES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """Values to log at `batch`. All numbers are finite."""
+
+    batch: int
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+
+ACCEPTED = (
+    "a SummaryWriter of TensorBoard, a run of wandb, the path of a folder for TensorBoard, or a callable that takes a"
+    " dict and the number of the batch"
+)
+
+
+class LogSink(Sink):
+    """Sink that logs an entry for each event. A tracker needs no more than `write`."""
+
+    # By which a text in `sinks` names it.
+    name = ""
+
+    def __init__(self) -> None:
+        self._modules: dict[str, None] = {}  # that have a curve
+
+    @staticmethod
+    def accepts(target: Any) -> bool:
+        """Return whether `log_to` means this sink by `target`, by what that can do."""
+        raise NotImplementedError
+
+    def write(self, entry: LogEntry) -> None:
+        """Log it."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Let what was logged outlive the process, if it does not anyhow."""
+
+    def on_batch(self, summary: BatchSummary) -> None:
+        """Log headroom, ranges and statistics."""
+        for name in summary.headroom:
+            if len(self._modules) >= _MOST_MODULES:
+                break
+            self._modules[name] = None
+        self.write(batch_entry(summary, self._modules))
+
+    def on_forecast(self, batch: int, forecast: Forecast) -> None:
+        """Log the batch that it expects, and its sentence."""
+        tag = f"{FORECAST}/{spell_module(forecast.module)}"
+        self.write(LogEntry(batch, {tag: float(forecast.batch)}, texts={TOLD: str(forecast)}))
+
+    def on_nonfinite(self, finding: Finding) -> None:
+        """Log the batch at once: the next exception may end the process."""
+        self.write(nonfinite_entry(finding))
+        self.flush()
+
+
+def batch_entry(summary: BatchSummary, shown: Collection[str]) -> LogEntry:
+    """Return the entry of a finite batch, with a number for each of the modules in `shown` that has one."""
+    headroom = summary.headroom
+    scalars, texts = {IS_FINITE: 1.0}, {}
+    if headroom:
+        module, (bits, label, dtype) = next(iter(headroom.items()))
+        scalars[LEAST] = bits
+        texts[PLACE] = visible(f"{spell_module(module)} {label}, {dtype}")
+    for name in shown:
+        if name in headroom:
+            scalars[f"{HEADROOM}/{spell_module(name)}"] = headroom[name][0]
+    for name, statistics in summary.statistics.items():
+        if name in shown:
+            for what, value in statistics._asdict().items():
+                scalars[f"{TOTAL}_{what}/{spell_module(name)}"] = value
+    histograms = {f"{RANGES}/{role}": histogram for role, histogram in summary.ranges.items()}
+    return LogEntry(summary.batch, scalars, histograms, texts)
+
+
+def nonfinite_entry(finding: Finding) -> LogEntry:
+    """Return the entry of a non-finite batch."""
+    return LogEntry(finding.batch, {IS_FINITE: 0.0}, texts={FINDING: text.summary(finding)})
+
+
+def spell_module(name: str) -> str:
+    """Return the name of a module within a tag."""
+    return visible(name) or "(root)"
+
+
+class FunctionSink(LogSink):
+    """Log that calls a function with the numbers and words of each entry."""
+
+    def __init__(self, function: Callable[[dict[str, float | str], int], object]) -> None:
+        super().__init__()
+        self._function = function
+
+    @staticmethod
+    def accepts(target: Any) -> bool:
+        """Return whether `target` can be called."""
+        return callable(target)
+
+    def write(self, entry: LogEntry) -> None:
+        """Call it; histograms are left out."""
+        self._function({**entry.scalars, **entry.texts}, entry.batch)
+
+
+_WHO = "watch(log_to=<folder>)"
+
+
+class TensorBoardSink(LogSink):
+    """Log that writes with the user's writer, or with one of its own in a folder, made for the first entry.
+
+    The step is the number of the batch. With several processes each has a folder of its own, as a trace has a file.
+    """
+
+    name = "tensorboard"
+
+    def __init__(self, target: Any) -> None:
+        super().__init__()
+        self._writer: Any = None
+        self._make: Callable[[], Any] | None = None  # a writer of its own
+        if isinstance(target, str | os.PathLike):
+            needed("tensorboard", _WHO, "tensorboard")  # first, or torch would be said to be what is missing
+            module = needed("torch.utils.tensorboard", _WHO, "tensorboard")
+            rank, world_size = rank_and_world_size()
+            folder = Path(target).absolute()  # the run may change its folder
+            if world_size > 1:
+                folder = folder.with_name(f"{folder.name}-rank{rank}")
+            self._make = partial(module.SummaryWriter, folder)
+        else:
+            self._writer = target
+
+    @staticmethod
+    def accepts(target: Any) -> bool:
+        """Return whether `target` is a folder or a SummaryWriter."""
+        return isinstance(target, str | os.PathLike) or _has(target, "add_scalar", "add_histogram_raw")
+
+    def write(self, entry: LogEntry) -> None:
+        """Add its numbers, histograms and words."""
+        writer = self._open()
+        if writer is None:
+            return
+        for tag, value in entry.scalars.items():
+            writer.add_scalar(tag, value, entry.batch)
+        for tag, histogram in entry.histograms.items():
+            _add(writer, tag, histogram, entry.batch)
+        for tag, words in entry.texts.items():
+            writer.add_text(tag, words, entry.batch)
+
+    def flush(self) -> None:
+        """Write what waits to the file."""
+        if self._writer is not None and self._open() is not None:
+            self._writer.flush()
+
+    def on_close(self) -> None:
+        """Close the writer if it is its own; write what waits to the file if it is the user's."""
+        if self._make is None:
+            self.flush()
+        elif self._writer is not None:
+            self._writer.close()
+
+    def _open(self) -> Any:
+        """Return the writer; None when the user has closed it, as it would begin another file then."""
+        if self._writer is None and self._make is not None:
+            self._writer = self._make()
+        return None if getattr(self._writer, "all_writers", True) is None else self._writer
+
+
+def _add(writer: Any, tag: str, histogram: Histogram, batch: int) -> None:
+    writer.add_histogram_raw(
+        tag,
+        min=histogram.least,
+        max=histogram.most,
+        num=sum(histogram.counts),
+        sum=histogram.sum,
+        sum_squares=histogram.sum_of_squares,
+        bucket_limits=list(histogram.edges[1:]),
+        bucket_counts=list(histogram.counts),
+        global_step=batch,
+    )
+
+
+BATCH = f"{TOTAL}/batch"
+
+
+class WandbSink(LogSink):
+    """Log that adds entries to the user's run; the x axis of their charts is the number of the batch.
+
+    A run has one step for all that is logged, and drops what comes with a lower step than it has reached. So the
+    sink makes no step: its entry goes with the next `run.log` of the user's own. Of several entries between two of
+    those the latest stays, number by number. The run has a process of its own, which outlives this one.
+    """
+
+    name = "wandb"
+
+    def __init__(self, target: Any = None) -> None:
+        super().__init__()
+        self._wandb = needed("wandb", "watch(log_to=<run of wandb>)", "wandb")
+        self._target = self._wandb if target is None else target
+        self._run: Any = None
+
+    @staticmethod
+    def accepts(target: Any) -> bool:
+        """Return whether `target` is a run of wandb, or the module `wandb`, which stands for the run it began."""
+        return _has(target, "log", "define_metric")
+
+    def write(self, entry: LogEntry) -> None:
+        """Log its numbers, histograms and words."""
+        if self._run is None:
+            self._run = self._begin()
+        histograms = {
+            tag: self._wandb.Histogram(np_histogram=(list(one.counts), list(one.edges)))
+            for tag, one in entry.histograms.items()
+        }
+        self._run.log({BATCH: entry.batch, **entry.scalars, **histograms, **entry.texts}, commit=False)
+
+    def _begin(self) -> Any:
+        run = self._target
+        if isinstance(run, ModuleType):  # a trainer may begin the run after its callbacks were made
+            run = run.run
+            if run is None:
+                raise ValueError(
+                    "has no run: call wandb.init() before the first batch, or pass what it returns"
+                )
+        run.define_metric(BATCH, hidden=True)
+        for group in GROUPS:
+            run.define_metric(f"{group}/*", step_metric=BATCH)
+        return run
+
+
+def _has(target: Any, *methods: str) -> bool:
+    return all(callable(getattr(target, method, None)) for method in methods)
+
+
+# In the order in which `log_to` tries them.
+_LOGS = (TensorBoardSink, WandbSink, FunctionSink)
+# Packages declare sinks of theirs in this entry point group: a name, and what makes the sink.
+GROUP = "nanwatch.sinks"
+
+
+def log_for(target: Any) -> Callable[[Any], LogSink] | None:
+    """Return the sink that logs to `target`, None where that is none of those that are ACCEPTED."""
+    made: Iterator[Callable[[Any], LogSink]] = (log for log in _LOGS if log.accepts(target))
+    return next(made, None)
+
+
+def factory_of(name: str) -> Callable[..., Sink]:
+    """Return what makes the sink of this name. Raises ValueError, with the names that there are, for another."""
+    factories: dict[str, Any] = {log.name: log for log in _LOGS if log.name}
+    if name not in factories:
+        declared = {one.name: one for one in entry_points(group=GROUP)}
+        if name not in declared:
+            known = ", ".join(sorted({*factories, *declared}))
+            raise ValueError(
+                f"there is no sink {name!r}; known are {known}, and those of packages with {GROUP}"
+            )
+        factories[name] = declared[name].load()
+    factory: Callable[..., Sink] = factories[name]
+    return factory
+
+
+def named_sink(words: str) -> Sink:
+    """Return the sink that words such as "tensorboard:runs/a" mean: a name, and what it is made with, if anything.
+
+    Raises ImportError with the extra where its package is not installed.
+    """
+    name, _, target = words.partition(":")
+    return factory_of(name)(*filter(None, [target]))
