@@ -152,8 +152,8 @@ def test_weights_that_start_at_zero_may_grow_by_any_factor() -> None:
 def test_the_lines_of_a_report_and_of_a_forecast() -> None:
     """The text names growth and siblings; a forecast names the weight that grew most."""
     suspect = Suspect("h.3.ln_1", "weight", 560.0, 1.0, "h.*.ln_1", 11, 1.25)
-    assert [line.partition(":")[0] for line in suspect.lines()] == ["Grew", "Apart"]
-    assert "from 1 to 560 since the watch began" in next(suspect.lines())
+    assert [fact.head for fact in suspect.facts()] == ["Grew", "Apart"]
+    assert "from 1 to 560 since the watch began" in next(suspect.facts()).body
 
     model = nn.Linear(4, 4).half()
     nn.init.ones_(model.weight)
