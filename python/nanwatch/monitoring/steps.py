@@ -1,4 +1,4 @@
-"""Learning rates, optimizer states and updates over the steps of a model, as evidence for the cause of a spike."""
+"""Learning rates, gradients and optimizer states over the steps of a model, as evidence for the cause of a spike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.wrapped_names import find_module, named_modules
@@ -25,11 +24,10 @@ _RATE_FACTOR, _RATE_STEPS, _RATE_LASTS = 3.0, 16, 32
 # Squared gradient over Adam's second moment, as means over a weight: beyond 16 the step is several times too long. The
 # gradients that left their history are looked at, and may be the cause for 16 steps.
 _ADAM_RATIO, _ADAM_LASTS, _ADAM_LOOKS = 16.0, 16, 8
-# Every so many steps: the limits of gradients anew, and norms, states and updates, the latter of so many elements of a
-# weight.
+# Every so many steps: the limits of gradients and the states anew, and the weight whose `.grad` is read in each step,
+# which has at most so many elements.
 _EVERY, _ELEMENTS = 32, 256
 _WALKED = 8  # looks for weights until the modules are listed anew
-_NORM, _UPDATE = "gradient norm", "update / weight"
 # Averages of gradients and of their squares in the states of torch's optimizers.
 _MEANS, _SQUARES = frozenset({"exp_avg", "momentum_buffer"}), frozenset({"exp_avg_sq", "square_avg"})
 # An average that is so many times what the gradients explain was written by somebody else, as was a `.grad` that is so
@@ -64,13 +62,12 @@ class _Probe(NamedTuple):
 
 
 class StepHistory:
-    """Learning rates of a model's steps, gradients beside Adam's second moment, and updates of the weights.
+    """Learning rates of a model's steps, and gradients beside the states of its optimizer.
 
     No step waits for a GPU, and no tensor of the model is kept alive.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.sampled = {_NORM: PeakHistory(), _UPDATE: PeakHistory()}
         self._model = weakref.ref(model)
         self._rates: weakref.WeakKeyDictionary[Optimizer, deque[list[float]]] = weakref.WeakKeyDictionary()
         self._rate_jump: tuple[int, tuple[float, float]] | None = None
@@ -80,8 +77,6 @@ class StepHistory:
         self._states: deque[_States] = deque(maxlen=2)
         self._probe: _Probe | None = None
         self._probed: deque[tuple[int, float, Numbers]] = deque(maxlen=_RATIOS + _ADAM_LASTS)
-        self._before_update: tuple[list[weakref.ref[Tensor]], Tensor] | None = None
-        self._coming: list[tuple[str, Numbers]] = []
         self._named: list[tuple[str, weakref.ref[nn.Module]]] = []
         self._walks = 0
 
@@ -101,9 +96,8 @@ class StepHistory:
                 gradient = Departure(module, label, float(values[i]), float(self._levels[i]), far)
                 self._too_large.append(TooLarge(step, gradient, Numbers(ratio)))
         self._probe_gradient(step, values)
-        if step % _EVERY == 0 or self._coming or self._before_update is not None:
-            with torch.no_grad():
-                self._sample(step, optimizer, gradients, weights)
+        if step % _EVERY == 0:
+            self._sample(step, optimizer, gradients, weights)
 
     def rates(self, step: int) -> tuple[float, float] | None:
         """Return the learning rate before and after it jumped, if that was at one of the steps before this one."""
@@ -158,10 +152,6 @@ class StepHistory:
             if is_far:
                 return Departure(module, f"{key} of {label}", now, usual, inf)
         return None
-
-    def forget(self) -> None:
-        """Let go of what was kept of weights."""
-        self._before_update = None
 
     def _add_rates(self, step: int, optimizer: Optimizer) -> None:
         rates = [float(one["lr"]) for one in optimizer.param_groups if _is_here(one.get("lr"))]
@@ -234,40 +224,14 @@ class StepHistory:
         return _States(step, names, decays, Numbers(norms))
 
     def _sample(self, step: int, optimizer: Optimizer, gradients: PeakHistory, places: Places) -> None:
-        """Take norms of gradients, and how far the sampled elements of the weights move in this step."""
-        coming = []
-        for kind, numbers in self._coming:
-            values, histories = numbers.read(), self.sampled[kind]
-            if not values:
-                coming.append((kind, numbers))
-            elif len(values) == len(histories.names):
-                histories.add(step, np.array(values))
-        self._coming = coming[-2:]
-        if self._before_update is not None:
-            kept, before = self._before_update
-            self._before_update = None
-            weights = [x for one in kept if (x := one()) is not None]
-            if len(weights) == len(kept):
-                moved, size = (x.norm(dim=1) for x in (_elements(weights) - before, before))
-                self._coming.append((_UPDATE, Numbers(moved / size)))
-        if step % _EVERY:
-            return
+        """Note the averages of squares, and choose the weight whose gradient is read in each step."""
         own = self._own_weights()
-        for kind in self.sampled:
-            names = [(name, f"{kind} of {label}") for name, label, _ in own]
-            if names != self.sampled[kind].names:
-                self.sampled[kind] = PeakHistory()
-                self.sampled[kind].meet([(*name, "") for name in names])
+        held = {id(x) for group in optimizer.param_groups for x in group["params"]}
+        stepped = [one for one in own if id(one[2]) in held]
+        states = self._averages(step, optimizer, stepped, _SQUARES)
+        if states is not None:
+            self._states.append(states)
         if own:
-            weights = [x for _, _, x in own]
-            norms = torch._foreach_norm([x.grad for x in weights if x.grad is not None])
-            self._coming.append((_NORM, Numbers(torch.stack([*norms]).float())))
-            self._before_update = [weakref.ref(x) for x in weights], _elements(weights)
-            held = {id(x) for group in optimizer.param_groups for x in group["params"]}
-            stepped = [one for one in own if id(one[2]) in held]
-            states = self._averages(step, optimizer, stepped, _SQUARES)
-            if states is not None:
-                self._states.append(states)
             self._choose_probe(stepped or own, gradients, places)
 
     def _own_weights(self) -> list[tuple[str, str, Tensor]]:
@@ -297,13 +261,3 @@ def _decays(group: dict[str, Any]) -> tuple[float, float]:
 def _is_here(x: Any) -> bool:
     """Return whether this is a number, and reading it waits for no device."""
     return x.device.type == "cpu" if isinstance(x, Tensor) else isinstance(x, float | int)
-
-
-def _elements(weights: Sequence[Tensor]) -> Tensor:
-    """Return some elements of each weight, evenly spaced, as a row of float32 that is padded with zeros."""
-    sizes = [x.numel() for x in weights]
-    rows = [
-        x.contiguous().as_strided((min(size, _ELEMENTS),), (max(1, size // _ELEMENTS),))
-        for x, size in zip(weights, sizes, strict=True)
-    ]
-    return pad_sequence([rows[0].float(), *rows[1:]], batch_first=True)  # of the type of the first

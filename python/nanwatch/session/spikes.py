@@ -135,8 +135,6 @@ class SpikeWatch:
         """Gather no more, and keep the reports."""
         self._recorder.gathers_inputs = self._recorder.gathers_gradient_peaks = False
         self._backward_starts.remove()
-        for track in self._tracks.values():
-            track.steps.forget()
 
     @_harmless
     def note_loss(self, loss: Tensor | float) -> None:
@@ -335,9 +333,6 @@ class SpikeWatch:
             names = [(one.module, one.label) for one in ([] if first is None else [first]) + found]
             known = set(histories.names)
             for name in [one for one in dict.fromkeys(names) if one in known][:_SHOWN_CURVES]:
-                yield histories.curve(name)
-        for histories in track.steps.sampled.values():
-            for name in [one for one in histories.names if first is not None and one[0] == first.module]:
                 yield histories.curve(name)
 
 
