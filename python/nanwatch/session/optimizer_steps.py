@@ -35,8 +35,8 @@ from .optimizer_guard import OptimizerGuard, Weight
 from .reports import Reports
 
 if TYPE_CHECKING:
+    from ..monitoring.spikes.watch import SpikeWatch
     from .failure_handler import FailureHandler
-    from .spikes import SpikeWatch
 
 # Name of the frames of an optimizer's state.
 _OPTIMIZER = "(optimizer)"

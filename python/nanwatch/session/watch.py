@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from torch import Tensor, nn
 
+from ..diagnosis.folder import write_spike
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
 from ..instrumentation.calls import Attachment
 from ..instrumentation.global_hooks import GlobalHooks
 from ..monitoring.monitor import Monitor
+from ..monitoring.spikes.watch import SpikeWatch
 from ..recording.events import Event, Recorder
 from ..recording.recorder import make_recorder
 from ..records.record import Frame
@@ -25,9 +28,8 @@ from .failure_handler import FailureHandler
 from .optimizer_guard import OptimizerGuard
 from .optimizer_steps import BackwardWatch, OptimizerSteps
 from .options import Options
-from .reports import Reports
+from .reports import Reports, is_due
 from .rerun_policy import RerunPolicy
-from .spikes import SpikeWatch
 
 # hook(watch, model), called when a watch begins.
 _callers: list[Callable[[Watch, nn.Module], object]] = []
@@ -109,8 +111,18 @@ class Watch:
         self._spikes: SpikeWatch | None = None
         if guard is not None:
             if options.spikes:
+                write = None
+                if options.output_dir is not None:
+                    write = partial(_write_spike, rerun, self._model, options.output_dir)
                 self._spikes = SpikeWatch(
-                    model, self._recorder, rerun, guard, suspicion, options.output_dir, sinks.on_spike
+                    model,
+                    self._recorder,
+                    guard,
+                    suspicion,
+                    is_due,
+                    rerun.backward_failed,
+                    write,
+                    sinks.on_spike,
                 )
                 self._monitor.follow(self._spikes.take)
                 self._batch_ends.active = True
@@ -268,3 +280,9 @@ class Watch:
         self._failures.poll(wait=self._options.check != "async")
         if self._backward is not None:
             self._backward.settle()
+
+
+def _write_spike(
+    rerun: RerunPolicy, model: Callable[[], nn.Module | None], output_dir: Path, report: SpikeReport
+) -> SpikeReport:
+    return write_spike(report, rerun.kept(report.batch), model(), output_dir)

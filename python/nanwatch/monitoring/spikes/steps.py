@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ..instrumentation.wrapped_names import find_module, named_modules
-from ..numerics.readable import Numbers, is_plain, only_our_dispatch
-from ..report.spike import Departure
-from .peaks import CHANGED, Floats, PeakHistory, Places
+from ...instrumentation.wrapped_names import find_module, named_modules
+from ...numerics.readable import Numbers, is_plain, only_our_dispatch
+from ...report.spike import Departure
+from ..peaks import CHANGED, Floats, PeakHistory, Places
 
 # A learning rate jumps when it is so many times the median of the latest 16. It may be the cause for 32 steps.
 _RATE_FACTOR, _RATE_STEPS, _RATE_LASTS = 3.0, 16, 32

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
+from nanwatch.monitoring.spikes.watch import SpikeWatch
 from nanwatch.recording.recorder import PythonRecorder
 from nanwatch.report.spike import SpikeReport
-from nanwatch.session.spikes import SpikeWatch
 from nanwatch.trace.picture import draw
 
 AT, STEPS = 60, 64

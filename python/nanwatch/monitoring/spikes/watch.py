@@ -12,29 +12,23 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import nan, sqrt
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ..diagnosis.folder import write_spike
-from ..monitoring.peaks import LEAST, OF_CALL, Floats, PeakHistory, Places
-from ..monitoring.spikes import LOGITS, Evidence, Signal, cause_of
-from ..monitoring.steps import StepHistory
-from ..monitoring.suspicion import Suspicion
-from ..numerics.readable import Numbers, is_plain
-from ..recording.events import Event, PeakName, Recorder
-from ..report.spike import Cause, Curve, Departure, SpikeReport
-from ..util.job import rank
-from ..util.visible import spell, suppressed, warn_user
-from .reports import is_due
-
-if TYPE_CHECKING:
-    from .optimizer_guard import OptimizerGuard
-    from .rerun_policy import RerunPolicy
+from ...numerics.readable import Numbers, is_plain
+from ...recording.events import Event, PeakName, Recorder
+from ...report.spike import Cause, Curve, Departure, SpikeReport
+from ...util.job import rank
+from ...util.visible import spell, suppressed, warn_user
+from ..peaks import LEAST, OF_CALL, Floats, PeakHistory, Places
+from ..suspicion import Suspicion
+from .causes import LOGITS, Evidence, cause_of
+from .signals import Signal
+from .steps import StepHistory
 
 _T = TypeVar("_T")
 
@@ -90,30 +84,47 @@ class _Track:
             self.weights = np.array(own, np.intp)
 
 
+class LossScale(Protocol):
+    """Scale of the losses, and the steps that a GradScaler has skipped."""
+
+    num_skipped: int
+
+    @property
+    def has_scaler(self) -> bool:
+        """True if the GradScaler is known."""
+
+    def note_scale(self) -> Tensor | None:
+        """Return a copy of the present scale on its own device, without waiting for it."""
+
+
 class SpikeWatch:
     """Part of a Watch with `spikes`: histories of its tensors, and reports of spikes.
 
-    An exception in here ends the search for spikes, by one warning, and not the run.
+    `is_due` chooses the spikes that are reported, by their number from 1. `write` writes a report and returns it with
+    its files; for it, `keep` gets the number of each batch whose backward begins. An exception in here ends the search
+    for spikes, by one warning, and not the run.
     """
 
     def __init__(
         self,
         model: nn.Module,
         recorder: Recorder,
-        rerun: RerunPolicy,
-        guard: OptimizerGuard,
+        loss_scale: LossScale,
         suspicion: Suspicion,
-        output_dir: Path | None,
+        is_due: Callable[[int], bool],
+        keep: Callable[[int], object],
+        write: Callable[[SpikeReport], SpikeReport] | None,
         tell: Callable[[SpikeReport], object],
     ) -> None:
         self._tell = tell
         self.reports: deque[SpikeReport] = deque(maxlen=_MOST_REPORTS)
         self._model = weakref.ref(model)
         self._recorder = recorder
-        self._rerun = rerun
-        self._guard = guard
+        self._loss_scale = loss_scale
         self._suspicion = suspicion
-        self._output_dir = output_dir
+        self._is_due = is_due
+        self._keep = keep
+        self._write = write
         self._turn = threading.Lock()
         self._tracks: weakref.WeakKeyDictionary[Optimizer, _Track] = weakref.WeakKeyDictionary()
         self._names: list[PeakName] = []  # of the forward, to which batches of other threads add at any time
@@ -154,11 +165,11 @@ class SpikeWatch:
     def backward_started(self) -> None:
         """Note the loss scale of a backward, and keep the batch for a capsule."""
         # The search for it takes 10 ms for a million objects.
-        if self._guard.has_scaler or self._step in (LEAST, 16 * LEAST, 256 * LEAST):
-            scale = self._guard.note_scale()
+        if self._loss_scale.has_scaler or self._step in (LEAST, 16 * LEAST, 256 * LEAST):
+            scale = self._loss_scale.note_scale()
             self._scale = None if scale is None else Numbers(scale)
-        if self._output_dir is not None:
-            self._rerun.backward_failed(self._recorder.latest_batch)
+        if self._write is not None:
+            self._keep(self._recorder.latest_batch)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Judge what came since the last step. Tell of a spike."""
@@ -180,8 +191,8 @@ class SpikeWatch:
         forwards, self._forwards = self._forwards, deque(maxlen=_EPISODE)
         if batch < 0:
             return None
-        if self._guard.num_skipped != self._num_skipped:  # gradients of a skipped step are among these
-            self._num_skipped = self._guard.num_skipped
+        if self._loss_scale.num_skipped != self._num_skipped:  # gradients of a skipped step are among these
+            self._num_skipped = self._loss_scale.num_skipped
             return None
         self._step += 1
         track = self._track(optimizer)
@@ -224,12 +235,10 @@ class SpikeWatch:
             return None
         self._quiet_until = self._step + _EPISODE
         self._num_spikes += 1
-        if not is_due(self._num_spikes):
+        if not self._is_due(self._num_spikes):
             return None
         report = self._report(track, evidence, cause, first, batch, [x for one in by_sample for x in one])
-        if self._output_dir is None:
-            return report
-        return write_spike(report, self._rerun.kept(batch), self._model(), self._output_dir)
+        return report if self._write is None else self._write(report)
 
     def _track(self, optimizer: Optimizer) -> _Track:
         track = self._tracks.get(optimizer)
