@@ -33,6 +33,7 @@ from nanwatch.report import text
 from nanwatch.report.finding import Cure, Origin, RankObservation
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.trace.trace import unreadable
+from nanwatch.util.place import Place
 from nanwatch.util.visible import close_names, spell, visible
 from support.html_page import Page
 from support.merges import merged_of
@@ -100,7 +101,7 @@ def named(name: str) -> Report:
         source_module=f"source{name}",
         extent=f"row{name}",
         operation=f"aten.log{name}",
-        source=f"train{name}.py:3",
+        place=Place(f"train{name}.py", 3),
         cures=(Cure(f"scale{name}", True, 3.0),),
         operands=(Record(f"self{name}", "input", (2,), f"float32{name}", 0.5, 1.0, True, None),),
         remarks=(f"remark{name}",),

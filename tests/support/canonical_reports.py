@@ -14,6 +14,7 @@ from nanwatch.report.finding import Cure, Finding, find
 from nanwatch.report.histogram import StoredHistogram
 from nanwatch.report.report import Report
 from nanwatch.util.job import Attempt
+from nanwatch.util.place import Place
 
 SHAPE = (4, 128)
 SQUARE = (128, 128)
@@ -94,7 +95,7 @@ def forward_overflow() -> Report:
         find(frames, num_frames=5),
         extent="1 of 4 rows, row 1",
         operation="aten.mm.default",
-        source="/venv/lib/site-packages/transformers/models/mt5/modeling_mt5.py:177",
+        place=Place("/venv/lib/site-packages/transformers/models/mt5/modeling_mt5.py", 177),
         transient=False,
         operands=operands,
     )
@@ -127,7 +128,7 @@ def nan_produced() -> Report:
         find(frames, num_frames=2),
         extent="1 of 4 rows, row 2",
         operation="aten.div.Tensor",
-        source="/home/user/model.py:31",
+        place=Place("/home/user/model.py", 31),
         transient=False,
         operands=(given, norms),
         cures=(
@@ -163,7 +164,7 @@ def received_from_caller() -> Report:
         find(frames, caller="block", num_frames=2),
         extent="the block [0, 5:9:3]",
         operation="aten.log.default",
-        source="/home/user/model.py:19",
+        place=Place("/home/user/model.py", 19),
         made="inf",
         transient=False,
         operands=(_read("operand[0]", "input", 0.0, 12.0)._replace(health=_with_zeros(12.0, 2, 512)),),
@@ -225,7 +226,7 @@ def backward_nan() -> Report:
         source_module="",
         extent="scattered in the block [:3, 3:8]",
         operation="SqrtBackward0",
-        source="/home/user/model.py:11",
+        place=Place("/home/user/model.py", 11),
         made="inf",
         operands=(
             _read("gradient[0]", "gradient", 1.0, 1.0),
@@ -313,7 +314,7 @@ def with_spreads_and_cures() -> Report:
         find(frames, num_frames=2),
         extent=f"the block [0, :{num_inf}]",
         operation="aten.pow.Tensor_Scalar",
-        source="/home/user/model.py:12",
+        place=Place("/home/user/model.py", 12),
         transient=False,
         operands=(_read("operand[0]", "input", low, high, half),),
         spreads=(_spread("operand[0]", half, given), _spread("output", half, made)),

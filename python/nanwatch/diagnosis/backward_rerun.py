@@ -27,7 +27,7 @@ from ..records.record import Frame
 from ..report.finding import Finding, value_of
 from ..util.visible import spell, suppressed
 from .batch_snapshot import BatchSnapshot, is_narrow, no_second_run
-from .diagnosis import Diagnosis, Place, bad_rows
+from .diagnosis import Diagnosis, Expression, bad_rows
 from .experiment import (
     BackwardStart,
     fresh_leaves,
@@ -142,7 +142,7 @@ def read_graph(finding: Finding, call: BackwardCall) -> Finding:
     return replace(
         finding,
         operation=poles[0].name() if is_known else None,
-        source=str(place) if place else None,
+        place=place.at if place else None,
         remarks=(*finding.remarks, remark),
     )
 
@@ -353,10 +353,10 @@ def _saved(node: Any) -> list[tuple[str, Tensor]]:
     return found
 
 
-def _place(traceback: Sequence[str]) -> Place | None:
+def _place(traceback: Sequence[str]) -> Expression | None:
     """Return the innermost line of a formatted stack that is neither PyTorch's nor nanwatch's."""
     for entry in reversed(traceback):
         match = _LINE.search(entry)
         if match and not match[1].startswith(SKIPPED_FILES):
-            return Place(match[1], int(match[2]))
+            return Expression(match[1], int(match[2]))
     return None

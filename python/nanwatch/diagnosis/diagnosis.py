@@ -16,6 +16,7 @@ from ..numerics.readable import local_shard, only_our_dispatch, unreadable
 from ..records.record import Record
 from ..report.finding import Finding, Value
 from ..report.histogram import StoredHistogram
+from ..util.place import Place
 
 if TYPE_CHECKING:
     from .experiment import BackwardStart
@@ -41,7 +42,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Expression:
     """The source of an operation: file, line, and the expression, as `code.co_positions()` has it, where it is known.
 
     `counts` are the positions of the operands that hold whole numbers only, not all of them zero, and `numbers` those
@@ -54,8 +55,15 @@ class Place:
     counts: frozenset[int] = frozenset()
     numbers: tuple[tuple[int, float], ...] = ()
 
+    @property
+    def at(self) -> Place:
+        """The place for a report, with columns where the expression lies in one line."""
+        line, last, start, end = self.positions or (None, None, None, None)
+        is_known = line == last == self.line and start is not None and end is not None
+        return Place(self.filename, self.line, (start, end) if is_known else None)  # type: ignore[arg-type]
+
     def __str__(self) -> str:
-        return f"{self.filename}:{self.line}"
+        return str(self.at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +82,7 @@ class Diagnosis:
     """
 
     operation: str | None = None
-    place: Place | None = None
+    place: Expression | None = None
     operands: tuple[Record, ...] = ()
     transient: bool | None = None
     extent: str = ""
@@ -101,7 +109,7 @@ def enrich(finding: Finding, diagnosis: Diagnosis) -> Finding:
     return replace(
         finding,
         operation=diagnosis.operation or finding.operation,
-        source=diagnosis.source or finding.source,
+        place=finding.place if diagnosis.place is None else diagnosis.place.at,
         operands=diagnosis.operands,
         transient=diagnosis.transient,
         extent=diagnosis.extent,

@@ -222,7 +222,7 @@ def _examined(
     )
     # The finding of a call of this module, that returns the loss.
     own = replace(
-        finding, module="", label="output", origin="produced", source_module=None, operation=None, source=None
+        finding, module="", label="output", origin="produced", source_module=None, operation=None, place=None
     )
     conditions = conditions._replace(allows=_below(conditions.allows))
     if (value := loss_value(call)) is None:

@@ -25,7 +25,7 @@ from ..recording.observe import read
 from ..records.record import MASK, Record
 from ..report.histogram import StoredHistogram
 from ..util.visible import spell
-from .diagnosis import BadRows, Place, bad_rows
+from .diagnosis import BadRows, Expression, bad_rows
 from .operation import Operands, Operation, StorageWriteLog, operation_of
 from .program_code import SKIPPED_FILES
 
@@ -51,7 +51,7 @@ class Step:
     unwritten: bool = False
     turned: bool = False
     origin: Step | None = None
-    place: Place | None = None
+    place: Expression | None = None
     operands: tuple[Record, ...] = ()
     remarks: tuple[str, ...] = ()
     spreads: tuple[StoredHistogram, ...] = ()
@@ -190,12 +190,12 @@ class ProvenanceMode(TorchDispatchMode):
 
     def _place(
         self, counts: frozenset[int] = frozenset(), numbers: tuple[tuple[int, float], ...] = ()
-    ) -> Place | None:
+    ) -> Expression | None:
         """Return the innermost line of the program."""
         found = program_frame(self._outermost)
         if found is None:
             return None
-        return Place(found.f_code.co_filename, found.f_lineno, _positions(found), counts, numbers)
+        return Expression(found.f_code.co_filename, found.f_lineno, _positions(found), counts, numbers)
 
 
 def program_frame(outermost: CodeType | None) -> FrameType | None:

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 from ..records.record import Frame, Phase, Record
 from ..util import reading
+from ..util.place import Place
 from ..util.visible import module_name, visible
 from .histogram import StoredHistogram
 
@@ -88,10 +89,10 @@ class Finding:
     be counted. `sequence` is the place of the frame among all frames of its batch, from 0, dropped ones included, or
     None where they were not counted.
 
-    The re-run fills `extent`, `operation`, `source`, `made` (the value that the operation made, from which the
-    finding's may have come), `transient`, `cures`, `operands` and `spreads` (of the operands as they were, and of the
-    non-finite tensor). `samples` are the samples of the batch, by their index in the first dimension, without which it
-    is finite and which alone fail again. All are empty without a re-run.
+    The re-run fills `extent`, `operation`, `place` (the line of the operation), `made` (the value that the operation
+    made, from which the finding's may have come), `transient`, `cures`, `operands` and `spreads` (of the operands as
+    they were, and of the non-finite tensor). `samples` are the samples of the batch, by their index in the first
+    dimension, without which it is finite and which alone fail again. All are empty without a re-run.
 
     Examples:
         >>> import nanwatch, torch
@@ -116,7 +117,7 @@ class Finding:
     index: tuple[int, ...] | None
     extent: str = ""
     operation: str | None = None
-    source: str | None = None
+    place: Place | None = None
     transient: bool | None = None
     cures: tuple[Cure, ...] = ()
     operands: tuple[Record, ...] = ()
@@ -127,6 +128,11 @@ class Finding:
     spreads: tuple[StoredHistogram, ...] = ()
     made: Value | None = None
     samples: tuple[int, ...] = ()
+
+    @property
+    def source(self) -> str | None:
+        """The place of the operation as "/path/file.py:123"."""
+        return None if self.place is None else str(self.place)
 
 
 def find(

@@ -132,8 +132,7 @@ def _by(finding: Finding) -> list[Fact]:
         ]
     if finding.operation is None:
         return []
-    # The path in the report is whole; here what a person knows the file by.
-    where = f" at {finding.source.rpartition('site-packages/')[2]}" if finding.source else ""
+    where = "" if finding.place is None else f" at {finding.place.short}"
     # The record may show what became of it: inf minus inf is nan.
     made = f" made {finding.made}" if finding.made is not None and finding.made not in finding.value else ""
     given = ", ".join(

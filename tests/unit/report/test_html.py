@@ -19,6 +19,7 @@ from nanwatch.records.record import Frame, Record
 from nanwatch.report.finding import Cure, Finding
 from nanwatch.report.report import Report
 from nanwatch.report.text import finding_facts
+from nanwatch.util.place import Place
 from nanwatch.util.visible import visible
 from support.html_page import HOSTILE, Page, growing, many, record
 
@@ -55,7 +56,7 @@ def test_what_a_closer_look_found_is_told() -> None:
     plain = {f.name: getattr(report.finding, f.name) for f in fields(report.finding)}
     plain |= {
         "operation": "aten.mm",
-        "source": "model.py:12",
+        "place": Place("model.py", 12),
         "transient": False,
         "cures": (Cure("run wo in float32", True, 7.25), Cure("bfloat16", False)),
         "operands": (record("operand[0]", "input", 12345.0),),
@@ -181,7 +182,13 @@ def named(name: str) -> Report:
     """A report with this name in every field of text."""
     report = growing(hostile=name)
     assert report.finding is not None
-    told = {"extent": name, "operation": name, "source": name, "source_module": name, "origin": "received"}
+    told = {
+        "extent": name,
+        "operation": name,
+        "place": Place(name, 3),
+        "source_module": name,
+        "origin": "received",
+    }
     return replace(report, finding=replace(report.finding, cures=(Cure(name, True),), **told))  # type: ignore[arg-type]
 
 
@@ -237,7 +244,7 @@ FINDINGS = st.builds(
     st.none() | st.lists(st.integers(0)).map(tuple),
     NAMES,
     st.none() | NAMES,
-    st.none() | NAMES,
+    st.none() | st.builds(Place, NAMES, st.integers(1)),
     st.none() | st.booleans(),
     st.lists(st.builds(Cure, NAMES, st.booleans(), st.none() | st.floats()), max_size=2).map(tuple),
 )

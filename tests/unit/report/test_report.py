@@ -292,7 +292,8 @@ FINDINGS = st.builds(
     st.none() | st.lists(st.integers(0)).map(tuple),
     st.text(),
     st.none() | st.text(),
-    st.none() | st.text(),
+    st.none()
+    | st.builds(Place, st.text(), st.integers(), st.none() | st.tuples(st.integers(0), st.integers(0))),
     st.none() | st.booleans(),
     st.lists(st.builds(Cure, st.text(), st.booleans(), st.none() | NUMBERS), max_size=2).map(tuple),
 )
