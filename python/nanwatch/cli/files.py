@@ -9,6 +9,7 @@ from typing import Any
 
 from ..distributed.merge import merge
 from ..distributed.merge_pages import document, merged_html, merged_text
+from ..report.forms import forms
 from ..report.report import Report
 from ..report.spike import SpikeReport, read_saved
 from ..trace.comparison import RTOL, diff
@@ -78,13 +79,14 @@ def show_main(arguments: list[str]) -> int:
         trace = None if _is_json(file) else Trace.open(file, tell)
         report, heading = _report_of(file, trace, options.batch, tell)
         run = trace if options.batch is None else None
-        page = (lambda: report.to_html(tell)) if run is None else (lambda: draw(run).to_html())
+        page = (
+            (lambda: forms()["html"].render(report, tell)) if run is None else (lambda: draw(run).to_html())
+        )
         wrote = write_page(options.html, page, tell)
-        tell("making the text")
-        if options.json:
-            return report.to_json(), 0
-        text = report.to_text() if isinstance(report, SpikeReport) else report.to_text(whole=True)
-        return "\n".join([*map(visible, heading), wrote or text]), 0
+        form = forms()["json" if options.json else options.format]
+        if form.name != "text":
+            return form.render(report, tell), 0
+        return "\n".join([*map(visible, heading), wrote or form.render(report, tell)]), 0
 
     return answered("show", find)
 
@@ -98,6 +100,12 @@ def _show_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         type=Path,
         help="a trace, the report.json of a failure or a spike, or its folder",
+    )
+    parser.add_argument(
+        "--format",
+        choices=sorted(forms()),
+        default="text",
+        help="form of the report on stdout (default: %(default)s)",
     )
     parser.add_argument("--batch", type=int, metavar="N", help="of a trace: this batch (default: the latest)")
     parser.add_argument(

@@ -5,38 +5,29 @@ What cannot be written is a remark in what can.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
 from ..capsule.capsule import make_numbered, write_capsule
 from ..instrumentation.wrapped_names import module_names
 from ..report.finding import Finding
+from ..report.forms import AnyReport, Form, forms
 from ..report.report import Report
+from ..report.spike import SpikeReport
+from ..util.progress import silent
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot
 from .diagnosis import Call, Diagnosis
 
-if TYPE_CHECKING:
-    from ..report.spike import SpikeReport
-
 PATCH_FILE = "cure.patch"
 
 _T = TypeVar("_T")
-_FORMS: dict[str, Callable[[Report], str]] = {
-    "report.html": lambda report: report.to_html(),
-    "report.json": lambda report: report.to_json(),
-    "report.txt": lambda report: report.to_text(whole=True),
-}
-_SPIKE_FORMS: dict[str, Callable[[SpikeReport], str]] = {
-    "report.html": lambda report: report.to_html(),
-    "report.json": lambda report: report.to_json(),
-    "report.txt": lambda report: report.to_text(),
-}
+_Told = TypeVar("_Told", Report, SpikeReport)
 
 
 def attempt(what: str, step: Callable[[], _T], remarks: list[str]) -> _T | None:
@@ -77,7 +68,7 @@ def write_failure(
     patch = next((cure.patch for cure in finding.cures if cure.works and cure.patch), "")
     if patch:
         files += _written(PATCH_FILE, lambda: _write_whole(folder / PATCH_FILE, patch), remarks)
-    return _write_forms(told, _FORMS, folder, files, remarks)
+    return _write_forms(told, forms().values(), folder, files, remarks)
 
 
 def write_spike(
@@ -100,7 +91,7 @@ def write_spike(
     def told(files: Iterable[str], remarks: Iterable[str]) -> SpikeReport:
         return replace(report, files=tuple(files), remarks=tuple(remarks))
 
-    return _write_forms(told, _SPIKE_FORMS, folder, files, remarks)
+    return _write_forms(told, forms().values(), folder, files, remarks)
 
 
 def _written_capsule(
@@ -128,26 +119,34 @@ def _written(what: str, write: Callable[[], Path], remarks: list[str]) -> list[s
 
 
 def _write_forms(
-    told: Callable[[Iterable[str], Iterable[str]], _T],
-    forms: Mapping[str, Callable[[_T], str]],
+    told: Callable[[Iterable[str], Iterable[str]], _Told],
+    chosen: Collection[Form],
     folder: Path,
     files: list[str],
     remarks: list[str],
-) -> _T:
+) -> _Told:
     """Write the forms of a report, each naming all files; again, should one of them not be written after all.
 
     `told` makes the report from its files and remarks.
     """
-    report = told([*files, *(str(folder / name) for name in forms)], remarks)
+    report = told([*files, *(str(folder / _file_of(form)) for form in chosen)], remarks)
     troubles = list(remarks)
-    written = {
-        name: form
-        for name, form in forms.items()
-        if _written(name, lambda name=name, form=form: _write_whole(folder / name, form(report)), troubles)  # type: ignore[misc]
-    }
-    if len(written) == len(forms):
+    written = [
+        form
+        for form in chosen
+        if _written(_file_of(form), partial(_write_form, report, form, folder), troubles)
+    ]
+    if len(written) == len(chosen):
         return report
     return _write_forms(told, written, folder, files, troubles)
+
+
+def _file_of(form: Form) -> str:
+    return f"report.{form.suffix}"
+
+
+def _write_form(report: AnyReport, form: Form, folder: Path) -> Path:
+    return _write_whole(folder / _file_of(form), form.render(report, silent))
 
 
 def _write_whole(path: Path, text: str) -> Path:
@@ -167,8 +166,8 @@ def write_frames(report: Report, folder: Path) -> Path:
     No page: of thousands of ranks most have nothing to show. Raises what writing raises.
     """
     made = _new_folder(folder)
-    for name in ("report.json", "report.txt"):
-        _write_whole(made / name, _FORMS[name](report))
+    for name in ("json", "text"):
+        _write_form(report, forms()[name], made)
     return made
 
 
