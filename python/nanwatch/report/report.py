@@ -16,6 +16,7 @@ from ..util.progress import Tell, silent, wants_color
 from ..util.visible import module_name, suppressed, visible
 from . import text
 from .finding import Finding, Origin
+from .finding_text import Explanation, explain
 
 SCHEMA = "nanwatch.report"
 VERSION = 1
@@ -122,6 +123,13 @@ class Report:
         seen = [place.where for one in placements if one is not None for place in one.places]
         return tuple(dict.fromkeys((*self.parameter_mesh, *seen)))
 
+    @property
+    def explanation(self) -> Explanation | None:
+        """The reason and the advice as codes with values, or None when all is finite."""
+        if self.finding is None:
+            return None
+        return explain(self.finding, *text.culprit(self.finding, self.frames), self.frames)
+
     def to_text(self, color: bool = False, *, whole: bool = False) -> str:
         """Return the frames in columns and the finding in words; with ANSI colours for `color`, which needs `rich`.
 
@@ -145,6 +153,8 @@ class Report:
             name: value for name, value in reading.plain(self).items() if value or name not in _OFTEN_EMPTY
         }
         document = {"schema": SCHEMA, "version": VERSION, **own}
+        if self.explanation is not None:
+            document["explanation"] = reading.plain(self.explanation)
         return json.dumps(document, allow_nan=False)
 
     def to_html(self, tell: Tell = silent) -> str:
@@ -187,7 +197,9 @@ _REPORT = reading.of(Report)
 
 def read_report(document: Any) -> Report:
     """Return the report of a parsed JSON document. Raise ValueError with the place for anything else."""
-    return _REPORT(reading.body(document, SCHEMA, VERSION), "report")
+    members = reading.body(document, SCHEMA, VERSION)
+    members.pop("explanation", None)  # which follows from the others
+    return _REPORT(members, "report")
 
 
 class NonFiniteError(ValueError):

@@ -11,7 +11,7 @@ from ..records.record import NONE, NOT_A_TENSOR, NOT_CHECKED, Frame, Phase, Reco
 from ..util.visible import module_name, visible
 from .cure_text import changed_lines
 from .finding import Finding
-from .finding_text import next_backward, next_forward, samples_words, why_backward, why_forward
+from .finding_text import explain, samples_words
 
 PREFIX = " " * 17
 COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
@@ -81,21 +81,17 @@ class Fact(NamedTuple):
 def finding_facts(finding: Finding, frames: Sequence[Frame]) -> list[Fact]:
     """Return what happened, where, why, and what to look at next."""
     frame, record = culprit(finding, frames)
-    is_forward = finding.phase == "forward"
-    why = why_forward(finding, frame, frames) if is_forward else why_backward(finding, frame)
-    following = (
-        next_forward(finding, frame, record, frames) if is_forward else next_backward(finding, frame, record)
-    )
+    explanation = explain(finding, frame, record, frames)
     facts = [
         Fact("What", f"{summary(finding)}."),
         Fact("Where", f"{_where(finding, record)}."),
-        Fact("Why", why),
+        Fact("Why", str(explanation.reason)),
         Fact("Room", room_words(frames)),
         *(Fact("Under", words) for words in _vanished(frame)),
         *_by(finding),
         Fact("Data", samples_words(finding.samples)),
         *(Fact("Cure", str(cure)) for cure in finding.cures),
-        Fact("Next", following),
+        Fact("Next", str(explanation.advice)),
         *(Fact("Note", f"{remark}.") for remark in finding.remarks),
         *(Fact("File", path) for path in finding.files),
     ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import nanwatch
 from nanwatch.records.record import Phase
 from nanwatch.report.finding import Cure, Finding, OriginKind, working_first
-from nanwatch.report.finding_text import why_backward, why_forward
+from nanwatch.report.finding_text import Explanation, explain
 from nanwatch.report.report import Report
 from support.overflows import Op, linear
 from support.paths import ROOT
@@ -29,23 +29,33 @@ def lines_of(report: Report) -> dict[str, str]:
     return found
 
 
-def told(model: nn.Module, *args: Any) -> dict[str, str]:
-    """The lines of the report of a forward that fails."""
+def failed(model: nn.Module, *args: Any) -> Report:
+    """The report of a forward that fails."""
     with torch.no_grad(), nanwatch.watch(model), pytest.raises(nanwatch.NonFiniteError) as error:
         model(*args)
     report = error.value.report
     assert repr(Report.from_json(report.to_json())) == repr(report)
-    return lines_of(report)
+    return report
 
 
-def told_of_backward(model: nn.Module, x: Tensor, scale: float = 1.0) -> dict[str, str]:
-    """The lines of the report of a step whose gradients failed."""
+def told(model: nn.Module, *args: Any) -> dict[str, str]:
+    """The lines of the report of a forward that fails."""
+    return lines_of(failed(model, *args))
+
+
+def explanation_of(report: Report) -> Explanation:
+    assert report.explanation is not None
+    return report.explanation
+
+
+def failed_backward(model: nn.Module, x: Tensor, scale: float = 1.0) -> Report:
+    """The report of a step whose gradients failed."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with nanwatch.watch(model, gradients=True):
         (model(x).float().sum() * scale).backward()
         with pytest.raises(nanwatch.NonFiniteError) as error:
             optimizer.step()
-    return lines_of(error.value.report)
+    return error.value.report
 
 
 @pytest.mark.parametrize(
@@ -64,13 +74,18 @@ def test_a_norm_whose_square_leaves_the_format(
     """The input is far from the end, and its square is past it."""
     torch.manual_seed(0)
     x = (torch.randn(shape) * 1e20).to(dtype)
-    advice = told(nn.Sequential(norm.to(dtype)), x)["Next"]
-    assert f"the square of {x.abs().max().item():.2e} leaves float32, which ends at 3.40282e+38" in advice
+    advice = explanation_of(failed(nn.Sequential(norm.to(dtype)), x)).advice
+    end = torch.finfo(torch.float32).max
+    assert advice == (
+        "square of the input",
+        {"largest": x.abs().max().item(), "dtype": "float32", "end": end},
+    )
 
 
 def test_a_norm_that_squares_nothing_large() -> None:
     """A variance of one element is no overflow."""
-    assert "square" not in told(nn.Sequential(Op(lambda x: x.var(0))), torch.ones(1, 4))["Next"]
+    report = failed(nn.Sequential(Op(lambda x: x.var(0))), torch.ones(1, 4))
+    assert explanation_of(report).advice.code == "inputs and weights"
 
 
 def test_by_says_what_the_operation_made() -> None:
@@ -95,10 +110,8 @@ def test_a_weight_that_was_bad_before_the_first_batch() -> None:
     """Nothing had been watched before."""
     model = nn.Sequential(nn.Linear(2, 2))
     nn.init.constant_(model[0].weight, torch.nan)
-    lines = told(model, torch.ones(1, 2))
-    assert "before the first batch" in lines["Why"]
-    assert "checkpoint" in lines["Next"]
-    assert "gradients=True" in lines["Next"]
+    reason, advice = explanation_of(failed(model, torch.ones(1, 2)))
+    assert (reason.code, advice.code) == ("weight before the first batch", "initialisation")
 
 
 def test_a_weight_that_became_bad_under_the_watch() -> None:
@@ -110,29 +123,29 @@ def test_a_weight_that_became_bad_under_the_watch() -> None:
         optimizer.step()
         with pytest.raises(nanwatch.NonFiniteError) as error:
             model(torch.ones(1, 2))
-    lines = lines_of(error.value.report)
-    assert "finite in batch 0 and became so since the watch began" in lines["Why"]
-    assert "watch(model, gradients=True)" in lines["Next"]
+    reason, advice = explanation_of(error.value.report)
+    assert reason == ("weight since a batch", {"batch": 0})
+    assert advice.code == "gradients and step"
 
 
 def test_a_derivative_that_leaves_its_format() -> None:
     """x is 182, and 3 x**2 past the end of float16: no operand is zero, and float32 helps."""
     cube = Op(lambda x: torch.tanh(x + 0.04 * x.pow(3.0)) * x)
     model = nn.Sequential(linear(1, 1), cube, linear(1e-2, 1)).half()
-    lines = told_of_backward(model, torch.full((2, 1), 182.0).half())
-    assert " zero" not in lines["Next"]
-    assert "the derivative leaves float16, which ends at 65504" in lines["Next"]
-    assert lines["Cure"].startswith("works: run `1` in float32, nanwatch.run_in_fp32(model[1])")
+    report = failed_backward(model, torch.full((2, 1), 182.0).half())
+    advice = explanation_of(report).advice
+    assert advice.code == "derivative in float32"
+    assert (advice.values["dtype"], advice.values["end"]) == ("float16", 65504.0)
+    assert lines_of(report)["Cure"].startswith("works: run `1` in float32, nanwatch.run_in_fp32(model[1])")
 
 
 def test_at_zero_only_where_an_operand_is_zero() -> None:
     """The root of zero; the square root of nothing in float32 that is no zero, but a subnormal."""
     model = nn.Sequential(linear(0), Op(torch.sqrt))
-    assert "at zero" in told_of_backward(model, torch.ones(1, 4))["Next"]
+    assert explanation_of(failed_backward(model, torch.ones(1, 4))).advice.code == "derivative at zero"
     model = nn.Sequential(linear(1, 1), Op(lambda x: x**-1.0 * x))
-    advice = told_of_backward(model, torch.full((1, 1), 1e-30), 1e-10)["Next"]
-    assert "at zero" not in advice
-    assert "leaves float32" in advice
+    advice = explanation_of(failed_backward(model, torch.full((1, 1), 1e-30), 1e-10)).advice
+    assert (advice.code, advice.values["dtype"]) == ("large derivative", "float32")
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -162,21 +175,20 @@ def test_the_guide_has_the_words_of_every_why() -> None:
     begins = [row.split("|")[1].strip() for row in table.splitlines() if row.startswith("| ")][1:]
     found = Finding("a", "Linear", "output.grad", 1, 0, "nan", "produced", None, None, 1, None)
     origins: list[OriginKind] = ["produced", "received", "weight", "buffer", "data"]
-    forward = [
-        why_forward(
-            replace(found, origin=origin, source_module=source, class_name=name, batch=batch), None, ()
-        )
+    findings = [
+        replace(found, origin=origin, source_module=source, class_name=name, batch=batch)
         for origin in origins
         for source, name, batch in ((None, "Linear", 0), ("b", "Function", 1))
     ]
     ends = [("output.grad", None), ("output.grad", "b"), ("weight.grad", None)]
-    backward = [
-        why_backward(replace(found, phase=phase, origin=origin, label=label, source_module=source), None)
+    findings += [
+        replace(found, phase=phase, origin=origin, label=label, source_module=source)
         for phase in get_args(Phase)[1:]
         for origin in origins[:2]
         for label, source in ends
     ]
-    used = [[begin for begin in begins if why.startswith(begin)] for why in (*forward, *backward)]
+    reasons = [str(explain(one, None, None, ()).reason) for one in findings]
+    used = [[begin for begin in begins if reason.startswith(begin)] for reason in reasons]
     assert all(len(one) == 1 for one in used), used
     assert {begin for one in used for begin in one} == set(begins)
 
@@ -197,12 +209,13 @@ def test_a_cure_that_works_is_the_advice() -> None:
         def forward(self, p: Tensor) -> Tensor:
             return log_loss(p + 0 * self.layers(p.reshape(1, -1)).mean())
 
-    lines = told(Model(), torch.tensor([0.0, 1.0, 1.0, 1.0]))
+    report = failed(Model(), torch.tensor([0.0, 1.0, 1.0, 1.0]))
+    lines, (reason, advice) = lines_of(report), explanation_of(report)
     assert lines["What"].startswith("inf first seen in `output` of log_loss (Function)")
     assert lines["Where"] == "the only element; float32 of shape []."
-    assert lines["Why"].startswith("this function made it: its inputs that were read are all finite (largest")
+    assert reason == ("made by the function", {"largest_input": 1.0})
     assert lines["Cure"].startswith("works: keep what the logarithm is taken of away from 0")
-    assert lines["Next"].startswith("apply the cure if it is what the model should compute")
+    assert advice.code == "apply the cure"
     assert lines.keys().isdisjoint(("Room", "Note"))
 
 
@@ -235,15 +248,13 @@ def test_a_weight_that_grows_by_its_steps(rate: float) -> None:
 
     with nanwatch.watch(model), pytest.raises(nanwatch.NonFiniteError) as error:
         train()
-    advice = lines_of(error.value.report)["Next"]
+    advice = explanation_of(error.value.report).advice
     finding = error.value.report.finding
     assert finding is not None
     if rate < 1:
-        assert "learning rate" not in advice
+        assert advice.code != "weight that grew"
         return
-    assert "lower the learning rate, or clip the gradients" in advice
     first = min(frame.batch for frame in error.value.report.frames if frame.name == "0")
-    assert (
-        f"grew from {largest[first]:.2e} in batch {first} to {largest[-1]:.2e} in batch {finding.batch}"
-        in advice
-    )
+    batches = {"first_batch": first, "last_batch": finding.batch}
+    sizes = {"before": pytest.approx(largest[first]), "largest": pytest.approx(largest[-1])}
+    assert advice == ("weight that grew", {"label": "weight", "module": "0", **batches, **sizes})

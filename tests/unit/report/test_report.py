@@ -19,6 +19,7 @@ from nanwatch.numerics.formats import TensorHealth
 from nanwatch.records.record import MASK, Frame, Record, Role
 from nanwatch.report.finding import Cure, Finding, find
 from nanwatch.report.report import BatchLimitError, NonFiniteError, Report
+from nanwatch.util.place import Place
 
 
 def record(label: str, role: Role, abs_max: float = 1.0, **changes: Any) -> Record:
