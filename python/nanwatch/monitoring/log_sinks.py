@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import entry_points
@@ -51,16 +51,8 @@ ACCEPTED = (
 class LogSink(Sink):
     """Sink that logs an entry for each event. A tracker needs no more than `write`."""
 
-    # By which a text in `sinks` names it.
-    name = ""
-
     def __init__(self) -> None:
         self._modules: dict[str, None] = {}  # that have a curve
-
-    @staticmethod
-    def accepts(target: Any) -> bool:
-        """Return whether `log_to` means this sink by `target`, by what that can do."""
-        raise NotImplementedError
 
     def write(self, entry: LogEntry) -> None:
         """Log it."""
@@ -124,11 +116,6 @@ class FunctionSink(LogSink):
         super().__init__()
         self._function = function
 
-    @staticmethod
-    def accepts(target: Any) -> bool:
-        """Return whether `target` can be called."""
-        return callable(target)
-
     def write(self, entry: LogEntry) -> None:
         """Call it; histograms are left out."""
         self._function({**entry.scalars, **entry.texts}, entry.batch)
@@ -142,8 +129,6 @@ class TensorBoardSink(LogSink):
 
     The step is the number of the batch. With several processes each has a folder of its own, as a trace has a file.
     """
-
-    name = "tensorboard"
 
     def __init__(self, target: Any) -> None:
         super().__init__()
@@ -159,11 +144,6 @@ class TensorBoardSink(LogSink):
             self._make = partial(module.SummaryWriter, folder)
         else:
             self._writer = target
-
-    @staticmethod
-    def accepts(target: Any) -> bool:
-        """Return whether `target` is a folder or a SummaryWriter."""
-        return isinstance(target, str | os.PathLike) or _has(target, "add_scalar", "add_histogram_raw")
 
     def write(self, entry: LogEntry) -> None:
         """Add its numbers, histograms and words."""
@@ -221,18 +201,11 @@ class WandbSink(LogSink):
     those the latest stays, number by number. The run has a process of its own, which outlives this one.
     """
 
-    name = "wandb"
-
     def __init__(self, target: Any = None) -> None:
         super().__init__()
         self._wandb = needed("wandb", "watch(log_to=<run of wandb>)", "wandb")
         self._target = self._wandb if target is None else target
         self._run: Any = None
-
-    @staticmethod
-    def accepts(target: Any) -> bool:
-        """Return whether `target` is a run of wandb, or the module `wandb`, which stands for the run it began."""
-        return _has(target, "log", "define_metric")
 
     def write(self, entry: LogEntry) -> None:
         """Log its numbers, histograms and words."""
@@ -262,30 +235,34 @@ def _has(target: Any, *methods: str) -> bool:
     return all(callable(getattr(target, method, None)) for method in methods)
 
 
-# In the order in which `log_to` tries them.
-_LOGS = (TensorBoardSink, WandbSink, FunctionSink)
+def _is_folder_or_writer(target: Any) -> bool:
+    return isinstance(target, str | os.PathLike) or _has(target, "add_scalar", "add_histogram_raw")
+
+
+# By name, in the order in which `log_to` asks what a target can do. The module `wandb` stands for the run it began.
+_LOGS: dict[str, tuple[Callable[[Any], bool], Callable[..., LogSink]]] = {
+    "tensorboard": (_is_folder_or_writer, TensorBoardSink),
+    "wandb": (lambda target: _has(target, "log", "define_metric"), WandbSink),
+    "": (callable, FunctionSink),
+}
 # Packages declare sinks of theirs in this entry point group: a name, and what makes the sink.
 GROUP = "nanwatch.sinks"
 
 
-def log_for(target: Any) -> Callable[[Any], LogSink] | None:
-    """Return the sink that logs to `target`, None where that is none of those that are ACCEPTED."""
-    made: Iterator[Callable[[Any], LogSink]] = (log for log in _LOGS if log.accepts(target))
-    return next(made, None)
+def log_for(target: Any) -> Callable[..., LogSink] | None:
+    """Return what makes the log of `target`, None where that is none of those that are ACCEPTED."""
+    return next((log for accepts, log in _LOGS.values() if accepts(target)), None)
 
 
 def factory_of(name: str) -> Callable[..., Sink]:
     """Return what makes the sink of this name. Raises ValueError, with the names that there are, for another."""
-    factories: dict[str, Any] = {log.name: log for log in _LOGS if log.name}
-    if name not in factories:
-        declared = {one.name: one for one in entry_points(group=GROUP)}
-        if name not in declared:
-            known = ", ".join(sorted({*factories, *declared}))
-            raise ValueError(
-                f"there is no sink {name!r}; known are {known}, and those of packages with {GROUP}"
-            )
-        factories[name] = declared[name].load()
-    factory: Callable[..., Sink] = factories[name]
+    if name and name in _LOGS:
+        return _LOGS[name][1]
+    declared = {one.name: one for one in entry_points(group=GROUP)}
+    if name not in declared:
+        known = ", ".join(sorted(filter(None, {*_LOGS, *declared})))
+        raise ValueError(f"there is no sink {name!r}; known are {known}, and those of packages with {GROUP}")
+    factory: Callable[..., Sink] = declared[name].load()
     return factory
 
 

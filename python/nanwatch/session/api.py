@@ -79,7 +79,6 @@ def watch(
     enabled: bool = True,
     _measure_time: bool = False,
     _verify_hits: bool = False,
-    _room: int = 0,
 ) -> Watch:
     """Start to watch `model` and return the Watch, which is also a context manager.
 
@@ -172,24 +171,20 @@ def watch(
     given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}
     check_model(model)
     values = values_in_force(without_defaults(given))
-    return _start(model, values, measure_time=_measure_time, verify_hits=_verify_hits, room=_room)
+    return _start(model, values, measure_time=_measure_time, verify_hits=_verify_hits)
 
 
-def _start(
-    model: nn.Module,
-    values: dict[str, Any],
-    *,
-    measure_time: bool = False,
-    verify_hits: bool = False,
-    room: int = 0,
-) -> Watch:
-    """Start to watch `model` with these values of the options, whatever is said outside of the code."""
+def _start(model: nn.Module, values: dict[str, Any], *, room: int = 0, **settings: Any) -> Watch:
+    """Start to watch `model` with these values of the options, whatever is said outside of the code.
+
+    `room` is as Watch takes it, `settings` are further ones of the recorder.
+    """
     check_model(model)
     model = original_module(model)
     options = check_options([one.name for one in named_modules(model)], values)
     if options.check == "async" and options.enabled:
         _check_async(model)
-    return Watch(model, options, measure_time=measure_time, verify_hits=verify_hits, room=room)
+    return Watch(model, options, room=room, **settings)
 
 
 def _check_async(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -23,62 +24,47 @@ from .optimizer_steps import BackwardWatch
 from .options import Options
 
 
+@dataclass(eq=False, repr=False)
 class EventDispatch:
     """RecorderEvents of one Watch. docs/architecture.md has the order of the parts at the end of a batch.
 
     The model's wrappers hold the recorder, the recorder holds this, and this holds the Watch, which so lives as long as
-    the model. The parts need the recorder, which is made with this, so they come with `connect`.
+    the model. The recorder is made with this, and the parts with the recorder: the Watch sets them when they are made.
     """
 
-    _failures: FailureHandler
-    _sinks: SinkStream
-    _tracer: Tracer | None
-    _backward: BackwardWatch | None
-
-    def __init__(self, options: Options) -> None:
-        self._options = options
-
-    def connect(
-        self,
-        watch: object,
-        failures: FailureHandler,
-        sinks: SinkStream,
-        tracer: Tracer | None,
-        backward: BackwardWatch | None,
-    ) -> None:
-        """Hand the events to these parts of `watch` from now on."""
-        self._watch = watch  # only to hold it
-        self._failures = failures
-        self._sinks = sinks
-        self._tracer = tracer
-        self._backward = backward
+    options: Options
+    watch: object = None
+    failures: FailureHandler = field(init=False)
+    sinks: SinkStream = field(init=False)
+    tracer: Tracer | None = None
+    backward: BackwardWatch | None = None
 
     def on_batch_start(
         self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
     ) -> object:
         """Print the header of a traced batch, and keep its start for a re-run."""
-        self._failures.raise_postponed()
-        if traced and self._options.trace is None:
+        self.failures.raise_postponed()
+        if traced and self.options.trace is None:
             _print_lines(text.batch_lines(batch))
-        return self._failures.batch_started(batch, module, args, kwargs)
+        return self.failures.batch_started(batch, module, args, kwargs)
 
     def on_frame(self, frame: Frame) -> None:
         """Hand the frame to the sinks, and print it or write it to the trace, if its batch is traced."""
-        self._sinks.on_frame(frame)
-        if frame.batch not in self._options.trace_batches:
+        self.sinks.on_frame(frame)
+        if frame.batch not in self.options.trace_batches:
             return
-        if self._options.trace is None:
+        if self.options.trace is None:
             _print_lines(text.frame_lines(frame))
-        elif self._tracer is not None:
-            self._tracer.add(frame)
+        elif self.tracer is not None:
+            self.tracer.add(frame)
 
     def on_nonfinite(self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
         """Hand the call to the failure handler, which may act on it at once."""
-        self._failures.nonfinite_call(frame, caller, args, kwargs)
+        self.failures.nonfinite_call(frame, caller, args, kwargs)
 
     def on_pending_nonfinite(self, frame: Frame, caller: str | None, given: Frame, is_left: bool) -> None:
         """Hand the call to the failure handler, which acts at the batch's end."""
-        self._failures.pending_nonfinite_call(frame, caller, given, is_left)
+        self.failures.pending_nonfinite_call(frame, caller, given, is_left)
 
     def on_batch_end(self, batch: int, completed: bool) -> None:
         """Act on the batch's failure where that was put off; end the run when asked to."""
@@ -87,19 +73,19 @@ class EventDispatch:
     def on_batch_pending(self, batch: int, completed: bool, *, is_known: bool = False) -> None:
         """End a batch like `on_batch_end`, except for its failure, if it is not known yet."""
         try:
-            self._failures.forward_left(batch, completed)
+            self.failures.forward_left(batch, completed)
             if is_known:
                 self.on_pending_batch_end(batch, completed)
         finally:
-            self._failures.batch_ended(batch)
-        if completed and batch == self._options.abort_after_batch:
+            self.failures.batch_ended(batch)
+        if completed and batch == self.options.abort_after_batch:
             raise BatchLimitError(batch, "abort_after_batch")
 
     def on_pending_batch_end(self, batch: int, completed: bool) -> None:
         """Act on the failure of a batch whose frames are all known."""
-        if self._tracer is not None:
-            self._tracer.batch_ended()
-        self._failures.conclude(batch, completed)
+        if self.tracer is not None:
+            self.tracer.batch_ended()
+        self.failures.conclude(batch, completed)
 
     def on_warning(self, message: str) -> None:
         """Warn the user."""
@@ -107,24 +93,24 @@ class EventDispatch:
 
     def on_backward_start(self) -> None:
         """Find out whether the gradients of the deferred backward are gone."""
-        if self._backward is not None:
-            self._backward.guard.settle()
-            if self._backward.spikes is not None:
-                self._backward.spikes.backward_started()
+        if self.backward is not None:
+            self.backward.guard.settle()
+            if self.backward.spikes is not None:
+                self.backward.spikes.backward_started()
 
     def on_backward_pending(self) -> object:
         """Return the present scale of the GradScaler, for `on_backward_end`."""
-        return None if self._backward is None else self._backward.guard.note_scale()
+        return None if self.backward is None else self.backward.guard.note_scale()
 
     def on_backward_end(
         self, calls: list[BackwardCall], arrivals: list[Arrival], left: object = None
     ) -> None:
         """Defer the failure until a step is about to take it, unless the forward's failure caused it."""
-        self._failures.poll(wait=True)
+        self.failures.poll(wait=True)
         if is_inside_step():  # a closure's backward: the step changes the weights next
-            self._failures.raise_postponed()
-        if self._backward is not None:
-            self._backward.ended(calls, arrivals, left)
+            self.failures.raise_postponed()
+        if self.backward is not None:
+            self.backward.ended(calls, arrivals, left)
 
 
 class TraceNotes(Sink):

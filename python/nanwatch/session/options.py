@@ -381,11 +381,10 @@ class Options:
             sinks.append((f"the sink {name}", sink))
         return sinks
 
-    def recorder_settings(self, *, max_frames: int, verify_hits: bool, measure_time: bool) -> Settings:
+    def recorder_settings(self, max_frames: int, **more: bool) -> Settings:
         """Return the settings of a recorder for these options; it may hold more frames than are shown."""
         shared = {one.name: getattr(self, one.name) for one in fields(Settings) if hasattr(self, one.name)}
-        own = {"max_frames": max_frames, "verify_hits": verify_hits, "measure_time": measure_time}
-        return Settings(**{**shared, **own, "traced": tuple(self.trace_batches)})
+        return Settings(**{**shared, **more, "max_frames": max_frames, "traced": tuple(self.trace_batches)})
 
 
 def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:

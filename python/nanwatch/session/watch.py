@@ -64,10 +64,9 @@ class Watch:
         model: nn.Module,
         options: Options,
         *,
-        measure_time: bool = False,
-        verify_hits: bool = False,
         room: int = 0,
         events: EventDispatch | None = None,
+        **settings: bool,
     ) -> None:
         self._options = options
         self._model = weakref.ref(model)
@@ -77,11 +76,8 @@ class Watch:
         if fetches:
             # Frames of chosen batches come one by one. All others are fetched from a recorder that holds enough.
             ring = max(ring, ring_size(model))
-        settings = options.recorder_settings(
-            max_frames=ring, verify_hits=verify_hits, measure_time=measure_time
-        )
-        self._events = events or EventDispatch(options)
-        self._recorder: Recorder = make_recorder(settings, self._events)
+        events = events or EventDispatch(options)
+        self._recorder: Recorder = make_recorder(options.recorder_settings(ring, **settings), events)
         self._tracer: Tracer | None = None
         if options.trace is not None and options.enabled:
             self._tracer = start_tracer(
@@ -127,7 +123,8 @@ class Watch:
                 self._monitor.follow(self._spikes.take)
                 self._batch_ends.active = True
             self._backward = BackwardWatch(self._reports, self._failures, guard, self._spikes)
-        self._events.connect(self, self._failures, sinks, self._tracer, self._backward)
+        events.watch, events.failures, events.sinks = self, self._failures, sinks
+        events.tracer, events.backward = self._tracer, self._backward
         self._steps: OptimizerSteps | None = None
         self._attachment: Attachment | None = None
         self._attention: AttentionWatch | None = None

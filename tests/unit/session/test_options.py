@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import inspect
+import re
 import runpy
 from collections.abc import Callable
 from dataclasses import fields
@@ -318,7 +319,7 @@ def test_what_a_watch_says_of_itself() -> None:
 
 
 def test_signature_fields_flags_and_page_agree() -> None:
-    """`watch`, `Options`, `nanwatch run` and docs/options.md have the same options; no flag has a default."""
+    """`watch`, its docstring, `Options`, `nanwatch run` and docs/options.md have the same options."""
     declared = {one.name: one for one in fields(Options)}
     signature = inspect.signature(watch).parameters
     assert list(declared) == [
@@ -327,6 +328,9 @@ def test_signature_fields_flags_and_page_agree() -> None:
     assert {name: one.default for name, one in declared.items()} == {
         name: signature[name].default for name in declared
     }
+    described = inspect.getdoc(watch).partition("Args:")[2].partition("\n\n")[0]  # type: ignore[union-attr]
+    entries = re.findall(r"^    (\w[\w, ]*): ", described, re.MULTILINE)
+    assert ", ".join(entries).split(", ") == ["model", *declared]
     flags = {one.dest: one.default for one in run_parser()._actions if one.dest in declared}
     assert set(flags.values()) == {argparse.SUPPRESS}
     assert declared.keys() - flags.keys() == {"enabled", "optimizer", "scaler"}
