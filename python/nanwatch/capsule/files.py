@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -239,10 +239,7 @@ def _read_document(path: Path) -> Json:
         parse_constant=reading.refuse_constant,
         object_pairs_hook=_no_doubles,
     )
-    if isinstance(document, dict) and document.get("schema") == SCHEMA and document.get("version") != VERSION:
-        version = reading.shorten(document.get("version"))
-        raise ValueError(f"its version is {version}, this nanwatch reads version {VERSION}")
-    return document
+    return reading.body(document, SCHEMA, VERSION, "capsule")
 
 
 def _no_doubles(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
@@ -274,8 +271,6 @@ class Document:
     `args`, `kwargs`, `state` and `rng` name what lies in the other file, or is left out.
     """
 
-    schema: Literal["nanwatch.capsule"]
-    version: Literal[1]
     label: str
     versions: dict[str, str | None]
     module: Module

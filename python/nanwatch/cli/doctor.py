@@ -273,14 +273,9 @@ def _difference(x: Tensor, moved: Tensor) -> str:
 
 
 def _outcome_line(outcome: Outcome) -> str:
-    if outcome.skipped:
-        verdict = f"skipped: {outcome.skipped}"
-    else:
-        verdict = (
-            f"WRONG: {outcome.error}"
-            if outcome.error
-            else f"equal on {outcome.cases} tensor{'' if outcome.cases == 1 else 's'}"
-        )
+    verdict = f"equal on {outcome.cases} tensor{'' if outcome.cases == 1 else 's'}"
+    if outcome.skipped or outcome.error:
+        verdict = f"skipped: {outcome.skipped}" if outcome.skipped else f"WRONG: {outcome.error}"
     return f"{outcome.implementation:<24}{outcome.dtype:<16}{verdict}"
 
 

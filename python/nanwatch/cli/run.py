@@ -219,7 +219,12 @@ class _Run:
             _tell(self._why_nothing())
         for (name, one), report in zip(self._watches, reports, strict=True):
             _tell(_line(name, one, report) + self._trace_words(one))
-            if has_failed and _ended_in(one) and report.finding is not None and report.batch == one.batch:
+            if (
+                has_failed
+                and one._ended_by_exception
+                and report.finding is not None
+                and report.batch == one.batch
+            ):
                 # The script's own check may have found the value before nanwatch.
                 self._status = self._status or NONFINITE
         if self._finder.is_full:
@@ -284,7 +289,7 @@ def _line(name: str, one: Watch, report: Report) -> str:
         return f"{amount}: nothing was looked at" + (
             ", as NANWATCH=0 says" if os.environ.get("NANWATCH") == "0" else ""
         )
-    if _ended_in(one):
+    if one._ended_by_exception:
         return f"{amount}, the last ended by an exception: what that call computed last was not read"
     if faults := list(_harmless(one)):
         return f"{amount}: {'; '.join(faults)}; all else that was read is finite"
@@ -302,11 +307,6 @@ def _harmless(one: Watch) -> Iterator[str]:
     if count := counters["untaken_backwards"]:
         backwards = "1 backward was" if count == 1 else f"{count:,} backwards were"
         yield f"{backwards} not finite, but the steps took finite gradients"
-
-
-def _ended_in(one: Watch) -> bool:
-    """Return whether an exception has ended the latest batch."""
-    return one._ended_by_exception
 
 
 def _nonfinite_in(error: BaseException) -> NonFiniteError | None:
@@ -365,8 +365,5 @@ def _user_hook() -> Any:
 def _of_this_rank(path: str) -> Path:
     """Return the path, with the rank in its name for all processes of torchrun but the first."""
     rank = os.environ.get("RANK", "0")
-    plain = Path(path)
-    # The script may change its folder.
-    return (
-        plain if rank in ("", "0") else plain.with_name(f"{plain.stem}-rank-{rank}{plain.suffix}")
-    ).absolute()
+    plain = Path(path).absolute()  # the script may change its folder
+    return plain if rank in ("", "0") else plain.with_name(f"{plain.stem}-rank-{rank}{plain.suffix}")

@@ -228,15 +228,12 @@ class OriginConsensus:
             self._report()
         if self._is_stuck and (self._protocol.is_complete() or waited > self.peer_timeout * 2 / 3):
             self._learn()
-            if self._on_stuck is not None and self._known is not None:
-                self._tell_stuck(self._on_stuck, self._known)
+            try:
+                if self._on_stuck is not None and self._known is not None:
+                    self._on_stuck(self._known)
+            except Exception as error:
+                warn_user(f"nanwatch: on_stuck raised {spell(error)}", may_raise=False)
             self._leave()
-
-    def _tell_stuck(self, on_stuck: Callable[[Origin], object], origin: Origin) -> None:
-        try:
-            on_stuck(origin)
-        except Exception as error:
-            warn_user(f"nanwatch: on_stuck raised {spell(error)}", may_raise=False)
 
     def _learn(self) -> None:
         self._known = self._protocol.origin() or self._known
