@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from ..instrumentation.global_hooks import Handles, after_steps
 from ..instrumentation.slot import default_call, set_default_call
 from ..numerics._extension import instances_of
-from ..session.dispatch import EventDispatch
 from ..session.watch import Watch, watch_starts
 from ..util.visible import spell, warn_user
 
@@ -183,7 +182,7 @@ class ModelFinder:
     classes of the modules that no other holds. The search ends after MAX_MODELS.
 
     The finder leaves a model alone that the script watches itself, and notes its class in `watched_already`. The
-    drop-in for DebugUnderflowOverflow does not count: the dispatch of its Watch, of a subclass, acts on fewer values.
+    drop-in for DebugUnderflowOverflow does not count: its Watch, of a subclass, acts on fewer values.
 
     `passed_over` has classes of modules that were called and are no model; modules inside another one only with
     `class_name`. `trouble` is the error that ended the search. `is_full` says that MAX_MODELS were found.
@@ -243,7 +242,7 @@ class ModelFinder:
         if model in self._known:  # by `found`
             return
         name = type(model).__name__
-        if type(watch._events) is EventDispatch:
+        if type(watch) is Watch:
             if _has_parameters(model):  # a callback checks its options on a module without
                 self.watched_already[name] = None
         elif self._class_name is None or fnmatchcase(name, self._class_name):

@@ -93,6 +93,10 @@ class _DebugEvents(EventDispatch):
             raise BatchLimitError(debug.batch_number - 1, "abort_after_batch_num")
 
 
+class DebugWatch(Watch):
+    """Watch of a class of its own, by which `nanwatch run` knows that it acts on fewer values."""
+
+
 class DebugUnderflowOverflow:
     """Prints the frames that led to the first nan or inf, then raises; or prints whole batches.
 
@@ -157,7 +161,7 @@ class DebugUnderflowOverflow:
         room = max(1, _MOST_FRAMES if max_frames_to_save is None else min(max_frames_to_save, _MOST_FRAMES))
         # "module": the original prints at the call that holds the value.
         options = Options(max_frames=room, check="module", buffers=False, forecast=False)
-        self._watch = Watch(watched, options, events=_DebugEvents(options, self))
+        self._watch = DebugWatch(watched, options, events=_DebugEvents(options, self))
         self._watch._batch_ends.active = abort_after_batch_num is not None
         self._recorder = self._watch._recorder
         self._recorded = {
