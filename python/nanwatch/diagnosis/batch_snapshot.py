@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..instrumentation.execution_context import Autocast, RngState
@@ -141,14 +140,12 @@ class BatchSnapshot:
             self.forwards.made += 1
         child_process.send()
         with ExitStack() as after:
-            if not in_child():
-                names = getattr(self.module, "names", {})
-                after.callback(present_state(self.module, sys._getframe(2), names).restore)
+            # The frame of who asked for the block.
+            after.callback(present_state(self.module, self.args, self.kwargs, sys._getframe(2)).restore)
             after.callback(RngState.capture(others=True).restore)
             after.callback(
                 _set_training, [(module, module.training) for _, module in each_module(self.module)]
             )
-            after.enter_context(_held(self.module, self.args, self.kwargs))
             after.enter_context(unwatched(self.module))
             if caches_parametrizations():
                 # Without their graphs, which a backward in here would run through.
@@ -242,41 +239,6 @@ class _NoCollectives(TorchDispatchMode):
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional", "c10d_functional"):
             raise RuntimeError(f"{func} would wait for the other ranks, which do not run this batch again")
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _held(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Restore after the block the buffers of the tree and the tensors of a call: the same tensors, with their values.
-
-    Their version counters too: the user's own call may still be under way, and have saved them for its backward.
-    """
-    places = [
-        (module, name, buffer) for _, module in each_module(root) for name, buffer in module._buffers.items()
-    ]
-    buffers = {id(x): x for _, _, x in places if x is not None}
-    given = {id(x): x for _, x in call_leaves(args, kwargs) if isinstance(x, Tensor) and id(x) not in buffers}
-    # Elements that share their memory cannot be written to, neither by a forward nor here.
-    held = [x for x in (*buffers.values(), *given.values()) if not _overlaps_itself(x)]
-    counted = [x for x in held if not x.is_inference()]
-    values = [(x, x.detach().clone()) for x in held]
-    versions = {id(x): x._version for x in counted}
-    with ExitStack() as preserved:
-        for x in counted:
-            preserved.enter_context(_unsafe_preserve_version_counter(x))
-        try:
-            yield
-        finally:
-            for module, name, buffer in places:
-                module._buffers[name] = buffer
-            for x, value in values:
-                # Buffers whether they changed or not: BatchNorm writes its statistics past the version counter.
-                if id(x) in buffers or x.is_inference() or x._version != versions[id(x)]:
-                    with torch.inference_mode() if x.is_inference() else torch.no_grad():
-                        x.copy_(value)
-
-
-def _overlaps_itself(x: Tensor) -> bool:
-    return x.layout is torch.strided and torch._debug_has_internal_overlap(x) == 1
 
 
 def _set_training(flags: list[tuple[nn.Module, bool]]) -> None:

@@ -118,45 +118,48 @@ def _with_attributes(value: Any, inner: dict[str, Kept]) -> Any:
     return value
 
 
+def _holder(value: Any, limits: Limits) -> Callable[[], Any]:
+    """Return a function that returns the value, or None where it is gone."""
+    return (lambda: value) if limits.strong else weakref.ref(value)
+
+
 def _reference(value: Any, limits: Limits) -> Kept:
-    if limits.strong:
-        return _same(value)
     try:
-        reference = weakref.ref(value)
+        own = _holder(value, limits)
     except TypeError:
         return _same(value)
-    return lambda present: present if (one := reference()) is None else one
+    return lambda present: present if (one := own()) is None else one
 
 
 def keep_tensor(x: Tensor, limits: Limits, tensors: Clones) -> Kept:
     """Return how the tensor comes back: itself, with its values and its version."""
-    reference = weakref.ref(x)
-    is_plain = (
-        type(x) in (Tensor, nn.Buffer, nn.Parameter) and x.layout is torch.strided and not x.is_inference()
-    )
-    is_plain = is_plain and not (x.requires_grad and not limits.strong)
-    if not is_plain or x.numel() * x.element_size() > limits.nbytes or x.is_meta:
-        return lambda present: present if (one := reference()) is None else one
-    version = x._version
+    is_plain = type(x) in (Tensor, nn.Buffer, nn.Parameter) and x.layout is torch.strided
+    is_kept = limits.strong or (is_plain and not x.is_inference() and not x.requires_grad)
+    # Elements that share their memory cannot be written to, neither by a forward nor here.
+    is_shared = x.layout is torch.strided and torch._debug_has_internal_overlap(x) == 1
+    if not is_kept or is_shared or x.is_meta or x.numel() * x.element_size() > limits.nbytes:
+        return _reference(x, limits)
+    version = None if x.is_inference() else x._version
     known = tensors.get(id(x))
     if known is not None and known[0]() is x and known[1] == version:
         clone = known[2]
     else:
         clone = x.detach().clone()
-        tensors[id(x)] = reference, version, clone
-    held = x if limits.strong else None
+        if not limits.strong:
+            tensors[id(x)] = weakref.ref(x), x._version, clone
+    held = _holder(x, limits)
 
     def restored(present: Any) -> Any:
-        own = held if held is not None else reference()
+        own = held()
         if own is None:
             return clone.clone()
+        now = None if version is None else own._version
         # BatchNorm writes its statistics past the version counter.
-        if own._version != version or held is not None:
-            with torch.no_grad():
-                now = own._version
-                if now != version or not torch.equal(own, clone):
-                    own.detach().copy_(clone)
-                    torch._C._autograd._unsafe_set_version_counter((own,), (version,))
+        if now != version or (limits.strong and not torch.equal(own, clone)):
+            with torch.inference_mode() if version is None else torch.no_grad():
+                own.copy_(clone)
+            if version is not None:
+                torch._C._autograd._unsafe_set_version_counter((own,), (version,))
         return own
 
     return restored
@@ -252,12 +255,10 @@ def _truncated(present: Any, length: int) -> Any:
 def _array(value: Any, limits: Limits) -> Kept:
     if value.nbytes > limits.nbytes or value.dtype.hasobject:
         return _reference(value, limits)
-    content = value.copy()
-    reference = weakref.ref(value)
-    held = value if limits.strong else None
+    content, held = value.copy(), _holder(value, limits)
 
     def restored(present: Any) -> Any:
-        own = held if held is not None else reference()
+        own = held()
         if own is None:
             return content.copy()
         if own.flags.writeable and own.shape == content.shape and own.tobytes() != content.tobytes():
@@ -281,33 +282,29 @@ def _lock(value: Any) -> Kept:
 
 def _stateful(value: Any) -> Kept | None:
     """Return how a generator of random numbers, a context variable or the environment comes back, else None."""
-    if isinstance(value, random.Random):
-        bring_back: Callable[[], Any] = functools.partial(value.setstate, value.getstate())
-    elif isinstance(value, np.random.Generator):
-        bring_back = functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    elif isinstance(value, np.random.RandomState | torch.Generator):
-        states: Any = value.get_state()
-        bring_back = functools.partial(value.set_state, states)
-    elif value is os.environ:
-        bring_back = functools.partial(_set_environment, dict(value))
-    elif isinstance(value, ContextVar):
-        found = value.get(MISSING)
-        bring_back = functools.partial(_nothing if found is MISSING else value.set, found)
-    else:
-        return None
-
-    def restored(_: Any) -> Any:
-        bring_back()
-        return value
-
-    return restored
+    for kinds, read, write in _STATEFUL:
+        if isinstance(value, kinds):
+            return functools.partial(_with_state, value, write, read(value))
+    return None
 
 
-def _set_environment(content: dict[str, str]) -> None:
-    for name in os.environ.keys() - content.keys():
-        del os.environ[name]
-    os.environ.update({name: x for name, x in content.items() if os.environ.get(name) != x})
+def _with_state(value: Any, write: Callable[[Any, Any], Any], state: Any, _: Any) -> Any:
+    write(value, state)
+    return value
 
 
-def _nothing(_: Any) -> None:
-    """Leave a context variable that had no value as it is: only a token would take the value away."""
+def _set_environment(environment: Any, content: dict[str, str]) -> None:
+    for name in environment.keys() - content.keys():
+        del environment[name]
+    environment.update({name: x for name, x in content.items() if environment.get(name) != x})
+
+
+# Kinds of values with a state of their own, and how it is read and written. A context variable that had no value keeps
+# what it has: only a token would take that away.
+_STATEFUL: tuple[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]], ...] = (
+    (random.Random, random.Random.getstate, random.Random.setstate),
+    ((np.random.RandomState, torch.Generator), lambda x: x.get_state(), lambda x, state: x.set_state(state)),
+    (np.random.Generator, lambda x: x.bit_generator.state, lambda x, s: setattr(x.bit_generator, "state", s)),
+    (type(os.environ), dict, _set_environment),
+    (ContextVar, lambda x: x.get(MISSING), lambda x, state: None if state is MISSING else x.set(state)),
+)

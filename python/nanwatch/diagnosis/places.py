@@ -71,6 +71,22 @@ class Root:
             self._table(holder)[self.name] = value
 
 
+class Fixed(Root):
+    """A value at no place that is known: it is refilled and not exchanged."""
+
+    def __init__(self, value: Any) -> None:
+        object.__setattr__(self, "owner", value)
+        object.__setattr__(self, "name", "")
+        object.__setattr__(self, "is_buffer", False)
+
+    def get(self) -> Any:
+        """Return the value."""
+        return self.owner
+
+    def set(self, value: Any) -> None:
+        """Leave it."""
+
+
 def attributes_of(value: Any) -> Any:
     """Return the dict of an object, without asking the object: it may define `__getattribute__`."""
     if isinstance(value, type):

@@ -1,25 +1,30 @@
-"""Python state of the program, kept at the start of a batch and put back before a re-run and after it."""
+"""State of the program at the start of a batch and around a re-run: Python values, buffers, tensors of the call."""
 
 from __future__ import annotations
 
 import random
 import types
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor, jit, nn
 
 from ..numerics.readable import only_our_dispatch
+from ..recording.walk import call_leaves
+from ..util.modules import each_module
 from ..util.visible import suppressed
 from .kept_values import NOW, START, Clones, Kept, Limits, keep_tensor, keep_value, spared
-from .outside import repeatable
-from .places import Root
+from .outside import in_child, repeatable
+from .places import Fixed, Root
 from .reachable import Plan, plan_of, reached_by_other_threads
 
 # Bytes of weights that are copied, as a forward may write to them.
 _MOST_OF_WEIGHTS = 1 << 28
+# The limits of what is put back whatever its size: buffers, and tensors that the call was given.
+_WHOLE = replace(NOW, nbytes=1 << 62)
 
 
 class StateKeeper:
@@ -35,87 +40,83 @@ class StateKeeper:
     def capture(self, frame: types.FrameType | None) -> ProgramState:
         """Return the present state. `frame` is the innermost frame that may be the program's."""
         with only_our_dispatch():  # looking is no business of the user's modes
-            return self._captured(frame)
-
-    def _captured(self, frame: types.FrameType | None) -> ProgramState:
-        self._num_kept += 1
-        # Objects that came later are found at batches 1, 2, 4, 8 and so on.
-        if self._num_kept & (self._num_kept - 1) == 0 and (model := self._root()) is not None:
-            self._plan = plan_of(model, frame)
-            self._plan.objects = []
-            self._tensors.clear()
-        return keep(self._plan, START, self._tensors)
+            self._num_kept += 1
+            # Objects that came later are found at batches 1, 2, 4, 8 and so on.
+            if self._num_kept & (self._num_kept - 1) == 0 and (model := self._root()) is not None:
+                self._plan = plan_of(model, frame)
+                self._plan.objects = []
+                self._tensors.clear()
+            return keep(self._plan, START, self._tensors)
 
 
 @dataclass(slots=True)
 class ProgramState:
     """State of the program at one moment."""
 
-    places: list[tuple[Root, Kept]] = field(default_factory=list)
-    drawn: tuple[Any, ...] = ()
+    places: list[tuple[Root, Kept]]
 
     def restore(self, *, stands_in: bool = False) -> None:
         """Put the state back. With `stands_in`, what gives each value once is replaced by a GivesOnce."""
         with only_our_dispatch(), spared(reached_by_other_threads()):
-            self._restore(stands_in)
-
-    def _restore(self, stands_in: bool) -> None:
-        for root, kept in self.places:
-            try:
-                present = root.get()
-                value = kept(present)
-                if stands_in:
-                    value = repeatable(value)
-                if value is not present:
-                    root.set(value)
-            except Exception:
-                suppressed("a value of the program could not be put back")
-        if self.drawn:
-            random.setstate(self.drawn[0])
-            np.random.set_state(self.drawn[1])
+            for root, kept in self.places:
+                try:
+                    present = root.get()
+                    value = kept(present)
+                    if stands_in:
+                        value = repeatable(value)
+                    if value is not present:
+                        root.set(value)
+                except Exception:
+                    suppressed("a value of the program could not be put back")
 
 
-def present_state(model: nn.Module, frame: types.FrameType | None, names: dict[str, Any]) -> ProgramState:
-    """Return all that can be put back after a re-run in this process, `names` and the buffers of modules included."""
+def present_state(
+    root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: types.FrameType | None
+) -> ProgramState:
+    """Return what a re-run of a call must put back: the buffers of the tree and the tensors of the call.
+
+    Their version counters too: the user's own call may still be under way, and have saved them for its backward. In the
+    program's own process it is all that code below `frame` can change.
+    """
     with only_our_dispatch():
-        return _present_state(model, frame, names)
+        state = ProgramState([]) if in_child() else _program_state(root, frame)
+        modules = [module for _, module in each_module(root)]
+        given = [x for _, x in call_leaves(args, kwargs) if isinstance(x, Tensor)]
+        state.places += [*_buffers(modules, _WHOLE), *_tensors(given, _WHOLE)]
+        return state
 
 
-def _present_state(model: nn.Module, frame: types.FrameType | None, names: dict[str, Any]) -> ProgramState:
-    plan = plan_of(model, frame, names.values(), strong=True)
-    plan.draws = True
-    found = keep(plan, NOW, {})
-    tensors = [x for x in names.values() if isinstance(x, Tensor)]
+def _program_state(root: nn.Module, frame: types.FrameType | None) -> ProgramState:
+    names: dict[str, Any] = getattr(root, "names", {})  # that the statements of a loss read
+    plan = plan_of(root, frame, names.values(), strong=True)
+    state = keep(plan, NOW, {})
     modules = [one for one in plan.objects if isinstance(one, nn.Module)]
-    weights = {id(x): x for one in (model, *modules) for x in one.parameters()}
+    weights = {id(x): x for one in (root, *modules) for x in one.parameters()}
     left = _MOST_OF_WEIGHTS
-    for x in weights.values():
-        if (left := left - x.numel() * x.element_size()) < 0:
-            break
-        tensors.append(x)
-    tensors += [x for one in modules for x in one._buffers.values() if x is not None]
-    tensors_kept = [(x, keep_tensor(x, NOW, {})) for x in tensors]
-    containers = [(x, keep_value(x, NOW, {}, 0)) for x in names.values() if not isinstance(x, Tensor)]
-    found.places += [(_Fixed(x), kept) for x, kept in (*tensors_kept, *containers)]
+    copied = [x for x in weights.values() if (left := left - x.numel() * x.element_size()) >= 0]
+    state.places += [*_buffers(modules, NOW), *_tensors(copied, NOW)]
+    state.places += [(Fixed(x), keep_value(x, NOW, {})) for x in names.values()]
+    return state
+
+
+def _tensors(tensors: Sequence[Tensor], limits: Limits) -> list[tuple[Root, Kept]]:
+    return [(Fixed(x), keep_tensor(x, limits, {})) for x in tensors]
+
+
+def _buffers(modules: list[nn.Module], limits: Limits) -> list[tuple[Root, Kept]]:
+    found: list[tuple[Root, Kept]] = []
+    for module in modules:
+        for name, x in module._buffers.items():
+            is_script = isinstance(module, jit.ScriptModule)
+            root = Fixed(x) if is_script else Root(weakref.ref(module), name, is_buffer=True)
+            found.append((root, keep_value(x, limits, {})))
     return found
-
-
-class _Fixed(Root):
-    """A value itself, which is refilled and not exchanged."""
-
-    def __init__(self, value: Any) -> None:
-        object.__setattr__(self, "owner", value)
-        object.__setattr__(self, "name", "")
-        object.__setattr__(self, "is_buffer", False)
-
-    def get(self) -> Any:
-        return self.owner
-
-    def set(self, value: Any) -> None:
-        """Leave it: nobody holds it at a place that is known."""
 
 
 def keep(plan: Plan, limits: Limits, tensors: Clones) -> ProgramState:
     """Return the state at the places of the plan."""
-    places = [(root, keep_value(root.get(), limits, tensors, 0)) for root in plan.roots]
-    return ProgramState(places, (random.getstate(), np.random.get_state()) if plan.draws else ())
+    places = [(root, keep_value(root.get(), limits, tensors)) for root in plan.roots]
+    if plan.draws:
+        own: list[Any] = [random._inst, np.random.mtrand._rand]
+        places += [(Fixed(x), keep_value(x, limits, tensors)) for x in own]
+    return ProgramState(places)
