@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..recording.observe import observe
-from ..recording.walk import leaves
+from .operation import tensors_in
 from .outside import in_child
-from .patching.code_swap import called_name, names_in, node_of, path_to
-from .patching.source import FunctionNode, SourceFile
+from .patching.code_swap import node_of
+from .patching.source import FunctionNode, SourceFile, called_name, names_in, path_to
 
 RESULT = "__nanwatch_loss__"
 # A second call of these would take data, change an optimizer, or write something.
@@ -153,7 +153,7 @@ class _Slice:
 
     def _is_made(self, value: Any) -> bool:
         """Return whether the value was computed from the model's outputs, or is bad and its statement is sought."""
-        tensors = [x for _, x in leaves(value, "") if isinstance(x, Tensor)]
+        tensors = tensors_in(value)
         if any(x.grad_fn is not None and self._is_behind(x.grad_fn) for x in tensors):
             return True
         return self._follows_bad and any(

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from ..instrumentation.execution_context import Autocast, RngState
-from ..recording.walk import leaves
 from .loss_slice import RESULT, Caller, Cut, Refused, body_of, call_under_way, cut_of
+from .operation import tensors_in
 from .outside import repeatable
-from .patching.code_swap import Probe, called_name, compiled_with, find_target, path_to
-from .patching.source import SourceFile, Span, Target
+from .patching.code_swap import Probe, compiled_with, find_target
+from .patching.source import SourceFile, Span, Target, called_name, path_to
 from .program_code import SKIPPED_FILES, frame_values
 from .program_state import ProgramState
 
@@ -129,7 +129,7 @@ class LossStatements(nn.Module):
         self.model = model  # so that a re-run of the statements holds its state, and no watch sees its calls
         self.filename = file.name
         self.lines = cut.body[0].lineno, cut.last_line
-        self.inputs = {name: cut.reads[name] for name in sorted(cut.reads) if _has_tensor(cut.reads[name])}
+        self.inputs = {name: cut.reads[name] for name in sorted(cut.reads) if tensors_in(cut.reads[name])}
         self._cut, self._caller, self._file, self._is_behind = cut, caller, file, is_behind
         values = {**caller.globals, **caller.names, **cut.reads}
         self._names = {name: repeatable(value) for name, value in values.items()}
@@ -171,7 +171,3 @@ class LossStatements(nn.Module):
             yield
         finally:
             self._code, self._probe = before
-
-
-def _has_tensor(value: Any) -> bool:
-    return any(isinstance(x, Tensor) for _, x in leaves(value, ""))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nanwatch.diagnosis.patching.code_swap import find_target
-from nanwatch.diagnosis.patching.guards import Facts, guard_division, is_nonnegative
+from nanwatch.diagnosis.patching.guards import Facts, guarded, is_nonnegative
 from nanwatch.diagnosis.patching.site import Site
 
 SOURCE = """\
@@ -58,6 +58,6 @@ def test_a_divisor_is_clamped_only_without_a_sign(divisor: str, has_no_sign: boo
     site = site_of(divisor, tmp_path)
     (spelt,) = [one for one in site.expressions() if one.name == "div"]
     assert is_nonnegative(site, spelt.args[1]) == has_no_sign
-    first = next(guard_division(site, spelt, Facts("div", "float32", False)))
+    first = next(guarded(site, spelt, Facts("div", "float32", False)))
     assert ast.parse(first.text)
     assert ("torch.where(" in first.text) != has_no_sign

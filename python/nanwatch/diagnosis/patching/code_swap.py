@@ -193,42 +193,6 @@ def _nodes_of(tree: ast.Module, code: CodeType) -> list[FunctionNode]:
     ]
 
 
-def path_to(top: ast.AST, line: int) -> list[tuple[list[ast.stmt], ast.stmt]]:
-    """Return the blocks down to the innermost statement that covers the line, each with its statement that does."""
-    found: list[tuple[list[ast.stmt], ast.stmt]] = []
-    node = top
-    while True:
-        blocks = [getattr(node, name, None) for name in ("body", "orelse", "finalbody", "handlers")]
-        inside = next(
-            (
-                (block, one)
-                for block in blocks
-                if isinstance(block, list)
-                for one in block
-                if one.lineno <= line <= (one.end_lineno or one.lineno)
-            ),
-            None,
-        )
-        if inside is None:
-            return found
-        if isinstance(inside[1], ast.stmt):
-            found.append(inside)
-        node = inside[1]
-
-
-def names_in(node: ast.AST, context: type[ast.Load | ast.Store]) -> set[str]:
-    """Return the names that are read, or bound, in the node, but for those of its comprehensions."""
-    targets = [one.target for one in ast.walk(node) if isinstance(one, ast.comprehension)]
-    inner = {x.id for one in targets for x in ast.walk(one) if isinstance(x, ast.Name)}
-    found = {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, context)}
-    return found - inner
-
-
-def called_name(call: ast.Call) -> str:
-    """Return the name of the function or method that is called, without what is before it."""
-    return getattr(call.func, "attr", "") or getattr(call.func, "id", "")
-
-
 def _compiled(tree: ast.Module, filename: str, code: CodeType) -> Iterator[CodeType]:
     """Yield the codes of that name and first line in the compiled module."""
     with warnings.catch_warnings():

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from ...recording.walk import leaves
 from ..experiment import in_float64, without_hooks
+from ..operation import tensors_in
 
 # A working change moves the finite values by at most 1 % of their norm. More would make another model.
 _MOST_CHANGE = 0.01
@@ -31,7 +31,7 @@ _MOST_TRIED = 1 << 20
 
 def kept(value: Any) -> list[Tensor]:
     """Return copies of the tensors in a value."""
-    return [x.detach().clone() for x in _tensors(value) if x.numel() <= MOST_ELEMENTS]
+    return [x.detach().clone() for x in tensors_in(value) if x.numel() <= MOST_ELEMENTS]
 
 
 class _TooLarge(Exception):  # noqa: N818
@@ -89,18 +89,13 @@ def evaluated(expressions: Sequence[Callable[[], tuple[Any, Any]]]) -> list[Trie
 
 
 def _has_finite_gradient(value: Any, operands: Any) -> bool:
-    ends = [x for x in _tensors(value) if x.requires_grad]
-    wanted = [x for x in _tensors(operands) if x.requires_grad]
+    ends = [x for x in tensors_in(value) if x.requires_grad]
+    wanted = [x for x in tensors_in(operands) if x.requires_grad]
     if not ends or not wanted:
         return True
     with without_hooks(wanted):
         made = torch.autograd.grad(ends, wanted, [torch.ones_like(x) for x in ends], allow_unused=True)
     return all(x is None or bool(x.isfinite().all()) for x in made)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found = [x for _, x in leaves(value, "")] if not isinstance(value, Tensor) else [value]
-    return [x for x in found if isinstance(x, Tensor)]
 
 
 class Against(NamedTuple):

@@ -1,11 +1,13 @@
-"""Guards: changes that keep the operands of an operation inside its domain."""
+"""Guards: changes that keep the operands of an operation inside its domain, as a table of rows."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from inspect import signature
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .meanings import bounds_of, is_count, is_nonnegative, name_of, words
 from .site import Rewrite, Site, Spelt
@@ -26,24 +28,214 @@ class Facts(NamedTuple):
     finite: bool = False
 
 
-Guard = Callable[[Site, Spelt, Facts], Iterator[Rewrite]]
-
-# Large enough for the inverse, and the inverse of the square, to stay in the format; small against healthy values.
-_SMALL = {"float64": "1e-12", "float32": "1e-8", "bfloat16": "1e-8", "float16": "1e-4"}
-_TINY = {"float64": "1e-24", "float32": "1e-12", "bfloat16": "1e-12", "float16": "1e-4"}
-# The distance from 1 at which a derivative with a pole there is of moderate size.
-_NEAR_ONE = {"float64": "1e-9", "float32": "1e-6", "bfloat16": "1e-2", "float16": "1e-3"}
-# exp of the first leaves room for what follows; that of the second is near the end of the format.
-_EXPONENTS = {"float64": (40, 700), "float32": (20, 80), "bfloat16": (20, 80), "float16": (5, 10)}
-_LOWEST = {"float16": "-6e4"}
+# Names of operations in the source [the position of the operand or `call`, and conditions of all rows] the words.
+# Then a row for each change, in the order of the trials: `conditions: change -- words of its own`. A change is
+# `>= LEAST`, for which an epsilon that is added already may grow, or `in LEAST .. MOST`, or an option of the call, or
+# another text for what is replaced, which is `x` there; `y` is the other operand. Conditions are names of _CONDITIONS
+# (`!` is not), numbers those of _NUMBERS. `<a|b>` stands for one row with each.
+_TABLE = """
+div reciprocal [-1 number] divide by at least 1
+    int: max({x}, 1)
+    !int: max({x}, {small}) -- divide by at least {small}
+    !int: max({x}, 1)
+div reciprocal [-1 !number] keep the divisor away from 0
+    count: in 1 .. -- divide by at least 1
+    sign short: torch.where({x.primary}.abs() < {small}, {small}, {x})
+    >= {small}
+    short: {x.primary}.masked_fill({x.operand} == 0, 1) -- divide by 1 where the divisor is 0
+    >= {larger}
+sqrt rsqrt pow [0 pole] keep what the root is taken of away from 0
+    count: in 1 .. -- take the root of at least 1
+    !count !backward known: in 0 .. -- keep what the root is taken of from being negative
+    >= <{tiny}|{small}|1e-6>
+    ({x} + {small})
+log log2 log10 lgamma digamma [0] keep what the logarithm is taken of away from 0
+    >= <{tiny}|{small}|1e-6>
+log1p [0] keep what log1p is taken of above -1
+    in -1 + {near} ..
+poisson_nll_loss [0 rate] keep the rate from being negative
+    in {small} ..
+exp exp2 expm1 sinh cosh poisson_nll_loss [0 !rate] keep the exponent at {bound} or less
+    in .. <{safe}|{most}>
+acosh [0] keep the operand of acosh above 1
+    in 1 + <{near}|1e-4> ..
+acos asin [0 !backward] keep the operand of {name} inside -1 to 1
+    in -1 .. 1
+acos asin atanh erfinv [0] keep the operand of {name} inside -1 to 1
+    in -1 + {near} .. 1 - {near}
+    in -1 + 1e-4 .. 1 - 1e-4
+softmax log_softmax logsumexp [0] mask with a finite score, so that a row masked everywhere becomes uniform
+    in {lowest} ..
+add sub [1 !finite] keep the operand from being -inf
+    in {lowest} ..
+add sub [0 !finite] keep the operand from being -inf
+    in {lowest} ..
+mul [0 factor] take 0 in place of the factor where `{y}` is 0
+    torch.where({y.operand} == 0, 0.0, {x})
+mul [1 factor] take 0 in place of the factor where `{y}` is 0
+    torch.where({y.operand} == 0, 0.0, {x})
+angle [call] take the angle by atan2, whose gradient at 0 is 0
+    torch.atan2({y.primary}.imag, {y.primary}.real)
+std var [call] do not divide by the number of values less one, which is 0 for one value
+    correction: correction=0
+    !correction: unbiased=False
+logit [call] give it an eps that the format has
+    eps={near}
+normalize cosine_similarity layer_norm batch_norm group_norm instance_norm [call] give it an eps that the format has
+    eps={small}
+ctc_loss [call] leave out samples that are shorter than their labels, whose loss is infinite
+    zero_infinity=True
+svd eigh [0] move equal singular values or eigenvalues apart, whose gradient is infinite
+    {x} + torch.eye(*{x.primary}.shape[-2:], device={x.primary}.device) * \
+torch.linspace(0, <1e-4|1e-3|1e-2>, {x.primary}.shape[-1], device={x.primary}.device)
+"""
+# fmt: off
+_NUMBERS = {name: dict(zip(("float64", "float32", "bfloat16", "float16"), numbers, strict=True)) for name, numbers in {
+    # Large enough for the inverse, and the inverse of the square, to stay in the format; small against healthy values.
+    "small": ("1e-12", "1e-8", "1e-8", "1e-4"),
+    "larger": ("1e-6", "1e-6", "1e-6", "1e-3"),
+    "tiny": ("1e-24", "1e-12", "1e-12", "1e-4"),
+    # The distance from 1 at which a derivative with a pole there is of moderate size.
+    "near": ("1e-9", "1e-6", "1e-2", "1e-3"),
+    # The exponential of the first leaves room for what follows; that of the second is near the end of the format.
+    "safe": ("40", "20", "20", "5"),
+    "most": ("700", "80", "80", "10"),
+    "lowest": ("-1e30", "-1e30", "-1e30", "-6e4"),
+}.items()}
+# fmt: on
 _MOST_EPS = 1e-2
 _EPSILONS = frozenset({"eps", "epsilon"})
 _LONG = 40  # characters of an operand that may be written twice
 
 
-def small(facts: Facts) -> str:
-    """Return a number that may be added to a divisor."""
-    return _SMALL.get(facts.dtype, "1e-8")
+class _Case(NamedTuple):
+    """An operation of the source, and its operand that a row is for."""
+
+    site: Site
+    spelt: Spelt
+    facts: Facts
+    position: int
+    x: ast.expr
+
+    @property
+    def number(self) -> float | None:
+        """The value of an operand that is a Python number."""
+        return dict(self.facts.numbers).get(self.position)
+
+    @property
+    def other(self) -> ast.expr:
+        """The other one of two operands, or the only one of a call."""
+        return self.spelt.args[len(self.spelt.args) > 1 and not self.position]
+
+    def is_counted(self) -> bool:
+        """Return whether the operand holds whole numbers, and the source says that they count something."""
+        counted = {self.position, 0} if self.facts.operation == "reciprocal" else {self.position}
+        return bool(self.facts.counts & counted) and is_count(self.site, self.x)
+
+    def has_pole(self) -> bool:
+        """Return whether the root or power, or its gradient, has a pole."""
+        if self.spelt.name != "pow" or len(self.spelt.args) < 2:
+            return True
+        exponent = self.site.constant(self.spelt.args[1]) or dict(self.facts.numbers).get(1)
+        return not (isinstance(exponent, int | float) and exponent >= 1 and exponent == int(exponent))
+
+    def may_be_infinite(self) -> bool:
+        """Return whether a factor may be infinite: 0 times that is nan, and no product of finite factors is."""
+        is_variable = self.site.constant(self.other) is None
+        return is_variable and (self.facts.backward or not self.facts.finite)
+
+
+_CONDITIONS: dict[str, Callable[[_Case], Any]] = {
+    "number": lambda case: case.number is not None,
+    "int": lambda case: isinstance(case.number, int),
+    "count": _Case.is_counted,
+    "sign": lambda case: not _epsilon(case.site, case.x) and not is_nonnegative(case.site, case.x),
+    "short": lambda case: len(case.site.text(case.x)) <= _LONG,
+    "pole": _Case.has_pole,
+    "backward": lambda case: case.facts.backward,
+    "known": lambda case: case.facts.operation,
+    "finite": lambda case: case.facts.finite,
+    "factor": _Case.may_be_infinite,
+    "rate": lambda case: case.site.constant(case.spelt.kwargs.get("log_input", case.x)) == 0,
+    "correction": lambda case: "correction" in case.spelt.kwargs,
+}
+
+
+class _Text:
+    """The text of a node in a row."""
+
+    def __init__(self, site: Site, node: ast.expr) -> None:
+        self.primary, self.operand, self._text = site.primary(node), site.operand(node), site.text(node)
+
+    def __str__(self) -> str:
+        return self._text
+
+
+class _Row(NamedTuple):
+    """A row of the table for one operation."""
+
+    operand: str
+    conditions: tuple[str, ...]
+    change: str
+    words: str
+
+    def rewrites(self, site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+        """Yield the changes of this row, none where it is for another case."""
+        is_call = self.operand == "call"
+        position = 0 if is_call else int(self.operand) % len(spelt.args)
+        x = spelt.node if is_call else (*spelt.args, None)[position]
+        if not isinstance(x, ast.expr) or site.constant(x) is not None:
+            return
+        if isinstance(spelt.node, ast.AugAssign) and position == 0:
+            return  # the result goes there
+        case = _Case(site, spelt, facts, position, x)
+        if any(bool(_CONDITIONS[one.strip("!")](case)) == one.startswith("!") for one in self.conditions):
+            return
+        texts: dict[str, Any] = {"x": _Text(site, x), "y": _Text(site, case.other), "name": spelt.name}
+        texts |= {name: by_format[facts.dtype] for name, by_format in _NUMBERS.items()}
+        change = self.change.format(**texts)
+        kind, _, bounds = change.partition(" ")
+        least, _, most = (one.strip() for one in bounds.partition(".."))
+        reason = self.words.format(**texts, bound=least or most)
+        if (option := re.fullmatch(r"(\w+)=(\S+)", change)) is not None:
+            yield from _with_option(site, spelt, option[1], option[2], reason)
+        elif kind in (">=", "in"):
+            if kind == ">=" and (epsilon := _epsilon(site, x)) is not None:
+                yield Rewrite(epsilon, least, reason)
+            yield Rewrite(x, clamped(site, x, least, most), reason)
+        elif site.torch or "torch." not in self.change:
+            yield Rewrite(x, change.replace("torch.", f"{site.torch}."), reason)
+
+
+@cache
+def _rows() -> dict[str, list[_Row]]:
+    """Return the rows of the table by the name of the operation."""
+    found: dict[str, list[_Row]] = {}
+    blocks = re.findall(r"^(\S.*?) \[(\S+) ?(.*?)\] (.*)\n((?: .*\n)+)", _TABLE, re.MULTILINE)
+    for names, operand, general, reason, rows in blocks:
+        for own, change, own_reason in re.findall(
+            r"^ +(?:([a-z! ]+): )?(.*?)(?: -- (.*))?$", rows, re.MULTILINE
+        ):
+            conditions = (*general.split(), *own.split())
+            choices = re.search(r"<([^<>]*[|][^<>]*)>", change)
+            for choice in choices[1].split("|") if choices else [""]:
+                text = change.replace(choices[0], choice) if choices else change
+                for name in names.split():
+                    found.setdefault(name, []).append(_Row(operand, conditions, text, own_reason or reason))
+    return found
+
+
+def guarded(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
+    """Yield the changes that keep the operands of an operation inside its domain."""
+    rewrites = (one for row in _rows().get(spelt.name, ()) for one in row.rewrites(site, spelt, facts))
+    yield from dict.fromkeys(rewrites)
+    if spelt.name == "mean":
+        yield from guard_mean(site, spelt, facts)
+
+
+def has_guard(spelt: Spelt) -> bool:
+    """Return whether there are guards for the operation."""
+    return spelt.name == "mean" or spelt.name in _rows()
 
 
 def clamped(site: Site, node: ast.expr, least: str = "", most: str = "") -> str:
@@ -69,182 +261,10 @@ def _epsilon(site: Site, node: ast.expr) -> ast.expr | None:
     return None
 
 
-def at_least(site: Site, node: ast.expr, least: str) -> Iterator[tuple[ast.expr, str]]:
-    """Yield what to replace and by what, so that the node is at least so large."""
-    if (epsilon := _epsilon(site, node)) is not None:
-        yield epsilon, least
-    yield node, clamped(site, node, least=least)
-
-
-def divisors(spelt: Spelt) -> list[tuple[int, ast.expr]]:
-    """Return the divisor of a division, with its position among the operands."""
-    if spelt.name == "div" and len(spelt.args) > 1:
-        return [(1, spelt.args[1])]
-    if spelt.name == "reciprocal":
-        return [(0, spelt.args[0])]
-    return []
-
-
-def guard_division(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Keep the divisor away from zero."""
-    words = "keep the divisor away from 0"
-    for position, divisor in divisors(spelt):
-        if site.constant(divisor) is not None:
-            continue
-        number = dict(facts.numbers).get(position)
-        if number is not None:
-            for least in ("1",) if isinstance(number, int) else (small(facts), "1"):
-                yield Rewrite(divisor, f"max({site.text(divisor)}, {least})", f"divide by at least {least}")
-            continue
-        counted = {position, 0} if facts.operation == "reciprocal" else {position}
-        if facts.counts & counted and is_count(site, divisor):
-            yield Rewrite(divisor, clamped(site, divisor, least="1"), "divide by at least 1")
-        has_epsilon = _epsilon(site, divisor) is not None
-        if (
-            not (has_epsilon or is_nonnegative(site, divisor))
-            and len(site.text(divisor)) <= _LONG
-            and site.torch
-        ):
-            text, eps = site.text(divisor), small(facts)
-            yield Rewrite(
-                divisor, f"{site.torch}.where({site.primary(divisor)}.abs() < {eps}, {eps}, {text})", words
-            )
-        for node, text in at_least(site, divisor, small(facts)):
-            yield Rewrite(node, text, words)
-        if len(site.text(divisor)) <= _LONG:
-            mask = f"{site.operand(divisor)} == 0"
-            text = f"{site.primary(divisor)}.masked_fill({mask}, 1)"
-            yield Rewrite(divisor, text, "divide by 1 where the divisor is 0")
-        larger = "1e-3" if facts.dtype == "float16" else "1e-6"
-        for node, text in at_least(site, divisor, larger):
-            yield Rewrite(node, text, words)
-
-
-def guard_root(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Keep what a root or a power is taken of positive, as its gradient at 0 is infinite."""
-    node = spelt.args[0]
-    if isinstance(spelt.node, ast.BinOp) and isinstance(site.constant(node), int | float):
-        return
-    is_power = spelt.name == "pow" and len(spelt.args) > 1
-    exponent = (site.constant(spelt.args[1]) or dict(facts.numbers).get(1)) if is_power else None
-    if isinstance(exponent, int | float) and exponent >= 1 and exponent == int(exponent):
-        return  # neither it nor its gradient has a pole
-    if 0 in facts.counts and is_count(site, node):
-        yield Rewrite(node, clamped(site, node, least="1"), "take the root of at least 1")
-    elif facts.operation and not facts.backward:  # a root that makes the value itself
-        yield Rewrite(
-            node, clamped(site, node, least="0"), "keep what the root is taken of from being negative"
-        )
-    for least in dict.fromkeys((_TINY.get(facts.dtype, "1e-12"), small(facts), "1e-6")):
-        for replaced, text in at_least(site, node, least):
-            yield Rewrite(replaced, text, "keep what the root is taken of away from 0")
-    yield Rewrite(node, f"({site.text(node)} + {small(facts)})", "keep what the root is taken of away from 0")
-
-
-def guard_logarithm(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Keep what a logarithm is taken of positive."""
-    node = spelt.args[0]
-    words = "keep what the logarithm is taken of away from 0"
-    for least in dict.fromkeys((_TINY.get(facts.dtype, "1e-12"), small(facts), "1e-6")):
-        for replaced, text in at_least(site, node, least):
-            yield Rewrite(replaced, text, words)
-
-
-def guard_log1p(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Keep the operand of log1p above -1."""
-    node = spelt.args[0]
-    least = f"-1 + {_NEAR_ONE.get(facts.dtype, '1e-6')}"
-    yield Rewrite(node, clamped(site, node, least=least), "keep what log1p is taken of above -1")
-
-
-def guard_exponential(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Keep the exponent below the logarithm of the largest number."""
-    node = spelt.args[0]
-    for most in _EXPONENTS.get(facts.dtype, (20, 80)):
-        yield Rewrite(node, clamped(site, node, most=str(most)), f"keep the exponent at {most} or less")
-
-
-def guard_arc(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Keep the operand of acos, asin, atanh or erfinv inside (-1, 1), that of acosh above 1."""
-    node = spelt.args[0]
-    if spelt.name == "acosh":
-        for gap in (_NEAR_ONE.get(facts.dtype, "1e-6"), "1e-4"):
-            yield Rewrite(node, clamped(site, node, f"1 + {gap}"), "keep the operand of acosh above 1")
-        return
-    words = f"keep the operand of {spelt.name} inside -1 to 1"
-    if not facts.backward and spelt.name in ("acos", "asin"):
-        yield Rewrite(node, clamped(site, node, "-1", "1"), words)
-    for gap in (_NEAR_ONE.get(facts.dtype, "1e-6"), "1e-4"):
-        yield Rewrite(node, clamped(site, node, f"-1 + {gap}", f"1 - {gap}"), words)
-
-
-def guard_angle(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Take the angle by atan2, whose gradient at 0 is finite."""
-    z = site.primary(spelt.args[0])
-    if site.torch:
-        words = "take the angle by atan2, whose gradient at 0 is 0"
-        yield Rewrite(spelt.node, f"{site.torch}.atan2({z}.imag, {z}.real)", words)
-
-
-def guard_softmax(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Give a softmax finite scores, so that a row that is masked everywhere is uniform."""
-    node = spelt.args[0]
-    text = clamped(site, node, least=_LOWEST.get(facts.dtype, "-1e30"))
-    yield Rewrite(node, text, "mask with a finite score, so that a row masked everywhere becomes uniform")
-
-
-def guard_infinity(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Clamp an infinite operand of a sum or difference."""
-    for node in () if facts.finite else reversed(spelt.args[:2]):
-        if site.constant(node) is None:
-            text = clamped(site, node, least=_LOWEST.get(facts.dtype, "-1e30"))
-            yield Rewrite(node, text, "keep the operand from being -inf")
-
-
-def guard_product(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Multiply by 0 where the other factor is 0: 0 times an infinity is nan, and no product of finite factors is."""
-    if not site.torch or len(spelt.args) < 2 or (facts.finite and not facts.backward):
-        return
-    for factor, other in ((spelt.args[0], spelt.args[1]), (spelt.args[1], spelt.args[0])):
-        if site.constant(other) is not None or site.constant(factor) is not None:
-            continue
-        text = f"{site.torch}.where({site.operand(other)} == 0, 0.0, {site.text(factor)})"
-        replaced: ast.AST = factor
-        if isinstance(spelt.node, ast.AugAssign) and factor is spelt.args[0]:
-            continue
-        yield Rewrite(replaced, text, f"take 0 in place of the factor where `{site.text(other)}` is 0")
-
-
-def guard_spread(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Take the standard deviation or variance of the values themselves, which one value has too."""
-    words = "do not divide by the number of values less one, which is 0 for one value"
-    if "correction" in spelt.kwargs:
-        yield Rewrite(spelt.kwargs["correction"], "0", words)
-        return
-    for rewrite in _with_option(site, spelt, "unbiased", "False", words):
-        yield rewrite
-        if rewrite.node is spelt.node:
-            # The spread of one value is 0, and is often a divisor.
-            text = f"{rewrite.text}.clamp(min={small(facts)})"
-            yield Rewrite(spelt.node, text, f"{words}, and keep it away from 0")
-
-
 def with_argument(call: str, argument: str) -> str:
     """Return the text of a call with one more argument."""
     body = call[:-1].rstrip().removesuffix(",")
     return f"{body}{'' if body.endswith('(') else ', '}{argument})"
-
-
-def guard_epsilon(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Give F.normalize, torch.logit and their like an eps that the format has."""
-    eps = _NEAR_ONE.get(facts.dtype, "1e-6") if spelt.name == "logit" else small(facts)
-    yield from _with_option(site, spelt, "eps", eps, "give it an eps that the format has")
-
-
-def guard_alignment(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Let a CTC loss leave out samples that are shorter than their labels."""
-    words = "leave out samples that are shorter than their labels, whose loss is infinite"
-    yield from _with_option(site, spelt, "zero_infinity", "True", words)
 
 
 def _with_option(site: Site, spelt: Spelt, name: str, value: str, words: str) -> Iterator[Rewrite]:
@@ -277,16 +297,6 @@ def _parameters(site: Site, spelt: Spelt) -> tuple[str, ...]:
         return () if function is None else tuple(signature(function).parameters)
     except (TypeError, ValueError):
         return _PARAMETERS.get(spelt.name, ())
-
-
-def guard_rate(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Keep the rate of a Poisson loss positive, or its logarithm from overflowing."""
-    is_plain = "log_input" in spelt.kwargs and site.constant(spelt.kwargs["log_input"]) == 0
-    if is_plain:
-        text = clamped(site, spelt.args[0], least=small(facts))
-        yield Rewrite(spelt.args[0], text, "keep the rate from being negative")
-    else:
-        yield from guard_exponential(site, spelt, facts)
 
 
 def guard_mask(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
@@ -335,19 +345,3 @@ def guard_mean(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
 def _bracketed(site: Site, node: ast.AST, text: str) -> str:
     is_operand = isinstance(site.parent(node), ast.BinOp | ast.UnaryOp | ast.Attribute)
     return f"({text})" if is_operand else text
-
-
-def guard_decomposition(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    """Move equal eigenvalues or singular values apart."""
-    if not site.torch:
-        return
-    a = site.text(spelt.args[0])
-    primary = site.primary(spelt.args[0])
-    words = "move equal singular values or eigenvalues apart, whose gradient is infinite"
-    for most in ("1e-4", "1e-3", "1e-2"):
-        shift = f"{site.torch}.linspace(0, {most}, {primary}.shape[-1], device={primary}.device)"
-        yield Rewrite(
-            spelt.args[0],
-            f"{a} + {site.torch}.eye(*{primary}.shape[-2:], device={primary}.device) * {shift}",
-            words,
-        )

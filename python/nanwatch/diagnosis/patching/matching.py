@@ -9,24 +9,15 @@ from typing import NamedTuple
 
 from .form_text import ATOM, NoForm, Writer
 from .forms import table
-from .site import Site
+from .site import OPERATORS, Site
 from .terms import Operand, Reader, Term
 
 _COMMUTATIVE = frozenset({"add", "mul"})
 # Operations that pick or move elements: the logarithm of what they give is what they give of the logarithm.
-_PICKS = frozenset(
-    (
-        "gather",
-        "index_select",
-        "take_along_dim",
-        "squeeze",
-        "unsqueeze",
-        "diagonal",
-        "view",
-        "reshape",
-        "flatten",
-    )
-) | {"transpose", "permute", "expand"}
+_PICKS = frozenset({
+    "gather", "index_select", "take_along_dim", "squeeze", "unsqueeze", "diagonal", "view", "reshape", "flatten",
+    "transpose", "permute", "expand",
+})  # fmt: skip
 EXPONENTIALS = frozenset({"exp", "expm1", "softmax", "sigmoid", "prod"})
 _DEPTH = 5
 
@@ -192,16 +183,6 @@ class Matcher(Reader):
             yield binding
 
 
-_OPERATORS = {
-    ast.Add: "add",
-    ast.Sub: "sub",
-    ast.Mult: "mul",
-    ast.Div: "div",
-    ast.Pow: "pow",
-    ast.MatMult: "matmul",
-}
-
-
 def _pattern_number(pattern: ast.expr) -> float | None:
     value = pattern.value if isinstance(pattern, ast.Constant) else None
     return float(value) if isinstance(value, int | float) else None
@@ -210,7 +191,7 @@ def _pattern_number(pattern: ast.expr) -> float | None:
 def _pattern_term(pattern: ast.expr) -> tuple[str, tuple[ast.expr, ...], dict[str, ast.expr], str]:
     """Return the name of a pattern's operation, its operands, its options, and the letter of the rest of them."""
     if isinstance(pattern, ast.BinOp):
-        return _OPERATORS[type(pattern.op)], (pattern.left, pattern.right), {}, ""
+        return OPERATORS[type(pattern.op)], (pattern.left, pattern.right), {}, ""
     if isinstance(pattern, ast.UnaryOp):
         return "neg", (pattern.operand,), {}, ""
     assert isinstance(pattern, ast.Call)

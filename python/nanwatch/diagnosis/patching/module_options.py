@@ -24,7 +24,7 @@ from .source import Edit, SourceFile
 
 
 @dataclass(slots=True)
-class Found:
+class SearchResult:
     """The cures that work, remarks, and the number of forwards used."""
 
     cures: list[Cure] = field(default_factory=list)
@@ -129,7 +129,7 @@ def try_option(
     model: nn.Module,
     conditions: Conditions,
     start: BackwardStart | None,
-    found: Found,
+    found: SearchResult,
 ) -> None:
     """Run the batch with the option and without, and keep it as a cure if it works."""
     runs = []

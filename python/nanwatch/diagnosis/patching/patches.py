@@ -20,7 +20,7 @@ from ..experiment import NO_CONDITIONS, Conditions, Experiment, run
 from .code_swap import Probe, TargetFinder, exchanged, find_target
 from .effects import Against, Tried, against, effect_of, evaluated, kept
 from .guards import Facts
-from .module_options import Found, ModuleOption, try_option
+from .module_options import ModuleOption, SearchResult, try_option
 from .rules import at_definitions, changes, failing_node, hiding, later_forms, operation_name
 from .site import Change, Site
 from .source import Edit, SourceFile, Span
@@ -48,7 +48,7 @@ def try_patches(
     conditions: Conditions = NO_CONDITIONS,
     may_hide: bool = False,
     at: TargetFinder | None = None,
-) -> Found:
+) -> SearchResult:
     """Try an option of the module and changes of the line of the diagnosis on the batch, at most so many forwards.
 
     The first that works ends the search. With `may_hide` and where none works, a change that only hides the value is
@@ -59,7 +59,7 @@ def try_patches(
     (where the batch was run with a graph), and values of the changed expression that were finite stay about the same.
     Raises nothing of its own: what goes wrong is a remark.
     """
-    found = Found()
+    found = SearchResult()
     place, start = diagnosis.place, diagnosis.start
     try:
         name = finding.module if finding.origin == "produced" else finding.source_module
@@ -139,7 +139,7 @@ class _Search:
     _most_runs: int
     _is_given: bool
     _may_hide: bool
-    _found: Found
+    _found: SearchResult
     _before: dict[Span, list[list[Tensor]]] = field(default_factory=dict)
     # What float64 gives for the line as it is, with what it gave, and where that stands, by statement.
     _truth: dict[Site, tuple[list[list[Tensor]], list[list[Tensor]]]] = field(default_factory=dict)

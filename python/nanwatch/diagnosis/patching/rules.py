@@ -7,19 +7,16 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from . import guards
 from .form_text import ATOM
-from .guards import Facts, Guard
+from .guards import Facts, guard_mask, guard_mean, guarded, has_guard
 from .matching import forms_of
 from .site import Change, Rewrite, Site, Spelt
 from .source import Edit, Span
 from .written import DECOMPOSITIONS
 
-_ROOT = ("sqrt", "rsqrt", "pow")
 _EXP = ("exp", "exp2", "expm1", "sinh", "cosh")
 _LOG = ("log", "log2", "log10", "lgamma", "digamma")
 _ARC = ("acos", "asin", "atanh", "acosh", "erfinv")
-_EPS = ("normalize", "cosine_similarity", "logit", "layer_norm", "batch_norm", "group_norm", "instance_norm")
 # Statements after the one that fails, each of which is searched for stable forms.
 _MOST_LATER = 20
 _LOSSES = ("nll_loss", "nll_loss_forward", "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy")
@@ -29,25 +26,6 @@ POLES = frozenset(
     {*_EXP, *_LOG, *_ARC, "div", "reciprocal", "rsqrt", "log1p", "logit", "acosh", "tan", "xlogy"}
 )
 DERIVATIVE_POLES = frozenset({"sqrt", "pow", "acos", "asin", "acosh", "angle", "linalg_svd", "linalg_eigh"})
-# By the name of an operation in the source: the guards of its operands.
-_GUARDS: dict[str, tuple[Guard, ...]] = {
-    **dict.fromkeys(("div", "reciprocal"), (guards.guard_division,)),
-    **dict.fromkeys(_ROOT, (guards.guard_root,)),
-    **dict.fromkeys(_LOG, (guards.guard_logarithm,)),
-    **dict.fromkeys(_EXP, (guards.guard_exponential,)),
-    **dict.fromkeys(_ARC, (guards.guard_arc,)),
-    **dict.fromkeys(("softmax", "log_softmax", "logsumexp"), (guards.guard_softmax,)),
-    **dict.fromkeys(("add", "sub"), (guards.guard_infinity,)),
-    **dict.fromkeys(("std", "var"), (guards.guard_spread,)),
-    **dict.fromkeys(_EPS, (guards.guard_epsilon,)),
-    **dict.fromkeys(DECOMPOSITIONS, (guards.guard_decomposition,)),
-    "log1p": (guards.guard_log1p,),
-    "angle": (guards.guard_angle,),
-    "mul": (guards.guard_product,),
-    "mean": (guards.guard_mean,),
-    "poisson_nll_loss": (guards.guard_rate,),
-    "ctc_loss": (guards.guard_alignment,),
-}
 # By the name of an operation in the dispatcher or in the graph: the names in the source that run it, where they differ.
 _SPELLINGS = {
     "reciprocal": ("div", "reciprocal"),
@@ -91,7 +69,7 @@ def at_definitions(site: Site, facts: Facts, position: Span | None) -> Iterator[
         if one.name == "mul" or not any(made):
             continue
         moved = one._replace(args=tuple(new or old for new, old in zip(made, one.args, strict=True)))
-        for rewrite in _guarded(site, moved, facts):
+        for rewrite in guarded(site, moved, facts):
             if rewrite.node not in one.args and rewrite.node is not one.node:
                 yield _change(site, None, [rewrite])
 
@@ -127,7 +105,7 @@ def _in_order(site: Site, facts: Facts, exact: list[Spelt], spelt: list[Spelt]) 
     for one in exact if facts.operation else spelt:
         for rewrite in _untaken(site, one):
             yield _change(site, one, [rewrite])
-    choices = [list(_guarded(site, one, facts)) for one in exact]
+    choices = [list(guarded(site, one, facts)) for one in exact]
     for number in range(max(map(len, choices), default=0)):
         for one, rewrites in zip(exact, choices, strict=True):
             if number < len(rewrites):
@@ -139,18 +117,18 @@ def _in_order(site: Site, facts: Facts, exact: list[Spelt], spelt: list[Spelt]) 
     yield from _infinities(site, facts)
     if "softmax" in facts.operation:
         for one in spelt:
-            for rewrite in guards.guard_mask(site, one, facts):
+            for rewrite in guard_mask(site, one, facts):
                 yield _change(site, one, [rewrite])
-    others = [one for one in spelt if one not in exact and one.name in _GUARDS]
+    others = [one for one in spelt if one not in exact and has_guard(one)]
     failing = {one.node for one in exact}
     for one in others:
-        for rewrite in _guarded(site, one, facts):
+        for rewrite in guarded(site, one, facts):
             # A change of the result of the failing operation would only hide its value.
             if failing.isdisjoint(ast.walk(rewrite.node)) or rewrite.node is one.node:
                 yield _change(site, one, [rewrite])
     if facts.operation in _LOSSES or facts.operation == "mean":
         for one in spelt:
-            for rewrite in guards.guard_mean(site, one, facts):
+            for rewrite in guard_mean(site, one, facts):
                 yield _change(site, one, [rewrite])
 
 
@@ -230,11 +208,6 @@ def _variable(spelt: Spelt) -> ast.expr | None:
     """Return the only operand that has names in it."""
     found = [x for x in spelt.args if any(isinstance(y, ast.Name) for y in ast.walk(x))]
     return found[0] if len(found) == 1 else None
-
-
-def _guarded(site: Site, spelt: Spelt, facts: Facts) -> Iterator[Rewrite]:
-    for guard in _GUARDS.get(spelt.name, ()):
-        yield from guard(site, spelt, facts)
 
 
 def _infinities(site: Site, facts: Facts) -> Iterator[Change]:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .source import Edit, SourceFile, Span, Target
+from .source import Edit, SourceFile, Span, Target, all_names, is_self
 
-_OPERATORS: dict[type[ast.operator], str] = {
+OPERATORS: dict[type[ast.operator], str] = {
     ast.Div: "div",
     ast.Pow: "pow",
     ast.Mult: "mul",
@@ -119,10 +119,10 @@ class Site:
 
     def spelt(self, node: ast.AST) -> Spelt | None:
         """Return the operation that the node is, or None."""
-        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return Spelt(node, _OPERATORS[type(node.op)], (node.left, node.right), {})
-        if isinstance(node, ast.AugAssign) and type(node.op) in _OPERATORS:
-            return Spelt(node, _OPERATORS[type(node.op)], (node.target, node.value), {})
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+            return Spelt(node, OPERATORS[type(node.op)], (node.left, node.right), {})
+        if isinstance(node, ast.AugAssign) and type(node.op) in OPERATORS:
+            return Spelt(node, OPERATORS[type(node.op)], (node.target, node.value), {})
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return Spelt(node, "neg", (node.operand,), {})
         if not isinstance(node, ast.Call) or any(isinstance(one, ast.Starred) for one in node.args):
@@ -132,15 +132,14 @@ class Site:
         if isinstance(node.func, ast.Attribute):
             name = node.func.attr
             # `self.softmax(x)` calls a module.
-            is_own = isinstance(node.func.value, ast.Name) and node.func.value.id == "self"
-            if not is_own and not isinstance(self.constant(node.func.value), ModuleType):
+            if not is_self(node.func.value) and not isinstance(self.constant(node.func.value), ModuleType):
                 args = (node.func.value, *args)
         elif isinstance(node.func, ast.Name):
             name = node.func.id
         else:
             return None
         name = name.removesuffix("_")
-        if name in _OPERATORS.values() and len(args) < 2:
+        if name in OPERATORS.values() and len(args) < 2:
             return None  # its second operand is given by name
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
@@ -181,8 +180,7 @@ class Site:
         owner = self.constant(function.value)
         if isinstance(owner, ModuleType):
             return getattr(owner, function.attr, None)
-        is_own = isinstance(function.value, ast.Name) and function.value.id in ("self", "cls")
-        return None if is_own else getattr(torch.Tensor, function.attr, None)
+        return None if is_self(function.value) else getattr(torch.Tensor, function.attr, None)
 
     def may_have(self, node: ast.expr, name: str) -> bool:
         """Return whether what the node names may have an attribute: unknown only where it is one of `self`."""
@@ -201,8 +199,9 @@ class Site:
         if not isinstance(node, ast.Name):
             return node
         made, value = self._last_binding(node.id)
-        names = [] if value is None else [one.id for one in ast.walk(value) if isinstance(one, ast.Name)]
-        return node if value is None or any(self._last_binding(x)[0] >= made for x in names) else value
+        if value is None or any(self._last_binding(x)[0] >= made for x in all_names(value)):
+            return node
+        return value
 
     def _last_binding(self, name: str) -> tuple[int, ast.expr | None]:
         found = self._bindings.get(name, ())

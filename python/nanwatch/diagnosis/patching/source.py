@@ -58,6 +58,52 @@ def nodes_at(tree: ast.Module, line: int) -> Iterator[ast.AST]:
         left.extend(ast.iter_child_nodes(node))
 
 
+def path_to(top: ast.AST, line: int) -> list[tuple[list[ast.stmt], ast.stmt]]:
+    """Return the blocks down to the innermost statement that covers the line, each with its statement that does."""
+    found: list[tuple[list[ast.stmt], ast.stmt]] = []
+    node = top
+    while True:
+        blocks = [getattr(node, name, None) for name in ("body", "orelse", "finalbody", "handlers")]
+        inside = next(
+            (
+                (block, one)
+                for block in blocks
+                if isinstance(block, list)
+                for one in block
+                if one.lineno <= line <= (one.end_lineno or one.lineno)
+            ),
+            None,
+        )
+        if inside is None:
+            return found
+        if isinstance(inside[1], ast.stmt):
+            found.append(inside)
+        node = inside[1]
+
+
+def names_in(node: ast.AST, context: type[ast.Load | ast.Store]) -> set[str]:
+    """Return the names that are read, or bound, in the node, but for those of its comprehensions."""
+    targets = [one.target for one in ast.walk(node) if isinstance(one, ast.comprehension)]
+    inner = {name for one in targets for name in all_names(one)}
+    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, context)} - inner
+
+
+def all_names(node: ast.AST) -> set[str]:
+    """Return all names in the node."""
+    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+
+
+def called_name(node: ast.AST) -> str:
+    """Return the name of the function or method that is called, without what is before it; "" where none is."""
+    function = getattr(node, "func", None)
+    return getattr(function, "attr", "") or getattr(function, "id", "")
+
+
+def is_self(node: ast.AST) -> bool:
+    """Return whether this is the name of a method's own object."""
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
 # What ends a line of Python; git knows the first two.
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from .site import Site
+from .source import is_self
 
 # Arguments of reductions that may be given by position, by the name of the reduction.
 SIGNATURES = {
@@ -57,17 +58,13 @@ class Reader:
         spelt = self.site.spelt(operand)
         if spelt is None:
             return None
-        if isinstance(operand, ast.Call) and self._is_own(operand) and spelt.name not in ("sigmoid", "tanh"):
+        is_own = isinstance(operand, ast.Call) and is_self(getattr(operand.func, "value", operand))
+        if is_own and spelt.name not in ("sigmoid", "tanh"):
             return None
         others = [self.site.text(x) for x in spelt.args[1:]]
         others += [f"{name}={self.site.text(x)}" for name, x in spelt.kwargs.items()]
         term = Term(spelt.name, spelt.args, dict(spelt.kwargs), ", ".join(others), operand)
         return self._one_spelling(self._with_options(term))
-
-    @staticmethod
-    def _is_own(call: ast.Call) -> bool:
-        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-        return isinstance(owner, ast.Name) and owner.id == "self"
 
     def _subscript(self, node: ast.Subscript) -> Term | None:
         value, index = node.value, ast.unparse(node.slice)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from .site import Change, Site
-from .source import SourceFile
+from .source import SourceFile, all_names, called_name, is_self, names_in
 
 # Local names are replaced by their definitions so often.
 _DEPTH = 4
@@ -46,8 +46,7 @@ def _is_pure(site: Site, node: ast.AST) -> bool:
     owner = site.constant(function.value)
     if isinstance(owner, ModuleType):
         return owner.__name__.partition(".")[0] in ("torch", "math")
-    is_own = isinstance(function.value, ast.Name) and function.value.id in ("self", "cls")
-    return name in _METHODS and not is_own
+    return name in _METHODS and not is_self(function.value)
 
 
 def _is_of_torch(value: Any) -> bool:
@@ -58,7 +57,7 @@ def _is_of_torch(value: Any) -> bool:
 def judged(site: Site, failing: ast.AST | None) -> ast.expr | None:
     """Return the expression whose value tells of a change: the largest without effects around the failing one."""
     value = site.value
-    if value is not None and any(_called(one) in DECOMPOSITIONS for one in ast.walk(value)):
+    if value is not None and any(called_name(one) in DECOMPOSITIONS for one in ast.walk(value)):
         return None  # singular vectors are any of many
     if value is None or is_pure(site, value):
         return value
@@ -73,17 +72,11 @@ def written_out(site: Site, node: ast.expr, given: Mapping[str, ast.expr] = Mapp
     `given` are other definitions for some. A tuple: the value, and what it was made from.
     """
     value = _Names(site, given, _DEPTH).visit(copy.deepcopy(node))
-    bound = {
-        x.id
-        for one in ast.walk(value)
-        if isinstance(one, ast.comprehension)
-        for x in ast.walk(one.target)
-        if isinstance(x, ast.Name)
-    }
-    known = site.target.names
-    names = {x.id for x in ast.walk(value) if isinstance(x, ast.Name)} - bound - known.keys() - _BUILTINS
+    names = names_in(value, ast.Load) - site.target.names.keys() - _BUILTINS
     operands: list[ast.expr] = [ast.Name(name, ast.Load()) for name in sorted(names)]
-    operands += [copy.deepcopy(x) for x in ast.walk(value) if isinstance(x, ast.Attribute) and _is_own(x)]
+    operands += [
+        copy.deepcopy(x) for x in ast.walk(value) if isinstance(x, ast.Attribute) and is_self(x.value)
+    ]
     return ast.Tuple([value, ast.Tuple(operands, ast.Load())], ast.Load())
 
 
@@ -93,7 +86,7 @@ def changed(site: Site, node: ast.expr, change: Change, after: SourceFile) -> as
     if all(span.covers(one.span) for one in change.edits):
         new = _parsed(after.part(site.file.moved(span, change.edits)))
         return None if new is None else written_out(site, new)
-    for name in {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}:
+    for name in all_names(node):
         value = site.definition(ast.Name(name))
         place = None if value is None else site.file.bracketed(site.file.span(value))
         if value is None or place is None or not all(place.covers(one.span) for one in change.edits):
@@ -111,10 +104,6 @@ def _parsed(text: str) -> ast.expr | None:
         return None
 
 
-def _is_own(node: ast.Attribute) -> bool:
-    return isinstance(node.value, ast.Name) and node.value.id == "self"
-
-
 class _Names(ast.NodeTransformer):
     """Puts definitions in the place of names."""
 
@@ -127,14 +116,9 @@ class _Names(ast.NodeTransformer):
         if node.id in self._given:
             return _Names(self._site, {}, self._depth - 1).visit(copy.deepcopy(self._given[node.id]))  # type: ignore[no-any-return]
         value = self._site.written_out(node) if self._depth else node
-        is_short = not any(isinstance(one, ast.MatMult) for one in ast.walk(value)) and not any(
-            _called(one).startswith(_LONG) for one in ast.walk(value)
+        is_long = any(
+            isinstance(one, ast.MatMult) or called_name(one).startswith(_LONG) for one in ast.walk(value)
         )
-        if value is node or not is_short or not is_pure(self._site, value):
+        if value is node or is_long or not is_pure(self._site, value):
             return node
         return _Names(self._site, self._given, self._depth - 1).visit(copy.deepcopy(value))  # type: ignore[no-any-return]
-
-
-def _called(node: ast.AST) -> str:
-    function = node.func if isinstance(node, ast.Call) else None
-    return getattr(function, "attr", "") or getattr(function, "id", "")
