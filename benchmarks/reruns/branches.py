@@ -1,4 +1,4 @@
-"""Programs that behave by a count, which a second run of the batch finds further on."""
+"""Programs that behave by a count, which a re-run of the batch finds further on."""
 
 from __future__ import annotations
 

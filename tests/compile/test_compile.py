@@ -242,7 +242,7 @@ def test_a_fault_is_reported_as_in_the_interpreter(backend: str, inlined: bool, 
 @pytest.mark.usefixtures("_recorder")
 @pytest.mark.parametrize("inlined", [False, True])
 def test_a_compiled_batch_is_examined_where_its_arguments_are_known(inlined: bool) -> None:
-    """The second run is made operation by operation; a call that lies in the graph says that it was not run again."""
+    """The re-run is made operation by operation; a call that lies in the graph says that it was not run again."""
     model = Log()
     with watch(model) as w:
         compiled = torch.compile((lambda x: model(x)) if inlined else model, backend="eager", fullgraph=True)

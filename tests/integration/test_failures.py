@@ -229,7 +229,7 @@ def test_operations_and_lines() -> None:
 
 @EACH
 def test_only_what_does_not_come_again_is_transient(case: Case) -> None:
-    """A second run that is finite makes the finding transient; one that fails again does not."""
+    """A re-run that is finite makes the finding transient; one that fails again does not."""
     transient = the_finding(case).transient
     assert transient is True if case.transient else not transient
 

@@ -87,7 +87,7 @@ def without_faults(situation: Callable[[], Report]) -> Finding | None:
 
 # What breaks, in which situation, and the words of a remark, of a warning, or of what is counted.
 BROKEN = [
-    ("diagnosis.postmortem.post_mortem", forward, "nanwatch could not look closer at a failure: RuntimeError: broken"),
+    ("diagnosis.postmortem.post_mortem", forward, "nanwatch could not re-run a failed batch: RuntimeError: broken"),
     ("diagnosis.forward_rerun._of_rerun", forward, "the finding could not be examined: RuntimeError: broken"),
     ("diagnosis.forward_rerun.observe", forward, "output could not be looked at: RuntimeError: broken"),
     ("diagnosis.provenance.ProvenanceMode._look", forward, "aten.div.Tensor could not be followed: RuntimeError"),
@@ -96,7 +96,7 @@ BROKEN = [
     ("monitoring.suspicion._version", forward, "the versions of weights could not be noted"),
     ("monitoring.suspicion.Suspicion._of_weights", forward, "the growth of weights could not be told"),
     ("recording.observe.tensor_health", forward, "the elements of a tensor could not be counted"),
-    ("diagnosis.backward_rerun.find_called", backward, "in a second run of the batch, with the mean of its outputs"),
+    ("diagnosis.backward_rerun.find_called", backward, "in a re-run of the batch, with the mean of its outputs"),
     ("diagnosis.backward_rerun.run_backward", backward, "the backward could not be examined: RuntimeError: broken"),
     ("session.rerun_policy.read_graph", loss, "the graph of the loss could not be read"),
     ("diagnosis.postmortem._examined", loss, "the loss could not be computed again: RuntimeError: broken"),

@@ -232,9 +232,7 @@ def backward_nan() -> Report:
             _read("gradient[0]", "gradient", 1.0, 1.0),
             _read("result", "gradient", 0.0, 0.75),
         ),
-        remarks=(
-            "the operation was found in a second run of the call, from other gradients of the same size",
-        ),
+        remarks=("the operation was found in a re-run of the call, from other gradients of the same size",),
     )
 
 
@@ -297,7 +295,7 @@ def _spread(label: str, dtype: str, values: Sequence[float]) -> StoredHistogram:
 
 
 def with_spreads_and_cures() -> Report:
-    """All that a second run adds: the operation, its operands' exponents, what was tried, what was written."""
+    """All that a re-run adds: the operation, its operands' exponents, what was tried, what was written."""
     half = "float16"
     given = list(accumulate(range(511), lambda x, _: x * 0.974, initial=700.0))
     made = [x * x if x * x < 65520 else inf for x in given]

@@ -132,7 +132,7 @@ def context_of(autocast: torch.dtype | None) -> AbstractContextManager[Any]:
 def failed(
     model: nn.Module, *args: Any, autocast: torch.dtype | None = None, **kwargs: Any
 ) -> tuple[BatchSnapshot, Finding]:
-    """The start of the batch and the finding of the call, which fails, without what a closer look may have found."""
+    """The start of the batch and the finding of the call, which fails, without what a re-run may have found."""
     with context_of(autocast), nanwatch.watch(model):
         start = BatchSnapshot.capture(model, args, kwargs)
         with torch.no_grad(), pytest.raises(nanwatch.NonFiniteError) as error:

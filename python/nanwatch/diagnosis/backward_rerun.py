@@ -60,7 +60,7 @@ _LEFT_OUT = (
 )
 
 
-class _Found(Exception):  # noqa: N818 - ends the run, and is no error
+class _OperationFound(Exception):  # noqa: N818 - ends the run, and is no error
     """Ends a run: the operation is found."""
 
 
@@ -86,7 +86,7 @@ def rerun_backward(
             return Diagnosis(remarks=(f"the model has no module {name!r} any more",))
         if magnitudes := _magnitudes(finding, frames, name):
             probe = _BackwardProbe(finding, magnitudes)
-            with snapshot.again() as call, wrap_calls([guilty.module], probe.run), suppress(_Found):
+            with snapshot.again() as call, wrap_calls([guilty.module], probe.run), suppress(_OperationFound):
                 call()
         else:
             remarks = (
@@ -105,9 +105,7 @@ def rerun_backward(
     except Exception as error:
         remarks = (*remarks, f"the backward could not be examined: {spell(error)}")
     if not remarks:
-        remarks = (
-            "in a second run, with other gradients of the same size, no operation made a bad gradient",
-        )
+        remarks = ("in a re-run, with other gradients of the same size, no operation made a bad gradient",)
     return Diagnosis(remarks=(*remarks, *(snapshot.doubts() if probe is not None else ())))
 
 
@@ -183,7 +181,7 @@ def _from_outputs(snapshot: BatchSnapshot, names: Mapping[nn.Module, str]) -> Di
         if ends and wanted:
             look = partial(_looker, steps=steps, provenance=provenance, calls=calls)
             run_backward(ends, wanted, mean_gradients(ends), look)
-    remark = "the operation was found in a second run of the batch, with the mean of its outputs as the loss"
+    remark = "the operation was found in a re-run of the batch, with the mean of its outputs as the loss"
     return replace(steps[0], remarks=(remark, *steps[0].remarks[1:])) if steps else None
 
 
@@ -245,7 +243,7 @@ class _BackwardProbe:
             is_found = self._look(roots, wanted, gradients)
         if is_found:
             self.gradients = {label: x.detach() for label, x in zip(sizes, gradients, strict=True)}
-            raise _Found
+            raise _OperationFound
 
     def _look(self, roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor]) -> bool:
         """Make a backward, and keep the first operation that was found. Return whether there was one."""
@@ -299,7 +297,7 @@ def _looker(
             place=_place(node.metadata.get("traceback_", ())),
             operands=(*records, *(gradient_record(x, name) for name, x in saved)),
             remarks=(
-                "the operation was found in a second run of the call, from other gradients of the same size",
+                "the operation was found in a re-run of the call, from other gradients of the same size",
             ),
         )
         step = _began([x for _, x in saved], provenance)

@@ -27,7 +27,7 @@ BadRows: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ModuleCall:
     """A module call as it was handed in: `module(*args, **kwargs)`, in the model by the name of `name`.
 
     `rng` and `autocast` are as the call found them, or None and empty where nobody looked.
@@ -72,7 +72,7 @@ class Diagnosis:
 
     `operation` (as "aten.exp.default"), `place` (the innermost line that is not PyTorch's) and `operands` (records of
     its tensors, before it ran) are of the operation that made the non-finite value; `made` is the value as the
-    operation made it. They are None and empty when no operation was seen. `transient` is True when the second run did
+    operation made it. They are None and empty when no operation was seen. `transient` is True when the re-run did
     not make the value again, False when it did, None when that says nothing. `extent` and `index` are of the non-finite
     tensor. `call` is the call in which the value was made; it holds the call's tensors, so drop it when done. `remarks`
     are sentences, `spreads` of the operands, as far as they were there, and of the
@@ -88,7 +88,7 @@ class Diagnosis:
     extent: str = ""
     index: tuple[int, ...] | None = None
     remarks: tuple[str, ...] = ()
-    call: Call | None = None
+    call: ModuleCall | None = None
     spreads: tuple[StoredHistogram, ...] = ()
     made: Value | None = None
     rows: tuple[BadRows, ...] = ()

@@ -49,7 +49,7 @@ _MOST_CHANGE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ObservedCall:
     """One module call: its rows (inputs, outputs), the first floating-point dtype given, autocast's where it was on."""
 
     name: str
@@ -62,7 +62,7 @@ class Call:
 class Experiment:
     """The calls of a run in the order in which they ended, and the exception that ended the run, if one did."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ObservedCall] = field(default_factory=list)
     error: Exception | None = None
     # Gradients that were not finite in a backward of the run.
     bad_gradients: list[Record] = field(default_factory=list)
@@ -272,7 +272,7 @@ def loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 def _changed_call(
     module: nn.Module, args: Any, kwargs: Any, change: Change, name: str, allows: Allows
-) -> tuple[Any, Call, list[Leaf]]:
+) -> tuple[Any, ObservedCall, list[Leaf]]:
     kinds = {
         kind: torch.get_autocast_dtype(kind) for kind in autocast_kinds() if torch.is_autocast_enabled(kind)
     }
@@ -292,7 +292,7 @@ def _changed_call(
     allowed = allows(name, module)
     rows = [observe(x, label, "input", allowed) for label, x in inputs]
     rows += [observe(x, label, "output", allowed) for label, x in outputs]
-    return output, Call(name, tuple(rows), given, autocast), [*inputs, *outputs]
+    return output, ObservedCall(name, tuple(rows), given, autocast), [*inputs, *outputs]
 
 
 def _clamped(value: Any, limit: float) -> Any:

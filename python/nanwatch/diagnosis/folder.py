@@ -22,7 +22,7 @@ from ..report.spike import SpikeReport
 from ..util.progress import silent
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot
-from .diagnosis import Call, Diagnosis
+from .diagnosis import Diagnosis, ModuleCall
 
 PATCH_FILE = "cure.patch"
 
@@ -85,7 +85,7 @@ def write_spike(
     if start is None or called is None:
         remarks.append("no capsule was written: the start of the batch was not kept")
     else:
-        call = Call(called, start.module, start.args, start.kwargs)
+        call = ModuleCall(called, start.module, start.args, start.kwargs)
         files += _written_capsule(folder, call, start, None, report.rank, remarks)
 
     def told(files: Iterable[str], remarks: Iterable[str]) -> SpikeReport:
@@ -95,7 +95,12 @@ def write_spike(
 
 
 def _written_capsule(
-    folder: Path, call: Call, snapshot: BatchSnapshot, finding: Finding | None, rank: int, remarks: list[str]
+    folder: Path,
+    call: ModuleCall,
+    snapshot: BatchSnapshot,
+    finding: Finding | None,
+    rank: int,
+    remarks: list[str],
 ) -> list[str]:
     write = partial(
         write_capsule,

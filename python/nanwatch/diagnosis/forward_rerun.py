@@ -1,6 +1,6 @@
 """Re-run of a failed batch that reads each operation of the guilty call, to find which one made the value, and where.
 
-The second run builds no graph and leaves nothing behind: `BatchSnapshot.again` puts back what it changed.
+The re-run builds no graph and leaves nothing behind: `BatchSnapshot.again` puts back what it changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..report.finding import Finding, value_of
 from ..report.histogram import StoredHistogram
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, left_calls, no_second_run
-from .diagnosis import Call, Diagnosis, bad_rows, describe
+from .diagnosis import Diagnosis, ModuleCall, bad_rows, describe
 from .outside import NotRepeatableError
 from .provenance import ProvenanceMode
 
@@ -157,11 +157,11 @@ def _of_rerun(snapshot: BatchSnapshot, finding: Finding, model: nn.Module) -> Di
     if probe.found is not None:
         return probe.found
     if failure:
-        return Diagnosis(remarks=(f"the second run of the batch ended: {failure}", *snapshot.doubts()))
+        return Diagnosis(remarks=(f"the re-run of the batch ended: {failure}", *snapshot.doubts()))
     if not probe.was_called:
-        probe.trouble.append(f"the second run did not call {finding.module or 'the root module'}")
+        probe.trouble.append(f"the re-run did not call {finding.module or 'the root module'}")
     if doubts := snapshot.doubts():
-        doubts.insert(0, "the second run of the batch did not make the value again, which says little here")
+        doubts.insert(0, "the re-run of the batch did not make the value again, which says little here")
     return Diagnosis(transient=None if doubts or probe.trouble else True, remarks=(*probe.trouble, *doubts))
 
 
@@ -186,7 +186,7 @@ def _module(model: nn.Module, name: str) -> nn.Module | None:
 class _Guilty:
     """A call, and what shows whether it wrote to what it was given."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: ModuleCall) -> None:
         self.call = call
         given = [(label, x) for label, x in call_leaves(call.args, call.kwargs) if isinstance(x, Tensor)]
         self.versions = [(label, x, x._version) for label, x in given if not x.is_inference()]
@@ -218,7 +218,7 @@ class _CallProbe:
         self.was_called = False
         self.trouble: list[str] = []
         self._is_producer = self.finding.origin == "produced"
-        # The calls of the examined module: all of the thread that makes the second run.
+        # The calls of the examined module: all of the thread that makes the re-run.
         self._under_way: list[_Guilty] = []
 
     @contextmanager
@@ -236,7 +236,7 @@ class _CallProbe:
             return module._call_impl(*args, **kwargs)
         own = None
         if module is self.examined:
-            own = _Guilty(Call(self.name, module, args, kwargs, RngState.capture(), Autocast.capture()))
+            own = _Guilty(ModuleCall(self.name, module, args, kwargs, RngState.capture(), Autocast.capture()))
         # A receiver that nobody called was called by the batch.
         guilty = own if self._is_producer or not self._under_way else self._under_way[-1]
         is_receiver = not self._is_producer and module is self.suspect

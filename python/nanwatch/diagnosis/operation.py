@@ -250,7 +250,7 @@ class _Region:
 
 
 @dataclass(slots=True)
-class _Place(Generic[T]):
+class _WrittenStorage(Generic[T]):
     guard: Any
     writes: list[tuple[_Region, T]] = field(default_factory=list)
 
@@ -266,7 +266,7 @@ class StorageWriteLog(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._places: dict[int, _Place[T]] = {}
+        self._places: dict[int, _WrittenStorage[T]] = {}
 
     def put(self, x: Tensor, write: T | None) -> None:
         """Note that `x` was written, by the non-finite `write`, or with finite values only (None)."""
@@ -277,7 +277,7 @@ class StorageWriteLog(Generic[T]):
                 return
             self._prune()
             guard = weakref.ref(x) if owner is None else StorageWeakRef(owner)
-            place = self._places[key] = _Place(guard)
+            place = self._places[key] = _WrittenStorage(guard)
         place.writes = [one for one in place.writes if not region.covers(one[0])]
         if write is not None:
             place.writes.append((region, write))
@@ -302,7 +302,7 @@ class StorageWriteLog(Generic[T]):
             writes = _latest(x, region, writes) or writes
         return [write for _, write in writes]
 
-    def _place(self, x: Tensor, key: int) -> _Place[T] | None:
+    def _place(self, x: Tensor, key: int) -> _WrittenStorage[T] | None:
         place = self._places.get(key)
         if place is not None and isinstance(place.guard, weakref.ref) and place.guard() is not x:
             # Another tensor at the address of one that is gone. Of a storage the guard keeps the address.

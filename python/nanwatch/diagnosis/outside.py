@@ -86,7 +86,7 @@ def users_line(innermost: types.FrameType | None = None) -> str:
 
 def discard(what: str) -> None:
     """Remember that the line under way wrote something that goes nowhere."""
-    discarded[f"{users_line()} wrote to {what} once: what it wrote in a second run was discarded"] = None
+    discarded[f"{users_line()} wrote to {what} once: what it wrote in a re-run was discarded"] = None
 
 
 @contextmanager
@@ -179,7 +179,7 @@ class GivesOnce:
 
 
 def repeatable(value: Any) -> Any:
-    """Return the value, or a GivesOnce for one that a second run must not read."""
+    """Return the value, or a GivesOnce for one that a re-run must not read."""
     kind = type(value)
     if kind is tuple:
         parts = tuple(map(repeatable, value))

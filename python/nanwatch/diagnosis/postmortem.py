@@ -33,7 +33,7 @@ from .folder import attempt, write_failure
 from .forward_rerun import rerun_forward
 from .loss_slice import Refused
 from .loss_statements import BackwardCall, LossStatements
-from .patching.module_options import Found
+from .patching.module_options import SearchResult
 from .patching.patches import KEPT_FOR_FORMATS, MOST_FORWARDS, MOST_RUNS, try_patches
 
 _ADVICE = 'put the loss into a function below `@nanwatch.watched("loss")`: a report then has its line and its operands'
@@ -109,7 +109,7 @@ class _Steps(NamedTuple):
             found: Diagnosis | None = rerun_backward(snapshot, finding, self.report.frames, model=self.model)
         else:
             rerun = partial(rerun_forward, snapshot, finding, model=self.model)
-            found = attempt("the closer look", rerun, self.remarks)
+            found = attempt("the re-run", rerun, self.remarks)
         if found is None:
             return finding, None
         closer = enrich(finding, found)
@@ -177,7 +177,7 @@ class _Steps(NamedTuple):
 
 
 def _rerun_loss(call: BackwardCall, finding: Finding, model: nn.Module, conditions: Conditions) -> Finding:
-    """Return the finding with the operation, line and cures that a second run of the loss's statements shows.
+    """Return the finding with the operation, line and cures that a re-run of the loss's statements shows.
 
     Raises nothing of its own: what could not be done is a remark.
     """
@@ -208,7 +208,7 @@ def _noted(finding: Finding, remark: str) -> Finding:
 
 def _examined(
     statements: LossStatements, call: BackwardCall, finding: Finding, conditions: Conditions
-) -> tuple[Diagnosis, Found]:
+) -> tuple[Diagnosis, SearchResult]:
     snapshot = BatchSnapshot(
         statements,
         (),
@@ -231,7 +231,7 @@ def _examined(
         own = replace(own, phase="forward", value=value)
         found = rerun_forward(snapshot, own, model=statements)
     if found.operation is None:
-        return found, Found()
+        return found, SearchResult()
     tried = try_patches(
         snapshot,
         enrich(own, found),

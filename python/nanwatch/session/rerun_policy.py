@@ -41,7 +41,7 @@ from ..util.visible import spell, suppressed, warn_user
 from .options import Options
 from .reports import MANY, ModelRef, is_due
 
-_GOES_ON = "no second run was made, as the run goes on: microscope=True (--microscope) finds the operation"
+_GOES_ON = "no re-run was made, as the run goes on: microscope=True (--microscope) finds the operation"
 # Seconds that a re-run waits for other threads to leave the model. They may wait for this one.
 _PATIENCE = 1.0
 
@@ -133,7 +133,7 @@ class RerunPolicy:
             state = self._states.capture(sys._getframe(1))
             start = BatchSnapshot.capture(module, args, kwargs, state)
         except Exception:
-            suppressed("the start of a batch could not be kept, so it has no second run")
+            suppressed("the start of a batch could not be kept, so it has no re-run")
             start = None
         if not isinstance(module, Function):  # a loss after the model's call, before the backward of both
             self._let_go_of_start()
@@ -261,7 +261,7 @@ class RerunPolicy:
                     return self._in_child(own, report, examine, seconds)
             return self._in_process(own, seconds)
         except Exception as error:  # a failed re-run must not lose the first report
-            warn_user(f"nanwatch could not look closer at a failure: {spell(error)}", may_raise=False)
+            warn_user(f"nanwatch could not re-run a failed batch: {spell(error)}", may_raise=False)
             return report
 
     def _in_child(
@@ -271,12 +271,12 @@ class RerunPolicy:
         try:
             return Report.from_json(run_in_child(lambda: own(reason="").to_json(), seconds))
         except ChildEndedError as ended:
-            reason, latest = f"of a second run in a child process: {ended}", ended.latest
+            reason, latest = f"of a re-run in a child process: {ended}", ended.latest
         except NoChildError:
             raise
         except BaseException as interrupt:  # of a signal's handler
             self._interrupts[threading.get_ident()] = interrupt
-            reason, latest = f"{type(interrupt).__name__} ended the second run", None
+            reason, latest = f"{type(interrupt).__name__} ended the re-run", None
         known = report if latest is None else Report.from_json(latest)
         return examine(_remarked(known, reason), None, examines=False)
 
@@ -320,13 +320,13 @@ class RerunPolicy:
         """Return the report with a remark that its batch was not re-run."""
         if self._failures == MANY + 1:
             warn_user(
-                f"nanwatch has looked closer at {MANY} failed batches of this model. From now on it does so only at the"
+                f"nanwatch has re-run {MANY} failed batches of this model. From now on it does so only at the"
                 f" {2 * MANY}th, {4 * MANY}th, {8 * MANY}th and so on. To end the failures, follow the first report."
                 " To have no more reports, call Watch.stop(). To have one of each failure, begin a new watch.",
                 may_raise=False,
             )
         remark = f"the batch was not run a second time, and nothing was written: it is failure {self._failures} of this"
-        remark += f" watch, and after {MANY} only the {2 * MANY}th, {4 * MANY}th, {8 * MANY}th ... are looked at closer"
+        remark += f" watch, and after {MANY} only the {2 * MANY}th, {4 * MANY}th, {8 * MANY}th ... are re-run"
         return _remarked(report, remark)
 
     def _loss_scale(self) -> float | None:

@@ -166,7 +166,7 @@ class SplitReduce(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._workspace: Tensor | None = None
-        self._launches = Spy()  # as an allocator's memory, it is not put back for a second run
+        self._launches = Spy()  # as an allocator's memory, it is not put back for a re-run
 
     def forward(self, x: Tensor) -> Tensor:
         if self._workspace is None:

@@ -31,7 +31,7 @@ def _cells(case: Case) -> tuple[str, ...]:
     if case.source_module is not None:
         origin += f" from {_name(case.source_module)}"
     if case.transient:
-        made_by = "nothing that a second run shows: transient"
+        made_by = "nothing that a re-run shows: transient"
     elif case.operations == tuple(PRODUCTS.split()):
         made_by = "a matrix product"
     else:

@@ -1,4 +1,4 @@
-"""The second run of a backward that failed: it finds the operation, and nobody else notices it."""
+"""The re-run of a backward that failed: it finds the operation, and nobody else notices it."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_a_second_run_that_raises_is_said() -> None:
 
 
 def test_what_does_not_come_back_is_not_cured() -> None:
-    """A failure that a second run does not show gets a remark and no cure, known before or not."""
+    """A failure that a re-run does not show gets a remark and no cure, known before or not."""
     bad = iter([True])
     model = half(
         nn.Sequential(linear(1), Op(lambda x: x * float("inf") if next(bad, False) else x), linear(1))

@@ -35,7 +35,7 @@ def test_a_checkpointed_submodule(reentrant: bool) -> None:
 
 
 def test_the_fast_path_of_transformer_layers() -> None:
-    """Without a graph PyTorch's encoder layer takes a path that calls none of its parts; the second run does not."""
+    """Without a graph PyTorch's encoder layer takes a path that calls none of its parts; the re-run does not."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     nn.init.constant_(layer.norm1.weight, 1e20)
     nn.init.normal_(layer.linear1.weight, std=1e20)

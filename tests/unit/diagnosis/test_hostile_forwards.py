@@ -1,4 +1,4 @@
-"""Second runs of forwards that are hard to run twice, and findings in odd places: the operation is still named."""
+"""Re-runs of forwards that are hard to run twice, and findings in odd places: the operation is still named."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def finding_of(
 
 
 def assert_is_the_log(finding: Finding, module: str) -> None:
-    """Assert that the finding is that of `log`, and that the second run has shown it."""
+    """Assert that the finding is that of `log`, and that the re-run has shown it."""
     found = (finding.module, finding.origin, finding.operation, finding.source, finding.transient)
     assert found == (module, "produced", "aten.log.default", culprit(log), False)
 
@@ -64,7 +64,7 @@ def test_a_forward_that_prints_and_counts(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_forward_that_takes_from_an_iterator_of_its_own() -> None:
-    """The second run takes what the first has taken; from a generator it takes nothing, and says so."""
+    """The re-run takes what the first has taken; from a generator it takes nothing, and says so."""
     for batches in (iter([torch.zeros(2), torch.ones(2)]), (x for x in (torch.zeros(2), torch.ones(2)))):
         finding = finding_of(Does(lambda part, x, left=batches: part(next(left)), Does(log)), torch.ones(2))
         if isinstance(batches, GeneratorType):
@@ -76,7 +76,7 @@ def test_a_forward_that_takes_from_an_iterator_of_its_own() -> None:
 
 
 def test_a_forward_that_draws_from_numpy() -> None:
-    """The user's next draws are those that they would have been without a second run."""
+    """The user's next draws are those that they would have been without a re-run."""
 
     def forward(part: nn.Module, x: Tensor) -> Tensor:
         return part(x * float(np.random.rand() < 2))
@@ -91,7 +91,7 @@ def test_a_forward_that_draws_from_numpy() -> None:
 
 
 def test_a_forward_that_warns() -> None:
-    """Where warnings are errors, what the second run warns of is at most a remark."""
+    """Where warnings are errors, what the re-run warns of is at most a remark."""
 
     def forward(part: nn.Module, x: Tensor) -> Tensor:
         if runs.values:

@@ -210,7 +210,7 @@ class Loss(nn.Module):
 
 
 def test_a_forward_that_is_called_with_the_scale() -> None:
-    """The scale of `scaler=` is known to the closer look: among the arguments it is made smaller."""
+    """The scale of `scaler=` is known to the re-run: among the arguments it is made smaller."""
     model, x = Loss(), torch.ones(4)
     for scaler, expected in ((scaler_of(2.0**16), True), (None, False)):
         with watch(model, gradients=True, scaler=scaler), pytest.raises(NonFiniteError) as error:

@@ -255,7 +255,7 @@ def test_operands_in_lists() -> None:
     ]
 
 
-# Without a second run
+# Without a re-run
 
 
 def test_a_weight_a_buffer_and_data() -> None:

@@ -1,4 +1,4 @@
-"""The closer look as a watch takes it: when, when not, and what it leaves behind."""
+"""The re-run as a watch takes it: when, when not, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Locked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The log, under the lock."""
-        assert self.lock.acquire(timeout=5), "the second run waits for the first"
+        assert self.lock.acquire(timeout=5), "the re-run waits for the first"
         try:
             return self.log(x)
         finally:
@@ -74,7 +74,7 @@ def test_the_second_run_comes_after_the_forward_has_been_left(check: Any) -> Non
 
 
 def test_the_report_of_the_watch_is_that_of_the_error() -> None:
-    """Watch.report() has what the closer look found too."""
+    """Watch.report() has what the re-run found too."""
     model = Log()
     with watch(model) as w, pytest.raises(NonFiniteError) as error:
         model(torch.zeros(2))
@@ -101,7 +101,7 @@ def test_which_actions_run_a_batch_again_unasked(how: Any) -> None:
 
 
 def test_another_watch_sees_nothing_of_the_second_run() -> None:
-    """Two watches of one model: the second one's error is not lost in the first one's second run."""
+    """Two watches of one model: the second one's error is not lost in the first one's re-run."""
     model = Log()
     with watch(model, on_nonfinite="record", microscope=True), watch(model) as second:
         with pytest.raises(NonFiniteError):
@@ -226,7 +226,7 @@ def test_an_error_met_inside_a_forward_is_complete_outside(wraps: bool) -> None:
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
 def test_a_thread_inside_the_model(monkeypatch: pytest.MonkeyPatch, leaves: bool) -> None:
-    """The second run waits a little for it to leave; while it is inside there is none, and a remark says so."""
+    """The re-run waits a little for it to leave; while it is inside there is none, and a remark says so."""
     monkeypatch.setenv("NANWATCH_RERUN", "in-process")
     monkeypatch.setattr(rerun_policy, "_PATIENCE", 60.0 if leaves else 0.01)
     model = Waits()
@@ -273,7 +273,7 @@ def test_after_many_failures_looks_get_rarer_and_say_so(
     assert numbers == [1, 2, 4, 8]
     assert told == [not was for was in looked]
     assert len(list(tmp_path.iterdir())) == 4
-    assert len([one for one in caught if "looked closer" in str(one.message)]) == 1
+    assert len([one for one in caught if "has re-run" in str(one.message)]) == 1
 
 
 def test_a_list_that_lives_no_longer_than_the_call_of_watch(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""microscope: the second run is as the first was, and nothing notices it."""
+"""microscope: the re-run is as the first was, and nothing notices it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.spy import Spy
 INF, NAN = math.inf, math.nan
 
 
-# A second run
+# A re-run
 
 
 def test_dropout_that_decides() -> None:
@@ -46,7 +46,7 @@ def test_dropout_that_decides() -> None:
 
 
 def state_of(model: nn.Module) -> list[Any]:
-    """All that a second run could leave behind."""
+    """All that a re-run could leave behind."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [
         [(name, id(x), x._version, x.tolist()) for name, x in tensors],
@@ -111,7 +111,7 @@ def test_a_generator_that_was_consumed() -> None:
 
 
 def test_an_input_that_was_changed_in_place() -> None:
-    """The second run starts from what the first left, which is said, and leaves the input as it finds it."""
+    """The re-run starts from what the first left, which is said, and leaves the input as it finds it."""
 
     def forward(x: Tensor) -> Tensor:
         x.sub_(1)
@@ -152,7 +152,7 @@ def test_a_call_that_writes_to_what_it_is_given() -> None:
 
 
 def test_a_failure_that_does_not_come_again() -> None:
-    """A value that the second run does not make was transient."""
+    """A value that the re-run does not make was transient."""
     times = iter([NAN, 1.0])
     _, seen = look(Does(lambda x: x * next(times)), torch.ones(2))
     assert seen == Diagnosis(transient=True)
@@ -169,7 +169,7 @@ def test_a_second_run_that_raises() -> None:
 
 
 def test_an_interrupt_is_not_held_up() -> None:
-    """The user's Ctrl-C in the second run ends it."""
+    """The user's Ctrl-C in the re-run ends it."""
     runs: list[int] = []
 
     def forward(x: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def test_an_interrupt_is_not_held_up() -> None:
 
 
 def test_an_error_after_the_bad_value() -> None:
-    """Findings made before the second run raised are kept."""
+    """Findings made before the re-run raised are kept."""
     runs: list[int] = []
 
     def forward(part: nn.Module, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""turn: a thread that calls the model during a second run neither disturbs it nor is disturbed, and is watched."""
+"""turn: a thread that calls the model during a re-run neither disturbs it nor is disturbed, and is watched."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Log(nn.Module):
 
 
 class Meeting(nn.Module):
-    """In its second run it lets another thread call it, and looks for a while whether that gets in."""
+    """In its re-run it lets another thread call it, and looks for a while whether that gets in."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Meeting(nn.Module):
 
 
 def other(model: Meeting, callee: nn.Module, outputs: list[Any]) -> threading.Thread:
-    """A thread that calls that module once the second run is under way."""
+    """A thread that calls that module once the re-run is under way."""
 
     def work() -> None:
         assert model.second_run.wait(30)
@@ -77,7 +77,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("part", [False, True], ids=["the model", "the guilty module"])
 def test_another_thread_waits_and_is_watched_then(part: bool) -> None:
-    """Its call is no part of the second run; afterwards it is a batch of its own, with all that it wrote."""
+    """Its call is no part of the re-run; afterwards it is a batch of its own, with all that it wrote."""
     model = Meeting()
     outputs: list[Any] = []
     with watch(model) as w:
@@ -89,7 +89,7 @@ def test_another_thread_waits_and_is_watched_then(part: bool) -> None:
         frames = w.frames
     assert not any(model.came_in.values)
     assert torch.equal(outputs[0], torch.full((2,), 2.0).log())
-    assert model.log.count == 2  # the failed batch's and the other thread's; the second runs' are taken back
+    assert model.log.count == 2  # the failed batch's and the other thread's; the re-runs' are taken back
     finding = error.value.report.finding
     assert finding is not None
     assert (finding.module, finding.operation, finding.transient) == ("log", "aten.log.default", False)
@@ -98,7 +98,7 @@ def test_another_thread_waits_and_is_watched_then(part: bool) -> None:
 
 
 def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that the second run waits for comes through after one wait for all its calls: nothing hangs."""
+    """A thread that the re-run waits for comes through after one wait for all its calls: nothing hangs."""
     monkeypatch.setattr(slot, "PATIENCE", 0.1)
     model = Meeting()
     model.waits = 60.0
@@ -114,7 +114,7 @@ def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_thread_that_came_before_the_look_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the failure and the second run nobody slips in: who is told of a start waits for the end of the look."""
+    """Between the failure and the re-run nobody slips in: who is told of a start waits for the end of the look."""
     from nanwatch.diagnosis import postmortem
 
     model, outputs, threads = Log(), [], []
@@ -167,7 +167,7 @@ def test_a_copy_of_the_model_made_meanwhile_is_a_plain_model() -> None:
 
 
 class Ends(nn.Module):
-    """In its second run it does what it was given, here or in another thread."""
+    """In its re-run it does what it was given, here or in another thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def in_a_thread(do: Callable[[], None]) -> None:
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["in a hook", "in another thread"])
 @pytest.mark.parametrize("action", ["stop", "pause"])
 def test_what_ends_a_watch_during_a_second_run_holds(action: str, elsewhere: bool) -> None:
-    """After stop() or pause() nothing is recorded and nothing raises, also once the second run is over."""
+    """After stop() or pause() nothing is recorded and nothing raises, also once the re-run is over."""
     ends = Ends()
     model = nn.Sequential(ends, Log())
     w = watch(model)
@@ -213,7 +213,7 @@ def test_what_ends_a_watch_during_a_second_run_holds(action: str, elsewhere: boo
 
 
 def test_resume_during_a_second_run_begins_after_it() -> None:
-    """The second run stays unrecorded; the batch after it is recorded."""
+    """The re-run stays unrecorded; the batch after it is recorded."""
     model = nn.Sequential(nn.Linear(2, 2))
     with watch(model) as w:
         with slot.unwatched(model):

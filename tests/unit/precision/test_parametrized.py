@@ -1,4 +1,4 @@
-"""parametrize.cached(): second runs, cures and capsules with weights that are computed once in such a block."""
+"""parametrize.cached(): re-runs, cures and capsules with weights that are computed once in such a block."""
 
 from __future__ import annotations
 
