@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import inf, log2
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from ..numerics._fingerprint import cosines, norms, relative_errors
 from ..numerics.formats import limits
 from ..records.record import is_same_part
-from ..util.progress import Tell
+from ..util.visible import without_wrappers
 from .align import Ints, Rows, align
 from .difference import KINDS, Difference, Growth, Kind, Place, RowErrors, Series
-from .trace import sizes
-from .trace_file import Flags, Floats, Names, Side, Trace, batch_words
+from .trace import arrow, sizes
+from .trace_file import Sketches, Trace, batch_words, sketches, strings
 
+_Number = TypeVar("_Number", bound=np.generic)
+Column: TypeAlias = "np.ndarray[Any, np.dtype[_Number]]"
+Flags: TypeAlias = "Column[np.bool_]"
 RTOL = 1e-3
 # An element near zero is what is left of larger ones, so a small change of these moves the smallest magnitude by any
 # factor, and rounding alone by some units in the last place of the largest.
@@ -27,6 +30,7 @@ _SERIES = 8
 _POINTS = 2000
 
 _TEXTS = ("module", "class", "label", "role", "shape", "dtype", "phase", "note")
+_NUMBERS = ("batch", "call", "abs_min", "abs_max", "isfinite", "recomputed", "fingerprint")
 
 
 def diff(
@@ -76,25 +80,22 @@ def diff(
         raise ValueError(f"ignore should be some of {', '.join(KINDS)}, got {unknown[0]!r}")
     if b is None and batches is None:
         raise ValueError("one trace alone: name a second one, or two of its batches")
-    one = a if isinstance(a, Trace) else Trace.open(a)
-    other = one if b is None else b if isinstance(b, Trace) else Trace.open(b)
-    pairs, remarks = _batches(one, other, batches)
-    sides = Side(one, [i for i, _ in pairs]), Side(other, [j for _, j in pairs])
-    one.tell("aligning")
+    trace_a = a if isinstance(a, Trace) else Trace.open(a)
+    trace_b = trace_a if b is None else b if isinstance(b, Trace) else Trace.open(b)
+    pairs, remarks = _batches(trace_a, trace_b, batches)
     ignored: set[Kind] = {*ignore}
     if batches is not None and batches[0] != batches[1]:
         ignored.add("bits")
-    comparison = _Comparison(*sides, pairs, rtol, frozenset(ignored), one.tell)
-    if one.rank != other.rank and comparison.has_bits.any():
-        comparison.compare_replicas()
-        remarks += (
-            f"all that ranks {one.rank} and {other.rank} need not have in common, as inputs and outputs",
-        )
-    one.tell("comparing")
-    names = [str(trace.path) for trace in (one, other)]
+    records = _Records((trace_a, trace_b), pairs, rtol)
+    if trace_a.rank != trace_b.rank and records.both_have_bits.any():
+        records.keep_replicas()
+        ranks = f"{trace_a.rank} and {trace_b.rank}"
+        remarks += (f"all that ranks {ranks} need not have in common, as inputs and outputs",)
+    trace_a.tell("comparing")
+    names = [str(trace.path) for trace in (trace_a, trace_b)]
     if batches is not None:
         names = [f"{name} batch {batch}" for name, batch in zip(names, batches, strict=True)]
-    return comparison.difference(names[0], names[1], remarks)
+    return records.difference(names[0], names[1], records.apart(ignored), remarks)
 
 
 def _batches(
@@ -120,265 +121,272 @@ def _batches(
     return [(batch, batch) for batch in both], tuple(remarks)
 
 
-class _Comparison:
-    """Two sides, aligned."""
+class _Records:
+    """Records of two traces in one table, A's before B's, and the pairs of rows that the aligner matches.
 
-    def __init__(
-        self,
-        a: Side,
-        b: Side,
-        batches: list[tuple[int, int]],
-        rtol: float,
-        ignored: frozenset[Kind],
-        tell: Tell,
-    ) -> None:
-        self.a, self.b, self.batches, self.rtol, self.ignored = a, b, batches, rtol, ignored
-        self.names = {name: Names() for name in _TEXTS}
-        self.numbers = [
-            {name: side.numbers(name, self.names[name]) for name in self.names} for side in (a, b)
-        ]
-        labels = 1 + len(self.names["label"].texts)
-        self.records = [number["role"] * labels + number["label"] for number in self.numbers]
-        rows = [
-            Rows(side.batch, side.call, number["module"], number["class"], side.again, record)
-            for side, number, record in zip((a, b), self.numbers, self.records, strict=True)
-        ]
-        self.in_a, self.in_b = align(rows[0], rows[1], batches, tell)
-        if len(self.in_a) == 0:
+    `a` and `b` have the rows of each pair, in the order of A.
+    """
+
+    def __init__(self, traces: tuple[Trace, Trace], batches: list[tuple[int, int]], rtol: float) -> None:
+        self.traces, self.batches, self.rtol = traces, batches, rtol
+        tables = [_read(trace, {pair[i] for pair in batches}) for i, trace in enumerate(traces)]
+        self.num_a: int = tables[0].num_rows
+        table = arrow("pyarrow", "comparing traces").concat_tables(tables)
+        self.batch: Ints = table["batch"].to_numpy()
+        self.low: Column[np.float64] = table["abs_min"].to_numpy()
+        self.high: Column[np.float64] = table["abs_max"].to_numpy()
+        self.was_read: Flags = table["isfinite"].is_valid().to_numpy()
+        self.is_finite: Flags = table["isfinite"].fill_null(False).to_numpy()
+        self.bits: Column[np.uint64] = table["fingerprint"].fill_null(0).to_numpy()
+        self.texts = {name: strings(table[name]) for name in _TEXTS}
+        self.codes = {name: column.codes.astype(np.int64) for name, column in self.texts.items()}
+        numbers: dict[str, int] = {}
+        plain = (without_wrappers(name) for name in self.texts["module"].values)
+        by_name = np.array([numbers.setdefault(name, len(numbers)) for name in plain], np.int64)
+        self.names = tuple(numbers)
+        self.module: Ints = by_name[self.codes["module"]]
+        self.record: Ints = self.codes["role"] * (1 + len(self.texts["label"].values)) + self.codes["label"]
+        again = table["recomputed"].to_numpy().astype(np.int64)
+        columns = (self.batch, table["call"].to_numpy(), self.module, self.codes["class"], again, self.record)
+        parts = slice(self.num_a), slice(self.num_a, None)
+        traces[0].tell("aligning")
+        rows_a, rows_b = (Rows(*(column[part] for column in columns)) for part in parts)
+        self.a, self.b = align(rows_a, rows_b, batches, traces[0].tell)
+        if len(self.a) == 0:
             raise ValueError("the two have no call of a module in common; are they of the same model?")
-        self.has_bits: Flags = a.has_bits[self.in_a] & b.has_bits[self.in_b]
-        self.is_compared: Flags = np.ones(len(self.in_a), np.bool_)
+        self.b += self.num_a
+        self.both_have_bits: Flags = np.logical_and(*self.pairs(table["fingerprint"].is_valid().to_numpy()))
+        self.is_compared: Flags = np.ones(len(self.a), np.bool_)
 
-    def compare_replicas(self) -> None:
+    def keep_replicas(self) -> None:
         """Compare only the tensors that two ranks of a data-parallel job have in common."""
-        role, phase = (self.pair(name)[0] for name in ("role", "phase"))
-        step = self.names["phase"].number("step")
-        common = (role == self.names["role"].number("weight")) | (phase == step)
-        both = np.stack(self.pair("note"), 1)
-        kinds, which = np.unique(both, axis=0, return_inverse=True)
-        texts = self.names["note"]
-        same = [is_same_part(texts.text(int(one)), texts.text(int(other))) for one, other in kinds]
+        common = self.is_text("role", "weight") | self.is_text("phase", "step")
+        notes = self.texts["note"].values
+        kinds, which = np.unique(np.stack(self.pairs(self.codes["note"]), 1), axis=0, return_inverse=True)
+        same = [is_same_part(notes[a], notes[b]) for a, b in kinds.tolist()]
         self.is_compared = common & np.array(same, np.bool_)[which.reshape(-1)]
 
-    def pair(self, name: str) -> tuple[Ints, Ints]:
-        """Return a column of strings of the matched rows, as numbers."""
-        return self.numbers[0][name][self.in_a], self.numbers[1][name][self.in_b]
+    def pairs(self, column: Column[_Number]) -> tuple[Column[_Number], Column[_Number]]:
+        """Return the values of a column in the rows of A and of B, pair by pair."""
+        return column[self.a], column[self.b]
 
-    def floats(self) -> tuple[Floats, Floats, Floats, Floats]:
-        """Return abs_min of A and B, abs_max of A and B."""
-        a, b = self.a, self.b
-        return a.low[self.in_a], b.low[self.in_b], a.high[self.in_a], b.high[self.in_b]
+    def is_text(self, column: str, text: str) -> Flags:
+        """Return for which pairs a column of A holds this text."""
+        values = self.texts[column].values
+        flags: Flags = self.codes[column][self.a] == (values.index(text) if text in values else -2)
+        return flags
 
-    def apart(self) -> dict[Kind, Flags]:
-        """Return for each kind in which rows the two sides differ."""
-        low_a, low_b, high_a, high_b = self.floats()
-        finite_a, finite_b = self.a.is_finite[self.in_a], self.b.is_finite[self.in_b]
-        both_read = self.a.was_read[self.in_a] & self.b.was_read[self.in_b]
-        shape_a, shape_b = self.pair("shape")
-        dtype_a, dtype_b = self.pair("dtype")
-        units = np.array([_unit(name) for name in self.names["dtype"].texts] + [0.0])
+    def text(self, column: str, row: int) -> str:
+        """Return a text as it was written, "" for none."""
+        code = self.codes[column][row]
+        return "" if code < 0 else self.texts[column].values[code]
+
+    def apart(self, ignored: Collection[Kind]) -> dict[Kind, Flags]:
+        """Return for each kind in which pairs the two sides differ."""
+        (low_a, low_b), (high_a, high_b) = self.pairs(self.low), self.pairs(self.high)
+        finite_a, finite_b = self.pairs(self.is_finite)
+        (shape_a, shape_b), (dtype_a, dtype_b) = (
+            self.pairs(self.codes["shape"]),
+            self.pairs(self.codes["dtype"]),
+        )
+        units = np.array([_unit(name) for name in self.texts["dtype"].values] + [0.0])
         rounding = _ROUNDING * np.maximum(units[dtype_a], units[dtype_b])
         with np.errstate(invalid="ignore"):
-            low, high = np.abs(low_a - low_b), np.abs(high_a - high_b)
             largest = np.maximum(high_a, high_b)
-            part_low = low > np.maximum(rounding, self.rtol) * largest
-            part_high = high > self.rtol * largest
-        found: dict[Kind, Flags] = {
-            "isfinite": both_read & ((finite_a != finite_b) | (np.isnan(high_a) != np.isnan(high_b))),
+            part_low = np.abs(low_a - low_b) > np.maximum(rounding, self.rtol) * largest
+            part_high = np.abs(high_a - high_b) > self.rtol * largest
+        apart: dict[Kind, Flags] = {
+            "isfinite": np.logical_and(*self.pairs(self.was_read))
+            & ((finite_a != finite_b) | (np.isnan(high_a) != np.isnan(high_b))),
             "shape": (shape_a != shape_b) & (shape_a >= 0) & (shape_b >= 0),
             "dtype": (dtype_a != dtype_b) & (dtype_a >= 0) & (dtype_b >= 0),
             "range": finite_a & finite_b & (part_low | part_high),
         }
-        found = {kind: flags & self.is_compared for kind, flags in found.items() if kind not in self.ignored}
-        if "bits" not in self.ignored:
-            bits = self.a.bits[self.in_a] != self.b.bits[self.in_b]
+        apart = {kind: flags & self.is_compared for kind, flags in apart.items() if kind not in ignored}
+        if "bits" not in ignored:
             # A record that differs in another way has other bits as well, and a shape or a dtype is a part of them.
-            known = np.logical_or.reduce([shape_a != shape_b, dtype_a != dtype_b, *found.values()])
-            found["bits"] = self.has_bits & self.is_compared & bits & ~known
-        return found
+            known = np.logical_or.reduce([shape_a != shape_b, dtype_a != dtype_b, *apart.values()])
+            bits = np.not_equal(*self.pairs(self.bits))
+            apart["bits"] = self.both_have_bits & self.is_compared & bits & ~known
+        return apart
 
-    def difference(self, a: str, b: str, remarks: tuple[str, ...]) -> Difference:
+    def difference(self, a: str, b: str, apart: dict[Kind, Flags], remarks: tuple[str, ...]) -> Difference:
         """Return the result of the comparison."""
-        apart = self.apart()
+        is_apart = np.logical_or.reduce([*apart.values(), np.zeros(len(self.a), np.bool_)])
         places = {kind: int(flags.argmax()) for kind, flags in apart.items() if flags.any()}
         ordered = sorted(places.items(), key=lambda item: (item[1], KINDS.index(item[0])))
         firsts = [self.place(kind, at) for kind, at in ordered]
-        sketched = self.sketched(apart)
-        if sketched is not None and sketched[0] == ordered[0][1]:
-            firsts[0] = sketched[1]
+        sketched = None
+        if (measured := self.first_sketched(is_apart)) is not None:
+            at, errors = measured
+            kind = next(kind for kind in KINDS if kind in apart and apart[kind][at])
+            sketched = replace(self.place(kind, at), rows=errors)
+            if at == ordered[0][1]:
+                firsts[0] = sketched
         grew, places_of_growth = self.grew()
-        last = int(self.a.batch[self.in_a[-1]])
         return Difference(
             a=a,
             b=b,
             rtol=self.rtol,
             first=firsts[0] if firsts else None,
             firsts=tuple(firsts),
-            sketched=None if sketched is None else sketched[1],
+            sketched=sketched,
             grew=grew,
             num_records=int(self.is_compared.sum()),
-            num_apart=int(np.logical_or.reduce(list(apart.values())).sum()) if apart else 0,
-            num_bits=int((self.has_bits & self.is_compared).sum()) if "bits" in apart else 0,
+            num_apart=int(is_apart.sum()),
+            num_bits=int((self.both_have_bits & self.is_compared).sum()) if "bits" in apart else 0,
             batches=tuple(self.batches),
-            only_a=self.only(0, self.a, self.in_a),
-            only_b=self.only(1, self.b, self.in_b),
+            only_a=self.unmatched(0),
+            only_b=self.unmatched(1),
             remarks=remarks,
-            calls=self.calls(firsts[0].batch if firsts else last),
+            calls=self.calls(firsts[0].batch if firsts else int(self.batch[self.a[-1]])),
             series=self.series([at for _, at in ordered] + places_of_growth),
         )
 
-    def sketched(self, apart: dict[Kind, Flags]) -> tuple[int, Place] | None:
-        """Return the first pair of outputs that differ and have sketches, with its place; None where there is none."""
-        role, _ = self.pair("role")
-        outputs = role == self.names["role"].number("output")
-        places = np.flatnonzero(outputs & np.logical_or.reduce([*apart.values(), np.zeros_like(outputs)]))
-        for side, rows in ((self.a, self.in_a), (self.b, self.in_b)):
-            places = places[np.isin(side.batch[rows[places]], side.trace.sketched_batches)]
-        _, firsts = np.unique(self.a.batch[self.in_a[places]], return_index=True)
-        for at in places[firsts].tolist():
-            errors = _row_errors(self.a, int(self.in_a[at]), self.b, int(self.in_b[at]))
-            if errors is not None:
-                kind = next(kind for kind in KINDS if kind in apart and apart[kind][at])
-                return at, replace(self.place(kind, at), rows=errors)
-        return None
+    def first_sketched(self, is_apart: Flags) -> tuple[int, RowErrors] | None:
+        """Return the first pair of outputs that differ and have sketches, with their errors, or None."""
+        places = np.flatnonzero(is_apart & self.is_text("role", "output"))
+        for trace, rows in zip(self.traces, (self.a, self.b), strict=True):
+            places = places[np.isin(self.batch[rows[places]], trace.sketched_batches)]
+        _, firsts = np.unique(self.batch[self.a[places]], return_index=True)
+        pairs = ((at, self.row_errors(self.a[at], self.b[at])) for at in places[firsts].tolist())
+        return next(((at, errors) for at, errors in pairs if errors is not None), None)
 
     def place(self, kind: Kind, at: int) -> Place:
-        """Return the pair of rows at `at` as a Place."""
-        a, b = int(self.in_a[at]), int(self.in_b[at])
+        """Return a pair of rows as a Place."""
+        a, b = int(self.a[at]), int(self.b[at])
         return Place(
-            batch=int(self.a.batch[a]),
-            module=self.a.originals("module", a),
-            class_name=self.a.originals("class", a),
-            label=self.a.originals("label", a),
+            batch=int(self.batch[a]),
+            module=self.text("module", a),
+            class_name=self.text("class", a),
+            label=self.text("label", a),
             kind=kind,
             what=self.what(kind, a, b),
-            role=self.names["role"].text(int(self.numbers[0]["role"][a])),
-            batch_b=int(self.b.batch[b]),
-            module_b=self.b.originals("module", b),
-            class_b=self.b.originals("class", b),
+            role=self.text("role", a),
+            batch_b=int(self.batch[b]),
+            module_b=self.text("module", b),
+            class_b=self.text("class", b),
         )
 
     def what(self, kind: Kind, a: int, b: int) -> str:
         """Return in words how two rows differ."""
         if kind in ("shape", "dtype"):
-            return f"{kind} {self.a.originals(kind, a)} against {self.b.originals(kind, b)}"
+            return f"{kind} {self.text(kind, a)} against {self.text(kind, b)}"
         if kind == "isfinite":
-            return f"{_value(self.a, a)} against {_value(self.b, b)}"
+            return f"{self.value(a)} against {self.value(b)}"
         ends = [
-            (_relative(one, other), name, one, other)
-            for name, one, other in (
-                ("abs_max", float(self.a.high[a]), float(self.b.high[b])),
-                ("abs_min", float(self.a.low[a]), float(self.b.low[b])),
-            )
+            (_relative(x, y), name, x, y)
+            for name, column in (("abs_max", self.high), ("abs_min", self.low))
+            for x, y in [(float(column[a]), float(column[b]))]
         ]
         # The largest magnitude says more, unless it is not what differs.
-        difference, name, one, other = ends[0] if ends[0][0] > self.rtol else max(ends)
-        words = f"{name} {one:.6g} against {other:.6g} (relative difference {difference:.2g})"
-        if kind == "range":
-            return words
-        return (
-            f"other bits, {words}"
-            if difference
-            else f"other bits in the same range (abs_max {ends[0][2]:.6g})"
+        difference, name, x, y = ends[0] if ends[0][0] > self.rtol else max(ends)
+        if not difference:
+            return f"other bits in the same range (abs_max {ends[0][2]:.6g})"
+        words = f"{name} {x:.6g} against {y:.6g} (relative difference {difference:.2g})"
+        return words if kind == "range" else f"other bits, {words}"
+
+    def value(self, row: int) -> str:
+        """Return "finite", "nan" or "inf"."""
+        return "finite" if self.is_finite[row] else "nan" if np.isnan(self.high[row]) else "inf"
+
+    def row_errors(self, a: int, b: int) -> RowErrors | None:
+        """Return how far the rows of two tensors are apart; None where a sketch is missing or the rows do not match."""
+        (*lead, width), shape_b = (
+            sizes(self.text("shape", row) or "[]", "shape") or (None,) for row in (a, b)
         )
+        rows_a, rows_b = self.sketches(a), self.sketches(b)
+        if rows_a is None or rows_b is None or rows_a.shape != rows_b.shape or width != shape_b[-1]:
+            return None
+        return RowErrors.between(rows_a, rows_b, [size for size in lead if size is not None])
+
+    def sketches(self, row: int) -> Sketches | None:
+        """Return the sketches in one row, float64 of shape (rows of the tensor, 32); None where there are none."""
+        first, trace = (0, self.traces[0]) if row < self.num_a else (self.num_a, self.traces[1])
+        batch = int(self.batch[row])
+        # Read again, for one batch: the sketches of all may not fit into memory.
+        table = _in_order(trace.table(("batch", "call", "sketch"), [batch]))
+        cell = table["sketch"][int((self.batch[first:row] == batch).sum())].as_py()
+        return None if cell is None else sketches(cell)
 
     def grew(self) -> tuple[tuple[Growth, ...], list[int]]:
         """Return the records that grew most, and the pairs of rows that show it."""
-        _, _, high_a, high_b = self.floats()
-        given = self.names["role"].number("input")
-        role, _ = self.pair("role")
+        high_a, high_b = self.pairs(self.high)
         with np.errstate(divide="ignore", invalid="ignore"):
             bits = np.log2(high_b) - np.log2(high_a)
-        bits[~np.isfinite(bits) | (role == given)] = -inf
+        bits[~np.isfinite(bits) | self.is_text("role", "input")] = -inf
         places = np.flatnonzero(bits > log2(1 + self.rtol))
         # Among records that grew alike, the first comes first.
         places = places[np.argsort(-bits[places].round(3), kind="stable")]
-        module, record = self.pair("module")[0], self.records[0][self.in_a]
-        names = module[places] * (1 + int(self.records[0].max())) + record[places]
-        _, firsts = np.unique(names, return_index=True)
+        module, record = self.module[self.a], self.record[self.a]
+        _, firsts = np.unique(module[places] * (1 + int(record.max())) + record[places], return_index=True)
         alike: dict[tuple[int, float], list[int]] = {}
         for at in places[np.sort(firsts)].tolist():
-            alike.setdefault((int(self.a.batch[self.in_a[at]]), round(float(bits[at]), 3)), []).append(at)
+            alike.setdefault((int(self.batch[self.a[at]]), round(float(bits[at]), 3)), []).append(at)
         chosen = sorted(list(alike.values())[:_GREW], key=lambda group: -bits[group[0]])
-        return tuple(self.growth(at, len(rest)) for at, *rest in chosen), [at for at, *_ in chosen]
-
-    def growth(self, at: int, num_alike: int) -> Growth:
-        """Return the pair of rows at `at` as a Growth."""
-        a, b = int(self.in_a[at]), int(self.in_b[at])
-        name, label = self.a.originals("module", a), self.a.originals("label", a)
-        batch, high_a, high_b = int(self.a.batch[a]), float(self.a.high[a]), float(self.b.high[b])
-        return Growth(name, label, batch, high_a, high_b, num_alike)
-
-    def only(self, which: int, side: Side, matched: Ints) -> tuple[tuple[str, int], ...]:
-        """Return the modules, with the number of records, for which the other side has nothing."""
-        wanted = np.array(sorted({pair[which] for pair in self.batches}), np.int64)
-        alone = np.isin(side.batch, wanted)
-        alone[matched] = False
-        numbers, at, counts = np.unique(
-            self.numbers[which]["module"][alone], return_index=True, return_counts=True
+        grew = tuple(
+            Growth(
+                self.text("module", row),
+                self.text("label", row),
+                int(self.batch[row]),
+                float(high_a[at]),
+                float(high_b[at]),
+                len(rest),
+            )
+            for at, *rest in chosen
+            for row in [int(self.a[at])]
         )
-        order = np.argsort(at)
-        texts = self.names["module"]
-        return tuple((texts.text(int(numbers[i])), int(counts[i])) for i in order)
+        return grew, [at for at, *_ in chosen]
+
+    def unmatched(self, side: int) -> tuple[tuple[str, int], ...]:
+        """Return the modules of one side, with the number of records, for which the other side has nothing."""
+        alone = np.ones(len(self.batch), np.bool_)
+        alone[self.num_a :] = side == 1
+        alone[: self.num_a] = side == 0
+        alone[(self.a, self.b)[side]] = False
+        numbers, at, counts = np.unique(self.module[alone], return_index=True, return_counts=True)
+        return tuple((self.names[int(numbers[i])], int(counts[i])) for i in np.argsort(at))
 
     # Data for the charts.
 
     def calls(self, batch: int) -> Series:
         """Return the outputs of one batch in the order of their calls."""
-        role, _ = self.pair("role")
-        chosen = (role == self.names["role"].number("output")) & (self.a.batch[self.in_a] == batch)
-        _, _, high_a, high_b = self.floats()
-        chosen &= ~(np.isnan(high_a) & np.isnan(high_b))
-        at = np.flatnonzero(chosen)[:_POINTS]
-        names = tuple(
-            f"{self.a.originals('module', row) or '(root)'} {self.a.originals('label', row)}"
-            for row in self.in_a[at].tolist()
-        )
+        high_a, high_b = self.pairs(self.high)
+        is_shown = self.is_text("role", "output") & (self.batch[self.a] == batch)
+        at = np.flatnonzero(is_shown & ~(np.isnan(high_a) & np.isnan(high_b)))[:_POINTS]
+        names = tuple(self.line_name(place) for place in at.tolist())
         return Series(f"batch {batch}", names, tuple(high_a[at].tolist()), tuple(high_b[at].tolist()))
 
     def series(self, places: list[int]) -> tuple[Series, ...]:
         """Return the records of these pairs of rows over all batches, each record once."""
-        _, _, high_a, high_b = self.floats()
-        module, record = self.pair("module")[0], self.records[0][self.in_a]
-        batch = self.a.batch[self.in_a]
-        found: dict[str, Series] = {}
+        high_a, high_b = self.pairs(self.high)
+        module, record, batch = self.module[self.a], self.record[self.a], self.batch[self.a]
+        lines: dict[str, Series] = {}
         for place in places:
-            row = int(self.in_a[place])
-            name = f"{self.a.originals('module', row) or '(root)'} {self.a.originals('label', row)}"
-            if name in found or len(found) == _SERIES:
-                continue
-            at = np.flatnonzero((module == module[place]) & (record == record[place]))
-            at = at[:: max(1, -(-len(at) // _POINTS))]
-            x, one, other = (column[at].tolist() for column in (batch, high_a, high_b))
-            found[name] = Series(name, tuple(x), tuple(one), tuple(other))
-        return tuple(found.values())
+            name = self.line_name(place)
+            if name not in lines and len(lines) < _SERIES:
+                at = np.flatnonzero((module == module[place]) & (record == record[place]))
+                at = at[:: max(1, -(-len(at) // _POINTS))]
+                lines[name] = Series(name, *(tuple(one[at].tolist()) for one in (batch, high_a, high_b)))
+        return tuple(lines.values())
+
+    def line_name(self, at: int) -> str:
+        """Return the name of a line in a chart."""
+        row = int(self.a[at])
+        return f"{self.text('module', row) or '(root)'} {self.text('label', row)}"
 
 
-def _row_errors(a: Side, row_a: int, b: Side, row_b: int) -> RowErrors | None:
-    """Return how far the rows of two tensors are apart; None where a sketch is missing or the rows do not match."""
-    shape, shape_b = (
-        sizes(side.originals("shape", row) or "[]", "shape") or () for side, row in ((a, row_a), (b, row_b))
-    )
-    one, other = a.sketches(row_a), b.sketches(row_b)
-    if one is None or other is None or one.shape != other.shape or shape[-1:] != shape_b[-1:]:
-        return None
-    known = np.flatnonzero(np.isfinite(one).all(1) & np.isfinite(other).all(1) & (norms(one) > 0))
-    if len(known) == 0:
-        return None
-    one, other = one[known], other[known]
-    errors = relative_errors(one, other)
-    with np.errstate(invalid="ignore"):
-        cosine = np.nan_to_num(cosines(one, other))  # 0 where a row of `b` is zero
-        together = float(np.nan_to_num(cosines(one.reshape(-1), other.reshape(-1))))
-    worst = int(errors.argmax())
-    return RowErrors(
-        num_rows=len(known),
-        relative_error=float(relative_errors(one.reshape(-1), other.reshape(-1))),
-        worst_relative_error=float(errors[worst]),
-        worst_row=tuple(map(int, np.unravel_index(known[worst], shape[:-1]))) if shape[:-1] else (),
-        cosine=together,
-        worst_cosine=float(cosine.min()),
-    )
+def _read(trace: Trace, batches: set[int]) -> Any:
+    """Return the records of these batches, by batch and call."""
+    few = sorted(batches) if len(batches) < len(trace.batches) else None
+    return _in_order(trace.table((*_NUMBERS, *_TEXTS), few))
+
+
+def _in_order(table: Any) -> Any:
+    """Return the rows by batch and call: batches of several threads stand in turns."""
+    batch, call = table["batch"].to_numpy(), table["call"].to_numpy()
+    later = (batch[1:] > batch[:-1]) | ((batch[1:] == batch[:-1]) & (call[1:] >= call[:-1]))
+    return table if later.all() else table.take(np.lexsort((np.arange(len(batch)), call, batch)))
 
 
 def _unit(dtype: str) -> float:
@@ -390,10 +398,3 @@ def _unit(dtype: str) -> float:
 def _relative(a: float, b: float) -> float:
     both_nan = a != a and b != b
     return 0.0 if a == b or both_nan else abs(a - b) / max(a, b)
-
-
-def _value(side: Side, row: int) -> str:
-    """Return "finite", "nan" or "inf"."""
-    if side.is_finite[row]:
-        return "finite"
-    return "nan" if np.isnan(side.high[row]) else "inf"

@@ -8,8 +8,12 @@ from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
+
+from ..numerics._fingerprint import cosines, norms, relative_errors
 from ..report.page import NUMBER, TEXT, Chart, Section, Table, page
 from ..util.visible import module_name, visible
+from .trace_file import Sketches
 
 Kind: TypeAlias = Literal["isfinite", "shape", "dtype", "range", "bits"]
 _SHOWN = 5
@@ -31,6 +35,26 @@ class RowErrors:
     worst_row: tuple[int, ...]
     cosine: float
     worst_cosine: float
+
+    @classmethod
+    def between(cls, a: Sketches, b: Sketches, lead: Sequence[int]) -> RowErrors | None:
+        """Return the errors of the sketches `b` of a tensor whose leading sizes are `lead`; None without known rows."""
+        known = np.flatnonzero(np.isfinite(a).all(1) & np.isfinite(b).all(1) & (norms(a) > 0))
+        if len(known) == 0:
+            return None
+        a, b = a[known], b[known]
+        whole_a, whole_b = a.reshape(-1), b.reshape(-1)
+        errors = relative_errors(a, b)
+        worst = int(errors.argmax())
+        with np.errstate(invalid="ignore"):  # a row of B may be zero
+            return cls(
+                num_rows=len(known),
+                relative_error=float(relative_errors(whole_a, whole_b)),
+                worst_relative_error=float(errors[worst]),
+                worst_row=tuple(map(int, np.unravel_index(known[worst], lead))) if lead else (),
+                cosine=float(np.nan_to_num(cosines(whole_a, whole_b))),
+                worst_cosine=float(np.nan_to_num(cosines(a, b)).min()),
+            )
 
     def __str__(self) -> str:
         return (

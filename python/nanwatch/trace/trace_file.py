@@ -18,15 +18,12 @@ from ..report.finding import find
 from ..report.report import Report
 from ..util import reading
 from ..util.progress import Tell, silent
-from ..util.visible import spell, visible, without_wrappers
+from ..util.visible import spell, visible
 from . import trace
-from .align import Ints
 from .trace import SUFFIX, TraceError, parts_beside, unreadable
 
 # End of the name of a file that is a trace together with others: a part, or what one rank wrote.
 _PART_OR_RANK = re.compile(r"^part\D?\d+$|-rank\d+(?=$|-\d+$)")
-Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
-Flags: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
 Sketches: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.float64]]"
 
 
@@ -192,79 +189,6 @@ def strings(column: Any) -> Strings:
     values = whole.chunk(0).dictionary.to_pylist()
     codes = [chunk.indices.fill_null(-1).to_numpy() for chunk in whole.chunks]
     return Strings(np.concatenate(codes).astype(np.int32, copy=False), tuple(values))
-
-
-_COMPARED = (
-    "batch", "call", "module", "class", "label", "role", "shape", "dtype", "abs_min", "abs_max", "isfinite",
-    "recomputed", "phase", "note", "fingerprint",
-)  # fmt: skip
-
-
-class Names:
-    """Numbers for strings, the same for both sides; -1 for none."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self._numbers: dict[str, int] = {}
-
-    def number(self, text: str) -> int:
-        """Return the number of a text, a new one if it has none."""
-        if text not in self._numbers:
-            self._numbers[text] = len(self.texts)
-            self.texts.append(text)
-        return self._numbers[text]
-
-    def text(self, number: int) -> str:
-        """Return the text of a number."""
-        return "" if number < 0 else self.texts[number]
-
-
-class Side:
-    """Columns of one trace, by batch and call."""
-
-    def __init__(self, trace: Trace, batches: list[int]) -> None:
-        few = batches if len(batches) < len(trace.batches) else None
-        table = trace.table(_COMPARED, few)
-        batch, call = table["batch"].to_numpy(), table["call"].to_numpy()
-        later = (batch[1:] > batch[:-1]) | ((batch[1:] == batch[:-1]) & (call[1:] >= call[:-1]))
-        if not later.all():  # batches of several threads stand in turns
-            order = np.lexsort((np.arange(len(batch)), call, batch))
-            table, batch, call = table.take(order), batch[order], call[order]
-        self.table = table
-        self.trace = trace
-        self.batch: Ints = batch
-        self.call: Ints = call
-        self.low: Floats = table["abs_min"].to_numpy()
-        self.high: Floats = table["abs_max"].to_numpy()
-        known = table["isfinite"]
-        self.was_read: Flags = known.is_valid().to_numpy()
-        self.is_finite: Flags = known.fill_null(False).to_numpy()
-        self.again: Ints = table["recomputed"].to_numpy().astype(np.int64)
-        bits = table["fingerprint"]
-        self.has_bits: Flags = bits.is_valid().to_numpy()
-        self.bits: np.ndarray[Any, np.dtype[np.uint64]] = bits.fill_null(0).to_numpy()
-
-    def numbers(self, column: str, names: Names) -> Ints:
-        """Return a column of strings as numbers that both sides share."""
-        found = strings(self.table[column])
-        plain = without_wrappers if column == "module" else str
-        shared: Ints = np.array([names.number(plain(value)) for value in found.values] + [-1], np.int64)
-        by_row: Ints = shared[found.codes]
-        return by_row
-
-    def sketches(self, row: int) -> Sketches | None:
-        """Return the sketches in one row, float64 of shape (rows of the tensor, 32); None where there are none."""
-        batch = self.batch[row]
-        # Read again, for one batch: the sketches of all may not fit into memory.
-        table = self.trace.table(("call", "sketch"), [int(batch)])
-        order = np.argsort(table["call"].to_numpy(), kind="stable")
-        found = table["sketch"][int(order[row - np.searchsorted(self.batch, batch)])].as_py()
-        return None if found is None else sketches(found)
-
-    def originals(self, column: str, row: int) -> str:
-        """Return the value in one row as it was written."""
-        value = self.table[column][row].as_py()
-        return "" if value is None else str(value)
 
 
 def sketches(found: bytes) -> Sketches:
