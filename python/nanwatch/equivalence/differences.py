@@ -21,7 +21,7 @@ _LEAST_ROW = 0.1
 _LARGEST = 1e30
 
 
-class Kept(NamedTuple):
+class KeptTensor(NamedTuple):
     """Copy of a tensor as rows (its last dimension), or with `is_sketch` the sketches of its rows."""
 
     shape: tuple[int, ...]
@@ -51,9 +51,9 @@ class Store:
 
     def __init__(self, most_bytes: int) -> None:
         self._left = most_bytes
-        self._known: WeakIdentityDict[tuple[int, Kept]] = WeakIdentityDict()
+        self._known: WeakIdentityDict[tuple[int, KeptTensor]] = WeakIdentityDict()
 
-    def keep(self, x: Tensor) -> Kept:
+    def keep(self, x: Tensor) -> KeptTensor:
         """Return a copy; that of the same tensor, unchanged since, is one object."""
         version = -1 if x.is_inference() else x._version
         known = self._known.get(x)
@@ -68,7 +68,7 @@ class Store:
         else:
             self._left -= size
             copy = rows.to("cpu", copy=True)
-        found = Kept(tuple(flat.shape), copy, is_sketch)
+        found = KeptTensor(tuple(flat.shape), copy, is_sketch)
         self._known[x] = (version, found)
         return found
 
@@ -79,7 +79,7 @@ class Tokens:
     def __init__(self, mask: Tensor | None) -> None:
         self._mask = None if mask is None else mask.detach().to("cpu", torch.bool)
 
-    def rows(self, kept: Kept) -> Tensor:
+    def rows(self, kept: KeptTensor) -> Tensor:
         """Return the rows of the tokens that count. A tensor without padding has no others."""
         mask, lead = self._mask, kept.shape[:-1]
         if mask is None:
@@ -94,13 +94,13 @@ class Tokens:
             return kept.rows
         return kept.rows[chosen.reshape(-1)]
 
-    def pair(self, a: Kept, b: Kept) -> tuple[Tensor, Tensor] | None:
+    def pair(self, a: KeptTensor, b: KeptTensor) -> tuple[Tensor, Tensor] | None:
         """Return the rows of both in the same layout, or None where the shapes do not go together."""
         whole = not (a.is_sketch or b.is_sketch)
         if whole and len(a.shape) == len(b.shape) == 4 and a.shape != b.shape:
             turned = b.rows.reshape(b.shape).transpose(1, 2)
             if turned.shape == a.shape:  # heads before tokens on one side, after them on the other
-                b = Kept(a.shape, turned.reshape(-1, a.shape[-1]), is_sketch=False)
+                b = KeptTensor(a.shape, turned.reshape(-1, a.shape[-1]), is_sketch=False)
         one, other = self.rows(a), self.rows(b)
         if not whole:
             if a.shape[-1:] != b.shape[-1:]:
@@ -116,21 +116,21 @@ class Tokens:
         return one.to(torch.float64), other.to(torch.float64)
 
 
-def total(values: Sequence[Kept]) -> Kept:
+def total(values: Sequence[KeptTensor]) -> KeptTensor:
     """Return the sum of tensors of one shape: `hidden + residual`."""
     if len(values) == 1:
         return values[0]
     is_sketch = any(one.is_sketch for one in values)
     rows = (sketches(one.rows) if is_sketch and not one.is_sketch else one.rows for one in values)
-    return Kept(values[0].shape, torch.stack(list(rows)).sum(0), is_sketch)
+    return KeptTensor(values[0].shape, torch.stack(list(rows)).sum(0), is_sketch)
 
 
-def side_by_side(values: Sequence[Kept]) -> Kept | None:
+def side_by_side(values: Sequence[KeptTensor]) -> KeptTensor | None:
     """Return tensors next to each other in their last dimension, as one fused projection has them."""
     if any(one.is_sketch for one in values) or len({one.shape[:-1] for one in values}) > 1:
         return None
     rows = torch.cat([one.rows for one in values], -1)
-    return Kept((*values[0].shape[:-1], rows.shape[-1]), rows, is_sketch=False)
+    return KeptTensor((*values[0].shape[:-1], rows.shape[-1]), rows, is_sketch=False)
 
 
 def relative_errors(a: Tensor, b: Tensor) -> Errors:

@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_map_only
 from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
 from ..util.modules import each_module, each_parameter
-from .calls import Call, Pair, recorded
+from .calls import CallPair, ModuleCall, recorded
 from .differences import are_of_a_kind, gaps, own_tensors
 from .state import State
 
 Caller = Callable[[nn.Module, Any], Any]
 # Calls by their keys, in the order of their starts.
-Runs = dict[tuple[str, int], Call]
+Runs = dict[tuple[str, int], ModuleCall]
 # Path of a module, and name of its parameter or buffer.
 Key = tuple[str, str]
 # By precision.
@@ -94,7 +94,7 @@ class ModelRuns:
             one.module = self._modules[one.path]  # so that the copy is freed
         return {one.key: one for one in calls}
 
-    def _run(self, model: nn.Module, dtype: torch.dtype | None) -> list[Call]:
+    def _run(self, model: nn.Module, dtype: torch.dtype | None) -> list[ModuleCall]:
         self._state.restore()
         device = next((x.device for x in each_parameter(model)), None)
 
@@ -116,7 +116,9 @@ class ModelRuns:
         return sorted(inside, key=lambda one: one.start)
 
 
-def rounded_apart(pairs: Sequence[Pair], sides: tuple[ModelRuns, ModelRuns]) -> tuple[list[Key], list[Key]]:
+def rounded_apart(
+    pairs: Sequence[CallPair], sides: tuple[ModelRuns, ModelRuns]
+) -> tuple[list[Key], list[Key]]:
     """Return the tensors of each side that the other has not bit for bit: they may have been rounded on their way.
 
     Such are a buffer of frequencies that the other side computes, and a weight into which a factor went. A buffer that
@@ -141,7 +143,7 @@ def rounded_apart(pairs: Sequence[Pair], sides: tuple[ModelRuns, ModelRuns]) -> 
     return a, b
 
 
-def _dtype_of(calls: Sequence[Call]) -> torch.dtype:
+def _dtype_of(calls: Sequence[ModuleCall]) -> torch.dtype:
     return _most_common((kept.rows.dtype for one in calls for kept in one.outputs), torch.float32)
 
 

@@ -20,9 +20,10 @@ from ..numerics.readable import dtype_name
 from ..trace.trace import sizes
 from ..trace.trace_file import Trace, sketches
 from ..util.visible import module_name
-from .calls import Call, Matcher, Pair
-from .compare import Comparer, Event, Seen
-from .differences import Kept, Tokens, relative_errors
+from .calls import CallPair, ModuleCall
+from .differences import KeptTensor, Tokens, relative_errors
+from .engine import Comparer, Event, EventErrors
+from .matching import CallMatcher
 from .model_runs import FLOATS
 from .results import Comparison
 
@@ -43,16 +44,16 @@ class _Weight(NamedTuple):
 
 
 @dataclass
-class _Recorded:
+class TraceCalls:
     """Calls of one batch of a trace, with the sketches of their outputs, and the weights of those that have one."""
 
     path: str
-    calls: list[Call] = field(default_factory=list)
-    weights: dict[Call, _Weight] = field(default_factory=dict)
+    calls: list[ModuleCall] = field(default_factory=list)
+    weights: dict[ModuleCall, _Weight] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
 
     @classmethod
-    def of(cls, trace: Trace, batch: int) -> _Recorded:
+    def of(cls, trace: Trace, batch: int) -> TraceCalls:
         """Read a batch."""
         rows = trace.table(_COLUMNS, [batch]).to_pylist()
         rows = [row for row in rows if row["phase"] == "forward" and not row["recomputed"]]
@@ -60,7 +61,7 @@ class _Recorded:
         found = cls(str(trace.path))
         occurrences: Counter[str] = Counter()
         dtypes: Counter[torch.dtype] = Counter()
-        outermost: list[Call] = []  # of the calls so far
+        outermost: list[ModuleCall] = []  # of the calls so far
         for end, (_, frame) in enumerate(groupby(rows, key=lambda row: row["call"]), 1):
             records = list(frame)
             path = records[0]["module"]
@@ -70,7 +71,7 @@ class _Recorded:
                 first -= 1
             inside = outermost[first:]
             start = (inside[0].start if inside else end * _TICKS) - 1
-            call = Call(
+            call = ModuleCall(
                 (path, occurrences[path]), records[0]["class"], None, None, start, end * _TICKS, not inside
             )
             for one in inside:
@@ -83,7 +84,7 @@ class _Recorded:
         if not found.calls:
             raise ValueError(f"{trace.path} has no call in batch {batch}")
         if len(outermost) > 1:  # the whole model was not watched
-            root = Call(("", 0), "", None, None, -1, 1 << 62, False, outputs=outermost[-1].outputs)
+            root = ModuleCall(("", 0), "", None, None, -1, 1 << 62, False, outputs=outermost[-1].outputs)
             for one in outermost:
                 one.parent = root
             found.calls.append(root)
@@ -92,7 +93,7 @@ class _Recorded:
         found.dtype = known[0] if known else torch.float32
         return found
 
-    def _add(self, call: Call, record: dict[str, Any]) -> Iterator[torch.dtype]:
+    def _add(self, call: ModuleCall, record: dict[str, Any]) -> Iterator[torch.dtype]:
         """Put a record into its call. Yield the dtype of an output that has a sketch."""
         shape, low, high = sizes(record["shape"], "shape"), record["abs_min"], record["abs_max"]
         dtype: Any = getattr(torch, record["dtype"] or "", None)
@@ -100,9 +101,9 @@ class _Recorded:
             return
         if record["role"] == "input":
             ends = torch.tensor([[low, high]], dtype=torch.float64)
-            call.inputs.append(Kept((2,), ends, is_sketch=False))
+            call.inputs.append(KeptTensor((2,), ends, is_sketch=False))
         elif record["role"] == "output" and record["sketch"]:
-            call.outputs.append(Kept(shape, torch.tensor(sketches(record["sketch"])), is_sketch=True))
+            call.outputs.append(KeptTensor(shape, torch.tensor(sketches(record["sketch"])), is_sketch=True))
             yield dtype
         elif record["label"] == "weight" and dtype in FLOATS:
             # One number throughout, as in a new norm, tells no weight from another. Two ranges tell that they differ.
@@ -112,21 +113,19 @@ class _Recorded:
                 call.weight_shape = shape
 
 
-class _Matcher(Matcher):
+class _TraceMatcher(CallMatcher):
     """Search that knows weights by their ranges."""
 
-    def __init__(self, a: _Recorded, b: _Recorded) -> None:
+    def __init__(self, a: TraceCalls, b: TraceCalls) -> None:
         super().__init__(a.calls, b.calls, Tokens(None))
         self._weights = {**a.weights, **b.weights}
 
-    def _match_weights(self) -> None:
-        left = self._left(self._b)
-        for one in self._left(self._a):
-            same = (b for b in left if self._fit(one, b) and self._are_parts((one,), b))
-            if (found := next(same, None)) is not None:
-                self._add((one,), (found,))
+    def _have_same_weight(self, a: ModuleCall, b: ModuleCall) -> bool:
+        return self._are_parts((a,), b)
 
-    def _fused(self, ones: Sequence[Call], others: Sequence[Call]) -> Iterator[tuple[tuple[Call, ...], Call]]:
+    def _fused(
+        self, ones: Sequence[ModuleCall], others: Sequence[ModuleCall]
+    ) -> Iterator[tuple[tuple[ModuleCall, ...], ModuleCall]]:
         """Yield two to four calls of one input, and the call whose weight has the ranges of theirs."""
         for other in (one for one in self._left(others) if one in self._weights):
             left = [one for one in self._left(ones) if one in self._weights and one.inputs]
@@ -140,7 +139,7 @@ class _Matcher(Matcher):
             if (found := next(fits, None)) is not None:
                 yield tuple(found), other
 
-    def _are_parts(self, parts: Sequence[Call], whole: Call) -> bool:
+    def _are_parts(self, parts: Sequence[ModuleCall], whole: ModuleCall) -> bool:
         weights = [self._weights.get(one) for one in (*parts, whole)]
         known = [one for one in weights if one is not None]
         if len(known) < len(weights) or sum(one.numel for one in known[:-1]) != known[-1].numel:
@@ -156,7 +155,7 @@ class _Matcher(Matcher):
 class _TraceComparer(Comparer):
     """Comparison of two traces, with the floor of a third one where there is one."""
 
-    def __init__(self, a: _Recorded, b: _Recorded, reference: _Recorded | None, factor: float) -> None:
+    def __init__(self, a: TraceCalls, b: TraceCalls, reference: TraceCalls | None, factor: float) -> None:
         super().__init__((a, b), Tokens(None), factor)
         self._recorded = (a, b)
         self._reference = reference
@@ -182,9 +181,9 @@ class _TraceComparer(Comparer):
         self._measured.append((0, low, high))
         return f"rounding error of A, against {self._reference.path}"
 
-    def _match(self) -> list[Pair]:
-        pairs = _Matcher(*self._recorded).match()
-        seen = [(pair, super(_TraceComparer, self)._see("outputs", pair)) for pair in pairs]
+    def _match(self) -> list[CallPair]:
+        pairs = _TraceMatcher(*self._recorded).match()
+        seen = [(pair, super(_TraceComparer, self)._compare("outputs", pair)) for pair in pairs]
         # The noise of one element may be 0 by chance, that of all is known.
         self._input_floor = max((one.floor for _, one in seen if one is not None), default=self._input_floor)
         fused = [pair.name for pair, one in seen if one is None and len(pair.a) != len(pair.b)]
@@ -194,9 +193,9 @@ class _TraceComparer(Comparer):
             self._remarks.append(f"{fused[0]}{rest} are matched by their weights and not compared: {why}")
         return pairs
 
-    def _see(self, kind: str, pair: Pair) -> Seen | None:
+    def _compare(self, kind: str, pair: CallPair) -> EventErrors | None:
         if kind == "outputs":
-            return super()._see(kind, pair)
+            return super()._compare(kind, pair)
         floor, given = self._input_floor, [side[0].inputs for side in (pair.a, pair.b)]
         # Positions or a mask may agree where the hidden state does not, so each input of one side needs a counterpart.
         fewer, more = sorted(given, key=len)
@@ -205,26 +204,30 @@ class _TraceComparer(Comparer):
         errors = max(nearest, default=None, key=lambda one: one.total)
         # Where one side gives hidden and residual apart, their sum is not known.
         is_known = len(given[0]) == len(given[1]) or (errors and errors.total <= self._factor * floor)
-        return Seen(errors, floor, errors.total / floor, (), ((0,), (0,))) if errors and is_known else None
+        return (
+            EventErrors(errors, floor, errors.total / floor, (), ((0,), (0,)))
+            if errors and is_known
+            else None
+        )
 
-    def _values(self, kind: str, pair: Pair, *picks: tuple[int, ...]) -> Any:
+    def _values(self, kind: str, pair: CallPair, *picks: tuple[int, ...]) -> Any:
         return None if kind == "inputs" else super()._values(kind, pair, *picks)
 
-    def _first(self, pairs: list[Pair]) -> tuple[bool | None, Event | None, Event | None, str]:
+    def _first(self, pairs: list[CallPair]) -> tuple[bool | None, Event | None, Event | None, str]:
         equal, event, last, why = super()._first(pairs)
         if event is None:
             return equal, event, last, why
-        time, seen = event[1].time(event[0], 0), self._seen[event]
+        time, seen = event[1].time(event[0], 0), self._events[event]
         before = [
             one.errors.total
-            for (kind, pair), one in self._seen.items()
+            for (kind, pair), one in self._events.items()
             if one is not None and pair.time(kind, 0) < time
         ]
         largest, where = max(before, default=0.0), module_name(event[1].a[0].path)
         if seen is not None and not self._measured and seen.errors.total <= self._factor * largest:
             grown = f"the error grows from {largest:.2g} to {seen.errors.total:.2g} at {where}"
             return None, None, None, f"{grown} without a jump, as rounding does, and the floor is not known"
-        matched = {id(one) for pair in pairs if self._seen["outputs", pair] is not None for one in pair.a}
+        matched = {id(one) for pair in pairs if self._events["outputs", pair] is not None for one in pair.a}
         start = last[1].time(last[0], 0) if last is not None else -1
         skipped = [
             module_name(one.path)
@@ -263,6 +266,6 @@ def compare_traces(
                 f"no batch of {a.path} and {b.path} has sketches in both; name one of each with batches"
             )
         batches = both[0], both[0]
-    one, other = _Recorded.of(a, batches[0]), _Recorded.of(b, batches[1])
-    precise = None if reference is None else _Recorded.of(reference, batches[0])
+    one, other = TraceCalls.of(a, batches[0]), TraceCalls.of(b, batches[1])
+    precise = None if reference is None else TraceCalls.of(reference, batches[0])
     return _TraceComparer(one, other, precise, factor).compare()

@@ -1,16 +1,17 @@
-"""Alignment of the rows of two traces, though modules were added, removed, swapped or renamed.
+"""Alignment of two sequences of calls, though modules were added, removed, swapped or renamed.
 
-Batches that made the same calls, as nearly all do, are compared as arrays. For the others the calls are aligned once
-for each pair of patterns: first calls of the same module and class, as a diff of two texts does it; then, between
-those, calls of the same class and with the same labels (a module put into a Sequential renames all behind it); at last
-calls of the same name (a module that was swapped). This module needs no torch and no names: numbers stand for them.
+`align_calls` aligns by keys, from the strictest to the loosest, as a diff of two texts does it. `align` aligns the rows
+of two traces: batches that made the same calls, as nearly all do, are compared as arrays. For the others the calls are
+aligned once for each pair of patterns: first calls of the same module and class; then, between those, calls of the same
+class and with the same labels (a module put into a Sequential renames all behind it); at last calls of the same name (a
+module that was swapped).
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, fields
 from difflib import SequenceMatcher
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -21,6 +22,8 @@ from ..util.progress import Tell, silent
 
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Pairs: TypeAlias = "list[tuple[int, int]]"
+# Module, class, whether it was recomputed, and records.
+CallKey: TypeAlias = "tuple[int, int, int, tuple[int, ...]]"
 
 # SequenceMatcher takes time for each pair of equal calls. Beyond half a second of it, calls of modules that are called
 # more than once are matched by their order alone.
@@ -53,16 +56,18 @@ class Rows:
             mixed ^= mixed >> 29
         return mixed
 
+    def part(self, start: int, end: int) -> Rows:
+        """Return some of the rows."""
+        return Rows(*(getattr(self, column.name)[start:end] for column in fields(self)))
 
-@dataclass(frozen=True)
-class Call:
-    """A call in a pattern: its keys, from the strictest to the loosest, and the rows from `start` on."""
-
-    exact: int
-    similar: int
-    module: int
-    start: int
-    records: tuple[int, ...]
+    def calls(self) -> list[tuple[CallKey, int]]:
+        """Return the calls of one batch, each with its first row."""
+        bounds = [0, *(np.flatnonzero(self.call[1:] != self.call[:-1]) + 1).tolist(), len(self.call)]
+        columns = (self.module, self.kind, self.again, self.record)
+        module, kind, again, record = (column.tolist() for column in columns)
+        return [
+            ((module[at], kind[at], again[at], tuple(record[at:until])), at) for at, until in pairwise(bounds)
+        ]
 
 
 def align(a: Rows, b: Rows, batches: Sequence[tuple[int, int]], tell: Tell = silent) -> tuple[Ints, Ints]:
@@ -87,7 +92,7 @@ def align(a: Rows, b: Rows, batches: Sequence[tuple[int, int]], tell: Tell = sil
             continue
         key = (one.tobytes(), other.tobytes())
         if key not in known:
-            known[key] = _align_batch(_calls(a, start_a, end_a), _calls(b, start_b, end_b))
+            known[key] = _align_batch(a.part(start_a, end_a), b.part(start_b, end_b))
         rows_a, rows_b = known[key]
         found_a.append(rows_a + start_a)
         found_b.append(rows_b + start_b)
@@ -95,59 +100,47 @@ def align(a: Rows, b: Rows, batches: Sequence[tuple[int, int]], tell: Tell = sil
     return np.concatenate([none, *found_a]), np.concatenate([none, *found_b])
 
 
-def _calls(rows: Rows, start: int, end: int) -> list[Call]:
-    """Return the calls of one batch; their `start` counts from the batch's first row."""
-    number = rows.call[start:end]
-    bounds = [0, *(np.flatnonzero(number[1:] != number[:-1]) + 1).tolist(), end - start]
-    columns = (rows.module, rows.kind, rows.again, rows.record)
-    module, kind, again, record = (column[start:end].tolist() for column in columns)
-    calls = []
-    for at, until in pairwise(bounds):
-        records = tuple(record[at:until])
-        exact = hash((module[at], kind[at], again[at]))
-        calls.append(Call(exact, hash((kind[at], again[at], records)), module[at], at, records))
-    return calls
-
-
-def _align_batch(a: Sequence[Call], b: Sequence[Call]) -> tuple[Ints, Ints]:
-    """Return the matching rows, counted from the first of the batch."""
-    pairs = align_calls(a, b)
-    found: Pairs = []
-    for i, j in pairs:
-        one, other = a[i], b[j]
-        if one.records == other.records:
-            found += [(one.start + k, other.start + k) for k in range(len(one.records))]
+def _align_batch(a: Rows, b: Rows) -> tuple[Ints, Ints]:
+    """Return the matching rows of two batches, counted from the first of each."""
+    calls_a, calls_b = a.calls(), b.calls()
+    keys = [[(key[:3], key[1:], key[0]) for key, _ in calls] for calls in (calls_a, calls_b)]
+    levels = [([key[i] for key in keys[0]], [key[i] for key in keys[1]]) for i in range(3)]
+    rows: Pairs = []
+    for i, j in align_calls(levels):
+        (*_, records_a), start_a = calls_a[i]
+        (*_, records_b), start_b = calls_b[j]
+        if records_a == records_b:
+            rows += [(start_a + k, start_b + k) for k in range(len(records_a))]
             continue
-        place = {record: other.start + k for k, record in enumerate(other.records)}
-        found += [(one.start + k, place[record]) for k, record in enumerate(one.records) if record in place]
-    found.sort()
-    both = np.array(found, np.int64).reshape(-1, 2)
+        place = {record: start_b + k for k, record in enumerate(records_b)}
+        rows += [(start_a + k, place[record]) for k, record in enumerate(records_a) if record in place]
+    both = np.array(sorted(rows), np.int64).reshape(-1, 2)
     return both[:, 0], both[:, 1]
 
 
-def align_calls(a: Sequence[Call], b: Sequence[Call]) -> Pairs:
-    """Return the matching calls as positions, each at most once."""
-    levels = [
-        ([one.exact for one in a], [one.exact for one in b]),
-        ([one.similar for one in a], [one.similar for one in b]),
-        ([one.module for one in a], [one.module for one in b]),
-    ]
+def align_calls(levels: Sequence[tuple[Sequence[Hashable], Sequence[Hashable]]]) -> Pairs:
+    """Return the matching calls of two sequences as positions, each at most once.
+
+    A level has a key for each call of A, and for each of B. Calls with equal keys match in their order, of a looser
+    level only between those of the stricter ones. At last calls match that have the strictest key alike, in any order.
+    """
+    strict_a, strict_b = levels[0]
     pairs: Pairs = []
-    gaps = [(0, len(a), 0, len(b))]
+    gaps = [(0, len(strict_a), 0, len(strict_b))]
     for keys_a, keys_b in levels:
         smaller = []
         for from_a, to_a, from_b, to_b in gaps:
-            found = _common(keys_a[from_a:to_a], keys_b[from_b:to_b])
-            found = [(i + from_a, j + from_b) for i, j in found]
-            pairs += found
-            smaller += _between(found, (from_a, to_a, from_b, to_b))
+            common = _common(keys_a[from_a:to_a], keys_b[from_b:to_b])
+            inside = [(i + from_a, j + from_b) for i, j in common]
+            pairs += inside
+            smaller += _between(inside, (from_a, to_a, from_b, to_b))
         gaps = smaller
     # Modules that were moved, so that no order brings them together.
-    left_a = set(range(len(a))) - {i for i, _ in pairs}
+    left_a = set(range(len(strict_a))) - {i for i, _ in pairs}
     waiting = defaultdict(list)
-    for j in sorted(set(range(len(b))) - {j for _, j in pairs}, reverse=True):
-        waiting[b[j].exact].append(j)
-    pairs += [(i, waiting[a[i].exact].pop()) for i in sorted(left_a) if waiting[a[i].exact]]
+    for j in sorted(set(range(len(strict_b))) - {j for _, j in pairs}, reverse=True):
+        waiting[strict_b[j]].append(j)
+    pairs += [(i, waiting[strict_a[i]].pop()) for i in sorted(left_a) if waiting[strict_a[i]]]
     return sorted(pairs)
 
 
@@ -162,7 +155,7 @@ def _between(pairs: Pairs, whole: tuple[int, int, int, int]) -> list[tuple[int, 
     return gaps
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> Pairs:
+def _common(a: Sequence[Hashable], b: Sequence[Hashable]) -> Pairs:
     """Return a long common subsequence: equal ends, and what difflib finds between them."""
     least = min(len(a), len(b))
     begin = next((i for i in range(least) if a[i] != b[i]), least)

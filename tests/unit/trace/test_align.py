@@ -9,26 +9,17 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from nanwatch.trace.align import Call, Rows, _common, align, align_calls
+from nanwatch.trace.align import Rows, _common, align, align_calls
 
 
-def calls(*specs: str) -> list[Call]:
-    """`name:Class` each, with the rows of the class."""
-    numbers: dict[str, int] = {}
-
-    def number(text: str) -> int:
-        return numbers.setdefault(text, abs(hash(text)))
-
-    found = []
-    for at, spec in enumerate(specs):
-        name, _, kind = spec.partition(":")
-        records = (1, 2, 3) if kind in ("Linear", "Norm") else (2, 3)
-        found.append(Call(number(spec), number(kind) * 100 + len(records), number(name), at * 3, records))
-    return found
+def aligned(a: list[str], b: list[str]) -> list[tuple[int, int]]:
+    """The pairs of calls `name:Class`, by name and class, by class, and by name."""
+    keys = [[(spec, spec.partition(":")[2], spec.partition(":")[0]) for spec in specs] for specs in (a, b)]
+    return align_calls([([key[i] for key in keys[0]], [key[i] for key in keys[1]]) for i in range(3)])
 
 
 def words(a: list[str], b: list[str]) -> list[tuple[str, str]]:
-    return [(a[i], b[j]) for i, j in align_calls(calls(*a), calls(*b))]
+    return [(a[i], b[j]) for i, j in aligned(a, b)]
 
 
 def test_an_inserted_module_is_passed_over() -> None:
@@ -59,7 +50,7 @@ def test_a_call_left_out_of_a_shared_module_is_found_by_its_neighbours() -> None
     """When the second of a block's three calls is missing, the third is matched with the third."""
     a = ["x:Linear", "s:Norm", "y:Linear", "s:Norm", "z:Linear", "s:Norm", ":Net"]
     b = ["x:Linear", "s:Norm", "z:Linear", "s:Norm", ":Net"]
-    assert align_calls(calls(*a), calls(*b)) == [(0, 0), (1, 1), (4, 2), (5, 3), (6, 4)]
+    assert aligned(a, b) == [(0, 0), (1, 1), (4, 2), (5, 3), (6, 4)]
 
 
 def test_moved_modules_answer_to_themselves() -> None:
