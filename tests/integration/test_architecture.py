@@ -14,6 +14,7 @@ from torch import nn
 
 import nanwatch
 from nanwatch.cli.commands import COMMANDS
+from nanwatch.monitoring.sinks import SinkStream
 from nanwatch.recording.events import RecorderEvents
 from nanwatch.session.dispatch import EventDispatch
 from nanwatch.session.failure_handler import FailureHandler
@@ -119,6 +120,7 @@ def test_the_end_of_a_batch_goes_in_the_order_of_the_page(
         (FailureHandler, "batch_ended"),
         (FailureHandler, "conclude"),
         (Tracer, "batch_ended"),
+        (SinkStream, "settle"),
         (FailureHandler, "forward_left"),
     ):
         note(kind, name)
@@ -132,6 +134,7 @@ def test_the_end_of_a_batch_goes_in_the_order_of_the_page(
         "FailureHandler.forward_left",
         "Tracer.batch_ended",
         "FailureHandler.conclude",
+        "SinkStream.settle",
         "FailureHandler.batch_ended",
     ]
     sentence = " ".join(TEXT.partition("At the end of a batch")[2].partition("limit comes last")[0].split())

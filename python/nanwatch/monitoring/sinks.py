@@ -190,16 +190,18 @@ class SinkStream(Sink):
 
     def batch_ended(self, batch: int) -> None:
         """Take the end of a finite batch."""
-        if not self._takers:
-            return
         summary, self._summary = self._summary, BatchSummary(-1)
         # A sink that had no time at the first frame gets no half of a summary.
         if summary.batch == batch:
             self._next = batch + self._log_every
             self._tell("on_batch", summary)
-        for taker in self._takers:
-            taker.settle()
-        self._subscribe(batch + self._every)
+
+    def settle(self, batch: int) -> None:
+        """Choose the sinks that have time for the next batch, as this one has ended, finite or not."""
+        if self._takers and batch % self._every == 0:
+            for taker in self._takers:
+                taker.settle()
+            self._subscribe(batch + self._every)
 
     def on_nonfinite(self, finding: Finding) -> None:
         """Tell of one in `log_every` of the batches that are non-finite."""

@@ -85,7 +85,10 @@ class EventDispatch:
         """Act on the failure of a batch whose frames are all known."""
         if self.tracer is not None:
             self.tracer.batch_ended()
-        self.failures.conclude(batch, completed)
+        try:
+            self.failures.conclude(batch, completed)
+        finally:
+            self.sinks.settle(batch)
 
     def on_warning(self, message: str) -> None:
         """Warn the user."""

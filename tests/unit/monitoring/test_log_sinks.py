@@ -305,6 +305,7 @@ def test_a_large_model_has_curves_for_its_worst_modules() -> None:
         for i in range(300):
             logged.on_frame(frame(batch, f"m{i}", 1.0 + i if order == 1 else 300.0 - i))
         logged.batch_ended(batch)
+        logged.settle(batch)
     expected = {f"nanwatch_headroom_bits/m{i}" for i in range(300 - 256, 300)}
     for entry in sink.entries:
         assert {tag for tag in entry.scalars if tag.startswith("nanwatch_headroom_bits/")} == expected
@@ -320,8 +321,10 @@ def test_a_batch_that_went_wrong_leaves_nothing_behind() -> None:
     logged = stream_to(sink)
     logged.on_frame(frame(0, "m", 60000.0))
     logged.batch_ended(1)
+    logged.settle(1)
     logged.on_frame(frame(2, "n", 1.0))
     logged.batch_ended(2)
+    logged.settle(2)
     (entry,) = sink.entries
     assert entry.batch == 2
     assert "nanwatch_headroom_bits/m" not in entry.scalars
