@@ -1,4 +1,4 @@
-"""microscope in a model with a compiled module."""
+"""Re-run of a model with a compiled module."""
 
 from __future__ import annotations
 

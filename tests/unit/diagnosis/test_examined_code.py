@@ -1,4 +1,4 @@
-"""microscope in models with code that does unusual things: transforms, modes, compilers, tensors of other kinds."""
+"""Re-runs of models with code that does unusual things: transforms, modes, compilers, tensors of other kinds."""
 
 from __future__ import annotations
 

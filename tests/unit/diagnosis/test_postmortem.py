@@ -1,4 +1,4 @@
-"""The re-run as a watch takes it: when, when not, and what it leaves behind."""
+"""Re-runs as a watch makes them: when, when not, and what it leaves behind."""
 
 from __future__ import annotations
 

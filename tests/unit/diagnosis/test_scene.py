@@ -1,4 +1,4 @@
-"""scene: which call is the guilty one."""
+"""rerun_forward: which call is the guilty one."""
 
 from __future__ import annotations
 

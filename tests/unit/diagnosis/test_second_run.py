@@ -1,4 +1,4 @@
-"""microscope: the re-run is as the first was, and nothing notices it."""
+"""rerun_forward: the re-run is as the first was, and nothing notices it."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def backward_through_a_checkpoint(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     "way", [backward_of_all_that_is_left, backward_with_a_loss, backward_through_a_checkpoint]
 )
-def test_the_microscope_has_what_it_needs_when_a_step_takes_a_bad_backward(
+def test_the_rerun_has_what_it_needs_when_a_step_takes_a_bad_backward(
     way: Callable[[nn.Module], Any],
 ) -> None:
     """Also where the graph, and with it all else that knows the batch, is gone by then."""

@@ -1,4 +1,4 @@
-"""lineage: infinities that are meant, memory nobody wrote, and any program: the step that began it."""
+"""ProvenanceMode: infinities that are meant, memory nobody wrote, and any program: the step that began it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""microscope.examine: the operation, line and operands that made a bad value, of models whose culprit is known."""
+"""rerun_forward: the operation, line and operands that made a bad value, of models whose culprit is known."""
 
 from __future__ import annotations
 
