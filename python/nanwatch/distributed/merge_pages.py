@@ -16,7 +16,7 @@ from ..util.reading import plain
 from ..util.visible import module_name, visible
 from .merge import Digest, Merged, ModuleHeadroom, WeightRanges
 
-_WORST = 20  # modules and weights shown; the document has all
+_WORST = 20  # modules, weights, attempts and files shown; the document has all
 _MOST_RANKS = 16  # named one by one
 _RANGES = 4  # of a weight that differs
 
@@ -66,16 +66,9 @@ def _lines(merged: Merged) -> Iterable[str]:
     yield f"{count_ranks(len(ranks))}: {spell_ranks(ranks)}"
     if merged.attempt is not None:
         yield f"Of {merged.attempt}"
-    first, failed = merged.origins, merged.failed
-    named = {one.rank for one in first}
-    yield from _finding_lines("First", first, "at the same place")
-    yield from _finding_lines("Later", [one for one in failed if one.rank not in named], "with a finding")
-    if not failed:
+    if not merged.failed:
         yield "All finite"
-    for one in merged.others[-_WORST:]:
-        yield f"Not merged: {other_summary(one)}"
-    if len(merged.others) > _WORST:
-        yield f"Not merged: {len(merged.others) - _WORST} attempts before these"
+    yield from (f"{head}: {body}" for head, body in _facts(merged))
     yield from _difference_lines(merged.differences())
     yield ""
     modules = merged.modules()
@@ -91,11 +84,20 @@ def _lines(merged: Merged) -> Iterable[str]:
         yield f"Left out: {len(merged.left_out) - _WORST} more files"
 
 
-def _finding_lines(word: str, found: Sequence[Digest], what: str) -> Iterable[str]:
-    for one in found[:_MOST_RANKS]:
-        yield f"{word}: {finding_summary(one)}"
-    if rest := [one.rank for one in found[_MOST_RANKS:]]:
-        yield f"{word}: {count_ranks(len(rest))} more {what}: {spell_ranks(sorted(rest))}"
+def _facts(merged: Merged) -> Iterable[tuple[str, str]]:
+    """Yield the findings and the attempts that were not merged, for text and page."""
+    named = {one.rank for one in merged.origins}
+    later = [one for one in merged.failed if one.rank not in named]
+    for head, digests, what in (
+        ("First", merged.origins, "at the same place"),
+        ("Later", later, "with a finding"),
+    ):
+        yield from ((head, finding_summary(one)) for one in digests[:_MOST_RANKS])
+        if rest := [one.rank for one in digests[_MOST_RANKS:]]:
+            yield head, f"{count_ranks(len(rest))} more {what}: {spell_ranks(sorted(rest))}"
+    yield from (("Not merged", other_summary(one)) for one in merged.others[-_WORST:])
+    if len(merged.others) > _WORST:
+        yield "Not merged", f"{len(merged.others) - _WORST} attempts before these"
 
 
 def range_line(low: float, high: float, ranks: Sequence[int]) -> str:
@@ -155,28 +157,16 @@ def _width(names: Sequence[str]) -> int:
 
 _MAP_ROWS = 40  # modules: the rows of the map
 _COLUMNS = 1000  # with more ranks, a column is several of them
-_SHOWN = 20  # findings, weights, files
 
 
 def merged_html(merged: Merged) -> str:
     """Return the merge as one HTML document, to be written as UTF-8. Raises ImportError without jinja2."""
     ranks = count_ranks(len(merged.digests))
     amount = f"{ranks}: {spell_ranks(merged.ranks)}" + (f" · {merged.attempt}" if merged.attempt else "")
-    first = merged.origins
-    facts = list(_page_facts(merged))
-    return page("merge --html", _headline(merged), amount, facts, list(_sections(merged)), is_bad=bool(first))
-
-
-def _page_facts(merged: Merged) -> Iterable[tuple[str, str]]:
-    named = {one.rank for one in merged.origins}
-    later = [one for one in merged.failed if one.rank not in named]
-    for word, digests in (("First", merged.origins), ("Later", later)):
-        yield from ((word, finding_summary(one)) for one in digests[:_SHOWN])
-        if len(digests) > _SHOWN:
-            yield word, f"{count_ranks(len(digests) - _SHOWN)} more"
-    yield from (("Not merged", other_summary(one)) for one in merged.others[-_SHOWN:])
-    if len(merged.others) > _SHOWN:
-        yield "Not merged", f"{len(merged.others) - _SHOWN} attempts before these"
+    facts = list(_facts(merged))
+    return page(
+        "merge --html", _headline(merged), amount, facts, list(_sections(merged)), is_bad=bool(merged.failed)
+    )
 
 
 def _sections(merged: Merged) -> Iterable[Section]:
@@ -217,8 +207,8 @@ def _sections(merged: Merged) -> Iterable[Section]:
         )
     yield _difference_table(merged.differences())
     if merged.left_out:
-        rest = len(merged.left_out) - _SHOWN
-        files = [[why] for why in merged.left_out[:_SHOWN]]
+        rest = len(merged.left_out) - _WORST
+        files = [[why] for why in merged.left_out[:_WORST]]
         yield Table(
             "left-out", "Left out", {"file": TEXT}, files, after=f"and {rest} more" if rest > 0 else ""
         )
@@ -244,12 +234,12 @@ def _difference_table(differences: Sequence[WeightRanges]) -> Table:
     if not differences:
         hint = "Of what two ranks or more saw under one name, with one shape, in one batch."
         return Table("differences", "No weight differs between ranks", {}, (), hint)
-    rest = len(differences) - _SHOWN
+    rest = len(differences) - _WORST
     return Table(
         "differences",
         "Weights that are not alike on all ranks",
         columns,
-        [[one.batch, module_name(one.module), one.label, _spell_ranges(one)] for one in differences[:_SHOWN]],
+        [[one.batch, module_name(one.module), one.label, _spell_ranges(one)] for one in differences[:_WORST]],
         f"First in batch {differences[0].batch}: the replicas have come apart, or the ranks hold different parts of a"
         " model under the same names.",
         f"and {rest} more" if rest > 0 else "",
