@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..instrumentation.execution_context import Autocast, RngState
+from ..instrumentation.functions import find_called
 from ..instrumentation.slot import unwatched
 from ..instrumentation.wrapped_names import unwrapped
 from ..numerics.readable import unreadable
@@ -33,6 +34,7 @@ from ..precision.casting import (
 from ..recording.walk import call_leaves
 from ..report.finding import Finding
 from ..util.modules import each_module
+from ..util.visible import suppressed
 from . import child_process, in_process
 from .outside import in_child
 from .places import attributes_of
@@ -288,6 +290,23 @@ def call_under_way() -> LeftCall | None:
     while frame is not None and frame.f_code is not _WRAPPED_CALL:
         frame = frame.f_back
     return None if frame is None else _left_call(frame)
+
+
+def failed_call(model: Callable[[], nn.Module | None], name: str) -> BatchSnapshot | None:
+    """Keep the call under way of the module of this name, which has failed; None where its batch can run again.
+
+    A batch of a job of several processes may need the others to run again.
+    """
+    if num_processes() == 1 or (root := model()) is None:
+        return None
+    try:
+        failed, call = find_called(root, name), call_under_way()
+        if failed is None or call is None or call.module is not failed.module:
+            return None
+        return BatchSnapshot.capture(*call[:3])
+    except Exception:
+        suppressed("a failed call could not be kept, so it is not run alone")
+        return None
 
 
 def _left_call(frame: FrameType) -> LeftCall:

@@ -23,6 +23,7 @@ from ..util.progress import silent
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot
 from .diagnosis import Diagnosis, ModuleCall
+from .incident import Incident
 
 PATCH_FILE = "cure.patch"
 
@@ -30,33 +31,31 @@ _T = TypeVar("_T")
 _Told = TypeVar("_Told", Report, SpikeReport)
 
 
-def attempt(what: str, step: Callable[[], _T], remarks: list[str]) -> _T | None:
+def attempt(what: str, step: Callable[[], _T], remark: Callable[[str], object]) -> _T | None:
     """Return the result of the step, or None with a remark where it raised."""
     try:
         return step()
     except Exception as error:
-        remarks.append(f"{what} failed: {spell(error)}")
+        remark(f"{what} failed: {spell(error)}")
         return None
 
 
 def write_failure(
-    report: Report,
-    finding: Finding,
-    diagnosis: Diagnosis | None,
-    snapshot: BatchSnapshot | None,
-    output_dir: Path,
-) -> Report:
-    """Write the report of a failure in its forms, a capsule and a patch. Return it with the files."""
+    incident: Incident, diagnosis: Diagnosis | None, snapshot: BatchSnapshot | None, output_dir: Path
+) -> None:
+    """Write the report of a failure in its forms, a capsule and a patch, and note the files in the report."""
+    finding, rank = incident.finding, incident.report.rank
 
     def told(files: Iterable[str], remarks: Iterable[str]) -> Report:
-        own = replace(finding, files=tuple(files), remarks=(*finding.remarks, *remarks))
-        return replace(report, finding=own)
+        incident.learn(files=tuple(files), remarks=(*finding.remarks, *remarks))
+        return incident.report
 
     remarks: list[str] = []
     name = f"batch-{finding.batch}" + (f"-rank-{finding.rank}" if finding.rank else "")
-    folder = attempt("making the folder", lambda: _new_folder(output_dir / name), remarks)
+    folder = attempt("making the folder", lambda: _new_folder(output_dir / name), remarks.append)
     if folder is None:
-        return told((), remarks)
+        told((), remarks)
+        return
     files: list[str] = []
     call = None if diagnosis is None else diagnosis.call
     if call is None or snapshot is None:
@@ -64,11 +63,11 @@ def write_failure(
         why = unseen if finding.phase == "forward" else "a capsule replays a forward"
         remarks.append(f"no capsule was written: {why}")
     else:
-        files += _written_capsule(folder, call, snapshot, finding, report.rank, remarks)
+        files += _written_capsule(folder, call, snapshot, finding, rank, remarks)
     patch = next((cure.patch for cure in finding.cures if cure.works and cure.patch), "")
     if patch:
         files += _written(PATCH_FILE, lambda: _write_whole(folder / PATCH_FILE, patch), remarks)
-    return _write_forms(told, forms().values(), folder, files, remarks)
+    _write_forms(told, forms().values(), folder, files, remarks)
 
 
 def write_spike(
@@ -77,7 +76,7 @@ def write_spike(
     """Write the report and a capsule of its batch, as far as that can be done. Return it with files and remarks."""
     remarks: list[str] = []
     name = f"spike-batch-{report.batch}" + (f"-rank-{report.rank}" if report.rank else "")
-    folder = attempt("making the folder", lambda: _new_folder(output_dir / name), remarks)
+    folder = attempt("making the folder", lambda: _new_folder(output_dir / name), remarks.append)
     if folder is None:
         return replace(report, remarks=tuple(remarks))
     files: list[str] = []
@@ -119,7 +118,7 @@ def _written_capsule(
 
 def _written(what: str, write: Callable[[], Path], remarks: list[str]) -> list[str]:
     """Return the path that was written, or nothing."""
-    made = attempt(f"writing {what}", write, remarks)
+    made = attempt(f"writing {what}", write, remarks.append)
     return [] if made is None else [str(made)]
 
 

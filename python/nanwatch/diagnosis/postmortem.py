@@ -20,7 +20,6 @@ from ..instrumentation.wrapped_names import module_names
 from ..precision.casting import replaced
 from ..recording.walk import call_leaves
 from ..report.finding import Cure, Finding, working_first
-from ..report.report import Report
 from ..util.visible import spell
 from . import child_process, outside
 from .backward_cures import BACKWARD_RUNS, try_backward_cures
@@ -31,6 +30,7 @@ from .diagnosis import BadRows, Diagnosis, enrich
 from .experiment import NO_CONDITIONS, Allows, BackwardStart, Conditions, module_words, nothing_allowed, run
 from .folder import attempt, write_failure
 from .forward_rerun import rerun_forward
+from .incident import Incident
 from .loss_slice import Refused
 from .loss_statements import BackwardCall, LossStatements
 from .patching.module_options import SearchResult
@@ -40,7 +40,7 @@ _ADVICE = 'put the loss into a function below `@nanwatch.watched("loss")`: a rep
 
 
 def post_mortem(
-    report: Report,
+    incident: Incident,
     snapshot: BatchSnapshot | None,
     model: nn.Module,
     output_dir: Path | None,
@@ -48,93 +48,95 @@ def post_mortem(
     examines: bool,
     reason: str = "",
     conditions: Conditions = NO_CONDITIONS,
-    call: BatchSnapshot | None = None,
     loss: BackwardCall | None = None,
-) -> Report:
-    """Return the report with the results of a re-run, if it `examines`, and write it to `output_dir`, if any.
+) -> None:
+    """Complete the incident by a re-run, if it `examines`, and write it to `output_dir`, if any.
 
-    `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `call` is the
-    failed module call itself, to run where the batch shows nothing, and `loss` the backward of a loss outside all
-    modules that made the value.
+    `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. The incident's
+    failed call runs where the batch shows nothing. `loss` is the backward of a loss outside all modules that made the
+    value.
     """
-    finding = report.finding
-    if finding is None:
-        return report
-    remarks: list[str] = []
+    if incident.report.finding is None:
+        return
     diagnosis: Diagnosis | None = None
     if examines and (reason or (snapshot is None and loss is None)):
         why = reason or (
             "its outermost call lies in compiled code or in a backward, the model was called again since, or what the"
             " call was given could not be kept"
         )
-        remarks.append(f"the batch was not run a second time: {why}")
+        incident.remark(f"the batch was not run a second time: {why}")
     elif examines and loss is not None:
-        finding = _rerun_loss(loss, finding, model, conditions)
-    elif examines and snapshot is not None and finding.phase != "step":
+        _rerun_loss(loss, incident, model, conditions)
+    elif examines and snapshot is not None and incident.finding.phase != "step":
         snapshot = replace(snapshot, forwards=Forwards())
-        steps = _Steps(report, model, conditions, remarks)
-        finding, diagnosis = steps.look(finding, snapshot)
-        if call is not None and finding.origin == "produced" and not (diagnosis and diagnosis.operation):
-            remarks.append(
-                f"{module_words(finding.module)} was run alone, with what the failed call was given"
+        steps = _Steps(incident, model, conditions)
+        diagnosis, call = steps.look(snapshot), incident.call
+        if (
+            call is not None
+            and incident.finding.origin == "produced"
+            and not (diagnosis and diagnosis.operation)
+        ):
+            incident.remark(
+                f"{module_words(incident.finding.module)} was run alone, with what the failed call was given"
             )
-            finding, diagnosis = steps.look(finding, call)
+            diagnosis = steps.look(call)
         elif diagnosis is not None:
-            steps.tell(finding)
-            finding = steps.find_samples(finding, diagnosis, snapshot)
-    finding = replace(finding, remarks=(*finding.remarks, *remarks, *outside.discarded))
-    if output_dir is None:
-        return replace(report, finding=finding)
-    child_process.send(replace(report, finding=finding).to_json())
-    with outside.allowed():
-        return write_failure(report, finding, diagnosis, snapshot, output_dir)
+            _tell(incident)
+            steps.find_samples(diagnosis, snapshot)
+    incident.remark(*outside.discarded)
+    if output_dir is not None:
+        _tell(incident)
+        with outside.allowed():
+            write_failure(incident, diagnosis, snapshot, output_dir)
+
+
+def _tell(incident: Incident) -> None:
+    """Send what is known to the process of the program, should a later step not end."""
+    child_process.send(incident.report.to_json())
 
 
 class _Steps(NamedTuple):
-    """Steps of an examination. Each returns the finding with what it found; `remarks` take what went wrong."""
+    """Steps of an examination. Each completes the finding of the incident with what it shows."""
 
-    report: Report
+    incident: Incident
     model: nn.Module
     conditions: Conditions
-    remarks: list[str]
 
-    def tell(self, finding: Finding) -> None:
-        """Send what is known to the process of the program, should a later run not end."""
-        known = replace(finding, remarks=(*finding.remarks, *self.remarks))
-        child_process.send(replace(self.report, finding=known).to_json())
-
-    def look(self, finding: Finding, snapshot: BatchSnapshot) -> tuple[Finding, Diagnosis | None]:
+    def look(self, snapshot: BatchSnapshot) -> Diagnosis | None:
         """Run the batch again to find the operation, and try cures where it failed again."""
+        incident, finding = self.incident, self.incident.finding
         if finding.phase == "backward":
-            found: Diagnosis | None = rerun_backward(snapshot, finding, self.report.frames, model=self.model)
+            diagnosis: Diagnosis | None = rerun_backward(
+                snapshot, finding, incident.report.frames, model=self.model
+            )
         else:
             rerun = partial(rerun_forward, snapshot, finding, model=self.model)
-            found = attempt("the re-run", rerun, self.remarks)
-        if found is None:
-            return finding, None
-        closer = enrich(finding, found)
-        self.tell(closer)
-        is_due = found.operation is not None
+            diagnosis = attempt("the re-run", rerun, incident.remark)
+        if diagnosis is None:
+            return None
+        incident.finding = enrich(finding, diagnosis)
+        _tell(incident)
+        is_due = diagnosis.operation is not None
         if finding.phase != "backward":
-            was_there = finding.origin in ("data", "buffer") and found.place is not None
-            is_due = found.transient is False or was_there
+            was_there = finding.origin in ("data", "buffer") and diagnosis.place is not None
+            is_due = diagnosis.transient is False or was_there
             if is_due and (doubts := snapshot.doubts()):
-                self.remarks.append(f"no cure was tried, as {doubts[0]}")
+                incident.remark(f"no cure was tried, as {doubts[0]}")
                 is_due = False
         if is_due:
-            cure = partial(self._cure, closer, found, snapshot)
-            closer = attempt("trying cures", cure, self.remarks) or closer
-        return closer, found
+            attempt("trying cures", partial(self._cure, diagnosis, snapshot), incident.remark)
+        return diagnosis
 
-    def _cure(self, finding: Finding, diagnosis: Diagnosis, snapshot: BatchSnapshot) -> Finding:
+    def _cure(self, diagnosis: Diagnosis, snapshot: BatchSnapshot) -> None:
         """Try changes of the source first, as they are the smallest, then other formats."""
+        finding = self.incident.finding
         start, is_narrow = diagnosis.start, may_be_narrow(snapshot, finding)
         kept = KEPT_FOR_FORMATS if is_narrow else 1
         if start is not None:
             kept = BACKWARD_RUNS if is_narrow else 0
         elif finding.phase == "backward":  # it took two runs to find the operation
             kept = 1
-        found = try_patches(
+        patches = try_patches(
             snapshot,
             finding,
             self.model,
@@ -144,20 +146,20 @@ class _Steps(NamedTuple):
             # Where a narrow format takes part, the trials of wider ones need the forward that hiding would take.
             may_hide=not is_narrow and finding.phase == "forward",
         )
-        tried: tuple[tuple[Cure, ...], tuple[str, ...]] = (), ()
+        formats: tuple[tuple[Cure, ...], tuple[str, ...]] = (), ()
         if start is not None:
-            tried = try_backward_cures(snapshot, self.model, start, loss_scale=self.conditions.loss_scale)
-        elif finding.phase != "backward" and (is_narrow or not any(cure.works for cure in found.cures)):
-            most = min(MAX_RUNS, MOST_RUNS - found.runs)
-            tried = try_cures(snapshot, finding, self.model, conditions=self.conditions, most_runs=most)
-        cures = working_first([*found.cures, *tried[0]])
-        return replace(finding, cures=cures, remarks=(*finding.remarks, *found.remarks, *tried[1]))
+            formats = try_backward_cures(snapshot, self.model, start, loss_scale=self.conditions.loss_scale)
+        elif finding.phase != "backward" and (is_narrow or not any(cure.works for cure in patches.cures)):
+            most = min(MAX_RUNS, MOST_RUNS - patches.runs)
+            formats = try_cures(snapshot, finding, self.model, conditions=self.conditions, most_runs=most)
+        self.incident.learn(cures=working_first([*patches.cures, *formats[0]]))
+        self.incident.remark(*patches.remarks, *formats[1])
 
-    def find_samples(self, finding: Finding, diagnosis: Diagnosis, snapshot: BatchSnapshot) -> Finding:
+    def find_samples(self, diagnosis: Diagnosis, snapshot: BatchSnapshot) -> None:
         """Look for the samples that carry the failure, if the remaining forwards can show them."""
         made = 0 if snapshot.forwards is None else snapshot.forwards.made
         if not diagnosis.rows or diagnosis.transient or no_second_run(snapshot.module) or snapshot.doubts():
-            return finding
+            return
         samples = attempt(
             "the search for samples",
             lambda: find_samples(
@@ -168,42 +170,43 @@ class _Steps(NamedTuple):
                 allows=self.conditions.allows,
                 start=diagnosis.start,
             ),
-            self.remarks,
+            self.incident.remark,
         )
-        if not samples:
-            return finding
-        indices = dataset_indices(snapshot, samples)
-        return replace(finding, samples=samples, remarks=(*finding.remarks, *([indices] if indices else ())))
+        if samples:
+            self.incident.learn(samples=samples)
+            if indices := dataset_indices(snapshot, samples):
+                self.incident.remark(indices)
 
 
-def _rerun_loss(call: BackwardCall, finding: Finding, model: nn.Module, conditions: Conditions) -> Finding:
-    """Return the finding with the operation, line and cures that a re-run of the loss's statements shows.
+def _rerun_loss(call: BackwardCall, incident: Incident, model: nn.Module, conditions: Conditions) -> None:
+    """Complete the finding with the operation, line and cures that a re-run of the loss's statements shows.
 
     Raises nothing of its own: what could not be done is a remark.
     """
+    finding = incident.finding
     try:
         if num_processes() > 1:
             raise Refused("other ranks would have to run it along")
         statements = call.statements(model)
-        found, tried = _examined(statements, call, finding, conditions)
+        diagnosis, patches = _examined(statements, call, finding, conditions)
     except Refused as reason:
-        return _noted(finding, f"the loss was not computed again: {reason}; {_ADVICE}")
+        incident.remark(f"the loss was not computed again: {reason}; {_ADVICE}")
+        return
     except Exception as error:
-        return _noted(finding, f"the loss could not be computed again: {spell(error)}; {_ADVICE}")
+        incident.remark(f"the loss could not be computed again: {spell(error)}; {_ADVICE}")
+        return
     first, last = statements.lines
     lines = f"line {first}" if first == last else f"lines {first} to {last}"
     where = f"{lines} of {statements.filename}"
-    if found.operation is None:
-        why = "; ".join(found.remarks) or "the value did not come back"
-        return _noted(finding, f"the loss was computed again by {where}: {why}; {_ADVICE}")
+    if diagnosis.operation is None:
+        why = "; ".join(diagnosis.remarks) or "the value did not come back"
+        incident.remark(f"the loss was computed again by {where}: {why}; {_ADVICE}")
+        return
     # Without the operations that the graph made likely.
-    kept = tuple(x for x in finding.remarks if x != call.remark)
-    told = enrich(replace(finding, remarks=kept), replace(found, remarks=(*found.remarks, *tried.remarks)))
-    return _noted(replace(told, cures=working_first(tried.cures)), f"found by running {where} again")
-
-
-def _noted(finding: Finding, remark: str) -> Finding:
-    return replace(finding, remarks=(*finding.remarks, remark))
+    incident.learn(remarks=tuple(x for x in finding.remarks if x != call.remark))
+    incident.finding = enrich(incident.finding, diagnosis)
+    incident.learn(cures=working_first(patches.cures))
+    incident.remark(*patches.remarks, f"found by running {where} again")
 
 
 def _examined(

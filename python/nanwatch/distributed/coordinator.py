@@ -4,8 +4,10 @@ All watches of a process that raise share one OriginConsensus: if one fails, the
 with the first batch after `init_process_group`. After this rank has raised, the next batch begins another one.
 
 Watches with a function go on after a failure. They share a consensus of their own, and the next one begins as soon as
-the ranks have agreed. The keys of the store contain its number, which is equal on all ranks: a rank that comes late
-finds each consensus that the others have settled, and settles it too.
+the ranks have agreed. Failures in a row share one verdict: those that follow on this rank or on another are a
+consequence of the first. A finite batch ends the row. With "raise" each failure has a verdict. The keys of the store
+contain its number, which is equal on all ranks: a rank that comes late finds each consensus that the others have
+settled, and settles it too.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from ..report.finding import Finding, Origin
 from ..report.report import NonFiniteError, Report, report_of
 from ..util.job import rank_and_world_size
 from ..util.modules import each_module
+from ..util.throttle import is_due
 from ..util.visible import spell, warn_user
 from .consensus import OriginConsensus, PeerNonFiniteError
 
@@ -60,41 +63,81 @@ class RankCoordinator:
         self._peer_timeout = peer_timeout
         # The first batch after each of the latest numbers of optimizer steps, for rows that come late.
         self._firsts: deque[tuple[int, int]] = deque([(0, 0)], maxlen=64)
+        self._goes_on = goes_on
         self._job = _job_that_goes_on if goes_on else _job
+        self._is_open = True
+        # On the present run of non-finite batches, which may have begun on another rank.
+        self._verdict: Origin | None = None
+        self._num_published = 0
         self._began = 0  # number of the count of steps that `_firsts` belongs to
         self._published: OriginConsensus | None = None
         weakref.finalize(self, _job.leave_if_last)
 
-    def batch_started(self, batch: int) -> PeerNonFiniteError | None:
-        """Join the consensus, and return the error of another rank that has failed; see `check`."""
-        consensus = self._connect(batch)
-        if consensus is None:
-            return None
+    def batch_started(self, batch: int) -> None:
+        """Join the consensus. Raises PeerNonFiniteError when another rank has failed; see `check`."""
+        if not self._is_open or self._connect(batch) is None:
+            return
         if self._job.steps != self._firsts[-1][1]:
             self._firsts.append((batch, self._job.steps))
-        return self.check()
+        self.check()
 
-    def check(self) -> PeerNonFiniteError | None:
-        """Return the error of another rank that had failed a second ago, unless this watch has left the job.
+    def check(self) -> None:
+        """Ask for a failure of another rank a second ago, unless this watch has left the job. Ends the consensus.
 
-        Ends the consensus.
+        Raises PeerNonFiniteError, or where the run goes on keeps the verdict.
         """
         job = self._job
-        return job.failed_elsewhere(self) if self in job.coordinators and job.is_pending() else None
+        error = job.failed_elsewhere(self) if self in job.coordinators and job.is_pending() else None
+        if error is not None:
+            if not self._goes_on:
+                raise error
+            self._keep(error.origin)
 
-    def publish(self, finding: Finding) -> None:
-        """Publish this rank's finding to the others, before anything slow."""
+    def publish(self, finding: Finding, *, is_first: bool) -> None:
+        """Publish this rank's finding, which `is_first` of several in a row, before anything slow.
+
+        Where the run goes on, publish only the first, and after many of them as rarely as they are run again.
+        """
+        if not self._is_open:
+            return
+        if self._goes_on:
+            if not is_first or self._verdict is not None:
+                return
+            self._num_published += 1
+            if not is_due(self._num_published):
+                return
         self._published = consensus = self._connect(finding.batch)
         if consensus is not None:
             consensus.publish(finding, finding.sequence or 0, self._clock(finding.batch), self._part)
 
     def settle(self, finding: Finding | None) -> Origin | None:
-        """Return the origin once the ranks agree. Ends the consensus.
+        """Return the verdict, once the ranks agree, on this finding or on the run of failures it belongs to.
 
-        Returns None without other ranks, and for a finding that was not published since the latest agreement.
+        Ends the consensus. Returns None without other ranks, and with "raise" for a finding that was not published
+        since the latest agreement.
         """
-        published, self._published = self._published, None
-        return self._job.settle(finding, published) if published or finding is None else None
+        if self._is_open:
+            published, self._published = self._published, None
+            origin = self._job.settle(finding, published) if published or finding is None else None
+            if origin is not None or not self._goes_on:
+                self._keep(origin)
+        return self._verdict
+
+    def end_run(self) -> None:
+        """Let go of the verdict: a finite batch has ended."""
+        self._verdict = None
+
+    def _keep(self, origin: Origin | None) -> None:
+        self._verdict = origin
+        if not self._goes_on or origin is None or origin.is_complete:
+            return
+        # A rank that does not answer, as one that has ended, would hold up a run that goes on at each failure.
+        self.close()
+        warn_user(
+            "nanwatch: this rank agrees with the others no more, because not all of them answered within"
+            f" peer_timeout={self._peer_timeout:g} s: {origin}",
+            may_raise=False,
+        )
 
     def explain(self, error: BaseException | None) -> PeerNonFiniteError | None:
         """Return the other rank's failure behind an error that ends a batch or a run, if there is one.
@@ -102,10 +145,11 @@ class RankCoordinator:
         A collective whose peer has gone fails before this rank knows why. Only after such an error this waits up to 2 s
         for news. Where the run goes on, the error stays what it is.
         """
-        return None if self._job.goes_on else self._job.explain(error, self)
+        return None if self._goes_on else self._job.explain(error, self)
 
     def close(self) -> None:
-        """Leave the job. The last one ends the consensus."""
+        """Leave the job for good. The last one ends the consensus."""
+        self._is_open = False
         self._job.coordinators.discard(self)
         self._job.leave_if_last()
 

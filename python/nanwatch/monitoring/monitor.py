@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from ..recording.events import PeakName, Recorder
-from ..report.finding import Finding
 from ..report.spike import SpikeReport
 from ..util.modules import each_module
 from ..util.visible import warn_user
@@ -78,11 +77,6 @@ class Monitor:
         self.sinks.batch_ended(batch)
         for forecast in forecasts:
             self.sinks.on_forecast(batch, forecast)
-
-    def on_nonfinite(self, finding: Finding | None) -> None:
-        """Tell of a non-finite batch, or of a step that was about to take non-finite gradients."""
-        if finding is not None:
-            self.sinks.on_nonfinite(finding)
 
     def follow(self, spikes: Callable[[int, list[PeakName], bytes], None]) -> None:
         """Hand the peaks of each batch to `spikes`."""

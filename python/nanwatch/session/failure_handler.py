@@ -7,34 +7,39 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..diagnosis.batch_snapshot import left_calls
+from ..diagnosis.batch_snapshot import failed_call, left_calls
+from ..diagnosis.incident import Incident
+from ..distributed.coordinator import RankCoordinator
 from ..monitoring.monitor import Monitor
 from ..recording.events import Event
-from ..recording.observe import observe
-from ..recording.walk import call_leaves
 from ..records.record import Frame
 from ..report import text
-from ..report.finding import Finding
 from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
 from ..util.visible import suppressed, warn_user
+from .nonfinite_warnings import NonFiniteWarnings
 from .optimizer_guard import OptimizerGuard
-from .rank_agreement import RankAgreement
-from .reports import NonFiniteBatch, NonFiniteBatches, NonFiniteWarnings, Reports
+from .reports import Reports, given_records
 
 if TYPE_CHECKING:
     from .rerun_policy import RerunPolicy
 
+# Non-finite batches that are remembered after their end, for their backwards and recomputations.
+_MAX_ENDED = 64
+
 
 class FailureHandler:
-    """Owner of a Watch's failures, from the first non-finite value of a batch to the exception, callback or warning.
+    """Owner of a Watch's incidents, from the first non-finite value of a batch to the exception, callback or warning.
 
-    `guard` holds the failure of a backward until a step is about to take it; None without `gradients`.
+    A batch has at most one incident, which belongs to the thread that makes the batch. `guard` holds the incident of a
+    backward until a step is about to take it; None without `gradients`.
     """
 
     def __init__(
@@ -43,34 +48,58 @@ class FailureHandler:
         self._reports = reports
         self._options = options = reports.options
         self._action = options.on_nonfinite
+        # True if the user gets the report of each failure. Otherwise the run goes on by itself.
+        self._acts = self._action == "raise" or callable(self._action)
         self._recorder = recorder = reports.recorder
         self._monitor = monitor
         self.rerun = rerun
         self._guard = guard
-        self.batches = NonFiniteBatches()
+        # The first incident of the latest run of non-finite batches. A finite batch ends the run.
+        self._first: Incident | None = None
+        self._run_is_open = False
+        self._under_way: dict[int, Incident] = {}  # by the numbers of their batches
+        self._ended: deque[int] = deque(maxlen=_MAX_ENDED)
         # A backward fails when its batch has ended: with gradients one finite batch says nothing of its own.
-        self._warnings = NonFiniteWarnings(
-            speaks=self._action == "warn", patience=2 if options.gradients else 1
-        )
+        patience = 2 if options.gradients else 1
+        self._warnings = NonFiniteWarnings(patience) if self._action == "warn" else None
         self._exception_batch: int | None = None
         # An error that was found while a report was asked for, which is no place to raise it.
         self._postponed: NonFiniteError | None = None
-        # Not a bound method: the job would keep this alive.
-        this = weakref.ref(self)
-        self._ranks = RankAgreement(
-            reports.model(),
-            options,
-            lambda name: report_of(()) if (own := this()) is None else own._write_last_frames(name),
-        )
-        self._takes_starts = rerun.keeps_start or self._ranks.is_active
+        self._ranks: RankCoordinator | None = None
+        if (model := reports.model()) is not None and self._acts and options.peer_timeout and options.enabled:
+            # Not a bound method: the job would keep this alive.
+            this = weakref.ref(self)
+            self._ranks = RankCoordinator(
+                model,
+                options.peer_timeout,
+                lambda name: report_of(()) if (own := this()) is None else own._write_last_frames(name),
+                goes_on=self._action != "raise",
+            )
+        self._takes_starts = rerun.keeps_start or self._ranks is not None
         self._batch_starts = recorder.subscribe(Event.BATCH_START)
         self._batch_starts.active = self._takes_starts
         self._batch_ends = recorder.subscribe(Event.BATCH_END)
         self._update_subscription()
 
+    @property
+    def failure(self) -> Report | None:
+        """The report of the first failure of the latest run of non-finite batches, else of the deferred backward."""
+        deferred = None if self._guard is None else self._guard.pending
+        incident = self._first or deferred
+        return None if incident is None else incident.report
+
+    def knows(self, number: int) -> bool:
+        """Return whether the batch of this number is known to be non-finite."""
+        return number in self._under_way or number in self._ended
+
     def _update_subscription(self) -> None:
         """Subscribe to the ends of batches while a kept start, a non-finite batch or a warning waits for one."""
-        self._batch_ends.active = self._takes_starts or bool(self.batches) or self._warnings.awaits_batches
+        self._batch_ends.active = (
+            self._takes_starts
+            or bool(self._under_way)
+            or self._run_is_open
+            or (self._warnings is not None and self._warnings.awaits_batches)
+        )
 
     def poll(self, *, wait: bool) -> None:
         """Poll the recorder. Postpone an error to the next batch, optimizer's step or `Watch.look()`."""
@@ -99,89 +128,220 @@ class FailureHandler:
 
         Raises PeerNonFiniteError when another rank has failed, unless the run goes on after a failure.
         """
-        self._ranks.batch_started(batch)
+        if self._ranks is not None:
+            self._ranks.batch_started(batch)
         if not self.rerun.keeps_start or module is None:
             return None
         return self.rerun.batch_started(module, args, kwargs)
 
+    # An incident is seen.
+
     def nonfinite_call(self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
         """Take a call that holds a non-finite value, while its forward is under way."""
-        number = frame.batch
-        if frame.recomputed and not self.batches.has_ended(number):
+        number, recomputed = frame.batch, frame.recomputed
+        if recomputed and number not in self._ended:
             # A recomputation has the number of the latest batch, which may be another thread's.
             number = ~number
-        is_new = number not in self.batches
-        if not frame.recomputed:
-            self.rerun.call_failed(frame.name)
-
-        def report() -> Report:
-            given = [observe(x, label, "input") for label, x in call_leaves(args, kwargs or {})]
-            return self._reports.of_failure(frame.batch, caller, given, nonfinite=frame)
-
-        batch = self._take(number, frame.name, report)
-        at_once = self._options.check in ("auto", "module") or frame.recomputed
+        is_new = not self.knows(number)
+        make = partial(self._reports.of_failure, frame, caller, given_records(args, kwargs))
         try:
-            # A function is called when the forward has been left, as the re-run could wait for a lock that it holds.
-            if at_once and (self._action == "raise" or (frame.recomputed and self._acts)):
-                self._act(batch, inside=not frame.recomputed)
+            incident = self._take(number, frame.name, make, is_under_way=not recomputed)
+            if incident is None or incident.is_reported:
+                return
+            if recomputed and self._acts:
+                self._act(incident)
+            elif self._action == "raise" and self._options.check in ("auto", "module"):
+                # Leave the re-run, as a call of the user's function, to `forward_left`: it could wait for a lock that
+                # the forward holds.
+                incident.is_reported = True
+                incident.raised = NonFiniteError(incident.report)
+                # Raise it from no local: the traceback would hold itself, and with it the locals of the forward.
+                raise incident.raised
         finally:
-            if frame.recomputed and is_new:  # the recorder reports no end of it
-                self.batches.end(number)
+            if recomputed and is_new:  # the recorder reports no end of it
+                self._end(number)
 
     def pending_nonfinite_call(self, frame: Frame, caller: str | None, given: Frame, is_left: bool) -> None:
         """Take a call whose rows came from the device after it. The handler acts on it at the batch's end."""
-        self._take(
-            frame.batch,
-            frame.name,
-            lambda: self._reports.of_failure(frame.batch, caller, given.records, nonfinite=frame),
-            is_left=is_left,
-        )
+        make = partial(self._reports.of_failure, frame, caller, given.records)
+        self._take(frame.batch, frame.name, make, is_late=is_left)
 
-    def step_follows(self, report: Report) -> None:
-        """Act on a non-finite gradient that a step is about to take, or on a non-finite state of an optimizer."""
-        self._monitor.on_nonfinite(report.finding)
-        self.batches.open_run(report)
-        self._batch_ends.active = True
-        self._warnings.begin(report.finding)
-        self._announce(report)
+    def _take(
+        self,
+        number: int,
+        module: str,
+        make: Callable[[], Report],
+        *,
+        is_under_way: bool = False,
+        is_late: bool = False,
+        is_told: bool = True,
+    ) -> Incident | None:
+        """Count a non-finite call of the module, and return the incident of its batch: None where that has ended.
+
+        `make` makes the report, if the call is the first of its batch. `is_under_way`: the call has not been left.
+        `is_told`: to the other ranks.
+        """
+        if self._warnings is not None:
+            self._warnings.count(module)
+        # A forward that is recomputed in the backward repeats the failure of its batch.
+        if self.knows(number):
+            return self._under_way.get(number)
+        deferred = None
+        if self._guard is not None:
+            self._guard.settle_scaled()
+            # It came first: something else than an optimizer has moved the weights by its gradients.
+            deferred = self._guard.release()
+        incident = deferred or Incident(make(), is_late=is_late)
+        if is_under_way and deferred is None and self.rerun.keeps_start:
+            incident.call = failed_call(self._reports.model, module)
+        self._under_way[number] = incident
+        self._tell(incident, ranks=is_told)
         if not self._acts:
-            self._tell_sinks(report)
-        self._raise_or_call(report)
+            self._complete(incident)
+            self._pass_on_interrupt(incident)
+        if self._warnings is not None:
+            self._warnings.begin(incident.finding)
+        return incident
+
+    def _take_left_calls(self, error: Exception, batch: int) -> Incident | None:
+        """Read the calls that the exception left, and take the first non-finite one."""
+        calls = left_calls(error)
+        # Without calls the exception ended something else, such as a call in compiled code.
+        report = self._reports.of_left_calls(calls, batch) if calls else None
+        if report is None or report.finding is None:
+            return None
+        # Somebody may catch the exception and go on, so the other ranks are not told.
+        return self._take(batch, report.finding.module, lambda: report, is_told=False)
+
+    def step_follows(self, incident: Incident) -> None:
+        """Act on a non-finite gradient that a step is about to take, or on a non-finite state of an optimizer."""
+        self._tell(incident)
+        if self._warnings is not None:
+            self._warnings.begin(incident.finding)
+        if self._acts:
+            self._act(incident)
+        elif self._first is incident:
+            self._monitor.sinks.on_failure(incident.report)
+
+    # It is told, examined, written and raised.
+
+    def _tell(self, incident: Incident, *, ranks: bool = True) -> None:
+        """Tell the other ranks, before anything slow, and the sinks."""
+        if not self._run_is_open:
+            self._first, self._run_is_open = incident, True
+        self._batch_ends.active = True
+        finding = incident.report.finding
+        if finding is not None:
+            if ranks and self._ranks is not None:
+                self._ranks.publish(finding, is_first=self._first is incident)
+            self._monitor.sinks.on_nonfinite(finding)
+
+    def _complete(self, incident: Incident, *, agrees: bool = True) -> None:
+        """Re-run the batch, wait until the ranks agree on the origin, and hand the complete report to the sinks.
+
+        Of several non-finite batches in a row only the first has a re-run, unless each is raised, and the sinks get
+        only the first where the run goes on by itself.
+        """
+        is_first = self._first is incident
+        if is_first or self._action == "raise":
+            self.rerun.examine(incident)
+        if agrees and self._ranks is not None:
+            origin = self._ranks.settle(incident.report.finding)
+            if origin is not None:
+                incident.report = replace(incident.report, origin=origin)
+        if is_first or self._acts:
+            self._monitor.sinks.on_failure(incident.report)
+
+    def _act(self, incident: Incident) -> None:
+        """Raise the error or call the user's function, once."""
+        if incident.is_reported:
+            return
+        incident.is_reported = True
+        self._complete(incident)
+        if not callable(self._action):
+            error = NonFiniteError(incident.report, incident.report.origin)
+            self._pass_on_interrupt(incident, error)
+            raise error
+        try:
+            self._action(incident.report)
+        finally:
+            self._pass_on_interrupt(incident)
+
+    def _pass_on_interrupt(self, incident: Incident, error: BaseException | None = None) -> None:
+        """Raise what a signal handler of the program raised during the re-run, now that its finding is complete."""
+        interrupt, incident.interrupt = incident.interrupt, None
+        if interrupt is None:
+            return
+        cause = NonFiniteError(incident.report) if error is None else error
+        if isinstance(cause, NonFiniteError):
+            warn_user(f"{cause}", may_raise=False)
+        raise interrupt from cause
+
+    # The batch ends.
 
     def forward_left(self, batch: int, completed: bool) -> None:
         """Take the end of this thread's forward, which has returned (`completed`) or raised.
 
         Raises PeerNonFiniteError from an error of a collective, when another rank's failure is behind it.
         """
-        nonfinite = self.batches.get(batch)
+        incident = self._under_way.get(batch)
         raised = None
-        if nonfinite is not None:
-            raised, nonfinite.raised = nonfinite.raised, None
+        if incident is not None:
+            raised, incident.raised = incident.raised, None
         if completed:
             return
-        if raised is not None:
-            self._complete(raised)
-        else:
-            self.explain(sys.exc_info()[1])
-        self._exception_batch = batch
         error = sys.exc_info()[1]
-        if isinstance(error, Exception) and batch % self._options.every == 0:
+        if incident is not None and raised is not None:
+            # Add the results of the re-run to the error. Inside the forward, the re-run could wait for a lock that the
+            # forward holds. A second error would lose the notes that code in the forward has added to the first. No
+            # other exception is changed after it was raised.
+            self._complete(incident)
+            NonFiniteError.__init__(raised, incident.report, incident.report.origin)
+            self._pass_on_interrupt(incident, raised)
+        else:
+            self.explain(error)
+        self._exception_batch = batch
+        is_own = isinstance(error, NonFiniteError | BatchLimitError)
+        if isinstance(error, Exception) and not is_own and batch % self._options.every == 0:
             self._annotate(error, batch)
+
+    def _annotate(self, error: Exception, batch: int) -> None:
+        """Add a note with the non-finite value to somebody else's exception that ends the batch."""
+        try:
+            incident = self._under_way.get(batch) or self._take_left_calls(error, batch)
+            if incident is None or incident.is_reported:
+                return
+            incident.is_reported = True
+            if self._acts:
+                self._complete(incident, agrees=self._action != "raise")
+            add_note(error, incident.report)
+            if callable(self._action):
+                self._action(incident.report)
+            self._pass_on_interrupt(incident, error)
+        except Exception:  # the user's error matters more
+            suppressed("what an exception of the user's left could not be told")
 
     def conclude(self, batch: int, completed: bool) -> None:
         """Act on a batch that has ended and whose frames are all known, unless `nonfinite_call` has acted."""
         try:
-            if (nonfinite := self.batches.get(batch)) is not None:
-                if completed:
-                    self._act(nonfinite)
+            if (incident := self._under_way.get(batch)) is not None:
+                if completed and self._acts:
+                    self._act(incident)
             elif completed and batch % self._options.every == 0:
-                self.batches.run_is_open = False
-                self._ranks.end_run()
-                self._warnings.end(batch)
+                self._run_is_open = False
+                if self._ranks is not None:
+                    self._ranks.end_run()
+                if self._warnings is not None:
+                    self._warnings.end(batch)
                 self._monitor.end(batch)
         finally:
-            self.batches.end(batch)
+            self._end(batch)
             self._update_subscription()
+
+    def _end(self, number: int) -> None:
+        if (incident := self._under_way.pop(number, None)) is not None:
+            incident.let_go()
+            self._ended.append(number)
 
     def batch_ended(self, batch: int) -> None:
         """Let go of the start of the batch, which has ended in this thread."""
@@ -190,9 +350,11 @@ class FailureHandler:
 
     def explain(self, error: BaseException | None) -> None:
         """Raise PeerNonFiniteError from `error` when another rank's failure is behind it."""
-        explained = self._ranks.explain(error)
+        explained = None if self._ranks is None else self._ranks.explain(error)
         if explained is not None:
             raise explained from error
+
+    # The watch ends.
 
     def run_ended(self, error: BaseException | None) -> None:
         """Take the end of a `with` block. Raises PeerNonFiniteError as `batch_started` does."""
@@ -200,204 +362,50 @@ class FailureHandler:
             self.poll(wait=True)
             self._postponed = None  # `error` says more
             self.explain(error)
-        else:
+        elif self._ranks is not None:
             self._ranks.check()
 
     def watch_ends(self) -> None:
         """Report non-finite gradients that no step was about to take, then sum up the warnings."""
         try:
-            held = self._release()
-            if held is not None and held.finding is not None:
-                remarks = (*held.finding.remarks, "the watch ended before a step took it")
-                finding = replace(held.finding, remarks=remarks)
-                report = replace(held, finding=finding)
-                self.batches.open_run(report)
-                self._monitor.on_nonfinite(finding)
-                self._warn_at_end(finding, report)
+            deferred = None if self._guard is None else self._guard.release()
+            if deferred is not None:
+                deferred.remark("the watch ended before a step took it")
+                self._tell(deferred, ranks=False)
+                self._warn_at_end(deferred)
         finally:
             if self._guard is not None:
                 self._guard.sum_up()
-            batches = self._recorder.latest_batch + 1
-            self._warnings.close(batches, may_raise=sys.exc_info()[0] is None)
+            if self._warnings is not None:
+                batches = self._recorder.latest_batch + 1
+                self._warnings.close(batches, may_raise=sys.exc_info()[0] is None)
 
-    def close(self) -> None:
-        """Let go of everything, and leave the other ranks."""
-        self.rerun.let_go()
-        self._ranks.close()
-
-    @property
-    def _acts(self) -> bool:
-        """True if the user gets the report of each failure. Otherwise the run goes on by itself."""
-        return self._action == "raise" or callable(self._action)
-
-    def _release(self) -> Report | None:
-        """Return the report of a deferred backward, which came first, and drop it."""
-        return None if self._guard is None else self._guard.release()
-
-    def _take(
-        self,
-        batch: int,
-        module: str,
-        report: Callable[[], Report],
-        *,
-        is_left: bool = False,
-        announces: bool = True,
-    ) -> NonFiniteBatch | None:
-        """Count a non-finite call of the module. `report` makes the report, if the call is the first of its batch."""
-        self._warnings.count(module)
-        # A forward that is recomputed in the backward repeats the failure of its batch.
-        if batch in self.batches:
-            return self.batches.get(batch)
-        if self._guard is not None:
-            self._guard.settle_scaled()
-        # A deferred backward came first: something else than an optimizer has moved the weights by its gradients.
-        nonfinite = self.batches.add(batch, self._release() or report(), is_left=is_left)
-        self._batch_ends.active = True
-        if announces:
-            self._announce(nonfinite.report)
-        self._monitor.on_nonfinite(nonfinite.report.finding)
-        if not self._acts:
-            nonfinite.report = self._examined(nonfinite.report)
-            self._tell_sinks(nonfinite.report)
-            self._pass_on_interrupt(NonFiniteError(nonfinite.report))
-        self._warnings.begin(nonfinite.report.finding)
-        return nonfinite
-
-    def _announce(self, report: Report) -> None:
-        """Publish the failure to the other ranks, before anything slow."""
-        if report.finding is not None:
-            self._ranks.publish(report.finding, is_first=self.batches.failure is report)
-
-    def _act(self, batch: NonFiniteBatch | None, *, inside: bool = False) -> None:
-        """Act on the batch once. `inside` a forward raise at once, and leave the re-run to `forward_left`."""
-        if batch is None or batch.is_reported:
-            return
-        batch.is_reported = True
-        if inside and self._action == "raise":
-            batch.raised = NonFiniteError(batch.report)
-            # Raise it from no local: the traceback would hold itself, and with it the locals of the forward.
-            raise batch.raised
-        self._raise_or_call(batch.report)
-
-    def _raise_or_call(self, report: Report) -> None:
-        """Re-run the batch, then hand the report to the user's function, or raise it."""
-        if self._acts:
-            report = self._settled(report)
-            self._tell_sinks(report)
-        if callable(self._action):
-            self._call(self._action, report)
-        elif self._action == "raise":
-            error = NonFiniteError(report, report.origin)
-            self._pass_on_interrupt(error)
-            raise error
-
-    def _call(self, action: Callable[[Report], object], report: Report) -> None:
-        try:
-            action(report)
-        finally:
-            self._pass_on_interrupt(NonFiniteError(report))
-
-    def _pass_on_interrupt(self, error: BaseException) -> None:
-        """Raise what a signal's handler of the program raised during the re-run, now that its finding is complete."""
-        interrupt = self.rerun.take_interrupt()
-        if interrupt is not None:
-            if isinstance(error, NonFiniteError):
-                warn_user(f"{error}", may_raise=False)
-            raise interrupt from error
-
-    def _complete(self, error: NonFiniteError) -> None:
-        """Add the results of the re-run to an error that was raised inside a forward, now that the forward is left.
-
-        Inside, the re-run could wait for a lock that the forward holds. A second error would lose the notes that code
-        in the forward has added to the first. No other exception is changed after it was raised.
-        """
-        report = self._settled(error.report)
-        self._tell_sinks(report)
-        NonFiniteError.__init__(error, report, report.origin)
-        self._pass_on_interrupt(error)
-
-    def _tell_sinks(self, report: Report) -> None:
-        """Hand the complete report to the sinks.
-
-        Where the run goes on by itself, only the first of several non-finite batches in a row is told.
-        """
-        if self._acts or self.batches.failure is report:
-            self._monitor.sinks.on_failure(report)
-
-    def _settled(self, report: Report) -> Report:
-        """Return the report after the re-run, with the origin on which the ranks agreed."""
-        examined = self._examined(report)
-        origin = self._ranks.settle(examined.finding)
-        if origin is None:
-            return examined
-        settled = replace(examined, origin=origin)
-        if self.batches.failure is examined:
-            self.batches.failure = settled
-        return settled
-
-    def _examined(self, report: Report) -> Report:
-        """Return the report with the results of a re-run of its batch."""
-        # Only the first of several non-finite batches in a row is re-run, unless each is raised.
-        is_first = self.batches.failure is report
-        if not is_first and self._action != "raise":
-            return report
-        # A batch that its thread has left cannot run again: its arguments are gone, and the weights may have changed.
-        batch = None if report.batch is None else self.batches.get(report.batch)
-        examined = self.rerun.examine(report, is_late=batch is not None and batch.is_left)
-        if is_first:
-            self.batches.failure = examined
-        return examined
-
-    def _warn_at_end(self, finding: Finding, report: Report) -> None:
+    def _warn_at_end(self, incident: Incident) -> None:
         """Report gradients that no step was about to take. They are no failure yet, so "raise" warns too."""
         is_raising = sys.exc_info()[0] is not None
-        examined = self._examined(report)
-        self._tell_sinks(examined)
+        self._complete(incident, agrees=False)
         if self._action in ("raise", "warn"):
             warn_user(
-                f"{text.summary(examined.finding or finding)}; the watch ended before a step took it;"
+                f"{text.summary(incident.finding)}; the watch ended before a step took it;"
                 " Watch.report() (or --output-dir) has the frames that led to it",
                 may_raise=not is_raising,
             )
         elif callable(self._action):
             try:
-                self._call(self._action, examined)
+                try:
+                    self._action(incident.report)
+                finally:
+                    self._pass_on_interrupt(incident)
             except Exception:
                 if not is_raising:
                     raise
                 suppressed("on_nonfinite raised while the watch ended by another error")
 
-    def _annotate(self, error: Exception, batch: int) -> None:
-        """Add a note with the non-finite value to somebody else's exception that ends the batch."""
-        if isinstance(error, NonFiniteError | BatchLimitError):
-            return
-        try:
-            nonfinite = self.batches.get(batch) or self._take_left_calls(error, batch)
-            if nonfinite is not None and not nonfinite.is_reported:
-                nonfinite.is_reported = True
-                report = nonfinite.report
-                if callable(self._action):
-                    report = self._settled(report)
-                elif self._acts:
-                    report = self._examined(report)
-                if self._acts:
-                    self._tell_sinks(report)
-                add_note(error, report)
-                if callable(self._action):
-                    self._action(report)
-                self._pass_on_interrupt(error)
-        except Exception:  # the user's error matters more
-            suppressed("what an exception of the user's left could not be told")
-
-    def _take_left_calls(self, error: Exception, batch: int) -> NonFiniteBatch | None:
-        """Read the calls that the exception left, and take the first non-finite one."""
-        calls = left_calls(error)
-        # Without calls the exception ended something else, such as a call in compiled code.
-        report = self._reports.of_left_calls(calls, batch) if calls else None
-        if report is None or report.finding is None:
-            return None
-        # Somebody may catch the exception and go on, so it is not published to the other ranks.
-        return self._take(batch, report.finding.module, lambda: report, announces=False)
+    def close(self) -> None:
+        """Let go of everything, and leave the other ranks."""
+        self.rerun.let_go()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def _write_last_frames(self, name: str) -> Report:
         """Write and return the latest frames of a rank without a failure of its own, from any thread."""

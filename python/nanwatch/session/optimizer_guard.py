@@ -11,20 +11,20 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from ..diagnosis.incident import Incident
 from ..numerics._extension import instances_of
 from ..numerics.readable import only_our_dispatch
 from ..recording.events import Event, Recorder
 from ..recording.observe import read
 from ..records.record import NOT_TAKEN
 from ..report import text
-from ..report.report import Report
 from ..report.skipped_step import SkippedStep
 from ..util.visible import suppressed, warn_user
 from .options import Options
@@ -38,7 +38,7 @@ Weight = tuple["weakref.ref[nn.Module]", str]
 
 @dataclass(slots=True)
 class _Pending:
-    report: Report
+    incident: Incident
     batches: set[int]
     weights: set[Weight]
     scale: float | None
@@ -49,9 +49,9 @@ class _Pending:
 class OptimizerGuard:
     """Failure of the latest backward, deferred until an optimizer's step is about to take its gradients.
 
-    `defer` and `check_step` return the report of a failure that is due now. The caller raises it before the weights
-    change. The guard tells `recorder` which gradients are no fault after all. Where the options name no GradScaler, the
-    guard looks for one when it first needs it. `tell` gets each skipped step.
+    `defer` and `check_step` return an incident that is due now. The caller acts on it before the weights change. The
+    guard tells `recorder` which gradients are no fault after all. Where the options name no GradScaler, the guard looks
+    for one when it first needs it. `tell` gets each skipped step.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class OptimizerGuard:
         return self._scaler is not None and self._scaler() is not None
 
     @property
-    def pending(self) -> Report | None:
-        """The report of the deferred backward."""
-        return None if self._pending is None else self._pending.report
+    def pending(self) -> Incident | None:
+        """The incident of the deferred backward."""
+        return None if self._pending is None else self._pending.incident
 
-    def release(self) -> Report | None:
-        """Return that report, and drop it."""
+    def release(self) -> Incident | None:
+        """Return that incident, and drop it."""
         pending = self.pending
         self._drop()
         return pending
@@ -109,11 +109,11 @@ class OptimizerGuard:
             return None
 
     def defer(
-        self, report: Report, batches: set[int], weights: set[Weight], noted: object = None
-    ) -> Report | None:
+        self, incident: Incident, batches: set[int], weights: set[Weight], noted: object = None
+    ) -> Incident | None:
         """Defer the failure of a backward: the gradients of these weights, in these batches, are not finite.
 
-        `noted` is the result of `note_scale` at the end of the backward. Return the report if it is due at once: too
+        `noted` is the result of `note_scale` at the end of the backward. Return the incident if it is due at once: too
         many steps in a row were skipped, or a step is under way.
         """
         scale = float(noted) if isinstance(noted, Tensor) else None
@@ -123,7 +123,7 @@ class OptimizerGuard:
             self._skip(pending, scale)
             pending = None
         if pending is None:
-            self._pending = _Pending(report, batches, weights, self._scale() if scale is None else scale)
+            self._pending = _Pending(incident, batches, weights, self._scale() if scale is None else scale)
             self._pending.is_late = scale is not None
         else:
             # New sets: another thread may iterate over the old ones.
@@ -152,9 +152,7 @@ class OptimizerGuard:
 
     def _skip(self, pending: _Pending, after: float | None) -> None:
         self._drop()
-        finding = pending.report.finding
-        assert finding is not None
-        before = pending.scale
+        finding, before = pending.incident.finding, pending.scale
         step = SkippedStep(finding.batch, before, after, finding)
         self.skipped.append(step)
         self.num_skipped += 1
@@ -173,8 +171,8 @@ class OptimizerGuard:
         if self._pending is not None and (self._pending.skipped or self._has_fallen(self._pending)):
             self.settle()
 
-    def check_step(self, optimizer: Optimizer) -> Report | None:
-        """Return the report of the failure that a step of `optimizer` is about to take; None lets it pass."""
+    def check_step(self, optimizer: Optimizer) -> Incident | None:
+        """Return the incident that a step of `optimizer` is about to take; None lets it pass."""
         pending = self._pending
         if pending is None:
             if self._in_a_row and _steps(optimizer, self._latest):
@@ -195,8 +193,6 @@ class OptimizerGuard:
     def _let_pass(self, pending: _Pending) -> None:
         self._drop()
         self._recorder.excuse_gradients(sorted(pending.batches), NOT_TAKEN)
-        finding = pending.report.finding
-        assert finding is not None
         self.num_untaken = count = self.num_untaken + 1
         if (
             count < 2 * self._num_told
@@ -205,8 +201,8 @@ class OptimizerGuard:
         self._num_told = count
         so_far = f" ({count:,} such backwards so far)" if count > 1 else ""
         warn_user(
-            f"{text.summary(finding)}; the gradients that the optimizer's step takes are finite: nothing was"
-            f" stopped{so_far}"
+            f"{text.summary(pending.incident.finding)}; the gradients that the optimizer's step takes are finite:"
+            f" nothing was stopped{so_far}"
         )
 
     def sum_up(self) -> None:
@@ -221,14 +217,11 @@ class OptimizerGuard:
             may_raise=False,
         )
 
-    def _due(self, remark: str = "") -> Report | None:
-        report = self.release()
-        if report is None or report.finding is None:
-            return None  # another thread's step was first
-        if not remark:
-            return report
-        remarks = (*report.finding.remarks, remark)
-        return replace(report, finding=replace(report.finding, remarks=remarks))
+    def _due(self, *remarks: str) -> Incident | None:
+        incident = self.release()
+        if incident is not None:  # otherwise another thread's step was first
+            incident.remark(*remarks)
+        return incident
 
     def _count(self, in_a_row: int) -> None:
         self._in_a_row = in_a_row

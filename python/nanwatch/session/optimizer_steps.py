@@ -20,6 +20,7 @@ from torch._compile import _disable_dynamo
 from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer
 
+from ..diagnosis.incident import Incident
 from ..instrumentation.functions import find_called
 from ..instrumentation.global_hooks import Handles, after_steps, before_steps
 from ..instrumentation.wrapped_names import named_modules, parameter_names
@@ -85,7 +86,7 @@ class BackwardWatch:
         calls = [BackwardCall(*call) for call in calls]
         fault = find_in_backward(calls, [Arrival(*one) for one in arrivals], rank=rank())
         # The gradients of a non-finite forward are its consequence.
-        if fault is None or fault.finding.batch in self._failures.batches:
+        if fault is None or self._failures.knows(fault.finding.batch):
             return
         batch = fault.finding.batch
         # The recorder keeps and counts the frames of a backward after this call.
@@ -145,8 +146,9 @@ class BackwardWatch:
         self, report: Report, batch: int, nonfinite: list[tuple[Frame, Record]], scale: object = None
     ) -> None:
         self._failures.rerun.backward_failed(batch)
+        incident = Incident(report)
         batches = {frame.batch for frame, _ in nonfinite}
-        due = self.guard.defer(report, batches, self._weights(nonfinite), scale)
+        due = self.guard.defer(incident, batches, self._weights(nonfinite), scale)
         if due is not None:
             self._failures.step_follows(due)
 
@@ -282,7 +284,7 @@ class OptimizerSteps:
         report = self._reports.latest(None, batch)
         num_frames = self._recorder.frames_of_batch(batch)
         finding = find(report.frames[-1:], rank=rank(), num_frames=num_frames)
-        self._failures.step_follows(replace(report, finding=finding))
+        self._failures.step_follows(Incident(replace(report, finding=finding)))
 
 
 def state_rows(optimizer: Optimizer, names: dict[int, str], observe: Observe = observe) -> list[Record]:

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..diagnosis import folder, postmortem
 from ..diagnosis.backward_rerun import read_graph
-from ..diagnosis.batch_snapshot import BatchSnapshot, call_under_way, num_processes
+from ..diagnosis.batch_snapshot import BatchSnapshot
 from ..diagnosis.child_process import (
     LEAST_SECONDS,
     TIMES_BATCH,
@@ -31,15 +31,17 @@ from ..diagnosis.child_process import (
 )
 from ..diagnosis.experiment import Conditions
 from ..diagnosis.in_process import examination
+from ..diagnosis.incident import Incident
 from ..diagnosis.loss_statements import BackwardCall
 from ..diagnosis.program_state import StateKeeper
-from ..instrumentation.functions import Function, find_called
+from ..instrumentation.functions import Function
 from ..instrumentation.slot import ExclusiveRun
 from ..report.finding import Finding
 from ..report.report import Report
+from ..util.throttle import MANY, is_due
 from ..util.visible import spell, suppressed, warn_user
 from .options import Options
-from .reports import MANY, ModelRef, is_due
+from .reports import ModelRef
 
 _GOES_ON = "no re-run was made, as the run goes on: microscope=True (--microscope) finds the operation"
 # Seconds that a re-run waits for other threads to leave the model. They may wait for this one.
@@ -95,16 +97,12 @@ class RerunPolicy:
         acts = options.on_nonfinite == "raise" or callable(options.on_nonfinite)
         self.keeps_start = self._may_keep and (options.microscope is True or acts)
         self._states = StateKeeper(ModelRef(model))
-        # By thread, what a signal's handler of the program raised during a re-run.
-        self._interrupts: dict[int, BaseException] = {}
         self._output_dir = options.output_dir
         self._model = ModelRef(model)
         self._failures = 0
         # By thread, from the start of its batch to its end. None where no re-run is possible. The snapshots refer to
         # the batch's tensors.
         self._starts: dict[int, tuple[BatchSnapshot | None, weakref.ref[_Graph], int]] = {}
-        # By thread, the first failed call of its batch, in a job of several processes.
-        self._calls: dict[int, BatchSnapshot] = {}
         # Held while a thread enters or leaves the model; notified when one has left.
         self._door = threading.Condition()
         self._turn: ExclusiveRun | None = None
@@ -148,24 +146,8 @@ class RerunPolicy:
                     return graph
             turn.wait()
 
-    def call_failed(self, name: str) -> None:
-        """Keep the call under way until the end of its batch, where the batch may need other processes to run again.
-
-        It is a call of the module of this name, and has failed.
-        """
-        model, here = self._model(), threading.get_ident()
-        if model is None or not self.keeps_start or here in self._calls or num_processes() == 1:
-            return
-        try:
-            found, call = find_called(model, name), call_under_way()
-            if found is not None and call is not None and call.module is found.module:
-                self._calls[here] = BatchSnapshot.capture(*call[:3])
-        except Exception:
-            suppressed("a failed call could not be kept, so it is not run alone")
-
     def batch_ended(self, batch: int) -> None:
         """Let go of the start of this thread's batch, or keep it for the batch's backward."""
-        self._calls.pop(threading.get_ident(), None)
         with self._door:
             start, graph, begin = self._starts.pop(threading.get_ident(), (None, None, 0))
             self._door.notify_all()
@@ -225,76 +207,79 @@ class RerunPolicy:
             self._losses.clear()
             self._failed = None
 
-    def examine(self, report: Report, *, is_late: bool = False) -> Report:
-        """Return the report with the results of a re-run of this thread's batch, or unchanged without a re-run.
-
-        `is_late`: this thread has left the report's batch behind.
-        """
-        model = self._model()
-        finding = report.finding
-        if not self.keeps_start and self._may_keep and finding and finding.origin in ("produced", "received"):
-            report = _remarked(report, _GOES_ON)
+    def examine(self, incident: Incident) -> None:
+        """Complete the incident by a re-run of this thread's batch, if it may run again, and write it to output_dir."""
+        model, finding = self._model(), incident.report.finding
+        if finding is None:
+            return
+        if not self.keeps_start and self._may_keep and finding.origin in ("produced", "received"):
+            incident.remark(_GOES_ON)
         if model is None or not (self.keeps_start or self._output_dir is not None):
-            return report
+            return
         self._failures += 1
         if not is_due(self._failures):
-            return self._passed_over(report)
-        start, loss = None if is_late else self._start_of(report), self._loss_of(report)
-        reason = "it was over when its rows came from the device" if is_late else ""
+            self._pass_over(incident)
+            return
+        start, loss = None if incident.is_late else self._start_of(finding), self._loss_of(finding)
+        reason = "it was over when its rows came from the device" if incident.is_late else ""
         is_run = self.keeps_start and not reason and (start is not None or loss is not None)
         examine = partial(
             postmortem.post_mortem,
+            incident,
             model=model,
             output_dir=self._output_dir,
             examines=self.keeps_start,
             conditions=Conditions(self._loss_scale(), self._allows, self._keeps_ended),
+            loss=loss,
         )
-        own = partial(examine, report, start, call=self._calls.get(threading.get_ident()), loss=loss)
         try:
             if not is_run:
-                return own(reason=reason)
+                examine(start, reason=reason)
+                return
             began = start.began if start is not None else time.monotonic()
             _import_lazy()
             seconds = LEAST_SECONDS + TIMES_BATCH * (time.monotonic() - began)
             if not why_no_child():
                 with suppress(NoChildError):
-                    return self._in_child(own, report, examine, seconds)
-            return self._in_process(own, seconds)
+                    self._in_child(incident, start, examine, seconds)
+                    return
+            self._in_process(incident, partial(examine, start), seconds)
         except Exception as error:  # a failed re-run must not lose the first report
             warn_user(f"nanwatch could not re-run a failed batch: {spell(error)}", may_raise=False)
-            return report
 
     def _in_child(
-        self, own: Callable[..., Report], report: Report, examine: Callable[..., Report], seconds: float
-    ) -> Report:
-        """Return the report that a forked child makes; where it does not end well, the last one that it sent."""
+        self, incident: Incident, start: BatchSnapshot | None, examine: Callable[..., None], seconds: float
+    ) -> None:
+        """Take the report that a forked child makes; where it does not end well, the last one that it sent."""
+
+        def work() -> str:
+            examine(start)
+            return incident.report.to_json()
+
         try:
-            return Report.from_json(run_in_child(lambda: own(reason="").to_json(), seconds))
+            incident.report = Report.from_json(run_in_child(work, seconds))
+            return
         except ChildEndedError as ended:
-            reason, latest = f"of a re-run in a child process: {ended}", ended.latest
+            reason = f"of a re-run in a child process: {ended}"
+            if ended.latest is not None:
+                incident.report = Report.from_json(ended.latest)
         except NoChildError:
             raise
         except BaseException as interrupt:  # of a signal's handler
-            self._interrupts[threading.get_ident()] = interrupt
-            reason, latest = f"{type(interrupt).__name__} ended the re-run", None
-        known = report if latest is None else Report.from_json(latest)
-        return examine(_remarked(known, reason), None, examines=False)
+            incident.interrupt = interrupt
+            reason = f"{type(interrupt).__name__} ended the re-run"
+        incident.remark(reason)
+        examine(None, examines=False)
 
-    def _in_process(self, own: Callable[..., Report], seconds: float) -> Report:
-        """Return the report of re-runs in this process, in which other threads keep out of the model."""
+    def _in_process(self, incident: Incident, examine: Callable[..., None], seconds: float) -> None:
+        """Complete the incident by re-runs in this process, in which other threads keep out of the model."""
         reason = "" if self._make_room() else "another thread was inside the model"
         try:
             with examination(seconds) as current:
-                examined = own(reason=reason)
-            if current.interrupt is not None:
-                self._interrupts[threading.get_ident()] = current.interrupt
-            return examined
+                examine(reason=reason)
+            incident.interrupt = current.interrupt
         finally:
             self._end_turn()
-
-    def take_interrupt(self) -> BaseException | None:
-        """Return what a signal's handler raised during this thread's re-run, once."""
-        return self._interrupts.pop(threading.get_ident(), None)
 
     def _make_room(self) -> bool:
         """Keep other threads from entering the model until `_end_turn`. Return whether those inside have left it."""
@@ -316,8 +301,8 @@ class RerunPolicy:
             self._turn = None
         turn.end()
 
-    def _passed_over(self, report: Report) -> Report:
-        """Return the report with a remark that its batch was not re-run."""
+    def _pass_over(self, incident: Incident) -> None:
+        """Remark that the batch was not re-run."""
         if self._failures == MANY + 1:
             warn_user(
                 f"nanwatch has re-run {MANY} failed batches of this model. From now on it does so only at the"
@@ -325,9 +310,10 @@ class RerunPolicy:
                 " To have no more reports, call Watch.stop(). To have one of each failure, begin a new watch.",
                 may_raise=False,
             )
-        remark = f"the batch was not run a second time, and nothing was written: it is failure {self._failures} of this"
-        remark += f" watch, and after {MANY} only the {2 * MANY}th, {4 * MANY}th, {8 * MANY}th ... are re-run"
-        return _remarked(report, remark)
+        incident.remark(
+            f"the batch was not run a second time, and nothing was written: it is failure {self._failures} of this"
+            f" watch, and after {MANY} only the {2 * MANY}th, {4 * MANY}th, {8 * MANY}th ... are re-run"
+        )
 
     def _loss_scale(self) -> float | None:
         """Return the present scale of the loss, if the user named the GradScaler.
@@ -350,34 +336,19 @@ class RerunPolicy:
         except Exception as error:
             warn_user(f"nanwatch could not write the last frames: {spell(error)}", may_raise=False)
 
-    def _start_of(self, report: Report) -> BatchSnapshot | None:
-        if report.finding is not None and report.finding.phase == "backward":
+    def _start_of(self, finding: Finding) -> BatchSnapshot | None:
+        if finding.phase == "backward":
             failed = self._failed
-            return failed.start() if failed is not None and failed.batch == report.finding.batch else None
+            return failed.start() if failed is not None and failed.batch == finding.batch else None
         return self._starts.get(threading.get_ident(), (None,))[0]
 
-    def _loss_of(self, report: Report) -> BackwardCall | None:
-        """Return the backward of the report's loss, if the loss made the value."""
-        finding = report.finding
-        if finding is None or (finding.phase, finding.origin, finding.source_module) != (
-            "backward",
-            "received",
-            None,
-        ):
-            return None
-        return self._losses.get(finding.batch)
+    def _loss_of(self, finding: Finding) -> BackwardCall | None:
+        """Return the backward of the finding's loss, if the loss made the value."""
+        is_of_loss = (finding.phase, finding.origin, finding.source_module) == ("backward", "received", None)
+        return self._losses.get(finding.batch) if is_of_loss else None
 
 
 def _import_lazy() -> None:
     """Import what a re-run needs, once: each child would import it anew, and torch._dynamo takes a second."""
     importlib.import_module("torch._dynamo")
     tempfile.gettempdir()  # writes a file, the first time
-
-
-def _remarked(report: Report, remark: str) -> Report:
-    finding = report.finding
-    return (
-        report
-        if finding is None
-        else replace(report, finding=replace(finding, remarks=(*finding.remarks, remark)))
-    )

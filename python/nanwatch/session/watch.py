@@ -23,12 +23,13 @@ from ..report.report import Report
 from ..report.skipped_step import SkippedStep
 from ..report.spike import SpikeReport
 from ..trace.tracer import Tracer, ring_size, start_tracer
+from ..util.throttle import is_due
 from .dispatch import EventDispatch, TraceNotes
 from .failure_handler import FailureHandler
 from .optimizer_guard import OptimizerGuard
 from .optimizer_steps import BackwardWatch, OptimizerSteps
 from .options import Options
-from .reports import Reports, is_due
+from .reports import Reports
 from .rerun_policy import RerunPolicy
 
 # hook(watch, model), called when a watch begins.
@@ -263,10 +264,7 @@ class Watch:
         consequence. With check="async" it covers the rows that have come so far. `look()` waits for the rest.
         """
         frames = self.frames
-        failure = self._failures.batches.failure
-        if failure is None and self._backward is not None:
-            failure = self._backward.guard.pending
-        return failure or self._reports.of(frames, None, self.batch)
+        return self._failures.failure or self._reports.of(frames, None, self.batch)
 
     @property
     def _ended_by_exception(self) -> bool:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch import NonFiniteError, Report, watch
-from nanwatch.session import reports, rerun_policy
+from nanwatch.session import rerun_policy
+from nanwatch.util import throttle
 
 
 class Log(nn.Module):
@@ -256,7 +257,7 @@ def test_after_many_failures_looks_get_rarer_and_say_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One warning; each report that is passed over says why; those at numbers that double are looked at."""
-    for module in (reports, rerun_policy):
+    for module in (throttle, rerun_policy):
         monkeypatch.setattr(module, "MANY", 2)
     model = Log()
     looked, told = [], []

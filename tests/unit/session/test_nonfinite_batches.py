@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, Report, watch
-from nanwatch.session.reports import NonFiniteBatches
 from support.toys import Scale
 
 INF = float("inf")
@@ -95,15 +94,13 @@ def test_a_finite_batch_of_another_thread_hides_no_failure() -> None:
 
 
 def test_ended_batches_are_known_for_a_while() -> None:
-    """All batches under way are kept with their reports. Of ended ones only the latest numbers are kept."""
-    batches = NonFiniteBatches()
-    report = Report((), None, None)
-    for number in range(200):
-        batches.add(number, report)
-    for number in range(150):
-        batches.end(number)
-    assert [number in batches for number in (0, 85, 86, 149, 150, 199, 200)] == [
-        *(False, False, True, True, True, True, False)
-    ]
-    assert batches.get(149) is None
-    assert batches.get(150) is not None
+    """The latest numbers only. Nothing of a batch is kept but its report."""
+    model = Scale()
+    told: list[Report] = []
+    with watch(model, on_nonfinite=told.append, microscope=False, forecast=False) as w:
+        for _ in range(100):
+            model(torch.ones(1) / 0)
+        handler = w._failures
+        assert [handler.knows(number) for number in (0, 35, 36, 99, 100)] == [False, False, True, True, False]
+        assert not handler._under_way
+        assert handler.failure is told[0]
