@@ -19,6 +19,7 @@ from nanwatch.equivalence.results import (
     Repetition,
     Tried,
 )
+from nanwatch.report.page import HeatMap
 
 FIRST = FirstDifference(
     batch=3, kind="input", module="fc", class_name="Linear", label="input[0]", form="float32 [2]", equal_before=0
@@ -112,23 +113,25 @@ def test_a_cell_of_the_map_has_the_largest_error_in_it(
         for i, length in enumerate(lengths)
     ]
     with mock.patch.multiple(results, _ROWS=most_rows, _COLUMNS=most_columns):
-        drawn, per_column = results._tokens(modules)
+        sections = results._tokens(modules)
     counts = {length: lengths.count(length) for length in lengths if length}
     if not counts:
-        assert (drawn, per_column) == (None, 1)
+        assert sections == []
         return
-    assert drawn is not None
+    (drawn,) = sections
+    assert isinstance(drawn, HeatMap)
     # The first in the order of calls, where two numbers of tokens are as common.
     shown = max(counts, key=lambda length: counts[length])
     held = [one for one in modules if len(one.tokens) == shown]
     per_row = math.ceil(len(held) / most_rows)
-    assert drawn["from"] == list(range(0, shown, per_column))
-    assert len(drawn["from"]) <= most_columns
-    assert len(drawn["errors"]) == math.ceil(len(held) / per_row) <= most_rows
-    for i, row in enumerate(drawn["errors"]):
+    per_column = math.ceil(shown / most_columns)
+    assert drawn.first == list(range(0, shown, per_column))
+    assert drawn.last == [min(start + per_column, shown) - 1 for start in drawn.first]
+    assert drawn.magnitudes is not None
+    assert len(drawn.magnitudes) == math.ceil(len(held) / per_row) <= most_rows
+    for i, row in enumerate(drawn.magnitudes.tolist()):
         merged = held[i * per_row : (i + 1) * per_row]
-        for start, error in zip(drawn["from"], row, strict=True):
-            largest = max(max(one.tokens[start : start + per_column]) for one in merged)
-            assert error == float(f"{largest:.3g}")
+        for start, error in zip(drawn.first, row, strict=True):
+            assert error == max(max(one.tokens[start : start + per_column]) for one in merged)
         worst = max(merged, key=lambda one: max(one.tokens))
-        assert (drawn["labels"][i], drawn["names"][i]) == (worst.module_a, f"{worst.module_a} (A)")
+        assert drawn.rows[i] == f"{worst.module_a} (A)"
