@@ -42,7 +42,7 @@ class ModelRuns:
         self._rounding: torch.dtype | None = None
         self.calls = self._run(model, None)
         self.dtype = _dtype_of(self.calls)
-        self.stored = _most_common((x.dtype for x in each_parameter(model)), self.dtype)
+        self.stored = most_common((x.dtype for x in each_parameter(model)), self.dtype)
         self._runs = {self.dtype: {one.key: one for one in self.calls}}
 
     def run_in(self, dtype: torch.dtype) -> Runs:
@@ -144,9 +144,10 @@ def rounded_apart(
 
 
 def _dtype_of(calls: Sequence[ModuleCall]) -> torch.dtype:
-    return _most_common((kept.rows.dtype for one in calls for kept in one.outputs), torch.float32)
+    return most_common((kept.rows.dtype for one in calls for kept in one.outputs), torch.float32)
 
 
-def _most_common(dtypes: Iterable[torch.dtype], otherwise: torch.dtype) -> torch.dtype:
+def most_common(dtypes: Iterable[torch.dtype], otherwise: torch.dtype) -> torch.dtype:
+    """Return the commonest of the floating-point dtypes, or `otherwise` where there is none."""
     known = [dtype for dtype, _ in Counter(dtypes).most_common() if dtype in FLOATS]
     return known[0] if known else otherwise

@@ -24,7 +24,7 @@ from .calls import CallPair, ModuleCall
 from .differences import KeptTensor, Tokens, relative_errors
 from .engine import Comparer, Event, EventErrors
 from .matching import CallMatcher
-from .model_runs import FLOATS
+from .model_runs import FLOATS, most_common
 from .results import Comparison
 
 _COLUMNS = (
@@ -60,7 +60,7 @@ class TraceCalls:
         rows.sort(key=lambda row: row["call"])
         found = cls(str(trace.path))
         occurrences: Counter[str] = Counter()
-        dtypes: Counter[torch.dtype] = Counter()
+        dtypes: list[torch.dtype] = []
         outermost: list[ModuleCall] = []  # of the calls so far
         for end, (_, frame) in enumerate(groupby(rows, key=lambda row: row["call"]), 1):
             records = list(frame)
@@ -80,7 +80,7 @@ class TraceCalls:
             occurrences[path] += 1
             found.calls.append(call)
             for record in records:
-                dtypes.update(found._add(call, record))
+                dtypes += found._add(call, record)
         if not found.calls:
             raise ValueError(f"{trace.path} has no call in batch {batch}")
         if len(outermost) > 1:  # the whole model was not watched
@@ -89,8 +89,7 @@ class TraceCalls:
                 one.parent = root
             found.calls.append(root)
         found.calls.sort(key=lambda one: one.start)
-        known = [dtype for dtype, _ in dtypes.most_common() if dtype in FLOATS]
-        found.dtype = known[0] if known else torch.float32
+        found.dtype = most_common(dtypes, torch.float32)
         return found
 
     def _add(self, call: ModuleCall, record: dict[str, Any]) -> Iterator[torch.dtype]:
