@@ -104,6 +104,7 @@ lint: $(TOOLS)
 	$(LINT_IMPORTS)
 	$(CLANG_FORMAT) --dry-run --Werror $(FORMATTED)
 	$(PY_ONLY) csrc/make_formats.py --check
+	$(PY_ONLY) tests/check_names.py
 
 format: $(TOOLS)
 	$(TOOL) ruff check --fix .

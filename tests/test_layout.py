@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
+import check_names
 from support.paths import ROOT, TESTS
 
 FILES = sorted(TESTS.rglob("*.py"))
@@ -76,3 +79,23 @@ def test_unit_tests_are_light() -> None:
         if "pytest.mark.compile" not in map(ast.unparse, function.decorator_list)
     ]
     assert not unmarked
+
+
+def test_tests_are_found_by_the_names_of_modules() -> None:
+    """The longest name counts, a private module's without its underscore, and only in the room of the test."""
+    known = {"trace/trace", "trace/trace_file", "numerics/_spread"}
+    tests = ["trace/test_trace", "trace/test_trace_file_old", "numerics/test_spread", "numerics/test_trace"]
+    found = [check_names.module_of(TESTS / "unit" / f"{test}.py", known) for test in tests]
+    assert found == ["trace/trace", "trace/trace_file", "numerics/_spread", None]
+    assert check_names.faults() == []
+
+
+def test_module_without_tests_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = check_names.modules()
+    monkeypatch.setattr(check_names, "modules", lambda: {*known, "trace/unknown"})
+    monkeypatch.setitem(check_names.ELSEWHERE, "unit/trace/test_gone.py", ("trace/gone",))
+    assert check_names.faults() == [
+        "python/nanwatch/trace/unknown.py: no tests/unit/trace/test_unknown.py",
+        "ELSEWHERE: trace/gone is gone, or has tests of its own",
+        "ELSEWHERE: tests/unit/trace/test_gone.py is gone",
+    ]
