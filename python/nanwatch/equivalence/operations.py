@@ -19,6 +19,7 @@ from ..diagnosis.provenance import program_frame
 from ..numerics.ranges import fingerprint
 from ..numerics.readable import is_plain, only_our_dispatch
 from ..recording.walk import leaves
+from ..util.place import Place
 
 # Where the memory of an operand comes from, as far as this log has seen.
 MADE, UNWRITTEN, OUTSIDE = "made", "unwritten", "outside"
@@ -49,7 +50,7 @@ class OperationRecord(NamedTuple):
     name: str
     module: str
     class_name: str
-    source: str
+    place: Place | None
     operands: list[Operand]
     numbers: str
     results: list[tuple[int, int]]
@@ -62,7 +63,8 @@ class OperationRecord(NamedTuple):
     def of(cls, values: Any) -> OperationRecord:
         """Return the record that JSON holds as a list."""
         found = cls(*values)
-        return found._replace(operands=[Operand(*one) for one in found.operands])
+        place = None if found.place is None else Place(*found.place)
+        return found._replace(place=place, operands=[Operand(*one) for one in found.operands])
 
     @property
     def bits(self) -> list[int]:
@@ -93,7 +95,7 @@ class OperationLog(TorchDispatchMode):
         self._storages: dict[int, StorageWeakRef] = {}
         self.target = 0
         # The place and module of the forward operation behind each node of the autograd graph.
-        self._forward: dict[int, tuple[str, tuple[str, str]]] = {}
+        self._forward: dict[int, tuple[Place | None, tuple[str, str]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and record it."""
@@ -101,7 +103,7 @@ class OperationLog(TorchDispatchMode):
         if not self.active or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         operation = operation_of(func)
-        source, named, in_loader, node = self._place()
+        place, named, in_loader, node = self._place()
         with only_our_dispatch(), torch.no_grad():
             operands = self._operands(operation, args, kwargs)
         result = func(*args, **kwargs)
@@ -109,7 +111,7 @@ class OperationLog(TorchDispatchMode):
             return result
         with only_our_dispatch(), torch.no_grad():
             targets = operation.targets(args, kwargs, result)
-            self._note_writes(operation, targets, source, named)
+            self._note_writes(operation, targets, place, named)
             if operation.allocates and self._fill is not None:
                 for x in targets:
                     x.fill_(self._fill)
@@ -119,7 +121,7 @@ class OperationLog(TorchDispatchMode):
             OperationRecord(
                 operation.name,
                 *named,
-                source,
+                place,
                 operands,
                 _numbers(operation, args, kwargs),
                 results,
@@ -131,9 +133,9 @@ class OperationLog(TorchDispatchMode):
         )
         return result
 
-    def _place(self) -> tuple[str, tuple[str, str], bool, bool]:
+    def _place(self) -> tuple[Place | None, tuple[str, str], bool, bool]:
         frame = program_frame(None)
-        source = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        place = None if frame is None else Place(frame.f_code.co_filename, frame.f_lineno)
         in_loader = by_engine = False
         inner: FrameType | None = sys._getframe(1)
         while inner is not None and inner is not frame:
@@ -146,11 +148,11 @@ class OperationLog(TorchDispatchMode):
         if node is not None:
             forward = self._forward.get(node._sequence_nr())
             if forward is not None:
-                return forward[0] if by_engine else source, forward[1], in_loader, by_engine
+                return forward[0] if by_engine else place, forward[1], in_loader, by_engine
         else:
             # The node of an operation has been made just before it comes here. A later one without a node sees it too.
-            self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, (source, named))
-        return source, named, in_loader, False
+            self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, (place, named))
+        return place, named, in_loader, False
 
     def _operands(self, operation: Operation, args: Any, kwargs: Any) -> list[Operand]:
         given = [x for x in operation.given(args, kwargs) if x[0] not in operation.overwritten]
@@ -170,15 +172,15 @@ class OperationLog(TorchDispatchMode):
         return int(storage._cdata)
 
     def _note_writes(
-        self, operation: Operation, targets: list[Tensor], source: str, named: tuple[str, str]
+        self, operation: Operation, targets: list[Tensor], place: Place | None, named: tuple[str, str]
     ) -> None:
         for x in targets:
             key = self._key(x)
             if not operation.written:
-                self._origins[key] = (UNWRITTEN, source) if operation.allocates else (MADE, "")
+                self._origins[key] = (UNWRITTEN, str(place or "")) if operation.allocates else (MADE, "")
             elif key not in self._origins and key not in self._own:
                 self.writes.setdefault(
-                    key, f"{operation.name} of {named[0] or named[1] or 'the run'} at {source}"
+                    key, f"{operation.name} of {named[0] or named[1] or 'the run'} at {place or ''}"
                 )
             elif key and x.numel() * x.element_size() == x.untyped_storage().nbytes():
                 self._origins[key] = (MADE, "")
@@ -225,7 +227,7 @@ def first_operation(
     It is the first operation with a difference on the way from one writer of a storage to the next. Others may differ
     and have no part in it. Without a writer of the tensor it is the first of all that differs.
     """
-    paths = ([(one.name, one.source, len(one.operands)) for one in run] for run in (a, b))
+    paths = ([(one.name, one.place, len(one.operands)) for one in run] for run in (a, b))
     pairs = enumerate(zip(*paths, strict=False))
     same = next((i for i, (one, other) in pairs if one != other), min(len(a), len(b)))
     begun: list[int] = []

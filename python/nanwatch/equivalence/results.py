@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..report.page import ABSENT, GONE, NUMBER, TEXT, Chart, HeatMap, Section, Table, page
+from ..util.place import Place
 from ..util.reading import plain
 from ..util.visible import module_name, visible
 
@@ -60,14 +61,14 @@ class RunTensor:
 class FirstDifference(RunTensor):
     """First tensor that two runs do not have alike, and the operation and line that made it, where they are known.
 
-    `equal_before` counts the tensors that were equal up to there. `source` is "file:line", `code` its text.
+    `equal_before` counts the tensors that were equal up to there. `place` is the line, `code` its text.
     """
 
     equal_before: int
     other: str = ""
     operation: str = ""
     operation_module: str = ""
-    source: str = ""
+    place: Place | None = None
     code: str = ""
     in_backward: bool = False
     cause: str = ""
@@ -129,7 +130,7 @@ class Repetition:
             if found.operation:
                 where = f" of {found.operation_module}" if found.operation_module else ""
                 side = "in the backward of" if found.in_backward else "at"
-                lines.append(f"Operation:  {found.operation}{where}, {side} {_short(found.source)}")
+                lines.append(f"Operation:  {found.operation}{where}, {side} {_short(found.place)}")
                 lines += [f"                {found.code}"] if found.code else []
             lines += _wrapped("Cause:", found.cause)
         if self.tried:
@@ -140,11 +141,12 @@ class Repetition:
         return _text(lines, self.remarks)
 
 
-def _short(source: str) -> str:
+def _short(place: Place | None) -> str:
     """Return a place with its file relative to the current folder, where it is below it."""
-    file, _, line = source.rpartition(":")
-    relative = os.path.relpath(file) if file else file
-    return source if relative.startswith("..") or not file else f"{relative}:{line}"
+    if place is None:
+        return ""
+    relative = os.path.relpath(place.file)
+    return str(place if relative.startswith("..") else place._replace(file=relative))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from ..diagnosis.program_code import SKIPPED_FILES
 from ..diagnosis.provenance import program_frame
+from ..util.place import Place
 from .operations import OUTSIDE, UNWRITTEN, OperationDifference
 from .state import temporarily
 
@@ -264,7 +265,7 @@ def explain(found: OperationDifference) -> tuple[str, list[str]]:
     """Return the cause of a difference in one sentence, and the names of the trials to make first."""
     one = found.a
     operand = found.operand
-    calls, trials = _suspects(one.source)
+    calls, trials = _suspects(one.place)
     ahead = ["loader"] if one.in_loader else []
     if found.how == "results" and one.is_random:
         return _of_random(one.has_generator, one.in_loader), [
@@ -282,7 +283,7 @@ def explain(found: OperationDifference) -> tuple[str, list[str]]:
         return cause, ["deterministic"]
     everything = [*ahead, *trials, "kept", "entropy", "clock", "hash", "seeds"]
     if found.how == "path":
-        other = "nothing" if found.b is None else f"{found.b.name} at {found.b.source}"
+        other = "nothing" if found.b is None else f"{found.b.name} at {found.b.place or ''}"
         return f"the other run does {other} here: Python takes another branch{calls}", everything
     if found.how == "numbers":
         theirs = "" if found.b is None else f" against {found.b.numbers}"
@@ -312,11 +313,11 @@ def _of_results(name: str, calls: str) -> str:
     return f"{name} makes other bits of equal operands"
 
 
-def _suspects(source: str) -> tuple[str, list[str]]:
-    """Return, for a sentence, the calls in the function at `source` that may differ, and the trials for them."""
-    file, _, number = source.rpartition(":")
+def _suspects(place: Place | None) -> tuple[str, list[str]]:
+    """Return, for a sentence, the calls in the function at `place` that may differ, and the trials for them."""
     found, trials = [], []
-    for at in _lines_of_function(file, int(number or 0)):
+    file, line, _ = place or Place("", 0)
+    for at in _lines_of_function(file, line):
         code = linecache.getline(file, at).partition("#")[0]
         for pattern, trial in _SUSPECTS.items():
             if match := re.search(pattern, code):

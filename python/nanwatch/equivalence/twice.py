@@ -172,13 +172,12 @@ def examine(run: Run, what: str, times: int, trials: dict[str, Trial], tell: Tel
         cause = f"{cause}. {shown}" if operation is not None else shown
     if operation is not None:
         one = operation.a
-        file, _, line = one.source.rpartition(":")
         difference = replace(
             difference,
             operation=one.name,
             operation_module=one.module or one.class_name,
-            source=one.source,
-            code=linecache.getline(file, int(line or 0)).strip(),
+            place=one.place,
+            code="" if one.place is None else linecache.getline(*one.place[:2]).strip(),
             in_backward=one.in_backward,
         )
     return replace(

@@ -20,13 +20,14 @@ from nanwatch.equivalence.results import (
     Tried,
 )
 from nanwatch.report.page import HeatMap
+from nanwatch.util.place import Place
 
 FIRST = FirstDifference(
     batch=3, kind="input", module="fc", class_name="Linear", label="input[0]", form="float32 [2]", equal_before=0
 )  # fmt: skip
 SHORTER = FirstDifference(
     batch=0, kind="result", module="", class_name="", label="loss", form="float32 []", equal_before=1200,
-    other="nothing", operation="aten.mm.default", operation_module="fc", source="train.py:3", code="x @ w",
+    other="nothing", operation="aten.mm.default", operation_module="fc", place=Place("train.py", 3), code="x @ w",
     in_backward=True, cause="it is another one",
 )  # fmt: skip
 RAISED = Bisection(

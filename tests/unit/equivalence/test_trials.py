@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from nanwatch.equivalence.trials import TRIALS, explain
+from nanwatch.util.place import Place
 
 ITEMS = torch.arange(40.0)
 
@@ -82,7 +83,7 @@ def test_a_loader_of_a_fixed_order_keeps_it_and_loaders_are_as_before_afterwards
 )
 def test_an_operation_that_differs_on_equal_operands_is_explained(operation: str, words: str) -> None:
     """By what is known of its kernels; the first trial is the kernel that PyTorch calls deterministic."""
-    one = SimpleNamespace(name=operation, source="", is_random=False, in_loader=False)
+    one = SimpleNamespace(name=operation, place=None, is_random=False, in_loader=False)
     found: Any = SimpleNamespace(a=one, operand=None, how="results")
     cause, trials = explain(found)
     assert cause.startswith(words)
@@ -93,7 +94,7 @@ def test_a_line_of_a_file_that_is_no_python_has_no_suspects(tmp_path: Path) -> N
     """A template or a cell of a notebook: that line alone is searched."""
     file = tmp_path / "train.tpl"
     file.write_text("{% for x in data %}\nt = time.time()\n{% endfor %} id(x)\n")
-    one = SimpleNamespace(name="aten.mul.Tensor", source=f"{file}:2", is_random=False, in_loader=False)
+    one = SimpleNamespace(name="aten.mul.Tensor", place=Place(str(file), 2), is_random=False, in_loader=False)
     found: Any = SimpleNamespace(a=one, operand=SimpleNamespace(origin="", allocated=""), how="operands")
     cause, trials = explain(found)
     assert cause == "what it was given was written past PyTorch's dispatcher; look at time.time() in line 2"

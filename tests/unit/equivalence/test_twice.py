@@ -255,7 +255,7 @@ def test_a_list_that_the_step_keeps_is_named_once() -> None:
 @pytest.mark.parametrize("in_loader", [True, False])
 def test_a_loader_is_tried_early_only_where_one_draws(in_loader: bool) -> None:
     """A program without one would take runs for nothing before the trials that may help it."""
-    one = SimpleNamespace(source="", is_random=True, has_generator=False, in_loader=in_loader)
+    one = SimpleNamespace(place=None, is_random=True, has_generator=False, in_loader=in_loader)
     found: Any = SimpleNamespace(a=one, operand=None, how="results")
     assert ("loader" in explain(found)[1]) == in_loader
 
