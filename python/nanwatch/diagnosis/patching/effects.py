@@ -38,9 +38,6 @@ class _TooLarge(Exception):  # noqa: N818
     pass
 
 
-_WIDER = {torch.complex32: torch.complex64, torch.complex64: torch.complex128}
-
-
 def _wide(x: Any) -> Any:
     if isinstance(x, torch.dtype):
         return torch.float64 if x.is_floating_point else torch.complex128 if x.is_complex else x
