@@ -357,10 +357,8 @@ py::tuple CallRecorder::taken(PeakMagnitudes& peaks) {
 }
 
 py::object CallRecorder::to_python(const FrameData& frame) const {
-  static const char* const phases[] = {"forward", "backward", "step"};
   static const char* const notes[] = {"", "None", "not a tensor"};
   const Node& node = *nodes_[size_t(frame.node)];
-  const bool fingerprinted = observer_.has_fingerprints();
   py::list rows;
   for (const RowData& row : frame.rows) {
     if (row.python != nullptr) {
@@ -368,18 +366,18 @@ py::object CallRecorder::to_python(const FrameData& frame) const {
       continue;
     }
     const std::string label = observer_.label_text(row.label);  // a copy: new objects may run code that adds labels
-    const char* role = role_name(row.role);
-    if (row.note != Note::none) {
-      rows.append(make_row({py::str(label), py::str(role), py::none(), py::str(""), py::none(), py::none(), py::none(),
-                            py::none(), py::str(notes[int(row.note)]), py::none(), py::none()}));
-      continue;
+    RowItems items = items_without_range(label, row.role, py::str(notes[int(row.note)]));
+    if (row.note == Note::none) {
+      items[row_item::shape] = shape_of(frame, row);
+      items[row_item::dtype] = py::str(dtype_name(row));
+      items[row_item::abs_min] = py::float_(row.range.abs_min);
+      items[row_item::abs_max] = py::float_(row.range.abs_max);
+      items[row_item::isfinite] = py::bool_(row.range.isfinite);
+      if (observer_.has_fingerprints()) items[row_item::fingerprint] = fingerprint_of(frame, row);
     }
-    rows.append(
-        make_row({py::str(label), py::str(role), shape_of(frame, row), py::str(dtype_name(row)),
-                  py::float_(row.range.abs_min), py::float_(row.range.abs_max), py::bool_(row.range.isfinite),
-                  py::none(), py::str(""), fingerprinted ? fingerprint_of(frame, row) : py::none(), py::none()}));
+    rows.append(make_row(std::move(items)));
   }
-  return frame_type_(frame.batch, node.name, node.class_name, py::tuple(rows), phases[int(frame.phase)],
+  return frame_type_(frame.batch, node.name, node.class_name, py::tuple(rows), kPhases[int(frame.phase)],
                      frame.recomputed);
 }
 

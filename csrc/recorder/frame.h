@@ -12,12 +12,11 @@
 #include "recorder/batch_counts.h"
 #include "recorder/labels.h"
 #include "device/pending_row.h"
+#include "numerics/columns.h"
 #include "numerics/range.h"
 
 namespace nanwatch {
 
-enum class Role : uint8_t { weight, buffer, input, output, gradient };
-enum class Phase : uint8_t { forward, backward, step };
 enum class Note : uint8_t { none, is_none, not_a_tensor };
 
 constexpr int32_t kNotPending = -1;

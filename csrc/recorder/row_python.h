@@ -1,4 +1,4 @@
-// The rows of a frame as Python sees them, with the items of row_item.
+// The rows of a frame as Python sees them.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -19,14 +19,7 @@
 namespace nanwatch {
 
 inline const char* role_name(Role role) {
-  switch (role) {
-    case Role::weight: return "weight";
-    case Role::buffer: return "buffer";
-    case Role::input: return "input";
-    case Role::output: return "output";
-    case Role::gradient: break;
-  }
-  return "gradient";
+  return kRoles[int(role)];
 }
 
 inline pybind11::tuple shape_of(const FrameData& frame, const RowData& row) {
@@ -84,20 +77,41 @@ inline void bind_row(const pybind11::type& type) {
   row_type() = candidate;
 }
 
-inline pybind11::object make_row(std::array<pybind11::object, kRowItems> items) {
+inline pybind11::object from_utf8(const std::string& text) {
+  return pybind11::reinterpret_steal<pybind11::object>(
+      PyUnicode_DecodeUTF8(text.data(), Py_ssize_t(text.size()), "replace"));
+}
+
+// The items of a row by their names; one that is not set is None.
+using RowItems = std::array<pybind11::object, kRowItems>;
+
+inline pybind11::object make_row(RowItems items) {
   auto row = pybind11::reinterpret_steal<pybind11::object>(row_type()->tp_alloc(row_type(), Py_ssize_t(items.size())));
   if (!row) throw pybind11::error_already_set();
-  for (size_t i = 0; i < items.size(); ++i) PyTuple_SET_ITEM(row.ptr(), Py_ssize_t(i), items[i].release().ptr());
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (!items[i]) items[i] = pybind11::none();
+    PyTuple_SET_ITEM(row.ptr(), Py_ssize_t(i), items[i].release().ptr());
+  }
   return row;
 }
 
 // The row with another item.
 inline pybind11::object with_item(PyObject* row, size_t position, const pybind11::object& value) {
-  std::array<pybind11::object, kRowItems> items;
+  RowItems items;
   for (size_t i = 0; i < items.size(); ++i)
     items[i] =
         i == position ? value : pybind11::reinterpret_borrow<pybind11::object>(PyTuple_GET_ITEM(row, Py_ssize_t(i)));
   return make_row(std::move(items));
+}
+
+// The items of a value that is no tensor, or was not read, as `note` says.
+inline RowItems items_without_range(const std::string& label, Role role, const pybind11::object& note) {
+  RowItems items;
+  items[row_item::label] = from_utf8(label);
+  items[row_item::role] = pybind11::str(role_name(role));
+  items[row_item::dtype] = pybind11::str("");
+  items[row_item::note] = note;
+  return items;
 }
 
 inline bool is_row(PyObject* row) {
@@ -120,11 +134,6 @@ inline bool is_nonfinite(const RowData& row) {
 // The Python object of a tensor; empty with a Python error set.
 inline pybind11::object wrap(const at::Tensor& x) {
   return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(x));
-}
-
-inline pybind11::object from_utf8(const std::string& text) {
-  return pybind11::reinterpret_steal<pybind11::object>(
-      PyUnicode_DecodeUTF8(text.data(), Py_ssize_t(text.size()), "replace"));
 }
 
 // The text of a str; lone surrogates, which UTF-8 has not, as `\ud800`. "?" for anything else.
@@ -161,11 +170,7 @@ inline std::optional<std::string> excuse_error() {
 
 // The row of a value that was not read, owned.
 inline PyObject* unread_row(const std::string& label, Role role, const std::string& reason) {
-  const pybind11::none none;
-  return make_row({from_utf8(label), pybind11::str(role_name(role)), none, pybind11::str(""), none, none, none, none,
-                   from_utf8("not checked: " + reason), none, none})
-      .release()
-      .ptr();
+  return make_row(items_without_range(label, role, from_utf8("not checked: " + reason))).release().ptr();
 }
 
 }  // namespace nanwatch

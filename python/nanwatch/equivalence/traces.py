@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..numerics.readable import dtype_name
-from ..trace.trace import sizes
+from ..records.fields import sizes
 from ..trace.trace_file import Trace, sketches
 from ..util.visible import module_name
 from .calls import CallPair, ModuleCall

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 from ..numerics.formats import Limits, Statistics, TensorHealth, limits
+from .fields import Cell
 
 _CLAUSE = r"(\w+(?:\([^()]*\))?) at ([^=,]*)=(\d+) of (\d+)"
 _PLACEMENT = re.compile(rf"(?P<places>{_CLAUSE}(?:, {_CLAUSE})*)(?:, from \[(?P<index>\d+(?:, \d+)*)\])?")
@@ -132,13 +133,13 @@ class Record(NamedTuple):
     label: str
     role: Role
     shape: tuple[int, ...] | None
-    dtype: str
+    dtype: Annotated[str, Cell(is_null_if_empty=True)]
     abs_min: float | None
     abs_max: float | None
     isfinite: bool | None
     health: TensorHealth | None
     note: str = ""
-    fingerprint: int | None = None
+    fingerprint: Annotated[int | None, Cell(kind="uint64")] = None
     statistics: Statistics | None = None
 
     @property
@@ -190,8 +191,8 @@ class Frame(NamedTuple):
     """
 
     batch: int
-    name: str
-    class_name: str
+    name: Annotated[str, Cell(name="module")]
+    class_name: Annotated[str, Cell(name="class")]
     records: tuple[Record, ...]
     phase: Phase = "forward"
     recomputed: bool = False

@@ -11,11 +11,12 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from ..numerics.formats import limits
+from ..records.fields import sizes
 from ..records.record import is_same_part
 from ..util.visible import without_wrappers
 from .align import Ints, Rows, align
 from .difference import KINDS, Difference, Growth, Kind, Place, RowErrors, Series
-from .trace import arrow, sizes
+from .trace import arrow
 from .trace_file import Sketches, Trace, batch_words, sketches, strings
 
 _Number = TypeVar("_Number", bound=np.generic)

@@ -20,7 +20,8 @@ import numpy as np
 
 from ..numerics.formats import Statistics, TensorHealth
 from ..recording.observe import take_sketch
-from ..records.record import PHASES, ROLES, Frame, Record
+from ..records.fields import Fields
+from ..records.record import Frame, Record
 from ..util import reading
 from ..util.imports import needed
 from ..util.progress import Tell, silent
@@ -32,40 +33,15 @@ SUFFIX = ".parquet"
 # Key in the metadata of every part's schema: a JSON object with the members of FACTS.
 METADATA_KEY = b"nanwatch.trace"
 
-# Name, type as pyarrow spells it, and whether it may be null.
+_FRAME, _RECORD = Fields(Frame), Fields(Record)
+# Name, type as pyarrow spells it, and whether it may be null: of the frame, of the record, and what only a trace knows.
 COLUMNS = (
-    ("batch", "int64", False),
+    *((one.name, one.kind, one.may_be_null) for one in (*_FRAME.columns, *_RECORD.columns)),
     ("call", "int64", False),
-    ("module", "string", False),
-    ("class", "string", False),
-    ("label", "string", False),
-    ("role", "string", False),
-    ("shape", "string", True),
-    ("dtype", "string", True),
-    ("abs_min", "float64", True),
-    ("abs_max", "float64", True),
-    ("isfinite", "bool", True),
-    ("note", "string", False),
-    ("phase", "string", False),
-    ("recomputed", "bool", False),
     ("rank", "int32", False),
-    ("numel", "int64", True),
-    ("num_nan", "int64", True),
-    ("num_posinf", "int64", True),
-    ("num_neginf", "int64", True),
-    ("num_zero", "int64", True),
-    ("num_subnormal", "int64", True),
-    ("finite_abs_min", "float64", True),
-    ("finite_abs_max", "float64", True),
-    ("first_nonfinite", "string", True),
     ("weight_version", "int64", True),
     ("exponents", "string", True),
-    ("fingerprint", "uint64", True),
     ("sketch", "binary", True),
-    ("mean", "float64", True),
-    ("rms", "float64", True),
-    ("kurtosis", "float64", True),
-    ("beyond_6_sigma", "float64", True),
 )
 # Columns that files before the version of this number may lack; read there, they are null. A reader of version 4 passes
 # over columns that it does not know, so `sketch` and those of Statistics did not raise the version.
@@ -73,7 +49,6 @@ ADDED = {"weight_version": 2, "exponents": 3, "fingerprint": 4, "sketch": 5} | d
     Statistics._fields, 5
 )
 STRINGS = tuple(name for name, kind, _ in COLUMNS if kind == "string")
-_COUNTS = ("numel", "num_nan", "num_posinf", "num_neginf", "num_zero", "num_subnormal")
 
 FACTS: dict[str, reading.Reader[Any]] = {
     "version": reading.count,
@@ -168,60 +143,31 @@ class Tabulator:
         self._rank = rank
         self._versions = WeightVersions() if versions is None else versions
         self._calls: dict[int, int] = {}
-        self._shapes: dict[tuple[int, ...], str] = {}
 
     def table(self, frames: Sequence[Frame]) -> Any:
         """Return one row a record, in the order of the frames; `frames` hold a record at least."""
         pa = import_module("pyarrow")
         rows = list(chain.from_iterable(frame.records for frame in frames))
-        label, role, shape, dtype, abs_min, abs_max, isfinite, health, note, bits, spread = zip(
-            *rows, strict=True
-        )
-        counts = [len(frame.records) for frame in frames]
-
-        def each(values: Iterable[Any], kind: Any) -> Any:
-            """Repeat a value of each frame for its rows."""
-            of_frames = _strings(values) if kind is None else pa.array(values, kind)
-            return of_frames.take(pa.array(np.repeat(np.arange(len(frames)), counts)))
-
-        counted = [one for one in health if one is not None]
+        # The place in `frames` of the frame of each row.
+        place = pa.array(np.repeat(np.arange(len(frames)), [len(frame.records) for frame in frames]))
         columns = {
-            "batch": each([frame.batch for frame in frames], pa.int64()),
-            "call": each([self._call(frame.batch) for frame in frames], pa.int64()),
-            "module": each([frame.name for frame in frames], None),
-            "class": each([frame.class_name for frame in frames], None),
-            "label": _strings(label),
-            "role": _strings(role),
-            "shape": _strings(map(self._shape, shape)),
-            "dtype": _strings(name or None for name in dtype),
-            "abs_min": pa.array(abs_min, pa.float64()),
-            "abs_max": pa.array(abs_max, pa.float64()),
-            "isfinite": pa.array(isfinite, pa.bool_()),
-            "note": _strings(note),
-            "phase": each([frame.phase for frame in frames], None),
-            "recomputed": each([frame.recomputed for frame in frames], pa.bool_()),
+            "call": pa.array([self._call(frame.batch) for frame in frames], pa.int64()).take(place),
             "rank": pa.array(np.full(len(rows), self._rank, np.int32)),
             "weight_version": pa.array(
                 list(chain.from_iterable(map(self._versions.column, frames))), pa.int64()
             ),
-            "fingerprint": pa.array(bits, pa.uint64()),
+            "exponents": _column("string", [_exponents(row.health) for row in rows]),
             "sketch": pa.array(map(take_sketch, rows), pa.binary()),
         }
-        for name in Statistics._fields:
-            columns[name] = pa.array([getattr(one, name, None) for one in spread], pa.float64())
-        for name, kind, _ in COLUMNS:
-            if name in columns:
-                continue
-            if not counted:
-                columns[name] = pa.nulls(len(rows), pa.type_for_alias(kind))
-            elif name == "first_nonfinite":
-                places = (None if one is None else one.first_nonfinite for one in health)
-                columns[name] = _strings(None if place is None else str(list(place)) for place in places)
-            elif name == "exponents":
-                columns[name] = _strings(map(_exponents, health))
+        values = dict(zip(Frame._fields, zip(*frames, strict=True), strict=True))
+        for one in _FRAME.columns:
+            columns[one.name] = _column(one.kind, one.cells(values[one.field])).take(place)
+        values = dict(zip(Record._fields, zip(*rows, strict=True), strict=True))
+        for one in _RECORD.columns:
+            if one.owner is not None and not any(values[one.field]):
+                columns[one.name] = pa.nulls(len(rows), pa.type_for_alias(one.kind))
             else:
-                values = [None if one is None else getattr(one, name) for one in health]
-                columns[name] = pa.array(values, pa.type_for_alias(kind))
+                columns[one.name] = _column(one.kind, one.cells(values[one.field]))
         return pa.table(columns, schema=schema())
 
     def _call(self, batch: int) -> int:
@@ -231,29 +177,19 @@ class Tabulator:
             del self._calls[next(iter(self._calls))]
         return call
 
-    def _shape(self, shape: tuple[int, ...] | None) -> str | None:
-        if shape is None:
-            return None
-        text = self._shapes.get(shape)
-        if text is None:
-            text = self._shapes[tuple(shape)] = str(list(shape))
-            if len(self._shapes) > 4096:  # a new length of sequence in every batch
-                self._shapes.clear()
-        return text
-
 
 def _exponents(health: TensorHealth | None) -> str | None:
     counts = getattr(health, "exponents", None)
     return None if counts is None else json.dumps(dict(counts))
 
 
-def _strings(values: Iterable[str | None]) -> Any:
+def _column(kind: str, cells: Iterable[Any]) -> Any:
     pa = import_module("pyarrow")
-    found = list(values)
+    values = list(cells)
     try:
-        return pa.array(found, pa.string())
+        return pa.array(values, pa.type_for_alias(kind))
     except UnicodeEncodeError:  # a lone surrogate in somebody's name has no UTF-8
-        return pa.array([None if one is None else with_utf8(one) for one in found], pa.string())
+        return pa.array([None if text is None else with_utf8(text) for text in values], pa.string())
 
 
 # Back.
@@ -274,45 +210,8 @@ def _frames(rows: list[dict[str, Any]], tell: Tell) -> Iterable[Frame]:
         if end < len(rows) and all(rows[end][name] == first[name] for name in ("batch", "call", "rank")):
             continue
         tell("making frames", end, len(rows), "rows")
-        records = tuple(_record(row) for row in rows[start:end])
-        phase = reading.one_of(PHASES)(first["phase"], "phase")
-        yield Frame(first["batch"], first["module"], first["class"], records, phase, first["recomputed"])
+        yield _FRAME.read(first, records=tuple(map(_RECORD.read, rows[start:end])))
         start = end
-
-
-def _record(row: dict[str, Any]) -> Record:
-    return Record(
-        label=row["label"],
-        role=reading.one_of(ROLES)(row["role"], "role"),
-        shape=sizes(row["shape"], "shape"),
-        dtype=row["dtype"] or "",
-        abs_min=row["abs_min"],
-        abs_max=row["abs_max"],
-        isfinite=row["isfinite"],
-        health=None if row["numel"] is None else _health(row),
-        note=row["note"],
-        fingerprint=row["fingerprint"],
-        statistics=None if row["mean"] is None else Statistics(*(row[name] for name in Statistics._fields)),
-    )
-
-
-def sizes(text: str | None, where: str) -> tuple[int, ...] | None:
-    """Return the shape or index that is spelt so; None for None. Raise ValueError for other text."""
-    if text is None:
-        return None
-    return reading.tuple_of(reading.count)(json.loads(text), where)
-
-
-def _health(row: dict[str, Any]) -> TensorHealth:
-    return TensorHealth(
-        abs_min=row["abs_min"],
-        abs_max=row["abs_max"],
-        isfinite=row["isfinite"],
-        finite_abs_min=row["finite_abs_min"],
-        finite_abs_max=row["finite_abs_max"],
-        first_nonfinite=sizes(row["first_nonfinite"], "first_nonfinite"),
-        **{name: row[name] for name in _COUNTS},
-    )
 
 
 Key: TypeAlias = tuple[str, str]  # module and label

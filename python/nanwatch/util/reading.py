@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from math import inf, isfinite, nan
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 from .visible import visible
 
@@ -245,6 +245,8 @@ def _of_annotation(kind: Any) -> Reader[Any]:
     if kind in _readers:
         return _readers[kind]
     origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _of_annotation(arguments[0])
     if origin is Literal:
         return one_of(arguments)
     if origin is tuple and arguments[-1] is not Ellipsis:

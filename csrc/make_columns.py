@@ -1,0 +1,95 @@
+"""Write csrc/numerics/columns.h, names for the items of rows, from the declarations in python/nanwatch/.
+
+    python csrc/make_columns.py             write it
+    python csrc/make_columns.py --check     fail where it is not what this script writes
+
+Needs neither PyTorch nor nanwatch: the declarations are parsed, not imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parent
+SOURCE = CSRC.parent / "python" / "nanwatch"
+PLACE = CSRC / "numerics" / "columns.h"
+HEAD = """\
+// Names for the items of rows, of those of the kernels and those that Python has. Host and device, no torch. Written by
+// csrc/make_columns.py from python/nanwatch/; `make lint` checks that it is not stale.
+// clang-format off
+#pragma once
+
+#include <cstdint>
+
+namespace nanwatch {
+"""
+
+
+def parsed(path: str) -> list[ast.stmt]:
+    """Return the statements of a module."""
+    return ast.parse((SOURCE / path).read_text(encoding="utf-8")).body
+
+
+def fields_of(path: str, name: str) -> list[str]:
+    """Return the fields of a named tuple, in order."""
+    (declared,) = (one for one in parsed(path) if isinstance(one, ast.ClassDef) and one.name == name)
+    return [one.target.id for one in declared.body if isinstance(one, ast.AnnAssign)]  # type: ignore[union-attr]
+
+
+def choices_of(path: str, name: str) -> list[str]:
+    """Return the texts of a constant that is a tuple of them."""
+    (declared,) = (
+        one
+        for one in parsed(path)
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and one.target.id == name
+    )
+    assert declared.value is not None
+    return [str(text) for text in ast.literal_eval(declared.value)]
+
+
+def scope(name: str, enumerators: list[str], remark: str) -> str:
+    """Return a namespace with an enumeration that converts to int."""
+    items = ", ".join(enumerators)
+    return f"\n// {remark}\nnamespace {name} {{\nenum Item : int {{ {items} }};\n}}  // namespace {name}\n"
+
+
+def enumeration(name: str, texts: list[str]) -> str:
+    """Return an enumeration and the texts of its enumerators in Python."""
+    spelt = ", ".join(f'"{text}"' for text in texts)
+    return (
+        f"\nenum class {name} : uint8_t {{ {', '.join(texts)} }};\n"
+        f"inline constexpr const char* k{name}s[] = {{{spelt}}};\n"
+    )
+
+
+def header() -> str:
+    """Return the text of the header."""
+    record, formats = "records/record.py", "numerics/formats.py"
+    health = [name for name in fields_of(formats, "TensorHealth") if name != "numel"]
+    items = fields_of(record, "Record")
+    return (
+        HEAD
+        + scope(
+            "column",
+            [*health, "is_mask"],
+            "A row of the health operator. A range is its first kRangeColumns; a row from a device has all of them.",
+        )
+        + "\nconstexpr int kRangeColumns = column::isfinite + 1;\n"
+        + f"constexpr int kHealthColumns = column::{health[-1]} + 1;\n"
+        + "constexpr int kDeviceColumns = column::is_mask + 1;\n"
+        + scope("row_item", items, "A record as a Python tuple.")
+        + f"\nconstexpr int kRowItems = row_item::{items[-1]} + 1;\n"
+        + enumeration("Role", choices_of(record, "ROLES"))
+        + enumeration("Phase", choices_of(record, "PHASES"))
+        + "\n}  // namespace nanwatch\n"
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--check"]:
+        if PLACE.read_text(encoding="utf-8") != header():
+            sys.exit(f"{PLACE.relative_to(CSRC.parent)} is stale: run python csrc/make_columns.py")
+    else:
+        PLACE.write_text(header(), encoding="utf-8")

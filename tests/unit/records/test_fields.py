@@ -1,0 +1,68 @@
+"""The fields of records as columns, and the header for C++ that is made of them."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from typing import NamedTuple
+
+import pytest
+
+from nanwatch.numerics.formats import Statistics
+from nanwatch.records.fields import Fields
+from nanwatch.records.record import ROLES, Frame, Record, Role
+from nanwatch.util import reading
+from support.paths import ROOT
+
+
+class WithMedian(NamedTuple):
+    """A record as it would be with one line more."""
+
+    label: str
+    role: Role
+    shape: tuple[int, ...] | None
+    statistics: Statistics | None = None
+    median: float | None = None
+
+
+@pytest.mark.parametrize("median", [None, 2.5])
+def test_a_field_more_has_a_column_and_a_member_of_json(median: float | None) -> None:
+    """Nothing but its line says that there is one."""
+    fields, row = Fields(WithMedian), WithMedian("weight", "weight", (2, 3), None, median)
+    assert [(one.name, one.kind, one.may_be_null) for one in fields.columns][-1] == (
+        "median",
+        "float64",
+        True,
+    )
+    columns = {one.name: list(one.cells([getattr(row, one.field)])) for one in fields.columns}
+    assert (columns["shape"], columns["mean"]) == (["[2, 3]"], [None])
+    assert fields.read({name: cells[0] for name, cells in columns.items()}) == row
+    assert reading.of(WithMedian)(json.loads(json.dumps(reading.plain(row))), "row") == row
+
+
+def test_a_named_tuple_in_a_field_has_the_columns_that_are_not_taken() -> None:
+    """A record's health repeats its range, and a table has it once."""
+    names = [one.name for one in Fields(Record).columns]
+    assert len(set(names)) == len(names)
+    assert {"abs_min", "num_nan", "first_nonfinite", "beyond_6_sigma"} <= set(names)
+    assert {one.name: one.field for one in Fields(Frame).columns}["class"] == "class_name"
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"), [("role", "boss"), ("role", None), ("shape", "{}"), ("shape", "x")]
+)
+def test_a_cell_that_no_record_has_is_refused(name: str, cell: str | None) -> None:
+    """A file may be anybody's."""
+    (column,) = (one for one in Fields(Record).columns if one.name == name)
+    with pytest.raises(ValueError, match=r"role should be one of|shape should be a list|Expecting value"):
+        column.value(cell)
+
+
+def test_the_header_of_the_columns_is_up_to_date() -> None:
+    """As `make lint` asks, for those who run the tests alone. The parsed declarations are those that Python has."""
+    script = runpy.run_path(str(ROOT / "csrc" / "make_columns.py"))
+    assert script["PLACE"].read_text(encoding="utf-8") == script["header"](), (
+        "run python csrc/make_columns.py"
+    )
+    assert script["fields_of"]("records/record.py", "Record") == list(Record._fields)
+    assert script["choices_of"]("records/record.py", "ROLES") == list(ROLES)
