@@ -29,10 +29,6 @@ void collect_recorder(PyHeapTypeObject* heap_type) {
   };
 }
 
-Check check_of(const std::string& name) {
-  return name == "module" ? Check::module : name == "async" ? Check::async : Check::batch;
-}
-
 // Null where nobody asked for gradients.
 GradientRecorder* gradients_of(const CallRecorder& recorder) {
   return static_cast<GradientRecorder*>(recorder.gradients());
@@ -59,26 +55,18 @@ void bind_recorder(py::module_& m) {
       .def("remove", [](Subscription& self) { self.set_active(false); });
   py::class_<CallRecorder>(m, "CallRecorder", py::custom_type_setup(&collect_recorder),
                            "Records the calls of watched modules; see python/nanwatch/instrumentation/calls.py.")
-      .def(py::init([](py::object events, py::object frame_type, const py::dict& helpers, size_t max_frames,
-                       int64_t every, std::vector<int64_t> traced, bool weights, bool buffers, bool inputs,
-                       bool outputs, int64_t reread_weights, bool verify_hits, bool measure_time, bool gradients,
-                       bool counts, bool fingerprints, int64_t sketches, int64_t statistics, const std::string& check) {
-             const Options options{check_of(check), weights,     buffers,      inputs,    outputs,
-                                   reread_weights,  verify_hits, measure_time, gradients, counts,
-                                   fingerprints,    sketches,    statistics};
-             auto recorder = std::make_unique<CallRecorder>(
-                 options,
-                 Helpers{helpers["observe"], helpers["leaves"], helpers["is_container"], helpers["spell_key"],
-                         helpers["completed_row"]},
-                 std::move(events), std::move(frame_type), max_frames, every, std::move(traced));
-             if (gradients) recorder->set_gradients(std::make_unique<GradientRecorder>(recorder.get(), options));
+      .def(py::init([](const py::object& settings, py::object events, py::object frame_type, const py::dict& helpers) {
+             const Options options(settings);
+             auto recorder =
+                 std::make_unique<CallRecorder>(options,
+                                                Helpers{helpers["observe"], helpers["leaves"], helpers["is_container"],
+                                                        helpers["spell_key"], helpers["completed_row"]},
+                                                std::move(events), std::move(frame_type));
+             if (options.gradients)
+               recorder->set_gradients(std::make_unique<GradientRecorder>(recorder.get(), options));
              return recorder;
            }),
-           py::kw_only(), py::arg("events"), py::arg("frame_type"), py::arg("helpers"), py::arg("max_frames"),
-           py::arg("every"), py::arg("traced"), py::arg("weights"), py::arg("buffers"), py::arg("inputs"),
-           py::arg("outputs"), py::arg("reread_weights"), py::arg("verify_hits"), py::arg("measure_time"),
-           py::arg("gradients"), py::arg("counts"), py::arg("fingerprints"), py::arg("sketches"), py::arg("statistics"),
-           py::arg("check"))
+           py::arg("settings"), py::kw_only(), py::arg("events"), py::arg("frame_type"), py::arg("helpers"))
       .def("add_node", &CallRecorder::add_node, py::arg("name"), py::arg("module"), py::arg("observed"),
            py::arg("allow_inf"))
       .def("frames", &CallRecorder::frames)

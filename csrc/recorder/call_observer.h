@@ -34,17 +34,38 @@ struct Counters {
 // When the host polls rows that a device makes: see `watch`.
 enum class Check : uint8_t { module, batch, async };
 
+inline Check check_of(const std::string& name) {
+  return name == "module" ? Check::module : name == "async" ? Check::async : Check::batch;
+}
+
+// The members of python/nanwatch/recording/events.py's Settings that are used here.
+#define NANWATCH_SETTINGS(X)      \
+  X(size_t, max_frames)           \
+  X(int64_t, every)               \
+  X(std::vector<int64_t>, traced) \
+  X(bool, weights)                \
+  X(bool, buffers)                \
+  X(bool, inputs)                 \
+  X(bool, outputs)                \
+  X(int64_t, reread_weights)      \
+  X(bool, verify_hits)            \
+  X(bool, measure_time)           \
+  X(bool, gradients)              \
+  X(bool, counts)                 \
+  X(bool, fingerprints)           \
+  X(int64_t, sketches)            \
+  X(int64_t, statistics)
+
 struct Options {
-  Check check = Check::batch;
-  bool weights = true, buffers = true, inputs = true, outputs = true;
-  int64_t reread_weights = 64;
-  bool verify_hits = false;  // read again on every cache hit and count the differences
-  bool measure_time = false;
-  bool gradients = false;
-  bool counts = false;        // every row is Python's, with the counts of its tensor
-  bool fingerprints = false;  // every row has the hash of its tensor's bits
-  int64_t sketches = 0;       // in every batch of this many, Python projects the outputs; 0: in none
-  int64_t statistics = 0;     // in every batch of this many, every row is Python's, with the statistics of its tensor
+  explicit Options(pybind11::handle settings)
+#define NANWATCH_READ(type, name) name(settings.attr(#name).cast<type>()),
+      : NANWATCH_SETTINGS(NANWATCH_READ) check(check_of(settings.attr("check").cast<std::string>())) {
+  }
+#undef NANWATCH_READ
+#define NANWATCH_MEMBER(type, name) type name;
+  NANWATCH_SETTINGS(NANWATCH_MEMBER)
+#undef NANWATCH_MEMBER
+  Check check;
 
   // Returns whether Python makes the rows of this role in this batch.
   bool is_pythons(Role role, int64_t batch) const {

@@ -83,15 +83,14 @@ class CallRecorder::Threads : public std::list<Thread> {
   }
 };
 
-CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object events, py::object frame_type,
-                           size_t max_frames, int64_t every, std::vector<int64_t> traced)
+CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object events, py::object frame_type)
     : observer_(options, std::move(helpers)),
       events_(std::move(events)),
       frame_type_(std::move(frame_type)),
-      ring_(max_frames),
+      ring_(options.max_frames),
       check_(options.check),
-      every_(every),
-      traced_(std::move(traced)),
+      every_(options.every),
+      traced_(options.traced),
       measures_time_(options.measure_time),
       id_(next_id++) {
   std::sort(traced_.begin(), traced_.end());

@@ -21,8 +21,7 @@ namespace nanwatch {
 
 class CallRecorder {
  public:
-  CallRecorder(const Options& options, Helpers helpers, pybind11::object events, pybind11::object frame_type,
-               size_t max_frames, int64_t every, std::vector<int64_t> traced);
+  CallRecorder(const Options& options, Helpers helpers, pybind11::object events, pybind11::object frame_type);
   ~CallRecorder();
   CallRecorder(const CallRecorder&) = delete;
   CallRecorder& operator=(const CallRecorder&) = delete;

@@ -4,7 +4,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .numerics.formats import AbsRange, TensorHealth
-from .recording.events import RecorderEvents
+from .recording.events import RecorderEvents, Settings
 from .recording.notes import MaskedScores
 from .records.record import Frame, Record
 
@@ -43,11 +43,11 @@ class CallRecorder:
     watch: int
     def __init__(
         self,
+        settings: Settings,
         *,
         events: RecorderEvents,
-        frame_type: object,
+        frame_type: type[Frame],
         helpers: dict[str, Callable[..., Any]],
-        **settings: Any,
     ) -> None: ...
     def subscribe(self, events: int) -> Subscription: ...
     @property

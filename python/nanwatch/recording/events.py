@@ -23,7 +23,10 @@ Check: TypeAlias = Literal["auto", "module", "batch", "async"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of a recorder: which tensors it reads and how many frames it keeps; see `watch`."""
+    """Settings of a recorder: which tensors it reads and how many frames it keeps; see `watch`.
+
+    CallRecorder reads them by their names (`NANWATCH_SETTINGS` in csrc/recorder/call_observer.h).
+    """
 
     max_frames: int = 21
     every: int = 1
@@ -33,13 +36,13 @@ class Settings:
     inputs: bool = True
     outputs: bool = True
     reread_weights: int = 64
-    verify_hits: bool = False
+    verify_hits: bool = False  # read again on every cache hit and count the differences
     measure_time: bool = False
     gradients: bool = False
-    counts: bool = False
-    fingerprints: bool = False
-    sketches: int = 0
-    statistics: int = 0
+    counts: bool = False  # every row is Python's, with the counts of its tensor
+    fingerprints: bool = False  # every row has the hash of its tensor's bits
+    sketches: int = 0  # in every batch of this many, Python projects the outputs; 0: in none
+    statistics: int = 0  # in every batch of this many, every row is Python's, with the statistics of its tensor
     check: Check = "auto"
 
 

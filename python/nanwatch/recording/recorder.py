@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -409,4 +409,4 @@ def make_recorder(settings: Settings, events: RecorderEvents) -> Recorder:
         "completed_row": completed_row,
     }
     native: type[CallRecorder] = _extension.C.CallRecorder
-    return native(events=events, frame_type=Frame, helpers=helpers, **asdict(settings))
+    return native(settings, events=events, frame_type=Frame, helpers=helpers)
