@@ -49,7 +49,7 @@ void bind_recorder(py::module_& m) {
   m.def(
       "tensor_at", [](uintptr_t address) { return *reinterpret_cast<const at::Tensor*>(address); }, py::arg("address"),
       "The tensor that such a backend is asked about.");
-  m.def("bind_row", &bind_row, py::arg("type"), "Sets the named tuple that rows are made of.");
+  m.def("bind_row", &bind_row, py::arg("record"), py::arg("note"), "Sets the named tuples that rows are made of.");
   py::class_<Subscription>(m, "Subscription", "Some events that a CallRecorder reports until `remove()`.")
       .def_property("active", &Subscription::active, &Subscription::set_active)
       .def("remove", [](Subscription& self) { self.set_active(false); });
@@ -106,7 +106,7 @@ void bind_recorder(py::module_& m) {
       .def("call_under_way", &CallRecorder::call_under_way)
       .def("add_output", &CallRecorder::add_output)
       .def("excuse_gradients",
-           [](CallRecorder& self, const std::vector<int64_t>& batches, const std::string& note) {
+           [](CallRecorder& self, const std::vector<int64_t>& batches, const py::object& note) {
              if (GradientRecorder* const gradients = gradients_of(self)) gradients->excuse(batches, note);
            })
       .def("forget_gradients",

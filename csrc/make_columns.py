@@ -38,15 +38,22 @@ def fields_of(path: str, name: str) -> list[str]:
     return [one.target.id for one in declared.body if isinstance(one, ast.AnnAssign)]  # type: ignore[union-attr]
 
 
-def choices_of(path: str, name: str) -> list[str]:
-    """Return the texts of a constant that is a tuple of them."""
-    (declared,) = (
-        one
+def assigned(path: str, name: str) -> ast.expr:
+    """Return what a module assigns to an annotated name."""
+    (value,) = (
+        one.value
         for one in parsed(path)
         if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and one.target.id == name
     )
-    assert declared.value is not None
-    return [str(text) for text in ast.literal_eval(declared.value)]
+    assert value is not None
+    return value
+
+
+def choices_of(path: str, name: str) -> list[str]:
+    """Return the texts of a Literal."""
+    literal = assigned(path, name)
+    assert isinstance(literal, ast.Subscript)
+    return list(ast.literal_eval(literal.slice))
 
 
 def scope(name: str, enumerators: list[str], remark: str) -> str:
@@ -56,17 +63,17 @@ def scope(name: str, enumerators: list[str], remark: str) -> str:
 
 
 def enumeration(name: str, texts: list[str]) -> str:
-    """Return an enumeration and the texts of its enumerators in Python."""
+    """Return an enumeration and the texts of its enumerators in Python; "" is `none`."""
     spelt = ", ".join(f'"{text}"' for text in texts)
     return (
-        f"\nenum class {name} : uint8_t {{ {', '.join(texts)} }};\n"
+        f"\nenum class {name} : uint8_t {{ {', '.join(text or 'none' for text in texts)} }};\n"
         f"inline constexpr const char* k{name}s[] = {{{spelt}}};\n"
     )
 
 
 def header() -> str:
     """Return the text of the header."""
-    record, formats = "records/record.py", "numerics/formats.py"
+    record, note, formats = "records/record.py", "records/note.py", "numerics/formats.py"
     health = [name for name in fields_of(formats, "TensorHealth") if name != "numel"]
     items = fields_of(record, "Record")
     return (
@@ -81,8 +88,15 @@ def header() -> str:
         + "constexpr int kDeviceColumns = column::is_mask + 1;\n"
         + scope("row_item", items, "A record as a Python tuple.")
         + f"\nconstexpr int kRowItems = row_item::{items[-1]} + 1;\n"
-        + enumeration("Role", choices_of(record, "ROLES"))
-        + enumeration("Phase", choices_of(record, "PHASES"))
+        + enumeration("Role", choices_of(record, "Role"))
+        + enumeration("Phase", choices_of(record, "Phase"))
+        + scope("note_item", fields_of(note, "Note"), "A note as a Python tuple.")
+        + f"\nconstexpr int kNoteItems = note_item::{fields_of(note, 'Note')[-1]} + 1;\n"
+        + enumeration("NoteKind", ["", *choices_of(note, "NoteKind")])
+        + "// These say that a non-finite value is meant.\n"
+        + "inline constexpr NoteKind kExcuses[] = {"
+        + ", ".join(f"NoteKind::{kind}" for kind in ast.literal_eval(assigned(note, "EXCUSES")))
+        + "};\n"
         + "\n}  // namespace nanwatch\n"
     )
 

@@ -286,7 +286,7 @@ GradientLog::Known GradientLog::on_gradient(const at::Tensor& gradient, const Pl
     if (pending != nullptr && backward != nullptr) backward->pending_checks.emplace_back(pending, known_pending);
     return {0, known_pending};
   }
-  RowData row{users[0].label, Role::gradient, Note::none, -1, 0, 0, kNotPending, {}, nullptr};
+  RowData row{users[0].label, Role::gradient, NoteKind::none, -1, 0, 0, kNotPending, {}, nullptr};
   int64_t bytes = 0;
   Finite finite = Finite::unknown;
   if (pending != nullptr) {

@@ -220,9 +220,8 @@ bool GradientRecorder::finish_nonfinite_backward() {
   return !backward || recorder_.paused || report(*backward, py::none());
 }
 
-void GradientRecorder::excuse(const std::vector<int64_t>& batches, const std::string& note) {
+void GradientRecorder::excuse(const std::vector<int64_t>& batches, const py::object& note) {
   const NoCollection none;  // it may run code that calls a model, and that call moves the frames
-  const py::str text(note);
   for (size_t i = 0; i < recorder_.ring().size(); ++i) {
     FrameData& frame = recorder_.ring().oldest(i);
     if (frame.phase != Phase::backward || std::find(batches.begin(), batches.end(), frame.batch) == batches.end())
@@ -230,7 +229,7 @@ void GradientRecorder::excuse(const std::vector<int64_t>& batches, const std::st
     frame.has_nonfinite = false;
     for (RowData& row : frame.rows) {
       if (row.python == nullptr || PyTuple_GET_ITEM(row.python, row_item::isfinite) != Py_False) continue;
-      Py_SETREF(row.python, with_item(row.python, row_item::note, text).release().ptr());
+      Py_SETREF(row.python, with_item(row.python, row_item::note, note).release().ptr());
     }
   }
 }

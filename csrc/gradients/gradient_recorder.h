@@ -34,7 +34,7 @@ class GradientRecorder final : public GradientTracker, private GradientSink {
   bool sums_may_overflow() const { return log_ != nullptr && log_->sums_may_overflow; }
   void forget_sums();  // they were read
   // Notes on the non-finite rows of these batches' backwards why they are meant.
-  void excuse(const std::vector<int64_t>& batches, const std::string& note);
+  void excuse(const std::vector<int64_t>& batches, const pybind11::object& note);
   // Takes the hooks from these leaves, and follows no more gradients.
   void stop(const std::vector<at::Tensor>& leaves);
 

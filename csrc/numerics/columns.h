@@ -29,4 +29,16 @@ inline constexpr const char* kRoles[] = {"weight", "buffer", "input", "output", 
 enum class Phase : uint8_t { forward, backward, step };
 inline constexpr const char* kPhases[] = {"forward", "backward", "step"};
 
+// A note as a Python tuple.
+namespace note_item {
+enum Item : int { kind, text, placement };
+}  // namespace note_item
+
+constexpr int kNoteItems = note_item::placement + 1;
+
+enum class NoteKind : uint8_t { none, absent, not_a_tensor, not_checked, local_shard, mask, allowed_inf, skipped_step, not_taken, spike, forecast };
+inline constexpr const char* kNoteKinds[] = {"", "absent", "not_a_tensor", "not_checked", "local_shard", "mask", "allowed_inf", "skipped_step", "not_taken", "spike", "forecast"};
+// These say that a non-finite value is meant.
+inline constexpr NoteKind kExcuses[] = {NoteKind::mask, NoteKind::allowed_inf, NoteKind::skipped_step, NoteKind::not_taken};
+
 }  // namespace nanwatch

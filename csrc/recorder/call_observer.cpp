@@ -75,7 +75,7 @@ struct CallObserver::HostReader {
 
 void CallObserver::unread(Labels::Id label, Role role, const std::string& reason, FrameData* frame) {
   if (PyObject* const row = unread_row(labels_.text(label), role, reason))
-    frame->rows.push_back({label, role, Note::none, -1, 0, 0, kNotPending, {}, row});
+    frame->rows.push_back({label, role, NoteKind::none, -1, 0, 0, kNotPending, {}, row});
 }
 
 // Turns an exception of reading a value into the value's row. Returns false for one that must end the call; it stays
@@ -92,7 +92,7 @@ bool CallObserver::row_from_python(PyObject* value, Labels::Id label, Role role,
   PyObject* row = PyObject_CallFunctionObjArgs(helpers_.observe.ptr(), value, text.ptr(), role_text.ptr(),
                                                node.allow_inf.ptr(), py::int_(frame->batch).ptr(), nullptr);
   if (row == nullptr) return excuse(label, role, frame);
-  frame->rows.push_back({label, role, Note::none, -1, 0, 0, kNotPending, {}, row});
+  frame->rows.push_back({label, role, NoteKind::none, -1, 0, 0, kNotPending, {}, row});
   frame->has_nonfinite |= is_nonfinite(frame->rows.back());
   return true;
 }
@@ -118,7 +118,7 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
   const at::Tensor& x = THPVariable_Unpack(object);
   // Taken before the read: another thread may give the tensor other sizes while the lock is released.
   RowData row{
-      label,       role, Note::none, int8_t(x.scalar_type()), uint8_t(view.dims), uint32_t(frame->shapes.size()),
+      label,       role, NoteKind::none, int8_t(x.scalar_type()), uint8_t(view.dims), uint32_t(frame->shapes.size()),
       kNotPending, {},   nullptr};
   frame->shapes.insert(frame->shapes.end(), view.sizes, view.sizes + view.dims);
   row.range = range_of<RangeRow>(object, frame->batch, memory, slot, HostReader{*this, x, view});
@@ -210,7 +210,7 @@ struct CallObserver::Walk {
   bool ended = false;  // by the limit
   std::vector<PyObject*> inside = {};
 
-  bool note(Labels::Id label, Note what) {
+  bool note(Labels::Id label, NoteKind what) {
     ++leaves;
     frame->rows.push_back({label, role, what, -1, 0, 0, kNotPending, {}, nullptr});
     return true;
@@ -241,12 +241,12 @@ struct CallObserver::Walk {
       ++leaves;
       return self.tensor(object, label, role, node, memory, nullptr, frame);
     }
-    if (object == Py_None) return note(label, Note::is_none);
-    if (is_scalar(object)) return note(label, Note::not_a_tensor);
+    if (object == Py_None) return note(label, NoteKind::absent);
+    if (is_scalar(object)) return note(label, NoteKind::not_a_tensor);
     if (PyTuple_Check(object) || PyList_Check(object)) return sequence(object, label);
     const std::optional<Kind> kind = PyDict_CheckExact(object) ? Kind::mapping : self.kind_of(Py_TYPE(object));
     if (!kind.has_value()) return false;
-    if (kind == Kind::opaque) return note(label, Note::not_a_tensor);
+    if (kind == Kind::opaque) return note(label, NoteKind::not_a_tensor);
     if (kind == Kind::mapping && has_plain_keys(object)) return mapping(object, label);
     return slowly(object, label);
   }
@@ -258,7 +258,7 @@ struct CallObserver::Walk {
       bool only_scalars = true;
       for (Py_ssize_t i = 0; i < size && only_scalars; ++i)
         only_scalars = is_scalar(is_tuple ? PyTuple_GET_ITEM(object, i) : PyList_GET_ITEM(object, i));
-      if (only_scalars) return note(label, Note::not_a_tensor);
+      if (only_scalars) return note(label, NoteKind::not_a_tensor);
     }
     if (!enter(object, label)) return true;
     bool done = true;

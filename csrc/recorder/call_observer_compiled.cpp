@@ -56,7 +56,7 @@ bool CallObserver::compiled_rows(Node& node, Node::Plan& plan, at::TensorList te
       if (value.kind == 'u') {
         unread(label, value.role, value.reason, frame);
       } else {
-        const Note note = value.kind == 'n' ? Note::is_none : Note::not_a_tensor;
+        const NoteKind note = value.kind == 'n' ? NoteKind::absent : NoteKind::not_a_tensor;
         frame->rows.push_back({label, value.role, note, -1, 0, 0, kNotPending, {}, nullptr});
       }
       continue;

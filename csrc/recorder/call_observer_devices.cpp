@@ -117,7 +117,7 @@ bool CallObserver::device_tensor(PyObject* object, Labels::Id label, Role role, 
   frame->shapes.insert(frame->shapes.end(), x.sizes().begin(), x.sizes().end());
   frame->rows.push_back({label,
                          role,
-                         Note::none,
+                         NoteKind::none,
                          int8_t(x.scalar_type()),
                          uint8_t(x.dim()),
                          at,

@@ -330,7 +330,7 @@ void CallRecorder::add_frame(int64_t batch, int32_t node, const py::list& rows) 
   frame.node = node;
   frame.phase = Phase::step;
   for (const py::handle row : rows)
-    frame.rows.push_back({0, Role::weight, Note::none, -1, 0, 0, kNotPending, {}, row.inc_ref().ptr()});
+    frame.rows.push_back({0, Role::weight, NoteKind::none, -1, 0, 0, kNotPending, {}, row.inc_ref().ptr()});
   ++observer_.counters.frames;
   ring_.push(frame);
 }
@@ -356,7 +356,6 @@ py::tuple CallRecorder::taken(PeakMagnitudes& peaks) {
 }
 
 py::object CallRecorder::to_python(const FrameData& frame) const {
-  static const char* const notes[] = {"", "None", "not a tensor"};
   const Node& node = *nodes_[size_t(frame.node)];
   py::list rows;
   for (const RowData& row : frame.rows) {
@@ -365,14 +364,16 @@ py::object CallRecorder::to_python(const FrameData& frame) const {
       continue;
     }
     const std::string label = observer_.label_text(row.label);  // a copy: new objects may run code that adds labels
-    RowItems items = items_without_range(label, row.role, py::str(notes[int(row.note)]));
-    if (row.note == Note::none) {
+    RowItems items = items_without_range(label, row.role);
+    if (row.note == NoteKind::none) {
       items[row_item::shape] = shape_of(frame, row);
       items[row_item::dtype] = py::str(dtype_name(row));
       items[row_item::abs_min] = py::float_(row.range.abs_min);
       items[row_item::abs_max] = py::float_(row.range.abs_max);
       items[row_item::isfinite] = py::bool_(row.range.isfinite);
       if (observer_.has_fingerprints()) items[row_item::fingerprint] = fingerprint_of(frame, row);
+    } else {
+      items[row_item::note] = make_note(row.note);
     }
     rows.append(make_row(std::move(items)));
   }

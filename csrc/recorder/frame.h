@@ -17,14 +17,12 @@
 
 namespace nanwatch {
 
-enum class Note : uint8_t { none, is_none, not_a_tensor };
-
 constexpr int32_t kNotPending = -1;
 
 struct RowData {
   Labels::Id label;
   Role role;
-  Note note;
+  NoteKind note;
   int8_t dtype;  // c10::ScalarType, -1 where there is no tensor
   uint8_t dims;
   uint32_t shape_at;  // into FrameData::shapes

@@ -64,17 +64,19 @@ inline int8_t floating_dtype(std::string_view name) {
   return -1;
 }
 
-// The named tuple of a row, records.record.Record, which Python sets once.
-inline PyTypeObject*& row_type() {
-  static PyTypeObject* type = nullptr;
-  return type;
-}
+// The named tuples records.record.Record and records.note.Note, which Python sets once.
+inline PyTypeObject* row_type = nullptr;
+inline PyTypeObject* note_type = nullptr;
 
-inline void bind_row(const pybind11::type& type) {
-  auto* const candidate = reinterpret_cast<PyTypeObject*>(type.ptr());
-  if (!PyType_IsSubtype(candidate, &PyTuple_Type)) throw pybind11::type_error("bind_row: expected a named tuple type");
-  Py_INCREF(candidate);  // for good
-  row_type() = candidate;
+inline void bind_row(const pybind11::type& record, const pybind11::type& note) {
+  const auto bound = [](const pybind11::type& type) {
+    auto* const candidate = reinterpret_cast<PyTypeObject*>(type.ptr());
+    if (!PyType_IsSubtype(candidate, &PyTuple_Type)) throw pybind11::type_error("bind_row: expected named tuple types");
+    Py_INCREF(candidate);  // for good
+    return candidate;
+  };
+  row_type = bound(record);
+  note_type = bound(note);
 }
 
 inline pybind11::object from_utf8(const std::string& text) {
@@ -82,17 +84,30 @@ inline pybind11::object from_utf8(const std::string& text) {
       PyUnicode_DecodeUTF8(text.data(), Py_ssize_t(text.size()), "replace"));
 }
 
-// The items of a row by their names; one that is not set is None.
+// Makes a named tuple. An item that is not set is None.
+template <size_t N>
+pybind11::object make_tuple_of(PyTypeObject* type, std::array<pybind11::object, N> items) {
+  auto made = pybind11::reinterpret_steal<pybind11::object>(type->tp_alloc(type, Py_ssize_t(N)));
+  if (!made) throw pybind11::error_already_set();
+  for (size_t i = 0; i < N; ++i) {
+    if (!items[i]) items[i] = pybind11::none();
+    PyTuple_SET_ITEM(made.ptr(), Py_ssize_t(i), items[i].release().ptr());
+  }
+  return made;
+}
+
+// The items of a row by their names.
 using RowItems = std::array<pybind11::object, kRowItems>;
 
 inline pybind11::object make_row(RowItems items) {
-  auto row = pybind11::reinterpret_steal<pybind11::object>(row_type()->tp_alloc(row_type(), Py_ssize_t(items.size())));
-  if (!row) throw pybind11::error_already_set();
-  for (size_t i = 0; i < items.size(); ++i) {
-    if (!items[i]) items[i] = pybind11::none();
-    PyTuple_SET_ITEM(row.ptr(), Py_ssize_t(i), items[i].release().ptr());
-  }
-  return row;
+  return make_tuple_of(row_type, std::move(items));
+}
+
+inline pybind11::object make_note(NoteKind kind, const std::string& text = "") {
+  std::array<pybind11::object, kNoteItems> items;
+  items[note_item::kind] = pybind11::str(kNoteKinds[int(kind)]);
+  items[note_item::text] = from_utf8(text);
+  return make_tuple_of(note_type, std::move(items));
 }
 
 // The row with another item.
@@ -104,13 +119,12 @@ inline pybind11::object with_item(PyObject* row, size_t position, const pybind11
   return make_row(std::move(items));
 }
 
-// The items of a value that is no tensor, or was not read, as `note` says.
-inline RowItems items_without_range(const std::string& label, Role role, const pybind11::object& note) {
+// The items of a value without a range.
+inline RowItems items_without_range(const std::string& label, Role role) {
   RowItems items;
   items[row_item::label] = from_utf8(label);
   items[row_item::role] = pybind11::str(role_name(role));
   items[row_item::dtype] = pybind11::str("");
-  items[row_item::note] = note;
   return items;
 }
 
@@ -118,11 +132,15 @@ inline bool is_row(PyObject* row) {
   return PyTuple_Check(row) && PyTuple_GET_SIZE(row) == kRowItems;
 }
 
-// Two notes of python/nanwatch/records/record.py say that the extremes of a value are meant.
+// Returns whether the row's note says that its extremes are meant.
 inline bool is_meant(PyObject* row) {
   PyObject* const note = PyTuple_GET_ITEM(row, row_item::note);
-  return PyUnicode_Check(note) && (PyUnicode_CompareWithASCIIString(note, "mask") == 0 ||
-                                   PyUnicode_CompareWithASCIIString(note, "allowed inf") == 0);
+  if (!PyTuple_Check(note) || PyTuple_GET_SIZE(note) != kNoteItems) return false;
+  PyObject* const kind = PyTuple_GET_ITEM(note, note_item::kind);
+  if (!PyUnicode_Check(kind)) return false;
+  for (const NoteKind excuse : kExcuses)
+    if (PyUnicode_CompareWithASCIIString(kind, kNoteKinds[int(excuse)]) == 0) return true;
+  return false;
 }
 
 // record.is_fault of a row whose range is known.
@@ -170,7 +188,9 @@ inline std::optional<std::string> excuse_error() {
 
 // The row of a value that was not read, owned.
 inline PyObject* unread_row(const std::string& label, Role role, const std::string& reason) {
-  return make_row(items_without_range(label, role, from_utf8("not checked: " + reason))).release().ptr();
+  RowItems items = items_without_range(label, role);
+  items[row_item::note] = make_note(NoteKind::not_checked, reason);
+  return make_row(std::move(items)).release().ptr();
 }
 
 }  // namespace nanwatch

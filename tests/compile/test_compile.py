@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
+from nanwatch.records.note import Note
 from nanwatch.records.record import Frame
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import Watch, watch
@@ -196,7 +197,7 @@ def test_a_tensor_without_values_to_read_says_so() -> None:
     with watch(model) as w:
         step = torch.compile(lambda x, y: model(x, y), backend="eager", fullgraph=True)
         step(torch.ones(2), torch.ones(2).to_sparse())
-    assert w.frames[0].records[1].note == "not checked: in compiled code only plain tensors are read"
+    assert w.frames[0].records[1].note == Note("not_checked", "in compiled code only plain tensors are read")
 
 
 # Failures

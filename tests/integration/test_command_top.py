@@ -59,7 +59,15 @@ def part(folder: Path, number: int, falling: str = "falling", told: Sequence[str
         "phase": "step",
     }
     rows += [
-        {"batch": 20 * number + 19, "call": 3, "module": "whole", "note": one, **nothing} for one in told
+        {
+            "batch": 20 * number + 19,
+            "call": 3,
+            "module": "whole",
+            "note": "spike" if one.startswith("spike") else "forecast",
+            "note_text": one.removeprefix("forecast: "),
+            **nothing,
+        }
+        for one in told
     ]
     whole = write_rows(folder.parent / "whole", rows)
     whole.replace(folder / f"part-{number:05}.parquet")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from nanwatch.records.note import Note
 from nanwatch.records.record import Frame, Record
 from nanwatch.session.api import watch
 from nanwatch.trace import trace
@@ -26,7 +27,7 @@ from support.toys import Scale, mlp
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
-FACTS = {"version": 1, "nanwatch": "0", "torch": "0", "rank": 0, "every": 1, "lost_frames": 0}
+FACTS = {"version": trace.VERSION, "nanwatch": "0", "torch": "0", "rank": 0, "every": 1, "lost_frames": 0}
 
 
 def run(path: Path, model: nn.Module, *inputs: Any, **options: Any) -> Trace:
@@ -44,7 +45,7 @@ def row(label: str = "output", low: float | None = 0.5, high: float | None = 1.0
         "role": label.partition("[")[0],
         "shape": (2,),
         "dtype": "float32",
-        "note": "" if read else "None",
+        "note": None if read else Note("absent"),
     }
     made |= changes
     return Record(label, made["role"], made["shape"], made["dtype"], low, high, finite, None, made["note"])

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import __main__ as command
-from nanwatch.records.record import LOCAL_SHARD, Frame, Record
+from nanwatch.records.note import MeshPlace, Note, Placement
+from nanwatch.records.record import Frame, Record
 from nanwatch.session.api import watch
 from nanwatch.trace import trace
 from nanwatch.trace.comparison import diff
@@ -71,10 +72,12 @@ def test_the_first_tensor_that_was_changed_is_named(tmp_path: Path, change: Any)
         assert by_range.first is None or by_range.first.label != "weight"
 
 
-FACTS = {"version": 4, "nanwatch": "0", "torch": "0", "every": 1, "lost_frames": 0}
+FACTS = {"version": trace.VERSION, "nanwatch": "0", "torch": "0", "every": 1, "lost_frames": 0}
 
 
-def row(label: str, bits: int | None, high: float = 1.0, role: Any = None, note: str = "") -> Record:
+def row(
+    label: str, bits: int | None, high: float = 1.0, role: Any = None, note: Note | None = None
+) -> Record:
     role = role or label.partition("[")[0]
     return Record(label, role, (2,), "float32", 0.5, high, high < torch.inf, None, note, bits)
 
@@ -142,37 +145,37 @@ def test_two_batches_are_of_different_data(tmp_path: Path) -> None:
     assert diff(path, other, batches=(1, 1)).differs
 
 
-def shard(words: str) -> str:
-    return f"{LOCAL_SHARD}: {words}"
+def shard(start: int, *places: MeshPlace) -> Note:
+    return Note("local_shard", placement=Placement(places, (start,)))
 
 
 @pytest.mark.parametrize(
     ("label", "role", "notes", "is_compared"),
     [
-        ("weight", "weight", ("", ""), True),
-        ("exp_avg[weight]", "buffer", ("", ""), True),
-        ("input[0]", "input", ("", ""), False),
-        ("weight.grad", "gradient", ("", ""), False),
-        ("weight", "weight", (LOCAL_SHARD, LOCAL_SHARD), False),
+        ("weight", "weight", (None, None), True),
+        ("exp_avg[weight]", "buffer", (None, None), True),
+        ("input[0]", "input", (None, None), False),
+        ("weight.grad", "gradient", (None, None), False),
+        ("weight", "weight", (Note("local_shard"), Note("local_shard")), False),
         (
             "weight",
             "weight",
-            (shard("Shard(0) at dp=0 of 2, from [0]"), shard("Shard(0) at dp=1 of 2, from [2]")),
+            (shard(0, MeshPlace("Shard(0)", "dp", 0, 2)), shard(2, MeshPlace("Shard(0)", "dp", 1, 2))),
             False,
         ),
         (
             "weight",
             "weight",
             (
-                shard("Replicate at dp=0 of 2, Shard(0) at tp=1 of 2, from [2]"),
-                shard("Replicate at dp=1 of 2, Shard(0) at tp=1 of 2, from [2]"),
+                shard(2, MeshPlace("Replicate", "dp", 0, 2), MeshPlace("Shard(0)", "tp", 1, 2)),
+                shard(2, MeshPlace("Replicate", "dp", 1, 2), MeshPlace("Shard(0)", "tp", 1, 2)),
             ),
             True,
         ),
     ],
 )
 def test_two_ranks_share_weights_and_optimizer_state(
-    tmp_path: Path, label: str, role: str, notes: tuple[str, str], is_compared: bool
+    tmp_path: Path, label: str, role: str, notes: tuple[Note | None, Note | None], is_compared: bool
 ) -> None:
     """Inputs, outputs and gradients differ between replicas, and so do the shards of a weight."""
     phase = "step" if label.startswith("exp") else "forward"
@@ -203,11 +206,8 @@ def test_the_command_says_so_and_its_status_is_1(tmp_path: Path, capsys: pytest.
 
 
 def test_a_trace_without_fingerprints_is_compared_by_ranges(tmp_path: Path) -> None:
-    """Also one of an older version, whose column is not there."""
+    """Where one side has them, too."""
     new = written(tmp_path / "new.parquet", row("output", 1))
-    table = parquet.read_table(new).drop_columns(["fingerprint"])
-    metadata = trace.schema({**FACTS, "version": 3, "rank": 0}).metadata
-    parquet.write_table(table.replace_schema_metadata(metadata), tmp_path / "old.parquet")
-    found = diff(new, Trace.open(tmp_path / "old.parquet"))
+    found = diff(new, written(tmp_path / "old.parquet", row("output", None)))
     assert not found.differs
     assert found.num_bits == 0

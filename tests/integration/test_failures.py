@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanwatch.numerics import _extension
+from nanwatch.records.note import Note
 from nanwatch.report.finding import Finding
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
@@ -304,7 +305,7 @@ def test_the_log_of_a_one_hot_target_looks_like_a_mask() -> None:
     report = error.value.report
     assert report.finding is not None
     assert (report.finding.module, report.finding.label, report.finding.value) == ("loss", "output", "nan")
-    assert [record.note for record in report.frames[-1].records] == ["mask", "", ""]
+    assert [record.note for record in report.frames[-1].records] == [Note("mask"), None, None]
 
 
 def test_the_page_has_the_table_of_the_cases() -> None:

@@ -16,7 +16,8 @@ from nanwatch.numerics.formats import limits
 from nanwatch.recording import frame_ring
 from nanwatch.recording.events import PeakName
 from nanwatch.recording.frame_ring import PeakMagnitudes
-from nanwatch.records.record import MASK, Frame, Record
+from nanwatch.records.note import Note
+from nanwatch.records.record import Frame, Record
 from nanwatch.session.api import watch
 from nanwatch.session.watch import Watch
 from support.architectures import built, inputs_of
@@ -56,7 +57,7 @@ def of_frames(frames: tuple[Frame, ...], batch: int, inputs: bool = False) -> di
                 continue
             if r.role == "input" and not inputs:
                 continue
-            if r.isfinite and r.abs_max and r.note != MASK:
+            if r.isfinite and r.abs_max and r.note != Note("mask"):
                 name = (frame.name, r.label, r.dtype)
                 found[name] = max(found.get(name, 0.0), r.abs_max)
     return found
@@ -168,7 +169,7 @@ def test_names_without_end_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_gathering_itself_skips_what_is_recomputed() -> None:
     """Rows as the Python recorder gives them."""
     gathered = PeakMagnitudes()
-    row = Record("output", "output", (1,), "float16", 0.0, 3.0, True, None, "")
+    row = Record("output", "output", (1,), "float16", 0.0, 3.0, True, None)
     gathered.add(Frame(4, "m", "M", (row,), recomputed=True))
     gathered.add(Frame(5, "m", "M", (row,)))
     assert gathered.take() == (5, [("m", "output", "float16")], np.array([3.0]).tobytes())

@@ -28,6 +28,7 @@ from nanwatch.integrations import debug
 from nanwatch.monitoring.batch_summary import BatchSummary
 from nanwatch.monitoring.log_sinks import batch_entry, nonfinite_entry
 from nanwatch.netcheck.command import say
+from nanwatch.records.note import Note
 from nanwatch.records.record import Frame, Record
 from nanwatch.report import text
 from nanwatch.report.finding import Cure, Origin, RankObservation
@@ -89,8 +90,18 @@ def test_ordinary_names_stay_as_they_are(name: str) -> None:
 def named(name: str) -> Report:
     """A report with this in every field that holds words."""
     records = (
-        Record(f"weight{name}", "weight", (2,), "float32", 0.5, 1.0, True, None, f"note{name}"),
-        Record(f"input{name}", "input", None, "", None, None, None, None, f"not checked: {name}"),
+        Record(
+            f"weight{name}",
+            "weight",
+            (2,),
+            "float32",
+            0.5,
+            1.0,
+            True,
+            None,
+            Note("skipped_step", f"note{name}"),
+        ),
+        Record(f"input{name}", "input", None, "", None, None, None, None, Note("not_checked", name)),
         Record(f"output{name}", "output", (2,), f"float16{name}", float("nan"), float("nan"), False, None),
     )
     found = replace(
@@ -118,9 +129,7 @@ def forms(report: Report) -> list[str]:
     error = NonFiniteError(report, Origin(first, 1, 1, 2, 2))
     log = BatchSummary(3)
     name = report.frames[0].name
-    log.add(
-        Frame(3, name, "M", (Record(f"output{name}", "output", (2,), "float16", 0.0, 1.0, True, None, ""),))
-    )
+    log.add(Frame(3, name, "M", (Record(f"output{name}", "output", (2,), "float16", 0.0, 1.0, True, None),)))
     entry = batch_entry(log, [name])
     digests = [Digest(rank, replace(report.finding, rank=rank), {name: 2.0}, {}) for rank in (0, 1)]
     return [

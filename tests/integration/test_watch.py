@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from nanwatch.records.note import Note
 from nanwatch.records.record import Frame, Record
 from nanwatch.report.report import BatchLimitError, NonFiniteError, Report
 from nanwatch.session.api import Watch, watch
@@ -158,7 +159,7 @@ def test_what_is_no_tensor_is_noted() -> None:
     with watch(model) as w:
         model(None, 3, torch.tensor([5, -7]), torch.empty(2, device="meta"))
     records = by_label(only(w.frames, "part"))
-    assert (records["input[0]"].note, records["input[1]"].note) == ("None", "not a tensor")
+    assert (records["input[0]"].note, records["input[1]"].note) == (Note("absent"), Note("not_a_tensor"))
     assert (records["input[2]"].abs_min, records["input[2]"].abs_max, records["input[2]"].dtype) == (
         5,
         7,
@@ -166,7 +167,7 @@ def test_what_is_no_tensor_is_noted() -> None:
     )
     for record in (records["input[3]"], w.frames[-1].records[-1]):
         assert (record.isfinite, record.abs_min, record.shape) == (None, None, (2,))
-        assert record.note.startswith("not checked: meta")
+        assert str(record.note).startswith("not checked: meta")
 
 
 def test_additive_masks_are_no_fault() -> None:
@@ -178,7 +179,7 @@ def test_additive_masks_are_no_fault() -> None:
     with watch(model) as w:
         model(torch.randn(2, 4, 8), mask=mask)
     notes = {record.note for frame in w.frames for record in frame.records if record.isfinite is False}
-    assert notes == {"mask"}
+    assert notes == {Note("mask")}
     keep = Call(Keep(), lambda _: None)
     with watch(keep), pytest.raises(NonFiniteError) as error:
         keep(torch.tensor([0.0, -INF, 1.0]))
@@ -741,4 +742,4 @@ def test_functorch_transforms_are_left_alone() -> None:
         assert torch.equal(torch.func.vmap(model)(x), 2 * x)
         torch.func.grad(lambda x: model(x).sum())(x)
     notes = {record.note for frame in w.frames for record in frame.records}
-    assert all(note.startswith("not checked: ") for note in notes)
+    assert all(str(note).startswith("not checked: ") for note in notes)

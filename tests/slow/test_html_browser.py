@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from nanwatch.records.note import Note
 from nanwatch.records.record import Frame, Record
 from nanwatch.report.finding import find
 from nanwatch.report.histogram import StoredHistogram
@@ -261,7 +262,7 @@ def test_hostile_names_stay_text(show: Open, server: tuple[str, list[str]]) -> N
     frames = []
     for i, name in enumerate(names):
         made = record(name, "output", inf if i == len(names) - 1 else 2.0**i)
-        unread = Record(name, "input", None, name, None, None, None, None, f"not checked: {name}")
+        unread = Record(name, "input", None, name, None, None, None, None, Note("not_checked", name))
         frames.append(Frame(0, name, name, (made, unread)))
     tab = show(Report(tuple(frames), find(frames), 0).to_html())
     tab.drawn()
@@ -322,7 +323,7 @@ def test_ten_thousand_records_are_shown(show: Open) -> None:
     assert (tab.requests, tab.complaints) == ([], [])
 
 
-UNREAD = Record("x", "input", (2,), "float16", None, None, None, None, "not checked: meta")
+UNREAD = Record("x", "input", (2,), "float16", None, None, None, None, Note("not_checked", "meta"))
 
 
 @pytest.mark.parametrize(

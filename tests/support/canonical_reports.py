@@ -9,6 +9,7 @@ from itertools import accumulate
 from math import frexp, inf, nan, prod
 
 from nanwatch.numerics.formats import TensorHealth
+from nanwatch.records.note import MeshPlace, Note, Placement
 from nanwatch.records.record import Frame, Record, Role
 from nanwatch.report.finding import Cure, Finding, find
 from nanwatch.report.histogram import StoredHistogram
@@ -27,7 +28,7 @@ def _read(
     high: float,
     dtype: str = "float32",
     shape: tuple[int, ...] = SHAPE,
-    note: str = "",
+    note: Note | None = None,
 ) -> Record:
     """A record whose elements are all finite."""
     return Record(label, role, shape, dtype, low, high, True, None, note)
@@ -256,10 +257,12 @@ def optimizer_step() -> Report:
 
 def excused() -> Report:
     """Values that are not finite and no fault, values that nobody could read, and a step that was skipped."""
-    mask = _spoilt(_read("input[1]", "input", 0.0, 0.0, note="mask"), neginfs=96, first=(0, 1))
-    allowed = _spoilt(_read("output", "output", 0.25, 4.0, note="allowed inf"), infs=1)
+    mask = _spoilt(_read("input[1]", "input", 0.0, 0.0, note=Note("mask")), neginfs=96, first=(0, 1))
+    allowed = _spoilt(_read("output", "output", 0.25, 4.0, note=Note("allowed_inf")), infs=1)
     skipped = _spoilt(
-        _read("weight.grad", "gradient", 0.5, 64.0, "float16", note="skipped step (scale 65536 → 32768)"),
+        _read(
+            "weight.grad", "gradient", 0.5, 64.0, "float16", note=Note("skipped_step", "scale 65536 → 32768")
+        ),
         infs=3,
     )
     frames = (
@@ -270,11 +273,11 @@ def excused() -> Report:
             (
                 _read("input[0]", "input", 2e-2, 3.5),
                 mask,
-                Record("input[2]", "input", None, "", None, None, None, None, "None"),
-                Record("input[3]", "input", None, "", None, None, None, None, "not a tensor"),
+                Record("input[2]", "input", None, "", None, None, None, None, Note("absent")),
+                Record("input[3]", "input", None, "", None, None, None, None, Note("not_a_tensor")),
                 Record(
                     "input[4]", "input", (2,), "float32", None, None, None, None,
-                    "not checked: meta tensor, no data",
+                    Note("not_checked", "meta tensor, no data"),
                 ),
                 allowed,
             ),
@@ -331,7 +334,7 @@ def ranks() -> tuple[Report, ...]:
     reports = []
     for rank in range(4):
         low = 128 * rank
-        place = f"local shard: Shard(0) at dp={rank} of 4, from [{low}, 0]"
+        place = Note("local_shard", placement=Placement((MeshPlace("Shard(0)", "dp", rank, 4),), (low, 0)))
         weight = _read("weight", "weight", 1e-4, 0.75 if rank == 1 else 0.5)
         output = _read("output", "output", 1e-2, 40.0 if rank == 3 else 2.0)
         bad = _spoilt(output, infs=2, first=(1, 4)) if rank in (0, 2) else output

@@ -9,6 +9,7 @@ from math import inf, isnan, nan
 from typing import Any
 
 from nanwatch.numerics.formats import TensorHealth
+from nanwatch.records.note import Note
 from nanwatch.records.record import Frame, Record
 from nanwatch.report.finding import find
 from nanwatch.report.report import Report
@@ -108,8 +109,10 @@ def growing(*, hostile: str = "") -> Report:
     frames = [
         Frame(0, "encoder" + hostile, "Embedding" + hostile, (record("output" + hostile, "output", 1.0),))
     ]
-    unread = Record("input[1]", "input", (3,), "int64", None, None, None, None, "not checked: meta" + hostile)
-    absent = Record("input[2]", "input", None, "", None, None, None, None, "None")
+    unread = Record(
+        "input[1]", "input", (3,), "int64", None, None, None, None, Note("not_checked", "meta" + hostile)
+    )
+    absent = Record("input[2]", "input", None, "", None, None, None, None, Note("absent"))
     for i in range(7):
         made = 8.0**i if i < 6 else inf
         records = (

@@ -81,7 +81,7 @@ def difference(plain: Trained, watched: Trained) -> dict[str, Any]:
         "finding": report.finding is not None,
         "names": sorted({f.name for f in report.frames}),
         "backward names": sorted({f.name for f in report.frames if f.phase == "backward"}),
-        "notes": sorted({r.note for r in records}),
+        "notes": sorted({str(r.note or "") for r in records}),
         "read": sorted({r.isfinite for r in records if r.role == "output"}, key=str),
         "roles of shards": sorted({r.role for r in records if r.is_shard}),
         "mesh": report.mesh,

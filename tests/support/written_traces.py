@@ -16,7 +16,7 @@ pa = pytest.importorskip("pyarrow")
 _FACTS = {"version": trace.VERSION, "nanwatch": "0", "torch": "0", "rank": 0, "every": 1, "lost_frames": 0}
 _USUAL = {
     "class": "Linear", "label": "output", "role": "output", "shape": "[2]", "dtype": "float16", "abs_min": 0.5,
-    "isfinite": True, "note": "", "phase": "forward", "recomputed": False, "rank": 0,
+    "isfinite": True, "phase": "forward", "recomputed": False, "rank": 0,
 }  # fmt: skip
 
 

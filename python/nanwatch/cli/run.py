@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from ..records.record import SKIPPED_STEP
 from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError, Report
 from ..session.api import DeferredWatch, Watch, watch
@@ -301,7 +300,7 @@ def _harmless(one: Watch) -> Iterator[str]:
     counters = one.counters
     if count := counters["skipped_steps"]:
         step = one.skipped_steps[-1]
-        scale = str(step).removeprefix(SKIPPED_STEP)
+        scale = f" ({step.note.text})" if step.note.text else ""
         steps = "1 step was" if count == 1 else f"{count:,} steps were"
         yield f"{steps} skipped, as gradients were not finite; the last: {text.summary(step.finding)}{scale}"
     if count := counters["untaken_backwards"]:

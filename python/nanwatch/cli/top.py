@@ -127,7 +127,7 @@ def _document(picture: Picture, rows: list[Row]) -> dict[str, Any]:
         "lost_frames": picture.lost_frames,
         "batches": [int(picture.first[0]), int(picture.last[-1])],
         "modules": [plain(row) for row in rows],
-        "marks": [{"kind": one.kind, **plain(one)} for one in picture.marks],
+        "marks": [plain(one) for one in picture.marks],
     }
 
 

@@ -22,13 +22,15 @@ from ..numerics import _reference
 from ..numerics.ranges import tensor_health
 from ..numerics.readable import is_plain, only_our_dispatch
 from ..recording.observe import read
-from ..records.record import MASK, Record
+from ..records.note import Note
+from ..records.record import Record
 from ..report.histogram import StoredHistogram
 from ..util.visible import spell
 from .diagnosis import BadRows, Expression, bad_rows
 from .operation import Operands, Operation, StorageWriteLog, operation_of
 from .program_code import SKIPPED_FILES
 
+_MASK = Note("mask")
 _HANDLERS = ("__torch_dispatch__", "__torch_function__")
 
 
@@ -164,7 +166,7 @@ class ProvenanceMode(TorchDispatchMode):
         is_live = any(not one.meant for i in suspects for one in writers[i])
         causes = suspects if is_live and operation.carries else _causes(operation, given, suspects, nonfinite)
         sources = [one for i in causes for one in writers[i]]
-        strangers = [i for i in causes if not writers[i] and given.rows[i].note != MASK]
+        strangers = [i for i in causes if not writers[i] and given.rows[i].note != _MASK]
         is_live = any(not one.meant for one in sources)
         if not is_live and not strangers and not step.nan:
             step.posinf, step.neginf = _signs(nonfinite)
@@ -281,7 +283,7 @@ def _is_meant(
     """Return whether infinities are meant: written as constants, or passed on from such."""
     if operation.base == "lift_fresh" or any(isinf(value) for _, value in given.numbers):
         return True
-    masks = [i for i, row in enumerate(given.rows) if row.note == MASK]
+    masks = [i for i, row in enumerate(given.rows) if row.note == _MASK]
     if not causes:
         # The sum of two masks that hold the dtype's minimum; the logarithm of a mask of zeros and ones.
         return not step.posinf and (bool(masks) or given.zero_one)

@@ -23,7 +23,8 @@ from ..instrumentation.wrapped_names import is_recorded, module_names, original_
 from ..numerics.formats import TensorHealth
 from ..numerics.ranges import abs_range, tensor_health
 from ..recording.observe import observe, own_tensors
-from ..records.record import NONE, NOT_A_TENSOR, Frame, Record, Role, is_excused
+from ..records.note import Note
+from ..records.record import Frame, Record, Role
 from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError
 from ..session.dispatch import EventDispatch
@@ -56,14 +57,14 @@ class _PrintedCall(NamedTuple):
         rows = [row for row in frame.records if row.role == "weight"]
         read = {(row.role, row.label): row for row in reversed(frame.records)}
         for kind, label, role in _values(*self.kinds):
-            note = NONE if kind is type(None) else NOT_A_TENSOR
+            note = Note("absent" if kind is type(None) else "not_a_tensor")
             row = read.get((role, label)) if issubclass(kind, Tensor) else None
             rows.append(row or Record(label, role, None, "", None, None, None, None, note))
         return rows
 
     def text(self, rows: list[Record]) -> str:
         """Return the lines of the call, with the header above it."""
-        plain = [row._replace(note="") if is_excused(row.note) else row for row in rows]
+        plain = [row._replace(note=None) if row.is_excused else row for row in rows]
         lines = [*self.header, text.frame_line(self.name, self.class_name)]
         return "\n".join(lines + [text.record_line(row) for row in plain])
 

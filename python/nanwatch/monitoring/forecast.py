@@ -16,7 +16,8 @@ import numpy as np
 
 from ..numerics.formats import limits
 from ..recording.events import PeakName
-from ..records.record import FORECAST, Frame, event_frame
+from ..records.note import Note
+from ..records.record import Frame, event_frame
 from ..util.visible import module_name, visible
 from .peaks import ROWS, Floats, PeakHistory
 
@@ -76,7 +77,7 @@ class Forecast:
 
     def rows(self, batch: int) -> Frame:
         """Return the frame that stands for the forecast in a trace, in the batch that it was made in."""
-        return event_frame(batch, self.module, self.label, type(self).__name__, f"{FORECAST}{self}")
+        return event_frame(batch, self.module, self.label, type(self).__name__, Note("forecast", str(self)))
 
 
 @cache

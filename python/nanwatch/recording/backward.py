@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..records.note import Note
 from ..records.record import Frame, Phase, Record, Role
 from ..report.finding import Finding, OriginKind, finding_of
 from .events import Arrival, BackwardCall, Event, RecorderEvents, Subscriptions
@@ -174,7 +175,7 @@ class RecordsBackwards(ABC):
             self._frames.append(frame)
             self._add(frames=1)
 
-    def excuse_gradients(self, batches: Sequence[int], note: str) -> None:
+    def excuse_gradients(self, batches: Sequence[int], note: Note) -> None:
         with self.lock:
             for i, frame in enumerate(list(self._frames)):
                 if frame.phase == "backward" and frame.batch in batches:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from ..records.note import Note
     from ..records.record import Frame, Record
     from .notes import MaskedScores
 
@@ -42,7 +43,9 @@ class Settings:
     counts: bool = False  # every row is Python's, with the counts of its tensor
     fingerprints: bool = False  # every row has the hash of its tensor's bits
     sketches: int = 0  # in every batch of this many, Python projects the outputs; 0: in none
-    statistics: int = 0  # in every batch of this many, every row is Python's, with the statistics of its tensor
+    statistics: int = (
+        0  # in every batch of this many, every row is Python's, with the statistics of its tensor
+    )
     check: Check = "auto"
 
 
@@ -227,7 +230,7 @@ class Recorder(Protocol):
     def add_output(self, label: str, tensor: Tensor) -> None:
         """Give the innermost observed call under way in this thread one more output."""
 
-    def excuse_gradients(self, batches: Sequence[int], note: str) -> None:
+    def excuse_gradients(self, batches: Sequence[int], note: Note) -> None:
         """Note on every non-finite gradient of these batches why it is meant."""
 
     def forget_gradients(self, leaves: Sequence[Tensor]) -> None:

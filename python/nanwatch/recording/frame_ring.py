@@ -6,8 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable
 
-from ..numerics.formats import limits
-from ..records.record import Frame, Record, is_excused
+from ..records.record import Frame, Record
 from .events import PeakName
 
 _BATCHES = 16  # more than one is under way where several threads call the model
@@ -78,12 +77,12 @@ class PeakMagnitudes:
         self._raise(name, row)
 
     def _raise(self, module: str, row: Record) -> None:
-        if row.abs_max is None or not row.isfinite or is_excused(row.note):
+        if row.abs_max is None or not row.isfinite or row.is_excused:
             return
         name = (module, row.label, row.dtype)
         position = self._positions.get(name)
         if position is None:
-            if len(self._positions) >= MAX_PEAKS or limits(row.dtype) is None:
+            if len(self._positions) >= MAX_PEAKS or row.ends is None:
                 return
             position = self._positions[name] = len(self._positions)
             self._new.append(name)

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..numerics._reference import without_repeats
 from ..numerics.readable import local_shard, only_our_dispatch
-from ..records.record import LOCAL_SHARD, MeshPlace, Placement
+from ..records.note import MeshPlace, Note, Placement
 from ..util.modules import each_module
 from ..util.visible import suppressed
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 # A model has some hundred placements, and each is asked for in every batch: computing one takes 20 times the look-up.
 _MAX_KNOWN = 4096
-_notes: dict[Any, str] = {}
+_notes: dict[Any, Note] = {}
 
 
-def shard_note(x: Any) -> str:
-    """Return the note of a DTensor's record: `local shard: Shard(0) at dp=1 of 4, from [8, 0]`. Never raises."""
+def shard_note(x: Any) -> Note:
+    """Return the note of a DTensor's record, with its placement. Never raises."""
     try:
         mesh = x.device_mesh
         coordinate = mesh.get_coordinate()
@@ -45,7 +45,7 @@ def shard_note(x: Any) -> str:
         return note
     except Exception:
         suppressed("a DTensor did not tell its placement")
-        return LOCAL_SHARD  # which is true of every DTensor
+        return Note("local_shard")  # which is true of every DTensor
 
 
 def parameter_mesh(model: nn.Module | None) -> tuple[str, ...]:
@@ -85,15 +85,15 @@ def _names(mesh: Any) -> list[str]:
     return [str(name) for name in mesh.mesh_dim_names or (f"mesh[{i}]" for i in range(mesh.ndim))]
 
 
-def _note(x: Any, coordinate: Any) -> str:
+def _note(x: Any, coordinate: Any) -> Note:
     if coordinate is None:
-        return f"{LOCAL_SHARD}: none on this rank"
+        return Note("local_shard", placement=Placement((), None))
     mesh = x.device_mesh
     places = [
         MeshPlace(_kind(placement), name, here, mesh.size(i))
         for i, (placement, name, here) in enumerate(zip(x.placements, _names(mesh), coordinate, strict=True))
     ]
-    return f"{LOCAL_SHARD}: {Placement(tuple(places), _start(x, coordinate))}"
+    return Note("local_shard", placement=Placement(tuple(places), _start(x, coordinate)))
 
 
 def _kind(placement: Any) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..numerics._fingerprint import sketch
 from ..numerics.exponents import exponent_histogram
-from ..numerics.formats import AbsRange, HealthWithExponents, Statistics, TensorHealth, limits
+from ..numerics.formats import AbsRange, HealthWithExponents, Statistics, TensorHealth
 from ..numerics.ranges import (
     abs_range,
     health_of,
@@ -23,7 +23,8 @@ from ..numerics.ranges import (
     tensor_health,
 )
 from ..numerics.readable import is_plain, local_shard, only_our_dispatch, unreadable
-from ..records.record import ALLOWED_INF, MASK, NONE, NOT_A_TENSOR, NOT_CHECKED, Record, Role
+from ..records.note import Note
+from ..records.record import Record, Role
 from ..report.histogram import StoredHistogram
 from ..util.visible import suppressed
 from .events import Settings
@@ -232,7 +233,7 @@ def _sketch_of(x: Tensor) -> bytes:
 def _no_tensor(value: Any, label: str, role: Role) -> Record:
     if isinstance(value, Unwalked):
         return _unchecked(label, role, None, "", value)
-    note = NONE if value is None else NOT_A_TENSOR
+    note = Note("absent" if value is None else "not_a_tensor")
     return Record(label, role, None, "", None, None, None, None, note)
 
 
@@ -250,7 +251,7 @@ def _read(
         elif found is None:
             found = abs_range(value)
         # By name: importing DTensor where nobody uses it costs 0.3 s.
-        note = shard_note(value) if type(value).__name__ == "DTensor" else ""
+        note = shard_note(value) if type(value).__name__ == "DTensor" else None
         return Record(label, role, _shape(value), dtype_name(value), *found, None, note, bits, spread)
     except Exception as error:
         return _unread(value, label, role, error)
@@ -296,7 +297,7 @@ def dtype_name(x: Tensor) -> str:
 
 def histogram_of(x: Tensor, label: str) -> StoredHistogram | None:
     """Count the elements of `x` in one pass. Return None for integers, complex numbers and unreadable tensors."""
-    if x.is_complex() or limits(dtype_name(x)) is None or unreadable(x):
+    if not x.is_floating_point() or unreadable(x):
         return None
     try:
         return StoredHistogram.of(exponent_histogram(x), label)
@@ -315,7 +316,7 @@ def _unread(x: Tensor, label: str, role: Role, error: Exception) -> Record:
 
 
 def _unchecked(label: str, role: Role, shape: tuple[int, ...] | None, dtype: str, reason: str) -> Record:
-    return Record(label, role, shape, dtype, None, None, None, None, f"{NOT_CHECKED}: {reason}")
+    return Record(label, role, shape, dtype, None, None, None, None, Note("not_checked", reason))
 
 
 def _words(error: Exception) -> str:
@@ -364,9 +365,9 @@ def _health_with_exponents(x: Tensor) -> TensorHealth:
 def _with_health(row: Record, health: TensorHealth, is_mask: bool, allow_inf: bool) -> Record:
     note = row.note
     if is_mask:
-        note = MASK
+        note = Note("mask")
     elif allow_inf and health.num_nan == 0 and not row.isfinite:
-        note = ALLOWED_INF
+        note = Note("allowed_inf")
     # A finite mask: its range says nothing about the model, and its counts nothing that the note does not.
     return row._replace(health=None if row.isfinite else health, note=note)
 
@@ -386,7 +387,7 @@ def completed_row(
     """
     if isinstance(values, str):
         return _unchecked(label, role, shape, dtype, values)
-    row = Record(label, role, shape, dtype, values[0], values[1], values[2] != 0, None, "")
+    row = Record(label, role, shape, dtype, values[0], values[1], values[2] != 0, None)
     if len(values) == 3:
         return row
     health = health_of(values[:11], shape)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ..numerics import _extension
-from ..records.record import NOT_CHECKED, Frame, Record, Role
+from ..records.note import Note
+from ..records.record import Frame, Record, Role
 from .backward import RecordsBackwards
 from .events import Event, PeakName, Recorder, RecorderEvents, Settings, Subscription, Subscriptions
 from .frame_ring import FrameRing, PeakMagnitudes
@@ -385,11 +386,11 @@ class PythonRecorder(RecordsBackwards):
 
 
 # The row of a call near the end of its thread's stack.
-_FULL = f"{NOT_CHECKED}: the stack is nearly full (sys.getrecursionlimit)"
+_FULL = Note("not_checked", "the stack is nearly full (sys.getrecursionlimit)")
 _NO_STACK = Record("output", "output", None, "", None, None, None, None, _FULL)
 
 if _extension.C is not None:
-    _extension.C.bind_row(Record)
+    _extension.C.bind_row(Record, Note)
 
 
 def make_recorder(settings: Settings, events: RecorderEvents) -> Recorder:

@@ -38,24 +38,26 @@ class Column(NamedTuple):
     part: str = ""
     """The field of `owner`."""
     choices: tuple[str, ...] = ()
-    is_index: bool = False
-    """Whether the values are tuples of integers, written as text: `[2, 3]`."""
+    reader: reading.Reader[Any] | None = None
+    """Reader of values that are written as the text of their JSON, such as `[2, 3]`."""
+    default: str | None = None
+    """What null stands for."""
 
     def cells(self, values: Iterable[Any]) -> Iterable[Any]:
         """Return the column from the values of the field."""
         if self.owner is not None:
             values = [None if one is None else getattr(one, self.part) for one in values]
-        if self.is_index:
+        if self.reader is not None:
             return (None if one is None else _spell(one) for one in values)
-        return (one or None for one in values) if self.may_be_null and self.kind == "string" else values
+        return (one or None for one in values) if self.default is not None else values
 
     def value(self, cell: Any) -> Any:
         """Return what the cell stands for. Raise ValueError for what no cell holds."""
-        if self.is_index:
-            return sizes(cell, self.name)
-        if self.choices:
-            return reading.one_of(self.choices)(cell, self.name)
-        return "" if cell is None and self.kind == "string" else cell
+        if cell is None and self.may_be_null:
+            return self.default
+        if self.reader is not None:
+            return self.reader(json.loads(cell), self.name)
+        return reading.one_of(self.choices)(cell, self.name) if self.choices else cell
 
 
 class Fields(Generic[_T]):
@@ -88,38 +90,45 @@ class Fields(Generic[_T]):
 
 
 @lru_cache(4096)  # a shape comes again in every batch
-def _spell(index: Sequence[int]) -> str:
-    return str(list(index))
+def _spell(value: tuple[Any, ...]) -> str:
+    return json.dumps(reading.plain(value))
 
 
 def sizes(text: str | None, where: str) -> tuple[int, ...] | None:
     """Return the shape or index that is spelt so; None for None. Raise ValueError for other text."""
-    return None if text is None else reading.tuple_of(reading.count)(json.loads(text), where)
+    return None if text is None else _INDEX(json.loads(text), where)
 
 
-def _columns(kind: type) -> Iterable[Column]:
+_INDEX = reading.tuple_of(reading.count)
+
+
+def _columns(kind: type, is_part: bool = False) -> Iterable[Column]:
     taken: set[str] = set()
     for field, annotation in get_type_hints(kind, include_extras=True).items():
         cell, plain, may_be_null = _read_annotation(annotation)
+        is_tuple, is_choice = get_origin(plain) is tuple, get_origin(plain) is Literal
+        reader = None
         if hasattr(plain, "_fields"):
-            inner = [one for one in _columns(plain) if one.name not in taken]
-            yield from (
-                one._replace(may_be_null=True, field=field, owner=plain, part=one.field) for one in inner
-            )
-            continue
-        arguments = get_args(plain)
-        is_index = get_origin(plain) is tuple
-        if is_index and arguments[0] is not int:
-            continue
-        choices = arguments if get_origin(plain) is Literal else ()
-        taken.add(field)
+            if not is_part:
+                inner = [one for one in _columns(plain, True) if one.name not in taken]
+                yield from (
+                    one._replace(may_be_null=True, field=field, owner=plain, part=one.field) for one in inner
+                )
+                continue
+            reader = reading.of(plain)
+        elif is_tuple:
+            if get_args(plain)[0] is not int:
+                continue
+            reader = _INDEX
+        taken.add(cell.name or field)
         yield Column(
             cell.name or field,
-            cell.kind or _KINDS[str if is_index or choices else plain],
+            cell.kind or ("string" if reader or is_choice else _KINDS[plain]),
             may_be_null or cell.is_null_if_empty,
             field,
-            choices=choices,
-            is_index=is_index,
+            choices=get_args(plain) if is_choice else (),
+            reader=reader,
+            default="" if cell.is_null_if_empty else None,
         )
 
 

@@ -80,7 +80,7 @@ def by_module(frames: Iterable[Frame]) -> dict[str, float]:
 @dataclass(frozen=True, slots=True)
 class Shrinking:
     """A run of outputs whose headroom falls: from `from_bits` at `from_module` to `to_bits` at `to_module`,
-    both included in `num_frames`, all of one `dtype`."""
+    both included in `num_frames`, all of one `dtype`, which ends at `end`."""
 
     from_module: str
     from_bits: float
@@ -88,6 +88,7 @@ class Shrinking:
     to_bits: float
     num_frames: int
     dtype: str
+    end: float
 
     def __str__(self) -> str:
         start, end = self.from_module or "the root module", self.to_module or "the root module"
@@ -126,7 +127,8 @@ def shrinking(frames: Sequence[Frame]) -> Shrinking | None:
     if not run or run[start][2] - run[0][2] <= _RECOVERY:
         return None
     (first, record, most), (last, _, least) = run[start], run[0]
-    return Shrinking(first.name, most, last.name, least, start + 1, record.dtype)
+    largest = inf if record.ends is None else record.ends.largest
+    return Shrinking(first.name, most, last.name, least, start + 1, record.dtype, largest)
 
 
 def _tightest_output(frame: Frame) -> tuple[Record, float] | None:

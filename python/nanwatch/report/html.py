@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-from ..numerics.formats import limits
 from ..records.headroom import by_module, headroom_bits
 from ..records.record import Frame, Record
 from ..util.progress import Tell
@@ -104,9 +103,11 @@ def _data(frames: Sequence[Frame], finding: Finding | None, tell: Tell) -> dict[
         ],
         "records": rows,
         "limits": {
-            dtype: list(ends)
-            for dtype in sorted({record.dtype for frame in frames for record in frame.records})
-            if (ends := limits(dtype)) is not None
+            record.dtype: list(record.ends)
+            for record in sorted(
+                (one for frame in frames for one in frame.records), key=lambda one: one.dtype
+            )
+            if record.ends is not None
         },
         "culprit": culprit,
         "value": None if finding is None else finding.value,
@@ -126,7 +127,7 @@ def _row(frame: int, record: Record) -> list[Any]:
         record.isfinite,
         _number(bits if bits is None else round(bits, 3)),
         level_of(bits),
-        record.note,
+        text.note_words(record),
     ]
 
 
@@ -139,7 +140,7 @@ def _shown(value: float | None) -> str:
 
 
 def _remark(record: Record) -> str:
-    return ", ".join((*text.small_words(record), *([record.note] if record.note else [])))
+    return ", ".join((*text.small_words(record), *([text.note_words(record)] if record.note else [])))
 
 
 def _shape(record: Record) -> str:

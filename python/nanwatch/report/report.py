@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TextIO, TypeAlias
 
-from ..records.record import SKIPPED_STEP, Frame
+from ..records.record import Frame
 from ..util import reading
 from ..util.imports import needed
 from ..util.job import Attempt, current_attempt, rank
@@ -338,7 +338,7 @@ def _styled_lines(report: Report, *, whole: bool = False) -> Iterator[tuple[Styl
             (frame.batch, record.note): None
             for frame in frames
             for record in frame.records
-            if record.note.startswith(SKIPPED_STEP)
+            if record.note is not None and record.note.kind == "skipped_step"
         }
         yield "head", f"All finite{until}" + (" but for gradients that no step took" if skipped else "")
         for number, note in skipped:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..records.record import SKIPPED_STEP
+from ..records.note import Note
 from .finding import Finding
 
 
@@ -21,11 +21,16 @@ class SkippedStep:
     finding: Finding
 
     def __str__(self) -> str:
+        return str(self.note)
+
+    @property
+    def note(self) -> Note:
+        """Return the note of the gradients that the step did not take."""
         before, after = self.scale_before, self.scale_after
         if before is None:
-            return SKIPPED_STEP
+            return Note("skipped_step")
         fell = "" if after is None or after == before else f" → {_spell(after)}"
-        return f"{SKIPPED_STEP} (scale {_spell(before)}{fell})"
+        return Note("skipped_step", f"scale {_spell(before)}{fell}")
 
 
 def _spell(scale: float) -> str:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from math import inf, isnan
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ..records.record import SPIKE, Frame, event_frame
+from ..records.note import Note
+from ..records.record import Frame, event_frame
 from ..util import reading
 from ..util.progress import Tell, silent
 from ..util.visible import module_name, visible
@@ -135,7 +136,9 @@ class SpikeReport:
     @property
     def headline(self) -> str:
         """The line that names what jumped."""
-        return f"{SPIKE}{self.batch}: " + "; ".join(f"{one.label} {one.numbers}" for one in self.jumps)
+        return f"spike in batch {self.batch}: " + "; ".join(
+            f"{one.label} {one.numbers}" for one in self.jumps
+        )
 
     @property
     def summary(self) -> str:
@@ -146,7 +149,7 @@ class SpikeReport:
     def rows(self) -> Frame:
         """Return the frame that stands for the spike in a trace, at the tensor that shows its cause."""
         at = self.first or next(iter(self.jumps))
-        return event_frame(self.batch, at.module, at.label, type(self).__name__, self.summary)
+        return event_frame(self.batch, at.module, at.label, type(self).__name__, Note("spike", self.summary))
 
     def facts(self) -> Iterator[Fact]:
         """Yield what stands behind the headline."""

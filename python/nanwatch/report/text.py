@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..numerics.formats import limits
 from ..records.headroom import has_vanished, is_near_end, shrinking
-from ..records.record import NONE, NOT_A_TENSOR, NOT_CHECKED, Frame, Phase, Record, is_event
+from ..records.note import EVENTS
+from ..records.record import Frame, Phase, Record
 from ..util.visible import module_name, visible
 from .cure_text import changed_lines
 from .finding import Finding
@@ -19,15 +19,18 @@ COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
 
 def record_line(record: Record) -> str:
     """Return the line of one record: `1.01e-06 6.44e+00 weight`, or a note over both columns of numbers."""
+    note = record.note
+    numbers, remark = " " * 17, note_words(record)
     if record.abs_min is not None and record.abs_max is not None:
-        numbers, remark = f"{record.abs_min:8.2e} {record.abs_max:8.2e}", record.note
-    elif is_event(record.note):
-        numbers, remark = " " * 17, record.note
-    elif record.note in (NONE, NOT_A_TENSOR):
-        numbers, remark = f"{record.note:>17}", ""
-    else:
-        numbers, remark = f"{NOT_CHECKED:>17}", record.note.removeprefix(NOT_CHECKED).removeprefix(": ")
+        numbers = f"{record.abs_min:8.2e} {record.abs_max:8.2e}"
+    elif note is not None and note.kind not in EVENTS:
+        numbers, remark = f"{note._replace(text='')!s:>17}", note.text
     return visible(f"{numbers} {record.label}" + (f" ({remark})" if remark else ""))
+
+
+def note_words(record: Record) -> str:
+    """Return the note of a record in English, "" without one."""
+    return "" if record.note is None else str(record.note)
 
 
 def frame_line(name: str, class_name: str) -> str:
@@ -110,8 +113,7 @@ def finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
 def room_words(frames: Sequence[Frame]) -> str:
     """Return one sentence on headroom that fell until a sum or a square could leave the format, else ""."""
     fell = shrinking(frames)
-    ends = None if fell is None else limits(fell.dtype)
-    if fell is None or ends is None or not is_near_end(ends.largest * 2.0**-fell.to_bits, ends.largest):
+    if fell is None or not is_near_end(fell.end * 2.0**-fell.to_bits, fell.end):
         return ""
     return f"headroom in {fell.dtype} fell {fell}."
 

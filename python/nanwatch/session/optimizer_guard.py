@@ -23,7 +23,7 @@ from ..numerics._extension import instances_of
 from ..numerics.readable import only_our_dispatch
 from ..recording.events import Event, Recorder
 from ..recording.observe import read
-from ..records.record import NOT_TAKEN
+from ..records.note import Note
 from ..report import text
 from ..report.skipped_step import SkippedStep
 from ..util.visible import suppressed, warn_user
@@ -158,7 +158,7 @@ class OptimizerGuard:
         self.num_skipped += 1
         self._count(self._in_a_row + 1)
         self._latest = pending.weights
-        self._recorder.excuse_gradients(sorted(pending.batches), str(step))
+        self._recorder.excuse_gradients(sorted(pending.batches), step.note)
         self._tell(step)
 
     def settle_late(self) -> None:
@@ -192,7 +192,7 @@ class OptimizerGuard:
 
     def _let_pass(self, pending: _Pending) -> None:
         self._drop()
-        self._recorder.excuse_gradients(sorted(pending.batches), NOT_TAKEN)
+        self._recorder.excuse_gradients(sorted(pending.batches), Note("not_taken"))
         self.num_untaken = count = self.num_untaken + 1
         if (
             count < 2 * self._num_told

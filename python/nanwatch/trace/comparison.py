@@ -10,14 +10,14 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from ..numerics.formats import limits
-from ..records.fields import sizes
-from ..records.record import is_same_part
+from ..records.fields import Fields, sizes
+from ..records.note import Note, is_same_part
+from ..records.record import Record
 from ..util.visible import without_wrappers
 from .align import Ints, Rows, align
 from .difference import KINDS, Difference, Growth, Kind, Place, RowErrors, Series
 from .trace import arrow
-from .trace_file import Sketches, Trace, batch_words, sketches, strings
+from .trace_file import Sketches, Trace, batch_words, ends_of, sketches, strings
 
 _Number = TypeVar("_Number", bound=np.generic)
 Column: TypeAlias = "np.ndarray[Any, np.dtype[_Number]]"
@@ -30,7 +30,8 @@ _GREW = 10
 _SERIES = 8
 _POINTS = 2000
 
-_TEXTS = ("module", "class", "label", "role", "shape", "dtype", "phase", "note")
+_KIND, _PLACEMENT = (one for one in Fields(Record).columns if one.name in ("note", "placement"))
+_TEXTS = ("module", "class", "label", "role", "shape", "dtype", "phase", "note", "placement")
 _NUMBERS = ("batch", "call", "abs_min", "abs_max", "isfinite", "recomputed", "fingerprint")
 
 
@@ -162,10 +163,19 @@ class _Records:
     def keep_replicas(self) -> None:
         """Compare only the tensors that two ranks of a data-parallel job have in common."""
         common = self.is_text("role", "weight") | self.is_text("phase", "step")
-        notes = self.texts["note"].values
-        kinds, which = np.unique(np.stack(self.pairs(self.codes["note"]), 1), axis=0, return_inverse=True)
-        same = [is_same_part(notes[a], notes[b]) for a, b in kinds.tolist()]
+        codes = [*self.pairs(self.codes["note"]), *self.pairs(self.codes["placement"])]
+        _, first, which = np.unique(np.stack(codes, 1), axis=0, return_index=True, return_inverse=True)
+        same = [is_same_part(self.note(self.a[at]), self.note(self.b[at])) for at in first.tolist()]
         self.is_compared = common & np.array(same, np.bool_)[which.reshape(-1)]
+
+    def note(self, row: int) -> Note | None:
+        """Return the note of a record, without its text."""
+        kind = self.text("note", row)
+        return (
+            Note(_KIND.value(kind), "", _PLACEMENT.value(self.text("placement", row) or None))
+            if kind
+            else None
+        )
 
     def pairs(self, column: Column[_Number]) -> tuple[Column[_Number], Column[_Number]]:
         """Return the values of a column in the rows of A and of B, pair by pair."""
@@ -186,12 +196,14 @@ class _Records:
         """Return for each kind in which pairs the two sides differ."""
         (low_a, low_b), (high_a, high_b) = self.pairs(self.low), self.pairs(self.high)
         finite_a, finite_b = self.pairs(self.is_finite)
+        ends = ends_of(self.texts["dtype"])
+        # The units in the last place of 1.0.
+        units = self.pairs(np.nan_to_num(ends.smallest_subnormal / ends.smallest_normal))
         (shape_a, shape_b), (dtype_a, dtype_b) = (
             self.pairs(self.codes["shape"]),
             self.pairs(self.codes["dtype"]),
         )
-        units = np.array([_unit(name) for name in self.texts["dtype"].values] + [0.0])
-        rounding = _ROUNDING * np.maximum(units[dtype_a], units[dtype_b])
+        rounding = _ROUNDING * np.maximum(*units)
         with np.errstate(invalid="ignore"):
             largest = np.maximum(high_a, high_b)
             part_low = np.abs(low_a - low_b) > np.maximum(rounding, self.rtol) * largest
@@ -388,12 +400,6 @@ def _in_order(table: Any) -> Any:
     batch, call = table["batch"].to_numpy(), table["call"].to_numpy()
     later = (batch[1:] > batch[:-1]) | ((batch[1:] == batch[:-1]) & (call[1:] >= call[:-1]))
     return table if later.all() else table.take(np.lexsort((np.arange(len(batch)), call, batch)))
-
-
-def _unit(dtype: str) -> float:
-    """Return the unit in the last place of 1.0."""
-    ends = limits(dtype)
-    return 0.0 if ends is None else ends.smallest_subnormal / ends.smallest_normal
 
 
 def _relative(a: float, b: float) -> float:

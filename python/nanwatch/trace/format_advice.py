@@ -18,11 +18,11 @@ import torch
 
 from ..numerics.exponents import ExponentHistogram
 from ..numerics.fit import check_margin, edges, narrowest, would_fit
-from ..numerics.formats import limits
+from ..records.note import EXCUSES
 from ..util import reading
 from ..util.visible import without_wrappers
 from .trace import unreadable
-from .trace_file import Strings, Trace, strings
+from .trace_file import Strings, Trace, ends_of, strings
 
 # The narrowest first, and among formats of one width the more precise one.
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32")
@@ -164,11 +164,12 @@ class _Seen:
         module, role, shape, dtype, note, exponents = (
             strings(table[name]) for name in ("module", "role", "shape", "dtype", "note", "exponents")
         )
+        ends = ends_of(dtype)
         part = _coded(
             role, lambda value: ("outputs", "weights").index(_PARTS[value]) if value in _PARTS else -1
         )
-        counts = (part >= 0) & (_coded(dtype, lambda value: limits(value) is not None) > 0)
-        counts &= _coded(note, lambda value: value in ("mask", "allowed inf")) <= 0
+        counts = (part >= 0) & ~np.isnan(ends.largest)
+        counts &= _coded(note, EXCUSES.__contains__) <= 0
         counts &= ~table["abs_max"].is_null().to_numpy()
         groups = (module.codes.astype(np.int64) * 2 + part)[counts]
         names, first, group = np.unique(groups, return_index=True, return_inverse=True)
@@ -182,7 +183,7 @@ class _Seen:
         self._high = table["abs_max"].to_numpy()[counts]
         # A bound from below for all elements above zero. For a tensor that holds a zero, it is its format's smallest
         # number.
-        least = np.array([_smallest(value) for value in dtype.values] + [inf])[dtype.codes[counts]]
+        least = ends.smallest_subnormal[counts]
         self._least = np.where(self._low > 0, self._low, least)
         self._numel = _coded(shape, _numel).astype(np.float64)[counts]
         self._is_counted = exponents.codes[counts] >= 0
@@ -301,11 +302,6 @@ class _Seen:
 def _between(numel: _Array, all_of_it: _Array, some_of_it: _Array) -> tuple[_Array, _Array]:
     """Return the least and the most elements of each record."""
     return np.where(all_of_it, numel, 0.0), np.where(some_of_it, numel, 0.0)
-
-
-def _smallest(dtype: str) -> float:
-    ends = limits(dtype)
-    return inf if ends is None else ends.smallest_subnormal
 
 
 def _numel(shape: str) -> int:

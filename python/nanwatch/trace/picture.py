@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..numerics.formats import limits
-from ..records.record import SKIPPED_STEP, SPIKE, is_event, is_excused
+from ..records.note import EVENTS, EXCUSES, Note, NoteKind
 from ..report.page import (
     HEADROOM_KEY,
     NUMBER,
@@ -26,7 +25,7 @@ from ..report.page import (
     page,
 )
 from ..util.visible import module_name
-from .trace_file import Strings, Trace, strings
+from .trace_file import Strings, Trace, ends_of, strings
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -62,15 +61,11 @@ class Row(NamedTuple):
 class Mark(NamedTuple):
     """Spike or forecast that was reported in `batch`, at `label` of a module; `text` is the report in one line."""
 
+    kind: NoteKind
     batch: int
     module: str
     label: str
     text: str
-
-    @property
-    def kind(self) -> str:
-        """Return "spike" or "forecast"."""
-        return "spike" if self.text.startswith(SPIKE) else "forecast"
 
 
 @dataclass(frozen=True)
@@ -231,12 +226,13 @@ def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:
 
     An input counts only where it is non-finite, as in `by_module`.
     """
-    names = ("batch", "module", "label", "role", "dtype", "abs_max", "isfinite", "note")
+    names = ("batch", "module", "label", "role", "dtype", "abs_max", "isfinite", "note", "note_text")
     table = trace.table(names, batches)
     trace.tell("drawing the page")
     batch = table["batch"].to_numpy()
     module = strings(table["module"])
     label, role, dtype, note = (strings(table[name]) for name in ("label", "role", "dtype", "note"))
+    text = table["note_text"]
     abs_max = table["abs_max"].fill_null(np.nan).to_numpy()
     is_bad = ~table["isfinite"].fill_null(True).to_numpy()
 
@@ -248,10 +244,10 @@ def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:
     first = numbers[::per_column]
     last = numbers[np.minimum(np.arange(len(first)) * per_column + per_column, len(numbers)) - 1]
 
-    excused = _each(note, is_excused, False)
+    excused = _each(note, EXCUSES.__contains__, False)
     is_fault = is_bad & ~excused
     with np.errstate(divide="ignore", invalid="ignore"):
-        bits = _each(dtype, _end_bits, np.nan) - np.log2(abs_max)  # two logarithms, as in headroom_bits
+        bits = np.log2(ends_of(dtype).largest) - np.log2(abs_max)  # two logarithms, as in headroom_bits
     bits[is_fault] = -inf
     counts = ~excused & ~np.isnan(bits) & (is_fault | ~_each(role, "input".__eq__, False))
 
@@ -269,11 +265,15 @@ def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:
     seen = np.zeros(shape, bool)
     seen.reshape(-1)[cell] = True
     marks = tuple(
-        Mark(int(batch[i]), *(one.values[one.codes[i]] for one in (module, label, note)))
-        for i in np.flatnonzero(_each(note, is_event, False))[-_TABLE:].tolist()
+        _mark(
+            text[i].as_py(),
+            int(batch[i]),
+            *(one.values[one.codes[i]] for one in (module, label, note)),
+        )
+        for i in np.flatnonzero(_each(note, EVENTS.__contains__, False))[-_TABLE:].tolist()
     )
     skipped = np.zeros(len(first), bool)
-    skipped[column[_each(note, lambda text: text.startswith(SKIPPED_STEP), False)]] = True
+    skipped[column[_each(note, "skipped_step".__eq__, False)]] = True
     failure = None
     if is_fault.any():
         rows = np.flatnonzero(is_fault)
@@ -297,6 +297,10 @@ def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:
     )
 
 
+def _mark(text: str | None, batch: int, module: str, label: str, kind: Any) -> Mark:
+    return Mark(kind, batch, module, label, str(Note(kind, text or "")))
+
+
 def _by_first_call(module: Strings) -> tuple[Array, Array]:
     """Return the codes in the order of their first rows, and for each code its place in that order."""
     first = np.full(len(module.values), len(module.codes))
@@ -312,8 +316,3 @@ def _each(column: Strings, value: Any, absent: float | bool | str) -> Array:
     """Return `value` of each row's string, which is asked once for each string; `absent` for none."""
     found: Array = np.array([*map(value, column.values), absent])[column.codes]
     return found
-
-
-def _end_bits(dtype: str) -> float:
-    ends = limits(dtype)
-    return np.nan if ends is None else float(np.log2(ends.largest))

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..numerics.formats import Statistics, TensorHealth
+from ..numerics.formats import TensorHealth
 from ..recording.observe import take_sketch
 from ..records.fields import Fields
 from ..records.record import Frame, Record
@@ -27,8 +27,7 @@ from ..util.imports import needed
 from ..util.progress import Tell, silent
 from ..util.visible import visible, with_utf8
 
-VERSION = 4
-READ_VERSIONS = (1, 2, 3, 4)
+VERSION = 5
 SUFFIX = ".parquet"
 # Key in the metadata of every part's schema: a JSON object with the members of FACTS.
 METADATA_KEY = b"nanwatch.trace"
@@ -42,11 +41,6 @@ COLUMNS = (
     ("weight_version", "int64", True),
     ("exponents", "string", True),
     ("sketch", "binary", True),
-)
-# Columns that files before the version of this number may lack; read there, they are null. A reader of version 4 passes
-# over columns that it does not know, so `sketch` and those of Statistics did not raise the version.
-ADDED = {"weight_version": 2, "exponents": 3, "fingerprint": 4, "sketch": 5} | dict.fromkeys(
-    Statistics._fields, 5
 )
 STRINGS = tuple(name for name, kind, _ in COLUMNS if kind == "string")
 
@@ -110,10 +104,9 @@ def facts_of(found: Any, where: str) -> dict[str, Any]:
         raise unreadable(f"{where} is no trace of nanwatch: its metadata lacks {METADATA_KEY.decode()!r}")
     try:
         facts = json.loads(text, parse_constant=reading.refuse_constant)
-        if isinstance(facts, dict) and facts.get("version") not in READ_VERSIONS:
+        if isinstance(facts, dict) and facts.get("version") != VERSION:
             raise ValueError(
-                f"its version is {facts.get('version')!r}, this nanwatch reads versions"
-                f" {READ_VERSIONS[0]} to {READ_VERSIONS[-1]}"
+                f"its version is {facts.get('version')!r}, this nanwatch reads version {VERSION}"
             )
         facts = reading.members(facts, "metadata", FACTS)
     except (ValueError, RecursionError) as error:
@@ -121,8 +114,6 @@ def facts_of(found: Any, where: str) -> dict[str, Any]:
     expected = schema()
     for field in expected:
         kinds = [found.field(i).type for i in found.get_all_field_indices(field.name)]
-        if not kinds and facts["version"] < ADDED.get(field.name, 0):
-            continue
         if kinds != [field.type]:
             got = ", ".join(map(str, kinds)) or "none"
             raise unreadable(f"{where}: column {field.name!r} should be one of {field.type}, got {got}")

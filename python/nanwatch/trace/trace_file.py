@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..numerics._fingerprint import WIDTH
+from ..numerics.formats import limits
 from ..records.record import Frame
 from ..report.finding import find
 from ..report.report import Report
@@ -24,6 +25,7 @@ from .trace import SUFFIX, TraceError, parts_beside, unreadable
 
 # End of the name of a file that is a trace together with others: a part, or what one rank wrote.
 _PART_OR_RANK = re.compile(r"^part\D?\d+$|-rank\d+(?=$|-\d+$)")
+Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 Sketches: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.float64]]"
 
 
@@ -89,10 +91,6 @@ class Trace:
             # The latest part knows best what was lost.
             found = datasets.dataset(str(parts[-1]), format=how).schema
             facts = trace.facts_of(_plain(found), str(place))
-            # Columns that a file of an older version lacks are null.
-            for field in trace.schema():
-                if field.name not in found.names:
-                    found = found.append(field)
             dataset = datasets.dataset([str(part) for part in parts], format=how, schema=found)
         except trace.errors() as error:
             if isinstance(error, TraceError):
@@ -133,7 +131,7 @@ class Trace:
     def table(self, columns: Sequence[str] | None = None, batches: Sequence[int] | None = None) -> Any:
         """Return a pyarrow.Table of these columns (default: all) and batches (default: all), in the order written.
 
-        Columns of strings are dictionary-encoded. One that a file of an older version lacks is null.
+        Columns of strings are dictionary-encoded.
         """
         pa = trace.arrow("pyarrow", "reading a trace")
         compute = trace.arrow("pyarrow.compute", "reading a trace")
@@ -181,14 +179,27 @@ class Trace:
 def strings(column: Any) -> Strings:
     """Return a column of strings of a table."""
     pa = trace.arrow("pyarrow", "reading a trace")
-    if not pa.types.is_dictionary(column.type):  # one that the file lacks
-        column = column.dictionary_encode()
     if column.num_chunks == 0:
         return Strings(np.empty(0, np.int32), ())
     whole = pa.table({"column": column}).unify_dictionaries()["column"]
     values = whole.chunk(0).dictionary.to_pylist()
     codes = [chunk.indices.fill_null(-1).to_numpy() for chunk in whole.chunks]
     return Strings(np.concatenate(codes).astype(np.int32, copy=False), tuple(values))
+
+
+class Ends(NamedTuple):
+    """The ends of the format of each row, as `Record.ends`; nan where it has none."""
+
+    largest: Floats
+    smallest_normal: Floats
+    smallest_subnormal: Floats
+
+
+def ends_of(dtype: Strings) -> Ends:
+    """Return the ends of each row of the column `dtype`."""
+    known = [limits(name) or (np.nan,) * 3 for name in dtype.values]
+    by_row = np.array([*known, (np.nan,) * 3], np.float64)[dtype.codes]
+    return Ends(*by_row.T)
 
 
 def sketches(found: bytes) -> Sketches:

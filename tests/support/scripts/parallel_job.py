@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.recording.notes import shard_note
-from nanwatch.records.record import read_placement
 from support.parallel_models import (
     Block,
     Net,
@@ -212,10 +211,8 @@ def strided() -> dict[str, Any]:
         split(model.blocks, mesh["tp"])
         shard_each_layer(model, mesh["dp"])
         for name, x in model.named_parameters():
-            words = shard_note(x).removeprefix("local shard: ")
-            placement = read_placement(words)
+            placement = shard_note(x).placement
             assert placement is not None
-            assert str(placement) == words
             whole, part = x.full_tensor(), x.to_local()
             start = placement.start
             here = (
@@ -224,7 +221,7 @@ def strided() -> dict[str, Any]:
                 else whole[tuple(slice(i, i + n) for i, n in zip(start, part.shape, strict=True))]
             )
             seen[f"{width} {name}"] = {
-                "words": words,
+                "words": str(placement),
                 "numel": part.numel(),
                 "equal": here is not None and torch.equal(here, part),
             }

@@ -15,6 +15,7 @@ from nanwatch.monitoring.forecast import Forecast
 from nanwatch.monitoring.log_sinks import FunctionSink, batch_entry, nonfinite_entry
 from nanwatch.numerics.ranges import tensor_health
 from nanwatch.records.headroom import by_module
+from nanwatch.records.note import Note
 from nanwatch.records.record import Frame, Record
 from nanwatch.report.finding import find
 from nanwatch.report.text import summary
@@ -29,8 +30,8 @@ def frames(draw: st.DrawFn) -> Frame:
     for role in draw(st.lists(st.sampled_from(["weight", "buffer", "input", "output"]), max_size=4)):
         dtype = draw(st.sampled_from(["float16", "bfloat16", "int64"]))
         high = draw(magnitudes)
-        rows.append(Record(f"{role}{draw(st.integers(0, 1))}", role, (2,), dtype, 0.0, high, True, None, ""))  # type: ignore[arg-type]
-    rows.append(Record("input[1]", "input", None, "", None, None, None, None, "None"))
+        rows.append(Record(f"{role}{draw(st.integers(0, 1))}", role, (2,), dtype, 0.0, high, True, None))  # type: ignore[arg-type]
+    rows.append(Record("input[1]", "input", None, "", None, None, None, None, Note("absent")))
     return Frame(3, draw(st.sampled_from(["", "a", "a.b"])), "M", tuple(rows))
 
 
@@ -110,7 +111,7 @@ def test_a_fault_is_a_flag_and_the_summary() -> None:
     import torch
 
     health = tensor_health(torch.tensor([1.0, inf]))
-    row = Record("output", "output", (2,), "float32", 1.0, inf, False, health, "")
+    row = Record("output", "output", (2,), "float32", 1.0, inf, False, health)
     finding = find([Frame(4, "wo", "Linear", (row,))])
     assert finding is not None
     entry = nonfinite_entry(finding)

@@ -24,6 +24,7 @@ import nanwatch
 from nanwatch.monitoring.forecast import Ending, Forecast, Forecaster
 from nanwatch.monitoring.peaks import PeakHistory
 from nanwatch.recording.frame_ring import PeakMagnitudes
+from nanwatch.records.note import Note
 from nanwatch.records.record import Frame, Record
 from nanwatch.session.dispatch import EventDispatch
 from nanwatch.trace.picture import Mark, draw
@@ -45,7 +46,7 @@ class Told:
 
 
 def frame(batch: int, bits: float, name: str = "m") -> Frame:
-    row = Record("output", "output", (2,), "float16", 0.0, END * 2.0**-bits, True, None, "")
+    row = Record("output", "output", (2,), "float16", 0.0, END * 2.0**-bits, True, None)
     return Frame(batch, name, "Linear", (row,))
 
 
@@ -219,12 +220,12 @@ def test_a_slow_machine_is_told_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_has_no_headroom_is_passed_over() -> None:
     """Integers, zeros, inputs, masks and what is not finite leave no trace and no error."""
     rows = [
-        Record("output", "output", (2,), "int64", 0.0, 3.0, True, None, ""),
-        Record("output", "output", (2,), "float16", 0.0, 0.0, True, None, ""),
-        Record("input[0]", "input", (2,), "float16", 0.0, 6e4, True, None, ""),
-        Record("mask", "buffer", (2,), "float16", 0.0, END, True, None, "mask"),
-        Record("output", "output", (2,), "float16", 0.0, float("inf"), False, None, ""),
-        Record("output", "output", None, "", None, None, None, None, "None"),
+        Record("output", "output", (2,), "int64", 0.0, 3.0, True, None),
+        Record("output", "output", (2,), "float16", 0.0, 0.0, True, None),
+        Record("input[0]", "input", (2,), "float16", 0.0, 6e4, True, None),
+        Record("mask", "buffer", (2,), "float16", 0.0, END, True, None, Note("mask")),
+        Record("output", "output", (2,), "float16", 0.0, float("inf"), False, None),
+        Record("output", "output", None, "", None, None, None, None, Note("absent")),
     ]
     forecaster = Told()
     for batch in range(50):
@@ -306,8 +307,7 @@ def test_trace_has_the_forecast_in_its_batch(tmp_path: Path) -> None:
             told = [(watch.batch, str(one.message).split("; grew")[0]) for one in caught]
     marks = draw(nanwatch.Trace.open(tmp_path / "run.parquet")).marks
     ((batch, line),) = told
-    assert marks == (Mark(batch, "0", "output", f"forecast: {line}"),)
-    assert marks[0].kind == "forecast"
+    assert marks == (Mark("forecast", batch, "0", "output", f"forecast: {line}"),)
 
 
 @pytest.mark.parametrize("implementation", ["native", "python"])

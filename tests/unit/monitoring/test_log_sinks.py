@@ -66,7 +66,7 @@ class Entries(LogSink):
 
 def frame(batch: int, name: str, high: float) -> Frame:
     """A call whose output ends there, in float16."""
-    row = Record("output", "output", (1,), "float16", 0.0, high, True, None, "")
+    row = Record("output", "output", (1,), "float16", 0.0, high, True, None)
     return Frame(batch, name, "M", (row,))
 
 

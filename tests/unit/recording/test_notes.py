@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.records.record import MASK
+from nanwatch.records.note import Note
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
 
@@ -43,7 +43,7 @@ def test_masked_scores_are_no_failure(softmax: nn.Module) -> None:
     x = torch.randn(2, 4, 4)
     assert not model(x).isnan().any()
     for _ in range(2):
-        assert MASK in notes(model, x)
+        assert Note("mask") in notes(model, x)
 
 
 @pytest.mark.parametrize("softmax", SOFTMAX[:2], ids=str)
@@ -99,7 +99,7 @@ def test_what_log_softmax_gives_is_handed_on() -> None:
             y = self.scores(x).flatten(0, 1)
             return self.loss(y, torch.zeros(8, dtype=torch.long)), y
 
-    assert notes(Trained(), torch.randn(2, 4, 4)).count(MASK) == 5
+    assert notes(Trained(), torch.randn(2, 4, 4)).count(Note("mask")) == 5
 
 
 def test_a_later_failure_has_its_cures() -> None:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanwatch.numerics import _extension
 from nanwatch.recording.observe import observe
+from nanwatch.records.note import Note
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import watch
 
@@ -61,7 +62,7 @@ def test_modes_do_not_see_the_look_at_a_mask(masked: float) -> None:
             return func(*args, **(kwargs or {}))
 
     for mode in (Dispatch(), Function(), torch.device("meta")):
-        assert note_under(mode, mask_of(masked)) == "mask"
+        assert note_under(mode, mask_of(masked)) == Note("mask")
     assert not seen
 
 
@@ -69,7 +70,7 @@ def test_modes_do_not_see_the_look_at_a_mask(masked: float) -> None:
 def test_a_mask_under_a_fake_mode_is_a_mask(masked: float) -> None:
     """A real mask given under FakeTensorMode is read as it is; a -inf among numbers is a fault there too."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    assert note_under(mode, mask_of(masked)) == "mask"
+    assert note_under(mode, mask_of(masked)) == Note("mask")
     model, mask, bad = Takes(), mask_of(masked), torch.tensor([0.0, -INF, 1.0])
     with watch(model):
         with mode:
@@ -94,7 +95,7 @@ def test_a_trace_does_not_see_the_look_at_a_mask(masked: float) -> None:
         w.stop()
     assert graphs[0] == graphs[1]
     record = w.frames[-1].records[0]
-    assert (record.note, record.shape) == ("mask", (2, 2))
+    assert (record.note, record.shape) == (Note("mask"), (2, 2))
     assert all(type(size) is int for size in record.shape)
 
 
@@ -105,10 +106,13 @@ def test_a_saturated_tensor_of_8_bits_is_no_mask(dtype: torch.dtype) -> None:
     """Zeros and the lowest number are what saturation leaves in 8 bits; with -inf they are a mask in any format."""
     model = Takes()
     with watch(model, on_nonfinite="record", check="module") as w:
-        for masked, note in ((torch.finfo(dtype).min, "mask" if dtype.itemsize > 1 else ""), (-INF, "mask")):
+        for masked, note in (
+            (torch.finfo(dtype).min, Note("mask") if dtype.itemsize > 1 else None),
+            (-INF, Note("mask")),
+        ):
             model(mask_of(masked).to(dtype))
             assert w.frames[-1].records[0].note == note
-    assert observe(mask_of(-INF).to(dtype), "input[0]", "input")[8] == "mask"
+    assert observe(mask_of(-INF).to(dtype), "input[0]", "input")[8] == Note("mask")
 
 
 def test_a_look_leaves_the_trace_on() -> None:
@@ -136,7 +140,7 @@ def test_the_mask_of_a_dtensor_is_that_of_its_shard(one_process_mesh: Any) -> No
     mask = distribute_tensor(mask_of(-INF), one_process_mesh, [Replicate()])
     with CommDebugMode() as communication:
         row = observe(mask, "input[0]", "input")
-    assert row.note == "mask"
+    assert row.note == Note("mask")
     assert communication.get_total_counts() == 0
 
 
@@ -149,7 +153,7 @@ def test_nothing_is_read_while_a_cuda_graph_is_captured(monkeypatch: pytest.Monk
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=capturing: answer)
         row = observe(x, "input", "input")
         assert row[2:8] == ((2, 3), "float32", None, None, None, None)
-        assert note in row.note
+        assert note in str(row.note)
         assert observe(torch.tensor([2.0]), "input", "input")[4:7] == (2.0, 2.0, True)
 
 
@@ -222,9 +226,9 @@ def test_a_tensor_whose_attributes_raise_has_its_row(
         record = w.frames[-1].records[-1]
         assert record.label == "output"
         if read:
-            assert (record.isfinite, record.note) == (value == 1.0, "")
+            assert (record.isfinite, record.note) == (value == 1.0, None)
         else:
-            assert (record.isfinite, record.note) == (None, "not checked: ValueError: no dtype")
+            assert (record.isfinite, record.note) == (None, Note("not_checked", "ValueError: no dtype"))
     assert capfd.readouterr().err == ""
 
 
@@ -261,7 +265,7 @@ def test_an_object_that_says_it_is_a_tensor_is_none() -> None:
     model = Takes()
     with watch(model) as w:
         model(Lies(), [Lies()])
-    assert [record.note for record in w.frames[-1].records] == ["not a tensor"] * 2 + ["None"]
+    assert [record.note for record in w.frames[-1].records] == [Note("not_a_tensor")] * 2 + [Note("absent")]
 
 
 @pytest.mark.skipif(_extension.C is None, reason="no compiled part")
@@ -270,7 +274,7 @@ def test_an_object_that_says_nothing_of_its_class() -> None:
     model = Takes()
     with watch(model) as w:
         model(Silent())
-    assert w.frames[-1].records[0].note == "not a tensor"
+    assert w.frames[-1].records[0].note == Note("not_a_tensor")
 
 
 class Asks(TorchFunctionMode):
@@ -360,13 +364,13 @@ def test_a_watched_model_can_be_captured() -> None:
     assert torch.equal(output, expected)
     assert [frame.batch for frame in w.frames] == [0, 2]
     record = w.frames[-1].records[-1]
-    assert (record.label, record.note, record.abs_max) == ("output", "", expected.abs().max().item())
+    assert (record.label, record.note, record.abs_max) == ("output", None, expected.abs().max().item())
 
 
 @MASKS
 @pytest.mark.usefixtures("each_recorder")
 def test_a_mask_expanded_to_every_head_is_read_once(masked: float) -> None:
     """A mask of four numbers that stands for 2^40 is seen as one, in the time of four."""
-    assert observe(mask_of(masked).expand(2**38, 2, 2), "input[0]", "input")[8] == "mask"
+    assert observe(mask_of(masked).expand(2**38, 2, 2), "input[0]", "input")[8] == Note("mask")
     bad = torch.tensor([[0.0, masked], [masked, masked]]).expand(2**38, 2, 2)  # a row without a zero
-    assert observe(bad, "input[0]", "input")[8] == ""
+    assert observe(bad, "input[0]", "input")[8] is None

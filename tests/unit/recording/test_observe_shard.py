@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nanwatch.recording.notes import _chunk, parameter_mesh, shard_note
-from nanwatch.records.record import LOCAL_SHARD
+from nanwatch.records.note import Note
 from nanwatch.report.report import Report
 from nanwatch.session.api import watch
 from support.toys import Scale
@@ -51,7 +51,7 @@ def test_report_in_all_forms_says_which_shard(x: Any) -> None:
         model(x)
     report = w.report()
     record = report.frames[0].records[0]
-    assert (record.note, record.shape) == (NOTE, (2, 3))
+    assert (str(record.note), record.shape) == (NOTE, (2, 3))
     assert report.mesh == ("mesh[0]=0 of 1",)
     text = report.to_text()
     assert f"input[0] ({NOTE})" in text
@@ -84,7 +84,7 @@ def test_trace_says_which_shard(x: Any, tmp_path: Path) -> None:
         model(x)
     placement = next(iter(Trace.open(path).frames(0))).records[0].placement
     assert placement is not None
-    assert str(placement) == NOTE.removeprefix(f"{LOCAL_SHARD}: ")
+    assert str(placement) == NOTE.removeprefix("local shard: ")
 
 
 def test_replicated_and_partial_tensors_have_no_start(one_process_mesh: Any) -> None:
@@ -95,7 +95,7 @@ def test_replicated_and_partial_tensors_have_no_start(one_process_mesh: Any) -> 
         shard_note(DTensor.from_local(torch.ones(2), one_process_mesh, [placement]))
         for placement in (Replicate(), Partial(), Partial("avg"))
     ]
-    assert [note.removeprefix("local shard: ") for note in notes] == [
+    assert [str(note.placement) for note in notes] == [
         "Replicate at mesh[0]=0 of 1",
         "Partial(sum) at mesh[0]=0 of 1",
         "Partial(avg) at mesh[0]=0 of 1",
@@ -104,7 +104,7 @@ def test_replicated_and_partial_tensors_have_no_start(one_process_mesh: Any) -> 
 
 def test_a_placement_that_cannot_be_told_is_still_a_shard() -> None:
     """When no placement can be found, the note says that it is a shard, and nothing is raised."""
-    assert shard_note(nn.Linear(1, 1)) == LOCAL_SHARD
+    assert shard_note(nn.Linear(1, 1)) == Note("local_shard")
 
 
 def test_parameters_say_where_this_process_is_in_their_meshes(x: Any) -> None:

@@ -169,7 +169,7 @@ def test_the_walk_of_a_call_is_that_of_leaves(make: Callable[[], Any], recorder:
         model(value)
     expected = call_leaves((value,), {}) + leaves(value, "output")
     assert [record.label for record in w.frames[0].records] == [label for label, _ in expected]
-    notes = [record.note.removeprefix("not checked: ") for record in w.frames[0].records]
+    notes = [str(record.note or "").removeprefix("not checked: ") for record in w.frames[0].records]
     known = ["None" if x is None else "" if isinstance(x, Tensor) else str(x) for _, x in expected]
     assert [n for n in notes if n not in ("not a tensor", "")] == [
         text

@@ -100,7 +100,7 @@ def test_masks_and_infinities_that_are_meant(check: Any, dtype: torch.dtype) -> 
                     model[0](torch.ones(2, dtype=dtype), *given_masks)
                 found.append(text_of(w))
         assert found[0] == found[1]
-        assert found[1].count("note='mask'") == (2 if are_masks else 0)
+        assert found[1].count("Note(kind='mask'") == (2 if are_masks else 0)
 
 
 def test_the_origin_is_the_data_where_the_batch_was_given_it() -> None:
@@ -352,7 +352,7 @@ def test_an_error_of_the_device_leaves_the_frames_up_to_it(check: Any) -> None:
         w.stop()
         assert names(w) == [(0, "0"), (0, "1"), (0, "2")]
         assert all(r.isfinite for f in w.frames[:2] for r in f.records)
-        notes = [r.note for r in w.frames[2].records]
+        notes = [str(r.note) for r in w.frames[2].records]
         assert notes[-1].startswith("not checked: ")
         assert f"error {BROKEN} of the stand-in" in notes[-1]
 

@@ -65,4 +65,4 @@ def test_the_header_of_the_columns_is_up_to_date() -> None:
         "run python csrc/make_columns.py"
     )
     assert script["fields_of"]("records/record.py", "Record") == list(Record._fields)
-    assert script["choices_of"]("records/record.py", "ROLES") == list(ROLES)
+    assert script["choices_of"]("records/record.py", "Role") == list(ROLES)

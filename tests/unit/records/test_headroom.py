@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from nanwatch.numerics.formats import limits
 from nanwatch.records.headroom import Shrinking, by_module, has_vanished, headroom_bits, shrinking
+from nanwatch.records.note import Note
 from nanwatch.records.record import Frame, Record
 
 FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
@@ -86,10 +87,10 @@ def test_headroom_is_the_number_of_doublings_left(name: str, data: st.DataObject
         (record(nan), -inf),
         (record(0.0), inf),
         (record(None), None),
-        (record(inf, role="input", note="mask"), None),
-        (record(65504.0, role="input", note="mask"), None),  # a mask made with the lowest finite number
-        (record(inf, note="allowed inf"), None),
-        (record(65504.0, note="local shard"), 0.0),
+        (record(inf, role="input", note=Note("mask")), None),
+        (record(65504.0, role="input", note=Note("mask")), None),  # a mask made with the lowest finite number
+        (record(inf, note=Note("allowed_inf")), None),
+        (record(65504.0, note=Note("local_shard")), 0.0),
     ],
 )
 def test_ends_and_exceptions(made: Record, bits: float | None) -> None:
@@ -135,7 +136,7 @@ def test_a_run_ends_at_the_fault() -> None:
         output("z", 0),
     ]
     run = shrinking(frames)
-    assert run == Shrinking("a", 8.0, "c", 1.0, 3, "float16")
+    assert run == Shrinking("a", 8.0, "c", 1.0, 3, "float16", 65504.0)
     assert str(run) == "from 8.0 bits at a to 1.0 bits at c over 3 frames"
 
 
@@ -175,7 +176,7 @@ def test_frames_without_headroom_are_passed_over() -> None:
     run = shrinking(
         [output("a", 9), frame("ids", record(7.0, "int64")), frame("u", record(None)), several, FAULT]
     )
-    assert run == Shrinking("a", 9.0, "b", 1.0, 2, "float16")
+    assert run == Shrinking("a", 9.0, "b", 1.0, 2, "float16", 65504.0)
 
 
 def longest(bits: list[float]) -> tuple[int, int] | None:
@@ -201,7 +202,9 @@ def test_runs_agree_with_their_definition(bits: list[float]) -> None:
         assert run is None
     else:
         start, end = expected
-        assert run == Shrinking(str(start), bits[start], str(end), bits[end], end - start + 1, "float16")
+        assert run == Shrinking(
+            str(start), bits[start], str(end), bits[end], end - start + 1, "float16", 65504.0
+        )
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])

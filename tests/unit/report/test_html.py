@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanwatch.records.note import NOTE_KINDS, Note
 from nanwatch.records.record import Frame, Record
 from nanwatch.report.finding import Cure, Finding
 from nanwatch.report.report import Report
@@ -100,7 +101,7 @@ def test_the_data_has_every_record() -> None:
             assert row[8] == (pytest.approx(expected, abs=5.1e-4) if one.isfinite else expected)
         else:
             assert row[8] is None
-        assert row[10] == one.note
+        assert row[10] == ("" if one.note is None else str(one.note))
     assert [frame[1] for frame in data["frames"]] == [frame.name for frame in report.frames]
     assert data["culprit"] == len(records) - 1
     assert data["limits"] == {"float16": [65504.0, 2.0**-14, 2.0**-24]}
@@ -149,7 +150,19 @@ def test_deep_names_do_not_exhaust_recursion() -> None:
                         0,
                         "a",
                         "Linear",
-                        (Record("x", "input", (2,), "float16", None, None, None, None, "not checked: meta"),),
+                        (
+                            Record(
+                                "x",
+                                "input",
+                                (2,),
+                                "float16",
+                                None,
+                                None,
+                                None,
+                                None,
+                                Note("not_checked", "meta"),
+                            ),
+                        ),
                     ),
                 ),
                 None,
@@ -218,7 +231,7 @@ RECORDS = st.builds(
     NUMBERS,
     st.none() | st.booleans(),
     st.none(),
-    NAMES,
+    st.none() | st.builds(Note, st.sampled_from(NOTE_KINDS), NAMES),
 )
 FRAMES = st.builds(
     Frame,

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanwatch.numerics.formats import TensorHealth
-from nanwatch.records.record import MASK, Frame, Record, Role
+from nanwatch.records.note import NOTE_KINDS, MeshPlace, Note, Placement
+from nanwatch.records.record import Frame, Record, Role
 from nanwatch.report.finding import Cure, Finding, find
 from nanwatch.report.report import BatchLimitError, NonFiniteError, Report
 from nanwatch.util.place import Place
@@ -44,10 +45,18 @@ GROWING = (
     frame(
         "drop",
         record("input[0]", "input", 6e4),
-        Record("input[1]", "input", None, "", None, None, None, None, "None"),
-        Record("input[2]", "input", None, "", None, None, None, None, "not a tensor"),
+        Record("input[1]", "input", None, "", None, None, None, None, Note("absent")),
+        Record("input[2]", "input", None, "", None, None, None, None, Note("not_a_tensor")),
         Record(
-            "input[3]", "input", (2,), "float32", None, None, None, None, "not checked: meta tensor, no data"
+            "input[3]",
+            "input",
+            (2,),
+            "float32",
+            None,
+            None,
+            None,
+            None,
+            Note("not_checked", "meta tensor, no data"),
         ),
         record("output", "output", inf),
         batch=3,
@@ -104,7 +113,9 @@ def test_text_when_nothing_was_looked_at() -> None:
     """A batch that nobody read is not called finite: no frames, or frames without a range."""
     assert Report((), None, None).to_text() == "Nothing was looked at: no watched call has run."
     assert Report((), None, 4).to_text() == "Nothing was looked at up to batch 4: no watched call has run."
-    unread = Record("input[0]", "input", (2,), "float16", None, None, None, None, "not checked: meta tensor")
+    unread = Record(
+        "input[0]", "input", (2,), "float16", None, None, None, None, Note("not_checked", "meta tensor")
+    )
     text = Report((frame("a", unread),), None, 0).to_text()
     assert text.startswith("Nothing could be read up to batch 0: no record")
     assert "not checked input[0] (meta tensor)" in text
@@ -145,7 +156,7 @@ def test_the_end_of_the_format_is_blamed_only_near_it(
     inputs = record("input[0]", "input", given, dtype=dtype)
     # Token numbers are large and overflow nothing; neither does what is not finite itself.
     ids = record("input[1]", "input", 5e4, dtype="int64")
-    masks = record("input[2]", "input", inf, dtype=dtype, note=MASK)
+    masks = record("input[2]", "input", inf, dtype=dtype, note=Note("mask"))
     line = next_step(inputs, ids, masks, made._replace(health=health))
     assert ("follow the abs max column" in line) is is_growth
     assert ("division by zero" in line) is not is_growth
@@ -243,8 +254,8 @@ def test_the_finding_counts_all_kinds_and_has_its_place_in_the_batch() -> None:
 
 def test_masks_and_unread_tensors_are_no_findings() -> None:
     """An additive mask is meant to hold -inf, and of what nobody read nothing is claimed."""
-    unread = Record("input[1]", "input", (2,), "float16", None, None, None, None, "not checked: meta")
-    assert find([frame("a", record("input[0]", "input", inf, note=MASK), unread)]) is None
+    unread = Record("input[1]", "input", (2,), "float16", None, None, None, None, Note("not_checked", "meta"))
+    assert find([frame("a", record("input[0]", "input", inf, note=Note("mask")), unread)]) is None
     assert find([]) is None
 
 
@@ -259,6 +270,14 @@ HEALTHS = st.builds(
     *[st.integers(0, 2**62)] * 6,
     st.none() | st.lists(st.integers(0, 99)).map(tuple),
 )
+PLACEMENTS = st.builds(
+    Placement,
+    st.lists(st.builds(MeshPlace, st.text(), st.text(), st.integers(0), st.integers(0)), max_size=2).map(
+        tuple
+    ),
+    st.none() | st.lists(st.integers(0), max_size=2).map(tuple),
+)
+NOTES = st.builds(Note, st.sampled_from(NOTE_KINDS), st.text(), st.none() | PLACEMENTS)
 RECORDS = st.builds(
     Record,
     st.text(),
@@ -269,7 +288,7 @@ RECORDS = st.builds(
     st.none() | NUMBERS,
     st.none() | st.booleans(),
     st.none() | HEALTHS,
-    st.text(),
+    st.none() | NOTES,
 )
 FRAMES = st.builds(
     Frame,

@@ -67,7 +67,7 @@ def test_steps_that_a_scaler_skips_are_counted(recorder: str, kind: dict[str, An
     text = report.to_text()
     assert text.startswith("All finite up to batch 5 but for gradients that no step took")
     assert "Batch 0: skipped step (scale 524288 → 262144)." in text
-    notes = [(f.batch, r.note) for f in w.frames for r in f.records if r.isfinite is False]
+    notes = [(f.batch, str(r.note)) for f in w.frames for r in f.records if r.isfinite is False]
     assert {batch for batch, _ in notes} == {0, 1, 2}
     assert all(note.startswith("skipped step (scale ") for _, note in notes)
     assert repr(Report.from_json(report.to_json())) == repr(report)

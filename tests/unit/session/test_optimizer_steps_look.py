@@ -639,7 +639,7 @@ def test_a_device_that_has_failed_leaves_the_step_its_own_error() -> None:
         forward_and_backward(model)
         device.break_down()
         optimizer.step()
-        assert all(r.note.startswith("not checked") for f in w.frames for r in f.records)
+        assert all(str(r.note).startswith("not checked") for f in w.frames for r in f.records)
 
 
 def test_a_watched_run_has_the_weights_of_an_unwatched_one() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.cli.run import run_parser
+from nanwatch.records.note import Note
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import DeferredWatch, watch
 from nanwatch.session.options import Options
@@ -169,7 +170,7 @@ def test_allowed_infinities_are_noted_and_no_fault(patterns: Any) -> None:
     model[0].factor = INF
     with watch(model, allow_inf=patterns, on_nonfinite="record") as w:
         model(torch.ones(1))
-    assert (w.frames[0].records[1].note, w.frames[0].records[1].isfinite) == ("allowed inf", False)
+    assert (w.frames[0].records[1].note, w.frames[0].records[1].isfinite) == (Note("allowed_inf"), False)
     finding = w.report().finding
     assert finding is not None
     assert finding.module == ("1" if len(model) > 1 else "")
@@ -220,7 +221,7 @@ def test_an_additive_mask_is_no_fault(mask: Tensor, place: str) -> None:
     label = {"argument": "input[0]", "nested": "input[0][0]", "keyword": "input[mask]", "buffer": "mask"}[
         place
     ]
-    assert latest(w, label).note == "mask"
+    assert latest(w, label).note == Note("mask")
     assert not latest(w, label).is_fault
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from nanwatch.session.api import watch
-from nanwatch.trace import trace
 from nanwatch.trace.format_advice import FORMATS, fits, holdings
 from nanwatch.trace.trace_writer import write_table
 from support.toys import Scale
@@ -154,19 +153,6 @@ def test_counts_that_are_none_are_refused(tmp_path: Path, exponents: str) -> Non
     write_table(damaged.replace_schema_metadata(table.schema.metadata), tmp_path / "damaged.parquet")
     with pytest.raises(ValueError, match=r"row of a trace|accepted are|invalid literal"):
         holdings(tmp_path / "damaged.parquet", "float16")
-
-
-def test_a_trace_of_an_older_version_has_no_counts(tmp_path: Path) -> None:
-    """Its column is null, and the ranges decide."""
-    model = nn.Linear(2, 2)
-    with watch(model, trace=tmp_path / "run.parquet", counts=True):
-        model(torch.ones(1, 2))
-    table = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "run.parquet")
-    facts = trace.facts_of(table.schema, "here") | {"version": 2}
-    old = table.drop_columns(["exponents"]).replace_schema_metadata(trace.schema(facts).metadata)
-    write_table(old, tmp_path / "old.parquet")
-    assert not any(one.is_counted for one in holdings(tmp_path / "old.parquet", "float16"))
-    assert all(one.is_counted for one in holdings(tmp_path / "run.parquet", "float16"))
 
 
 def test_a_format_that_is_none_and_a_share_that_is_none_are_refused(tmp_path: Path) -> None:

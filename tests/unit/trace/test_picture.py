@@ -17,7 +17,7 @@ from support.html_page import HOSTILE, Page
 from support.written_traces import write_rows
 
 DTYPES = ("float16", "float32", "float64", "float8_e4m3fn", "complex64", "int64", "bfloat16", None)
-NOTES = ("", "", "", "mask", "allowed inf", "skipped step (scale 65536 → 32768)", "not checked: meta")
+NOTES = (None, None, None, "mask", "allowed_inf", "skipped_step", "not_checked")
 
 
 def some_trace(path: Path, seed: int) -> Trace:
@@ -49,7 +49,7 @@ def cells_by_hand(trace: Trace, per_column: int) -> tuple[list[str], dict[tuple[
             if frame.name not in modules:
                 modules.append(frame.name)
             for record in frame.records:
-                if record.note.startswith("skipped step"):
+                if record.note is not None and record.note.kind == "skipped_step":
                     skipped.add(number // per_column)
                 bits = headroom_bits(record)
                 if bits is not None and (record.role != "input" or record.is_fault):

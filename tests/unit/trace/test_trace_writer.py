@@ -17,13 +17,14 @@ import pytest
 from nanwatch.recording.observe import SketchedRow, sketch_bytes
 from nanwatch.records.record import Frame, Record
 from nanwatch.trace import trace_writer
+from nanwatch.trace.trace import VERSION
 from nanwatch.trace.trace_file import Trace
 from nanwatch.trace.trace_writer import TraceWriter, claim
 from support.traces import batches, until
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
-FACTS = {"version": 3, "nanwatch": "0", "torch": "0", "rank": 0, "every": 1, "lost_frames": 0}
+FACTS = {"version": VERSION, "nanwatch": "0", "torch": "0", "rank": 0, "every": 1, "lost_frames": 0}
 
 
 def frame(batch: int, rows: int = 1) -> Frame:
@@ -31,9 +32,7 @@ def frame(batch: int, rows: int = 1) -> Frame:
         batch,
         "layer",
         "Linear",
-        tuple(
-            Record(f"input[{i}]", "input", (2, 3), "float32", 0.5, 1.5, True, None, "") for i in range(rows)
-        ),
+        tuple(Record(f"input[{i}]", "input", (2, 3), "float32", 0.5, 1.5, True, None) for i in range(rows)),
     )
 
 
@@ -242,7 +241,7 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
 
 
 def sketched_frame(batch: int, size: int) -> Frame:
-    row = SketchedRow("output", "output", (2, 3), "float32", 0.5, 1.5, True, None, "")
+    row = SketchedRow("output", "output", (2, 3), "float32", 0.5, 1.5, True, None)
     row.sketch = bytes(size)
     return Frame(batch, "layer", "Linear", (row,))
 

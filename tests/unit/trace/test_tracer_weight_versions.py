@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ ONE = torch.ones(2, 3)
 
 
 def weight_row(value: float, role: Any = "weight", label: str = "w") -> Any:
-    return Record(label, role, (2,), "float32", value, value, value == value, None, "")
+    return Record(label, role, (2,), "float32", value, value, value == value, None)
 
 
 @given(
@@ -179,23 +178,3 @@ def test_no_hook_stays_behind(tmp_path: Path) -> None:
     with nanwatch.watch(mlp(), trace=tmp_path / "run.parquet", forecast=False):
         assert len(after_steps) > before
     assert len(after_steps) == before
-
-
-def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:
-    """Version 1 lacks the column: its reports are the same, the column is null. Version 2 without it is refused."""
-    model = mlp()
-    with nanwatch.watch(model, trace=tmp_path / "new.parquet"):
-        model(ONE)
-    new = parquet.read_table(tmp_path / "new.parquet")
-    facts = json.loads(new.schema.metadata[trace.METADATA_KEY])
-    old = new.drop_columns(["weight_version"])
-    for version, name in ((1, "old"), (2, "broken")):
-        metadata = {trace.METADATA_KEY: json.dumps({**facts, "version": version}).encode()}
-        parquet.write_table(old.replace_schema_metadata(metadata), tmp_path / f"{name}.parquet")
-    read = Trace.open(tmp_path / "old.parquet")
-    assert read.frames(0) == Trace.open(tmp_path / "new.parquet").frames(0)
-    assert read.table().column_names == [name for name, _, _ in trace.COLUMNS]
-    assert set(read.table(["weight_version", "batch"])["weight_version"].to_pylist()) == {None}
-    assert not nanwatch.diff(tmp_path / "old.parquet", tmp_path / "new.parquet").differs
-    with pytest.raises(nanwatch.TraceError, match="column 'weight_version' should be one of int64, got none"):
-        Trace.open(tmp_path / "broken.parquet")

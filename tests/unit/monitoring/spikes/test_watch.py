@@ -123,7 +123,7 @@ def test_trace_has_the_spike_at_the_tensor_that_shows_it(tmp_path: Path, chosen:
     (found,) = watch.spikes
     trace = nanwatch.Trace.open(path)
     told = [
-        (frame.batch, frame.phase, frame.name, record.label, record.role, record.abs_max, record.note)
+        (frame.batch, frame.phase, frame.name, record.label, record.role, record.abs_max, str(record.note))
         for batch in trace.batches
         for frame in trace.frames(batch)
         for record in frame.records

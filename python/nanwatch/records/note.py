@@ -1,0 +1,109 @@
+"""Notes of records: why a value has no range, that an infinity is meant, or which part of a tensor was read.
+
+A note is a kind and what belongs to it. `str()` makes English of it, for reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal, NamedTuple, TypeAlias, get_args
+
+from .fields import Cell
+
+
+class MeshPlace(NamedTuple):
+    """One dimension of a device mesh: what it does to the tensor, its name, this process's coordinate, its size."""
+
+    kind: str
+    dim: str
+    coordinate: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {self.where}"
+
+    @property
+    def where(self) -> str:
+        """Return `dp=1 of 4`."""
+        return f"{self.dim}={self.coordinate} of {self.size}"
+
+
+class Placement(NamedTuple):
+    """The part of a tensor that a process holds; none of it without `places`, which are the dimensions of the mesh.
+
+    `start` is the index in the whole tensor of the first element of the part; None where the part is no block of it,
+    or where no dimension is sharded, so that the part has the whole's indices.
+    """
+
+    places: tuple[MeshPlace, ...]
+    start: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        """Return `Shard(0) at dp=1 of 4, Replicate at tp=0 of 2, from [8, 0]`."""
+        start = [] if self.start is None else [f"from {list(self.start)}"]
+        return ", ".join([*map(str, self.places), *start]) if self.places else "none on this rank"
+
+    def in_whole(self, index: Sequence[int]) -> tuple[int, ...] | None:
+        """Return the index in the whole tensor of an element of the part; None where it is not known."""
+        if self.start is None or len(self.start) != len(index):
+            return None
+        return tuple(begin + i for begin, i in zip(self.start, index, strict=True))
+
+
+NoteKind: TypeAlias = Literal[
+    "absent", "not_a_tensor", "not_checked", "local_shard", "mask", "allowed_inf", "skipped_step", "not_taken",
+    "spike", "forecast",
+]  # fmt: skip
+NOTE_KINDS: tuple[NoteKind, ...] = get_args(NoteKind)
+# These say that a non-finite value is meant.
+EXCUSES: tuple[NoteKind, ...] = ("mask", "allowed_inf", "skipped_step", "not_taken")
+# These say what was reported in a batch, in records that `event_frame` makes.
+EVENTS: tuple[NoteKind, ...] = ("spike", "forecast")
+
+# English of each kind, alone and with what belongs to it.
+_WORDS: dict[NoteKind, tuple[str, str]] = {
+    "absent": ("None", ""),
+    "not_a_tensor": ("not a tensor", ""),
+    "not_checked": ("not checked", "not checked: {}"),
+    "local_shard": ("local shard", "local shard: {}"),
+    "mask": ("mask", ""),
+    "allowed_inf": ("allowed inf", ""),
+    "skipped_step": ("skipped step", "skipped step ({})"),
+    "not_taken": ("not in the step's gradients", ""),
+    "spike": ("spike", "{}"),
+    "forecast": ("forecast", "forecast: {}"),
+}
+
+
+class Note(NamedTuple):
+    """A kind of note with its text or its placement.
+
+    | kind | of | with |
+    |---|---|---|
+    | absent | the value None | |
+    | not_a_tensor | a value that is no tensor | |
+    | not_checked | a tensor that was not read | the reason |
+    | local_shard | a DTensor, of which the part of this process was read | its placement, where it is known |
+    | mask | an additive mask, whose -inf is meant | |
+    | allowed_inf | an infinity that is meant, as `allow_inf` says | |
+    | skipped_step | a gradient that no optimizer's step took | the scale: `scale 65536 → 32768` |
+    | not_taken | a gradient that never reached those of the step | |
+    | spike, forecast | no tensor, but what was reported of one | its line |
+    """
+
+    kind: Annotated[NoteKind, Cell(name="note")]
+    text: Annotated[str, Cell(name="note_text", is_null_if_empty=True)] = ""
+    placement: Placement | None = None
+
+    def __str__(self) -> str:
+        alone, more = _WORDS[self.kind]
+        return more.format(self.placement or self.text) if self.placement is not None or self.text else alone
+
+
+def is_same_part(note: Note | None, other: Note | None) -> bool:
+    """Return whether two ranks hold the same part of a tensor, by the notes of its records."""
+    parts = [None if one is None else one.placement for one in (note, other)]
+    if any(one is not None and one.kind == "local_shard" and one.placement is None for one in (note, other)):
+        return False  # nothing says which one
+    shards = [[one for one in part.places if one.kind != "Replicate"] if part else [] for part in parts]
+    return shards[0] == shards[1]
