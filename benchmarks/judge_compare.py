@@ -5,7 +5,7 @@
 A fault counts as named when the models are not equal and the first module is one of the right ones. A pair that
 computes the same counts as silent when it is called equal. The checksum of a case's name says whether the product was
 tuned on it or it was held back meanwhile. Faults between whole implementations come from
-`tests/support/planted_faults.py`, where the tests hold them in float32. Here they are judged in bfloat16.
+`_engine_faults.py`. The tests hold them in float32, and here they are judged in bfloat16.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,18 +21,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import _compare_models
+import _engine_faults
 import torch
 from _compare_equals import EQUALS, Equal
 from _compare_faults import FAULTS, Fault
 from _compare_models import build, inputs_of
+from _engine_models import GPT2, Llama
 from torch.utils._pytree import tree_map_only
 
 import nanwatch
 from nanwatch.equivalence.results import Comparison
-
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
-from support import planted_faults
-from support.second_engines import GPT2, Llama
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Faults whose size is that of rounding in bfloat16 itself, which the engine has in any dtype.
@@ -70,17 +67,17 @@ def _compared(one: Fault | Equal, dtype: str) -> Comparison:
 
 
 def _of_engines(planted: Any, dtype: str) -> Comparison:
-    name, model = planted_faults.engine(planted)
+    name, model = _engine_faults.engine(planted)
     kind = DTYPES[dtype]
-    other = copy.deepcopy(planted_faults.reference(name))
-    return nanwatch.compare(other.to(kind), model.to(kind), planted_faults.inputs_of(name))
+    other = copy.deepcopy(_engine_faults.reference(name))
+    return nanwatch.compare(other.to(kind), model.to(kind), _engine_faults.inputs_of(name))
 
 
 def _equal_engines(name: str, dtypes: str) -> Comparison:
-    a = planted_faults.reference(name)
+    a = _engine_faults.reference(name)
     b = (Llama if name == "llama" else GPT2)(a).eval()
     kinds = [DTYPES[one] for one in dtypes.split("/")]
-    return nanwatch.compare(copy.deepcopy(a).to(kinds[0]), b.to(kinds[-1]), planted_faults.inputs_of(name))
+    return nanwatch.compare(copy.deepcopy(a).to(kinds[0]), b.to(kinds[-1]), _engine_faults.inputs_of(name))
 
 
 def cases() -> Iterator[Case]:
@@ -93,7 +90,7 @@ def cases() -> Iterator[Case]:
                     continue
                 right = one.right if planted else ()
                 yield Case(name, dtype, right, partial(_compared, one, dtype))
-    for fault in planted_faults.PLANTED:
+    for fault in _engine_faults.PLANTED:
         if fault.engine in ("llama", "gpt2") and fault.name not in _ROUNDING:
             name = f"{fault.engine} by others: {fault.name}"
             yield Case(name, "bfloat16", (fault.right,), partial(_of_engines, fault, "bfloat16"))

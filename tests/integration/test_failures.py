@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from failures import CASES, Case, Setup, table
+from failures.judge import finding_of, wrong_cures, wrong_operation, wrong_place, wrong_transient
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,8 +20,6 @@ from nanwatch.records.note import Note
 from nanwatch.report.finding import Finding
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
-from support.failures import CASES, Case, Setup, table
-from support.overflows import is_finite
 
 pytestmark = pytest.mark.filterwarnings("ignore:(var|std)\\(\\):UserWarning")
 
@@ -172,15 +170,9 @@ def test_there_are_cases_enough() -> None:
 
 
 @cache
-def finding_of(name: str, recorder: str) -> Finding:
+def finding_of_name(name: str, recorder: str) -> Finding:
     """The finding of the error that the case raises under a watch."""
-    setup = NAMES[name].build()
-    without = mock.patch.object(_extension, "C", None) if recorder == "python" else contextlib.nullcontext()
-    with without, watch(setup.model), pytest.raises(NonFiniteError) as error:
-        setup.run()
-    finding = error.value.report.finding
-    assert finding is not None
-    return finding
+    return finding_of(NAMES[name], native=recorder == "native")
 
 
 # 0.16 s a case: `make test` does with the recorder that users have.
@@ -191,62 +183,32 @@ TWIN = pytest.param("python", marks=[] if _extension.C is None else [pytest.mark
 @EACH
 def test_the_finding_is_the_truth(case: Case, recorder: str) -> None:
     """Module, tensor, origin and value of the finding are those of the truth."""
-    finding = finding_of(case.name, recorder)
-    assert (finding.module, finding.label, finding.origin, finding.source_module, finding.value) == (
-        case.module,
-        case.label,
-        case.origin,
-        case.source_module,
-        case.value,
-    )
+    wrong = wrong_place(case, finding_of_name(case.name, recorder))
+    assert not wrong, wrong
 
 
 def the_finding(case: Case) -> Finding:
     """The finding by the recorder that users have."""
-    return finding_of(case.name, "python" if _extension.C is None else "native")
+    return finding_of_name(case.name, "python" if _extension.C is None else "native")
 
 
 def test_operations_and_lines() -> None:
     """At least 28 of 30 findings name the operation and the line, or none where the call made nothing bad."""
-    wrong = []
-    for case in CASES:
-        finding = the_finding(case)
-        if not case.operations:
-            # For bad data the finding names the operation that hands it on.
-            right = finding.operation is None or (
-                finding.origin == "data" and case.file.name in (finding.source or "")
-            )
-        else:
-            right = (
-                finding.operation is not None
-                and finding.operation.split(".")[1] in case.operations
-                and (finding.source or "").endswith(f"{case.file.name}:{case.line}")
-            )
-        if not right:
-            truth = f"{case.operations} at {case.file.name}:{case.line}" if case.operations else "none"
-            wrong.append(f"{case.name}: {finding.operation} at {finding.source}; truth: {truth}")
+    wrong = [text for case in CASES if (text := wrong_operation(case, the_finding(case)))]
     assert len(wrong) <= len(CASES) * 2 // 30, "\n".join(wrong)
 
 
 @EACH
 def test_only_what_does_not_come_again_is_transient(case: Case) -> None:
     """A re-run that is finite makes the finding transient; one that fails again does not."""
-    transient = the_finding(case).transient
-    assert transient is True if case.transient else not transient
+    assert not wrong_transient(case, the_finding(case))
 
 
 @pytest.mark.parametrize("case", FORMAT, ids=[case.name for case in FORMAT])
 def test_a_format_cause_has_a_cure_that_works(case: Case) -> None:
     """Where float32 would be finite, a cure is said to work, and each that is makes the whole forward finite."""
-    working = [cure for cure in the_finding(case).cures if cure.works]
-    assert working
-    setup = case.build()
-    if setup.loop is None:
-        for cure in working:
-            if cure.patch:
-                continue  # a change of the source: see test_cures_applied
-            torch.manual_seed(0)
-            assert is_finite(setup.model, setup.args, setup.kwargs, setup.autocast, cure.what), cure.what
+    wrong = wrong_cures(case, the_finding(case))
+    assert not wrong, wrong
 
 
 # Failures that docs/failures.md calls silent, or that look otherwise
@@ -309,6 +271,6 @@ def test_the_log_of_a_one_hot_target_looks_like_a_mask() -> None:
 
 
 def test_the_page_has_the_table_of_the_cases() -> None:
-    """docs/failures.md is what `python -m support.failures.table` writes."""
+    """docs/failures.md is what `benchmarks/judge_failures.py --write-table` writes."""
     text = table.PAGE.read_text()
     assert table.page(text) == text

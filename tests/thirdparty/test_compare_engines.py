@@ -11,15 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import _engine_faults
 import pytest
 import torch
+from _engine_faults import PLANTED, Planted, engine, inputs_of, reference
+from _engine_models import GPT2, Llama
 from torch import nn
 
 import nanwatch
 from nanwatch.equivalence.traces import compare_traces
-from support import planted_faults
-from support.planted_faults import PLANTED, Planted, engine, inputs_of, reference
-from support.second_engines import GPT2, Llama
 
 pytest.importorskip("transformers")
 
@@ -30,7 +30,7 @@ ELSEWHERE = {"litgpt": "llama", "timm": "vit"}
 def needs(name: str) -> None:
     """Skip the test where the engine is missing."""
     if name in ELSEWHERE:
-        planted_faults.make_importable()
+        _engine_faults.make_importable()
         pytest.importorskip(name, exc_type=ImportError)
 
 
@@ -170,7 +170,7 @@ def test_equal_pairs_have_no_difference(make: Callable[[str], dict[str, Any]], n
 def test_nothing_is_named_in_another_engine(name: str) -> None:
     """With the weights of transformers' model."""
     needs(name)
-    model = getattr(planted_faults, name)()
+    model = getattr(_engine_faults, name)()
     found = nanwatch.compare(reference(ELSEWHERE[name]), model, inputs_of(ELSEWHERE[name]))
     assert found.equal, found.to_text()
 

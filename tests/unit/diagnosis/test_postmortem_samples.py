@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cures.overflows import Op
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from nanwatch.diagnosis.diagnosis import bad_rows
 from nanwatch.diagnosis.postmortem import batch_size, find_samples
 from nanwatch.report.finding import Finding
 from nanwatch.report.report import Report
-from support.overflows import Op
 
 SIZE = 8
 

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from cures.overflows import Op, linear
 from torch import Tensor, nn
 
 import nanwatch
@@ -14,7 +15,6 @@ from nanwatch.records.record import Phase
 from nanwatch.report.finding import Cure, Finding, OriginKind, working_first
 from nanwatch.report.finding_text import Explanation, explain
 from nanwatch.report.report import Report
-from support.overflows import Op, linear
 from support.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("each_recorder")

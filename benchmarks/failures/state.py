@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from _spy import Spy
 from torch import Tensor, nn
 
-from ..spy import Spy
 from .case import Setup, failure
 
 

@@ -1,4 +1,8 @@
-"""Models that overflow, the finding of each, and a user who applies what a cure says."""
+"""Models that overflow, the finding of each, the cures expected of it, and a user who applies what a cure says.
+
+`judge_cures.py --only formats` judges CASES: for each the model, its input, the dtype of autocast or None for half
+weights, and the cures in their order of trial, each by the start of its text and whether it works.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
+from nanwatch.diagnosis.cures import try_cures
 from nanwatch.report.finding import Finding
 
 HALF = torch.float16
@@ -132,14 +136,17 @@ def context_of(autocast: torch.dtype | None) -> AbstractContextManager[Any]:
 def failed(
     model: nn.Module, *args: Any, autocast: torch.dtype | None = None, **kwargs: Any
 ) -> tuple[BatchSnapshot, Finding]:
-    """The start of the batch and the finding of the call, which fails, without what a re-run may have found."""
+    """Return the start of the batch and the finding of the failing call, without what a re-run may have found."""
     with context_of(autocast), nanwatch.watch(model):
         start = BatchSnapshot.capture(model, args, kwargs)
-        with torch.no_grad(), pytest.raises(nanwatch.NonFiniteError) as error:
-            model(*args, **kwargs)
-    finding = error.value.report.finding
-    assert finding is not None
-    return start, replace(finding, transient=None, operands=(), cures=(), remarks=())
+        try:
+            with torch.no_grad():
+                model(*args, **kwargs)
+        except nanwatch.NonFiniteError as error:
+            finding = error.report.finding
+            assert finding is not None
+            return start, replace(finding, transient=None, operands=(), cures=(), remarks=())
+    raise AssertionError("the call should fail, and did not")
 
 
 def is_finite(model: nn.Module, args: Any, kwargs: Any, autocast: torch.dtype | None, what: str) -> bool:
@@ -270,3 +277,24 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, torch.dtype | None, list[tu
         [("run `1` in float32", False)],
     ),
 }
+
+
+def wrong_cures(name: str, *, transient: bool | None = None) -> str:
+    """Return "", or what is wrong: a cure is not the expected one, or is not what it says when a user applies it."""
+    build, x, autocast, expected = CASES[name]
+    torch.manual_seed(0)
+    model = build()
+    start, finding = failed(model, x, autocast=autocast)
+    cures, remarks = try_cures(start, replace(finding, transient=transient), model)
+    told = [(cure.what, cure.works) for cure in cures]
+    expected = sorted(expected, key=lambda case: not case[1])
+    if len(told) != len(expected) or remarks:
+        return f"told {told} and {remarks}, expected {expected}"
+    for (what, works), (begin, should_work) in zip(told, expected, strict=True):
+        if not what.startswith(begin) or works is not should_work or "\n" in what:
+            return f"told {what!r}, which works: {works}; expected {begin!r}, which works: {should_work}"
+        if is_finite(model, (x,), {}, autocast, what) is not works:
+            return f"told of {what!r} that it works: {works}; applied, it is otherwise"
+    if is_finite(model, (x,), {}, autocast, "clamp the input of `0` to ±inf"):
+        return "the model is finite without a cure"
+    return ""

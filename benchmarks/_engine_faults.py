@@ -1,6 +1,6 @@
 """Faults planted between transformers' models and other implementations, and the module that compare has to name.
 
-Engines: ours (second_engines.py), and litgpt and timm, which `make test-all` puts into a folder of their own.
+Engines: ours (_engine_models.py), and litgpt and timm, which `make test-all` puts into a folder of their own.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import _engine_models
 import torch
 from torch import nn
-
-from . import second_engines
 
 VOCABULARY = 97
 LENGTH = 12
@@ -166,7 +165,7 @@ def timm(**change: Any) -> nn.Module:
 def engine(planted: Planted) -> tuple[str, nn.Module]:
     """Return the name of the reference and the engine with the fault."""
     if planted.engine in ("llama", "gpt2"):
-        build = second_engines.Llama if planted.engine == "llama" else second_engines.GPT2
+        build = _engine_models.Llama if planted.engine == "llama" else _engine_models.GPT2
         return planted.engine, build(reference(planted.engine), planted.plant).eval()
     build = litgpt if planted.engine == "litgpt" else timm
     model = build(**planted.plant) if isinstance(planted.plant, dict) else edited(planted.plant)
