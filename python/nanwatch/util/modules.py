@@ -6,11 +6,11 @@ A user's class may define equality, hash, length or truth as it likes, so nothin
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 _T = TypeVar("_T")
 
@@ -39,14 +39,31 @@ def each_parameter(root: nn.Module) -> Iterator[Tensor]:
                 yield x
 
 
-class WeakIdentityDict(WeakIdKeyDictionary, Generic[_T]):
+class WeakIdentityDict(Generic[_T]):
     """Values by objects, which are compared by identity, for as long as the objects live."""
 
-    if TYPE_CHECKING:
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Any], _T]] = {}
 
-        def get(self, key: object) -> _T | None:  # type: ignore[override]
-            """Return the value of the object, or None."""
+    def get(self, key: object) -> _T | None:
+        """Return the value of the object, or None."""
+        entry = self._entries.get(id(key))
+        return None if entry is None or entry[0]() is not key else entry[1]
+
+    def __setitem__(self, key: object, value: _T) -> None:
+        number, entries = id(key), self._entries
+
+        def forget(reference: object) -> None:
+            entry = entries.pop(number, None)
+            if entry is not None and entry[0] is not reference:  # of another object at the same address
+                entries[number] = entry
+
+        entries[number] = (weakref.ref(key, forget), value)
 
     def objects(self) -> list[Any]:
-        """Return the objects, in the order in which they came. Another thread may add one meanwhile."""
-        return [key for reference in list(self.data) if (key := reference()) is not None]
+        """Return the objects, in the order in which they came."""
+        return [key for reference, _ in list(self._entries.values()) if (key := reference()) is not None]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._entries.clear()
