@@ -19,9 +19,13 @@ import torch
 from torch import nn
 
 import nanwatch
+from nanwatch.numerics import _extension
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.rerun_policy import RerunPolicy
 from support.paths import ROOT
+
+# The recorder in Python enters its own files on the way; the compiled one none.
+pytestmark = pytest.mark.skipif(_extension.C is None, reason="no compiled part")
 
 PACKAGE = f"{Path(nanwatch.__file__).parent}{os.sep}"
 # Rooms of small values and helpers: they know of no failure.
