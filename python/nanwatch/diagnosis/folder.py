@@ -16,7 +16,7 @@ from torch import nn
 from ..capsule.capsule import make_numbered, write_capsule
 from ..instrumentation.wrapped_names import module_names
 from ..report.finding import Finding
-from ..report.forms import AnyReport, Form, forms
+from ..report.forms import AnyReport, Form, folder_forms, forms
 from ..report.report import Report
 from ..report.spike import SpikeReport
 from ..util.progress import silent
@@ -67,7 +67,7 @@ def write_failure(
     patch = next((cure.patch for cure in finding.cures if cure.works and cure.patch), "")
     if patch:
         files += _written(PATCH_FILE, lambda: _write_whole(folder / PATCH_FILE, patch), remarks)
-    _write_forms(told, forms().values(), folder, files, remarks)
+    _write_forms(told, folder_forms(), folder, files, remarks)
 
 
 def write_spike(
@@ -90,7 +90,7 @@ def write_spike(
     def told(files: Iterable[str], remarks: Iterable[str]) -> SpikeReport:
         return replace(report, files=tuple(files), remarks=tuple(remarks))
 
-    return _write_forms(told, forms().values(), folder, files, remarks)
+    return _write_forms(told, folder_forms(), folder, files, remarks)
 
 
 def _written_capsule(

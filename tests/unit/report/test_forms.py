@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 
-from nanwatch.report.forms import forms
+from nanwatch.report.forms import folder_forms, forms
 from nanwatch.report.report import Report
 from nanwatch.report.spike import Departure, SpikeReport, read_saved
+from nanwatch.util.place import Place
 from nanwatch.util.progress import silent
 from support.html_page import growing
 
@@ -16,8 +20,10 @@ SPIKE = SpikeReport(410, 0, (Departure("", "loss", 9.1, 2.4, 55.0),), "loss")
 def test_the_forms_are_the_modules_of_the_folder() -> None:
     """By their names, with the suffixes of their files."""
     assert {name: form.suffix for name, form in forms().items()} == {
+        "github": "txt",
         "html": "html",
         "json": "json",
+        "sarif": "sarif",
         "text": "txt",
     }
 
@@ -30,3 +36,49 @@ def test_each_form_has_the_headline(report: Report | SpikeReport) -> None:
     assert shown["text"].startswith(headline)
     assert f"<title>{headline} · nanwatch</title>" in shown["html"]
     assert read_saved(shown["json"]) == report
+    (result,) = json.loads(shown["sarif"])["runs"][0]["results"]
+    begins = ("spike in batch 410", "inf first seen in")
+    assert result["message"]["text"].startswith(begins)
+    assert shown["github"].partition("::")[2].partition("::")[2].startswith(begins)
+
+
+def test_sarif_has_rule_level_and_place() -> None:
+    """A viewer opens the file at the line; without an operation only the module is known."""
+    report = growing()
+    assert report.finding is not None
+    found = replace(report, finding=replace(report.finding, place=Place("/a b/model.py", 12)))
+    run = json.loads(forms()["sarif"].render(found, silent))["runs"][0]
+    (result,) = run["results"]
+    assert (result["ruleId"], result["level"]) == ("made-by-the-module", "error")
+    assert run["tool"]["driver"]["rules"] == [{"id": "made-by-the-module"}]
+    (location,) = result["locations"]
+    assert location["physicalLocation"] == {
+        "artifactLocation": {"uri": "file:///a%20b/model.py"},
+        "region": {"startLine": 12},
+    }
+    (bare,) = json.loads(forms()["sarif"].render(report, silent))["runs"][0]["results"]
+    assert "physicalLocation" not in bare["locations"][0]
+    healthy = replace(report, finding=None)
+    assert json.loads(forms()["sarif"].render(healthy, silent))["runs"][0]["results"] == []
+
+
+def test_github_has_the_line_of_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The characters that end a property or a command are escaped as the runner reads them back."""
+    monkeypatch.setenv("GITHUB_WORKSPACE", "/a b")
+    github, report = forms()["github"], growing()
+    assert report.finding is not None
+    found = replace(
+        report, finding=replace(report.finding, place=Place("/a b/100%,x:y.py", 12), module="%0A")
+    )
+    head, _, words = github.render(found, silent).removeprefix("::").partition("::")
+    assert head == "error file=100%25%2Cx%3Ay.py,line=12,title=nanwatch made-by-the-module"
+    assert "%250A (" in words
+    assert "\n" not in words
+    bare = github.render(report, silent)
+    assert bare.startswith("::error title=nanwatch made-by-the-module::inf first seen in")
+    assert github.render(replace(report, finding=None), silent).startswith("::notice title=nanwatch::")
+
+
+def test_a_folder_has_the_forms_that_people_open() -> None:
+    """The forms for tools are printed on request."""
+    assert [form.name for form in folder_forms()] == ["html", "json", "text"]

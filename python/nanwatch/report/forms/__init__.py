@@ -16,11 +16,15 @@ AnyReport: TypeAlias = Report | SpikeReport
 
 
 class Form(NamedTuple):
-    """Form of a report: the name that `nanwatch show --format` takes, the suffix of its file, and the report in it."""
+    """Form of a report: the name that `nanwatch show --format` takes, the suffix of its file, and the report in it.
+
+    `output_dir` gets the forms that are `in_folder`.
+    """
 
     name: str
     suffix: str
     render: Callable[[AnyReport, Tell], str]
+    in_folder: bool = True
 
 
 @cache
@@ -28,3 +32,8 @@ def forms() -> dict[str, Form]:
     """Return the forms by their names."""
     modules = (import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__))
     return {module.FORM.name: module.FORM for module in modules}
+
+
+def folder_forms() -> list[Form]:
+    """Return the forms that are written for each failure."""
+    return [form for form in forms().values() if form.in_folder]
