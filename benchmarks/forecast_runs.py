@@ -52,7 +52,7 @@ def record(training: Training, path: Path) -> str:
     rows: list[np.ndarray] = []
     end, module = -1, ""
     batches = run(training)
-    watch = nanwatch.watch(next(batches), forecast=False, microscope=False)
+    watch = nanwatch.watch(next(batches), forecast=False, rerun=False)
     watch._recorder.gathers_peaks = True
     try:
         with watch:

@@ -59,7 +59,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "unit/diagnosis/test_cures.py": ("diagnosis/experiment",),
     "unit/diagnosis/test_forward_rerun_repeat.py": ("diagnosis/in_process",),
     "unit/diagnosis/test_loss_statements.py": ("diagnosis/loss_slice",),
-    "unit/diagnosis/test_postmortem.py": ("diagnosis/folder", "diagnosis/places"),
+    "unit/diagnosis/test_rerun.py": ("diagnosis/folder", "diagnosis/places"),
     "unit/equivalence/test_compare.py": (
         "equivalence/calls",
         "equivalence/differences",

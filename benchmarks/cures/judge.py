@@ -103,7 +103,7 @@ def load() -> None:
     import torch._dynamo  # which every optimizer imports
 
     import nanwatch.capsule.capsule
-    import nanwatch.diagnosis.postmortem
+    import nanwatch.diagnosis.rerun
     from nanwatch import watch  # noqa: F401 - imported when it is first named
 
     nanwatch.Report((), None, None).to_html()

@@ -228,7 +228,7 @@ def test_a_fault_is_reported_as_in_the_interpreter(backend: str, inlined: bool, 
             call = torch.compile(
                 (lambda x, m=model: m(x)) if inlined else model, backend=backend, fullgraph=True
             )
-        with watch(model, check=check, microscope=False) as w:
+        with watch(model, check=check, rerun=False) as w:
             call(torch.ones(2))
             with pytest.raises(NonFiniteError) as error:
                 call(torch.tensor([1.0, -1.0]))
@@ -300,7 +300,7 @@ def test_origins_are_those_of_the_interpreter() -> None:
             model.factor = factor
             with torch.no_grad():
                 model.layer.weight[0, 0] = weight
-            with watch(model, microscope=False), pytest.raises(NonFiniteError) as error:
+            with watch(model, rerun=False), pytest.raises(NonFiniteError) as error:
                 call(torch.tensor([1.0, value]))
             found.append(error.value.report.finding)
         return found

@@ -96,7 +96,7 @@ def test_replays_of_a_graph() -> None:
         model[1].bias.zero_()
     x = torch.ones(2, 4, device="cuda")
     graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), watch(model, max_frames=100, microscope=False) as w:
+    with torch.no_grad(), watch(model, max_frames=100, rerun=False) as w:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -124,7 +124,7 @@ def test_replays_of_reduce_overhead() -> None:
     with torch.no_grad():
         model[1].weight.copy_(torch.eye(4))
         model[1].bias.zero_()
-    with torch.no_grad(), watch(model, max_frames=100, microscope=False) as w:
+    with torch.no_grad(), watch(model, max_frames=100, rerun=False) as w:
         step = torch.compile(lambda x: model(x), mode="reduce-overhead", fullgraph=True)
         for value in (1.0, 3.0, 5.0, 7.0):
             torch.compiler.cudagraph_mark_step_begin()

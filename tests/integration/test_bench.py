@@ -67,12 +67,12 @@ def test_a_quick_run_has_rows_and_finite_ratios(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_quick_postmortem_has_the_whole_report(tmp_path: Path) -> None:
+def test_a_quick_rerun_has_the_whole_report(tmp_path: Path) -> None:
     """A quick run of the other benchmark: each failure is explained in every way, with a cure, and all is timed."""
     for package in ("transformers", "safetensors", "jinja2"):
         pytest.importorskip(package)
-    path = tmp_path / "postmortem.json"
-    result = _run("--quick", "--json", str(path), benchmark="bench_postmortem")
+    path = tmp_path / "rerun.json"
+    result = _run("--quick", "--json", str(path), benchmark="bench_rerun")
     assert result.returncode == 0, result.stderr
     document = json.loads(path.read_text())
     # A capsule and three forms of the report, and the patch.

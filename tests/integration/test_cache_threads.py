@@ -22,7 +22,7 @@ from support.toys import Own
 model = Own()
 for _ in range(8):
     model.weight = nn.Parameter(long_to_read(), requires_grad=False)
-    watch = nanwatch.watch(model, on_nonfinite="record", microscope=False, forecast=False)
+    watch = nanwatch.watch(model, on_nonfinite="record", rerun=False, forecast=False)
 
     def replace():
         model.weight = nn.Parameter(torch.zeros(3), requires_grad=False)

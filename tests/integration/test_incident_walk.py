@@ -86,10 +86,10 @@ def walk(**options: Any) -> list[str]:
     return [path for path, _ in itertools.groupby(stays[:end])]
 
 
-@pytest.mark.parametrize("microscope", [True, False])
-def test_the_walk_is_short(microscope: bool) -> None:
+@pytest.mark.parametrize("rerun", [True, False])
+def test_the_walk_is_short(rerun: bool) -> None:
     """A return is an entry into a file that was left before."""
-    stays = walk(microscope=microscope)
+    stays = walk(rerun=rerun)
     files = set(stays)
     assert len(files) <= MOST_FILES, files
     assert len(stays) - len(files) <= MOST_RETURNS, stays

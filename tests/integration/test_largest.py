@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("each_recorder")
 
 def watched(model: nn.Module, **options: Any) -> Watch:
     """A watch that gathers and whose own forecasts take nothing away."""
-    w = watch(model, forecast=False, max_frames=10_000, on_nonfinite="record", microscope=False, **options)
+    w = watch(model, forecast=False, max_frames=10_000, on_nonfinite="record", rerun=False, **options)
     w._recorder.gathers_peaks = True
     return w
 

@@ -199,7 +199,7 @@ def test_a_failure_that_is_over_keeps_no_local_of_the_forward(action: Any) -> No
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with (
-                watch(model, on_nonfinite=action, microscope=False),
+                watch(model, on_nonfinite=action, rerun=False),
                 contextlib.suppress(nanwatch.NonFiniteError),
             ):
                 model(torch.full((2,), torch.inf))
@@ -213,7 +213,7 @@ def test_a_faulty_frame_that_others_pushed_out_is_found() -> None:
     model = nn.Sequential(nn.Identity())
     other = threading.Thread(target=lambda: [model(torch.ones(2)) for _ in range(8)])
 
-    with watch(model, max_frames=4, microscope=False) as w:
+    with watch(model, max_frames=4, rerun=False) as w:
         plain = w._reports._frames
 
         def frames(more: Any) -> Any:

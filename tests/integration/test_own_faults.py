@@ -87,7 +87,7 @@ def without_faults(situation: Callable[[], Report]) -> Finding | None:
 
 # What breaks, in which situation, and the words of a remark, of a warning, or of what is counted.
 BROKEN = [
-    ("diagnosis.postmortem.post_mortem", forward, "nanwatch could not re-run a failed batch: RuntimeError: broken"),
+    ("diagnosis.rerun.examine", forward, "nanwatch could not re-run a failed batch: RuntimeError: broken"),
     ("diagnosis.forward_rerun._of_rerun", forward, "the finding could not be examined: RuntimeError: broken"),
     ("diagnosis.forward_rerun.observe", forward, "output could not be looked at: RuntimeError: broken"),
     ("diagnosis.provenance.ProvenanceMode._look", forward, "aten.div.Tensor could not be followed: RuntimeError"),
@@ -99,7 +99,7 @@ BROKEN = [
     ("diagnosis.backward_rerun.find_called", backward, "in a re-run of the batch, with the mean of its outputs"),
     ("diagnosis.backward_rerun.run_backward", backward, "the backward could not be examined: RuntimeError: broken"),
     ("session.rerun_policy.read_graph", loss, "the graph of the loss could not be read"),
-    ("diagnosis.postmortem._examined", loss, "the loss could not be computed again: RuntimeError: broken"),
+    ("diagnosis.rerun._examined", loss, "the loss could not be computed again: RuntimeError: broken"),
 ]  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def test_a_fault_of_our_own_costs_no_finding(
     assert found is not None
     told_first = attrgetter("module", "label", "value", "phase", "origin", "batch")
     assert told_first(found) == told_first(expected)
-    assert found.index in (None, expected.index)  # None: the post-mortem finds it
+    assert found.index in (None, expected.index)  # None: the re-run finds it
     counted = visible.counts - before
     told = [*found.remarks, *(str(one.message) for one in warned), *counted]
     assert any(words in one for one in told), told

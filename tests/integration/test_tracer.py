@@ -196,7 +196,7 @@ def test_frames_of_several_threads_all_arrive(
     """Threads that call the model at once: as many frames of each module as calls, none lost and none doubled."""
     monkeypatch.setattr(tracer, "_GATHER_SECONDS", 0.001)
     model = mlp()
-    with watch(model, trace=tmp_path / "run.parquet", microscope=False) as w:
+    with watch(model, trace=tmp_path / "run.parquet", rerun=False) as w:
 
         def work() -> None:
             for _ in range(150):

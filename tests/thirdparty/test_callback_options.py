@@ -22,7 +22,7 @@ GIVEN: dict[str, Any] = {
     "include": "0", "sketches": 3, "statistics": 5, "spikes": True, "sinks": Sink(),
     "exclude": "1",
     "allow_inf": "0", "every": 2, "reread_weights": 5, "trace_batches": (1,), "log_every": 9, "abort_after_batch": 4,
-    "forecast": False, "microscope": False, "peer_timeout": 1.5, "enabled": False,
+    "forecast": False, "rerun": False, "peer_timeout": 1.5, "enabled": False,
 }  # fmt: skip
 # What has no effect without another option.
 NEEDS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import debug_utils as oracle
 
 import nanwatch
-from nanwatch.diagnosis import postmortem
+from nanwatch.diagnosis import rerun
 from nanwatch.integrations import debug
 from support.architectures import ARCHITECTURES, built, inputs_of
 
@@ -114,9 +114,9 @@ def test_stdout_is_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both classes print the same bytes and end the run alike, detecting and tracing."""
-    # A post-mortem takes 0.4 s. Those in float32, and of `make test-all`, show that it prints nothing.
+    # A re-run takes 0.4 s. Those in float32, and of `make test-all`, show that it prints nothing.
     if dtype != "fp32" and request.node.get_closest_marker("slow") is None:
-        monkeypatch.setattr(postmortem, "post_mortem", lambda *_, **__: None)
+        monkeypatch.setattr(rerun, "examine", lambda *_, **__: None)
     model = built(name).train(training)
     # After an overflow in a traced batch the oracle raises in the next untraced one, clean or not: that difference
     # has its own test, so here an overflow meets traced batches only.

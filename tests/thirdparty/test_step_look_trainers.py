@@ -58,7 +58,7 @@ def with_trainer(folder: Path, steps: int, watched: bool) -> list[Tensor]:
         dataloader_pin_memory=False,
     )  # fmt: skip
     rows = [{"x": x, "labels": y} for x, y in data()]
-    callbacks = [NanWatchCallback(check="async", microscope=False)] if watched else []
+    callbacks = [NanWatchCallback(check="async", rerun=False)] if watched else []
     train(transformers.Trainer(model, args, train_dataset=rows, callbacks=callbacks).train, watched)
     return list(model.parameters())
 
@@ -82,7 +82,7 @@ def with_lightning(folder: Path, steps: int, watched: bool) -> list[Tensor]:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
     module = Module()
-    callbacks = [NanWatchCallback(check="async", microscope=False)] if watched else []
+    callbacks = [NanWatchCallback(check="async", rerun=False)] if watched else []
     trainer = lightning.Trainer(
         default_root_dir=folder, accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=steps,
         enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
@@ -102,7 +102,7 @@ def with_accelerate(folder: Path, steps: int, watched: bool) -> list[Tensor]:
     )
 
     def loop() -> None:
-        with nanwatch.watch(model, check="async", microscope=False, enabled=watched):
+        with nanwatch.watch(model, check="async", rerun=False, enabled=watched):
             for _, (x, y) in zip(range(steps), loader, strict=False):
                 optimizer.zero_grad()
                 accelerator.backward(functional.mse_loss(model(x), y))

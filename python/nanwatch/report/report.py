@@ -96,7 +96,7 @@ class Report:
         Why:   this module made it: its weights, buffers and inputs that were read are all finite.
         Under: all of `input[0]` is zero.
         Next:  look at the inputs and weights of this module in its frame.
-        Note:  no re-run was made, as the run goes on: microscope=True (--microscope) finds the operation.
+        Note:  no re-run was made, as the run goes on: rerun=True (--rerun) finds the operation.
         >>> report.to_text() == str(report)
         True
         >>> size = pathlib.Path("report.html").write_text(report.to_html(), encoding="utf-8")

@@ -73,7 +73,7 @@ def watch(
     log_every: int = 50,
     abort_after_batch: int | None = None,
     forecast: bool = True,
-    microscope: bool | None = None,
+    rerun: bool | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     peer_timeout: float = 30.0,
     enabled: bool = True,
@@ -141,7 +141,7 @@ def watch(
         forecast: warn of the module that will overflow first, when its headroom shrinks so steadily that the batch can
             be predicted; at most three lines in 10,000 batches. Reads each of the first batches, then fewer, down to
             one in 16 (docs/forecasts.md).
-        microscope: after a failure run the batch once more to find the operation and the line that made the first
+        rerun: after a failure run the batch once more to find the operation and the line that made the first
             non-finite value, and to try cures. Until then it costs 10 to 60 microseconds a batch. None does so if the
             failure ends the batch ("raise"). True does so also if the run goes on; a model with state may notice the
             second forward.

@@ -337,7 +337,7 @@ class Options:
         None, _BATCH_OR_NONE, "end the run after batch N", also="with BatchLimitError"
     )
     forecast: bool = _option(True, _FLAG, "warn of tensors that lose headroom and will overflow soon")
-    microscope: bool | None = _option(
+    rerun: bool | None = _option(
         None,
         _FLAG_OR_NONE,
         "run a failed batch again for the operation and cures; by default with on_nonfinite raise or a function",

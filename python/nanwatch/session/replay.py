@@ -66,5 +66,5 @@ def rerun(
 
 
 def _watch(module: nn.Module) -> Watch:
-    # The post-mortem comes when the call is over.
-    return Watch(module, Options(on_nonfinite=lambda _: None, check="batch", microscope=True))
+    # The re-run comes when the call is over.
+    return Watch(module, Options(on_nonfinite=lambda _: None, check="batch", rerun=True))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..diagnosis import folder, postmortem
+from ..diagnosis import folder, rerun
 from ..diagnosis.backward_rerun import read_graph
 from ..diagnosis.batch_snapshot import BatchSnapshot
 from ..diagnosis.child_process import (
@@ -43,7 +43,7 @@ from ..util.visible import spell, suppressed, warn_user
 from .options import Options
 from .reports import ModelRef
 
-_GOES_ON = "no re-run was made, as the run goes on: microscope=True (--microscope) finds the operation"
+_GOES_ON = "no re-run was made, as the run goes on: rerun=True (--rerun) finds the operation"
 # Seconds that a re-run waits for other threads to leave the model. They may wait for this one.
 _PATIENCE = 1.0
 
@@ -93,9 +93,9 @@ class RerunPolicy:
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         # "warn" and "record" promise a run that goes on without a pause.
-        self._may_keep = options.microscope is not False
+        self._may_keep = options.rerun is not False
         acts = options.on_nonfinite == "raise" or callable(options.on_nonfinite)
-        self.keeps_start = self._may_keep and (options.microscope is True or acts)
+        self.keeps_start = self._may_keep and (options.rerun is True or acts)
         self._states = StateKeeper(ModelRef(model))
         self._output_dir = options.output_dir
         self._model = ModelRef(model)
@@ -224,7 +224,7 @@ class RerunPolicy:
         reason = "it was over when its rows came from the device" if incident.is_late else ""
         is_run = self.keeps_start and not reason and (start is not None or loss is not None)
         examine = partial(
-            postmortem.post_mortem,
+            rerun.examine,
             incident,
             model=model,
             output_dir=self._output_dir,

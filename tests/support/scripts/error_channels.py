@@ -27,7 +27,7 @@ FORK = multiprocessing.get_context("fork")
 
 def nonfinite(limit: int | None = None) -> None:
     model = nn.Sequential(nn.Identity(), nn.LayerNorm(2, eps=0.0 if limit is None else 1e-5))
-    with nanwatch.watch(model, abort_after_batch=limit, microscope=False):
+    with nanwatch.watch(model, abort_after_batch=limit, rerun=False):
         model(torch.zeros(1, 2))
 
 

@@ -95,7 +95,7 @@ def fsdp2_raised() -> dict[str, Any]:
         with nanwatch.watch(model, gradients=True) as watch:
             (model(data(0)).sum() * INF).backward()
             reports["backward"] = watch.report()
-        with nanwatch.watch(model, microscope=False, peer_timeout=0):
+        with nanwatch.watch(model, rerun=False, peer_timeout=0):
             try:
                 model(data(0) * INF)
             except nanwatch.NonFiniteError as error:

@@ -61,7 +61,7 @@ class Stress:
         with torch.no_grad():
             self.model.table.weight.clamp_(-1, 1)
         self.watch = nanwatch.watch(
-            self.model, microscope=False, forecast=False, max_frames=64, gradients=bool(seed % 2)
+            self.model, rerun=False, forecast=False, max_frames=64, gradients=bool(seed % 2)
         )
         self.unwatched = pickle.dumps(copy.deepcopy(self.model))
         self.optimizers = [torch.optim.SGD(head.parameters(), lr=1e-6) for head in self.model.heads]
@@ -120,7 +120,7 @@ class Stress:
             on_nonfinite=told.append,
             gradients=bool(self.done["restart"] % 2),
             check=("batch", "module")[self.done["restart"] // 2 % 2],  # type: ignore[arg-type]
-            microscope=False,
+            rerun=False,
             forecast=False,
         )
         try:

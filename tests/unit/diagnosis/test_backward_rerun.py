@@ -105,7 +105,7 @@ def test_a_run_that_goes_on_is_as_it_was(recorder: str, way: Callable[..., None]
     for size in (1.0, 0.0, 1.0):
         way(optimizer, closure_of(optimizer, lambda size=size: loss_of(plain, size)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watched(model, recorder, gradients=True, on_nonfinite=drop, microscope=True) as w:
+    with watched(model, recorder, gradients=True, on_nonfinite=drop, rerun=True) as w:
         for size in (1.0, 1e20, 1.0):
             way(optimizer, closure_of(optimizer, lambda size=size: loss_of(model, size)))
         assert w.skipped_steps == ()

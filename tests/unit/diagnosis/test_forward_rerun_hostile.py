@@ -82,10 +82,10 @@ def test_a_forward_that_draws_from_numpy() -> None:
         return part(x * float(np.random.rand() < 2))
 
     draws = []
-    for microscope in (False, True):
+    for rerun in (False, True):
         np.random.seed(3)
-        finding = finding_of(Does(forward, Does(log)), torch.zeros(2), microscope=microscope)
-        assert (finding.operation == "aten.log.default") == microscope
+        finding = finding_of(Does(forward, Does(log)), torch.zeros(2), rerun=rerun)
+        assert (finding.operation == "aten.log.default") == rerun
         draws.append(np.random.rand(4).tolist())
     assert draws[0] == draws[1]
 

@@ -16,7 +16,7 @@ from nanwatch.diagnosis.incident import Incident
 def incident() -> Incident:
     """The incident of a norm that divides 0 by 0."""
     model = nn.LayerNorm(2, eps=0.0)
-    with watch(model, microscope=False), pytest.raises(NonFiniteError) as caught:
+    with watch(model, rerun=False), pytest.raises(NonFiniteError) as caught:
         model(torch.zeros(1, 2))
     return Incident(caught.value.report)
 

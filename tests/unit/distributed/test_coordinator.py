@@ -39,7 +39,7 @@ def test_a_process_alone_asks_nobody(one_process_mesh):
     """No thread, no hook, and an error without an origin: neither without a process group nor in one of one rank."""
     hook = sys.excepthook
     model = nn.Linear(4, 4)
-    with pytest.raises(nanwatch.NonFiniteError) as caught, nanwatch.watch(model, microscope=False):
+    with pytest.raises(nanwatch.NonFiniteError) as caught, nanwatch.watch(model, rerun=False):
         model(torch.full((2, 4), float("inf")))
     assert caught.value.origin is None
     assert (verdict_threads(), sys.excepthook) == (0, hook)
@@ -304,7 +304,7 @@ def test_with_a_function_a_rank_that_does_not_answer_is_waited_for_once(job):
     """The function is called each time, then without a verdict."""
     reports: list[nanwatch.Report] = []
     model = nn.Linear(4, 4)
-    with nanwatch.watch(model, on_nonfinite=reports.append, microscope=False, peer_timeout=1):
+    with nanwatch.watch(model, on_nonfinite=reports.append, rerun=False, peer_timeout=1):
         with pytest.warns(
             RuntimeWarning, match=r"no more, .* within peer_timeout=1 s: inf first seen in `input"
         ):

@@ -32,7 +32,7 @@ def ran(
     net, x = model(), torch.linspace(-1, 1, 8).reshape(2, 4)
     with torch.no_grad():
         net[2].weight *= factor
-    with nanwatch.watch(net, on_nonfinite="record", microscope=False, max_frames=kept) as watch:
+    with nanwatch.watch(net, on_nonfinite="record", rerun=False, max_frames=kept) as watch:
         for batch in range(batches):
             given = x.clone()
             if spoilt and batch == at:

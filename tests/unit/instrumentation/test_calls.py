@@ -293,7 +293,7 @@ class OneOfTwo(nn.Module):
 def test_an_output_that_autograd_refuses_to_speak_of() -> None:
     """Following its gradients raises nothing into a run that never asks for any."""
     model = OneOfTwo()
-    with watch(model, gradients=True, microscope=False) as w:
+    with watch(model, gradients=True, rerun=False) as w:
         assert model(torch.ones(2, 2)).tolist() == [2.0, 2.0]
         assert [record.label for record in w.frames[0].records] == ["weight", "input[0]", "output"]
 
@@ -306,7 +306,7 @@ def test_an_output_that_autograd_refuses_to_speak_of() -> None:
 def test_ctrl_c_in_a_backward_ends_it(place: str) -> None:
     """KeyboardInterrupt out of our own Python code reaches the user, whichever hook runs it."""
     model = nn.Linear(2, 2)
-    with watch(model, gradients=True, microscope=False) as w:
+    with watch(model, gradients=True, rerun=False) as w:
         starts = w._recorder.subscribe(Event.BACKWARD_START)
         other = place.replace("util.job", "recording.gradients")
         with (

@@ -115,7 +115,7 @@ def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_thread_that_came_before_the_look_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the failure and the re-run nobody slips in: who is told of a start waits for the end of the look."""
-    from nanwatch.diagnosis import postmortem
+    from nanwatch.diagnosis import rerun
 
     model, outputs, threads = Log(), [], []
     looked = []
@@ -128,8 +128,8 @@ def test_a_thread_that_came_before_the_look_is_seen(monkeypatch: pytest.MonkeyPa
         looked.append(len(outputs))
         return real(*given, **options)
 
-    real = postmortem.post_mortem
-    monkeypatch.setattr(postmortem, "post_mortem", slow)
+    real = rerun.examine
+    monkeypatch.setattr(rerun, "examine", slow)
     with watch(model), pytest.raises(NonFiniteError) as error:
         model(torch.zeros(2))
     threads[0].join(60)

@@ -342,7 +342,7 @@ def trained(seed: int, lr: float, steps: int) -> tuple[list[str], int | None]:
     model = nn.Sequential(Block(16), Block(16), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     end = None
-    with warnings.catch_warnings(record=True) as caught, nanwatch.watch(model, microscope=False):
+    with warnings.catch_warnings(record=True) as caught, nanwatch.watch(model, rerun=False):
         warnings.simplefilter("always")
         for batch in range(steps):
             x = torch.randn(8, 16)
@@ -379,7 +379,7 @@ def grown(target: float, rate: float, seed: int = 0) -> tuple[list[bool], int | 
     model = nn.Sequential(nn.Linear(16, 24), *(Residual(24) for _ in range(6)), nn.Linear(24, 1))
     optimizer = torch.optim.Adam(model.parameters(), rate)
     end = None
-    with warnings.catch_warnings(record=True) as caught, nanwatch.watch(model, microscope=False):
+    with warnings.catch_warnings(record=True) as caught, nanwatch.watch(model, rerun=False):
         warnings.simplefilter("always")
         for batch in range(300):
             try:

@@ -110,7 +110,7 @@ def test_a_sink_stands_beside_the_policy(action: str) -> None:
     """It gets the complete report, with the operation, and the policy does what it does without one."""
     sink, model = Failures(), nn.Sequential(Scale())
     handed: list[Report] = []
-    options: Any = {"on_nonfinite": handed.append if action == "call" else action, "microscope": True}
+    options: Any = {"on_nonfinite": handed.append if action == "call" else action, "rerun": True}
     with nanwatch.watch(model, sinks=sink, log_every=2, **options):
         run(model, 5)
         model[0].factor = float("inf")
@@ -269,7 +269,7 @@ def test_a_sink_that_blocks_in_failures_gets_the_first_of_them(clock: Clock) -> 
             clock.now += 1.0
 
     sink, model = Slow(), nn.Sequential(Scale())
-    with nanwatch.watch(model, sinks=sink, log_every=1, microscope=False):
+    with nanwatch.watch(model, sinks=sink, log_every=1, rerun=False):
         run(model, 3)
         model[0].factor = float("inf")
         for _ in range(60):

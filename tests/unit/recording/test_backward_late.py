@@ -52,7 +52,7 @@ def trained(
 ) -> Iterator[tuple[StandIn, torch.optim.Optimizer, Watch]]:
     """The model watched on a device that runs when told, with its gradients, and an optimizer of its weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings_of_watch = {"microscope": False, "gradients": True, "check": check, **options}
+    settings_of_watch = {"rerun": False, "gradients": True, "check": check, **options}
     with stand_in() as device, watch(model, **settings_of_watch) as w:
         yield device, optimizer, w
 
@@ -101,7 +101,7 @@ def test_the_step_is_stopped_before_it_takes_a_late_gradient(check: Any, accumul
         model = chain(SpoilsLater(2 * accumulates - 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with stand_in(place=lambda x, place=place: place):
-            w = watch(model, gradients=True, check=check, microscope=False)
+            w = watch(model, gradients=True, check=check, rerun=False)
             for _ in range(accumulates):
                 model(X).sum().backward()
             optimizer.step()
@@ -172,7 +172,7 @@ def test_the_optimizer_of_what_feeds_the_model_takes_no_bad_gradient(check: Any,
     generator, model = nn.Linear(3, 3), chain(SpoilsLater(0))
     optimizer = torch.optim.SGD(generator.parameters(), lr=0.1)
     with stand_in(place=lambda x: place):
-        w = watch(model, gradients=True, check=check, microscope=False)
+        w = watch(model, gradients=True, check=check, rerun=False)
         model(generator(X)).sum().backward()
         with stopped(generator):
             optimizer.step()
@@ -217,7 +217,7 @@ def test_a_skipped_step_has_the_scale_that_its_backward_had(check: Any, is_given
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     with stand_in() as device:
         scaler = ReadsFoundInf(device, init_scale=2.0**18)
-        w = watch(model, gradients=True, check=check, scaler=scaler if is_given else None, microscope=False)
+        w = watch(model, gradients=True, check=check, scaler=scaler if is_given else None, rerun=False)
         before = copies(model)
         for _ in range(3):
             optimizer.zero_grad()
@@ -242,7 +242,7 @@ def test_skips_beyond_the_most_are_raised_by_the_backward() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     with stand_in() as device:
         scaler = ReadsFoundInf(device, init_scale=2.0**60)
-        w = watch(model, gradients=True, check="async", max_skipped_steps=2, microscope=False)
+        w = watch(model, gradients=True, check="async", max_skipped_steps=2, rerun=False)
         for step in range(3):
             optimizer.zero_grad()
             loss = scaler.scale(model(torch.ones(2, 4)).sum())
@@ -268,7 +268,7 @@ def test_steps_that_follow_each_other_without_a_forward(
     with stand_in(place=lambda x: place) as device, warnings.catch_warnings():
         warnings.simplefilter("error")
         scaler = ReadsFoundInf(device, init_scale=scale)
-        w = watch(model, gradients=True, check=check, scaler=scaler, max_skipped_steps=9, microscope=False)
+        w = watch(model, gradients=True, check=check, scaler=scaler, max_skipped_steps=9, rerun=False)
         found = []
         for _ in skips:
             for loss in [model(torch.ones(2, 4)).sum() for _ in range(2)]:
@@ -303,7 +303,7 @@ def test_skips_of_a_checkpointed_model_are_counted_once(check: Any, elsewhere: b
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     with stand_in() as device, ThreadPoolExecutor(1) as pool:
         scaler = ReadsFoundInf(device, init_scale=2.0**60)
-        w = watch(model, gradients=True, check=check, scaler=scaler, max_skipped_steps=9, microscope=False)
+        w = watch(model, gradients=True, check=check, scaler=scaler, max_skipped_steps=9, rerun=False)
         for step in range(4):
             optimizer.zero_grad()
             loss = scaler.scale(model(torch.ones(2, 4)).sum())
@@ -340,7 +340,7 @@ def test_a_closure_is_looked_at_when_it_has_run(check: Any, kind: str, elsewhere
         return loss
 
     with stand_in(place=lambda x: place):
-        w = watch(model, gradients=True, check=check, microscope=False)
+        w = watch(model, gradients=True, check=check, rerun=False)
         with stopped(model):
             optimizer.step(closure)
         w._leave()
@@ -353,7 +353,7 @@ def test_each_step_inside_a_backward_is_waited_for() -> None:
         optimizer = torch.optim.SGD([p], lr=0.1)
         p.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
     with stand_in() as device:
-        w = watch(model, gradients=True, check="async", microscope=False)
+        w = watch(model, gradients=True, check="async", rerun=False)
         model(X).sum().backward()
         assert device.waits == 1 + 4  # for the forward, and for each gradient
         last, first = copies(model[2]), copies(model[0])
@@ -397,7 +397,7 @@ def test_a_sum_is_looked_at_by_a_step_inside_the_backward(check: Any, place: int
     model.weight.register_post_accumulate_grad_hook(accumulated)
     x = torch.full((1, 1), torch.finfo(torch.float32).max * 0.6)
     with stand_in(place=lambda x: place):
-        w = watch(model, gradients=True, check=check, microscope=False)
+        w = watch(model, gradients=True, check=check, rerun=False)
         with stopped(model):
             for _ in range(2):
                 model(x).sum().backward()
@@ -504,7 +504,7 @@ def test_nothing_is_kept_after_the_end() -> None:
     """A backward that nobody has looked at is told of at the end, and the table is empty."""
     model = chain(SpoilsLater(0))
     with stand_in():
-        w = watch(model, gradients=True, check="async", on_nonfinite="record", microscope=False)
+        w = watch(model, gradients=True, check="async", on_nonfinite="record", rerun=False)
         model(X).sum().backward()
         w.stop()
         finding = w.report().finding
@@ -528,9 +528,7 @@ def test_a_watch_that_is_stopped_by_what_a_broken_backward_tells(how: str, place
         raise LookupError("mine")
 
     with stand_in(place=lambda x: place) as device:
-        w = watch(
-            model, gradients=True, check="async", microscope=False, max_skipped_steps=0, on_nonfinite=stop
-        )
+        w = watch(model, gradients=True, check="async", rerun=False, max_skipped_steps=0, on_nonfinite=stop)
         x = X.clone().requires_grad_()
         x.register_hook(breaks)
         with pytest.raises(LookupError):
@@ -555,7 +553,7 @@ def test_threads_that_train_and_look_at_once(check: Any, holds: bool) -> None:
     over = threading.Event()
     errors: list[BaseException] = []
     with stand_in(holds=holds) as device:
-        w = watch(model, gradients=True, check=check, microscope=False, on_nonfinite="record")
+        w = watch(model, gradients=True, check=check, rerun=False, on_nonfinite="record")
         asks: list[Any] = [w.look, w.report, lambda: w.frames, lambda: device.run(5), lambda: w.counters]
         asks.append(lambda: (w.pause(), w.resume()))
 

@@ -47,7 +47,7 @@ def finding_of(watch: Watch) -> Finding:
 def test_the_place_counts_what_the_ring_has_dropped(max_frames: int, place: int, batches: int) -> None:
     """The place is the number of calls that ended before in the batch, for any size of the ring and in any batch."""
     model = chain(30)
-    with nanwatch.watch(model, on_nonfinite="record", microscope=False, max_frames=max_frames) as watch:
+    with nanwatch.watch(model, on_nonfinite="record", rerun=False, max_frames=max_frames) as watch:
         for _ in range(batches):
             model(torch.ones(2))
         model[place].at = batches
@@ -81,7 +81,7 @@ def test_threads_have_a_count_for_each_batch() -> None:
 
     thread = threading.Thread(target=second)
     thread.start()
-    with nanwatch.watch(model, on_nonfinite="record", microscope=False, max_frames=2) as watch:
+    with nanwatch.watch(model, on_nonfinite="record", rerun=False, max_frames=2) as watch:
         model(torch.ones(1))
         thread.join(60)
         finding = finding_of(watch)
@@ -103,7 +103,7 @@ def test_a_gradient_comes_after_all_of_the_forward() -> None:
     places = []
     for max_frames in (2, 100):
         with nanwatch.watch(
-            model, gradients=True, on_nonfinite="record", microscope=False, max_frames=max_frames
+            model, gradients=True, on_nonfinite="record", rerun=False, max_frames=max_frames
         ) as watch:
             model(torch.ones(2, 3)).sum().backward()
             finding = finding_of(watch)
@@ -119,7 +119,7 @@ def test_the_state_of_an_optimizer_comes_last() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with nanwatch.watch(
-        model, optimizer=optimizer, on_nonfinite="record", microscope=False, max_frames=2
+        model, optimizer=optimizer, on_nonfinite="record", rerun=False, max_frames=2
     ) as watch:
         for batch in range(2):
             model(torch.ones(1, 2)).sum().backward()
@@ -136,7 +136,7 @@ def test_the_document_of_a_report_has_the_place() -> None:
     """One of before there was any reads as None."""
     model = chain(5)
     model[2].at = 0
-    with nanwatch.watch(model, on_nonfinite="record", microscope=False, max_frames=1) as watch:
+    with nanwatch.watch(model, on_nonfinite="record", rerun=False, max_frames=1) as watch:
         model(torch.ones(2))
         report = watch.report()
     text = report.to_json()

@@ -220,7 +220,7 @@ def test_a_tensor_whose_attributes_raise_has_its_row(
     """The tensor is read, or not checked with the reason. The forward goes on, and no traceback is printed."""
     model = Gives(make)
     for value in (1.0, float("nan")):
-        with watch(model, on_nonfinite="record", microscope=False, **options) as w:
+        with watch(model, on_nonfinite="record", rerun=False, **options) as w:
             given = model(torch.full((2, 3), value))
         assert type(given) is type(make(torch.ones(2, 3)))
         record = w.frames[-1].records[-1]

@@ -17,7 +17,7 @@ from support.toys import Own, latest
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder remembers nothing")
 NAN = float("nan")
 
-QUIET: dict[str, Any] = {"on_nonfinite": "record", "microscope": False, "forecast": False}
+QUIET: dict[str, Any] = {"on_nonfinite": "record", "rerun": False, "forecast": False}
 
 
 OTHER = torch.optim.SGD([nn.Parameter(torch.ones(1))])

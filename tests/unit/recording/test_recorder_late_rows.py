@@ -70,7 +70,7 @@ def test_what_is_raised_is_what_the_host_raises(check: Any, value: float) -> Non
         with device_or_host(on_device), warnings.catch_warnings():
             warnings.simplefilter("error")
             with pytest.raises(NonFiniteError) as error:
-                watched_run(model, 3, check=check if on_device else "module", microscope=False)
+                watched_run(model, 3, check=check if on_device else "module", rerun=False)
             reports.append(error.value.report.to_json())
     assert reports[0] == reports[1]
 
@@ -135,7 +135,7 @@ def test_module_waits_for_each_call() -> None:
     """With check="module" the fault is raised where it is, and what follows is not computed."""
     after = Plant()
     model = chain(Plant(b0=INF), after)
-    with stand_in() as device, watch(model, check="module", microscope=False):
+    with stand_in() as device, watch(model, check="module", rerun=False):
         with pytest.raises(NonFiniteError):
             model(torch.ones(1, 3))
         assert after.calls == 0
@@ -147,7 +147,7 @@ def test_async_never_waits() -> None:
     plant = Plant(b0=INF)
     model = chain(plant)
     with stand_in() as device:
-        w = watch(model, check="async", microscope=False)
+        w = watch(model, check="async", rerun=False)
         model(torch.ones(1, 3))
         model(torch.ones(1, 3))
         assert w.report().finding is None
@@ -169,7 +169,7 @@ def test_async_never_waits() -> None:
 def test_a_batch_that_was_delivered_in_time_is_told_at_its_own_end() -> None:
     """Where the device keeps up, async is as prompt as batch."""
     model = chain(Plant(b0=INF))
-    with stand_in(holds=False) as device, watch(model, check="async", microscope=False):
+    with stand_in(holds=False) as device, watch(model, check="async", rerun=False):
         with pytest.raises(NonFiniteError):
             model(torch.ones(1, 3))
         assert device.waits == 0
@@ -302,7 +302,7 @@ def test_a_fault_of_the_host_waits_for_earlier_ones_of_the_device(check: Any) ->
 
     model = Both()
     split = stand_in(place=lambda x: -1 if x.dtype == torch.float16 else 0)
-    with split, pytest.raises(NonFiniteError) as error, watch(model, check=check, microscope=False):
+    with split, pytest.raises(NonFiniteError) as error, watch(model, check=check, rerun=False):
         model(torch.ones(3))
     finding = error.value.report.finding
     assert finding is not None
@@ -430,7 +430,7 @@ def test_the_last_batch_is_told_by_stop() -> None:
     model = chain(Plant(b1=INF))
     with stand_in():
         with pytest.raises(NonFiniteError) as error:
-            watched_run(model, 2, check="async", microscope=False)
+            watched_run(model, 2, check="async", rerun=False)
         assert error.value.report.batch == 1
         assert all(module._compiled_call_impl is None for module in model.modules())
 
@@ -439,7 +439,7 @@ def test_a_report_shows_a_fault_and_leaves_the_raising_to_the_next_call() -> Non
     """Asking for a report is no place to raise; nobody's failure is lost by it."""
     model = chain(Plant(b0=INF))
     with stand_in() as device:
-        w = watch(model, check="async", microscope=False)
+        w = watch(model, check="async", rerun=False)
         model(torch.ones(1, 3))
         device.run()
         assert w.report().finding is not None
@@ -558,7 +558,7 @@ def test_threads_have_their_own_batches() -> None:
             except NonFiniteError:
                 errors.append(number)
 
-    with stand_in(), watch(model, check="batch", max_frames=10_000, microscope=False, _verify_hits=True) as w:
+    with stand_in(), watch(model, check="batch", max_frames=10_000, rerun=False, _verify_hits=True) as w:
         in_threads(4, work)
     assert errors == [2]
     assert w.batch == 59

@@ -43,7 +43,7 @@ def test_a_watched_call_takes_no_more_of_the_recursion_limit_than_a_hook() -> No
     """A forward goes as deep as with a hook; with the compiled part as deep as unwatched."""
     plain = Recurses()
     unwatched = deepest(plain)
-    with watch(plain, microscope=False, forecast=False):
+    with watch(plain, rerun=False, forecast=False):
         watched = deepest(plain)
     hooks = deepest(hooked())
     # A call costs what a hook costs. The innermost one reads its tensors, for which a few frames must be left.

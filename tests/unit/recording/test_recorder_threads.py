@@ -45,7 +45,7 @@ def test_skipped_steps_are_noted_while_another_thread_evaluates() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
     with nanwatch.watch(
-        model, on_nonfinite="record", microscope=False, forecast=False, gradients=True, max_frames=400
+        model, on_nonfinite="record", rerun=False, forecast=False, gradients=True, max_frames=400
     ) as watch:
         for _ in range(15):
             (model(torch.ones(1, 2)).sum() * 1e-30).backward()
@@ -73,7 +73,7 @@ def test_trainings_in_threads_are_counted_once() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
     steps, threads = 40, 4
     with nanwatch.watch(
-        model, on_nonfinite="record", microscope=False, forecast=False, gradients=True, max_frames=10_000
+        model, on_nonfinite="record", rerun=False, forecast=False, gradients=True, max_frames=10_000
     ) as watch:
 
         def train() -> None:
@@ -131,7 +131,7 @@ def test_a_call_near_the_end_of_the_stack_returns() -> None:
 
     digs = Digs()
     digs(value)
-    with nanwatch.watch(digs, on_nonfinite="record", microscope=False, forecast=False) as watch:
+    with nanwatch.watch(digs, on_nonfinite="record", rerun=False, forecast=False) as watch:
         digs(value)
     unwatched, watched = digs.reached
     # Those of the wrappers of both calls, and of what keeps a frame. The look itself takes 30 more.

@@ -156,10 +156,10 @@ def test_a_weight_and_the_data_have_theirs() -> None:
 
 
 def test_without_the_closer_look_there_is_no_picture_and_no_error() -> None:
-    """microscope=False: no spread, and a page without the section."""
+    """rerun=False: no spread, and a page without the section."""
     pytest.importorskip("jinja2")
     net = nn.Sequential(Squares())
-    with nanwatch.watch(net, microscope=False):
+    with nanwatch.watch(net, rerun=False):
         report = fault_of(net, X)
     assert finding_of(report).spreads == ()
     page = Page(report.to_html())

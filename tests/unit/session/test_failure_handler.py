@@ -146,7 +146,7 @@ class Times(nn.Module):
 )
 def test_an_assertion_is_told_what_it_was_given(model: nn.Module, x: float, found: tuple[Any, ...]) -> None:
     """The call that the exception left has a frame in the report, without outputs."""
-    with watch(model, microscope=False) as w:
+    with watch(model, rerun=False) as w:
         error = raised_by(model, torch.tensor([x]))
     finding = w.report().finding
     assert finding is not None
@@ -159,7 +159,7 @@ def test_a_fault_that_was_put_off_is_noted() -> None:
     """With check="batch" the batch's end would have told it."""
 
     model = nn.Sequential(Scale(INF), Fails())
-    with watch(model, check="batch", microscope=False):
+    with watch(model, check="batch", rerun=False):
         error = raised_by(model, torch.ones(1))
     (note,) = notes_of(error)
     assert "inf first seen in `output` of 0 (Scale)" in note
@@ -223,7 +223,7 @@ def test_an_error_made_of_ours_is_not_noted() -> None:
                 raise Refused from error
 
     model = Wraps()
-    with watch(model, microscope=False):
+    with watch(model, rerun=False):
         error = raised_by(model, torch.ones(1))
     assert isinstance(error.__cause__, NonFiniteError)
     assert notes_of(error) == []
@@ -261,7 +261,7 @@ def test_an_exception_that_takes_no_note_is_raised_as_it_is() -> None:
         raise Odd("mine")
 
     model.b.register_forward_hook(refuse)
-    with watch(model, microscope=False) as w:
+    with watch(model, rerun=False) as w:
         error = raised_by(model, torch.full((2, 4), 1e30))
     assert (type(error), error.args, error.__context__) == (Odd, ("mine",), None)
     assert w.report().finding is not None

@@ -45,7 +45,7 @@ def test_batches_that_fail_at_once_are_all_told(action: str, count: int) -> None
             raised.append(error)
 
     options: Any = {"on_nonfinite": reports.append if action == "call" else "raise", "forecast": False}
-    with watch(model, check="batch", microscope=False, **options):
+    with watch(model, check="batch", rerun=False, **options):
         threads = [threading.Thread(target=call) for _ in range(count)]
         for thread in threads:
             thread.start()
@@ -83,7 +83,7 @@ def test_a_finite_batch_of_another_thread_hides_no_failure() -> None:
         except NonFiniteError as error:
             raised.append(error)
 
-    with watch(model, check="batch", microscope=False, forecast=False):
+    with watch(model, check="batch", rerun=False, forecast=False):
         thread = threading.Thread(target=call)
         thread.start()
         inside.wait(30)
@@ -97,7 +97,7 @@ def test_ended_batches_are_known_for_a_while() -> None:
     """The latest numbers only. Nothing of a batch is kept but its report."""
     model = Scale()
     told: list[Report] = []
-    with watch(model, on_nonfinite=told.append, microscope=False, forecast=False) as w:
+    with watch(model, on_nonfinite=told.append, rerun=False, forecast=False) as w:
         for _ in range(100):
             model(torch.ones(1) / 0)
         handler = w._failures

@@ -44,7 +44,7 @@ def later_work(device: StandIn) -> list[str]:
 def late(model: nn.Module, check: Any = "async") -> Iterator[tuple[StandIn, torch.optim.Optimizer, Watch]]:
     """The model watched on a device that runs when told, and an optimizer of its weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with stand_in() as device, watch(model, check=check, microscope=False) as w:
+    with stand_in() as device, watch(model, check=check, rerun=False) as w:
         yield device, optimizer, w
 
 
@@ -70,7 +70,7 @@ def test_a_late_fault_is_raised_before_the_step(kind: str, fused: bool) -> None:
     model = chain(Plant(b1=INF))
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, fused=fused)
     with stand_in() as device:
-        w = watch(model, check="async", microscope=False)
+        w = watch(model, check="async", rerun=False)
         forward_and_backward(model)
         optimizer.step()
         before, state = copies(model), repr(optimizer.state_dict())
@@ -134,7 +134,7 @@ def test_one_look_for_all_micro_batches(bad: int) -> None:
     model = chain(Plant(**{f"b{bad}": INF}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with stand_in() as device:
-        w = watch(model, check="async", microscope=False)
+        w = watch(model, check="async", rerun=False)
         before = copies(model)
         for _ in range(3):
             forward_and_backward(model)
@@ -162,7 +162,7 @@ def test_no_step_takes_a_fault(moves: list[str]) -> None:
     other = torch.optim.SGD(stranger.parameters(), lr=0.1)
     told = 0
     with stand_in() as device:
-        w = watch(model, check="async", microscope=False)
+        w = watch(model, check="async", rerun=False)
         for move in moves:
             waits, may_wait = device.waits, move == "step" and w._recorder.may_be_pending
             before, completed = copies(model), False
@@ -203,7 +203,7 @@ def test_the_step_of_another_models_optimizer_does_not_wait() -> None:
     """The optimizer holds none of the watched parameters. Rows that have come by then are reported before its step."""
     model, stranger = chain(Plant(b0=INF)), nn.Linear(1, 1)
     optimizer = torch.optim.SGD(stranger.parameters(), lr=0.1)
-    with stand_in() as device, watch(model, check="async", microscope=False):
+    with stand_in() as device, watch(model, check="async", rerun=False):
         forward_and_backward(model)
         optimizer.step()
         assert device.waits == 0
@@ -216,7 +216,7 @@ def test_two_optimizers_of_one_model() -> None:
     """The first step waits for both; the second finds nothing left to wait for."""
     model = chain(Plant(b1=INF))
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])]
-    with stand_in() as device, watch(model, check="async", microscope=False):
+    with stand_in() as device, watch(model, check="async", rerun=False):
         forward_and_backward(model)
         for one in optimizers:
             one.step()
@@ -234,7 +234,7 @@ def test_two_watched_models_with_an_optimizer_each() -> None:
     models = [chain(), chain(Plant(b0=INF))]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     with stand_in() as device:
-        watches = [watch(model, check="async", microscope=False) for model in models]
+        watches = [watch(model, check="async", rerun=False) for model in models]
         for model in models:
             forward_and_backward(model)
         optimizers[0].step()
@@ -253,7 +253,7 @@ def test_parameters_that_an_optimizer_gets_later() -> None:
     """An optimizer becomes the model's when it is given one of its parameters."""
     model = chain(Plant(b1=INF))
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    with stand_in() as device, watch(model, check="async", microscope=False):
+    with stand_in() as device, watch(model, check="async", rerun=False):
         forward_and_backward(model)
         optimizer.step()
         assert device.waits == 0
@@ -271,7 +271,7 @@ def test_an_optimizer_of_copies_is_the_models_when_it_is_given(is_given: bool) -
     optimizer = torch.optim.SGD([nn.Parameter(x) for x in copies(model)], lr=0.1)
     named = optimizer if is_given else None
     with stand_in() as device:
-        w = watch(model, check="async", microscope=False, optimizer=named)
+        w = watch(model, check="async", rerun=False, optimizer=named)
         forward_and_backward(model)
         if is_given:
             with pytest.raises(NonFiniteError):
@@ -375,7 +375,7 @@ def test_a_forward_inside_the_step(check: Any, kind: str, by_name: bool) -> None
     def step() -> Any:
         return optimizer.step(closure=closure) if by_name else optimizer.step(closure)
 
-    with stand_in() as device, watch(model, check=check, microscope=False):
+    with stand_in() as device, watch(model, check=check, rerun=False):
         assert step().item() == pytest.approx(chain()(X).sum().item())
         assert device.waits == 1
         before = copies(model)
@@ -400,7 +400,7 @@ def test_a_bad_forward_inside_the_step_with_gradients(check: Any, kind: str) -> 
         return loss
 
     with stand_in():
-        w = watch(model, check=check, gradients=True, microscope=False)
+        w = watch(model, check=check, gradients=True, rerun=False)
         with pytest.raises(NonFiniteError) as caught:
             optimizer.step(closure)
         assert caught.value.report.finding.phase == "forward"
@@ -418,7 +418,7 @@ def test_a_closure_made_by_partial() -> None:
         given_numbers.append(number)
         forward_and_backward(model)
 
-    with stand_in(), watch(model, check="async", microscope=False), pytest.raises(NonFiniteError):
+    with stand_in(), watch(model, check="async", rerun=False), pytest.raises(NonFiniteError):
         optimizer.step(functools.partial(closure, 7))
     assert given_numbers == [7]
 
@@ -454,7 +454,7 @@ def test_an_optimizer_that_steps_inside_the_backward() -> None:
 
     for x in model.parameters():
         x.register_post_accumulate_grad_hook(step)
-    with stand_in() as device, watch(model, check="async", microscope=False):
+    with stand_in() as device, watch(model, check="async", rerun=False):
         forward_and_backward(model)
         assert device.waits == 1
         before = copies(model)
@@ -487,7 +487,7 @@ def test_a_scaler_that_makes_the_step(is_read: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with stand_in() as device:
         scaler = ReadsFoundInf(device) if is_read else torch.amp.GradScaler("cpu", init_scale=4.0)
-        w = watch(model, check="async", microscope=False)
+        w = watch(model, check="async", rerun=False)
         for batch in range(2):
             optimizer.zero_grad()
             scaler.scale(model(X).sum()).backward()
@@ -510,7 +510,7 @@ def test_a_step_that_the_scaler_skips_waits_for_nothing() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with stand_in() as device:
         scaler = ReadsFoundInf(device)
-        w = watch(model, check="async", microscope=False)
+        w = watch(model, check="async", rerun=False)
         before = copies(model)
         scaler.scale(model(X).sum()).backward()
         scaler.step(optimizer)
@@ -550,7 +550,7 @@ def test_a_compiled_step_is_looked_at(is_reported: bool) -> None:
     model = chain(Plant(b2=INF))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step = torch.compile(optimizer.step, backend="eager")
-    with stand_in() as device, watch(model, check="async", microscope=False) as w:
+    with stand_in() as device, watch(model, check="async", rerun=False) as w:
         for _ in range(2):
             forward_and_backward(model)
             step()
@@ -591,7 +591,7 @@ def test_threads_that_step_at_once() -> None:
             except NonFiniteError as error:
                 errors.append(error)
 
-    with stand_in(), watch(model, check="async", max_frames=10_000, microscope=False, _verify_hits=True) as w:
+    with stand_in(), watch(model, check="async", max_frames=10_000, rerun=False, _verify_hits=True) as w:
         in_threads(4, work)
         w.look()
         batches = (w.batch or 0) + 1
@@ -623,7 +623,7 @@ def test_with_gradients_the_forward_is_named_and_not_what_came_of_it() -> None:
     """A backward that a bad forward spoilt is not told in its place, though it was seen first."""
     model = chain(Plant(b0=INF))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with stand_in(), watch(model, check="async", gradients=True, microscope=False):
+    with stand_in(), watch(model, check="async", gradients=True, rerun=False):
         forward_and_backward(model)
         with stopped(model) as error:
             optimizer.step()

@@ -82,7 +82,7 @@ def test_nothing_is_kept_after_stop() -> None:
     for backward in (False, True):
         model, x = Root(), given()
         alive = [weakref.ref(model), weakref.ref(x)]
-        w = watch(model, gradients=True, on_nonfinite="record", microscope=True)
+        w = watch(model, gradients=True, on_nonfinite="record", rerun=True)
         y = model(x)
         if backward:
             y.sum().backward()

@@ -63,7 +63,7 @@ def _call() -> int:
     """Call a watched model with such a tensor; return how often its shape was suppressed."""
     model = Given()
     before = visible.counts.total()
-    with watch(model, microscope=False, forecast=False):
+    with watch(model, rerun=False, forecast=False):
         model(torch.ones(2).as_subclass(Shapeless))
     return visible.counts.total() - before
 

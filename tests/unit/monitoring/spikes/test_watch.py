@@ -202,7 +202,7 @@ def test_optimizer_without_betas_and_rate(monkeypatch: pytest.MonkeyPatch) -> No
 def test_nothing_of_the_graph_is_kept() -> None:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())
-    with nanwatch.watch(net, spikes=True, microscope=False) as watch:
+    with nanwatch.watch(net, spikes=True, rerun=False) as watch:
         x = torch.randn(4, 6)
         output = net(x)
         loss = output.sum()

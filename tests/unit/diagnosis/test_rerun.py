@@ -84,11 +84,11 @@ def test_the_report_of_the_watch_is_that_of_the_error() -> None:
 
 @pytest.mark.parametrize("how", ["record", "warn", "call"])
 def test_which_actions_run_a_batch_again_unasked(how: Any) -> None:
-    """A function gets the whole report. The others run a batch again with microscope=True alone, and say so."""
+    """A function gets the whole report. The others run a batch again with rerun=True alone, and say so."""
     with pytest.warns(RuntimeWarning) if how == "warn" else threading.Lock():
         for asked in (None, True, False):
             model, seen = Log(), []
-            with watch(model, on_nonfinite=seen.append if how == "call" else how, microscope=asked) as w:
+            with watch(model, on_nonfinite=seen.append if how == "call" else how, rerun=asked) as w:
                 model(torch.zeros(2))
             finding = w.report().finding
             assert finding is not None
@@ -96,15 +96,13 @@ def test_which_actions_run_a_batch_again_unasked(how: Any) -> None:
             assert (finding.operation is not None) == is_run
             assert model.calls == 1
             assert seen == ([w.report()] if how == "call" else [])
-            assert ("microscope=True (--microscope)" in w.report().to_text()) == (
-                asked is None and not is_run
-            )
+            assert ("rerun=True (--rerun)" in w.report().to_text()) == (asked is None and not is_run)
 
 
 def test_another_watch_sees_nothing_of_the_second_run() -> None:
     """Two watches of one model: the second one's error is not lost in the first one's re-run."""
     model = Log()
-    with watch(model, on_nonfinite="record", microscope=True), watch(model) as second:
+    with watch(model, on_nonfinite="record", rerun=True), watch(model) as second:
         with pytest.raises(NonFiniteError):
             model(torch.zeros(2))
         assert len(second.frames) == 1

@@ -1,12 +1,12 @@
 """How long a failure takes to explain: from the call that fails to the exception with the whole report.
 
-    python benchmarks/bench_postmortem.py [--json FILE]
-    python benchmarks/bench_postmortem.py --quick
+    python benchmarks/bench_rerun.py [--json FILE]
+    python benchmarks/bench_rerun.py --quick
 
 Two failures of a GPT-2 124M from its real configuration with seeded weights, each of 8 tokens: the last feed-forward
 overflows under fp16 autocast, which a wider format cures, and a mean over no token divides by zero in float32, which a
 change of the source cures. Timed, in turn and in one process: a forward that does not fail; the failing one with the
-first report only (`microscope=False`); with the second run and the cures; and with the files written too. The added
+first report only (`rerun=False`); with the second run and the cures; and with the files written too. The added
 time is that of a failing call over that of the first kind of failing call, and is to stay under eight forwards and two
 seconds.
 """
@@ -30,7 +30,7 @@ import nanwatch
 
 TOKENS = 8
 WAYS: dict[str, dict[str, object]] = {
-    "first report only": {"microscope": False},
+    "first report only": {"rerun": False},
     "second run and cures": {},
     "and everything written": {},
 }

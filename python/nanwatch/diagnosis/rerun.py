@@ -1,4 +1,4 @@
-"""The steps after a batch has failed: look closer, try cures, find the samples at fault, write it all down.
+"""The re-run of a failed batch: find the operation, try cures, find the samples at fault, write it all down.
 
 Each step may be missing a package, run out of memory or meet a model that cannot be run twice: then a remark says so,
 and the report is what it was before.
@@ -39,7 +39,7 @@ from .patching.patches import KEPT_FOR_FORMATS, MOST_FORWARDS, MOST_RUNS, try_pa
 _ADVICE = 'put the loss into a function below `@nanwatch.watched("loss")`: a report then has its line and its operands'
 
 
-def post_mortem(
+def examine(
     incident: Incident,
     snapshot: BatchSnapshot | None,
     model: nn.Module,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import nanwatch
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot, Forwards
 from nanwatch.diagnosis.diagnosis import bad_rows
-from nanwatch.diagnosis.postmortem import batch_size, find_samples
+from nanwatch.diagnosis.rerun import batch_size, find_samples
 from nanwatch.report.finding import Finding
 from nanwatch.report.report import Report
 
