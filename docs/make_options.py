@@ -8,6 +8,7 @@ A test fails where the page is not what this script writes.
 from __future__ import annotations
 
 from dataclasses import Field, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,33 @@ HEAD = """\
 # Options
 
 Every option of `nanwatch.watch`, of the callbacks for trainers, and, where a command line can spell it, of
-`nanwatch run`. The docstring of `watch` says more about each. The first column shows the default. This page is written
-by `docs/make_options.py` from `nanwatch/session/options.py`.
+`nanwatch run`, by the question that it answers. The docstring of `watch` says more about each. The first column shows
+the default. This page is written by `docs/make_options.py` from `nanwatch/session/options.py`.
+"""
+SECTION = """
+## {}
 
 | option | flag | meaning |
 |---|---|---|
 """
+TAIL = """
+## Earlier names
+
+| once | now |
+|---|---|
+| `microscope=` | `rerun=` |
+| `log_to="runs/a"` | `sinks="tensorboard:runs/a"` or `sinks=Path("runs/a")` |
+| `log_to=` a SummaryWriter, a run of wandb, a function | `sinks=` the same |
+| `sketches=0` | `sketches=False` |
+"""
 
 
 def page() -> str:
-    return HEAD + "".join(f"{row(option)}\n" for option in fields(Options))
+    groups = groupby(fields(Options), key=lambda option: option.metadata["group"])
+    sections = (
+        SECTION.format(title) + "".join(f"{row(option)}\n" for option in group) for title, group in groups
+    )
+    return HEAD + "".join(sections) + TAIL
 
 
 def row(option: Field[Any]) -> str:

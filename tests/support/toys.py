@@ -54,7 +54,7 @@ def mlp() -> nn.Sequential:
 def breaks_its_log(target: Any, words: str) -> None:
     """Make logging fail inside: one warning in the first batch, none in the next, and the run goes on."""
     model = mlp()
-    with watch(model, log_to=target, log_every=1):
+    with watch(model, sinks=target, log_every=1):
         with pytest.warns(RuntimeWarning, match=words):
             model(torch.ones(1, 3))
         with warnings.catch_warnings():

@@ -19,7 +19,7 @@ from nanwatch.session.options import Options
 GIVEN: dict[str, Any] = {
     "max_frames": 7, "on_nonfinite": "record", "check": "batch", "weights": False, "buffers": False, "inputs": False,
     "outputs": True, "gradients": True, "counts": True, "fingerprints": True, "attention": 7, "max_skipped_steps": 3,
-    "include": "0", "sketches": 3, "statistics": 5, "spikes": True, "sinks": Sink(),
+    "include": "0", "sketches": 3, "statistics": 5, "spikes": True, "sinks": (Sink(), print),
     "exclude": "1",
     "allow_inf": "0", "every": 2, "reread_weights": 5, "trace_batches": (1,), "log_every": 9, "abort_after_batch": 4,
     "forecast": False, "rerun": False, "peer_timeout": 1.5, "enabled": False,
@@ -27,10 +27,10 @@ GIVEN: dict[str, Any] = {
 # What has no effect without another option.
 NEEDS: dict[str, dict[str, Any]] = {
     "exclude": {"include": "*"}, "scaler": {"gradients": True}, "max_skipped_steps": {"gradients": True},
-    "log_every": {"log_to": print},
+    "log_every": {"sinks": print},
 }  # fmt: skip
 # Objects, which have to be made, and what needs an extra or a folder.
-MADE = ("scaler", "optimizer", "log_to", "trace", "output_dir")
+MADE = ("scaler", "optimizer", "trace", "output_dir")
 
 
 def names() -> set[str]:
@@ -45,7 +45,6 @@ def values(model: nn.Module, folder: Path) -> dict[str, Any]:
     return GIVEN | {
         "scaler": torch.amp.GradScaler("cpu"),
         "optimizer": optimizer,
-        "log_to": lambda logged, batch: None,
         "output_dir": folder / "reports",
         "trace": folder / "trace",
     }

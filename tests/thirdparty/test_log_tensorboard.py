@@ -65,7 +65,7 @@ def test_a_watch_logs_through_the_users_writer(tmp_path: Path) -> None:
     """A run until its fault: headroom of each module, then the flag 0, on disk before the error is raised."""
     writer = SummaryWriter(str(tmp_path), flush_secs=10_000)
     model = nn.Sequential(Scale(), Scale())
-    with nanwatch.watch(model, log_to=writer, log_every=1000, forecast=False):
+    with nanwatch.watch(model, sinks=writer, log_every=1000, forecast=False):
         model(torch.full((2,), 8.0, dtype=torch.float16))
         model[0].factor = float("inf")
         with pytest.raises(nanwatch.NonFiniteError):
@@ -83,29 +83,30 @@ def test_a_watch_logs_through_the_users_writer(tmp_path: Path) -> None:
 
 def test_a_folder_gets_a_writer_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Made with the first entry, closed by stop(); with several processes a folder each."""
-    with nanwatch.watch(mlp(), log_to=tmp_path / "idle"):
+    with nanwatch.watch(mlp(), sinks=tmp_path / "idle"):
         pass
     assert not (tmp_path / "idle").exists()
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     model = mlp()
-    with nanwatch.watch(model, log_to=str(tmp_path / "runs")):
+    with nanwatch.watch(model, sinks=f"tensorboard:{tmp_path / 'runs'}"):
         model(torch.ones(1, 3))
     assert [e.value for e in read(tmp_path / "runs-rank3").Scalars("nanwatch/is_finite")] == [1.0]
 
 
 @pytest.mark.slow
 def test_a_whole_script_logs_into_a_folder(tmp_path: Path) -> None:
-    """`nanwatch run --log-to DIR` needs no change of the script, and logs the fault that ends it."""
+    """`nanwatch run --sinks tensorboard:DIR` needs no change of the script, and logs the fault that ends it."""
     script = SCRIPTS / "plain_loop.py"
-    command = [sys.executable, "-m", "nanwatch", "run", "--log-to", str(tmp_path / "log"), "--log-every", "3"]
+    flags = ["--sinks", f"tensorboard:{tmp_path / 'log'}", "--log-every", "3"]
+    command = [sys.executable, "-m", "nanwatch", "run", *flags]
     done = subprocess.run(
         [*command, str(script), "--lr", "1e3"], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 3, done.stderr
-    flags = [(e.step, e.value) for e in read(tmp_path / "log").Scalars("nanwatch/is_finite")]
-    assert flags[0] == (0, 1.0)
-    assert flags[-1][1] == 0.0
+    finite = [(e.step, e.value) for e in read(tmp_path / "log").Scalars("nanwatch/is_finite")]
+    assert finite[0] == (0, 1.0)
+    assert finite[-1][1] == 0.0
 
 
 def test_a_writer_that_the_user_closed_stays_closed(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_a_writer_that_the_user_closed_stays_closed(tmp_path: Path) -> None:
     model = mlp()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with nanwatch.watch(model, log_to=writer, log_every=1):
+        with nanwatch.watch(model, sinks=writer, log_every=1):
             model(torch.ones(1, 3))
             writer.close()
             model(torch.ones(1, 3))
@@ -134,13 +135,14 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch,
     """Where a folder asks for a writer, and not before the watch would begin."""
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ImportError, match=r"`tensorboard`.*pip install .*'\.\[tensorboard\]'"):
-        nanwatch.watch(mlp(), log_to=tmp_path)
+        nanwatch.watch(mlp(), sinks=tmp_path)
 
 
 def test_a_script_does_not_start_without_the_package(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`nanwatch run --log-to` says on stderr what to install, with the status of options that make no sense."""
+    """`nanwatch run --sinks` says on stderr what to install, with the status of options that make no sense."""
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    assert run.main(["--log-to", str(tmp_path), __file__]) == 2
-    assert "nanwatch run: watch(log_to=<folder>) needs the package `tensorboard`" in capsys.readouterr().err
+    assert run.main(["--sinks", f"tensorboard:{tmp_path}", __file__]) == 2
+    words = 'nanwatch run: watch(sinks="tensorboard:<folder>") needs the package `tensorboard`'
+    assert words in capsys.readouterr().err

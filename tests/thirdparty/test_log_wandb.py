@@ -58,7 +58,7 @@ def history(folder: Path) -> list[tuple[int, dict[str, Any]]]:
 def test_entries_go_with_the_users_own_rows(run: Any, tmp_path: Path) -> None:
     """No row and no step is added, and none of the user's is lost; the batch is the x axis of what is nanwatch's."""
     model = mlp()
-    with nanwatch.watch(model, log_to=run, log_every=4, forecast=False):
+    with nanwatch.watch(model, sinks=run, log_every=4, forecast=False):
         for i in range(9):
             model(torch.ones(1, 3))
             run.log({"loss": float(i)}, step=10 * i)
@@ -76,11 +76,11 @@ def test_entries_go_with_the_users_own_rows(run: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_module_stands_for_its_run_and_a_fault_outlives_it(run: Any, tmp_path: Path) -> None:
-    """log_to=wandb; the flag of a fault is in the file though the script logs nothing after it."""
+    """sinks=wandb; the flag of a fault is in the file though the script logs nothing after it."""
     import wandb
 
     model = torch.nn.Sequential(Scale(float("inf")))
-    with nanwatch.watch(model, log_to=wandb), pytest.raises(nanwatch.NonFiniteError):
+    with nanwatch.watch(model, sinks=wandb), pytest.raises(nanwatch.NonFiniteError):
         model(torch.ones(1))
     run.finish()
     ((_, row),) = [one for one in history(tmp_path) if "nanwatch/is_finite" in one[1]]
@@ -92,7 +92,7 @@ def test_the_module_stands_for_its_run_and_a_fault_outlives_it(run: Any, tmp_pat
 def test_a_run_that_is_over_is_one_warning(run: Any) -> None:
     """The training goes on after run.finish()."""
     run.finish()
-    breaks_its_log(run, "logs no more to log_to=")
+    breaks_its_log(run, "logs no more to the sink Run")
 
 
 def test_the_module_without_a_run_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,4 +109,4 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "wandb", None)
     likeness = SimpleNamespace(log=print, define_metric=print)
     with pytest.raises(ImportError, match=r"pip install .*'\.\[wandb\]'"):
-        nanwatch.watch(mlp(), log_to=likeness)
+        nanwatch.watch(mlp(), sinks=likeness)

@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import Field, fields
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -97,11 +98,13 @@ def run_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="write the report as JSON when the script has ended; /dev/fd/3 for a descriptor",
     )
-    for option in fields(Options):
-        if flag := option.metadata["flag"]:
-            name = f"--{option.name.replace('_', '-')}"
-            # A flag that is not there leaves the option to a file.
-            parser.add_argument(name, default=argparse.SUPPRESS, help=_help(option), **flag)
+    for title, options in groupby(fields(Options), key=lambda option: option.metadata["group"]):
+        group = parser.add_argument_group(title.lower())
+        for option in options:
+            if flag := option.metadata["flag"]:
+                name = f"--{option.name.replace('_', '-')}"
+                # A flag that is not there leaves the option to a file.
+                group.add_argument(name, default=argparse.SUPPRESS, help=_help(option), **flag)
     return parser
 
 

@@ -28,7 +28,8 @@ from ..records.record import Frame, Record, Role
 from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError
 from ..session.dispatch import EventDispatch
-from ..session.options import MAX_BATCH, Options, whole
+from ..session.option_kinds import MAX_BATCH, whole
+from ..session.options import Options
 from ..session.watch import Watch
 from ..util.imports import WhenImported, when_imported
 from ..util.visible import visible, warn_user, with_utf8

@@ -1,4 +1,4 @@
-"""Sinks that log: TensorBoard, W&B or a function, and how `log_to` and `sinks` choose one."""
+"""Sinks that log: TensorBoard, W&B or a function, and which sink a target of the option `sinks` means."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class LogEntry:
 
 
 ACCEPTED = (
-    "a SummaryWriter of TensorBoard, a run of wandb, the path of a folder for TensorBoard, or a callable that takes a"
-    " dict and the number of the batch"
+    "a nanwatch.Sink, a SummaryWriter of TensorBoard, a pathlib.Path for TensorBoard, a run of wandb, a function of a"
+    " dict and the number of the batch, a name such as 'tensorboard:runs/a'"
 )
 
 
@@ -121,7 +121,8 @@ class FunctionSink(LogSink):
         self._function({**entry.scalars, **entry.texts}, entry.batch)
 
 
-_WHO = "watch(log_to=<folder>)"
+# Where TensorBoard looks by default.
+FOLDER = "runs/nanwatch"
 
 
 class TensorBoardSink(LogSink):
@@ -135,8 +136,9 @@ class TensorBoardSink(LogSink):
         self._writer: Any = None
         self._make: Callable[[], Any] | None = None  # a writer of its own
         if isinstance(target, str | os.PathLike):
-            needed("tensorboard", _WHO, "tensorboard")  # first, or torch would be said to be what is missing
-            module = needed("torch.utils.tensorboard", _WHO, "tensorboard")
+            who = 'watch(sinks="tensorboard:<folder>")'
+            needed("tensorboard", who, "tensorboard")  # first, or torch would be said to be what is missing
+            module = needed("torch.utils.tensorboard", who, "tensorboard")
             rank, world_size = rank_and_world_size()
             folder = Path(target).absolute()  # the run may change its folder
             if world_size > 1:
@@ -203,7 +205,11 @@ class WandbSink(LogSink):
 
     def __init__(self, target: Any = None) -> None:
         super().__init__()
-        self._wandb = needed("wandb", "watch(log_to=<run of wandb>)", "wandb")
+        if isinstance(target, str):
+            raise ValueError(
+                f"the sink wandb takes no {target!r}; say that to wandb.init(), and pass what it returns"
+            )
+        self._wandb = needed("wandb", "watch(sinks=<run of wandb>)", "wandb")
         self._target = self._wandb if target is None else target
         self._run: Any = None
 
@@ -236,21 +242,21 @@ def _has(target: Any, *methods: str) -> bool:
 
 
 def _is_folder_or_writer(target: Any) -> bool:
-    return isinstance(target, str | os.PathLike) or _has(target, "add_scalar", "add_histogram_raw")
+    return isinstance(target, os.PathLike) or _has(target, "add_scalar", "add_histogram_raw")
 
 
-# By name, in the order in which `log_to` asks what a target can do. The module `wandb` stands for the run it began.
+# By name, in the order in which a target is asked what it can do. The module `wandb` stands for the run it began.
 _LOGS: dict[str, tuple[Callable[[Any], bool], Callable[..., LogSink]]] = {
     "tensorboard": (_is_folder_or_writer, TensorBoardSink),
     "wandb": (lambda target: _has(target, "log", "define_metric"), WandbSink),
-    "": (callable, FunctionSink),
+    "": (lambda target: callable(target) and not isinstance(target, type), FunctionSink),
 }
 # Packages declare sinks of theirs in this entry point group: a name, and what makes the sink.
 GROUP = "nanwatch.sinks"
 
 
 def log_for(target: Any) -> Callable[..., LogSink] | None:
-    """Return what makes the log of `target`, None where that is none of those that are ACCEPTED."""
+    """Return what makes the log of an object, None where it is none of those that are ACCEPTED."""
     return next((log for accepts, log in _LOGS.values() if accepts(target)), None)
 
 
@@ -261,15 +267,27 @@ def factory_of(name: str) -> Callable[..., Sink]:
     declared = {one.name: one for one in entry_points(group=GROUP)}
     if name not in declared:
         known = ", ".join(sorted(filter(None, {*_LOGS, *declared})))
-        raise ValueError(f"there is no sink {name!r}; known are {known}, and those of packages with {GROUP}")
+        raise ValueError(
+            f"there is no sink {name!r}; known are {known}, and those of packages with {GROUP}; a folder for"
+            " TensorBoard is tensorboard:FOLDER"
+        )
     factory: Callable[..., Sink] = declared[name].load()
     return factory
 
 
-def named_sink(words: str) -> Sink:
-    """Return the sink that words such as "tensorboard:runs/a" mean: a name, and what it is made with, if anything.
+def is_log(target: Any) -> bool:
+    """Return whether `sink_for` makes a log of this target, which opens and connects nothing before its first entry."""
+    return target.partition(":")[0] in _LOGS if isinstance(target, str) else not isinstance(target, Sink)
+
+
+def sink_for(target: Any) -> Sink:
+    """Return the sink of a target: itself, the log of an object, or what words such as "tensorboard:runs/a" name.
 
     Raises ImportError with the extra where its package is not installed.
     """
-    name, _, target = words.partition(":")
-    return factory_of(name)(*filter(None, [target]))
+    if isinstance(target, Sink):
+        return target
+    if isinstance(target, str):
+        name, _, words = target.partition(":")
+        return factory_of(name)(*filter(None, [words]))
+    return (log_for(target) or FunctionSink)(target)

@@ -12,25 +12,16 @@ from torch import nn
 
 from ..instrumentation.calls import check_model
 from ..instrumentation.wrapped_names import named_modules, original_module
-from ..monitoring.sinks import Sink
+from ..monitoring.log_sinks import is_log
 from ..numerics import _extension
 from ..recording.events import Check
 from ..records.headroom import headroom_bits
 from ..trace.trace import arrow
 from ..util.modules import each_module
 from ..util.visible import module_name
+from .option_kinds import check_flag, check_place, check_sinks
 from .option_sources import FIELDS, values_in_force, without_defaults
-from .options import (
-    MAX_BATCH,
-    MAX_FRAMES,
-    OnNonfinite,
-    Options,
-    check_flag,
-    check_options,
-    check_place,
-    check_sinks,
-    whole,
-)
+from .options import MAX_FRAMES, OnNonfinite, Options, check_options
 from .watch import Watch
 
 __all__ = ["DeferredWatch", "Watch", "watch"]
@@ -44,39 +35,43 @@ _CONFIRMED_LATER = ("include", "exclude", "allow_inf", "trace", "sinks")
 def watch(
     model: nn.Module,
     *,
-    max_frames: int = 21,
-    on_nonfinite: OnNonfinite = "raise",
-    check: Check = "auto",
+    # What is read
     weights: bool = True,
     buffers: bool = True,
     inputs: bool = True,
     outputs: bool = True,
     gradients: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
+    attention: int = False,
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
+    # What is kept of it
+    max_frames: int = 21,
     counts: bool = False,
     fingerprints: bool = False,
     statistics: int = False,
-    attention: int = False,
+    sketches: int = False,
+    # When
+    every: int = 1,
+    reread_weights: int = 64,
+    abort_after_batch: int | None = None,
+    enabled: bool = True,
+    # What is a failure, and what follows
+    on_nonfinite: OnNonfinite = "raise",
+    check: Check = "auto",
+    allow_inf: str | Iterable[str] = (),
+    rerun: bool | None = None,
+    forecast: bool = True,
     spikes: bool = False,
     max_skipped_steps: int = 20,
     scaler: Any = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    include: str | Iterable[str] = (),
-    exclude: str | Iterable[str] = (),
-    allow_inf: str | Iterable[str] = (),
-    every: int = 1,
-    reread_weights: int = 64,
-    trace_batches: Iterable[int] = (),
-    trace: str | os.PathLike[str] | None = None,
-    sketches: int = 0,
-    log_to: Any = None,
-    sinks: str | Sink | Iterable[str | Sink] = (),
-    log_every: int = 50,
-    abort_after_batch: int | None = None,
-    forecast: bool = True,
-    rerun: bool | None = None,
-    output_dir: str | os.PathLike[str] | None = None,
     peer_timeout: float = 30.0,
-    enabled: bool = True,
+    # Where it goes
+    output_dir: str | os.PathLike[str] | None = None,
+    trace: str | os.PathLike[str] | None = None,
+    trace_batches: Iterable[int] = (),
+    sinks: Any = (),
+    log_every: int = 50,
     _measure_time: bool = False,
     _verify_hits: bool = False,
 ) -> Watch:
@@ -84,7 +79,32 @@ def watch(
 
     Args:
         model: any nn.Module, also a compiled one. Modules that it gets later are watched too.
+        weights, buffers, inputs, outputs: which tensors to read; of the buffers, those of floating point.
+        gradients: in every backward, read the gradients of the tensors that are read in the forward. Act on a failure
+            when an optimizer's step is about to take it, before any weight changes (docs/gradients.md). On a GPU that
+            step waits for them once, unless a GradScaler has. Without it no gradient is read.
+        optimizer: an optimizer whose state is read after each of its steps: moments, weights of its own.
+        attention: read the attention logits of `scaled_dot_product_attention`, `flex_attention` and `softmax` in the
+            watched model: in every batch a bound, and every n-th batch the largest logit of each head; True is every
+            100th. They are outputs of the module that calls attention, and `Watch.attention` (docs/attention.md).
+        include, exclude: glob patterns on the names of modules, such as "encoder.block.*"; `*` crosses dots. Names are
+            those in your own model, without what DistributedDataParallel and other wrappers put before them.
         max_frames: keep this many of the latest frames.
+        counts: count zeros, subnormals, nans and infinities of every tensor, for its record's `health` and the columns
+            of a trace, and for a trace its elements by power of two (docs/formats.md). This reads each tensor three
+            times more and waits for a GPU: use it for a few batches, or with `every`.
+        fingerprints: keep the `nanwatch.fingerprint` of every tensor in its record and in a trace, so that two runs can
+            be compared bit by bit (docs/traces.md). Every tensor on a GPU is then waited for.
+        statistics: keep the `nanwatch.statistics` of every tensor in its record, in a trace and for sinks, in every
+            n-th batch; True is every batch. Such a batch reads all tensors anew and waits for a GPU (docs/costs.md).
+        sketches: in every n-th batch write a sketch of each output into the trace: 32 numbers for each row (token),
+            from which `nanwatch.diff` estimates relative errors and cosines of two runs (docs/traces.md); True is every
+            batch. Such a batch takes longer, and waits for a GPU at every output. Needs `trace`.
+        every: read only every n-th batch.
+        reread_weights: read a weight again after this many batches though nothing says that it changed; 1 is always.
+            An optimizer's step, `load_state_dict` and writes that PyTorch sees are noticed at once.
+        abort_after_batch: raise BatchLimitError at the end of the batch of this number.
+        enabled: False makes a Watch that watches nothing. The environment goes first: NANWATCH=0 or NANWATCH=1.
         on_nonfinite: "raise" a NonFiniteError; "warn" when non-finite values begin, change or end, and in sum at
             `stop()` (docs/watching.md); only "record"; or a callable that gets the Report of each non-finite batch, in
             a job of several ranks with the place on which they agreed (docs/distributed.md). A callable lives until the
@@ -94,20 +114,15 @@ def watch(
             last step, so that their failure is raised before a parameter changes (docs/cuda.md). The report is the
             same. "auto" is "module" for tensors of the CPU, which are read without a wait, and "batch" for those of a
             GPU. On the CPU "async" is "batch".
-        weights, buffers, inputs, outputs: which tensors to read; of the buffers, those of floating point.
-        gradients: in every backward, read the gradients of the tensors that are read in the forward. Act on a failure
-            when an optimizer's step is about to take it, before any weight changes (docs/gradients.md). On a GPU that
-            step waits for them once, unless a GradScaler has. Without it no gradient is read.
-        counts: count zeros, subnormals, nans and infinities of every tensor, for its record's `health` and the columns
-            of a trace, and for a trace its elements by power of two (docs/formats.md). This reads each tensor three
-            times more and waits for a GPU: use it for a few batches, or with `every`.
-        fingerprints: keep the `nanwatch.fingerprint` of every tensor in its record and in a trace, so that two runs can
-            be compared bit by bit (docs/traces.md). Every tensor on a GPU is then waited for.
-        statistics: keep the `nanwatch.statistics` of every tensor in its record, in a trace and in the log, in every
-            n-th batch; True is every batch. Such a batch reads all tensors anew and waits for a GPU (docs/costs.md).
-        attention: read the attention logits of `scaled_dot_product_attention`, `flex_attention` and `softmax` in the
-            watched model: in every batch a bound, and every n-th batch the largest logit of each head; True is every
-            100th. They are outputs of the module that calls attention, and `Watch.attention` (docs/attention.md).
+        allow_inf: glob patterns on the names of modules whose infinities are meant; a nan in them still counts.
+            Additive attention masks are recognised without it.
+        rerun: after a failure run the batch once more to find the operation and the line that made the first
+            non-finite value, and to try cures. Until then it costs 10 to 60 microseconds a batch. None does so if the
+            failure ends the batch ("raise"). True does so also if the run goes on; a model with state may notice the
+            second forward.
+        forecast: warn of the module that will overflow first, when its headroom shrinks so steadily that the batch can
+            be predicted; at most three lines in 10,000 batches. Reads each of the first batches, then fewer, down to
+            one in 16 (docs/forecasts.md).
         spikes: keep histories of all magnitudes, and when the loss or the gradients jump, report the first module that
             left its own history (docs/spikes.md). The loss is what `Watch.note_loss` gets, or an output called `loss`.
             Reads gradients as `gradients` does.
@@ -115,47 +130,26 @@ def watch(
             down to 1 after 16. Needs `gradients`.
         scaler: the GradScaler, whose scale each skipped step reports. None looks for the one that is in use. Needs
             `gradients`.
-        optimizer: an optimizer whose state is read after each of its steps: moments, weights of its own.
-        include, exclude: glob patterns on the names of modules, such as "encoder.block.*"; `*` crosses dots. Names are
-            those in your own model, without what DistributedDataParallel and other wrappers put before them.
-        allow_inf: glob patterns on the names of modules whose infinities are meant; a nan in them still counts.
-            Additive attention masks are recognised without it.
-        every: read only every n-th batch.
-        reread_weights: read a weight again after this many batches though nothing says that it changed; 1 is always.
-            An optimizer's step, `load_state_dict` and writes that PyTorch sees are noticed at once.
-        trace_batches: numbers of batches, from 0, whose frames are printed as they come.
-        trace: a file (`run.parquet`) or a folder to write every frame into, one row per record, while the run lasts;
-            with `trace_batches` only the frames of these batches, which are then not printed. A path that is taken gets
-            a number, and with several processes the rank: see `Watch.trace_path`. Needs `pyarrow` (docs/traces.md).
-        sketches: in every batch of this many, write a sketch of each output into the trace: 32 numbers for each row
-            (token), from which `nanwatch.diff` estimates relative errors and cosines of two runs (docs/traces.md). Such
-            a batch takes longer, and waits for a GPU at every output. 0 writes none. Needs `trace`.
-        log_to: where to log headroom by module, ranges, forecasts and whether all was finite: a SummaryWriter of
-            TensorBoard, a run of wandb, the path of a folder for TensorBoard, or a callable that takes a dict of them
-            and the number of the batch (docs/trackers.md). If it raises, there is one warning and the log ends.
-        sinks: whom to tell of batches, failures, forecasts, spikes and skipped steps beside `on_nonfinite`: a
-            `nanwatch.Sink`, a name such as "tensorboard:runs/a", or several (docs/trackers.md).
-        log_every: log every n-th batch, fewer where that would take more than 2 % of the time; failures at once. Needs
-            `log_to` or `sinks`.
-        abort_after_batch: raise BatchLimitError at the end of the batch of this number.
-        forecast: warn of the module that will overflow first, when its headroom shrinks so steadily that the batch can
-            be predicted; at most three lines in 10,000 batches. Reads each of the first batches, then fewer, down to
-            one in 16 (docs/forecasts.md).
-        rerun: after a failure run the batch once more to find the operation and the line that made the first
-            non-finite value, and to try cures. Until then it costs 10 to 60 microseconds a batch. None does so if the
-            failure ends the batch ("raise"). True does so also if the run goes on; a model with state may notice the
-            second forward.
-        output_dir: a folder into which each failure's report (text, JSON, HTML) and capsule are written.
         peer_timeout: in a job of several ranks, how many seconds a rank that fails, or learns that another has, waits
             at most for all to agree where it began. With "raise" each then raises an error that says so, with a
             callable the reports of the failing ranks say so. 0 turns this off: each rank speaks for itself, and with
             "raise" the others may hang (docs/distributed.md).
-        enabled: False makes a Watch that watches nothing. The environment goes first: NANWATCH=0 or NANWATCH=1.
+        output_dir: a folder into which each failure's report (text, JSON, HTML) and capsule are written.
+        trace: a file (`run.parquet`) or a folder to write every frame into, one row per record, while the run lasts;
+            with `trace_batches` only the frames of these batches, which are then not printed. A path that is taken gets
+            a number, and with several processes the rank: see `Watch.trace_path`. Needs `pyarrow` (docs/traces.md).
+        trace_batches: numbers of batches, from 0, whose frames are printed as they come.
+        sinks: whom to tell of headroom, ranges, failures, forecasts, spikes and skipped steps beside `on_nonfinite`
+            (docs/trackers.md): a SummaryWriter of TensorBoard, a `pathlib.Path` of a folder for TensorBoard, a run of
+            wandb, a function that takes a dict and the number of the batch, a `nanwatch.Sink`, a name such as
+            "tensorboard:runs/a", or several of these. One that raises is dropped with a warning.
+        log_every: sum up every n-th batch for sinks, fewer where that would take more than 2 % of the time. Failures
+            are told at once. Needs `sinks`.
 
     Raises TypeError or ValueError, naming the given and the accepted values, for a `model` whose calls cannot be seen,
     an option with a wrong value or without effect, and an `output_dir` or `trace` where nothing can be written;
     RuntimeError for `check="async"` on a GPU without the compiled part (docs/installing.md); ImportError, naming the
-    package, where `trace` or `log_to` needs one that is not installed.
+    package, where `trace` or `sinks` needs one that is not installed.
 
     Examples:
         >>> import nanwatch, torch
@@ -211,20 +205,22 @@ class DeferredWatch:
         self._least: LeastHeadroom | None = None
         self.watch: Watch | None = None
         # The run may change its folder before the model comes.
-        for option in ("trace", "output_dir", "log_to"):
-            if isinstance(value := self.options.get(option), str | os.PathLike):
+        for option in ("trace", "output_dir"):
+            if isinstance(value := self.options[option], str | os.PathLike):
                 self.options[option] = check_place(option, value)
+        self.options["sinks"] = sinks = check_sinks("sinks", self.options["sinks"])
         later = {*_CONFIRMED_LATER}
-        self.options["sinks"] = check_sinks("sinks", self.options["sinks"])
-        if self.options["sinks"]:  # a trial would close them
-            whole("log_every", self.options["log_every"], 1, MAX_BATCH)
+        if sinks:
+            FIELDS["log_every"].metadata["check"]("log_every", self.options["log_every"])
             later.add("log_every")
-        if self.options.get("trace") is not None:
+        if self.options["trace"] is not None:
             arrow("pyarrow.parquet", "trace=")
             # It needs the trace, which is not opened now.
-            whole("sketches", self.options.get("sketches", 0), 0, MAX_BATCH)
+            FIELDS["sketches"].metadata["check"]("sketches", self.options["sketches"])
             later.add("sketches")
         general = {name: one.default if name in later else self.options[name] for name, one in FIELDS.items()}
+        # A trial would close the others.
+        general["sinks"] = tuple(filter(is_log, sinks))
         _start(nn.Identity(), general).stop()
 
     def start(self, model: nn.Module, scaler: Any = None) -> Watch:

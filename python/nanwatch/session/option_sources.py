@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..util.visible import close_names
-from .options import SWITCH, Options
+from .option_kinds import SWITCH
+from .options import Options
 
 VARIABLE = "NANWATCH_OPTIONS"
 # The tables that may hold options, by file name; the first file found, from the current folder upwards, is the one.

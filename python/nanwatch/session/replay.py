@@ -12,7 +12,8 @@ from ..capsule.capsule import Capsule
 from ..capsule.replay import Model, Replayed, call_again
 from ..report.report import Report
 from ..util.visible import visible
-from .options import SWITCH, Options
+from .option_kinds import SWITCH
+from .options import Options
 from .watch import Watch
 
 

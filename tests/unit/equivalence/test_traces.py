@@ -336,7 +336,7 @@ def test_bad_use_is_explained(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"b.parquet has no sketches; record it with watch\(trace=..., sketches=N\)"
     ):
-        compare_traces(a, trace(tmp_path / "b.parquet", blocks(), sketches=0))
+        compare_traces(a, trace(tmp_path / "b.parquet", blocks(), sketches=False))
     with pytest.raises(ValueError, match="has no call in batch 7"):
         compare_traces(a, a, batches=(0, 7))
     with pytest.raises(ValueError, match="factor should be above 1"):

@@ -93,7 +93,7 @@ def test_traces_and_the_log(tmp_path: Path) -> None:
     def log(scalars: dict[str, float], batch: int) -> None:
         logged[batch] = scalars
 
-    options: Any = {"trace": tmp_path / "run.parquet", "log_to": log, "log_every": 1}
+    options: Any = {"trace": tmp_path / "run.parquet", "sinks": log, "log_every": 1}
     with nanwatch.watch(model, statistics=2, max_frames=50, **options) as watch:
         for _ in range(3):
             outputs.append(model(torch.randn(9, 30)))
