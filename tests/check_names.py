@@ -19,7 +19,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     # A command is run as a process.
     "integration/test_commands.py": ("cli/commands", "cli/options", "cli/files"),
     "integration/test_command_replay.py": ("cli/replay", "session/replay"),
-    "integration/test_command_run.py": ("cli/run",),
+    "integration/test_command_run.py": ("cli/run", "cli/script"),
     "integration/test_command_top.py": ("cli/top",),
     "integration/test_command_twice.py": ("cli/equivalence",),
     "integration/test_doctor.py": ("cli/doctor",),
@@ -40,6 +40,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "diagnosis/reachable",
     ),
     "integration/test_own_memory.py": ("diagnosis/child_process", "diagnosis/own_memory"),
+    "integration/test_pytest_plugin.py": ("integrations/pytest",),
     "integration/test_progress.py": ("util/progress",),
     "integration/test_spike_trainings.py": ("monitoring/spikes/steps",),
     "integration/test_watch.py": ("session/api", "util/modules"),

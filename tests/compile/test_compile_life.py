@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 
 import nanwatch
-from nanwatch.cli.script import ModelFinder
 from nanwatch.instrumentation.compile import dynamo, operators
 from nanwatch.session.api import watch
+from nanwatch.session.model_finder import ModelFinder
 from support.toys import Scale, mlp, names
 
 

@@ -21,9 +21,10 @@ from torch import nn
 from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError, Report
 from ..session.api import DeferredWatch, Watch, watch
+from ..session.model_finder import MAX_MODELS, ModelFinder
 from ..session.options import Options
 from ..util.visible import spell, suppressed, visible
-from .script import FILES, MAX_MODELS, ModelFinder, add_script, check_script, misplaced_hint, run_script
+from .script import FILES, add_script, check_script, misplaced_hint, run_script
 
 _NAME = "nanwatch run"
 # Exit statuses.

@@ -11,7 +11,14 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.cli.script import MAX_MODELS, ModelFinder, is_inside_a_call, made, may_be_trained, topmost
+from nanwatch.session.model_finder import (
+    MAX_MODELS,
+    ModelFinder,
+    is_inside_a_call,
+    made,
+    may_be_trained,
+    topmost,
+)
 
 X = torch.ones(2, 3)
 

@@ -1,0 +1,179 @@
+"""`pytest --nanwatch`: watches the models that each test calls. python/pytest_nanwatch.py has its flags."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from ..report import text
+from ..report.report import NonFiniteError, Report
+from ..session.api import DeferredWatch, watch
+from ..session.model_finder import ModelFinder
+from ..session.watch import Watch, watch_starts
+from ..trace.comparison import diff
+from ..trace.trace import TraceError, arrow
+
+# A test that makes its model anew again and again gathers no watches without end.
+MAX_MODELS = 32
+# A test that expects a ValueError must not be content with a NonFiniteError.
+_OPTIONS: dict[str, Any] = {"on_nonfinite": "record", "microscope": True, "forecast": False}
+
+
+class TestedModels:
+    """Watches of the models that one test calls from outside any other module.
+
+    A model that the test watches itself is left alone.
+    """
+
+    __test__ = False  # pytest
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = DeferredWatch({**_OPTIONS, **options}).options
+        self._watches: list[tuple[Watch, set[int]]] = []
+        self._is_starting = False
+        self.traces: list[Path] = []
+        self.reports: list[Report] = []
+        self.refusals: list[str] = []
+
+    @contextmanager
+    def watched(self, folder: str | None) -> Iterator[None]:
+        """Watch each model that is called meanwhile, with a trace in the folder, if any."""
+        finder = ModelFinder(
+            lambda model: self._start(model, folder), accepts=lambda *_: True, most=MAX_MODELS
+        )
+        others = watch_starts.add(self._watch_started)
+        try:
+            with finder:
+                yield
+        finally:
+            others.remove()
+            for one, _ in self._watches:
+                self._end(one)
+
+    def _start(self, model: nn.Module, folder: str | None) -> None:
+        options = self._options
+        if folder is not None:
+            options = {**options, "trace": Path(folder, f"{len(self._watches)}.parquet")}
+        self._is_starting = True
+        try:
+            parts = {id(module) for module in model.modules()}
+            self._watches.append((watch(model, **options), parts))
+        except (TypeError, ValueError) as error:  # a ScriptModule, or a pattern for another model
+            self.refusals.append(f"{type(model).__name__}: {error}")
+        finally:
+            self._is_starting = False
+
+    def _watch_started(self, other: Watch, model: nn.Module) -> None:
+        if self._is_starting:
+            return
+        parts = {id(module) for module in model.modules()}
+        for pair in [pair for pair in self._watches if parts & pair[1]]:
+            self._watches.remove(pair)
+            self._end(pair[0])
+
+    def _end(self, one: Watch) -> None:
+        # A warning that becomes an exception by the test's own filter would hide the test's result.
+        with warnings.catch_warnings(), suppress(NonFiniteError):
+            warnings.simplefilter("ignore")
+            one.stop()
+        report = one.report()
+        if report.finding is not None:
+            self.reports.append(report)
+        if one.trace_path is not None:
+            self.traces.append(one.trace_path)
+
+    @property
+    def is_unwatched(self) -> bool:
+        """True where no model could be watched with the options."""
+        return bool(self.refusals) and not self._watches
+
+
+class Plugin:
+    """Hooks of `pytest --nanwatch`."""
+
+    def __init__(self, baseline: str | None, *, is_update: bool) -> None:
+        if baseline is not None:
+            try:
+                arrow("pyarrow.parquet", "--nanwatch-baseline")
+            except ImportError as error:
+                raise pytest.UsageError(str(error)) from None
+        self._baseline = None if baseline is None else Path(baseline).absolute()
+        self._is_update = is_update
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Watch while the test runs. Fail it by what was not finite, or differs from the baseline."""
+        models = _models_of(item)
+        with _new_folder(is_wanted=self._baseline is not None) as folder:
+            try:
+                with models.watched(folder):
+                    result = yield
+            except BaseException:
+                if models.reports:  # it may be why the test failed
+                    item.add_report_section("call", "nanwatch", _words(models.reports))
+                raise
+            if models.reports:
+                pytest.fail(_words(models.reports), pytrace=False)
+            if models.is_unwatched:
+                pytest.fail(f"nanwatch watches no model: {'; '.join(models.refusals)}", pytrace=False)
+            if self._baseline is not None and (words := self._compared(self._baseline, item, models.traces)):
+                pytest.fail(words, pytrace=False)
+        return result
+
+    def _compared(self, baseline: Path, item: pytest.Item, traces: list[Path]) -> str:
+        """Return what differs from the baseline of the test, "" for nothing; write what it lacks."""
+        for i, trace in enumerate(traces):
+            stored = baseline / f"{_file_name(item.nodeid)}-{i}.parquet"
+            if self._is_update or not stored.exists():
+                baseline.mkdir(parents=True, exist_ok=True)
+                shutil.move(trace, stored)
+                continue
+            try:
+                difference = diff(stored, trace)
+            except (TraceError, ValueError) as error:
+                return f"the baseline {stored} is of other calls: {error}; --nanwatch-update writes it anew"
+            if difference.differs:
+                return f"differs from its baseline\n\n{difference.to_text()}"
+        return ""
+
+
+def _models_of(item: pytest.Item) -> TestedModels:
+    """Return what watches the models of a test, with the options of its marks."""
+    marks = reversed(list(item.iter_markers("nanwatch")))  # that of the test goes before that of its class
+    try:
+        return TestedModels({name: value for mark in marks for name, value in mark.kwargs.items()})
+    except (TypeError, ValueError, ImportError) as error:
+        message = f"options of nanwatch: {error}"
+    pytest.fail(message, pytrace=False)
+
+
+def _words(reports: list[Report]) -> str:
+    """Return the report of the first model that had one, and a line for each of the others."""
+    heads = [text.summary(report.finding) for report in reports if report.finding is not None]
+    others = [f"In another model: {head}." for head in heads[1:]]
+    return "\n".join([heads[0], "", reports[0].to_text(), *others])
+
+
+@contextmanager
+def _new_folder(*, is_wanted: bool) -> Iterator[str | None]:
+    if not is_wanted:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="nanwatch-") as folder:
+        yield folder
+
+
+def _file_name(nodeid: str) -> str:
+    """Return a name that differs from those of other tests, on a disk that folds cases too."""
+    mark = hashlib.sha256(nodeid.encode()).hexdigest()[:8]
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', nodeid)[-120:]}-{mark}"
