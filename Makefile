@@ -143,7 +143,7 @@ $(STAMPS)/torch: | $(STAMPS)/checked
 	$(VENV)/bin/python -m pip install "$(TORCH)" numpy "setuptools>=77" wheel ninja
 	@touch $@
 
-$(STAMPS)/native: setup.py $(wildcard csrc/*.py csrc/cuda/*.py) $(CXX_SOURCES) | $(BUILD_NEEDS)
+$(STAMPS)/native: setup.py python/nanwatch/_C.pyi $(wildcard csrc/*.py csrc/cuda/*.py) $(CXX_SOURCES) | $(BUILD_NEEDS)
 	PATH="$(abspath $(VENV))/bin:$$PATH" NANWATCH_REQUIRE_EXT=1 $(PY) setup.py build_ext --inplace
 	@touch $@
 

@@ -22,6 +22,7 @@ installed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -133,7 +134,9 @@ class BuildNativePart(build_ext):
     def run(self) -> None:
         for name in ("NANWATCH_REQUIRE_EXT", "FORCE_CUDA", "FORCE_CPU"):
             switched_on(name)  # a misspelt value ends the build here, before anything that may never read it
-        facts: dict[str, str] = {"python": platform.python_version()}
+        # What Python expects of the module. Python code that expects something else does not load it.
+        stub = ROOT / "python" / "nanwatch" / "_C.pyi"
+        facts = {"python": platform.python_version(), "stub": hashlib.sha256(stub.read_bytes()).hexdigest()}
         module = Path(self.get_ext_fullpath("nanwatch._C"))
         folder, suffix = module.parent, module.name.removeprefix("_C")
         built: dict[str, Path] = {}

@@ -3,18 +3,25 @@
     python csrc/make_columns.py             write it
     python csrc/make_columns.py --check     fail where it is not what this script writes
 
+The stub python/nanwatch/_C.pyi gets a digest of the generated headers. A build keeps the digest of the stub, so that
+loading it shows whether it is older than the declarations (numerics/_extension.py).
+
 Needs neither PyTorch nor nanwatch: the declarations are parsed, not imported.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent
 SOURCE = CSRC.parent / "python" / "nanwatch"
 PLACE = CSRC / "numerics" / "columns.h"
+FORMATS = CSRC / "numerics" / "format_table.h"
+STUB = SOURCE / "_C.pyi"
 HEAD = """\
 // Names for the items of rows, of those of the kernels and those that Python has. Host and device, no torch. Written by
 // csrc/make_columns.py from python/nanwatch/; `make lint` checks that it is not stale.
@@ -101,9 +108,21 @@ def header() -> str:
     )
 
 
+def stub() -> str:
+    """Return the text of the stub with the digest of both headers."""
+    digest = sha256((header() + FORMATS.read_text(encoding="utf-8")).encode()).hexdigest()[:16]
+    return re.sub("(?m)^# headers: .*$", f"# headers: {digest}", STUB.read_text(encoding="utf-8"))
+
+
+def write() -> None:
+    """Write the header, and the digest into the stub."""
+    PLACE.write_text(header(), encoding="utf-8")
+    STUB.write_text(stub(), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--check"]:
-        if PLACE.read_text(encoding="utf-8") != header():
-            sys.exit(f"{PLACE.relative_to(CSRC.parent)} is stale: run python csrc/make_columns.py")
-    else:
-        PLACE.write_text(header(), encoding="utf-8")
+    if sys.argv[1:] != ["--check"]:
+        write()
+    for place, text in ((PLACE, header()), (STUB, stub())):
+        if place.read_text(encoding="utf-8") != text:
+            sys.exit(f"{place.relative_to(CSRC.parent)} is stale: run python csrc/make_columns.py")

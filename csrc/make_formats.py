@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import make_columns
+
 CSRC = Path(__file__).resolve().parent
 SOURCE = CSRC.parent / "python" / "nanwatch" / "numerics" / "formats.py"
 PLACE = CSRC / "numerics" / "format_table.h"
@@ -84,3 +86,4 @@ if __name__ == "__main__":
             sys.exit(f"{PLACE.relative_to(CSRC.parent)} is stale: run python csrc/make_formats.py")
     else:
         PLACE.write_text(header(), encoding="utf-8")
+        make_columns.write()  # the digest of this header

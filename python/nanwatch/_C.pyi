@@ -1,3 +1,7 @@
+# A compiled part is not loaded when this file has changed since it was built. csrc/make_columns.py writes the digest of
+# the headers that are generated from the declarations, so that a new field of a record changes the file too.
+# headers: 7d8b79cd0802da12
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import shutil
@@ -155,6 +156,23 @@ def test_a_wheel_without_a_module_for_this_torch_says_which_it_has(copied):
     """Not even the module of an install from source is taken: it was not built for this torch either."""
     (copied / "nanwatch" / "_build.json").write_text(json.dumps({"torch": "2.1.2 2.2.0"}))
     assert f"torch 2.1.2, 2.2.0 and this is torch {torch.__version__}" in reason_in(copied)
+
+
+@needs_extension
+@pytest.mark.parametrize("is_stale", [True, False])
+def test_a_module_that_is_older_than_the_sources_is_not_loaded(copied, is_stale):
+    """A digest in the stub changes with each declared field; then Python does the work, and one line says why."""
+    stub = copied / "nanwatch" / "_C.pyi"
+    (copied / "nanwatch" / "_build.json").write_text(
+        json.dumps({"stub": hashlib.sha256(stub.read_bytes()).hexdigest()})
+    )
+    if is_stale:
+        stub.write_text(stub.read_text().replace("# headers: ", "# headers: 0"))
+    program = "import nanwatch as n, torch as t; m = t.nn.ReLU(); w = n.watch(m); m(t.ones(2)); print(len(w.frames))"
+    done = run("-c", program, place=copied)
+    assert done.stdout == "1\n"
+    words = "Reason: it is older than the Python sources, whose records or calls are others by now; rebuild it: pip"
+    assert (words in done.stderr) == is_stale
 
 
 def test_a_missing_module_is_said_to_be_missing(copied):

@@ -15,6 +15,7 @@ row is a measurement, not a function to differentiate: the autograd keys fall th
 from __future__ import annotations
 
 import gc
+import hashlib
 import importlib.machinery
 import importlib.util
 import json
@@ -68,6 +69,15 @@ def _import_from(path: Path) -> ModuleType:
     return module
 
 
+def _is_stale(folder: Path = _PACKAGE) -> bool:
+    """Return whether the build was made for other declarations than those of now, such as other fields of a record."""
+    try:
+        stub = folder.joinpath("_C.pyi").read_bytes()
+    except OSError:  # left out of an installation: then nobody has edited it
+        return False
+    return build.get("stub", digest := hashlib.sha256(stub).hexdigest()) != digest
+
+
 def _switched_off() -> bool:
     value = os.environ.get("NANWATCH_EXT", "")
     if value not in ("", "0", "1"):
@@ -93,6 +103,11 @@ def _load() -> tuple[ModuleType | None, str]:
     path = _file_for(running)
     if path is None:
         return None, f"it is not installed for this Python; build it: {REBUILD}"
+    if _is_stale():
+        return (
+            None,
+            f"it is older than the Python sources, whose records or calls are others by now; rebuild it: {REBUILD}",
+        )
     try:
         return _import_from(path), ""
     except ImportError as error:
@@ -114,7 +129,7 @@ def _load_operators() -> bool:
 
 
 build: dict[str, str] = _read_build()
-"""What the build wrote down: python, torch, compiler, cuda, cuda_archs, cuda_reason, failure (each only if known)."""
+"""What the build wrote down: python, stub, torch, compiler, cuda, cuda_archs, cuda_reason, failure (each if known)."""
 
 C, reason = _load()
 
