@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import nanwatch
 from nanwatch.__main__ import main
 from nanwatch.cli.commands import COMMANDS, until_cut
 from nanwatch.util.imports import needed
+from support.paths import ROOT
 from support.processes import PYTHONPATH, environment, forked
 
 CUT = 141  # 128 + SIGPIPE: what a shell says of a filter that was cut
@@ -161,3 +163,17 @@ def test_a_missing_package_is_named_with_what_can_be_installed(monkeypatch: pyte
         "pip install pyarrow, or in a clone of nanwatch pip install --no-build-isolation '.[trace]'" in told
     )
     assert "'nanwatch[" not in told
+
+
+def test_the_table_of_exit_statuses_has_those_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """One row a command, a cell for each status that its help names."""
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8").partition("## Exit statuses")[2]
+    lines = [line for line in page.partition("\n\n")[2].partition("\n\n")[0].splitlines() if line]
+    rows = {cells[1].strip(" `"): cells[2:6] for line in lines[2:] if (cells := line.split("|"))}
+    assert sorted(rows) == sorted(COMMANDS)
+    for name, cells in rows.items():
+        with pytest.raises(SystemExit):
+            COMMANDS[name].run(["--help"])
+        words = capsys.readouterr().out.partition("examples:")[0].rpartition("exit status")[2]
+        told = {int(number) for number in re.findall(r"\b[0-3]\b", words.partition("\n\n")[0])}
+        assert told == {status for status, cell in enumerate(cells) if cell.strip()}, name

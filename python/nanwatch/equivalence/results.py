@@ -427,8 +427,12 @@ def spell_error(error: float | None) -> str:
     return "not comparable" if error is None else f"{error:.2g}"
 
 
+VERSION = 1
+
+
 def _json(found: Any) -> str:
-    return json.dumps({"equal": found.equal, **plain(found)}, indent=2)
+    head = {"schema": f"nanwatch.{type(found).__name__.lower()}", "version": VERSION, "equal": found.equal}
+    return json.dumps({**head, **plain(found)}, allow_nan=False, indent=2)
 
 
 def _text(lines: list[str], remarks: Sequence[str]) -> str:
