@@ -26,7 +26,7 @@ from ..trace.trace import TraceError, arrow
 # A test that makes its model anew again and again gathers no watches without end.
 MAX_MODELS = 32
 # A test that expects a ValueError must not be content with a NonFiniteError.
-_OPTIONS: dict[str, Any] = {"on_nonfinite": "record", "microscope": True, "forecast": False}
+_OPTIONS: dict[str, Any] = {"on_nonfinite": "record", "rerun": True, "forecast": False}
 
 
 class TestedModels:
