@@ -30,7 +30,7 @@ from _engine_models import GPT2, Llama
 from torch.utils._pytree import tree_map_only
 
 import nanwatch
-from nanwatch.equivalence.results import Comparison
+from nanwatch.equivalence.comparison import Comparison
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Faults whose size is that of rounding in bfloat16 itself, which the engine has in any dtype.

@@ -27,7 +27,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     # Other packages are needed.
     "thirdparty/test_debug_oracle.py": ("integrations/debug",),
     "thirdparty/test_lightning.py": ("integrations/lightning",),
-    "thirdparty/test_transformers_trainer.py": ("integrations/transformers",),
+    "thirdparty/test_transformers_trainer.py": ("integrations/transformers", "integrations/trainer_debug"),
     "compile/test_compile.py": ("instrumentation/compile/dynamo", "instrumentation/compile/operators"),
     # Parts of what is tested as a whole.
     "integration/test_architecture.py": ("recording/events", "session/dispatch"),

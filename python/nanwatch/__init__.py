@@ -25,12 +25,8 @@ if TYPE_CHECKING:
     from .equivalence.compare import compare
     from .equivalence.twice import twice
     from .instrumentation.functions import span, watched
-    from .integrations.debug import (
-        DebugUnderflowOverflow,
-        detect_overflow,
-        patch_transformers,
-        unpatch_transformers,
-    )
+    from .integrations.debug import DebugUnderflowOverflow, detect_overflow
+    from .integrations.trainer_debug import patch_transformers, unpatch_transformers
     from .monitoring.sinks import Sink
     from .numerics.exponents import ExponentHistogram, exponent_histogram
     from .numerics.fit import Fit, narrowest, would_fit
@@ -55,12 +51,8 @@ else:
         "equivalence.compare": ("compare",),
         "equivalence.twice": ("twice",),
         "instrumentation.functions": ("span", "watched"),
-        "integrations.debug": (
-            "DebugUnderflowOverflow",
-            "detect_overflow",
-            "patch_transformers",
-            "unpatch_transformers",
-        ),
+        "integrations.debug": ("DebugUnderflowOverflow", "detect_overflow"),
+        "integrations.trainer_debug": ("patch_transformers", "unpatch_transformers"),
         "monitoring.sinks": ("Sink",),
         "numerics.exponents": ("ExponentHistogram", "exponent_histogram"),
         "numerics.fit": ("Fit", "narrowest", "would_fit"),
@@ -137,6 +129,6 @@ __all__ = [
 
 
 if os.environ.get("NANWATCH_TRANSFORMERS"):
-    from .integrations.debug import follow_environment
+    from .integrations.trainer_debug import follow_environment
 
     follow_environment()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanwatch.integrations.debug import SWITCH
+from nanwatch.integrations.trainer_debug import SWITCH
 from support.processes import environment, forked
 
 

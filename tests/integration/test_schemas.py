@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.report.report import Suspect
 from nanwatch.report.spike import Curve, Departure, SpikeReport, read_saved
+from nanwatch.report.suspect import Suspect
 from support.paths import GOLDEN, ROOT
 
 X = torch.ones(3, 4)

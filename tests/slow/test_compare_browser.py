@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanwatch.equivalence.results import Comparison, ModuleError
+from nanwatch.equivalence.comparison import Comparison, ModuleError
 from nanwatch.report.page import ABSENT, GONE
 from nanwatch.util.visible import visible
 from support import chromium

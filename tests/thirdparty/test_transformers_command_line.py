@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanwatch.integrations.debug import SWITCH
+from nanwatch.integrations.trainer_debug import SWITCH
 from support.processes import environment
 
 pytest.importorskip("transformers")

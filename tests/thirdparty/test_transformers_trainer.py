@@ -20,7 +20,7 @@ pytest.importorskip("accelerate")
 
 from transformers import Trainer, TrainingArguments  # noqa: E402
 
-from nanwatch.integrations import debug  # noqa: E402
+from nanwatch.integrations import trainer_debug  # noqa: E402
 from nanwatch.integrations.transformers import HEADROOM, PLACE, NanWatchCallback  # noqa: E402
 from support.architectures import ARCHITECTURES  # noqa: E402
 from support.first_fault import first_fault  # noqa: E402
@@ -396,14 +396,14 @@ print(trainer.DebugUnderflowOverflow.__module__)
     [
         ("nanwatch", "", "transformers.debug_utils"),
         ("nanwatch", "0", "transformers.debug_utils"),
-        ("nanwatch", "1", "nanwatch.integrations.debug"),
+        ("nanwatch", "1", "nanwatch.integrations.trainer_debug"),
         ("nanwatch", "yes", "transformers.debug_utils"),
-        ("nanwatch.integrations.transformers", "", "nanwatch.integrations.debug"),
+        ("nanwatch.integrations.transformers", "", "nanwatch.integrations.trainer_debug"),
     ],
 )
 def test_the_ways_to_patch_in_a_fresh_process(imports, switch, expected):
     """The import of nanwatch patches nothing; the switch does and the integration does, before Trainer is there."""
-    changed = ENVIRONMENT | {debug.SWITCH: switch}
+    changed = ENVIRONMENT | {trainer_debug.SWITCH: switch}
     done = forked("-c", FRESH.format(imports=imports), env=changed, imported=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:2] == [f"False {expected}", "transformers.debug_utils"]

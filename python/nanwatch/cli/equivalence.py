@@ -17,8 +17,9 @@ from typing import Any
 
 from ..equivalence.bisect import NAMES, bisect
 from ..equivalence.compare import compare
+from ..equivalence.comparison import Comparison
 from ..equivalence.recording import EnoughError, Print, Recorder, Recording
-from ..equivalence.results import Bisection, Comparison, Repetition
+from ..equivalence.results import Bisection, Repetition
 from ..equivalence.traces import compare_traces
 from ..equivalence.trials import TRIALS
 from ..equivalence.twice import Request, examine

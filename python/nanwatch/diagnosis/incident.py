@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..report.finding import Finding
 from ..report.report import NonFiniteError, Report
+from ..util.visible import warn_user
 
 if TYPE_CHECKING:
     from .batch_snapshot import BatchSnapshot
@@ -48,6 +49,15 @@ class Incident:
     def remark(self, *remarks: str) -> None:
         """Add these remarks to the finding."""
         self.learn(remarks=(*self.finding.remarks, *remarks))
+
+    def pass_on_interrupt(self, error: BaseException | None) -> NoReturn:
+        """Raise the interrupt from `error`, or from an error with the report."""
+        cause = NonFiniteError(self.report) if error is None else error
+        interrupt, self.interrupt = self.interrupt, None
+        assert interrupt is not None
+        if isinstance(cause, NonFiniteError):
+            warn_user(f"{cause}", may_raise=False)
+        raise interrupt from cause
 
     def let_go(self) -> None:
         """Keep nothing of the batch but the report."""

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from ..numerics.readable import dtype_name
 from ..util.visible import spell
 from .calls import CallPair
+from .comparison import Comparison, spell_error
 from .differences import Tokens, are_apart, parameter_differences
 from .engine import KINDS, Comparer
 from .model_runs import FLOATS, Caller, ModelRuns, rounded_apart
-from .results import Comparison, spell_error
 from .state import State
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .calls import CallPair, ModuleCall, alone, innermost, is_sum, part_of_difference, value
+from .comparison import Comparison, ModuleError
 from .differences import (
     Errors,
     Tokens,
@@ -25,7 +26,6 @@ from .differences import (
 )
 from .matching import CallMatcher
 from .model_runs import FLOATS, Runs
-from .results import Comparison, ModuleError
 
 # Leaves of a call's inputs or outputs that are tried against those of the other side.
 _LEAVES = 4

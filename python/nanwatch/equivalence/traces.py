@@ -21,11 +21,11 @@ from ..records.fields import sizes
 from ..trace.trace_file import Trace, sketches
 from ..util.visible import module_name
 from .calls import CallPair, ModuleCall
+from .comparison import Comparison
 from .differences import KeptTensor, Tokens, relative_errors
 from .engine import Comparer, Event, EventErrors
 from .matching import CallMatcher
 from .model_runs import FLOATS, most_common
-from .results import Comparison
 
 _COLUMNS = (
     "call", "module", "class", "label", "role", "shape", "dtype", "abs_min", "abs_max", "phase", "recomputed", "sketch",

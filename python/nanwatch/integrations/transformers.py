@@ -18,7 +18,7 @@ from torch import Tensor
 from ..session.api import DeferredWatch
 from ..session.watch import Watch
 from ..util.imports import needed
-from .debug import patch_transformers, unpatch_transformers
+from .trainer_debug import patch_transformers, unpatch_transformers
 
 __all__ = ["NanWatchCallback", "patch_transformers", "unpatch_transformers"]
 

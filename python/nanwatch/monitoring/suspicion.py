@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..instrumentation.wrapped_names import is_recorded, named_modules
 from ..recording.observe import observe, past_torch_function
 from ..records.record import Frame
-from ..report.report import Suspect
+from ..report.suspect import Suspect
 from ..util.modules import each_parameter
 from ..util.visible import suppressed
 from .peaks import PeakHistory

@@ -9,9 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +25,7 @@ from .frame_ring import FrameRing, PeakMagnitudes
 from .gradients import PythonGradients
 from .notes import MaskedScores
 from .observe import call_values, completed_row, observe_with, planned_rows
+from .thread_calls import Node, ThreadCalls
 from .walk import is_container, leaves, spell_key
 
 if TYPE_CHECKING:
@@ -37,54 +36,11 @@ if TYPE_CHECKING:
 _set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
 
 
-class _Thread(threading.local):
-    """The calls under way in one thread, outermost first."""
-
-    def __init__(self) -> None:
-        self.nodes: list[_Node] = []
-        self.batch = 0
-        self.recomputed = False
-        self.recording = False  # a callback may call other modules: they are not recorded
-        self.given: tuple[tuple[Any, ...], Any] = ((), None)
-        self.held: object = None  # the answer of `on_batch_start` for the batch under way
-        self.added: list[tuple[int, str, Tensor]] = []  # outputs to add to calls, which their depths name
-        # The arguments of an outermost call in compiled code. An exception there leaves out the operator at its end.
-        self.compiled: list[weakref.ref[Tensor]] | None = None
-
-    @property
-    def innermost(self) -> str | None:
-        """Return the name of the module whose call is under way, or None."""
-        return self.nodes[-1].name if self.nodes else None
-
-    def take_added(self) -> list[tuple[Role, str, Tensor]]:
-        """Return the outputs that were added to the call that has just ended."""
-        taken: list[tuple[Role, str, Tensor]] = []
-        while self.added and self.added[-1][0] > len(self.nodes):
-            taken.insert(0, ("output", *self.added.pop()[1:]))
-        return taken
-
-    @contextmanager
-    def is_recording(self) -> Iterator[None]:
-        self.recording = True
-        try:
-            yield
-        finally:
-            self.recording = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Node:
-    name: str
-    class_name: str
-    observed: bool
-    allow_inf: bool | MaskedScores
-
-
 class _Entered(NamedTuple):
     """A call that is under way."""
 
-    thread: _Thread
-    node: _Node
+    thread: ThreadCalls
+    node: Node
     is_outermost: bool
 
 
@@ -109,11 +65,11 @@ class PythonRecorder(RecordsBackwards):
         self._events = events
         self._subscriptions = Subscriptions()
         self._traced = frozenset(settings.traced)
-        self._nodes: list[_Node] = []
+        self._nodes: list[Node] = []
         self._frames = FrameRing(settings.max_frames)
         self._peaks = PeakMagnitudes()
         self._gradient_peaks = PeakMagnitudes()
-        self._thread = _Thread()
+        self._thread = ThreadCalls()
         # Guards the counters, the ring, the nodes and what is known of backwards. Nobody calls back or reads a
         # tensor while holding it. Reentrant, as a signal's handler may ask for a report at any moment.
         self.lock = threading.RLock()
@@ -131,7 +87,7 @@ class PythonRecorder(RecordsBackwards):
 
     def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | MaskedScores) -> int:
         with self.lock:
-            self._nodes.append(_Node(name, type(module).__name__, observed, allow_inf))
+            self._nodes.append(Node(name, type(module).__name__, observed, allow_inf))
             return len(self._nodes) - 1
 
     @property
@@ -276,7 +232,7 @@ class PythonRecorder(RecordsBackwards):
         if observed and self._settings.outputs:
             self._thread.added.append((observed[-1], label, tensor))
 
-    def _leave_batch(self, thread: _Thread, completed: bool) -> None:
+    def _leave_batch(self, thread: ThreadCalls, completed: bool) -> None:
         thread.given = ((), None)
         thread.added.clear()
         self._end_batch(thread, completed)
@@ -322,12 +278,12 @@ class PythonRecorder(RecordsBackwards):
                 if ends or not completed:
                     self._end_compiled(thread, completed)
 
-    def _end_compiled(self, thread: _Thread, completed: bool) -> None:
+    def _end_compiled(self, thread: ThreadCalls, completed: bool) -> None:
         thread.nodes.clear()
         thread.compiled = None
         self._end_batch(thread, completed)
 
-    def _end_batch(self, thread: _Thread, completed: bool) -> None:
+    def _end_batch(self, thread: ThreadCalls, completed: bool) -> None:
         if thread.recomputed or (completed and not self._subscriptions.has(Event.BATCH_END)):
             thread.held = None
             return
@@ -342,7 +298,7 @@ class PythonRecorder(RecordsBackwards):
         finally:
             thread.held = None
 
-    def _begin_batch(self, thread: _Thread, module: nn.Module | None, args: Any, kwargs: Any) -> None:
+    def _begin_batch(self, thread: ThreadCalls, module: nn.Module | None, args: Any, kwargs: Any) -> None:
         self.finish_broken_backwards()
         # Called from a backward: activation checkpointing runs the forward again. That is no new batch.
         thread.recomputed = torch._C._current_graph_task_id() != -1
@@ -357,7 +313,7 @@ class PythonRecorder(RecordsBackwards):
         thread.given = (args, kwargs or None)
 
     def _keep(
-        self, thread: _Thread, name: str, class_name: str, rows: list[Record], caller: str | None
+        self, thread: ThreadCalls, name: str, class_name: str, rows: list[Record], caller: str | None
     ) -> None:
         frame = Frame(thread.batch, name, class_name, tuple(rows), "forward", thread.recomputed)
         with self.lock:
@@ -371,7 +327,7 @@ class PythonRecorder(RecordsBackwards):
             self._events.on_nonfinite(frame, caller, *thread.given)
 
     def _rows(
-        self, batch: int, node: _Node, module: nn.Module, args: Any, kwargs: Any, output: Any
+        self, batch: int, node: Node, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> tuple[list[Record], list[tuple[Role, str, Tensor]]]:
         """Return the rows of a call and their tensors."""
         values = call_values(self._settings, module, args, kwargs, output)

@@ -1,4 +1,4 @@
-"""Frames, the finding and suspects, and their forms: text, JSON, HTML, and the exceptions of a watched model."""
+"""Report: frames, the finding and suspects, their text, JSON and page, and the exceptions of a watched model."""
 
 from __future__ import annotations
 
@@ -17,50 +17,11 @@ from ..util.visible import module_name, suppressed, visible
 from . import text
 from .finding import Finding, Origin
 from .finding_text import Explanation, explain
+from .suspect import Suspect
 
 SCHEMA = "nanwatch.report"
 VERSION = 1
 _OFTEN_EMPTY = {"never_called": (), "suspects": (), "origin": None}  # left out of JSON when they are
-
-
-@dataclass(frozen=True, slots=True)
-class Suspect:
-    """A weight whose abs max is much larger than it was, or than that of its siblings.
-
-    `first` is its abs max when the watch began, None where it has not grown much. `siblings` is the pattern of the
-    names of the modules that hold the same weight in the other layers, "" where it is not far from theirs. There are
-    `num_siblings` of them, whose abs max has the median `median`.
-    """
-
-    module: str
-    label: str
-    abs_max: float
-    first: float | None = None
-    siblings: str = ""
-    num_siblings: int = 0
-    median: float | None = None
-
-    @property
-    def growth(self) -> str:
-        """The weight with its first and latest abs max, "" where it has not grown much."""
-        if self.first is None:
-            return ""
-        return f"`{self.label}` of {module_name(self.module)} from {self.first:.3g} to {self.abs_max:.3g}"
-
-    def facts(self) -> Iterator[text.Fact]:
-        """Yield the lines of a report."""
-        if self.growth:
-            yield text.Fact(
-                "Grew",
-                f"abs max of {self.growth} since the watch began: look at the learning rate, at weight decay and at the"
-                " clipping of gradients.",
-            )
-        if self.siblings and self.median is not None:
-            yield text.Fact(
-                "Apart",
-                f"abs max of `{self.label}` of {module_name(self.module)} is {self.abs_max:.3g}, the median of the"
-                f" {self.num_siblings} other {self.siblings} is {self.median:.3g}.",
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from ..records.record import Frame, event_frame
 from ..util import reading
 from ..util.progress import Tell, silent
 from ..util.visible import module_name, visible
-from .report import Report, Suspect, read_report
+from .report import Report, read_report
+from .suspect import Suspect
 from .text import Fact
 
 if TYPE_CHECKING:

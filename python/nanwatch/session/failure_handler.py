@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..diagnosis.batch_snapshot import failed_call, left_calls
+from ..diagnosis.batch_snapshot import failed_call
 from ..diagnosis.incident import Incident
 from ..distributed.coordinator import RankCoordinator
 from ..monitoring.monitor import Monitor
@@ -24,7 +24,7 @@ from ..records.record import Frame
 from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
 from ..util.visible import suppressed, warn_user
-from .nonfinite_warnings import NonFiniteWarnings
+from .nonfinite_warnings import WHERE, NonFiniteWarnings
 from .optimizer_guard import OptimizerGuard
 from .reports import Reports, given_records
 
@@ -205,9 +205,7 @@ class FailureHandler:
 
     def _take_left_calls(self, error: Exception, batch: int) -> Incident | None:
         """Read the calls that the exception left, and take the first non-finite one."""
-        calls = left_calls(error)
-        # Without calls the exception ended something else, such as a call in compiled code.
-        report = self._reports.of_left_calls(calls, batch) if calls else None
+        report = self._reports.of_left_calls(error, batch)
         if report is None or report.finding is None:
             return None
         # Somebody may catch the exception and go on, so the other ranks are not told.
@@ -252,12 +250,12 @@ class FailureHandler:
         if is_first or self._acts:
             self._monitor.sinks.on_failure(incident.report)
 
-    def _act(self, incident: Incident) -> None:
+    def _act(self, incident: Incident, *, agrees: bool = True) -> None:
         """Raise the error or call the user's function, once."""
         if incident.is_reported:
             return
         incident.is_reported = True
-        self._complete(incident)
+        self._complete(incident, agrees=agrees)
         if not callable(self._action):
             error = NonFiniteError(incident.report, incident.report.origin)
             self._pass_on_interrupt(incident, error)
@@ -269,13 +267,8 @@ class FailureHandler:
 
     def _pass_on_interrupt(self, incident: Incident, error: BaseException | None = None) -> None:
         """Raise what a signal handler of the program raised during the re-run, now that its finding is complete."""
-        interrupt, incident.interrupt = incident.interrupt, None
-        if interrupt is None:
-            return
-        cause = NonFiniteError(incident.report) if error is None else error
-        if isinstance(cause, NonFiniteError):
-            warn_user(f"{cause}", may_raise=False)
-        raise interrupt from cause
+        if incident.interrupt is not None:
+            incident.pass_on_interrupt(error)
 
     # The batch ends.
 
@@ -350,8 +343,7 @@ class FailureHandler:
 
     def explain(self, error: BaseException | None) -> None:
         """Raise PeerNonFiniteError from `error` when another rank's failure is behind it."""
-        explained = None if self._ranks is None else self._ranks.explain(error)
-        if explained is not None:
+        if self._ranks is not None and (explained := self._ranks.explain(error)) is not None:
             raise explained from error
 
     # The watch ends.
@@ -368,8 +360,7 @@ class FailureHandler:
     def watch_ends(self) -> None:
         """Report non-finite gradients that no step was about to take, then sum up the warnings."""
         try:
-            deferred = None if self._guard is None else self._guard.release()
-            if deferred is not None:
+            if self._guard is not None and (deferred := self._guard.release()) is not None:
                 deferred.remark("the watch ended before a step took it")
                 self._tell(deferred, ranks=False)
                 self._warn_at_end(deferred)
@@ -383,23 +374,18 @@ class FailureHandler:
     def _warn_at_end(self, incident: Incident) -> None:
         """Report gradients that no step was about to take. They are no failure yet, so "raise" warns too."""
         is_raising = sys.exc_info()[0] is not None
-        self._complete(incident, agrees=False)
-        if self._action in ("raise", "warn"):
-            warn_user(
-                f"{text.summary(incident.finding)}; the watch ended before a step took it;"
-                " Watch.report() (or --output-dir) has the frames that led to it",
-                may_raise=not is_raising,
-            )
-        elif callable(self._action):
+        if callable(self._action):
             try:
-                try:
-                    self._action(incident.report)
-                finally:
-                    self._pass_on_interrupt(incident)
+                self._act(incident, agrees=False)
             except Exception:
                 if not is_raising:
                     raise
                 suppressed("on_nonfinite raised while the watch ended by another error")
+            return
+        self._complete(incident, agrees=False)
+        if self._action != "record":
+            words = f"{text.summary(incident.finding)}; the watch ended before a step took it; {WHERE}"
+            warn_user(words, may_raise=not is_raising)
 
     def close(self) -> None:
         """Let go of everything, and leave the other ranks."""
@@ -409,7 +395,6 @@ class FailureHandler:
 
     def _write_last_frames(self, name: str) -> Report:
         """Write and return the latest frames of a rank without a failure of its own, from any thread."""
-        latest = self._recorder.latest_batch
-        report = self._reports.latest(None, None if latest < 0 else latest)
+        report = self._reports.latest(None, self._reports.batch)
         self.rerun.write_frames(report, name)
         return report

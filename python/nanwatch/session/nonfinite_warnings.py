@@ -12,6 +12,7 @@ from ..util.visible import module_name, warn_user
 
 # Modules named in one line.
 _MAX_NAMED = 3
+WHERE = "Watch.report() (or --output-dir) has the frames that led to it"
 
 
 @dataclass(slots=True)
@@ -76,9 +77,7 @@ class NonFiniteWarnings:
         if run is None:
             self._run = run = _Count()
             self._lines = 0
-            message = (
-                f"{text.summary(finding)}; Watch.report() (or --output-dir) has the frames that led to it"
-            )
+            message = f"{text.summary(finding)}; {WHERE}"
         elif place != self._latest_line and self._since >= 2 ** (self._lines - 1):
             message = f"{text.summary(finding)}; before it, {run}"
         if message:

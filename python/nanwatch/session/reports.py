@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..diagnosis.batch_snapshot import LeftCall
+from ..diagnosis.batch_snapshot import left_calls
 from ..instrumentation.wrapped_names import is_recorded, named_modules
 from ..monitoring.suspicion import Suspicion
 from ..recording.events import Recorder
@@ -64,6 +64,12 @@ class Reports:
         """Remember the place of this rank in the device meshes of the model's parameters."""
         self._mesh = parameter_mesh(self.model()) or self._mesh
 
+    @property
+    def batch(self) -> int | None:
+        """The number of the latest batch, None before the first."""
+        latest = self.recorder.latest_batch
+        return None if latest < 0 else latest
+
     def of(self, frames: tuple[Frame, ...], finding: Finding | None, batch: int | None) -> Report:
         """Return the report of these frames, the oldest first."""
         self.look_at_mesh()
@@ -96,12 +102,13 @@ class Reports:
         finding = find(current, batch_inputs=list(given), caller=caller, rank=rank(), num_frames=num_frames)
         return self.of(frames, finding, batch)
 
-    def of_left_calls(self, calls: list[LeftCall], batch: int) -> Report | None:
-        """Return the report of the first non-finite one of the calls that an exception left, the innermost first.
+    def of_left_calls(self, error: Exception, batch: int) -> Report | None:
+        """Return the report of the first non-finite one of the calls that the exception left, the innermost first.
 
         They are the calls of observed modules. None where all that they hold is finite.
         """
-        if (model := self.model()) is None:
+        # Without calls the exception ended something else, such as a call in compiled code.
+        if (model := self.model()) is None or not (calls := left_calls(error)):
             return None
         names = {
             id(one.module): one.name

@@ -205,8 +205,7 @@ class Watch:
     @property
     def batch(self) -> int | None:
         """The number of the latest batch, counted from 0; None before the first."""
-        latest = self._recorder.latest_batch
-        return None if latest < 0 else latest
+        return self._reports.batch
 
     @property
     def frames(self) -> tuple[Frame, ...]:

@@ -17,7 +17,7 @@ from ..util.visible import without_wrappers
 from .align import Ints, Rows, align
 from .difference import KINDS, Difference, Growth, Kind, Place, RowErrors, Series
 from .trace import arrow
-from .trace_file import Sketches, Trace, batch_words, ends_of, sketches, strings
+from .trace_file import Sketches, Trace, batch_words, ends_of, in_order, sketches, strings
 
 _Number = TypeVar("_Number", bound=np.generic)
 Column: TypeAlias = "np.ndarray[Any, np.dtype[_Number]]"
@@ -318,7 +318,7 @@ class _Records:
         first, trace = (0, self.traces[0]) if row < self.num_a else (self.num_a, self.traces[1])
         batch = int(self.batch[row])
         # Read again, for one batch: the sketches of all may not fit into memory.
-        table = _in_order(trace.table(("batch", "call", "sketch"), [batch]))
+        table = in_order(trace.table(("batch", "call", "sketch"), [batch]))
         cell = table["sketch"][int((self.batch[first:row] == batch).sum())].as_py()
         return None if cell is None else sketches(cell)
 
@@ -392,14 +392,7 @@ class _Records:
 def _read(trace: Trace, batches: set[int]) -> Any:
     """Return the records of these batches, by batch and call."""
     few = sorted(batches) if len(batches) < len(trace.batches) else None
-    return _in_order(trace.table((*_NUMBERS, *_TEXTS), few))
-
-
-def _in_order(table: Any) -> Any:
-    """Return the rows by batch and call: batches of several threads stand in turns."""
-    batch, call = table["batch"].to_numpy(), table["call"].to_numpy()
-    later = (batch[1:] > batch[:-1]) | ((batch[1:] == batch[:-1]) & (call[1:] >= call[:-1]))
-    return table if later.all() else table.take(np.lexsort((np.arange(len(batch)), call, batch)))
+    return in_order(trace.table((*_NUMBERS, *_TEXTS), few))
 
 
 def _relative(a: float, b: float) -> float:

@@ -187,6 +187,13 @@ def strings(column: Any) -> Strings:
     return Strings(np.concatenate(codes).astype(np.int32, copy=False), tuple(values))
 
 
+def in_order(table: Any) -> Any:
+    """Return the rows by batch and call: batches of several threads stand in turns."""
+    batch, call = table["batch"].to_numpy(), table["call"].to_numpy()
+    later = (batch[1:] > batch[:-1]) | ((batch[1:] == batch[:-1]) & (call[1:] >= call[:-1]))
+    return table if later.all() else table.take(np.lexsort((np.arange(len(batch)), call, batch)))
+
+
 class Ends(NamedTuple):
     """The ends of the format of each row, as `Record.ends`; nan where it has none."""
 

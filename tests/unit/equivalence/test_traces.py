@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.equivalence.results import Comparison
+from nanwatch.equivalence.comparison import Comparison
 from nanwatch.equivalence.traces import compare_traces
 from nanwatch.trace.trace_file import Trace
 from support.written_traces import write_rows

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanwatch.report.report import Report, Suspect
+from nanwatch.report.report import Report
 from nanwatch.report.spike import Cause, Curve, Departure, SpikeReport, read_saved
+from nanwatch.report.suspect import Suspect
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m"
 REPORT = SpikeReport(
