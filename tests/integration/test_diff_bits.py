@@ -16,7 +16,7 @@ from nanwatch.records.record import Frame, Record
 from nanwatch.session.api import watch
 from nanwatch.trace import trace
 from nanwatch.trace.comparison import diff
-from nanwatch.trace.difference import Place
+from nanwatch.trace.difference import RecordPair
 from nanwatch.trace.trace_file import Trace
 from support.architectures import built, inputs_of
 
@@ -130,7 +130,7 @@ def test_a_range_that_is_passed_over_leaves_the_bits(tmp_path: Path) -> None:
         written(tmp_path / "b.parquet", row("output", 2, 3.0)),
     )
     first = diff(*paths, ignore=["range"]).first
-    assert isinstance(first, Place)
+    assert isinstance(first, RecordPair)
     assert first.kind == "bits"
     assert not diff(*paths, ignore=["range", "bits"]).differs
     same = diff(*paths, ignore=["range", "dtype"], rtol=0.9).first

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanwatch.trace.difference import Difference, Growth, Place, Series, diff_html
+from nanwatch.trace.difference import Difference, Growth, RecordPair, Series, diff_html
 from nanwatch.util.visible import visible
 from support import chromium
 from support.chromium import Browser, Tab, overlaps
@@ -28,7 +28,7 @@ def difference(names: tuple[str, ...]) -> Difference:
         Series(name, tuple(range(6)), (1.0 + i,) * 6, (2.0, 4.0, 8.0, 0.0, 32.0, inf))
         for i, name in enumerate(names)
     )
-    first = Place(0, names[0], "Linear", "output", "range", "abs_max 1 against 2", 0, names[0], "Linear")
+    first = RecordPair(0, names[0], "Linear", "output", "range", "abs_max 1 against 2", 0, names[0], "Linear")
     grew = tuple(Growth(name, "output", 4, 1.0 + i, 32.0) for i, name in enumerate(names))
     calls = Series("batch 0", names, tuple(1.0 + i for i in range(len(names))), (2.0,) * len(names))
     return Difference(

@@ -18,7 +18,7 @@ from typing import Any
 from ..equivalence.bisect import NAMES, bisect
 from ..equivalence.compare import compare
 from ..equivalence.comparison import Comparison
-from ..equivalence.recording import EnoughError, Print, Recorder, Recording
+from ..equivalence.recording import EnoughError, HashedTensor, Recorder, Recording
 from ..equivalence.results import Bisection, Repetition
 from ..equivalence.traces import compare_traces
 from ..equivalence.trials import TRIALS
@@ -259,7 +259,7 @@ class _Runs:
             last = done.stderr.strip().rpartition("\n")[2] or "it printed nothing on stderr"
             raise UseError(f"the script ended by status {done.returncode}: {last}")
         recording = Recording.from_json(file.read_text(encoding="utf-8"))
-        if len(recording.prints) == bool(recording.error):
+        if len(recording.tensors) == bool(recording.error):
             why = recording.error or "it called no module and made no optimizer step in its own process"
             raise UseError(f"there is nothing to compare in {self._command[-1]}: {why}")
         if recording.error and request.trials:
@@ -290,8 +290,10 @@ def _run_here(request: dict[str, Any], target: str, arguments: list[str], *, is_
                 traceback.print_exc()
                 recording.error, status = spell(error), 1
     if recording.error:
-        last = Print(max(recording.batches - 1, 0), "result", "", "", "exception", recording.error, bits=0)
-        recording.prints.append(last)
+        last = HashedTensor(
+            max(recording.batches - 1, 0), "result", "", "", "exception", recording.error, bits=0
+        )
+        recording.tensors.append(last)
     if os.getpid() == process:  # else a forked child that has come to the script's end
         Path(request["file"]).write_text(recording.to_json(), encoding="utf-8")
     return status

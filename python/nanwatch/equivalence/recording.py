@@ -28,26 +28,26 @@ from .results import FirstDifference, RunTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Print(RunTensor):
-    """Fingerprint of a tensor or number, and the thread that passed it on."""
+class HashedTensor(RunTensor):
+    """Tensor or number of a run with the fingerprint of its bits, and the thread that passed it on."""
 
     bits: int
     thread: str = ""
 
 
-_PRINT_FIELDS = tuple(one.name for one in fields(Print))
+_FIELDS = tuple(one.name for one in fields(HashedTensor))
 _SHARED_FIELDS = tuple(one.name for one in fields(RunTensor))
 
 
 @dataclass
 class Recording:
-    """One run: its prints, its operations where they were recorded, and what else was noted.
+    """One run: its tensors in order, its operations where they were recorded, and what else was noted.
 
     `writes` and `target` are those of its OperationLog. `error` is the exception that ended the run, in words. `notes`
     are calls that a trial has replaced, and files that an earlier run has changed.
     """
 
-    prints: list[Print] = field(default_factory=list)
+    tensors: list[HashedTensor] = field(default_factory=list)
     operations: list[OperationRecord] = field(default_factory=list)
     writes: dict[int, str] = field(default_factory=dict)
     target: int = 0
@@ -57,15 +57,15 @@ class Recording:
 
     def to_json(self) -> str:
         """Return the recording as JSON."""
-        prints = [[getattr(one, name) for name in _PRINT_FIELDS] for one in self.prints]
-        return json.dumps({**vars(self), "prints": prints, "writes": {}})
+        tensors = [[getattr(one, name) for name in _FIELDS] for one in self.tensors]
+        return json.dumps({**vars(self), "tensors": tensors, "writes": {}})
 
     @classmethod
     def from_json(cls, text: str) -> Recording:
         """Read what `to_json` has written in a process of this one."""
         read = json.loads(text)
         found = cls(**read)
-        found.prints = [Print(*one) for one in read["prints"]]
+        found.tensors = [HashedTensor(*one) for one in read["tensors"]]
         found.operations = [OperationRecord.of(one) for one in found.operations]
         return found
 
@@ -75,16 +75,16 @@ def first_difference(a: Recording, b: Recording) -> FirstDifference | None:
 
     Threads are compared each by itself, because their order among each other is not the program's.
     """
-    found: list[tuple[int, Print, Print | None]] = []
-    for name in dict.fromkeys(one.thread for one in (*a.prints, *b.prints)):
-        ours = [i for i, one in enumerate(a.prints) if one.thread == name]
-        theirs = [one for one in b.prints if one.thread == name]
+    found: list[tuple[int, HashedTensor, HashedTensor | None]] = []
+    for name in dict.fromkeys(one.thread for one in (*a.tensors, *b.tensors)):
+        ours = [i for i, one in enumerate(a.tensors) if one.thread == name]
+        theirs = [one for one in b.tensors if one.thread == name]
         for i, other in zip_longest(ours, theirs):
             if i is None:
-                found.append((len(a.prints), other, None))
+                found.append((len(a.tensors), other, None))
                 break
-            if a.prints[i] != other:
-                found.append((i, a.prints[i], other))
+            if a.tensors[i] != other:
+                found.append((i, a.tensors[i], other))
                 break
     if not found:
         return None
@@ -103,7 +103,7 @@ class EnoughError(BaseException):
 class Recorder:
     """Context that records the calls of all modules, the gradients of their outputs, and all optimizer steps.
 
-    With `window`, a pair of places in the prints, operations between these are recorded too. With `fill`, memory that
+    With `window`, a pair of places in the tensors, operations between these are recorded too. With `fill`, memory that
     an operation allocates and leaves unwritten is filled with that number. With `most_batches` a further call of the
     first model ends the run by EnoughError. The first model is the first module with parameters that is called from
     outside any other; its calls are the batches, unless `batch` is set from outside.
@@ -179,12 +179,12 @@ class Recorder:
         with self._lock:
             if not self._is_running:
                 return
-            prints = self.recording.prints
-            prints.append(Print(number, kind, module, class_name, label, form, bits, name))
+            tensors = self.recording.tensors
+            tensors.append(HashedTensor(number, kind, module, class_name, label, form, bits, name))
             if self._operations is not None and self._window is not None:
-                if len(prints) == self._window[1] + 1 and isinstance(leaf, Tensor):
+                if len(tensors) == self._window[1] + 1 and isinstance(leaf, Tensor):
                     self._operations.look(leaf)
-                self._operations.active = self._window[0] <= len(prints) <= self._window[1]
+                self._operations.active = self._window[0] <= len(tensors) <= self._window[1]
 
     def _default_call(self) -> Callable[..., Any]:
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

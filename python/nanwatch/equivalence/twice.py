@@ -26,7 +26,7 @@ _CONFIRMING = 2
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """How to make a run: under which trials, with operations in which window of prints, and for how many batches.
+    """How to make a run: under which trials, with operations in which window of tensors, and for how many batches.
 
     `fill` is put into memory that is left unwritten. It takes a window.
     """
@@ -148,14 +148,14 @@ def examine(run: Run, what: str, times: int, trials: dict[str, Trial], tell: Tel
     """Compare `times` runs; where they part, find the operation and try the trials."""
     first, other, difference = _compared(run, Request(), times, lambda i: tell(f"making run {i}"))
     remarks = [f"the run ended by {first.error}"] if first.error else []
-    if unread := [one for one in first.prints if "not compared" in one.form]:
+    if unread := [one for one in first.tensors if "not compared" in one.form]:
         label, form = unread[0].label, unread[0].form
         remarks.insert(0, f"{len(unread):,} tensors could not be compared, the first {label}: {form}")
-    result = Repetition(what, times, first.batches, len(first.prints), remarks=tuple(remarks))
+    result = Repetition(what, times, first.batches, len(first.tensors), remarks=tuple(remarks))
     if difference is None:
         return result
     tell("recording the operations")
-    start = next((i for i, one in enumerate(first.prints) if one.batch == difference.batch), 0)
+    start = next((i for i, one in enumerate(first.tensors) if one.batch == difference.batch), 0)
     until = difference.batch + 1
     window = (start, difference.equal_before)
     operation, writes = _operation(run, trials, Request(window=window, most_batches=until))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..util.job import spell_runs
 from ..util.visible import suppressing, visible
 from . import steps
-from .meeting import GRACE, Arrival, Guard, LinkError, Meeting, Place, PlaceError, StepError, Trouble, reach
+from .meeting import GRACE, Arrival, Guard, LinkError, Meeting, Member, NoRankError, StepError, Trouble, reach
 from .steps import Listener, Transfer
 
 _STDOUT, _STDERR = 1, 2
@@ -45,11 +45,11 @@ def main(arguments: Sequence[str]) -> int:
     """Run the check and return the exit status. A rank that fails or hangs ends the process itself, with status 1."""
     options = _parser().parse_args(arguments)
     try:
-        place = Place.of(os.environ)
-    except PlaceError as error:
+        member = Member.of(os.environ)
+    except NoRankError as error:
         sys.stderr.write(visible(f"nanwatch netcheck: {error}") + "\n")
         return 2
-    return _Check(place, options).run()
+    return _Check(member, options).run()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,12 +103,12 @@ def _within(read: Callable[[str], float], least: float, most: float, words: str)
 class _Check:
     """One rank's check."""
 
-    def __init__(self, place: Place, options: argparse.Namespace) -> None:
-        self._place = place
+    def __init__(self, member: Member, options: argparse.Namespace) -> None:
+        self._member = member
         self._options = options
         self._backend = options.backend or "gloo"
         self._lines_to = _STDERR if options.json else _STDOUT
-        self._meeting = Meeting(place)
+        self._meeting = Meeting(member)
         self._transfers: list[Transfer] = []
         self._peers: list[Arrival] = []
         self._has_printed = False
@@ -116,28 +116,28 @@ class _Check:
 
     def run(self) -> int:
         """Run all steps. Return 0 when all ranks are well. Does not return when this rank is not, or another one."""
-        guard, meeting, place, options = self._guard, self._meeting, self._place, self._options
-        world_size = place.world_size
-        if not place.hosts_store:
+        guard, meeting, member, options = self._guard, self._meeting, self._member, self._options
+        world_size = member.world_size
+        if not member.hosts_store:
             with guard.step("master"):
-                reach(place, lambda: guard.remaining)
+                reach(member, lambda: guard.remaining)
         with guard.step("store"):
             meeting.open(guard.remaining)
             meeting.listen(guard.hear)
         with guard.step("backend"):
             self._backend = steps.choose_backend(options.backend)
         with guard.step("device"):
-            device = steps.choose_device(self._backend, place.local_rank)
+            device = steps.choose_device(self._backend, member.local_rank)
             steps.allocate(device, options.memory)
         with guard.step("arrival"):
             token = secrets.token_hex(8)
             listener = Listener(token)
-            address = reach(place, lambda: guard.remaining)
+            address = reach(member, lambda: guard.remaining)
             mine = Arrival(
-                rank=place.rank,
+                rank=member.rank,
                 world_size=world_size,
-                host=place.host,
-                local_rank=place.local_rank,
+                host=member.host,
+                local_rank=member.local_rank,
                 # An address of this machine alone is of no use to the others.
                 address="" if address.startswith("127.") or address == "::1" else address,
                 port=listener.port,
@@ -148,12 +148,12 @@ class _Check:
             )
             meeting.arrive(mine)
             self._await_arrivals()
-        if place.rank == 0:
+        if member.rank == 0:
             say(_header_lines(meeting.arrivals(), self._backend, options.timeout), self._lines_to)
         shifts = steps.shifts(world_size, all_pairs=options.all_pairs or world_size <= steps.ALL_PAIRS)
         with guard.step("links"):
-            peers = [meeting.arrival((place.rank + shift) % world_size) for shift in shifts]
-            steps.connect(peers, place.master_addr, min(steps.PATIENCE, guard.remaining / 2))
+            peers = [meeting.arrival((member.rank + shift) % world_size) for shift in shifts]
+            steps.connect(peers, member.master_addr, min(steps.PATIENCE, guard.remaining / 2))
             self._peers = peers
             meeting.count("linked")
             if not self._await(lambda: meeting.have_all("linked")):
@@ -173,13 +173,13 @@ class _Check:
         with guard.step("bandwidth"):
             self._transfers = steps.transfers(device, options.sizes, guard.tick)
         self._has_printed = True
-        say([f"[{place.name}] is OK (global rank: {place.rank}/{world_size})"], self._lines_to)
+        say([f"[{member.name}] is OK (global rank: {member.rank}/{world_size})"], self._lines_to)
         with guard.step("the other ranks"):
             meeting.end(None)
             if not self._await(lambda: meeting.have_all("ended")) or meeting.first() is not None:
                 raise StepError("another rank is broken")
             dist.destroy_process_group()
-        if place.rank == 0:
+        if member.rank == 0:
             outcomes = meeting.outcomes()
             table = steps.transfer_lines(self._transfers, world_size) if world_size > 1 else []
             say([*table, summary_line(outcomes, world_size)], self._lines_to)
@@ -190,7 +190,7 @@ class _Check:
         return 0
 
     def _await_arrivals(self) -> None:
-        meeting, world_size = self._meeting, self._place.world_size
+        meeting, world_size = self._meeting, self._member.world_size
         if not self._await(lambda: meeting.have_all("arrived")):
             missing = meeting.missing()
             came = world_size - len(missing)
@@ -223,7 +223,7 @@ class _Check:
             self._has_printed = True
             if not trouble.follows:
                 trouble = self._look_around(trouble)
-            say(_broken_lines(self._place, trouble, self._backend), self._lines_to)
+            say(_broken_lines(self._member, trouble, self._backend), self._lines_to)
         # The store may hang as anything else here, so it gets a thread and its time.
         patience = 2 * self._meeting.interval + GRACE + 1
         rest = threading.Thread(target=self._tell_others, args=(trouble, patience), daemon=True)
@@ -233,14 +233,14 @@ class _Check:
     def _look_around(self, trouble: Trouble) -> Trouble:
         """Add the neighbours that cannot be reached any more: a backend seldom says which rank it waited for."""
         try:
-            steps.connect(self._peers, self._place.master_addr, _LOOK_AROUND)
+            steps.connect(self._peers, self._member.master_addr, _LOOK_AROUND)
         except LinkError as error:
             return replace(trouble, why=f"{trouble.why}; {error}")
         return trouble
 
     def _tell_others(self, trouble: Trouble, patience: float) -> None:
         """Report the end and stay until all have ended: torchrun ends the ranks of a node as soon as one has gone."""
-        meeting, rank = self._meeting, self._place.rank
+        meeting, rank = self._meeting, self._member.rank
         is_first = False
         outcomes: dict[int, Trouble | None] = {rank: trouble}
         with suppressing("the store was gone when the end was to be told"):
@@ -251,14 +251,14 @@ class _Check:
             if is_first or rank == 0:
                 outcomes = meeting.outcomes()
         if is_first:
-            say([summary_line(outcomes, self._place.world_size)], self._lines_to)
+            say([summary_line(outcomes, self._member.world_size)], self._lines_to)
         self._print_document(outcomes)
         meeting.leave(GRACE)
 
     def _print_document(self, outcomes: Mapping[int, Trouble | None]) -> None:
         """Print the JSON document, where one was asked for and this is rank 0."""
-        place, meeting = self._place, self._meeting
-        if place.rank or not self._options.json:
+        member, meeting = self._member, self._meeting
+        if member.rank or not self._options.json:
             return
         arrivals: list[Arrival] = []
         first = None
@@ -266,14 +266,14 @@ class _Check:
             arrivals, first = meeting.arrivals(), meeting.first()
         known = {one.rank: one for one in arrivals}
         document = {
-            "ok": len(outcomes) == place.world_size and not any(outcomes.values()),
-            "world_size": place.world_size,
+            "ok": len(outcomes) == member.world_size and not any(outcomes.values()),
+            "world_size": member.world_size,
             "backend": self._backend,
             "timeout_s": self._options.timeout,
             "versions": sorted({one.versions for one in arrivals}),
             "first_failure": first,
-            "ranks": [_rank_entry(rank, known.get(rank), outcomes) for rank in range(place.world_size)],
-            "all_reduce": [one.entry(place.world_size) for one in self._transfers],
+            "ranks": [_rank_entry(rank, known.get(rank), outcomes) for rank in range(member.world_size)],
+            "all_reduce": [one.entry(member.world_size) for one in self._transfers],
         }
         say(json.dumps(document, indent=2).splitlines(), _STDOUT)
 
@@ -291,13 +291,13 @@ def _rank_entry(rank: int, arrival: Arrival | None, outcomes: Mapping[int, Troub
 # The lines.
 
 
-def _broken_lines(place: Place, trouble: Trouble, backend: str) -> list[str]:
+def _broken_lines(member: Member, trouble: Trouble, backend: str) -> list[str]:
     """Return the rank, the step, why, and what to try."""
     return [
-        f"[{place.name}] is broken (global rank: {place.rank}/{place.world_size})",
+        f"[{member.name}] is broken (global rank: {member.rank}/{member.world_size})",
         f"    step: {trouble.step}",
         f"    why:  {trouble.why}",
-        f"    try:  {steps.advice(trouble, place, backend)}",
+        f"    try:  {steps.advice(trouble, member, backend)}",
     ]
 
 

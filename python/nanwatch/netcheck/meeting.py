@@ -1,4 +1,4 @@
-"""The place of this rank in the job, the key-value store where the ranks meet, and the clock over the steps.
+"""This rank as a member of the job, the key-value store where the ranks meet, and the clock over the steps.
 
 A rank writes two keys and counts itself four times. While it works it asks one question every `interval` seconds.
 """
@@ -32,12 +32,12 @@ _START = (
 )
 
 
-class PlaceError(ValueError):
+class NoRankError(ValueError):
     """The environment does not say which rank this is; the message says what is missing or wrong."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Member:
     """A rank: its numbers, its host, and the address and port of the store where all ranks meet.
 
     `hosts_store`: this process opens the store itself. `attempt` tells one start of the job from another in one store.
@@ -58,23 +58,23 @@ class Place:
         return f"{self.host}-{self.local_rank}"
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Place:
-        """Read the place from the variables of torchrun or SLURM. Raises PlaceError."""
+    def of(cls, environment: Mapping[str, str]) -> Member:
+        """Return the member that the variables of torchrun or SLURM describe. Raises NoRankError."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         if not environment.get("RANK") and environment.get("SLURM_PROCID"):
             names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
         required = [*names[:2], "MASTER_ADDR", "MASTER_PORT"]
         if missing := [name for name in required if not environment.get(name)]:
-            raise PlaceError(f"{', '.join(missing)} not set; {_START}")
+            raise NoRankError(f"{', '.join(missing)} not set; {_START}")
         rank, world_size, port = (_number(environment, name) for name in (*names[:2], "MASTER_PORT"))
         if world_size == 0:
-            raise PlaceError(f"{names[1]}=0: there is no rank at all")
+            raise NoRankError(f"{names[1]}=0: there is no rank at all")
         if rank >= world_size:
-            raise PlaceError(
+            raise NoRankError(
                 f"{names[0]}={rank} with {names[1]}={world_size}: ranks count from 0 to {world_size - 1}"
             )
         if not 0 < port < 65536:
-            raise PlaceError(f"MASTER_PORT={port}: a port is a number from 1 to 65535")
+            raise NoRankError(f"MASTER_PORT={port}: a port is a number from 1 to 65535")
         return cls(
             rank=rank,
             world_size=world_size,
@@ -91,7 +91,7 @@ class Place:
 def _number(environment: Mapping[str, str], name: str) -> int:
     number = whole_number(environment[name])
     if number is None:
-        raise PlaceError(f"{name} should be a whole number, not negative, got {environment[name][:60]!r}")
+        raise NoRankError(f"{name} should be a whole number, not negative, got {environment[name][:60]!r}")
     return number
 
 
@@ -122,19 +122,19 @@ def _outcome(value: bytes) -> tuple[int, Trouble | None]:
     return rank, None if trouble is None else Trouble(**trouble)
 
 
-def reach(place: Place, remaining: Callable[[], float]) -> str:
+def reach(member: Member, remaining: Callable[[], float]) -> str:
     """Return the address from which this host reaches the master, once something answers there.
 
     A master that refuses, or that the name server does not know yet, may only be slow: try until the time is over.
     """
-    where = f"{place.master_addr} port {place.master_port}"
+    where = f"{member.master_addr} port {member.master_port}"
     while True:
         try:
             patience = max(_RETRY, min(5.0, remaining() / 2))
-            with socket.create_connection((place.master_addr, place.master_port), patience) as connection:
+            with socket.create_connection((member.master_addr, member.master_port), patience) as connection:
                 return str(connection.getsockname()[0])
         except socket.gaierror as error:
-            why = f"the name {place.master_addr} has no address here ({error.strerror})"
+            why = f"the name {member.master_addr} has no address here ({error.strerror})"
         except ConnectionRefusedError:
             why = f"nothing listens at {where}"
         except TimeoutError:
@@ -149,19 +149,19 @@ def reach(place: Place, remaining: Callable[[], float]) -> str:
 class Meeting:
     """The store of the job, seen by one rank."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.interval = max(0.5, place.world_size / _MOST_QUESTIONS)
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.interval = max(0.5, member.world_size / _MOST_QUESTIONS)
         self._store: Store | None = None
 
     def open(self, timeout: float) -> None:
         """Open the store where this rank hosts it, and connect to it."""
-        self._store = self._connect(timeout, self.place.hosts_store)
+        self._store = self._connect(timeout, self.member.hosts_store)
 
     def _connect(self, timeout: float, is_master: bool) -> Store:
-        host, port, patience = self.place.master_addr, self.place.master_port, timedelta(seconds=timeout)
+        host, port, patience = self.member.master_addr, self.member.master_port, timedelta(seconds=timeout)
         store = TCPStore(host, port, None, is_master, timeout=patience, wait_for_workers=False)
-        return PrefixStore(f"nanwatch/netcheck/{self.place.attempt}", store)
+        return PrefixStore(f"nanwatch/netcheck/{self.member.attempt}", store)
 
     @property
     def store(self) -> Store:
@@ -187,10 +187,10 @@ class Meeting:
         except Exception:
             suppressed("the store has gone")
             # The host of the store leaves when all have ended, also when all is well; `tell` knows which it is.
-            where = f"{self.place.master_addr} port {self.place.master_port}"
+            where = f"{self.member.master_addr} port {self.member.master_port}"
             tell(f"the store at {where} has gone, and with it the process that held it", False)
             return
-        if rank != self.place.rank and trouble is not None:
+        if rank != self.member.rank and trouble is not None:
             tell(f"rank {rank} failed first, in the step {trouble.step}", True)
 
     def count(self, what: str) -> None:
@@ -199,11 +199,11 @@ class Meeting:
 
     def have_all(self, what: str) -> bool:
         """Return whether all ranks have."""
-        return self.store.add(what, 0) >= self.place.world_size
+        return self.store.add(what, 0) >= self.member.world_size
 
     def _values(self, key: str) -> list[bytes]:
         """Return what the ranks have written under `key/RANK`, in their order."""
-        keys = [f"{key}/{rank}" for rank in range(self.place.world_size)]
+        keys = [f"{key}/{rank}" for rank in range(self.member.world_size)]
         written = [one for one in keys if self.store.check([one])]
         return self.store.multi_get(written) if written else []
 
@@ -220,7 +220,7 @@ class Meeting:
 
     def missing(self) -> list[int]:
         """Return the ranks that have not come, in order."""
-        return sorted({*range(self.place.world_size)} - {one.rank for one in self.arrivals()})
+        return sorted({*range(self.member.world_size)} - {one.rank for one in self.arrivals()})
 
     def arrival(self, rank: int) -> Arrival:
         """Return the arrival of one rank."""
@@ -232,7 +232,7 @@ class Meeting:
 
     def end(self, trouble: Trouble | None) -> bool:
         """Tell the others how this rank has ended. Return whether it is the first to fail."""
-        rank = self.place.rank
+        rank = self.member.rank
         mine = json.dumps([rank, None if trouble is None else asdict(trouble)])
         is_first = trouble is not None and self.store.compare_set("first", "", mine).decode() == mine
         self.store.set(f"end/{rank}", mine)
@@ -252,7 +252,7 @@ class Meeting:
         until = time.monotonic() + seconds
         with suppressing("the store was gone when this rank left"):
             self.count("left")
-            while self.place.hosts_store and not self.have_all("left") and time.monotonic() < until:
+            while self.member.hosts_store and not self.have_all("left") and time.monotonic() < until:
                 time.sleep(0.02)
 
 

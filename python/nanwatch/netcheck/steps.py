@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .meeting import Arrival, LinkError, Meeting, Place, StepError, Trouble
+from .meeting import Arrival, LinkError, Meeting, Member, StepError, Trouble
 
 _BYTES = 65536
 # TCP repeats a lost SYN after 1, 3 and 7 s. A link that is silent for 10 s is no link.
@@ -199,12 +199,12 @@ def allocate(device: torch.device, num_bytes: int) -> None:
 
 def begin(meeting: Meeting, backend: str, device: torch.device, timeout: float) -> None:
     """Make the default process group, and connect at once where the backend can."""
-    place = meeting.place
+    member = meeting.member
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("group", meeting.store),  # type: ignore[attr-defined]
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=member.rank,
+        world_size=member.world_size,
         timeout=timedelta(seconds=timeout if backend == "gloo" else timeout + _NCCL_MARGIN),
         device_id=device if backend == "nccl" else None,
     )
@@ -306,7 +306,7 @@ def _compare(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 _SIGNS_OF_DEATH = ("onnection reset by peer", "onnection closed by peer", "has gone")
 
 
-def advice(trouble: Trouble, place: Place, backend: str) -> str:
+def advice(trouble: Trouble, member: Member, backend: str) -> str:
     """Return what to try after the trouble."""
     if "stopped by SIG" in trouble.why:
         return "see which rank ended first: its lines, or in the summary the ranks without a word"
@@ -327,9 +327,9 @@ def advice(trouble: Trouble, place: Place, backend: str) -> str:
     of_step = {
         "backend": "compare what torch sees on each node: nanwatch doctor",
         "master": "is MASTER_ADDR the node of rank 0, is rank 0 running, does a firewall let the port through:"
-        f" nc -vz {place.master_addr} {place.master_port}",
+        f" nc -vz {member.master_addr} {member.master_port}",
         "store": "is MASTER_PORT free on the node of rank 0 and used by nothing else:"
-        f" ss -ltnp | grep {place.master_port}; choose another one; a name server that does not answer delays it too",
+        f" ss -ltnp | grep {member.master_port}; choose another one; a name server that does not answer delays it too",
         "device": f"{holder}; --memory takes less",
         "arrival": "start the ranks that are missing; compare --nnodes, --nproc_per_node, RANK and WORLD_SIZE on all"
         " nodes; a slow file system may need a longer --timeout",

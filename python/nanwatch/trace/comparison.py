@@ -15,7 +15,7 @@ from ..records.note import Note, is_same_part
 from ..records.record import Record
 from ..util.visible import without_wrappers
 from .align import Ints, Rows, align
-from .difference import KINDS, Difference, Growth, Kind, Place, RowErrors, Series
+from .difference import KINDS, Difference, Growth, Kind, RecordPair, RowErrors, Series
 from .trace import arrow
 from .trace_file import Sketches, Trace, batch_words, ends_of, in_order, sketches, strings
 
@@ -228,12 +228,12 @@ class _Records:
         is_apart = np.logical_or.reduce([*apart.values(), np.zeros(len(self.a), np.bool_)])
         places = {kind: int(flags.argmax()) for kind, flags in apart.items() if flags.any()}
         ordered = sorted(places.items(), key=lambda item: (item[1], KINDS.index(item[0])))
-        firsts = [self.place(kind, at) for kind, at in ordered]
+        firsts = [self.pair(kind, at) for kind, at in ordered]
         sketched = None
         if (measured := self.first_sketched(is_apart)) is not None:
             at, errors = measured
             kind = next(kind for kind in KINDS if kind in apart and apart[kind][at])
-            sketched = replace(self.place(kind, at), rows=errors)
+            sketched = replace(self.pair(kind, at), rows=errors)
             if at == ordered[0][1]:
                 firsts[0] = sketched
         grew, places_of_growth = self.grew()
@@ -265,10 +265,10 @@ class _Records:
         pairs = ((at, self.row_errors(self.a[at], self.b[at])) for at in places[firsts].tolist())
         return next(((at, errors) for at, errors in pairs if errors is not None), None)
 
-    def place(self, kind: Kind, at: int) -> Place:
-        """Return a pair of rows as a Place."""
+    def pair(self, kind: Kind, at: int) -> RecordPair:
+        """Return the records of a pair of rows."""
         a, b = int(self.a[at]), int(self.b[at])
-        return Place(
+        return RecordPair(
             batch=int(self.batch[a]),
             module=self.text("module", a),
             class_name=self.text("class", a),

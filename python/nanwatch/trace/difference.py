@@ -65,8 +65,8 @@ class RowErrors:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A record in which two traces differ. `batch` and `module` are A's, `batch_b` and `module_b` their match in B.
+class RecordPair:
+    """A record of A and its match in B, which differ. `batch`, `module` and `class_name` are A's, those with `_b` B's.
 
     `kind` is "isfinite", "shape", "dtype", "range" or "bits". `what` says it in words, A's value first.
     `rows` says how far the rows of the two are apart, where both have a sketch. `role` is A's record's.
@@ -119,7 +119,7 @@ class Series:
 class Difference:
     """Result of `diff`.
 
-    `first` is the first place where the two part, None where they do not; `firsts` the first of each kind. `sketched`
+    `first` is the first pair where the two part, None where they do not; `firsts` the first of each kind. `sketched`
     is the first output where they part and both have sketches, with its RowErrors. `grew` are the weights, buffers and
     outputs that grew most, by the factor. `num_records` were compared, `num_bits` of them bit by bit. `only_a` and
     `only_b` are the modules, with the number of records, for which the other side has nothing; they are no difference.
@@ -143,9 +143,9 @@ class Difference:
     a: str
     b: str
     rtol: float
-    first: Place | None
-    firsts: tuple[Place, ...]
-    sketched: Place | None
+    first: RecordPair | None
+    firsts: tuple[RecordPair, ...]
+    sketched: RecordPair | None
     grew: tuple[Growth, ...]
     num_records: int
     num_apart: int
@@ -181,8 +181,8 @@ class Difference:
         found = None if first is None else {name: getattr(first, name) for name in names}
         members = {"differs": self.differs, "first": found, "grew": grew}
         if self.sketched is not None and self.sketched.rows is not None:
-            place = {name: getattr(self.sketched, name) for name in names}
-            members["sketched"] = place | {"rows": asdict(self.sketched.rows)}
+            pair = {name: getattr(self.sketched, name) for name in names}
+            members["sketched"] = pair | {"rows": asdict(self.sketched.rows)}
         return json.dumps(members, allow_nan=False)
 
     def to_html(self) -> str:
@@ -194,7 +194,7 @@ class Difference:
 
 
 def diff_lines(found: Difference) -> Iterator[str]:
-    """Yield the first place, the first of every other kind, what grew, and what was not compared; one line each."""
+    """Yield the first difference, that of every other kind, what grew, and what was not compared; one line each."""
     yield f"A: {found.a}"
     yield f"B: {found.b}"
     many = f"{found.num_records:,} records of {_plural(len(found.batches), 'batch', 'batches')}"
@@ -203,11 +203,11 @@ def diff_lines(found: Difference) -> Iterator[str]:
     else:
         yield f"They part in {found.num_apart:,} of {many} ({comparison_words(found)})."
         yield ""
-        yield f"First: {place_line(found.first)}"
+        yield f"First: {pair_line(found.first)}"
         if found.sketched is not None and found.sketched != found.first:
-            yield f"First with sketches: {place_line(found.sketched)}"
-        for place in found.firsts[1:]:
-            yield f"First by {place.kind}: {place_line(place)}"
+            yield f"First with sketches: {pair_line(found.sketched)}"
+        for pair in found.firsts[1:]:
+            yield f"First by {pair.kind}: {pair_line(pair)}"
         if advice := _weight_advice(found.first, found.batches):
             yield advice
     if found.grew:
@@ -232,27 +232,27 @@ def comparison_words(found: Difference) -> str:
     return f"rtol {found.rtol:g}{bits}"
 
 
-def place_line(place: Place) -> str:
+def pair_line(pair: RecordPair) -> str:
     """Return `output of h.0.mlp (MLP) in batch 3: abs_max 1 against 2 (relative difference 0.5)`."""
     other = ""
-    if (place.module_b, place.class_b) != (place.module, place.class_name):
-        other = f", in B {module_name(place.module_b)} ({place.class_b})"
-    batch = f"batch {place.batch}" + ("" if place.batch_b == place.batch else f" and batch {place.batch_b}")
-    rows = "" if place.rows is None else f"; {place.rows}"
+    if (pair.module_b, pair.class_b) != (pair.module, pair.class_name):
+        other = f", in B {module_name(pair.module_b)} ({pair.class_b})"
+    batch = f"batch {pair.batch}" + ("" if pair.batch_b == pair.batch else f" and batch {pair.batch_b}")
+    rows = "" if pair.rows is None else f"; {pair.rows}"
     return (
-        f"`{place.label}` of {module_name(place.module)} ({place.class_name}){other} in {batch}: {place.what}"
+        f"`{pair.label}` of {module_name(pair.module)} ({pair.class_name}){other} in {batch}: {pair.what}"
         f"{rows}"
     )
 
 
-def _weight_advice(place: Place, batches: Sequence[tuple[int, int]]) -> str:
+def _weight_advice(pair: RecordPair, batches: Sequence[tuple[int, int]]) -> str:
     """Return what to look at where two runs part at a weight; "" elsewhere, and for two batches of one number each."""
-    if place.role != "weight" or place.kind in ("shape", "dtype") or place.batch != place.batch_b:
+    if pair.role != "weight" or pair.kind in ("shape", "dtype") or pair.batch != pair.batch_b:
         return ""
-    before = [batch for batch, _ in batches if batch < place.batch]
+    before = [batch for batch, _ in batches if batch < pair.batch]
     if before:
         return (
-            f"All that was compared before agrees, so a step between batch {before[-1]} and batch {place.batch} made"
+            f"All that was compared before agrees, so a step between batch {before[-1]} and batch {pair.batch} made"
             " the difference: look at the optimizer, the learning rate and the loss."
         )
     return (
@@ -283,8 +283,8 @@ def diff_html(found: Difference) -> str:
     """Return one HTML document, to be written as UTF-8. Raise ImportError without jinja2."""
     amount = f"{found.num_records:,} records compared, {found.num_apart:,} apart · {comparison_words(found)}"
     facts = [("A", f"`{found.a}`"), ("B", f"`{found.b}`")]
-    for i, place in enumerate(found.firsts):
-        facts.append((f"By {place.kind}" if i else "First", place_line(place)))
+    for i, pair in enumerate(found.firsts):
+        facts.append((f"By {pair.kind}" if i else "First", pair_line(pair)))
     facts += [("Note", remark) for remark in found.remarks]
     facts += [
         (f"Only in {side}", _listed(only))

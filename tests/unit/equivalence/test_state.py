@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.equivalence.recording import Print, Recording, first_difference
+from nanwatch.equivalence.recording import HashedTensor, Recording, first_difference
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
@@ -186,25 +186,25 @@ def test_one_recording_at_a_time() -> None:
     assert found.tensors > 3
 
 
-def a_print(label: str = "output", form: str = "float32 [2]", bits: int = 1, thread: str = "") -> Print:
-    return Print(0, "output", "fc", "Linear", label, form, bits, thread)
+def hashed(label: str = "output", form: str = "float32 [2]", bits: int = 1, thread: str = "") -> HashedTensor:
+    return HashedTensor(0, "output", "fc", "Linear", label, form, bits, thread)
 
 
 @pytest.mark.parametrize(
     ("a", "b", "label", "equal_before", "other"),
     [
-        ([a_print()], [a_print()], None, 0, ""),
-        ([a_print(), a_print(bits=2)], [a_print(), a_print(bits=3)], "output", 1, ""),
-        ([a_print(), a_print("last")], [a_print()], "last", 1, "nothing"),
-        ([a_print()], [a_print(), a_print("last")], "last", 1, "nothing"),
-        ([a_print("one")], [a_print("other")], "one", 0, "`other` of fc (Linear)"),
+        ([hashed()], [hashed()], None, 0, ""),
+        ([hashed(), hashed(bits=2)], [hashed(), hashed(bits=3)], "output", 1, ""),
+        ([hashed(), hashed("last")], [hashed()], "last", 1, "nothing"),
+        ([hashed()], [hashed(), hashed("last")], "last", 1, "nothing"),
+        ([hashed("one")], [hashed("other")], "one", 0, "`other` of fc (Linear)"),
         # Each thread has its own order; the earlier difference counts.
-        ([a_print(), a_print(thread="t")], [a_print(thread="t"), a_print()], None, 0, ""),
-        ([a_print(bits=2), a_print(thread="t")], [a_print(bits=3)], "output", 0, ""),
+        ([hashed(), hashed(thread="t")], [hashed(thread="t"), hashed()], None, 0, ""),
+        ([hashed(bits=2), hashed(thread="t")], [hashed(bits=3)], "output", 0, ""),
     ],
 )
 def test_the_first_difference_of_two_recordings(
-    a: list[Print], b: list[Print], label: str | None, equal_before: int, other: str
+    a: list[HashedTensor], b: list[HashedTensor], label: str | None, equal_before: int, other: str
 ) -> None:
     found = first_difference(Recording(a), Recording(b))
     if label is None:

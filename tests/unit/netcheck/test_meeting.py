@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanwatch.netcheck import command, meeting, steps
-from nanwatch.netcheck.meeting import Meeting, Place, PlaceError, StepError, Trouble
+from nanwatch.netcheck.meeting import Meeting, Member, NoRankError, StepError, Trouble
 from nanwatch.util.job import spell_runs
 from support.netcheck_ranks import arrival, free_port
 
@@ -29,15 +29,15 @@ ENVIRONMENT = {
 }
 
 
-def test_the_place_under_torchrun_and_under_slurm():
-    """Both give the same place; torchrun's agent holds the store where it says so, and rank 0 otherwise."""
+def test_the_member_under_torchrun_and_under_slurm():
+    """Both give the same member; torchrun's agent holds the store where it says so, and rank 0 otherwise."""
     slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
     met = {name: ENVIRONMENT[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
-    assert Place.of(ENVIRONMENT) == Place.of(slurm | met)
-    assert Place.of(ENVIRONMENT).name == f"{HOST}-1"
-    assert Place.of(ENVIRONMENT | {"RANK": "0"}).hosts_store
-    assert not Place.of(ENVIRONMENT | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}).hosts_store
-    restarted = Place.of(ENVIRONMENT | {"TORCHELASTIC_RUN_ID": "j", "TORCHELASTIC_RESTART_COUNT": "2"})
+    assert Member.of(ENVIRONMENT) == Member.of(slurm | met)
+    assert Member.of(ENVIRONMENT).name == f"{HOST}-1"
+    assert Member.of(ENVIRONMENT | {"RANK": "0"}).hosts_store
+    assert not Member.of(ENVIRONMENT | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}).hosts_store
+    restarted = Member.of(ENVIRONMENT | {"TORCHELASTIC_RUN_ID": "j", "TORCHELASTIC_RESTART_COUNT": "2"})
     assert restarted.attempt == "j/2"
 
 
@@ -55,8 +55,8 @@ def test_the_place_under_torchrun_and_under_slurm():
 )
 def test_an_environment_that_says_nothing_sensible_is_refused(changes, named):
     """The error names the variable and its value, and comes before any wait."""
-    with pytest.raises(PlaceError, match=re.escape(named)):
-        Place.of(ENVIRONMENT | changes)
+    with pytest.raises(NoRankError, match=re.escape(named)):
+        Member.of(ENVIRONMENT | changes)
 
 
 @given(st.integers(1, 40))
@@ -133,7 +133,7 @@ def test_a_master_that_cannot_be_reached_is_told_with_the_reason(monkeypatch, ra
     monkeypatch.setattr(meeting.time, "sleep", lambda _: None)
     left = iter([9.0, 9.0, 9.0, 0.0])
     with pytest.raises(StepError, match=re.escape(words)):
-        meeting.reach(Place.of(ENVIRONMENT), lambda: next(left))
+        meeting.reach(Member.of(ENVIRONMENT), lambda: next(left))
     assert socket.create_connection.call_count == 2
 
 
@@ -141,8 +141,8 @@ def test_a_master_that_cannot_be_reached_is_told_with_the_reason(monkeypatch, ra
 def meetings() -> Iterator[list[Meeting]]:
     """Three ranks' views of one store."""
     port = free_port()
-    places = [Place(rank, 3, rank, "node", "127.0.0.1", port, rank == 0, "/0") for rank in range(3)]
-    met = [Meeting(place) for place in places]
+    members = [Member(rank, 3, rank, "node", "127.0.0.1", port, rank == 0, "/0") for rank in range(3)]
+    met = [Meeting(member) for member in members]
     for one in met:
         one.open(10.0)
     yield met

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nanwatch.netcheck import steps
-from nanwatch.netcheck.meeting import LinkError, Place, StepError, Trouble
+from nanwatch.netcheck.meeting import LinkError, Member, StepError, Trouble
 from support.netcheck_ranks import arrival, free_port
 
 
@@ -159,7 +159,7 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
     assert steps.choose_device("gloo", 2) == torch.device("cpu")
 
 
-PLACE = Place(1, 4, 1, "node", "node1", 29500, False, "/0")
+MEMBER = Member(1, 4, 1, "node", "node1", 29500, False, "/0")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_the_advice_fits_the_trouble(monkeypatch, trouble, backend, words):
     """A command to type, or a setting with its value."""
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
-    assert words in steps.advice(trouble, PLACE, backend)
+    assert words in steps.advice(trouble, MEMBER, backend)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_the_advice_looks_up_this_hosts_name(monkeypatch, address, words):
     monkeypatch.setattr(
         socket, "gethostbyname", mock.Mock(return_value=address, side_effect=None if address else failure)
     )
-    assert steps.advice(Trouble("all-reduce", "timeout"), PLACE, "gloo").endswith(words)
+    assert steps.advice(Trouble("all-reduce", "timeout"), MEMBER, "gloo").endswith(words)
 
 
 def test_a_sum_that_is_wrong_is_seen(one_process_mesh, monkeypatch):
