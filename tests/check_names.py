@@ -26,6 +26,9 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "distributed/test_netcheck.py": ("netcheck/command",),
     # Other packages are needed.
     "thirdparty/test_debug_oracle.py": ("integrations/debug",),
+    "thirdparty/test_log_mlflow.py": ("monitoring/mlflow",),
+    "thirdparty/test_log_opentelemetry.py": ("monitoring/opentelemetry",),
+    "thirdparty/test_log_prometheus.py": ("monitoring/prometheus",),
     "thirdparty/test_lightning.py": ("integrations/lightning",),
     "thirdparty/test_transformers_trainer.py": ("integrations/transformers", "integrations/trainer_debug"),
     "compile/test_compile.py": ("instrumentation/compile/dynamo", "instrumentation/compile/operators"),

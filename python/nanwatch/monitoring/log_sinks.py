@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -63,11 +64,7 @@ class LogSink(Sink):
 
     def on_batch(self, summary: BatchSummary) -> None:
         """Log headroom, ranges and statistics."""
-        for name in summary.headroom:
-            if len(self._modules) >= _MOST_MODULES:
-                break
-            self._modules[name] = None
-        self.write(batch_entry(summary, self._modules))
+        self.write(batch_entry(summary, take_curves(self._modules, summary)))
 
     def on_forecast(self, batch: int, forecast: Forecast) -> None:
         """Log the batch that it expects, and its sentence."""
@@ -78,6 +75,15 @@ class LogSink(Sink):
         """Log the batch at once: the next exception may end the process."""
         self.write(nonfinite_entry(finding))
         self.flush()
+
+
+def take_curves(known: dict[str, None], summary: BatchSummary) -> dict[str, None]:
+    """Return the modules that have a curve, after those of this batch have taken what room is left."""
+    for name in summary.headroom:
+        if len(known) >= _MOST_MODULES:
+            break
+        known[name] = None
+    return known
 
 
 def batch_entry(summary: BatchSummary, shown: Collection[str]) -> LogEntry:
@@ -251,6 +257,17 @@ _LOGS: dict[str, tuple[Callable[[Any], bool], Callable[..., LogSink]]] = {
     "wandb": (lambda target: _has(target, "log", "define_metric"), WandbSink),
     "": (lambda target: callable(target) and not isinstance(target, type), FunctionSink),
 }
+# The other sinks with a name: what makes each, in the module that is imported for it.
+_NAMED = {
+    "discord": ".webhook:discord",
+    "jsonl": ".messages:JsonLinesSink",
+    "logging": ".messages:LoggingSink",
+    "mlflow": ".mlflow:MlflowSink",
+    "opentelemetry": ".opentelemetry:OpenTelemetrySink",
+    "prometheus": ".prometheus:PrometheusSink",
+    "slack": ".webhook:slack",
+    "webhook": ".webhook:webhook",
+}
 # Packages declare sinks of theirs in this entry point group: a name, and what makes the sink.
 GROUP = "nanwatch.sinks"
 
@@ -264,9 +281,13 @@ def factory_of(name: str) -> Callable[..., Sink]:
     """Return what makes the sink of this name. Raises ValueError, with the names that there are, for another."""
     if name and name in _LOGS:
         return _LOGS[name][1]
+    if name in _NAMED:
+        module, _, made = _NAMED[name].partition(":")
+        own: Callable[..., Sink] = getattr(import_module(module, __package__), made)
+        return own
     declared = {one.name: one for one in entry_points(group=GROUP)}
     if name not in declared:
-        known = ", ".join(sorted(filter(None, {*_LOGS, *declared})))
+        known = ", ".join(sorted(filter(None, {*_LOGS, *_NAMED, *declared})))
         raise ValueError(
             f"there is no sink {name!r}; known are {known}, and those of packages with {GROUP}; a folder for"
             " TensorBoard is tensorboard:FOLDER"
@@ -277,7 +298,11 @@ def factory_of(name: str) -> Callable[..., Sink]:
 
 def is_log(target: Any) -> bool:
     """Return whether `sink_for` makes a log of this target, which opens and connects nothing before its first entry."""
-    return target.partition(":")[0] in _LOGS if isinstance(target, str) else not isinstance(target, Sink)
+    return (
+        target.partition(":")[0] in {*_LOGS, *_NAMED}
+        if isinstance(target, str)
+        else not isinstance(target, Sink)
+    )
 
 
 def sink_for(target: Any) -> Sink:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, ClassVar
 
 from ..recording.events import Event, Recorder
 from ..records.record import Frame
@@ -16,6 +18,7 @@ from ..report.spike import SpikeReport
 from ..util.visible import close_names, spell, suppressed, warn_user
 from .batch_summary import BatchSummary
 from .forecast import Forecast
+from .sink_thread import SinkThread
 
 # A tracker takes 30 to 60 µs a number. A sink that takes more than a fiftieth of the run's time is called less often.
 _SHARE = 50
@@ -27,7 +30,8 @@ class Sink:
 
     Subclass it and override the events that you want. The others cost nothing. Each is called in the thread of the run.
     A sink that raises is called no more, which one warning says. One that takes long is called less often, so that
-    it takes at most 2 % of the time.
+    it takes at most 2 % of the time. One that may block says `in_thread = True` and is called in a thread of its own:
+    it delays no step, and what it has no time for is dropped.
 
     Examples:
         >>> import nanwatch, torch
@@ -42,6 +46,8 @@ class Sink:
         >>> counter.batches
         2
     """
+
+    in_thread: ClassVar[bool] = False
 
     def on_batch(self, summary: BatchSummary) -> None:
         """Take a finite batch: one in `log_every`, with the headroom and the ranges of its modules."""
@@ -93,6 +99,10 @@ class _Taker:
         self._took: dict[str, float] = {}
         self._not_before: dict[str, float] = {}
         self.has_time = True
+        self._thread: SinkThread | None = None
+        if sink.in_thread:
+            self._thread = SinkThread(name, partial(_deliver, name, sink))
+            weakref.finalize(self, self._thread.close).atexit = False
 
     def call(self, event: str, args: tuple[Any, ...]) -> None:
         """Call the sink if it takes the event and has time for it."""
@@ -102,19 +112,19 @@ class _Taker:
             not self.has_time if is_of_batch else begun < self._not_before.get(event, 0.0)
         ):
             return
-        try:
-            getattr(self._sink, event)(*args)
-        except Exception as error:
+        if self._thread is not None:
+            self._thread.put(event, args)
+        elif not _deliver(self._name, self._sink, event, args):
             self.events = set()
-            suppressed(f"a sink raised in {event}")
-            # It may not raise in place of the failure that the sink was told.
-            warn_user(
-                f"nanwatch logs no more to {self._name}, which raised {spell(error)}; the run goes on and is watched",
-                may_raise=False,
-            )
         self._took[event] = self._took.get(event, 0.0) + monotonic() - begun
         if not is_of_batch:
             self._pause(event)
+
+    def close(self) -> None:
+        """Call the sink for the last time."""
+        self.call("on_close", ())
+        if self._thread is not None:
+            self._thread.close()
 
     def settle(self) -> None:
         """Decide about the frames and the summary of the next batch: a sink gets all of them or none."""
@@ -126,6 +136,21 @@ class _Taker:
         """Call the event later, the longer it took. The first call opens a file or a connection, and does not count."""
         if (took := self._took.pop(event, None)) is not None:
             self._not_before[event] = monotonic() + _SHARE * took if event in self._not_before else 0.0
+
+
+def _deliver(name: str, sink: Sink, event: str, args: tuple[Any, ...]) -> bool:
+    """Call the sink. Return False, after a warning, where it raised."""
+    try:
+        getattr(sink, event)(*args)
+        return True
+    except Exception as error:
+        suppressed(f"a sink raised in {event}")
+        # It may not raise in place of the failure that the sink was told.
+        warn_user(
+            f"nanwatch logs no more to {name}, which raised {spell(error)}; the run goes on and is watched",
+            may_raise=False,
+        )
+        return False
 
 
 class SinkStream(Sink):
@@ -236,4 +261,4 @@ class SinkStream(Sink):
         self._frames.remove()
         if self._process == os.getpid():
             for taker in takers:
-                taker.call("on_close", ())
+                taker.close()

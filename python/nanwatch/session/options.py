@@ -274,7 +274,12 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _name_of(target: Any) -> str:
-    """Return the words that name a sink: the name or folder itself, a function's name, or the class of an object."""
+    """Return the words that name a sink: the name or folder itself, a function's name, or the class of an object.
+
+    The path of a URL is left out, as that of a webhook is a secret.
+    """
+    if isinstance(target, str) and "://" in target:
+        return target.partition(":")[0]
     if isinstance(target, str | Path):
         return str(target)
     return str(getattr(target, "__name__", None) or type(target).__name__)

@@ -304,7 +304,9 @@ def test_a_package_declares_a_sink(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     made = sys.modules["beacon_sink"].Beacon.made
     assert [(one.place, one.failures) for one in made] == [("there", 1), ("here", 1)]
     monkeypatch.setenv("NANWATCH_OPTIONS", "sinks=bacon")
-    with pytest.raises(ValueError, match=r"NANWATCH_OPTIONS.*no sink 'bacon'; known are beacon, tensorboard"):
+    with pytest.raises(
+        ValueError, match=r"NANWATCH_OPTIONS.*no sink 'bacon'; known are beacon, discord, jsonl"
+    ):
         nanwatch.watch(model)
 
 

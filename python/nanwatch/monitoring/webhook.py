@@ -1,0 +1,98 @@
+"""Webhook: posts failures, spikes and forecasts, also in the forms that Slack and Discord show."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+from .._version import __version__
+from ..util.visible import counts, spell, warn_user
+from .messages import Message, MessageSink
+
+_SECONDS = 10.0  # of one request
+# Seconds between the attempts of one message.
+_DELAYS = (1.0, 2.0, 4.0, 8.0)
+_MOST_DELAY = 60.0
+# A message of the same event is held back for so many seconds, and counted in the next one.
+_PAUSE = 60.0
+
+
+def _words(message: Message, most: int) -> str:
+    where = f"rank {message.rank} on {message.host}"
+    return f"nanwatch {message.event}, {where}: {message.text}"[:most]
+
+
+# The body of a message, by the name of the sink. Discord takes 2,000 characters, Slack 40,000.
+FORMS: dict[str, Callable[[Message], dict[str, Any]]] = {
+    "webhook": lambda message: {"source": "nanwatch", **asdict(message)},
+    "slack": lambda message: {"text": _words(message, 40_000)},
+    "discord": lambda message: {"content": _words(message, 2000), "allowed_mentions": {"parse": []}},
+}
+
+
+class WebhookSink(MessageSink):
+    """Sink that posts to a URL, which is a secret and is never told.
+
+    Five attempts a message, one message a minute for each kind of event. A server that is not there is told once.
+    """
+
+    in_thread = True
+
+    def __init__(self, form: str, url: str = "") -> None:
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            raise ValueError(f"the sink {form} takes a URL, such as {form}:https://example.com/hook")
+        self._form = form
+        self._url = url
+        self._sent: dict[str, float] = {}
+        self._held: dict[str, int] = {}
+        self._is_told = False
+
+    def send(self, message: Message) -> None:
+        """Post it, unless one of its kind was posted just now. Skipped steps are daily business of a GradScaler."""
+        event, now = message.event, time.monotonic()
+        if event == "skipped_step":
+            return
+        if now < self._sent.get(event, -_PAUSE) + _PAUSE:
+            self._held[event] = self._held.get(event, 0) + 1
+            return
+        self._sent[event] = now
+        body = FORMS[self._form](message)
+        if held := self._held.pop(event, 0):
+            body = {key: f"{value} ({held} more since the last)" if key in ("text", "content") else value
+                    for key, value in body.items()}  # fmt: skip
+        self._post(json.dumps(body, allow_nan=False).encode())
+
+    def _post(self, body: bytes) -> None:
+        headers = {"Content-Type": "application/json", "User-Agent": f"nanwatch/{__version__}"}
+        for delay in (*_DELAYS, None):
+            try:
+                request = urllib.request.Request(self._url, body, headers)
+                with urllib.request.urlopen(request, timeout=_SECONDS):
+                    return
+            except urllib.error.HTTPError as error:
+                error.close()
+                why, is_final = f"HTTP status {error.code}", error.code < 500 and error.code not in (408, 429)
+                asked = error.headers.get("Retry-After", "")
+                least = min(float(asked), _MOST_DELAY) if asked.isdigit() else 0.0
+            except Exception as error:  # no network, a name that is not found, a certificate
+                why, is_final, least = spell(error), False, 0.0
+            if is_final or delay is None:
+                break
+            time.sleep(max(delay, least))
+        counts[f"a message of the sink {self._form} was not taken"] += 1
+        if not self._is_told:
+            self._is_told = True
+            host = urlsplit(self._url).hostname
+            warn_user(
+                f"{host} took no message of the sink {self._form}: {why}; the run goes on", may_raise=False
+            )
+
+
+webhook, slack, discord = (partial(WebhookSink, form) for form in FORMS)

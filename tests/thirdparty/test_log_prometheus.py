@@ -1,0 +1,85 @@
+"""The sink `prometheus`: the real client, its registry read back."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import urllib.request
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nanwatch
+from nanwatch.monitoring import log_sinks
+from nanwatch.monitoring.prometheus import PrometheusSink
+from support.toys import Scale
+
+client: Any = pytest.importorskip(
+    "prometheus_client", reason="needs prometheus_client: pip install prometheus_client"
+)
+
+
+@pytest.fixture
+def registry() -> Any:
+    """A registry that no other test adds to."""
+    return client.CollectorRegistry()
+
+
+def test_headroom_by_module_and_failures(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gauges are within the bound of modules; the counter goes on with a second watch."""
+    monkeypatch.setattr(log_sinks, "_MOST_MODULES", 2)
+    for watched in (1, 2):
+        model = nn.Sequential(Scale(), Scale(2.0), Scale(2.0**100))
+        with nanwatch.watch(model, sinks=PrometheusSink(registry), log_every=1, on_nonfinite="record"):
+            model(torch.ones(2))
+            model[0].factor = float("inf")
+            model(torch.ones(2))
+        assert registry.get_sample_value("nanwatch_failures_total") == watched
+    bits = {
+        sample.labels["module"]: sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "nanwatch_headroom_bits"
+    }
+    assert len(bits) == 2
+    assert bits["2"] == registry.get_sample_value("nanwatch_least_headroom_bits") < 28
+    assert registry.get_sample_value("nanwatch_spikes_total") == 0
+
+
+def test_a_skipped_step_is_counted(registry: Any) -> None:
+    """It is no failure."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with nanwatch.watch(model, sinks=PrometheusSink(registry), gradients=True, scaler=scaler):
+        scaler.scale(model(torch.ones(1, 2)).sum() * float("inf")).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert registry.get_sample_value("nanwatch_skipped_steps_total") == 1
+    assert registry.get_sample_value("nanwatch_failures_total") == 0
+
+
+def test_its_name_with_a_port_serves_the_registry_of_the_process() -> None:
+    """From the first batch on, without code of the user; a second watch adds to it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    model = nn.Sequential(Scale())
+    for _ in range(2):
+        with nanwatch.watch(model, sinks=f"prometheus:{port}", log_every=1):
+            model(torch.ones(2))
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+        assert b'nanwatch_headroom_bits{module="0"}' in page.read()
+    with pytest.raises(
+        ValueError, match="the sink prometheus takes a port, such as prometheus:9400, got 'x'"
+    ):
+        nanwatch.watch(model, sinks="prometheus:x")
+
+
+def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start, not in the first batch."""
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ImportError, match=r"`prometheus_client`.*pip install .*'\.\[prometheus\]'"):
+        nanwatch.watch(nn.Identity(), sinks="prometheus")
