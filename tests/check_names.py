@@ -31,6 +31,9 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "thirdparty/test_log_prometheus.py": ("monitoring/prometheus",),
     "thirdparty/test_lightning.py": ("integrations/lightning",),
     "thirdparty/test_transformers_trainer.py": ("integrations/transformers", "integrations/trainer_debug"),
+    "thirdparty/test_serving.py": ("integrations/serving",),
+    "thirdparty/test_sglang.py": ("integrations/sglang",),
+    "thirdparty/test_vllm.py": ("integrations/vllm",),
     "compile/test_compile.py": ("instrumentation/compile/dynamo", "instrumentation/compile/operators"),
     # Parts of what is tested as a whole.
     "integration/test_architecture.py": ("recording/events", "session/dispatch"),

@@ -22,6 +22,7 @@ from ..util.visible import module_name
 from .option_kinds import check_flag, check_place, check_sinks
 from .option_sources import FIELDS, values_in_force, without_defaults
 from .options import MAX_FRAMES, OnNonfinite, Options, check_options
+from .reports import Describe
 from .watch import Watch
 
 __all__ = ["DeferredWatch", "Watch", "watch"]
@@ -242,6 +243,15 @@ class DeferredWatch:
         """Leave the model as it was found. The Watch and its frames stay."""
         if self.watch is not None:
             self.watch.stop()
+
+    def describe(self, remarks: Describe) -> None:
+        """Let the host add remarks to each finding of the Watch, such as the request that it belongs to."""
+        if self.watch is not None:
+            self.watch._reports.describe = remarks
+
+    def is_nonfinite(self, batch: int) -> bool:
+        """Return whether the batch of this number, one of the latest 64 such batches, is known to be non-finite."""
+        return self.watch is not None and self.watch._failures.knows(batch)
 
     def look(self) -> None:
         """Read the frames since the last look, for `take_least`. To be called after each batch."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -18,8 +19,12 @@ from ..recording.walk import call_leaves
 from ..records.record import Frame, Record
 from ..report.finding import Finding, find
 from ..report.report import Report, report_of
+from ..report.text import culprit
 from ..util.job import rank
 from .options import Options
+
+# A host's remarks on a finding, whose record is None where no frame has it.
+Describe: TypeAlias = Callable[[Finding, Record | None], tuple[str, ...]]
 
 
 class ModelRef:
@@ -58,6 +63,7 @@ class Reports:
         self.recorder = recorder
         self.options = options
         self._suspicion = suspicion
+        self.describe: Describe | None = None
         self._mesh: tuple[str, ...] = ()  # kept, because a report may be asked for when the model has gone
 
     def look_at_mesh(self) -> None:
@@ -100,6 +106,8 @@ class Reports:
         kept = self.recorder.frames_of_batch(batch)
         num_frames = None if kept is None else kept + len(more)
         finding = find(current, batch_inputs=list(given), caller=caller, rank=rank(), num_frames=num_frames)
+        if self.describe is not None and finding is not None:
+            finding = replace(finding, remarks=self.describe(finding, culprit(finding, current)[1]))
         return self.of(frames, finding, batch)
 
     def of_left_calls(self, error: Exception, batch: int) -> Report | None:

@@ -1,0 +1,85 @@
+"""Time of a step of vLLM, watched by the plugin and unwatched, in turns in one process.
+
+    NANWATCH=1 OMP_NUM_THREADS=1 python benchmarks/bench_vllm.py [--hidden 1024] [--layers 12] [--rounds 15]
+
+Needs vLLM (`make test-vllm` makes an environment with it) and nanwatch installed there. Eight requests decode; the
+median of the rounds' ratios is what watching costs. "Own time" is what the recorder measures itself, of which the
+noise of other processes takes the same share as of the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--tokens", type=int, default=24)
+    options = parser.parse_args()
+    from vllm import LLM, SamplingParams
+
+    import nanwatch
+
+    heads = options.hidden // 64
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": options.hidden,
+        "intermediate_size": 3 * options.hidden, "num_hidden_layers": options.layers, "num_attention_heads": heads,
+        "num_key_value_heads": heads, "vocab_size": 8192, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+        "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        engine = LLM(
+            folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="float32", seed=0,
+            max_model_len=128, max_num_seqs=8, kv_cache_memory_bytes=256 << 20, enable_prefix_caching=False,
+        )  # fmt: skip
+    prompts = [{"prompt_token_ids": [(17 * i + 5 * j) % 250 + 3 for j in range(16)]} for i in range(8)]
+    asked = SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True, detokenize=False)
+    worker = engine.llm_engine.model_executor.driver_worker.worker
+    watched = type(worker).execute_model
+
+    def run(step: object) -> float:
+        worker.execute_model = step.__get__(worker)  # type: ignore[attr-defined]
+        if step is not watched:
+            worker._nanwatch.stop()
+            worker._nanwatch._model = lambda: None
+        begun = time.perf_counter()
+        engine.generate(prompts, asked, use_tqdm=False)
+        return (time.perf_counter() - begun) / options.tokens
+
+    for step in (watched, watched.__wrapped__):
+        run(step)
+    pairs = []
+    for number in range(options.rounds):
+        order = (watched, watched.__wrapped__)[:: 1 if number % 2 else -1]
+        times = {step: run(step) for step in order}
+        pairs.append((times[watched], times[watched.__wrapped__]))
+    run(watched.__wrapped__)
+    with nanwatch.watch(worker.get_model(), on_nonfinite="record", _measure_time=True) as watch:
+        before, begun = watch.counters["nanoseconds"], time.perf_counter()
+        for _ in range(options.rounds):
+            engine.generate(prompts, asked, use_tqdm=False)
+        own = (watch.counters["nanoseconds"] - before) / (time.perf_counter() - begun) / 1e7
+    ratio = statistics.median(on / off for on, off in pairs)
+    off = statistics.median(off for _, off in pairs)
+    print(
+        f"step {off * 1e3:.2f} ms, watched {100 * (ratio - 1):+.1f} % (median of {options.rounds} rounds),"
+        f" own time {own:.1f} %"
+    )
+
+
+if __name__ == "__main__":
+    main()

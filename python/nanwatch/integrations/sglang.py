@@ -1,0 +1,81 @@
+"""Plugin for SGLang, which its entry point group `sglang.srt.plugins` starts in every process, without code of a user.
+
+NANWATCH=1 switches it on. Or `--forward-hooks` names `forward_hook`, for chosen modules. SGLang calls `forward` of the
+root past `nn.Module.__call__`, so that it is not seen. Written after SGLang's sources, and not run with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from ..session.api import DeferredWatch
+from ..util.visible import suppressing
+from .serving import ServedModel, Share, is_switched_on
+
+__all__ = ["forward_hook", "register"]
+
+_FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
+
+
+def register() -> None:
+    """Watch the model of each runner of this process from its first request on, if NANWATCH=1 asks for it.
+
+    Raises TypeError or ValueError for options of the environment that make no sense. SGLang logs it and serves.
+    """
+    if is_switched_on():
+        ServedModel("sglang.nanwatch")
+        hooks = import_module("sglang.srt.plugins.hook_registry")
+        hooks.HookRegistry.register(_FORWARD, _forward, hooks.HookType.AROUND)
+
+
+def forward_hook(config: dict[str, Any]) -> Callable[..., None]:
+    """Return a forward hook that watches each module that it is on, from the end of the module's first call on.
+
+    SGLang calls this for `--forward-hooks '[{"target_modules": ["model"], "hook_factory":
+    "nanwatch.integrations.sglang:forward_hook", "config": {"on_nonfinite": "warn"}}]'`. `config` has options of
+    `watch`, of which `on_nonfinite` is "record" where it is not given. Raises as `watch` does.
+    """
+    options = {"on_nonfinite": "record", **config}
+    DeferredWatch(options)
+    watched: dict[nn.Module, DeferredWatch] = {}
+
+    def hook(module: nn.Module, args: object, output: object) -> None:
+        if module not in watched:
+            watched[module] = DeferredWatch(options)
+            watched[module].start(module)
+
+    return hook
+
+
+def _forward(forward: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a step of a runner: what HookRegistry calls in the place of `ModelRunner.forward`."""
+    served: ServedModel | None = vars(runner).get("_nanwatch")
+    with suppressing("a step of SGLang could not be followed"):
+        if served is None:
+            served = runner._nanwatch = ServedModel("sglang.nanwatch")
+        if batch.rids:
+            served.start(runner.model)
+        served.step_begins(partial(_shares, batch))
+    output = forward(runner, batch, *args, **kwargs)
+    with suppressing("the rows of a step of SGLang could not be read"):
+        if served is not None:
+            served.step_ended(getattr(output.logits_output, "next_token_logits", None))
+    return output
+
+
+def _shares(batch: Any) -> list[Share]:
+    """Return the shares of a ForwardBatch, in which requests of one prefill have several rows each."""
+    requests = batch.rids or ()
+    if batch.forward_mode.is_extend():
+        rows = zip(requests, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu, strict=False)
+        return [Share(request, "prefill", num_tokens, position) for request, num_tokens, position in rows]
+    lengths = (None,) * len(requests) if batch.seq_lens_cpu is None else batch.seq_lens_cpu.tolist()
+    return [
+        Share(request, "decode", 1, 0 if length is None else length - 1)
+        for request, length in zip(requests, lengths, strict=False)
+    ]

@@ -1,0 +1,131 @@
+"""Which requests of a served batch were bad, with a model and steps as an engine makes them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanwatch
+from nanwatch.integrations.serving import ServedModel, Share, owner_of
+from support.toys import Scale
+
+# Two requests in prefill, of three tokens and of two, and one that decodes its tenth token.
+SHARES = (
+    Share("a", "prefill", 3, 0, blocks=(7, 8), block_size=2),
+    Share("b", "prefill", 2, 4, blocks=(5,), block_size=8),
+    Share("c", "decode", 1, 9, blocks=(1, 2), block_size=4),
+)
+
+
+class Spoiled(nn.Module):
+    """Makes chosen rows of its input nan."""
+
+    rows: Sequence[int] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.index_fill(0, torch.tensor(self.rows, dtype=torch.long), float("nan"))
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> ServedModel:
+    monkeypatch.delenv("NANWATCH_OPTIONS", raising=False)
+    return ServedModel("nanwatch.test")
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(Scale(), Spoiled(), nn.Identity())
+
+
+def step(served: ServedModel, own: nn.Module, rows: Sequence[int] = ()) -> None:
+    """Run one step of six tokens, whose root is not called as a module, as in vLLM and SGLang."""
+    own[1].rows = rows  # type: ignore[index]
+    served.start(own)
+    served.step_begins(lambda: SHARES)
+    served.step_ended(nn.Sequential.forward(own, torch.ones(6, 4)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("row", "num_rows", "expected"),
+    [
+        (0, 6, ("a", 0)), (2, 6, ("a", 2)), (3, 6, ("b", 4)), (5, 6, ("c", 9)), (6, 8, None),
+        (0, 3, ("a", 2)), (1, 3, ("b", 5)), (2, 3, ("c", 9)), (1, 4, None),
+    ],
+)  # fmt: skip
+def test_a_row_has_an_owner(row: int, num_rows: int, expected: tuple[str, int] | None) -> None:
+    """A tensor has a row for each token, some as padding, or one for each request: its last token's."""
+    owner = owner_of(SHARES, row, num_rows)
+    assert (None if owner is None else (owner[0].request, owner[1])) == expected
+
+
+def test_the_requests_of_bad_rows_are_named(served: ServedModel, caplog: pytest.LogCaptureFixture) -> None:
+    """With the module, the phase, the token and its KV block; each once; in the log and in the answer."""
+    own = model()
+    step(served, own)
+    assert not served.requests
+    step(served, own, rows=[2, 5])
+    step(served, own, rows=[2, 3])
+    answer = json.loads(json.dumps(served.answer()))
+    found = [(one["request"], one["phase"], one["position"], one["block"]) for one in answer["requests"]]
+    assert found == [("a", "prefill", 2, 8), ("c", "decode", 9, None), ("b", "prefill", 4, 5)]
+    assert {one["module"] for one in answer["requests"]} == {"1"}
+    assert len(caplog.records) == 3
+    assert "request a in prefill, token 2, KV block 8 was not finite: nan first seen" in caplog.text
+    finding = nanwatch.Report.from_json(answer["report"]).finding
+    assert finding is not None
+    assert "in a row of request a in prefill, token 2, KV block 8" in finding.remarks
+
+
+def test_serving_goes_on_after_a_wrong_pattern(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only the model can tell that a pattern matches nothing: it is too late to refuse to start."""
+    monkeypatch.setenv("NANWATCH_OPTIONS", "include=nothing.*")
+    served = ServedModel("nanwatch.test")
+    own = model()
+    step(served, own, rows=[1])
+    step(served, own)
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert "nothing.*" in caplog.text
+
+
+def test_a_device_that_delivers_later_delays_no_step(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of a step are kept on the device until its batch is known to be non-finite."""
+    own = model()
+    served.start(own)
+    known = served._deferred.is_nonfinite
+    own[1].rows = [3]  # type: ignore[assignment]
+    monkeypatch.setattr(served._deferred, "is_nonfinite", lambda batch: False)
+    served.step_begins(lambda: SHARES)
+    output = nn.Sequential.forward(own, torch.ones(6, 4))  # type: ignore[arg-type]
+    served.step_ended(output.as_subclass(Elsewhere))
+    assert not served.requests
+    monkeypatch.setattr(served._deferred, "is_nonfinite", known)
+    served.step_begins(tuple)
+    served.step_ended()
+    assert [(one.request, one.position) for one in served.requests.values()] == [("b", 4)]
+
+
+class Elsewhere(Tensor):
+    """A tensor of the CPU that says it lies on a GPU."""
+
+    @property
+    def device(self) -> Any:
+        return torch.device("cuda")
+
+
+def test_what_the_file_says_goes_before_the_plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """A plugin only changes defaults."""
+    (tmp_path / "nanwatch.toml").write_text('on_nonfinite = "warn"\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NANWATCH_OPTIONS", raising=False)
+    options = ServedModel("nanwatch.test")._deferred.options
+    assert options["on_nonfinite"] == "warn"
+    assert options["check"] in ("async", "auto")
