@@ -35,6 +35,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "thirdparty/test_sglang.py": ("integrations/sglang",),
     "thirdparty/test_vllm.py": ("integrations/vllm",),
     "compile/test_compile.py": ("instrumentation/compile/dynamo", "instrumentation/compile/operators"),
+    "slow/test_notebook.py": ("integrations/notebook",),
     # Parts of what is tested as a whole.
     "integration/test_architecture.py": ("recording/events", "session/dispatch"),
     "integration/test_diff.py": ("trace/comparison", "trace/difference"),

@@ -51,6 +51,7 @@ else:
         "equivalence.compare": ("compare",),
         "equivalence.twice": ("twice",),
         "instrumentation.functions": ("span", "watched"),
+        "integrations.notebook": ("load_ipython_extension", "unload_ipython_extension"),
         "integrations.debug": ("DebugUnderflowOverflow", "detect_overflow"),
         "integrations.trainer_debug": ("patch_transformers", "unpatch_transformers"),
         "monitoring.sinks": ("Sink",),

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..report.notebook import InNotebook
 from ..report.page import ABSENT, GONE, NUMBER, TEXT, Chart, HeatMap, Section, Table, page
 from ..util.reading import plain
 from ..util.visible import module_name
@@ -46,7 +47,7 @@ class ModuleError:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(InNotebook):
     """Result of `nanwatch.compare`.
 
     `equal` is None when nothing could be said. `equal_in` is the 16-bit dtype whose rounding hides a difference that

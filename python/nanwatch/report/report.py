@@ -17,6 +17,7 @@ from ..util.visible import module_name, suppressed, visible
 from . import text
 from .finding import Finding, Origin
 from .finding_text import Explanation, explain
+from .notebook import InNotebook
 from .suspect import Suspect
 
 SCHEMA = "nanwatch.report"
@@ -25,7 +26,7 @@ _OFTEN_EMPTY = {"never_called": (), "suspects": (), "origin": None}  # left out 
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(InNotebook):
     """Frames and finding of a watch.
 
     `frames` come oldest first. `finding` is None when all is finite. `batch` is the latest number, None before the

@@ -13,6 +13,7 @@ from ..records.record import Frame, event_frame
 from ..util import reading
 from ..util.progress import Tell, silent
 from ..util.visible import module_name, visible
+from .notebook import InNotebook
 from .report import Report, read_report
 from .suspect import Suspect
 from .text import Fact
@@ -99,7 +100,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class SpikeReport:
+class SpikeReport(InNotebook):
     """A spike: what jumped in `batch`, the class of the cause, and the tensor that shows it.
 
     `jumps` are of the loss and of the gradients. `first` is the tensor that shows the cause, None where no tensor has

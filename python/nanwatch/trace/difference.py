@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from ..numerics._fingerprint import cosines, norms, relative_errors
+from ..report.notebook import InNotebook
 from ..report.page import NUMBER, TEXT, Chart, Section, Table, page
 from ..util.visible import module_name, visible
 from .trace_file import Sketches
@@ -116,7 +117,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(InNotebook):
     """Result of `diff`.
 
     `first` is the first pair where the two part, None where they do not; `firsts` the first of each kind. `sketched`

@@ -82,7 +82,7 @@ def find_target(filename: str, line: int, positions: tuple[int | None, ...] | No
         return "the line belongs to no function that could be exchanged"
     functions = [one for one in functions if _has(one.__code__, positions)] or functions
     code = max((one.__code__ for one in functions), key=lambda code: code.co_firstlineno)
-    if not any(_is_same(one, code) for one in _compiled(file.tree, file.name, code)):
+    if not any(_is_same(one, code) for one in _compiled(file.tree, file, code)):
         return f"{filename} is not what runs: it was edited since it was imported, or rewritten on import"
     node = node_of(file.tree, code)
     rivals = {one.__code__ for one in functions if one.__code__.co_firstlineno == code.co_firstlineno}
@@ -113,7 +113,7 @@ def exchanged(target: Target, file: SourceFile, looks: Sequence[Span], probe: Pr
         _Looks(file, span, number, probe.others.get(number, ())).visit(place)
     _join(place, target.node)
     ast.fix_missing_locations(place)
-    code = next((one for one in _compiled(tree, file.name, before) if _STAND_IN in one.co_consts), None)
+    code = next((one for one in _compiled(tree, file, before) if _STAND_IN in one.co_consts), None)
     if code is None or code.co_freevars != before.co_freevars:
         raise ValueError("the edited function has other free variables")
     code = _with_probe(code, probe)
@@ -193,11 +193,16 @@ def _nodes_of(tree: ast.Module, code: CodeType) -> list[FunctionNode]:
     ]
 
 
-def _compiled(tree: ast.Module, filename: str, code: CodeType) -> Iterator[CodeType]:
-    """Yield the codes of that name and first line in the compiled module."""
+def _compiled(tree: ast.Module, file: SourceFile, code: CodeType) -> Iterator[CodeType]:
+    """Yield the codes of that name and first line in the compiled module.
+
+    IPython compiles each statement of a cell by itself. A method of a name that the same unit has imported, such as
+    torch.log, is then called by other instructions.
+    """
+    units = [tree] if file.is_file else [ast.Module([one], []) for one in tree.body]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        left: list[CodeType] = [compile(tree, filename, "exec", dont_inherit=True)]
+        left: list[CodeType] = [compile(unit, file.name, "exec", dont_inherit=True) for unit in units]
     while left:
         one = left.pop()
         if (one.co_name, one.co_firstlineno) == (code.co_name, code.co_firstlineno):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import importlib.util
+import linecache
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -198,3 +201,21 @@ def test_code_without_a_source_has_no_target() -> None:
 
 def test_a_line_outside_functions_has_no_target(program: ModuleType) -> None:
     assert "no function" in str(find_target(str(program.__file__), 2))
+
+
+def test_a_notebook_cell_is_what_runs() -> None:
+    """IPython compiles each statement alone, which makes other code of a method of an imported name."""
+    text = "import math\ndef root(x):\n    return math.sqrt(x)\n"
+    linecache.cache["<cell 1>"] = (len(text), None, text.splitlines(keepends=True), "<cell 1>")
+    names: dict[str, Any] = {}
+    try:
+        for statement in ast.parse(text).body:
+            exec(compile(ast.Module([statement], []), "<cell 1>", "exec"), names)
+        target = find_target("<cell 1>", 3)
+    finally:
+        del linecache.cache["<cell 1>"]
+    assert isinstance(target, Target), target
+    edited = target.file.edited([Edit(Span(text.index("sqrt"), text.index("sqrt") + 4), "exp")])
+    with exchanged(target, edited, (), Probe()):
+        assert names["root"](0.0) == 1.0
+    assert names["root"](0.0) == 0.0
