@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from importlib import import_module
 from math import inf, log2
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,11 @@ pytest.importorskip("accelerate")
 
 from transformers import Trainer, TrainingArguments  # noqa: E402
 
-from nanwatch.integrations import trainer_debug  # noqa: E402
 from nanwatch.integrations.transformers import HEADROOM, PLACE, NanWatchCallback  # noqa: E402
 from support.architectures import ARCHITECTURES  # noqa: E402
 from support.first_fault import first_fault  # noqa: E402
 from support.processes import environment, forked  # noqa: E402
 
-trainer_module = import_module("transformers.trainer")
-THEIRS = import_module("transformers.debug_utils").DebugUnderflowOverflow
 ENVIRONMENT = environment(OMP_NUM_THREADS="1")
 
 
@@ -349,28 +345,6 @@ def test_the_debug_option_prints_the_same(case, tmp_path, capsys):
     assert ours == theirs
 
 
-def test_patching_twice_and_undoing():
-    """To patch twice is to patch once; undone, Trainer has its own class; debug_utils always has."""
-    assert trainer_module.DebugUnderflowOverflow is THEIRS
-    for _ in range(2):
-        nanwatch.patch_transformers()
-        assert issubclass(trainer_module.DebugUnderflowOverflow, nanwatch.DebugUnderflowOverflow)
-        assert transformers.debug_utils.DebugUnderflowOverflow is THEIRS
-    for _ in range(2):
-        nanwatch.unpatch_transformers()
-        assert trainer_module.DebugUnderflowOverflow is THEIRS
-
-
-def test_undoing_leaves_a_third_class_alone(monkeypatch):
-    """A class that replaced nanwatch's stays."""
-    third = type("Third", (), {})
-    monkeypatch.setattr(trainer_module, "DebugUnderflowOverflow", THEIRS)
-    nanwatch.patch_transformers()
-    trainer_module.DebugUnderflowOverflow = third
-    nanwatch.unpatch_transformers()
-    assert trainer_module.DebugUnderflowOverflow is third
-
-
 def test_a_second_training_has_no_second_hooks(tmp_path):
     """Trainer makes one at each `train()`: the new one takes the place of the last."""
     nanwatch.patch_transformers()
@@ -378,36 +352,6 @@ def test_a_second_training_has_no_second_hooks(tmp_path):
     for _ in range(2):
         trainer.train()
         assert {len(module._forward_hooks) for module in trainer.model.modules()} == {1}
-
-
-FRESH = """
-import sys, {imports}
-before = "transformers.trainer" in sys.modules
-import transformers.trainer as trainer
-print(before, trainer.DebugUnderflowOverflow.__module__)
-import nanwatch; nanwatch.unpatch_transformers()
-print(trainer.DebugUnderflowOverflow.__module__)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("imports", "switch", "expected"),
-    [
-        ("nanwatch", "", "transformers.debug_utils"),
-        ("nanwatch", "0", "transformers.debug_utils"),
-        ("nanwatch", "1", "nanwatch.integrations.trainer_debug"),
-        ("nanwatch", "yes", "transformers.debug_utils"),
-        ("nanwatch.integrations.transformers", "", "nanwatch.integrations.trainer_debug"),
-    ],
-)
-def test_the_ways_to_patch_in_a_fresh_process(imports, switch, expected):
-    """The import of nanwatch patches nothing; the switch does and the integration does, before Trainer is there."""
-    changed = ENVIRONMENT | {trainer_debug.SWITCH: switch}
-    done = forked("-c", FRESH.format(imports=imports), env=changed, imported=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[:2] == [f"False {expected}", "transformers.debug_utils"]
-    assert ("is not understood" in done.stderr) == (switch == "yes")
 
 
 def test_without_transformers_the_error_names_the_extra():

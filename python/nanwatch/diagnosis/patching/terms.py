@@ -67,7 +67,7 @@ class Reader:
         return self._one_spelling(self._with_options(term))
 
     def _subscript(self, node: ast.Subscript) -> Term | None:
-        value, index = node.value, ast.unparse(node.slice)
+        value, index = node.value, ast.unparse(node.slice).strip("()")
         if isinstance(value, ast.Attribute) and value.attr == "shape":
             return Term("size", (value.value,), {"dim": node.slice}, node=node)
         if index in (":, None", "..., None"):

@@ -1,0 +1,63 @@
+"""Names in the code of a program, and which files are the program's."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from nanwatch.diagnosis.program_code import frame_values, is_library, names_of
+
+SOURCE = """
+total = 0
+def outer(self, x):
+    global total
+    total = self.step + helper(x)
+    self.cache = [scale for _ in x]
+    def inner():
+        del self.old
+        return deeper
+    return inner
+"""
+
+
+def test_names_are_those_of_the_code_and_of_functions_inside() -> None:
+    """What is only mentioned is apart from attributes and globals that are assigned or deleted."""
+    code = compile(SOURCE, "train.py", "exec")
+    names = names_of(code)
+    assert {"step", "helper", "scale", "deeper"} <= names.mentioned
+    assert names.attributes == {"cache", "old"}
+    assert names.globals == {"total", "outer"}
+
+
+def test_an_attribute_whose_number_takes_two_bytes_is_known() -> None:
+    """After 300 other names its argument needs EXTENDED_ARG."""
+    lines = [f"a{i}" for i in range(300)] + ["x.last = 1"]
+    assert names_of(compile("\n".join(lines), "train.py", "exec")).attributes == {"last"}
+
+
+def test_values_of_a_frame_are_its_locals() -> None:
+    """Asked twice, the second time sees what was bound since."""
+    first = frame_values(sys._getframe())
+    bound = object()
+    second = frame_values(sys._getframe())
+    assert "bound" not in first
+    assert second["bound"] is bound
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        (json.__file__, True),
+        (torch.nn.functional.__file__, True),
+        ("<frozen importlib._bootstrap>", True),
+        ("/somewhere/site-packages/pack/age.py", True),
+        ("/home/user/train.py", False),
+        (__file__, False),
+    ],
+)
+def test_which_files_are_the_programs(file: str, expected: bool) -> None:
+    """Python, torch and installed packages are not."""
+    assert is_library(file) == expected
