@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class TestedModels:
         self.traces: list[Path] = []
         self.reports: list[Report] = []
         self.refusals: list[str] = []
+        self.num_watched = 0
 
     @contextmanager
     def watched(self, folder: str | None) -> Iterator[None]:
@@ -63,11 +64,12 @@ class TestedModels:
     def _start(self, model: nn.Module, folder: str | None) -> None:
         options = self._options
         if folder is not None:
-            options = {**options, "trace": Path(folder, f"{len(self._watches)}.parquet")}
+            options = {**options, "trace": Path(folder, f"{self.num_watched}.parquet")}
         self._is_starting = True
         try:
             parts = {id(module) for module in model.modules()}
             self._watches.append((watch(model, **options), parts))
+            self.num_watched += 1
         except (TypeError, ValueError) as error:  # a ScriptModule, or a pattern for another model
             self.refusals.append(f"{type(model).__name__}: {error}")
         finally:
@@ -92,11 +94,6 @@ class TestedModels:
         if one.trace_path is not None:
             self.traces.append(one.trace_path)
 
-    @property
-    def is_unwatched(self) -> bool:
-        """True where no model could be watched with the options."""
-        return bool(self.refusals) and not self._watches
-
 
 class Plugin:
     """Hooks of `pytest --nanwatch`."""
@@ -114,7 +111,10 @@ class Plugin:
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         """Watch while the test runs. Fail it by what was not finite, or differs from the baseline."""
         models = _models_of(item)
-        with _new_folder(is_wanted=self._baseline is not None) as folder:
+        traces: AbstractContextManager[str | None] = nullcontext()
+        if self._baseline is not None:
+            traces = tempfile.TemporaryDirectory(prefix="nanwatch-")
+        with traces as folder:
             try:
                 with models.watched(folder):
                     result = yield
@@ -124,7 +124,7 @@ class Plugin:
                 raise
             if models.reports:
                 pytest.fail(_words(models.reports), pytrace=False)
-            if models.is_unwatched:
+            if models.refusals and not models.num_watched:
                 pytest.fail(f"nanwatch watches no model: {'; '.join(models.refusals)}", pytrace=False)
             if self._baseline is not None and (words := self._compared(self._baseline, item, models.traces)):
                 pytest.fail(words, pytrace=False)
@@ -162,15 +162,6 @@ def _words(reports: list[Report]) -> str:
     heads = [text.summary(report.finding) for report in reports if report.finding is not None]
     others = [f"In another model: {head}." for head in heads[1:]]
     return "\n".join([heads[0], "", reports[0].to_text(), *others])
-
-
-@contextmanager
-def _new_folder(*, is_wanted: bool) -> Iterator[str | None]:
-    if not is_wanted:
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="nanwatch-") as folder:
-        yield folder
 
 
 def _file_name(nodeid: str) -> str:

@@ -17,7 +17,7 @@ from ..report.spike import SpikeReport
 from ..util.job import rank, rank_and_world_size
 from .batch_summary import BatchSummary
 from .forecast import Forecast
-from .log_sinks import batch_entry, take_curves
+from .log_sinks import batch_entry, spell_module, take_curves
 from .sinks import Sink
 
 # Each event with its level and what it says in the help of a metric.
@@ -27,6 +27,14 @@ EVENTS = {
     "forecast": (logging.WARNING, "forecasts of an overflow"),
     "skipped_step": (logging.INFO, "optimizer steps that a GradScaler skipped"),
 }
+
+
+def headroom_of(summary: BatchSummary, known: dict[str, None]) -> dict[str, float]:
+    """Return the headroom of each module that has a curve, by its name in a metric; the least of all is under ""."""
+    headroom = summary.headroom
+    found = {"": next(iter(headroom.values()))[0]} if headroom else {}
+    curves = take_curves(known, summary)
+    return found | {spell_module(name): headroom[name][0] for name in curves if name in headroom}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from typing import Any
 from .._version import __version__
 from ..util.imports import needed
 from .batch_summary import BatchSummary
-from .log_sinks import spell_module, take_curves
-from .messages import EVENTS, Message, MessageSink
+from .messages import EVENTS, Message, MessageSink, headroom_of
 
 _WHO, _EXTRA = "the sink opentelemetry", "opentelemetry"
 
@@ -48,9 +47,8 @@ class OpenTelemetrySink(MessageSink):
 
     def on_batch(self, summary: BatchSummary) -> None:
         """Set the headroom of the model and of each module that has a curve."""
-        headroom = summary.headroom
-        if headroom:
-            self._least.set(next(iter(headroom.values()))[0])
-        for name in take_curves(self._modules, summary):
-            if name in headroom:
-                self._headroom.set(headroom[name][0], {"module": spell_module(name)})
+        for name, bits in headroom_of(summary, self._modules).items():
+            if name:
+                self._headroom.set(bits, {"module": name})
+            else:
+                self._least.set(bits)

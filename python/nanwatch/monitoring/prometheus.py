@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 from ..util.imports import needed
 from ..util.job import rank
 from .batch_summary import BatchSummary
-from .log_sinks import HEADROOM, TOTAL, spell_module, take_curves
-from .messages import EVENTS, Message, MessageSink
+from .log_sinks import HEADROOM, TOTAL
+from .messages import EVENTS, Message, MessageSink, headroom_of
 
 LEAST = f"{TOTAL}_least_headroom_bits"
 
@@ -63,9 +63,5 @@ class PrometheusSink(MessageSink):
     def on_batch(self, summary: BatchSummary) -> None:
         """Set the headroom of the model and of each module that has a curve."""
         self._serve()
-        headroom = summary.headroom
-        if headroom:
-            self._metrics[LEAST].set(next(iter(headroom.values()))[0])
-        for name in take_curves(self._modules, summary):
-            if name in headroom:
-                self._metrics[HEADROOM].labels(spell_module(name)).set(headroom[name][0])
+        for name, bits in headroom_of(summary, self._modules).items():
+            (self._metrics[HEADROOM].labels(name) if name else self._metrics[LEAST]).set(bits)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from ..util.visible import counts, warn_user
+from ..util.visible import counts, spell, warn_user
 
 # Of batches fewer, because each has a record for every tensor of the model.
 _MOST_EVENTS, _MOST_BATCHES = 64, 8
@@ -35,23 +35,31 @@ class SinkThread:
         self._is_closed = False
         self._process = os.getpid()
 
-    def put(self, event: str, args: tuple[Any, ...]) -> None:
-        """Hand the event to the thread, which the first one starts. Never waits."""
+    def put(self, event: str, args: tuple[Any, ...]) -> bool:
+        """Hand the event to the thread, which the first one starts. Never waits. Return False at the end of it all."""
+        most = {"on_batch": _MOST_BATCHES, "on_close": _MOST_EVENTS + 1}.get(event, _MOST_EVENTS)
         with self._changed:
             if self._is_closed:
-                return
-            most = {"on_batch": _MOST_BATCHES, "on_close": _MOST_EVENTS + 1}.get(event, _MOST_EVENTS)
+                return False
             if has_room := len(self._events) < most:
                 self._events.append((event, args))
                 self._changed.notify_all()
-                if self._thread is None:
-                    self._thread = threading.Thread(
-                        target=self._run, name=f"nanwatch {self._name}", daemon=True
-                    )
-                    _threads.add(self)
-                    self._thread.start()
+                if self._thread is None and not self._start():
+                    return False
         if not has_room:
             self._tell_dropped()
+        return True
+
+    def _start(self) -> bool:
+        self._thread = threading.Thread(target=self._run, name=f"nanwatch {self._name}", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads, or the interpreter ends
+            self._is_closed = True
+            warn_user(f"{self._name} gets no thread: {spell(error)}; the run goes on", may_raise=False)
+            return False
+        _threads.add(self)
+        return True
 
     def close(self) -> None:
         """Let the thread end when it has delivered what waits. Does not wait for it."""

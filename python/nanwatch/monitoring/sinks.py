@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic
 from typing import Any, ClassVar
@@ -93,15 +93,15 @@ class _Taker:
     """A sink with its name for the user, the events that it takes, and the time that they have taken."""
 
     def __init__(self, name: str, sink: Sink) -> None:
-        self._name = name
-        self._sink = sink
         self.events = {event for event in EVENTS if getattr(type(sink), event) is not getattr(Sink, event)}
         self._took: dict[str, float] = {}
         self._not_before: dict[str, float] = {}
         self.has_time = True
+        self._deliver: Callable[[str, tuple[Any, ...]], bool] = partial(_deliver, name, sink)
         self._thread: SinkThread | None = None
         if sink.in_thread:
-            self._thread = SinkThread(name, partial(_deliver, name, sink))
+            self._thread = SinkThread(name, self._deliver)
+            self._deliver = self._thread.put
             weakref.finalize(self, self._thread.close).atexit = False
 
     def call(self, event: str, args: tuple[Any, ...]) -> None:
@@ -112,9 +112,7 @@ class _Taker:
             not self.has_time if is_of_batch else begun < self._not_before.get(event, 0.0)
         ):
             return
-        if self._thread is not None:
-            self._thread.put(event, args)
-        elif not _deliver(self._name, self._sink, event, args):
+        if not self._deliver(event, args):
             self.events = set()
         self._took[event] = self._took.get(event, 0.0) + monotonic() - begun
         if not is_of_batch:
