@@ -63,9 +63,8 @@ class SinkThread:
 
     def close(self) -> None:
         """Let the thread end when it has delivered what waits. Does not wait for it."""
-        if (
-            self._process != os.getpid()
-        ):  # a forked child has no such thread, and its lock may be taken for ever
+        # A forked child has no such thread, and its lock may be taken for ever.
+        if self._process != os.getpid():
             return
         with self._changed:
             self._is_closed = True

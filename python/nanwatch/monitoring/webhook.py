@@ -7,12 +7,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from .._version import __version__
+from ..util.job import whole_number
 from ..util.visible import counts, spell, warn_user
 from .messages import Message, MessageSink
 
@@ -46,7 +47,9 @@ class WebhookSink(MessageSink):
     in_thread = True
 
     def __init__(self, form: str, url: str = "") -> None:
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        # An error of a URL with other characters would quote it.
+        is_plain = url.isascii() and url.isprintable() and " " not in url
+        if not is_plain or urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise ValueError(f"the sink {form} takes a URL, such as {form}:https://example.com/hook")
         self._form = form
         self._url = url
@@ -63,11 +66,9 @@ class WebhookSink(MessageSink):
             self._held[event] = self._held.get(event, 0) + 1
             return
         self._sent[event] = now
-        body = FORMS[self._form](message)
         if held := self._held.pop(event, 0):
-            body = {key: f"{value} ({held} more since the last)" if key in ("text", "content") else value
-                    for key, value in body.items()}  # fmt: skip
-        self._post(json.dumps(body, allow_nan=False).encode())
+            message = replace(message, text=f"({held} more since the last) {message.text}")
+        self._post(json.dumps(FORMS[self._form](message), allow_nan=False).encode())
 
     def _post(self, body: bytes) -> None:
         headers = {"Content-Type": "application/json", "User-Agent": f"nanwatch/{__version__}"}
@@ -79,8 +80,7 @@ class WebhookSink(MessageSink):
             except urllib.error.HTTPError as error:
                 error.close()
                 why, is_final = f"HTTP status {error.code}", error.code < 500 and error.code not in (408, 429)
-                asked = error.headers.get("Retry-After", "")
-                least = min(float(asked), _MOST_DELAY) if asked.isdigit() else 0.0
+                least = min(whole_number(error.headers.get("Retry-After", "")) or 0.0, _MOST_DELAY)
             except Exception as error:  # no network, a name that is not found, a certificate
                 why, is_final, least = spell(error), False, 0.0
             if is_final or delay is None:

@@ -142,11 +142,13 @@ def test_one_message_a_minute_of_each_kind(server: Server, monkeypatch: pytest.M
     assert [body["text"] for body in server.bodies] == [
         "nanwatch failure, rank 0 on h: a failure",
         "nanwatch spike, rank 0 on h: a spike",
-        "nanwatch failure, rank 0 on h: another (2 more since the last)",
+        "nanwatch failure, rank 0 on h: (2 more since the last) another",
     ]
 
 
-@pytest.mark.parametrize("words", ["slack", "slack:hooks.slack.com/x", "slack:file:///etc/passwd"])
+@pytest.mark.parametrize(
+    "words", ["slack", "slack:hooks.slack.com/x", "slack:file:///etc/passwd", "slack:https://a/b c"]
+)
 def test_what_is_no_url_is_refused(words: str) -> None:
     """When the watch begins."""
     with pytest.raises(ValueError, match="the sink slack takes a URL, such as slack:https:"):
