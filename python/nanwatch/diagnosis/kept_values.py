@@ -187,7 +187,8 @@ def _container(value: Any, limits: Limits, tensors: Clones, depth: int) -> Kept:
     elif isinstance(value, set):
         refill = functools.partial(_refill_set, members=frozenset(value))
     elif isinstance(value, dict):
-        pairs = [(key, keep_value(one, limits, tensors, depth + 1)) for key, one in dict.items(value)]
+        items = _base(value).items(value)
+        pairs = [(key, keep_value(one, limits, tensors, depth + 1)) for key, one in items]
         refill = functools.partial(_refill_dict, pairs=pairs)
     else:
         refill = functools.partial(
@@ -222,11 +223,16 @@ def _refill_set(one: set[Any], members: frozenset[Any]) -> None:
         set.update(one, members)
 
 
+def _base(one: dict[Any, Any]) -> Any:
+    """Return the class that knows the order of the keys, past what the program has overridden."""
+    return OrderedDict if isinstance(one, OrderedDict) else dict
+
+
 def _refill_dict(one: dict[Any, Any], pairs: list[tuple[Any, Kept]]) -> None:
     items = [(key, kept(dict.get(one, key, MISSING))) for key, kept in pairs]
-    if [key for key, _ in items] == [*dict.keys(one)] and all(dict.get(one, key) is x for key, x in items):
+    base = _base(one)
+    if [key for key, _ in items] == [*base.keys(one)] and all(dict.get(one, key) is x for key, x in items):
         return
-    base: Any = OrderedDict if isinstance(one, OrderedDict) else dict
     base.clear(one)
     for key, x in items:
         if x is not MISSING:

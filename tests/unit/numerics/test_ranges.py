@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 
 from nanwatch.numerics import ranges
-from nanwatch.numerics.readable import unreadable
 from support.implementations import Implementation
 from support.oracle import DTYPES, FLOATS, expected, from_patterns, random_patterns, same, values_of
 from support.strategies import views
@@ -321,41 +320,6 @@ def test_layouts_with_values_behind_an_operation(implementation: Implementation)
     assert implementation.abs_range(torch._efficientzerotensor(3)) == (0.0, 0.0, True)
     if torch.backends.mkldnn.is_available():
         assert implementation.abs_range(torch.tensor([2.0, -3.0]).to_mkldnn()) == (2.0, 3.0, True)
-
-
-def test_storage_that_was_freed(implementation: Implementation) -> None:
-    """A parameter whose storage was resized away, as sharding does, is an error and not a crash."""
-    for numel, nbytes in ((10, 0), (10, 39)):
-        x = implementation.place(torch.ones(numel))
-        x.untyped_storage().resize_(nbytes)
-        with pytest.raises(TypeError, match="storage freed"):
-            implementation.abs_range(x)
-        with pytest.raises(TypeError, match="storage freed"):
-            implementation.tensor_health(x)
-        assert unreadable(x) == "storage freed"
-
-
-UNREADABLE_DTYPES = [
-    name for name in ("float4_e2m1fn_x2", "uint4", "int4", "uint1", "bits8") if hasattr(torch, name)
-]
-
-
-@pytest.mark.parametrize("name", UNREADABLE_DTYPES)
-def test_packed_dtypes_are_refused(implementation: Implementation, name: str) -> None:
-    """A dtype without a value per element is refused with its name, the accepted ones and a way out."""
-    x = implementation.place(torch.zeros(8, dtype=torch.uint8).view(getattr(torch, name)))
-    for read in (implementation.abs_range, implementation.tensor_health):
-        with pytest.raises(TypeError, match=rf"dtype {name}.*float8_e4m3fn.*view\(torch.uint8\)"):
-            read(x)
-
-
-@pytest.mark.parametrize("value", [None, 3.0, "x", [1.0], np.zeros(3), torch.float32])
-def test_not_a_tensor(implementation: Implementation, value: object) -> None:
-    """A TypeError names the type of the argument and the way to a tensor."""
-    name = type(value).__name__
-    for read in (implementation.abs_range, implementation.tensor_health):
-        with pytest.raises(TypeError, match=rf"takes a torch.Tensor, got (\w+\.)*{name}.*as_tensor"):
-            read(value)
 
 
 def test_takes_one_argument(implementation: Implementation) -> None:

@@ -200,65 +200,6 @@ def test_color_without_rich_says_what_to_install(monkeypatch: pytest.MonkeyPatch
         REPORT.to_text(color=True)
 
 
-@pytest.mark.parametrize(
-    ("bad", "origin", "value"),
-    [
-        (record("weight", "weight", nan), "weight", "nan"),
-        (record("running_mean", "buffer", inf), "buffer", "inf"),
-        (record("input[0]", "input", nan), "received", "nan"),
-        (record("output", "output", inf), "produced", "inf"),
-    ],
-)
-def test_origin_is_the_role_of_the_first_fault(bad: Record, origin: str, value: str) -> None:
-    """The first non-finite record of the first such frame decides; later ones are its consequence."""
-    frames = (
-        frame("a", record("output", "output")),
-        frame("b", record("w", "weight"), bad, record("output", "output", nan)),
-        frame("c", record("input[0]", "input", nan)),
-    )
-    finding = find(frames, caller="parent", rank=2)
-    assert finding is not None
-    assert (finding.module, finding.label, finding.origin, finding.value) == ("b", bad.label, origin, value)
-    assert (finding.num_nonfinite, finding.numel, finding.index, finding.rank) == (1, 4, (1, 0), 2)
-    assert finding.source_module == ("parent" if origin == "received" else None)
-
-
-def test_bad_data_is_told_from_a_bad_layer() -> None:
-    """A fault that was already in what the batch was called with comes from the data."""
-    frames = (frame("a", record("input[0]", "input", inf)),)
-    finding = find(frames, batch_inputs=[record("input[x]", "input", inf)], caller="")
-    assert finding is not None
-    assert (finding.origin, finding.source_module) == ("data", None)
-
-
-def test_both_values_are_named() -> None:
-    """A tensor with a nan and an inf says both; without counts, what the range proves."""
-    both = record("output", "output", nan)
-    counted = both._replace(health=TensorHealth(0.5, nan, False, 0.5, 2.0, 1, 0, 1, 0, 0, 4, (1, 0)))
-    assert find([frame("a", counted)]).value == "nan+inf"  # type: ignore[union-attr]
-    uncounted = find([frame("a", both._replace(health=None))])
-    assert uncounted is not None
-    assert (uncounted.value, uncounted.num_nonfinite, uncounted.index) == ("nan", None, None)
-    assert uncounted.numel == 4
-
-
-def test_the_finding_counts_all_kinds_and_has_its_place_in_the_batch() -> None:
-    """A finding adds 4 nan, 2 inf and 1 -inf up, and numbers the second of the last 2 of 9 frames 8, from 0."""
-    counts = TensorHealth(0.5, nan, False, 0.5, 2.0, 4, 2, 1, 0, 0, 10, (1, 0))
-    bad = record("output", "output", nan, shape=(2, 5), health=counts)
-    frames = (frame("a", record("output", "output")), frame("b", bad))
-    finding = find(frames, num_frames=9)
-    assert finding is not None
-    assert (finding.num_nonfinite, finding.numel, finding.sequence) == (7, 10, 8)
-
-
-def test_masks_and_unread_tensors_are_no_findings() -> None:
-    """An additive mask is meant to hold -inf, and of what nobody read nothing is claimed."""
-    unread = Record("input[1]", "input", (2,), "float16", None, None, None, None, Note("not_checked", "meta"))
-    assert find([frame("a", record("input[0]", "input", inf, note=Note("mask")), unread)]) is None
-    assert find([]) is None
-
-
 NUMBERS = st.floats() | st.sampled_from([0.0, -0.0, inf, -inf, nan, 5e-324, 65504.0])
 HEALTHS = st.builds(
     TensorHealth,

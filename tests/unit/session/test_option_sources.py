@@ -87,21 +87,6 @@ def test_what_cannot_be_an_option_is_refused_with_its_place(
     assert COMMANDS["options"].run([]) == 2
 
 
-def test_the_command_shows_what_is_in_force(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Every option with its value and its source; NANWATCH=0 is the source of `enabled`."""
-    monkeypatch.setenv(VARIABLE, "every=3")
-    monkeypatch.setenv("NANWATCH", "0")
-    assert COMMANDS["options"].run([]) == 0
-    lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
-    assert (lines["every"], lines["max_frames"], lines["enabled"]) == (
-        ["3", VARIABLE],
-        ["21", DEFAULT],
-        ["False", "NANWATCH"],
-    )
-
-
 def test_a_folder_that_is_gone_has_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process whose folder was removed is watched as before."""
     (folder / "gone").mkdir()

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, watch
 from nanwatch.diagnosis.patching import patches as patches_module
-from nanwatch.diagnosis.patching.patches import effect_of
 from nanwatch.report.finding import Cure, Finding
 
 INF, NAN = float("inf"), float("nan")
@@ -429,34 +428,3 @@ def test_code_without_source_has_no_change_and_says_why() -> None:
     assert finding.operation == "aten.div.Tensor"
     assert finding.cures == ()
     assert any("not at hand" in one for one in finding.remarks)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "words", "small"),
-    [
-        ([1.0, NAN], [1.0, 5.0], "changes 1 of 2 elements, the others bit-equal", True),
-        ([NAN, INF], [0.0, 5.0], "changes 2 of 2 elements", True),
-        ([1.0, 2.0], [1.0, 2.0], "leaves all 2 elements bit-equal", True),
-        (
-            [4.0, NAN],
-            [4.001, 0.0],
-            "changes 2 of 2 elements, finite ones by at most 1.0e-03, of values",
-            True,
-        ),
-        ([4.0, NAN], [5.0, 0.0], "changes 2 of 2 elements, finite ones by at most 1.0e+00, of values", False),
-        ([0.0, 4.0], [1e-6, 4.0], "changes 1 of 2 elements, finite ones by at most 1.0e-06, of values", True),
-        ([0.0, 4e3], [1.0, 4e3], "changes 1 of 2 elements, finite ones by at most 1.0e+00, of values", False),
-    ],
-)
-def test_effects_in_words(old: list[float], new: list[float], words: str, small: bool) -> None:
-    pair = (torch.tensor(old, dtype=torch.float64), torch.tensor(new, dtype=torch.float64))
-    told, is_small = effect_of([pair])
-    assert told.startswith(words)
-    assert told == words or "of values up to 4.0e" in told
-    assert is_small is small
-
-
-def test_a_change_of_the_dtype_is_no_cure() -> None:
-    """torch.where of two numbers is float32, which no longer overflows where float16 does."""
-    pair = torch.ones(2, dtype=torch.float16), torch.ones(2)
-    assert effect_of([pair]) == ("gives torch.float32 for torch.float16", False)

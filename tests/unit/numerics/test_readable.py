@@ -1,0 +1,85 @@
+"""Which tensors can be read, and in which words the others are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanwatch.numerics.readable import Numbers, only_our_dispatch, type_name, unreadable
+from support.implementations import Implementation
+
+
+def test_storage_that_was_freed(implementation: Implementation) -> None:
+    """A parameter whose storage was resized away, as sharding does, is an error and not a crash."""
+    for numel, nbytes in ((10, 0), (10, 39)):
+        x = implementation.place(torch.ones(numel))
+        x.untyped_storage().resize_(nbytes)
+        with pytest.raises(TypeError, match="storage freed"):
+            implementation.abs_range(x)
+        with pytest.raises(TypeError, match="storage freed"):
+            implementation.tensor_health(x)
+        assert unreadable(x) == "storage freed"
+
+
+UNREADABLE_DTYPES = [
+    name for name in ("float4_e2m1fn_x2", "uint4", "int4", "uint1", "bits8") if hasattr(torch, name)
+]
+
+
+@pytest.mark.parametrize("name", UNREADABLE_DTYPES)
+def test_packed_dtypes_are_refused(implementation: Implementation, name: str) -> None:
+    """A dtype without a value per element is refused with its name, the accepted ones and a way out."""
+    x = implementation.place(torch.zeros(8, dtype=torch.uint8).view(getattr(torch, name)))
+    for read in (implementation.abs_range, implementation.tensor_health):
+        with pytest.raises(TypeError, match=rf"dtype {name}.*float8_e4m3fn.*view\(torch.uint8\)"):
+            read(x)
+
+
+@pytest.mark.parametrize("value", [None, 3.0, "x", [1.0], np.zeros(3), torch.float32])
+def test_not_a_tensor(implementation: Implementation, value: object) -> None:
+    """A TypeError names the type of the argument and the way to a tensor."""
+    name = type(value).__name__
+    for read in (implementation.abs_range, implementation.tensor_health):
+        with pytest.raises(TypeError, match=rf"takes a torch.Tensor, got (\w+\.)*{name}.*as_tensor"):
+            read(value)
+
+
+def test_reasons_are_told_in_a_few_words() -> None:
+    """Nothing is read for them; a plain tensor has none."""
+    assert unreadable(torch.ones(2)) == ""
+    assert unreadable(nn.Parameter(torch.ones(2))) == ""
+    assert unreadable(torch.ones(2, device="meta")) == "meta tensor, no data"
+    assert unreadable(nn.parameter.UninitializedParameter()) == "uninitialized, no shape yet"
+    seen: list[str] = []
+    torch.func.vmap(lambda x: (seen.append(unreadable(x)), x)[1])(torch.ones(2))
+    assert seen == ["inside a functorch transform"]
+
+
+def test_a_users_mode_sees_nothing_of_a_read() -> None:
+    """It counts its own operations again afterwards."""
+    counted: list[str] = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            counted.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    with Counting():
+        with only_our_dispatch():
+            x.abs()
+        assert counted == []
+        x.abs()
+    assert counted == ["aten.abs.default"]
+
+
+def test_numbers_are_those_of_the_moment() -> None:
+    """A later write changes nothing of them."""
+    x = torch.tensor([1.0, 2.0])
+    numbers = Numbers(x)
+    x.zero_()
+    assert numbers.wait() == [1.0, 2.0]
+    assert (type_name(3), type_name(x)) == ("int", "torch.Tensor")

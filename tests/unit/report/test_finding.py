@@ -1,0 +1,104 @@
+"""The finding: the first non-finite record, and whether its module made it; the earliest of several ranks."""
+
+from __future__ import annotations
+
+from math import inf, isnan, nan
+from typing import Any
+
+import pytest
+
+from nanwatch.numerics.formats import TensorHealth
+from nanwatch.records.note import Note
+from nanwatch.records.record import Frame, Record, Role
+from nanwatch.report.finding import Cure, find, working_first
+
+
+def record(label: str, role: Role, abs_max: float = 1.0, **changes: Any) -> Record:
+    """A float16 record of four elements; non-finite when its abs_max is."""
+    isfinite = abs_max < inf
+    health = None
+    if not isfinite:
+        health = TensorHealth(
+            0.5, abs_max, False, 0.5, 2.0, int(isnan(abs_max)), int(abs_max == inf), 0, 0, 0, 4, (1, 0)
+        )
+    plain = Record(label, role, (2, 2), "float16", nan if isnan(abs_max) else 0.5, abs_max, isfinite, health)
+    return plain._replace(**changes)
+
+
+def frame(name: str, *records: Record) -> Frame:
+    """A frame of the given records."""
+    return Frame(0, name, "Linear", records)
+
+
+@pytest.mark.parametrize(
+    ("bad", "origin", "value"),
+    [
+        (record("weight", "weight", nan), "weight", "nan"),
+        (record("running_mean", "buffer", inf), "buffer", "inf"),
+        (record("input[0]", "input", nan), "received", "nan"),
+        (record("output", "output", inf), "produced", "inf"),
+    ],
+)
+def test_origin_is_the_role_of_the_first_fault(bad: Record, origin: str, value: str) -> None:
+    """The first non-finite record of the first such frame decides; later ones are its consequence."""
+    frames = (
+        frame("a", record("output", "output")),
+        frame("b", record("w", "weight"), bad, record("output", "output", nan)),
+        frame("c", record("input[0]", "input", nan)),
+    )
+    finding = find(frames, caller="parent", rank=2)
+    assert finding is not None
+    assert (finding.module, finding.label, finding.origin, finding.value) == ("b", bad.label, origin, value)
+    assert (finding.num_nonfinite, finding.numel, finding.index, finding.rank) == (1, 4, (1, 0), 2)
+    assert finding.source_module == ("parent" if origin == "received" else None)
+
+
+def test_bad_data_is_told_from_a_bad_layer() -> None:
+    """A fault that was already in what the batch was called with comes from the data."""
+    frames = (frame("a", record("input[0]", "input", inf)),)
+    finding = find(frames, batch_inputs=[record("input[x]", "input", inf)], caller="")
+    assert finding is not None
+    assert (finding.origin, finding.source_module) == ("data", None)
+
+
+def test_both_values_are_named() -> None:
+    """A tensor with a nan and an inf says both; without counts, what the range proves."""
+    both = record("output", "output", nan)
+    counted = both._replace(health=TensorHealth(0.5, nan, False, 0.5, 2.0, 1, 0, 1, 0, 0, 4, (1, 0)))
+    assert find([frame("a", counted)]).value == "nan+inf"  # type: ignore[union-attr]
+    uncounted = find([frame("a", both._replace(health=None))])
+    assert uncounted is not None
+    assert (uncounted.value, uncounted.num_nonfinite, uncounted.index) == ("nan", None, None)
+    assert uncounted.numel == 4
+
+
+def test_the_finding_counts_all_kinds_and_has_its_place_in_the_batch() -> None:
+    """A finding adds 4 nan, 2 inf and 1 -inf up, and numbers the second of the last 2 of 9 frames 8, from 0."""
+    counts = TensorHealth(0.5, nan, False, 0.5, 2.0, 4, 2, 1, 0, 0, 10, (1, 0))
+    bad = record("output", "output", nan, shape=(2, 5), health=counts)
+    frames = (frame("a", record("output", "output")), frame("b", bad))
+    finding = find(frames, num_frames=9)
+    assert finding is not None
+    assert (finding.num_nonfinite, finding.numel, finding.sequence) == (7, 10, 8)
+
+
+def test_masks_and_unread_tensors_are_no_findings() -> None:
+    """An additive mask is meant to hold -inf, and of what nobody read nothing is claimed."""
+    unread = Record("input[1]", "input", (2,), "float16", None, None, None, None, Note("not_checked", "meta"))
+    assert find([frame("a", record("input[0]", "input", inf, note=Note("mask")), unread)]) is None
+    assert find([]) is None
+
+
+def test_cures_that_work_come_first() -> None:
+    """Each kind in its order; a change that only hides the failure is the last."""
+    hides, no, almost, works, also = (
+        Cure("hide it", False, 3.0, hides=True),
+        Cure("do nothing", False),
+        Cure("widen", False, 0.5),
+        Cure("use float32", True, 112.0),
+        Cure("clamp", True),
+    )
+    assert working_first([hides, no, works, almost, also]) == (works, also, no, almost, hides)
+    assert [one.verdict for one in (works, almost, no, hides)] == [
+        "works", "not enough", "does not help", "only hides it",
+    ]  # fmt: skip
