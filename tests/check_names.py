@@ -17,23 +17,21 @@ UNIT = TESTS / "unit"
 PACKAGE = TESTS.parent / "python" / "nanwatch"
 
 ELSEWHERE: dict[str, tuple[str, ...]] = {
-    "unit/cli/test_replay.py": ("session/replay",),
+    # Runs as several processes, as a kernel, or inside Dynamo alone.
     "distributed/test_netcheck.py": ("netcheck/command",),
     "slow/test_notebook.py": ("integrations/notebook",),
     "compile/test_compile.py": ("instrumentation/compile/dynamo", "instrumentation/compile/operators"),
+    # Joins the parts of a Watch, of a replay, of a comparison or of a patch, and shows in nothing but their result.
     "integration/test_architecture.py": ("session/dispatch",),
-    "integration/test_failures.py": ("diagnosis/program_state", "diagnosis/reachable"),
-    "integration/test_spike_trainings.py": ("monitoring/spikes/steps",),
-    "unit/diagnosis/patching/test_patches.py": ("diagnosis/patching/module_options",),
-    "unit/diagnosis/test_cures.py": ("diagnosis/experiment",),
-    "unit/diagnosis/test_forward_rerun_repeat.py": ("diagnosis/in_process",),
-    "unit/diagnosis/test_loss_statements.py": ("diagnosis/loss_slice",),
-    "unit/diagnosis/test_rerun.py": ("diagnosis/folder",),
-    "unit/equivalence/test_compare.py": ("equivalence/calls", "equivalence/model_runs"),
-    "unit/equivalence/test_matching.py": ("equivalence/engine",),
-    "unit/equivalence/test_twice.py": ("equivalence/operations",),
-    "unit/monitoring/test_log_sinks.py": ("monitoring/monitor",),
     "unit/session/test_failure_handler.py": ("session/reports",),
+    "unit/cli/test_replay.py": ("session/replay",),
+    "unit/equivalence/test_matching.py": ("equivalence/engine",),
+    "unit/equivalence/test_compare.py": ("equivalence/model_runs",),
+    "unit/diagnosis/patching/test_patches.py": ("diagnosis/patching/module_options",),
+    # Needs a program that fails, or one that trains: what it finds in it is the test.
+    "integration/test_failures.py": ("diagnosis/program_state", "diagnosis/reachable"),
+    "unit/diagnosis/test_forward_rerun_repeat.py": ("diagnosis/in_process",),
+    "integration/test_spike_trainings.py": ("monitoring/spikes/steps",),
 }
 # Modules that are found by their folder: what each must do is tested for all of them.
 REGISTRIES = ("report/forms",)
