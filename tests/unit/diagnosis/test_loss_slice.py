@@ -56,7 +56,10 @@ def spelt(found: Cut | None) -> list[str]:
             ["a = out * 2", "loss = (a - target).sum()", "LOSS = loss"],
         ),
         ("a = out * 2\na += target\nbackward(a.sum())", ["a = out * 2", "a = a + target", "LOSS = a.sum()"]),
-        ("x, y = out, out * 3\nlog = print\nbackward((x * y).sum())", ["x, y = (out, out * 3)", "LOSS = (x * y).sum()"]),
+        (
+            "x, y = out, out * 3\nlog = print\nbackward((x * y).sum())",
+            ["x, y = (out, out * 3)", "LOSS = (x * y).sum()"],
+        ),
         (
             "a = out * 2\na.clamp_(min=0)\nc = a.mean()\nbackward(c)",
             ["a = out * 2", "a.clamp_(min=0)", "c = a.mean()", "LOSS = c"],
