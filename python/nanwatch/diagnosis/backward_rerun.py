@@ -78,7 +78,7 @@ def rerun_backward(
             remarks=("what made it lies behind the model's outputs, so it was not looked for in the model",)
         )
     if reason := no_second_run(snapshot.module):
-        return Diagnosis(remarks=(f"the batch was not run a second time: {reason}",))
+        return Diagnosis(remarks=(f"no re-run was made: {reason}",))
     probe: _BackwardProbe | None = None
     remarks: tuple[str, ...] = ()
     try:

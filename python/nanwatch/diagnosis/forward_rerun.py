@@ -44,7 +44,7 @@ def rerun_forward(snapshot: BatchSnapshot, finding: Finding, *, model: nn.Module
         if finding.origin == "data":
             return _of_data(snapshot, finding, model)
         if reason := no_second_run(snapshot.module):
-            return Diagnosis(remarks=(f"the batch was not run a second time: {reason}",))
+            return Diagnosis(remarks=(f"no re-run was made: {reason}",))
         return _of_rerun(snapshot, finding, model)
     except Exception as error:
         return Diagnosis(remarks=(f"the finding could not be examined: {spell(error)}",))

@@ -64,7 +64,7 @@ def examine(
             "its outermost call lies in compiled code or in a backward, the model was called again since, or what the"
             " call was given could not be kept"
         )
-        incident.remark(f"the batch was not run a second time: {why}")
+        incident.remark(f"no re-run was made: {why}")
     elif examines and loss is not None:
         _rerun_loss(loss, incident, model, conditions)
     elif examines and snapshot is not None and incident.finding.phase != "step":

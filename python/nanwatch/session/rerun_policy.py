@@ -311,7 +311,7 @@ class RerunPolicy:
                 may_raise=False,
             )
         incident.remark(
-            f"the batch was not run a second time, and nothing was written: it is failure {self._failures} of this"
+            f"no re-run was made, and nothing was written: it is failure {self._failures} of this"
             f" watch, and after {MANY} only the {2 * MANY}th, {4 * MANY}th, {8 * MANY}th ... are re-run"
         )
 

@@ -494,7 +494,7 @@ def test_a_traced_batch_is_printed_before_the_next_one(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("check", ["batch", "async"])
-def test_a_closer_look_where_the_batch_is_still_there(check: Any) -> None:
+def test_a_rerun_where_the_batch_is_still_there(check: Any) -> None:
     """At the end of its own batch a fault is run again; a batch late the report says why it was not."""
     model = nn.Sequential(nn.Linear(3, 3), Scale(INF))
     with stand_in() as device:

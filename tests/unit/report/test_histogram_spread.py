@@ -115,7 +115,7 @@ def spreads_of(report: Report) -> dict[str, StoredHistogram]:
     return {one.label: one for one in finding_of(report).spreads}
 
 
-def test_the_closer_look_keeps_operands_and_result() -> None:
+def test_the_rerun_keeps_operands_and_result() -> None:
     """The operands of the guilty operation are kept, and the bad tensor that it made."""
     net = nn.Sequential(Squares())
     with nanwatch.watch(net):
@@ -155,7 +155,7 @@ def test_a_weight_and_the_data_have_theirs() -> None:
     assert {label: restored(one) for label, one in found.items()} == {"input[0]": exponent_histogram(bad)}
 
 
-def test_without_the_closer_look_there_is_no_picture_and_no_error() -> None:
+def test_without_a_rerun_there_is_no_picture_and_no_error() -> None:
     """rerun=False: no spread, and a page without the section."""
     pytest.importorskip("jinja2")
     net = nn.Sequential(Squares())

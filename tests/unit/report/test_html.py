@@ -43,7 +43,7 @@ def test_the_finding_comes_first_and_in_words() -> None:
     )
 
 
-def test_what_a_closer_look_found_is_told() -> None:
+def test_what_a_rerun_found_is_told() -> None:
     """Operation, source, operands, cures, remarks, files: everything a finding may carry."""
 
     @dataclass(frozen=True)
