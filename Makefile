@@ -5,6 +5,7 @@
 #   make test-pure      the quick tests without the compiled part; CI runs it too
 #   make test-gpu       the tests that need a GPU
 #   make test-vllm      the test of the plugin in vLLM
+#   make test-trainers  the tests of TRL, DeepSpeed and litgpt
 #
 #   PYTHON=python3.12   the interpreter the environment is made from (or, with OFFLINE=1, used as it is)
 #   VENV=.venv          where the environment lies
@@ -56,7 +57,7 @@ else
 endif
 PY := $(PYTHON_ENVIRONMENT) $(PY_ONLY)
 
-.PHONY: all wheel demo test test-all test-pure test-gpu test-vllm sanitize lint format docs bench bench-gpu selfcheck clean distclean
+.PHONY: all wheel demo test test-all test-pure test-gpu test-vllm test-trainers sanitize lint format docs bench bench-gpu selfcheck clean distclean
 all: $(READY)
 
 # dist/ then holds a wheel that needs no compiler, and the sources. auditwheel finds the oldest glibc that will do.
@@ -90,6 +91,15 @@ test-vllm: $(STAMPS)/native
 	$(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	$(VLLM)/bin/python -m pytest tests/thirdparty/test_vllm.py $(ARGS)
+
+# Trainers that pin versions of their own, and what they need. DeepSpeed compiles a part of it at its first run.
+TRAINERS := $(VENV)-trainers
+test-trainers: $(STAMPS)/native
+	test -x $(TRAINERS)/bin/python || $(PYTHON) -m venv $(TRAINERS)
+	$(TRAINERS)/bin/python -m pip install --quiet "$(TORCH)" numpy "setuptools>=77" ninja pytest hypothesis expecttest
+	$(TRAINERS)/bin/python -m pip install --quiet trl==1.16.0 litgpt==0.5.13 lightning accelerate
+	DS_BUILD_OPS=0 $(TRAINERS)/bin/python -m pip install --quiet --no-build-isolation deepspeed==0.19.8
+	PYTHONPATH=$(CURDIR)/python $(TRAINERS)/bin/python -m pytest tests/thirdparty/test_trainer_hosts.py $(ARGS)
 
 # Lint is left to the machine without a GPU: this one may have no tool but pytest.
 test-gpu: $(READY)

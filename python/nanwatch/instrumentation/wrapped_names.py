@@ -31,6 +31,9 @@ _HELD = {
     ): "_checkpoint_wrapped_module",
     ("torch._dynamo.eval_frame", "OptimizedModule"): "_orig_mod",
     ("torch.optim.swa_utils", "AveragedModel"): "module",
+    ("lightning.fabric.wrappers", "_FabricModule"): "_forward_module",
+    ("lightning_fabric.wrappers", "_FabricModule"): "_forward_module",
+    ("deepspeed.runtime.engine", "DeepSpeedEngine"): "module",
 }
 
 

@@ -54,7 +54,9 @@ def close_names(
 
 
 # Wrappers put these before the names of the modules that they hold.
-_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_WRAPPERS = frozenset(
+    {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+)
 
 
 def without_wrappers(name: str) -> str:

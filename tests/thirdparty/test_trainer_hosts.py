@@ -1,0 +1,105 @@
+"""Trainers under `nanwatch run`, 20 steps each, without a line of code in them.
+
+TRL, DeepSpeed and litgpt pin versions of their own: `make test-trainers` runs this in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.paths import ROOT, SCRIPTS
+
+SCRIPT = SCRIPTS / "train_in_host.py"
+# The package of each host, and the module that becomes infinite.
+HOSTS = {
+    "fabric": ("lightning", "act"),
+    "accelerate": ("accelerate", "act"),
+    "sft": ("trl", "model.layers.1.mlp.act_fn"),
+    "grpo": ("trl", "model.layers.1.mlp.act_fn"),
+    "deepspeed": ("deepspeed", "act"),
+    "litgpt": ("litgpt", ""),
+}
+WATCH = ["-m", "nanwatch", "run", "--json", "report.json", "--gradients"]
+
+pytestmark = pytest.mark.slow
+
+
+def run(folder: Path, *command: object, status: int = 0, **environment: str) -> None:
+    """Run Python in the folder and expect its exit status."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("NANWATCH")}
+    clean |= {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "DS_ACCELERATOR": "cpu",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    clean |= {"PYTHONPATH": str(ROOT / "python"), **environment}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=folder,
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def finding(folder: Path) -> Any:
+    return json.loads((folder / "report.json").read_text())["finding"]
+
+
+def equal(a: Path, b: Path) -> bool:
+    """Return whether two files hold the same weights, bit for bit."""
+    x, y = (torch.load(path, weights_only=True) for path in (a, b))
+    return x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_trainer_is_watched_and_computes_the_same(host: str, tmp_path: Path) -> None:
+    """The weights after 20 steps are bit-equal, and a planted infinity ends the run at its module."""
+    package, module = HOSTS[host]
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    run(tmp_path, SCRIPT, host, "unwatched.pt")
+    run(tmp_path, *WATCH, SCRIPT, host, "watched.pt")
+    assert equal(tmp_path / "unwatched.pt", tmp_path / "watched.pt")
+    assert finding(tmp_path) is None
+    if not module:
+        return
+    run(tmp_path, *WATCH, SCRIPT, host, "fault.pt", "fault", status=3)
+    found = finding(tmp_path)
+    assert (found["module"], found["label"], found["origin"]) == (module, "output", "produced")
+    assert not (tmp_path / "fault.pt").exists()
+
+
+@pytest.mark.parametrize("host", ["sft", "grpo"])
+def test_the_callback_of_transformers_is_the_one_of_trl(host: str, tmp_path: Path) -> None:
+    """With options of the environment, and the same weights."""
+    if find_spec("trl") is None:
+        pytest.skip("trl is not installed")
+    run(tmp_path, SCRIPT, host, "unwatched.pt")
+    options = {"NANWATCH_OPTIONS": "on_nonfinite=record output_dir=out"}
+    run(tmp_path, SCRIPT, host, "watched.pt", "callback", **options)
+    assert equal(tmp_path / "unwatched.pt", tmp_path / "watched.pt")
+    run(tmp_path, SCRIPT, host, "fault.pt", "callback", "fault", **options)
+    [report] = (tmp_path / "out").rglob("report.json")
+    assert json.loads(report.read_text())["finding"]["module"] == "model.layers.1.mlp.act_fn"
+
+
+def test_accelerate_launch_starts_the_script_watched(tmp_path: Path) -> None:
+    """Between the launcher and the script stands `-m nanwatch run`."""
+    pytest.importorskip("accelerate")
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", 1, "-m"]
+    watch = ["nanwatch", "run", "--json", "report.json"]
+    run(tmp_path, *launch, *watch, SCRIPT, "accelerate", "weights.pt", "fault", status=1)
+    assert finding(tmp_path)["module"] == "act"
