@@ -31,7 +31,7 @@ examples:
   nanwatch show run.parquet                      the latest batch
   nanwatch show run.parquet --html run.html      a page with a heat map of the whole run
   nanwatch show run.parquet --batch 149 --html batch.html
-  nanwatch show out/report.json
+  nanwatch show out                              the newest report of the folder that watch(output_dir="out") wrote
 """
 _DIFF = """\
 exit status: 1 when they differ, 0 when they do not, 2 when they cannot be compared
@@ -74,10 +74,11 @@ def show_main(arguments: list[str]) -> int:
     options = _show_parser().parse_args(arguments)
 
     def find(tell: Tell) -> tuple[str, int]:
-        saved = options.file / "report.json"  # in the folder of a failure
-        file = saved if saved.is_file() else options.file
+        file = _newest_report(options.file)
         trace = None if _is_json(file) else Trace.open(file, tell)
         report, heading = _report_of(file, trace, options.batch, tell)
+        if file.parent.parent == options.file:  # one of several
+            heading = [f"{file}:", "", *heading]
         run = trace if options.batch is None else None
         page = (
             (lambda: forms()["html"].render(report, tell)) if run is None else (lambda: draw(run).to_html())
@@ -99,7 +100,7 @@ def _show_parser() -> argparse.ArgumentParser:
         "file",
         metavar="FILE",
         type=Path,
-        help="a trace, the report.json of a failure or a spike, or its folder",
+        help="a trace, the report.json of a failure or a spike, its folder, or the folder of several",
     )
     parser.add_argument(
         "--format",
@@ -132,6 +133,14 @@ def _report_of(
     if trace.lost_frames:
         heading[0] += f", {trace.lost_frames:,} frames lost"
     return trace.report(trace.batches[-1] if batch is None else batch), [*heading, ""]
+
+
+def _newest_report(path: Path) -> Path:
+    """Return the report in the folder of a failure, else the newest in the folders below, else the path itself."""
+    for pattern in ("report.json", "*/report.json"):
+        if reports := sorted(path.glob(pattern), key=lambda file: (file.stat().st_mtime_ns, file)):
+            return reports[-1]
+    return path
 
 
 def _is_json(file: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,19 @@ def test_show_prints_a_saved_spike_and_writes_its_page(
     pytest.importorskip("jinja2")
     assert run(capsys, "show", str(folder), "--html", "spike.html") == (0, "wrote spike.html\n", "")
     assert Path("spike.html").read_text() == report.to_html()
+
+
+def test_show_takes_the_newest_report_of_a_folder(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the time of its file; the name says which it is. The folder's own report goes first."""
+    for name, when in (("batch-9", 2), ("batch-3", 3), ("batch-5", 1)):
+        (place / "out" / name).mkdir(parents=True)
+        file = place / "out" / name / "report.json"
+        file.write_text(Report((), None, when).to_json())
+        os.utime(file, (when, when))
+    text = Report((), None, 3).to_text()
+    assert run(capsys, "show", "out") == (0, f"{Path('out/batch-3/report.json')}:\n\n{text}\n", "")
+    (place / "out" / "report.json").write_text(Report((), None, 7).to_json())
+    assert run(capsys, "show", "out") == (0, f"{Report((), None, 7).to_text()}\n", "")
 
 
 def test_pages_are_written_and_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
