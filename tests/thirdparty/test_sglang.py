@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.integrations.sglang import forward_hook, register
+from nanwatch.integrations.engines import sglang
+from nanwatch.integrations.sglang import forward_hook
 from support.toys import Scale
 
 
@@ -83,7 +84,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
             module.__path__ = []  # type: ignore[attr-defined]
             monkeypatch.setitem(sys.modules, module.__name__, module)
         vars(module).update(names)
-    register()
+    sglang()
     return made()
 
 
@@ -116,12 +117,6 @@ def test_the_request_of_a_bad_row_is_named(
     assert (bad.request, bad.phase, bad.position) == expected
     assert bad.module == "model.0"
     runner._nanwatch.stop()
-
-
-def test_without_the_switch_nothing_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang loads the plugins of every package of its environment; here it is not even installed."""
-    monkeypatch.delenv("NANWATCH", raising=False)
-    register()
 
 
 def test_a_forward_hook_watches_the_module_that_it_is_on() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,6 @@ from ..records.record import Record
 from ..report.finding import Finding
 from ..report.text import summary
 from ..session.api import DeferredWatch, Watch
-from ..session.option_kinds import SWITCH
 from ..session.option_sources import DEFAULT, in_force
 from ..util.throttle import is_due
 from ..util.visible import module_name, spell, suppressing, visible
@@ -76,11 +74,6 @@ class _Step:
                 if owner is not None and owner[0].request not in seen:
                     seen.add(owner[0].request)
                     yield owner
-
-
-def is_switched_on() -> bool:
-    """Return whether the environment asks for a watch: an engine loads the plugins of every installed package."""
-    return os.environ.get(SWITCH) == "1"
 
 
 def owner_of(shares: Sequence[Share], row: int, num_rows: int) -> tuple[Share, int] | None:

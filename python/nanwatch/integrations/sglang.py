@@ -1,7 +1,8 @@
 """Plugin for SGLang, which its entry point group `sglang.srt.plugins` starts in every process, without code of a user.
 
-NANWATCH=1 switches it on. Or `--forward-hooks` names `forward_hook`, for chosen modules. SGLang calls `forward` of the
-root past `nn.Module.__call__`, so that it is not seen. Written after SGLang's sources, and not run with it.
+NANWATCH=1 switches it on (`engines.py`). Or `--forward-hooks` names `forward_hook`, for chosen modules. SGLang calls
+`forward` of the root past `nn.Module.__call__`, so that it is not seen. Written after SGLang's sources, and not run
+with it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import nn
 
 from ..session.api import DeferredWatch
 from ..util.visible import suppressing
-from .serving import ServedModel, Share, is_switched_on
+from .serving import ServedModel, Share
 
 __all__ = ["forward_hook", "register"]
 
@@ -23,14 +24,13 @@ _FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 
 
 def register() -> None:
-    """Watch the model of each runner of this process from its first request on, if NANWATCH=1 asks for it.
+    """Watch the model of each runner of this process from its first request on.
 
     Raises TypeError or ValueError for options of the environment that make no sense. SGLang logs it and serves.
     """
-    if is_switched_on():
-        ServedModel("sglang.nanwatch")
-        hooks = import_module("sglang.srt.plugins.hook_registry")
-        hooks.HookRegistry.register(_FORWARD, _forward, hooks.HookType.AROUND)
+    ServedModel("sglang.nanwatch")
+    hooks = import_module("sglang.srt.plugins.hook_registry")
+    hooks.HookRegistry.register(_FORWARD, _forward, hooks.HookType.AROUND)
 
 
 def forward_hook(config: dict[str, Any]) -> Callable[..., None]:

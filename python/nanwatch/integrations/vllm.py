@@ -1,7 +1,7 @@
 """Plugin for vLLM, which its entry point group `vllm.general_plugins` starts in every process, without code of a user.
 
-NANWATCH=1 switches it on. The decoder inside a model, a class under `support_torch_compile`, calls its `forward` past
-`nn.Module.__call__` and is not seen. Its layers are.
+NANWATCH=1 switches it on (`engines.py`). The decoder inside a model, a class under `support_torch_compile`, calls its
+`forward` past `nn.Module.__call__` and is not seen. Its layers are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from ..util.imports import when_imported
 from ..util.visible import suppressing
-from .serving import ServedModel, Share, is_switched_on
+from .serving import ServedModel, Share
 
 __all__ = ["register"]
 
@@ -24,13 +24,12 @@ _WARM_UP = "_"
 
 
 def register() -> None:
-    """Watch the model of each worker of this process from its first request on, if NANWATCH=1 asks for it.
+    """Watch the model of each worker of this process from its first request on.
 
     Raises TypeError or ValueError for options of the environment that make no sense, before a model is loaded.
     """
-    if is_switched_on():
-        _VllmModel()
-        when_imported(_MODULE, _patch)  # to import it here would choose the platform too early
+    _VllmModel()
+    when_imported(_MODULE, _patch)  # to import it here would choose the platform too early
 
 
 class _VllmModel(ServedModel):
