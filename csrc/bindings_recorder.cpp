@@ -49,6 +49,18 @@ void bind_recorder(py::module_& m) {
   m.def(
       "tensor_at", [](uintptr_t address) { return *reinterpret_cast<const at::Tensor*>(address); }, py::arg("address"),
       "The tensor that such a backend is asked about.");
+  py::class_<box::BlackBox, std::unique_ptr<box::BlackBox, py::nodelete>>(m, "BlackBox",
+                                                                          "The file of this process; blackbox/.")
+      .def("add_facts", &box::BlackBox::add_facts)
+      .def("add_note", &box::BlackBox::add_note)
+      .def("add_sample", &box::BlackBox::add_sample)
+      .def("step_begins", &box::BlackBox::step_begins)
+      .def("pulse", &box::BlackBox::pulse)
+      .def("is_under_way", &box::BlackBox::is_under_way)
+      .def("exits", &box::BlackBox::exits)
+      .def_static("close", &box::BlackBox::close);
+  m.def("open_black_box", &box::BlackBox::open, py::arg("path"), py::arg("bytes"), py::return_value_policy::reference);
+  m.def("catch_signals", &box::catch_signals);
   m.def("bind_row", &bind_row, py::arg("record"), py::arg("note"), "Sets the named tuples that rows are made of.");
   py::class_<Subscription>(m, "Subscription", "Some events that a CallRecorder reports until `remove()`.")
       .def_property("active", &Subscription::active, &Subscription::set_active)
@@ -73,6 +85,7 @@ void bind_recorder(py::module_& m) {
       .def("frames_since", &CallRecorder::frames_since)
       .def("frames_of_batch", &CallRecorder::frames_of_batch)
       .def("pending_frames", &CallRecorder::pending_frames)
+      .def("unconfirmed_calls", &CallRecorder::unconfirmed_calls)
       .def("poll", &CallRecorder::poll, py::arg("wait"))
       .def_property_readonly("has_devices", [](const CallRecorder&) { return RowTable::has_devices(); })
       .def_property_readonly("may_be_pending", &CallRecorder::may_be_pending)

@@ -22,7 +22,7 @@ from build_cuda import CSRC, LOG, ROOT, BuildError, step
 from torch_headers import Torch
 
 # The folders whose sources make up a unit, "" for csrc/ itself. The call of a watched module stays within the first.
-UNITS = {"recorder": ("", "device", "recorder"), "operators": ("gradients", "ops")}
+UNITS = {"recorder": ("", "blackbox", "device", "recorder"), "operators": ("gradients", "ops")}
 KERNELS = "cpu"
 STABLE = "stable"
 STABLE_SINCE = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10: newer functions are then not declared

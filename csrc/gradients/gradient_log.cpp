@@ -11,6 +11,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "blackbox/black_box.h"
 #include "gradients/gradient_hooks.h"
 #include "recorder/python_error.h"
 
@@ -261,6 +262,8 @@ GradientLog::Known GradientLog::on_gradient(const at::Tensor& gradient, const Pl
     const py::object keep = owner();
     if (keep && !sink_->backward_started()) throw_error();
   }
+  if (box::BlackBox* const box = box::BlackBox::active(); box != nullptr && users[0].call->box != box::kUnnamed)
+    box->gradient_came(users[0].call->box, uint32_t(users[0].part), users[0].call->batch);
   const GradientState state(gradient);
   PendingRowPtr known_pending;
   {

@@ -194,7 +194,7 @@ bool GradientRecorder::report(Backward& backward, const py::object& left) {
   }
   if (done && backward.has_nonfinite)
     done = recorder_.notify("on_backward_end", py::make_tuple(reported, events, left));
-  for (FrameData& frame : frames) ring.push(frame);
+  for (FrameData& frame : frames) recorder_.push(frame);
   return done;
 }
 

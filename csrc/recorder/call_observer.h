@@ -15,6 +15,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "blackbox/layout.h"
 #include "cpu/fingerprint_cpu.h"
 #include "recorder/frame.h"
 #include "recorder/outside_compiler.h"
@@ -53,6 +54,7 @@ inline Check check_of(const std::string& name) {
   X(bool, gradients)              \
   X(bool, counts)                 \
   X(bool, fingerprints)           \
+  X(bool, black_box)              \
   X(int64_t, sketches)            \
   X(int64_t, statistics)
 
@@ -135,6 +137,7 @@ struct Node {
   PyTypeObject* type = nullptr;  // borrowed and only compared: FSDP gives a module another class
   bool observed = true;
   pybind11::object allow_inf = pybind11::bool_(false);  // a bool, or a MaskedScores; handed to Python as it is
+  uint32_t box = box::kUnnamed;                         // its number in the black box
   std::vector<Slot> weights, buffers;
   std::deque<std::shared_ptr<Plan>> plans;
   std::shared_ptr<const void> compiled_call;  // its latest call in compiled code, for gradients/

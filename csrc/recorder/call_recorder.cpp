@@ -88,6 +88,7 @@ CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object e
       events_(std::move(events)),
       frame_type_(std::move(frame_type)),
       ring_(options.max_frames),
+      box_(options.black_box ? box::BlackBox::active() : nullptr),
       check_(options.check),
       every_(options.every),
       traced_(options.traced),
@@ -109,6 +110,7 @@ void CallRecorder::meet(Node& node, PyObject* module) {
   if (type == node.type) return;
   node.type = type;
   node.class_name = class_name_of(type);
+  node.box = box_.number_of(node.name, node.class_name);
   gathers_weights |= is_sharded(type);
 }
 
@@ -209,6 +211,10 @@ bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args,
       return false;
     if (!answer.is_none()) thread.held = shared(std::move(answer));
   }
+  if (box::BlackBox* const box = box_.box(); box != nullptr) {
+    thread.slot = box->slot();
+    if (!thread.recomputed) box->begin_batch(&thread.least);
+  }
   thread.args = args;
   thread.kwargs = kwargs;
   return true;
@@ -221,10 +227,13 @@ PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* target, P
   if (thread.recording || (outermost && paused)) return PyObject_Call(target, args, kwargs);
   if (outermost && !begin_batch(thread, module, args, kwargs)) return nullptr;
   thread.nodes.push_back(index);
+  if (box_.box() != nullptr)
+    box_.box()->begin(thread.slot, nodes_[size_t(index)]->box, thread.batch, thread.recomputed);
   ++observer_.counters.calls;
   py::object output = py::reinterpret_steal<py::object>(PyObject_Call(target, args, kwargs));
   const Stopwatch stopwatch(measures_time_, &observer_.counters.nanoseconds);
   thread.nodes.pop_back();
+  if (box_.box() != nullptr) box_.box()->end(thread.slot, !output);
   meet(*nodes_[size_t(index)], module);
   if (output && thread.active && !paused && nodes_[size_t(index)]->observed &&
       !survived([&] { return record(thread, index, module, args, kwargs, output.ptr()); }))
@@ -265,7 +274,9 @@ bool CallRecorder::record(Thread& thread, int32_t index, PyObject* module, PyObj
 void CallRecorder::follow_gradients(const Thread& thread, std::vector<GradientCandidate> candidates, int32_t index,
                                     int32_t caller, std::shared_ptr<const void>* keep) {
   if (gradients_ == nullptr || candidates.empty()) return;
-  gradients_->follow(candidates, {thread.batch, index, caller, thread.recomputed, &thread, thread.held}, keep);
+  gradients_->follow(candidates,
+                     {thread.batch, index, caller, thread.recomputed, &thread, thread.held, nodes_[size_t(index)]->box},
+                     keep);
 }
 
 // Returns the arguments of the outermost call; in compiled code those of its tensors that still live.
@@ -298,7 +309,7 @@ bool CallRecorder::finish(Thread& thread, int32_t caller) {
     return true;
   }
   const bool has_nonfinite = frame.has_nonfinite;
-  keep(frame);
+  keep(frame, &thread.least);
   if (!has_nonfinite && !reports_frames(thread.batch)) return true;
   FrameData copy;
   copy.copy(ring_.latest());
@@ -332,11 +343,12 @@ void CallRecorder::add_frame(int64_t batch, int32_t node, const py::list& rows) 
   for (const py::handle row : rows)
     frame.rows.push_back({0, Role::weight, NoteKind::none, -1, 0, 0, kNotPending, {}, row.inc_ref().ptr()});
   ++observer_.counters.frames;
-  ring_.push(frame);
+  push(frame);
 }
 
-// A frame of a forward whose ranges are known goes into the ring.
-void CallRecorder::keep(FrameData& frame) {
+// A frame whose ranges are known goes into the ring.
+void CallRecorder::keep(FrameData& frame, box::Least* least) {
+  if (box_.box() != nullptr) box_.add(frame, nodes_[size_t(frame.node)]->box, observer_.labels(), least);
   if (gathers_peaks) peaks_.add(frame, observer_.labels(), gathers_inputs);
   ring_.push(frame);
 }

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "recorder/box_writer.h"
 #include "recorder/call_observer.h"
 #include "recorder/captured_batch.h"
 #include "recorder/gradient_tracker.h"
@@ -59,6 +60,8 @@ class CallRecorder {
   bool traces() const { return !traced_.empty(); }
   bool measures_time() const { return measures_time_; }
   FrameRing& ring() { return ring_; }
+  // Puts a frame of a backward or a step into the ring.
+  void push(FrameData& frame) { keep(frame, nullptr); }
   void add_frame(int64_t batch, int32_t node, const pybind11::list& rows);  // of an optimizer's step
 
   // The batch, the name and the class of the module of the innermost call under way on this thread, if it is recorded;
@@ -87,6 +90,8 @@ class CallRecorder {
   // that does.
   void await_before_step();
   pybind11::list pending_frames();
+  // (batch, module, class) of the calls whose work no device has confirmed, the oldest first.
+  pybind11::list unconfirmed_calls() const;
 
   CallObserver& observer() { return observer_; }
   int64_t latest_batch() const { return latest_batch_; }
@@ -125,6 +130,8 @@ class CallRecorder {
     std::deque<CallFrame> captured = {};          // the frames of that batch
     PendingBatch* pending = nullptr;              // the batch under way, if frames of it wait for a device
     FrameData frame = {};
+    box::Slot* slot = nullptr;  // in the black box, for the batch under way
+    box::Least least = {};
   };
 
   class Recording;
@@ -155,7 +162,7 @@ class CallRecorder {
   bool abandon_of_ended_threads();
   bool end_compiled(Thread& thread, bool completed);
   bool reports_frames(int64_t batch) const { return subscriptions->has(kFrame) || is_traced(batch); }
-  void keep(FrameData& frame);
+  void keep(FrameData& frame, box::Least* least);
   pybind11::tuple taken(PeakMagnitudes& peaks);
   bool tracks_gradients() const { return gradients_ != nullptr && gradients_->is_active(); }
 
@@ -163,6 +170,7 @@ class CallRecorder {
   pybind11::object events_, frame_type_;
   FrameRing ring_;
   PeakMagnitudes peaks_, gradient_peaks_;
+  BoxWriter box_;
   std::unique_ptr<GradientTracker> gradients_;          // null when nobody asked for gradients
   Pending pending_;                                     // in the order of their beginnings
   std::vector<std::shared_ptr<CapturedBatch>> graphs_;  // what was captured

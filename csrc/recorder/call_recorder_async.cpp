@@ -29,6 +29,8 @@ void CallRecorder::defer(Thread& thread, int32_t caller) {
   }
   thread.pending->entries.emplace_back();
   CallFrame& entry = thread.pending->entries.back();
+  if (box_.box() != nullptr)
+    box_.add(thread.frame, nodes_[size_t(thread.frame.node)]->box, observer_.labels(), nullptr);
   entry.frame.swap(thread.frame);
   entry.caller = caller;
 }
@@ -175,7 +177,7 @@ bool CallRecorder::report(PendingBatch& batch) {
     check(observer_.resolve(*nodes_[size_t(frame.node)], &frame));
     const bool is_nonfinite = frame.has_nonfinite;
     has_nonfinite |= is_nonfinite;
-    keep(frame);
+    keep(frame, &batch.least);
     if (first || (!is_nonfinite && !reports_frames(batch.number))) continue;
     FrameData copy;
     copy.copy(ring_.latest());
@@ -185,6 +187,8 @@ bool CallRecorder::report(PendingBatch& batch) {
       check(notify("on_pending_nonfinite",
                    py::make_tuple(seen, name_of(entry.caller), to_python(batch.given), batch.is_left)));
   }
+  if (box_.box() != nullptr && batch.least.begun != 0)
+    box_.box()->end_batch(batch.least, batch.number, !batch.completed);
   if (batch.is_left && (has_nonfinite || (subscriptions->has(kBatchEnd) && !batch.recomputed)))
     check(
         notify("on_pending_batch_end", py::make_tuple(batch.number, !first && (batch.completed || batch.recomputed))));
@@ -216,6 +220,14 @@ bool CallRecorder::end_batch(Thread& thread, bool completed) {
   HeldError own;                                                  // the call's
   const std::shared_ptr<PyObject> held = std::move(thread.held);  // until the callback has returned
   PendingBatch* const pending = thread.pending;
+  if (box::BlackBox* const box = box_.box(); box != nullptr && !thread.recomputed) {
+    if (pending == nullptr) {
+      box->end_batch(thread.least, thread.batch, !completed);
+    } else {
+      pending->least = thread.least;
+      pending->least.ended = box::ticks();
+    }
+  }
   bool done = true, waits = false;
   const Recording recording(&thread);  // the callback may run the model once more
   if (thread.graph != nullptr) {
@@ -278,6 +290,20 @@ void CallRecorder::await_before_step() {
 }
 
 // The frames whose rows have come, of those that wait.
+py::list CallRecorder::unconfirmed_calls() const {
+  std::vector<std::pair<int64_t, int32_t>> calls;  // copied first, as below
+  for (const std::unique_ptr<PendingBatch>& batch : pending_)
+    for (const CallFrame& entry : batch->entries) {
+      const std::vector<PendingRowPtr>& rows = entry.frame.pending.rows;
+      if (!std::all_of(rows.begin(), rows.end(), [](const PendingRowPtr& row) { return row->poll(); }))
+        calls.emplace_back(entry.frame.batch, entry.frame.node);
+    }
+  py::list found;
+  for (const auto& [batch, node] : calls)
+    found.append(py::make_tuple(batch, nodes_[size_t(node)]->name, nodes_[size_t(node)]->class_name));
+  return found;
+}
+
 py::list CallRecorder::pending_frames() {
   // Copied first: making Python objects may let another thread report the batches.
   std::vector<FrameData> copies;

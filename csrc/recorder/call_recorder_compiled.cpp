@@ -77,6 +77,7 @@ bool CallRecorder::abandon(Thread& thread) {
 }
 
 bool CallRecorder::end_compiled(Thread& thread, bool completed) {
+  for (size_t i = thread.nodes.size(); i > 0 && box_.box() != nullptr; --i) box_.box()->end(thread.slot, !completed);
   thread.nodes.clear();
   thread.compiled = false;
   const bool done = end_batch(thread, completed);
@@ -103,6 +104,7 @@ void CallRecorder::begin_compiled(int64_t node, at::TensorList tensors) {
   }
   if (!begin_batch(thread, nullptr, nullptr, nullptr)) throw py::error_already_set();
   thread.nodes.push_back(int32_t(node));
+  if (box_.box() != nullptr) box_.box()->begin(thread.slot, nodes_[size_t(node)]->box, thread.batch, thread.recomputed);
   thread.compiled = true;
   thread.given = std::move(given);
 }
@@ -114,10 +116,12 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
   if (caller >= int64_t(nodes_.size())) caller = kNoCaller;
   if (ends) {
     thread.nodes.pop_back();
+    if (box_.box() != nullptr) box_.box()->end(thread.slot, false);
   } else if (caller == kNoCaller) {
     caller = thread.nodes.back();
   }
   ++observer_.counters.calls;
+  if (!ends && box_.box() != nullptr) box_.box()->ended(thread.slot, nodes_[size_t(index)]->box, thread.batch);
   Node& node = *nodes_[size_t(index)];
   const auto look = [&] {
     std::vector<GradientCandidate> candidates;
@@ -126,6 +130,7 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
     const std::shared_ptr<Node::Plan> plan = observer_.plan_of(node, text);
     if (node.class_name != plan->class_name) {
       node.class_name = plan->class_name;
+      node.box = box_.number_of(node.name, node.class_name);
       node.type = nullptr;
     }
     if (!observer_.observe_compiled(node, *plan, tensors, &frame)) return false;

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "blackbox/layout.h"
 #include "recorder/frame.h"
 
 namespace nanwatch {
@@ -19,6 +20,7 @@ struct CallOrigin {
   const void* thread = nullptr;  // of the call, only compared
   // The answer of `on_batch_start`. It lives as long as a gradient of the batch can still come.
   std::shared_ptr<PyObject> held = {};
+  uint32_t box = box::kUnnamed;  // the number of the module in the black box
 };
 
 // Follows the gradients of recorded calls. Used under the interpreter lock.

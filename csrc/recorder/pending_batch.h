@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "blackbox/black_box.h"
 #include "device/row_table.h"
 #include "recorder/frame.h"
 #include "recorder/gradient_tracker.h"
@@ -34,6 +35,7 @@ struct PendingBatch {
   std::shared_ptr<const PendingEvents> awaited = {};  // once it has ended
   std::unique_ptr<EndedBackward> backward = {};       // then there are no frames yet, and it has ended
   pybind11::object left = {};                         // the answer of `on_backward_pending`
+  box::Least least = {};
 
   // Called as an outermost call ends: records events behind what is awaited. Only then is it ended, as other threads
   // may look meanwhile.

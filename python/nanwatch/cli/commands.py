@@ -90,6 +90,7 @@ COMMANDS = {
         ".equivalence:bisect_main",
         runs_user_code=True,
     ),
+    "blackbox": Command("what a process was doing when it died or hangs, rank by rank", ".blackbox:main"),
     "compare": Command(
         "the first module in which two implementations of a model, or two traces, differ",
         ".equivalence:compare_main",

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..blackbox.box_file import SUFFIX
 from ..distributed.merge import merge
 from ..distributed.merge_pages import document, merged_html, merged_text
 from ..report.forms import forms
@@ -21,6 +22,7 @@ from ..util import reading
 from ..util.progress import Tell
 from ..util.reading import plain
 from ..util.visible import module_name, visible
+from .blackbox import main as blackbox_main
 from .commands import answered, below, command_parser, write_page
 
 _MOST_LINES = 10
@@ -72,6 +74,9 @@ examples:
 def show_main(arguments: list[str]) -> int:
     """Run `nanwatch show` and return the exit status."""
     options = _show_parser().parse_args(arguments)
+    if options.file.suffix == SUFFIX:
+        page = () if options.html is None else ("--html", str(options.html))
+        return blackbox_main([str(options.file), *page, *(("--json",) if options.json else ())])
 
     def find(tell: Tell) -> tuple[str, int]:
         file = _newest_report(options.file)
@@ -100,7 +105,7 @@ def _show_parser() -> argparse.ArgumentParser:
         "file",
         metavar="FILE",
         type=Path,
-        help="a trace, the report.json of a failure or a spike, its folder, or the folder of several",
+        help="a trace, the report.json of a failure or a spike, its folder, the folder of several, or a black box",
     )
     parser.add_argument(
         "--format",

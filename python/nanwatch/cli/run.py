@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from ..blackbox.process import process_box
 from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError, Report
 from ..session.api import DeferredWatch, Watch, watch
@@ -170,6 +171,8 @@ class _Run:
 
     def _meet(self, error: BaseException) -> None:
         """Note an error that the script did not catch."""
+        if (box := process_box()) is not None:
+            box.error = error
         if _nonfinite_in(error) is not None:
             self._status = NONFINITE
             self._is_reported = True

@@ -46,6 +46,7 @@ class Settings:
     statistics: int = (
         0  # in every batch of this many, every row is Python's, with the statistics of its tensor
     )
+    black_box: bool = False  # write calls into the file of the process, if it has one
     check: Check = "auto"
 
 
@@ -235,6 +236,9 @@ class Recorder(Protocol):
 
     def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
         """Look at no more gradients, and take the hooks off the leaves."""
+
+    def unconfirmed_calls(self) -> list[tuple[int, str, str]]:
+        """Return the batch, the module and its class of calls whose work no device has confirmed, the oldest first."""
 
     def pending_frames(self) -> list[Frame]:
         """Return complete frames that wait to be reported with the rest of their batch, oldest first."""

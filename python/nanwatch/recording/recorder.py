@@ -135,6 +135,10 @@ class PythonRecorder(RecordsBackwards):
     def subscribe(self, events: int) -> Subscription:
         return self._subscriptions.add(events)
 
+    def unconfirmed_calls(self) -> list[tuple[int, str, str]]:
+        """Return none: this recorder waits for each tensor."""
+        return []
+
     def pending_frames(self) -> list[Frame]:
         """Return nothing: this recorder waits for each row."""
         return []

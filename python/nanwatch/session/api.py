@@ -69,6 +69,8 @@ def watch(
     peer_timeout: float = 30.0,
     # Where it goes
     output_dir: str | os.PathLike[str] | None = None,
+    black_box: bool = True,
+    stall_timeout: float | None = None,
     trace: str | os.PathLike[str] | None = None,
     trace_batches: Iterable[int] = (),
     sinks: Any = (),
@@ -136,6 +138,13 @@ def watch(
             callable the reports of the failing ranks say so. 0 turns this off: each rank speaks for itself, and with
             "raise" the others may hang (docs/distributed.md).
         output_dir: a folder into which each failure's report (text, JSON, HTML) and capsule are written.
+        black_box: write the beginnings and ends of calls, the latest frames and the least headroom of each batch into a
+            file of 8 MiB that can be read after the process was killed, and while it runs: in `output_dir`, else in
+            `~/.local/state/nanwatch`, from where it goes when the process ends well (docs/blackbox.md). Needs the
+            compiled part.
+        stall_timeout: when no call of a watched module has begun or ended for this many seconds, write the stacks of
+            all threads into the black box, and a line to the log. None is 10 times the slowest batch so far, at least
+            300; 0 is never.
         trace: a file (`run.parquet`) or a folder to write every frame into, one row per record, while the run lasts;
             with `trace_batches` only the frames of these batches, which are then not printed. A path that is taken gets
             a number, and with several processes the rank: see `Watch.trace_path`. Needs `pyarrow` (docs/traces.md).

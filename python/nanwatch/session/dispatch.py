@@ -14,7 +14,7 @@ from ..monitoring.sinks import Sink, SinkStream
 from ..recording.events import Arrival, BackwardCall
 from ..records.record import Frame
 from ..report import text
-from ..report.report import BatchLimitError
+from ..report.report import BatchLimitError, NonFiniteError
 from ..report.spike import SpikeReport
 from ..trace.tracer import Tracer
 from ..util.visible import warn_user
@@ -72,6 +72,9 @@ class EventDispatch:
 
     def on_batch_pending(self, batch: int, completed: bool, *, is_known: bool = False) -> None:
         """End a batch like `on_batch_end`, except for its failure, if it is not known yet."""
+        error = None if completed else sys.exc_info()[1]
+        if error is not None and not isinstance(error, NonFiniteError):
+            self.failures.note_error(error)
         try:
             self.failures.forward_left(batch, completed)
             if is_known:

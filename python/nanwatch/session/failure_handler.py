@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..blackbox.errors import note_error
 from ..diagnosis.batch_snapshot import failed_call
 from ..diagnosis.incident import Incident
 from ..distributed.coordinator import RankCoordinator
@@ -120,6 +121,10 @@ class FailureHandler:
     def ended_by_exception(self) -> bool:
         """True if the latest batch ended by an exception."""
         return self._exception_batch is not None and self._exception_batch == self._recorder.latest_batch
+
+    def note_error(self, error: BaseException) -> None:
+        """Add to an error of memory or of a device what is known about it."""
+        note_error(error, self._reports.model(), self._recorder)
 
     def batch_started(
         self, batch: int, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any

@@ -20,6 +20,7 @@ from torch._compile import _disable_dynamo
 from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer
 
+from ..blackbox.process import process_box
 from ..diagnosis.incident import Incident
 from ..instrumentation.functions import find_called
 from ..instrumentation.global_hooks import Handles, after_steps, before_steps
@@ -214,6 +215,8 @@ class OptimizerSteps:
         self._hooks.remove()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (box := process_box()) is not None:
+            box.step_begins()
         self._failures.raise_postponed()
         changed = None
         self._take_pending(optimizer)

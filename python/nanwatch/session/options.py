@@ -188,6 +188,19 @@ class Options:
         Kind(check_place, {"metavar": "DIR"}),
         "write each failure's report (text, JSON, HTML) and capsule into this folder",
     )
+    black_box: bool = _tell(
+        True, FLAG, "write what the process does into a file that outlives it, for 'nanwatch blackbox'"
+    )
+    stall_timeout: float | None = _tell(
+        None,
+        Kind(
+            lambda option, value: None if value is None else check_seconds(option, value),
+            {"type": float, "metavar": "S"},
+        ),
+        "write all stacks when no call has begun or ended for S seconds, 0 for never; by default after 10 times the"
+        " slowest batch so far, at least 300",
+        needs="black_box=True",
+    )
     trace: Path | None = _tell(
         None,
         Kind(check_place, {"metavar": "PATH"}),

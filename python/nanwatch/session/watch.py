@@ -10,6 +10,8 @@ from types import TracebackType
 
 from torch import Tensor, nn
 
+from ..blackbox.errors import note_error
+from ..blackbox.process import open_box
 from ..diagnosis.folder import write_spike
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
 from ..instrumentation.calls import Attachment
@@ -77,6 +79,9 @@ class Watch:
         if fetches:
             # Frames of chosen batches come one by one. All others are fetched from a recorder that holds enough.
             ring = max(ring, ring_size(model))
+        self._box = None
+        if options.enabled and options.black_box:
+            self._box = open_box(options.output_dir, options.stall_timeout)
         events = events or EventDispatch(options)
         self._recorder: Recorder = make_recorder(options.recorder_settings(ring, **settings), events)
         self._tracer: Tracer | None = None
@@ -157,6 +162,8 @@ class Watch:
         try:
             if error is None:
                 self.look()
+            else:
+                note_error(error, self._model(), self._recorder)
             self._failures.run_ended(error)
         finally:
             self._leave()
@@ -180,6 +187,9 @@ class Watch:
         self._recorder.poll(True)
 
     def _leave(self) -> None:
+        box, self._box = self._box, None
+        if box is not None:
+            box.num_watches -= 1
         self._reports.look_at_mesh()
         for part in (self._steps, self._backward, self._attachment, self._attention, self._spikes):
             if part is not None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from . import reading
@@ -34,6 +35,16 @@ def whole_number(spelt: str) -> int | None:
     """Return the number that a variable of the environment spells, None where it is no whole number from 0."""
     # isdigit is True for more than int() reads, and int() refuses 5,000 digits.
     return int(spelt) if spelt.isascii() and spelt.isdigit() and len(spelt) < 10 else None
+
+
+def started_at(pid: int) -> int | None:
+    """Return when a process of this machine started, in the kernel's ticks; None where there is none, or a zombie."""
+    try:
+        # The name of the program, in brackets, may hold anything.
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if words[0] in "ZX" else int(words[19])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 _BEGUN = time.time()

@@ -1,0 +1,319 @@
+#include "blackbox/black_box.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <new>
+#include <stdexcept>
+#include <utility>
+
+namespace nanwatch::box {
+namespace {
+
+uint32_t thread_id() {
+#ifdef __linux__
+  return uint32_t(syscall(SYS_gettid));
+#else
+  return 1;
+#endif
+}
+
+constexpr char kMagic[] = "nanwatch black box 1\n";
+constexpr size_t kNameHead = 8;  // of a text among the names: its kind, and its length from the fifth byte on
+
+template <typename T>
+constexpr const char* kType = nullptr;
+template <>
+constexpr const char* kType<uint8_t> = "u1";
+template <>
+constexpr const char* kType<uint16_t> = "u2";
+template <>
+constexpr const char* kType<uint32_t> = "u4";
+template <>
+constexpr const char* kType<uint64_t> = "u8";
+template <>
+constexpr const char* kType<int32_t> = "i4";
+template <>
+constexpr const char* kType<int64_t> = "i8";
+template <>
+constexpr const char* kType<double> = "f8";
+
+// Where the sections of a file lie, and the text that says so.
+struct Sections {
+  std::string text = kMagic;
+  size_t end = kPage;
+
+  template <typename Item>
+  size_t add(const char* name, size_t count, const std::string& fields) {
+    return add(name, count, sizeof(Item), fields);
+  }
+  size_t add(const char* name, size_t count, size_t size, const std::string& fields) {
+    const size_t at = end;
+    text += std::string(name) + " " + std::to_string(at) + " " + std::to_string(count) + " " + std::to_string(size) +
+            fields + "\n";
+    end += (count * size + 63) / 64 * 64;
+    return at;
+  }
+};
+
+#define NANWATCH_BOX_FIELD(type, name) \
+  +(std::string(" " #name ":") + kType<type> + ":" + std::to_string(offsetof(Item, name)))
+#define NANWATCH_BOX_FIELDS(Type, FIELDS)            \
+  [] {                                               \
+    using Item = Type;                               \
+    return std::string() FIELDS(NANWATCH_BOX_FIELD); \
+  }()
+
+std::runtime_error refused(const std::string& path, const char* what, int error) {
+  return std::runtime_error("the black box " + path + " could not be " + what + ": " + std::strerror(error));
+}
+
+// Frees the place of a thread in the file when the thread ends.
+struct OwnSlot {
+  const BlackBox* box = nullptr;  // only compared: of a forked child the parent's
+  Slot slot;
+  ~OwnSlot() {
+    if (box != nullptr && box == BlackBox::active()) __atomic_store_n(&slot.thread->id, 0, __ATOMIC_RELEASE);
+  }
+};
+
+void forked() {
+  BlackBox::close();
+}
+
+}  // namespace
+
+std::atomic<BlackBox*> BlackBox::active_{nullptr};
+
+BlackBox::BlackBox(char* map, size_t bytes) : map_(map), bytes_(bytes) {
+  Sections sections;
+  const auto at = [map](size_t offset) { return static_cast<void*>(map + offset); };
+  state_ = new (at(sections.add<State>("state", 1, NANWATCH_BOX_FIELDS(State, NANWATCH_BOX_STATE)))) State{};
+  threads_ = static_cast<Thread*>(
+      at(sections.add<Thread>("threads", kThreads, NANWATCH_BOX_FIELDS(Thread, NANWATCH_BOX_THREAD))));
+  stacks_ = static_cast<UnderWay*>(
+      at(sections.add<UnderWay>("stacks", kThreads * kStack, NANWATCH_BOX_FIELDS(UnderWay, NANWATCH_BOX_UNDER_WAY))));
+  calls_ = static_cast<Call*>(at(sections.add<Call>("calls", kCalls, NANWATCH_BOX_FIELDS(Call, NANWATCH_BOX_CALL))));
+  batches_ =
+      static_cast<Batch*>(at(sections.add<Batch>("batches", kBatches, NANWATCH_BOX_FIELDS(Batch, NANWATCH_BOX_BATCH))));
+  samples_ = map + sections.add("samples", 2, kSample, "");
+  facts_ = map + sections.add("facts", kFacts, 1, "");
+  notes_ = map + sections.add("notes", kNotes, 1, "");
+  names_ = map + sections.add("names", kNames, 1, "");
+  sections.add<Frame>("frame", 0, NANWATCH_BOX_FIELDS(Frame, NANWATCH_BOX_FRAME));
+  sections.add<Row>("row", 0, NANWATCH_BOX_FIELDS(Row, NANWATCH_BOX_ROW));
+  frame_bytes_ = (bytes - sections.end) / 64 * 64;
+  frames_ = map + sections.add("frames", frame_bytes_, 1, "");
+  state_->pid = uint64_t(getpid());
+  note_time();
+  state_->begun = state_->time;
+  state_->begun_ticks = state_->latest = state_->ticks;
+  // Last, as a file without it is no black box yet.
+  std::memcpy(map, sections.text.data(), sections.text.size());
+}
+
+BlackBox* BlackBox::open(const std::string& path, size_t bytes) {
+#ifndef __linux__
+  throw refused(path, "made", ENOTSUP);
+#else
+  const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+  if (file < 0) throw refused(path, "made", errno);
+  // Blocks that a full disk cannot give later.
+  int error = posix_fallocate(file, 0, off_t(bytes));
+  void* map = MAP_FAILED;
+  if (error == 0) {
+    map = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (map == MAP_FAILED) error = errno;
+  }
+  ::close(file);
+  if (map == MAP_FAILED) {
+    unlink(path.c_str());
+    throw refused(path, "mapped", error);
+  }
+  static const int hooked = pthread_atfork(nullptr, nullptr, &forked);
+  (void)hooked;
+  active_ = new BlackBox(static_cast<char*>(map), bytes);
+  return active_;
+#endif
+}
+
+uint32_t BlackBox::name(char kind, std::string_view text) {
+  text = text.substr(0, UINT16_MAX);
+  std::string key(1, kind);
+  key += text;
+  const auto found = numbers_.find(key);
+  if (found != numbers_.end()) return found->second;
+  char head[kNameHead] = {kind};
+  const auto length = uint32_t(text.size());
+  std::memcpy(head + 4, &length, sizeof(length));
+  const uint64_t before = state_->names;
+  if (before + kNameHead + text.size() > kNames) return kUnnamed;
+  // As many numbers as texts: a reader counts them.
+  const auto number = uint32_t(numbers_.size());
+  append(names_, kNames, &state_->names, std::string(head, kNameHead).append(text));
+  numbers_.emplace(std::move(key), number);
+  return number;
+}
+
+bool BlackBox::append(char* section, size_t room, uint64_t* used, std::string_view text) {
+  if (text.size() > room - *used) return false;
+  std::memcpy(section + *used, text.data(), text.size());
+  publish(used, *used + text.size());
+  return true;
+}
+
+void BlackBox::add_sample(std::string_view text) {
+  text = text.substr(0, kSample - 1);
+  char* const sample = samples_ + state_->samples % 2 * kSample;
+  std::memcpy(sample, text.data(), text.size());
+  sample[text.size()] = 0;
+  state_->sample_ticks = ticks();
+  publish(&state_->samples, state_->samples + 1);
+}
+
+Slot* BlackBox::slot() {
+  thread_local OwnSlot own;
+  if (own.box == this) return &own.slot;
+  for (size_t number = 0; number < kThreads; ++number) {
+    Thread& thread = threads_[number];
+    if (__atomic_load_n(&thread.id, __ATOMIC_ACQUIRE) != 0) continue;
+    thread.depth = 0;
+    publish(&thread.id, thread_id());
+    own.slot = {&thread, stacks_ + number * kStack, uint16_t(number)};
+    own.box = this;
+    return &own.slot;
+  }
+  return nullptr;
+}
+
+void BlackBox::begin_batch(Least* least) {
+  note_time();
+  *least = {};
+  least->begun = state_->ticks;
+  const uint64_t pause = least->begun - state_->latest;
+  if (state_->batches > 0) state_->slowest = std::max(state_->slowest, pause);
+}
+
+void BlackBox::end_batch(const Least& least, int64_t batch, bool raised) {
+  const uint64_t now = least.ended != 0 ? least.ended : ticks();
+  batches_[state_->batches % kBatches] = {least.begun,  now,         batch,       least.used,
+                                          least.module, least.label, least.dtype, raised};
+  publish(&state_->batches, state_->batches + 1);
+  state_->slowest = std::max(state_->slowest, now - least.begun);
+}
+
+Frame* BlackBox::new_frame(size_t rows, size_t sizes) {
+  const size_t bytes = sizeof(Frame) + rows * sizeof(Row) + sizes * sizeof(int64_t) + sizeof(uint64_t);
+  if (rows > UINT16_MAX || bytes > frame_bytes_ / 16) return nullptr;
+  const size_t at = state_->frames % frame_bytes_;
+  if (at + bytes > frame_bytes_) {
+    const uint64_t rest = frame_bytes_ - at;
+    if (rest >= sizeof(Frame)) reinterpret_cast<Frame*>(frames_ + at)->phase = kFiller;
+    std::memcpy(frames_ + frame_bytes_ - sizeof(rest), &rest, sizeof(rest));
+    publish(&state_->frames, state_->frames + rest);
+  }
+  auto* const frame = reinterpret_cast<Frame*>(frames_ + state_->frames % frame_bytes_);
+  frame->calls = state_->calls;
+  frame->rows = uint16_t(rows);
+  frame->sizes = sizes;
+  return frame;
+}
+
+void BlackBox::push_frame(const Frame* frame) {
+  const uint64_t bytes = sizeof(Frame) + frame->rows * sizeof(Row) + frame->sizes * sizeof(int64_t) + sizeof(uint64_t);
+  char* const end = frames_ + state_->frames % frame_bytes_ + bytes;
+  std::memcpy(end - sizeof(bytes), &bytes, sizeof(bytes));
+  publish(&state_->frames, state_->frames + bytes);
+}
+
+void BlackBox::gradient_came(uint32_t module, uint32_t part, int64_t batch) {
+  // Threads of autograd may come at once. Each of the four is then one of theirs.
+  __atomic_store_n(&state_->gradient_module, module, __ATOMIC_RELAXED);
+  __atomic_store_n(&state_->gradient_part, part, __ATOMIC_RELAXED);
+  __atomic_store_n(&state_->gradient_batch, batch, __ATOMIC_RELAXED);
+  const uint64_t now = ticks();
+  __atomic_store_n(&state_->latest, now, __ATOMIC_RELAXED);
+  __atomic_store_n(&state_->gradient_ticks, now, __ATOMIC_RELEASE);
+}
+
+void BlackBox::note_time() {
+  timespec now{};
+  clock_gettime(CLOCK_REALTIME, &now);
+  state_->ticks = ticks();
+  state_->time = int64_t(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+}
+
+std::pair<double, double> BlackBox::pulse(uint64_t memory) {
+  note_time();
+  state_->memory = memory;
+  const double per_tick =
+      double(state_->time - state_->begun) / 1e9 / std::max(1.0, double(state_->ticks - state_->begun_ticks));
+  return {double(state_->ticks - std::min(state_->ticks, state_->latest)) * per_tick,
+          double(state_->slowest) * per_tick};
+}
+
+void BlackBox::mark(int signal, const siginfo_t& info) {
+  if (uint64_t(getpid()) != state_->pid) return;
+  state_->signal_code = info.si_code;
+  state_->signal_address = reinterpret_cast<uint64_t>(info.si_addr);
+  state_->signal_thread = thread_id();
+  state_->signal_ticks = ticks();
+  publish(&state_->signal, int32_t(signal));
+}
+
+void BlackBox::leave_file() {
+  mmap(map_, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+  state_->pid = uint64_t(getpid());
+}
+
+namespace {
+
+// SIGTERM and SIGHUP are how schedulers end a job.
+constexpr int kFatal[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTERM, SIGHUP, SIGXCPU};
+struct sigaction before[NSIG];
+
+void on_signal(int number, siginfo_t* info, void* context) {
+  const int error = errno;
+  const struct sigaction& then = before[number];
+  BlackBox* const box = BlackBox::active();
+  if (box != nullptr && number == SIGBUS && box->holds(info->si_addr)) {
+    box->leave_file();
+  } else {
+    if (box != nullptr) box->mark(number, *info);
+    if ((then.sa_flags & SA_SIGINFO) != 0) {
+      then.sa_sigaction(number, info, context);
+    } else if (then.sa_handler == SIG_DFL) {
+      // A fault comes again when the instruction does. All else is sent once more, for when this handler is left.
+      const bool is_fault =
+          info->si_code > 0 && (number == SIGSEGV || number == SIGBUS || number == SIGFPE || number == SIGILL);
+      sigaction(number, &then, nullptr);
+      if (!is_fault) raise(number);
+    } else if (then.sa_handler != SIG_IGN) {
+      then.sa_handler(number);
+    }
+  }
+  errno = error;
+}
+
+}  // namespace
+
+void catch_signals() {
+  static bool are_caught = false;
+  if (std::exchange(are_caught, true)) return;
+  for (const int number : kFatal) {
+    struct sigaction& then = before[number];
+    if (sigaction(number, nullptr, &then) != 0) continue;
+    if ((then.sa_flags & SA_SIGINFO) == 0 && then.sa_handler == SIG_IGN) continue;
+    struct sigaction own = then;
+    own.sa_sigaction = &on_signal;
+    own.sa_flags = (then.sa_flags & ~SA_RESETHAND) | SA_SIGINFO | SA_ONSTACK;
+    sigaction(number, &own, nullptr);
+  }
+}
+
+}  // namespace nanwatch::box

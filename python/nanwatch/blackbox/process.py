@@ -1,0 +1,252 @@
+"""Black box of this process: its file, what is known of the process, signs of life, hangs, and the end.
+
+The compiled recorders write the calls. A thread of this module writes once a second that the process lives, its memory
+and where Python is, and at a hang the stacks of all threads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import multiprocessing.util
+import os
+import platform
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+import torch
+
+from .._version import __version__
+from ..numerics import _extension
+from ..util.job import current_attempt, rank_and_world_size, started_at
+from ..util.visible import suppressing, warn_user
+from .box_file import SUFFIX, state_folder
+
+BYTES = 8 << 20
+_LEAST_STALL = 300.0  # seconds
+_SLOWER = 10
+_STACK = 12  # functions in a sample
+_DAYS, _MOST_FILES = 7, 32
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_log = logging.getLogger("nanwatch")
+_lock = threading.Lock()
+
+
+class ProcessBox:
+    """The black box of this process, which its first Watch opens. `path` is its file."""
+
+    def __init__(self, compiled: ModuleType, path: Path, *, is_asked_for: bool) -> None:
+        self.path = path
+        self.stall_timeout: float | None = None
+        self.num_watches = 0
+        self.error: BaseException | None = (
+            None  # that ends the program, where the interpreter does not know it
+        )
+        self._pid = os.getpid()
+        self._box = compiled.open_black_box(str(path), BYTES)
+        self._is_asked_for = is_asked_for
+        self._ranks: tuple[int, int] | None = None
+        self._ended = threading.Event()
+        self._note_facts()
+        compiled.catch_signals()
+        self._thread = threading.Thread(target=self._live, name="nanwatch-black-box", daemon=True)
+        self._thread.start()
+        atexit.register(self._exits)
+        # Processes of multiprocessing end without the functions of atexit.
+        multiprocessing.util.Finalize(None, self._exits, exitpriority=0)
+
+    def note(self, kind: str, **facts: Any) -> None:
+        """Write what happened: `kind` and facts for JSON."""
+        line = json.dumps({"kind": kind, "time": time.time(), **facts}, default=str)
+        self._box.add_note(line + "\n")
+
+    def step_begins(self) -> None:
+        """Write that an optimizer steps."""
+        self._box.step_begins()
+
+    def _note_facts(self) -> None:
+        self._ranks = rank_and_world_size()
+        facts = {
+            "host": socket.gethostname(),
+            "started": started_at(os.getpid()),
+            "job": _job(),
+            "rank": self._ranks[0],
+            "world_size": self._ranks[1],
+            "argv": [*sys.orig_argv],
+            "folder": os.getcwd(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "nanwatch": __version__,
+            "cuda": torch.version.cuda,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else platform.processor(),
+            "default_dtype": str(torch.get_default_dtype()),
+            "float32_matmul": torch.get_float32_matmul_precision(),
+        }
+        self._box.add_facts(json.dumps(facts) + "\n")
+
+    def _live(self) -> None:
+        told = False
+        while not self._ended.wait(1.0):
+            with suppressing("the black box gave no sign of life"):
+                if rank_and_world_size() != self._ranks:  # torch.distributed was initialized
+                    self._note_facts()
+                idle, slowest = self._box.pulse(_memory())
+                self._box.add_sample("\n".join(_main_places()))
+                limit = self.stall_timeout
+                if limit is None:
+                    limit = max(_LEAST_STALL, _SLOWER * slowest)
+                stalls = self.num_watches > 0 and 0 < limit <= idle
+                if stalls and not told:
+                    self._stalls(idle)
+                told = stalls
+
+    def _stalls(self, idle: float) -> None:
+        if hasattr(sys, "ps1") and not self._box.is_under_way():  # somebody thinks
+            return
+        stacks = _stacks()
+        self.note("stall", seconds=round(idle), stacks=stacks)
+        where = " < ".join(stacks.get(threading.main_thread().name, ())[:3])
+        _log.warning(
+            "nanwatch: no call of a watched module has begun or ended for %.0f s; the main thread is in %s. "
+            "`nanwatch blackbox %s` has the module and the stacks of all threads",
+            idle,
+            where,
+            self.path,
+        )
+
+    def _exits(self) -> None:
+        """Note that Python ends. The file of a process that ended well goes, unless a folder was given for it."""
+        if self._ended.is_set() or os.getpid() != self._pid:
+            return
+        self._ended.set()
+        self._thread.join(5.0)
+        # An exception is under way where multiprocessing ends, and left behind where the interpreter does.
+        error = (
+            self.error
+            or sys.exc_info()[1]
+            or getattr(sys, "last_exc", None)
+            or getattr(sys, "last_value", None)
+        )
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            error = None
+        if error is not None:
+            self.note("exception", error="".join(traceback.format_exception_only(type(error), error))[:2000])
+        self._box.exits(error is not None)
+        if error is None and not self._is_asked_for:
+            with suppressing("the black box could not be removed"):
+                self.path.unlink(missing_ok=True)
+
+
+_process: ProcessBox | None = None
+_has_failed = False
+
+
+def process_box() -> ProcessBox | None:
+    """Return the black box of this process, None before it is opened."""
+    return _process
+
+
+def open_box(output_dir: Path | None, stall_timeout: float | None) -> ProcessBox | None:
+    """Return the black box of this process, made at the first call; None where there can be none, with one warning.
+
+    Each call is a watch, which takes itself from `num_watches` when it stops.
+
+    Its file lies in `output_dir`, else in the user's folder for states, where those of ended processes go after a week.
+    """
+    global _process, _has_failed
+    if _extension.C is None or _has_failed:
+        return None
+    with _lock:
+        if _process is None:
+            folder = state_folder() if output_dir is None else output_dir / "blackbox"
+            name = f"rank-{rank_and_world_size()[0]}-{socket.gethostname()}-{os.getpid()}-{time.time_ns():x}{SUFFIX}"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                if output_dir is None:
+                    _prune(folder)
+                _process = ProcessBox(_extension.C, folder / name, is_asked_for=output_dir is not None)
+            except (OSError, RuntimeError) as error:
+                _has_failed = True
+                warn_user(
+                    f"nanwatch keeps no black box: {error}; give a folder with output_dir=, or black_box=False",
+                    may_raise=False,
+                )
+                return None
+        _process.num_watches += 1
+        if stall_timeout is not None:
+            _process.stall_timeout = stall_timeout
+    return _process
+
+
+def _prune(folder: Path) -> None:
+    """Remove the files of ended processes that are a week old, and of the others all but the newest."""
+    own = re.compile(rf"rank-\d+-{re.escape(socket.gethostname())}-(\d+)-[0-9a-f]+{re.escape(SUFFIX)}")
+    with suppressing("an old black box could not be removed"):
+        paths = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for number, path in enumerate(paths):
+            made_by = own.fullmatch(path.name)
+            if made_by is not None and started_at(int(made_by[1])) is not None:
+                continue
+            if number >= _MOST_FILES or path.stat().st_mtime < time.time() - _DAYS * 86400:
+                path.unlink(missing_ok=True)
+
+
+def _job() -> str | None:
+    """Return a text that the processes of one start of a job share, None outside of a job."""
+    attempt = current_attempt()
+    if attempt is not None:
+        return " ".join(map(str, ("torchrun", *attempt.key)))
+    for name in ("SLURM_STEP_ID", "PMIX_NAMESPACE"):
+        if name in os.environ:
+            return f"{name} {os.environ.get('SLURM_JOB_ID', '')} {os.environ[name]}"
+    address = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    return " ".join(("master", *map(str, address))) if all(address) else None
+
+
+def _memory() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _main_places() -> list[str]:
+    """Return where the main thread is. No local of the caller holds its frame, which keeps all of its objects alive."""
+    return _places(sys._current_frames().get(threading.main_thread().ident or 0), _STACK)
+
+
+def _stacks() -> dict[str, list[str]]:
+    """Return where each thread is: its name, and its functions as `file:line in name`, the innermost first."""
+    frames = sys._current_frames()
+    found = {}
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and thread.ident in frames:
+            found[thread.name] = [*_places(frames[thread.ident])]
+    return found
+
+
+def _places(frame: FrameType | None, most: int = 64) -> list[str]:
+    places: list[str] = []
+    while frame is not None and len(places) < most:
+        code = frame.f_code
+        if not code.co_filename.startswith(_OWN):
+            places.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
+        frame = frame.f_back
+    return places
+
+
+def _forked() -> None:
+    global _process, _lock
+    _process, _lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
