@@ -94,7 +94,7 @@ def test_the_commands_are_all_named() -> None:
 
 def test_the_folders_of_csrc_are_all_there() -> None:
     """Each has its line."""
-    rows = table("`numerics`, `cpu` and `cuda` include neither PyTorch nor Python.")
+    rows = table("`numerics`, `cpu`, `cuda` and `blackbox` include neither PyTorch nor Python.")
     folders = {folder for row in rows for folder in re.findall(r"`(\w+)`", row[0])}
     assert folders == {
         path.name for path in (ROOT / "csrc").iterdir() if path.is_dir() and path.name != "__pycache__"

@@ -20,6 +20,8 @@ SLOW = {
     "t5-overflow.md",
     "two-runs.md",
     "four-ranks.md",
+    "killed.md",
+    "job-hangs.md",
     "not-repeatable.md",
     "wrong-compiled.md",
     "unchanged-script.md",

@@ -14,6 +14,7 @@ RANKS = {
     "numerics": 0,
     "cpu": 1,
     "cuda": 1,
+    "blackbox": 1,
     "ops": 2,
     "stable": 2,
     "device": 3,
@@ -21,7 +22,7 @@ RANKS = {
     "gradients": 5,
     "": 6,
 }
-TORCH_FREE = ("numerics", "cpu", "cuda")
+TORCH_FREE = ("numerics", "cpu", "cuda", "blackbox")
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
 FILES = sorted(
     str(path.relative_to(CSRC)) for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".cu")

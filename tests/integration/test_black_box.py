@@ -1,0 +1,112 @@
+"""Black boxes of whole programs: how they ended, and the judge of benchmarks/ with a few trials."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nanwatch import watch
+from nanwatch.blackbox.story import BlackBoxReport, read_black_box
+from support.black_boxes import needs_box
+from support.paths import BENCHMARKS
+from support.processes import environment, forked
+
+pytestmark = needs_box
+
+TRAINS = """
+import torch, nanwatch, sys
+model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+nanwatch.watch(model, output_dir=sys.argv[1] or None)
+model(torch.ones(1, 2))
+"""
+
+
+def trained(folder: Path, code: str, *, given: bool = True) -> tuple[Any, list[BlackBoxReport]]:
+    """Run a program that has watched a model; return how it ended, and the black boxes that it left."""
+    done = forked(
+        "-c",
+        TRAINS + code,
+        str(folder) if given else "",
+        env=environment(XDG_STATE_HOME=str(folder / "state")),
+    )
+    paths = sorted((folder / "blackbox" if given else folder / "state" / "nanwatch").glob("*"))
+    return done, [read_black_box(path) for path in paths]
+
+
+def test_a_program_that_ends_well_leaves_no_file_of_its_own_accord(tmp_path: Path) -> None:
+    """In the user's folder; one in `output_dir` stays."""
+    done, boxes = trained(tmp_path, "", given=False)
+    assert (done.returncode, boxes) == (0, [])
+    done, boxes = trained(tmp_path, "")
+    assert [box.end for box in boxes] == ["exit"]
+    assert boxes[0].facts["argv"]
+
+
+def test_an_exception_is_the_end(tmp_path: Path) -> None:
+    """With its text, also where the file would else go."""
+    done, boxes = trained(tmp_path, "raise KeyError('here')", given=False)
+    assert done.returncode == 1
+    assert [box.end for box in boxes] == ["exception"]
+    assert [note["error"] for note in boxes[0].notes] == ["KeyError: 'here'\n"]
+
+
+def test_a_script_of_nanwatch_run_ends_by_its_exception(tmp_path: Path) -> None:
+    """Though the command catches it."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nm = torch.nn.Linear(2, 2)\nm(torch.ones(1, 2)).sum().backward()\nraise KeyError\n"
+    )
+    done = forked("-m", "nanwatch", "run", "--output-dir", str(tmp_path / "out"), str(script))
+    assert done.returncode == 1
+    (path,) = tmp_path.glob("out/blackbox/*")
+    assert read_black_box(path).end == "exception"
+
+
+def test_a_handler_of_the_users_own_is_called(tmp_path: Path) -> None:
+    """Whenever it was set, and Python ends by itself after it."""
+    code = """
+import os, signal
+def handle(number, frame):
+    print("handled", number, flush=True)
+    sys.exit(0)
+"""
+    before = code + "signal.signal(signal.SIGTERM, handle)\n"
+    kill = "os.kill(os.getpid(), signal.SIGTERM)\n"
+    for text in (before + TRAINS + kill, TRAINS + before + kill):
+        done = forked("-c", text, str(tmp_path / str(len(text)) / text[:2].strip()), env=environment())
+        assert (done.returncode, done.stdout) == (0, "handled 15\n")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_process_of_multiprocessing_ends_by_itself(tmp_path: Path) -> None:
+    """Its end runs no function of atexit."""
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=_train, args=(tmp_path,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    (path,) = tmp_path.glob("blackbox/*")
+    assert read_black_box(path).end == "exit"
+
+
+def _train(folder: Path) -> None:
+    model = nn.Linear(2, 2)
+    watch(model, output_dir=folder)
+    model(torch.ones(1, 2))
+
+
+@pytest.mark.slow
+def test_the_judge_finds_no_fault(tmp_path: Path) -> None:
+    """One trial of each fault, a job of ranks, and some damaged files."""
+    scores = tmp_path / "scores.json"
+    words = ["--times", "2", "--mutations", "500", "--json", str(scores)]
+    done = forked(str(BENCHMARKS / "judge_blackbox.py"), *words, env=environment(OMP_NUM_THREADS="1"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(json.loads(scores.read_text())) > 20

@@ -1,0 +1,105 @@
+"""What is added to errors of memory and of a device, and to no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch import watch
+from nanwatch.blackbox.story import read_black_box
+from support.black_boxes import black_box, needs_box
+from support.stand_in_device import stand_in
+
+pytestmark = needs_box
+
+
+class Raises(nn.Module):
+    """Raises an error in its second forward."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        if self.count > 1:
+            raise self.error
+        return x
+
+
+def notes_of(
+    tmp_path: Path, error: BaseException, **options: str
+) -> tuple[list[str], list[dict[str, object]]]:
+    """Return what is added to the error, and the notes in the black box."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Raises(error)))
+    with black_box(tmp_path) as box, watch(model, **options):  # type: ignore[arg-type]
+        model(torch.ones(1, 2))
+        with pytest.raises(type(error)):
+            model(torch.ones(1, 2))
+        notes = [*read_black_box(box.path).notes]
+    return getattr(error, "__notes__", []), notes
+
+
+@pytest.mark.parametrize(
+    ("error", "rows"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), 7),
+        (MemoryError(), 8),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"), 9),
+    ],
+    ids=["device", "python", "torch"],
+)
+def test_out_of_memory_has_its_module_and_the_largest_tensors(
+    tmp_path: Path, error: BaseException, rows: int
+) -> None:
+    """A storage counts once, whatever looks at it."""
+    large = torch.zeros(rows, 1 << 18)
+    views = [large[:3], large.view(-1), large.detach()]
+    words, (note,) = notes_of(tmp_path, error)
+    assert note["kind"] == "out of memory"
+    assert note["module"] == "1.0 (Raises)"
+    tensors = note["tensors"]
+    assert isinstance(tensors, list)
+    mine = [one for one in tensors if one["bytes"] == large.untyped_storage().nbytes()]
+    assert [(one["dtype"], one["count"]) for one in mine] == [("float32", 1)]
+    assert len(words) == 1
+    assert "nanwatch: out of memory in 1.0 (Raises)." in words[0]
+    assert f"{rows}.0 MiB  1 x float32" in words[0]
+    assert len(views) == 3
+
+
+def test_a_device_error_has_the_calls_that_wait(tmp_path: Path) -> None:
+    """The oldest first: what has been delivered is no suspect."""
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with stand_in(holds=True):
+        words, (note,) = notes_of(tmp_path, error, check="async")
+    assert note["kind"] == "device error"
+    suspects = note["suspects"]
+    assert isinstance(suspects, list)
+    assert suspects[-1].startswith("0 (Linear), batch 1")
+    assert all("batch 0" in one or "batch 1" in one for one in suspects)
+    assert suspects == sorted(suspects, key=lambda one: one.rpartition("batch ")[2])
+    assert "had not confirmed the work of these calls" in words[0]
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("shapes differ"), ValueError("out of memory")])
+def test_other_errors_are_left_alone(tmp_path: Path, error: BaseException) -> None:
+    """Whatever they say."""
+    assert notes_of(tmp_path, error) == ([], [])
+
+
+def test_an_error_is_explained_once(tmp_path: Path) -> None:
+    """Though it leaves two watched models."""
+    error = MemoryError()
+    inner = Raises(error)
+    outer = nn.Sequential(nn.Identity())
+    with black_box(tmp_path) as box, watch(inner), watch(outer):
+        outer[0].register_forward_hook(lambda *_: inner(torch.ones(1)))
+        outer(torch.ones(1))
+        with pytest.raises(MemoryError):
+            outer(torch.ones(1))
+        assert len(read_black_box(box.path).notes) == 1

@@ -1,0 +1,92 @@
+"""Ranks of a job: copies of one black box, with other ranks, processes and counts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from nanwatch import watch
+from nanwatch.blackbox.box_file import BoxFile
+from nanwatch.blackbox.job import job_html, job_text, read_job
+from support.black_boxes import black_box, needs_box, other
+
+pytestmark = needs_box
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A black box of rank 0 of 3 inside of its second batch."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "host", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    copy = tmp_path / "source"
+
+    with black_box(tmp_path / "own") as box, watch(model):
+        model(torch.ones(1, 2))
+        model[1].register_forward_pre_hook(lambda *_: copy.write_bytes(box.path.read_bytes()) and None)
+        model(torch.ones(1, 2))
+    return copy
+
+
+def changed(path: Path, **numbers: int) -> Path:
+    """Change fields of the state."""
+    section = BoxFile(path)._sections["state"]
+    fields = section.item.fields or {}
+    with path.open("r+b") as file:
+        for name, number in numbers.items():
+            kind, at, *_ = fields[name]
+            file.seek(section.at + at)
+            file.write(number.to_bytes(kind.itemsize, "little"))
+    return path
+
+
+def test_the_rank_that_died_is_first(source: Path, tmp_path: Path) -> None:
+    """The others wait in the module in which they are."""
+    folder = tmp_path / "job"
+    (folder / "blackbox").mkdir(parents=True)
+    for rank in range(3):
+        copy = other(source, folder / "blackbox" / f"{rank}.blackbox", rank=str(rank))
+        if rank == 1:
+            changed(copy, signal=11, signal_ticks=BoxFile(copy).state["latest"], pid=1 << 30)
+    os.truncate(other(source, folder / "blackbox" / "short.blackbox"), 5000)
+    job = read_job(folder)
+    assert [one.rank for one in job.reports] == [0, 1, 2]
+    assert job.first is not None
+    assert (job.first.rank, job.first.end) == (1, "signal")
+    text = job_text(job)
+    assert "Rank 1 ended first: signal 11 (SIGSEGV)" in text
+    assert "2 of the others: batch 1, inside 1 (ReLU)" in text
+    assert "Not read: short.blackbox" in text
+    assert "Rank 1 ended first" in job_html(job)
+
+
+def test_the_rank_that_is_behind_is_first_while_all_run(source: Path, tmp_path: Path) -> None:
+    """And none where all are as far."""
+    for rank in range(3):
+        other(source, tmp_path / f"{rank}.blackbox", rank=str(rank))
+    assert read_job(tmp_path).first is None
+    changed(tmp_path / "2.blackbox", calls=2)
+    job = read_job(tmp_path)
+    assert job.first is not None
+    assert job.first.rank == 2
+    assert "Rank 2 is behind the others: it runs" in job_text(job)
+
+
+def test_files_of_other_runs_are_counted(source: Path, tmp_path: Path) -> None:
+    """The newest run is shown."""
+    other(source, tmp_path / "old.blackbox", job='"master h0st 1"')
+    other(source, tmp_path / "older.blackbox", job='"master ho5t 1"')
+    changed(other(source, tmp_path / "new.blackbox"), begun=BoxFile(source).state["begun"] + 10)
+    job = read_job(tmp_path)
+    assert [Path(one.path).name for one in job.reports] == ["new.blackbox"]
+    assert "2 black boxes of other runs" in job_text(job)
+
+
+def test_a_folder_without_one_is_refused(tmp_path: Path) -> None:
+    """With the end that their names have."""
+    with pytest.raises(ValueError, match=r"has no black box that can be read; its name ends with \.blackbox"):
+        read_job(tmp_path)

@@ -1,0 +1,120 @@
+"""The black box of a process: where it lies, how long, what it says of a hang and of the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from nanwatch import watch
+from nanwatch.blackbox import process
+from nanwatch.blackbox.process import process_box
+from nanwatch.blackbox.story import read_black_box
+from support.black_boxes import NO_PROCESS, black_box, needs_box, until
+
+pytestmark = needs_box
+
+
+def test_a_hang_is_told_once_with_all_stacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the file and in the log."""
+    release = threading.Event()
+
+    def stands_still() -> None:
+        release.wait()
+
+    model = nn.Linear(2, 2)
+    helper = threading.Thread(target=stands_still, name="helper", daemon=True)
+    with (
+        caplog.at_level(logging.WARNING, "nanwatch"),
+        black_box(tmp_path, stall_timeout=0.1) as box,
+        watch(model),
+    ):
+        helper.start()
+
+        def told() -> int:
+            return sum(note["kind"] == "stall" for note in read_black_box(box.path).notes)
+
+        model(torch.ones(1, 2))
+        until(told)
+        box._ended.wait(1.5)  # it is not told again
+        assert told() == 1
+        release.set()
+        helper.join()
+        note = read_black_box(box.path).notes[0]
+    assert any("in stands_still" in place for place in note["stacks"]["helper"])
+    assert any("in test_a_hang" in place for place in note["stacks"]["MainThread"])
+    assert len([one for one in caplog.records if str(box.path) in one.getMessage()]) == 1
+
+
+def _train(folder: Path) -> None:
+    model = nn.Linear(2, 2)
+    watch(model, output_dir=folder)
+    model(torch.ones(1, 2))
+
+
+def test_a_forked_child_leaves_the_parents_file_alone(tmp_path: Path) -> None:
+    """Its calls are in none before it watches, and then in its own."""
+    model = nn.Linear(2, 2)
+    with black_box(tmp_path) as box, watch(model):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                model(torch.ones(1, 2))
+                assert process_box() is None
+                _train(tmp_path)
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        assert read_black_box(box.path).num_calls == 0
+    (path,) = tmp_path.glob(f"blackbox/*-{pid}-*")
+    assert read_black_box(path).num_calls == 1
+
+
+def test_a_folder_that_refuses_gives_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the run goes on."""
+    monkeypatch.setattr(process, "_process", None)
+    monkeypatch.setattr(process, "_has_failed", False)
+    monkeypatch.setattr(process, "state_folder", lambda: Path("/proc/none"))
+    model = nn.Linear(2, 2)
+    with pytest.warns(RuntimeWarning, match="nanwatch keeps no black box"):
+        watch(model).stop()
+    with warnings.catch_warnings(), watch(model):
+        warnings.simplefilter("error")
+        assert model(torch.ones(1, 2)).isfinite().all()
+
+
+def test_without_the_option_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither with `black_box=False` nor `enabled=False`."""
+    monkeypatch.setattr(process, "_process", None)
+    for options in ({"black_box": False}, {"enabled": False}):
+        with watch(nn.Linear(2, 2), output_dir=tmp_path, **options):  # type: ignore[arg-type]
+            assert process_box() is None
+    assert not [*tmp_path.glob("blackbox/*")]
+
+
+def test_old_files_of_ended_processes_go(tmp_path: Path) -> None:
+    """Those of processes that run stay, however old."""
+    host, folder = os.uname().nodename, tmp_path / "nanwatch"
+    folder.mkdir()
+    own = [folder / f"rank-0-{host}-{pid}-1.blackbox" for pid in (os.getpid(), NO_PROCESS)]
+    new, others = folder / "rank-0-elsewhere-1-1.blackbox", folder / "notes.txt"
+    for path in (*own, new, others):
+        path.touch()
+    for path in (*own, others):
+        os.utime(path, (0, 0))
+    process._prune(folder)
+    assert {*folder.iterdir()} == {own[0], new, others}
+
+
+def test_the_state_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it is below the home."""
+    monkeypatch.setenv("XDG_STATE_HOME", "/somewhere")
+    assert process.state_folder() == Path("/somewhere/nanwatch")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    assert process.state_folder() == Path.home() / ".local/state/nanwatch"

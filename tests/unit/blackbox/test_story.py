@@ -1,0 +1,182 @@
+"""The report says where the process is: read by itself in the middle of a forward, a backward and a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from nanwatch import watch
+from nanwatch.blackbox.story import BlackBoxReport, read_black_box
+from support.black_boxes import black_box, needs_box
+
+pytestmark = needs_box
+
+
+class Calls(nn.Module):
+    """Linear that calls a function in its forward."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        self.function()
+        return y
+
+
+def places(report: BlackBoxReport) -> list[list[str]]:
+    """Return the modules under way of each thread."""
+    return [[call.module for call in thread.calls] for thread in report.threads]
+
+
+def test_each_phase_is_told(tmp_path: Path) -> None:
+    """With the batch, and the gradient that came last."""
+    seen: list[BlackBoxReport] = []
+
+    def look(*_: object) -> None:
+        seen.append(read_black_box(box.path))
+
+    model = nn.Sequential(nn.Linear(4, 4), Calls(look))
+    steps = torch.optim.SGD(model.parameters())
+    with black_box(tmp_path) as box, watch(model, gradients=True):
+        look()
+        model[0].register_forward_hook(lambda module, given, y: y.register_hook(look) and None)
+        for _ in range(2):
+            y = model(torch.ones(2, 4))
+            look()
+            y.sum().backward()
+            steps.step(lambda: look() or 0.0)  # type: ignore[func-returns-value, arg-type]
+    begin, batches = seen[0], (seen[1:5], seen[5:9])
+    assert (begin.phase, begin.batch, begin.num_calls) == ("", None, 0)
+    for batch, (forward, after, backward, step) in enumerate(batches):
+        assert (forward.phase, forward.batch, places(forward)) == ("forward", batch, [["", "1"]])
+        assert (after.phase, after.batch, after.num_calls) == ("", batch, 4 * (batch + 1))
+        assert (backward.phase, backward.batch) == ("backward", batch)
+        assert backward.gradient in (
+            ("0", "output"),
+            ("1", "input"),
+            ("1.linear", "weight"),
+            ("1.linear", "input"),
+        )
+        assert (step.phase, step.batch, step.end) == ("step", batch, "runs")
+
+
+def test_the_frames_are_those_of_the_recorder(tmp_path: Path) -> None:
+    """Modules, tensors and ranges, of forwards and backwards."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 2)))
+    with black_box(tmp_path) as box, watch(model, gradients=True, max_frames=21) as w:
+        for _ in range(4):
+            model(torch.randn(3, 4)).sum().backward()
+        told = read_black_box(box.path).frames
+        mine = w.frames
+    assert len(told) == 21
+
+    def facts(frame: Any) -> Any:
+        return (frame.batch, frame.name, frame.class_name, frame.phase, frame.recomputed), [
+            (one.label, one.role, one.shape, one.dtype, one.abs_min, one.abs_max, one.isfinite)
+            for one in frame.records
+        ]
+
+    assert [facts(frame) for frame in told] == [facts(frame) for frame in mine]
+
+
+def test_the_least_headroom_of_a_batch_has_its_place(tmp_path: Path) -> None:
+    """By the largest share of a format's range."""
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
+    with black_box(tmp_path) as box, watch(model):
+        for size in (1.0, 2.0**20):
+            model(torch.full((2, 4), size))
+        first, second = read_black_box(box.path).batches
+    assert (first.batch, second.batch, first.raised) == (0, 1, False)
+    assert second.headroom == pytest.approx(108, abs=1)
+    assert (second.dtype, second.module) in (("float32", "0"), ("float32", "1"))
+
+
+def test_a_raised_call_says_so(tmp_path: Path) -> None:
+    """And it is under way no longer."""
+
+    def fails() -> None:
+        raise KeyError
+
+    model = nn.Sequential(Calls(fails))
+    with black_box(tmp_path) as box, watch(model), pytest.raises(KeyError):
+        model(torch.ones(1, 4))
+    report = read_black_box(box.path)
+    assert [(one.module, one.raised) for one in report.calls] == [
+        ("0.linear", False),
+        ("0", True),
+        ("", True),
+    ]
+    assert report.threads == ()
+    assert report.batches[0].raised
+
+
+def test_two_models_share_the_file(tmp_path: Path) -> None:
+    """One calls the other, in a thread of its own another one."""
+    seen: list[BlackBoxReport] = []
+    inside, release = threading.Event(), threading.Event()
+
+    def waits() -> None:
+        inside.set()
+        release.wait()
+
+    third = nn.Sequential(Calls(waits))
+    second = nn.Sequential(Calls(lambda: seen.append(read_black_box(box.path))))
+    first = Calls(lambda: second(torch.ones(1, 4)))
+    with black_box(tmp_path) as box, watch(first), watch(second), watch(third):
+        thread = threading.Thread(target=third, args=(torch.ones(1, 4),))
+        thread.start()
+        inside.wait()
+        first(torch.ones(1, 4))
+        release.set()
+        thread.join()
+    assert places(seen[0]) == [["", "", "0"], ["", "0"]]
+    assert [call.class_name for call in seen[0].threads[0].calls] == ["Calls", "Sequential", "Calls"]
+
+
+def test_a_recomputed_forward_is_no_batch(tmp_path: Path) -> None:
+    """In a backward of checkpointed layers the module that runs once more is under way."""
+    seen: list[BlackBoxReport] = []
+    inner = Calls(lambda: seen.append(read_black_box(box.path)))
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model = Checkpointed()
+    with black_box(tmp_path) as box, watch(model), set_checkpoint_early_stop(False):
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        assert [one.batch for one in read_black_box(box.path).batches] == [0]
+    forward, again = seen
+    assert (forward.batch, places(forward)) == (0, [["", "inner"]])
+    assert (again.batch, places(again)[0][-1]) == (0, "inner")
+
+
+def test_a_killed_process_runs_no_longer_before_its_parent_asks(tmp_path: Path) -> None:
+    """Nobody may have waited for it: its number is still taken."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            watch(nn.Linear(2, 2), output_dir=tmp_path)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    (path,) = tmp_path.glob(f"blackbox/*-{pid}-*")
+    try:
+        assert read_black_box(path).end == "unknown"
+    finally:
+        os.waitpid(pid, 0)
