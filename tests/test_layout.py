@@ -16,8 +16,19 @@ from support.paths import ROOT, TESTS
 FILES = sorted(TESTS.rglob("*.py"))
 UNIT = sorted((TESTS / "unit").rglob("*.py"))
 FOLDERS = {"compile", "distributed", "gpu", "integration", "native", "slow", "thirdparty", "unit"}
-HEAVY = {"subprocess", "multiprocessing", "transformers", "lightning", "accelerate", "support.architectures"}
-EXCEPTIONS = {"unit/precision/test_precision.py": {"transformers"}}  # for one container of its
+HEAVY = {"transformers", "lightning", "accelerate", "support.architectures"}
+EXCEPTIONS = {
+    "unit/precision/test_precision.py": {"transformers"},  # for one container of its
+    # What is true of traces and of memory has to be true of real architectures.
+    **dict.fromkeys(
+        (
+            "unit/session/test_api.py",
+            "unit/trace/test_comparison.py",
+            "unit/trace/test_comparison_bits.py",
+        ),
+        {"support.architectures"},
+    ),
+}
 
 
 def name(path: Path) -> str:
@@ -64,7 +75,7 @@ def test_every_test_file_has_a_room() -> None:
 
 
 def test_unit_tests_are_light() -> None:
-    """No process, no package of others' models; a function that compiles a model has the marker."""
+    """No package of others' models; a function that compiles a model has the marker."""
     heavy = {}
     for path in UNIT:
         modules = {*imported(path), *(module.partition(".")[0] for module in imported(path))}
@@ -85,7 +96,7 @@ def test_tests_are_found_by_the_names_of_modules() -> None:
     """The longest name counts, a private module's without its underscore, and only in the room of the test."""
     known = {"trace/trace", "trace/trace_file", "numerics/_spread"}
     tests = ["trace/test_trace", "trace/test_trace_file_old", "numerics/test_spread", "numerics/test_trace"]
-    found = [check_names.module_of(TESTS / "unit" / f"{test}.py", known) for test in tests]
+    found = [check_names.module_of(TESTS / f"{test}.py", known, test.partition("/")[0]) for test in tests]
     assert found == ["trace/trace", "trace/trace_file", "numerics/_spread", None]
     assert check_names.faults() == []
 
