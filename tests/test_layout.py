@@ -17,17 +17,12 @@ FILES = sorted(TESTS.rglob("*.py"))
 UNIT = sorted((TESTS / "unit").rglob("*.py"))
 FOLDERS = {"compile", "distributed", "gpu", "integration", "native", "slow", "thirdparty", "unit"}
 HEAVY = {"transformers", "lightning", "accelerate", "support.architectures"}
+ARCHITECTURES = {"support.architectures"}  # what is true of traces and of memory has to be true of real ones
 EXCEPTIONS = {
     "unit/precision/test_precision.py": {"transformers"},  # for one container of its
-    # What is true of traces and of memory has to be true of real architectures.
-    **dict.fromkeys(
-        (
-            "unit/session/test_api.py",
-            "unit/trace/test_comparison.py",
-            "unit/trace/test_comparison_bits.py",
-        ),
-        {"support.architectures"},
-    ),
+    "unit/session/test_api.py": ARCHITECTURES,
+    "unit/trace/test_comparison.py": ARCHITECTURES,
+    "unit/trace/test_comparison_bits.py": ARCHITECTURES,
 }
 
 
@@ -86,7 +81,8 @@ def test_unit_tests_are_light() -> None:
         (name(path), function.name)
         for path in UNIT
         for function in tree(path).body
-        if isinstance(function, ast.FunctionDef) and "torch.compile(" in ast.unparse(function)
+        if isinstance(function, ast.FunctionDef) and function.name.startswith("test_")
+        if "torch.compile(" in ast.unparse(function)
         if "pytest.mark.compile" not in map(ast.unparse, function.decorator_list)
     ]
     assert not unmarked

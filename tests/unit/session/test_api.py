@@ -725,6 +725,7 @@ def test_two_watches_do_not_disturb_each_other() -> None:
     assert [(f.batch, f.name) for f in part.frames] == [(0, "0"), (0, ""), (1, "0"), (1, "")]
 
 
+@pytest.mark.compile
 def test_a_compiled_model_runs() -> None:
     """Under torch.compile the model computes as before; the compiled part is not seen, and nothing breaks."""
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())

@@ -197,6 +197,7 @@ def test_an_inserted_module_is_no_difference_and_is_listed(tmp_path: Path) -> No
     assert found.num_records == Trace.open(before.path).table(["batch"]).num_rows
 
 
+@pytest.mark.compile
 def test_the_eager_backend_makes_no_difference(tmp_path: Path) -> None:
     """A model under torch.compile(backend="eager") is aligned and equal, whatever wrappers are in the names."""
     torch._dynamo.reset()
