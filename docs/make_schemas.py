@@ -17,6 +17,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from nanwatch.blackbox import story
 from nanwatch.equivalence import comparison, results
 from nanwatch.report import report, spike
 from nanwatch.report.finding_text import Explanation
@@ -26,6 +27,7 @@ PLACE = Path(__file__).with_name("schemas")
 DOCUMENTS: dict[str, tuple[type, str, int, dict[str, Any], dict[str, Any]]] = {
     "report": (report.Report, report.SCHEMA, report.VERSION, {"explanation": Explanation}, {}),
     "spike": (spike.SpikeReport, spike.SCHEMA, spike.VERSION, {}, {}),
+    "blackbox": (story.BlackBoxReport, story.SCHEMA, story.VERSION, {}, {}),
     "comparison": (comparison.Comparison, "nanwatch.comparison", results.VERSION, {}, {}),
     "repetition": (results.Repetition, "nanwatch.repetition", results.VERSION, {}, {"equal": bool}),
     "bisection": (results.Bisection, "nanwatch.bisection", results.VERSION, {}, {"equal": bool}),

@@ -7,6 +7,7 @@ import json
 import runpy
 from collections.abc import Callable, Iterator
 from math import inf, nan
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -15,8 +16,10 @@ import torch
 from torch import nn
 
 import nanwatch
+from nanwatch.cli import blackbox
 from nanwatch.report.spike import Curve, Departure, SpikeReport, read_saved
 from nanwatch.report.suspect import Suspect
+from support.black_boxes import black_box, needs_box
 from support.paths import GOLDEN, ROOT
 
 X = torch.ones(3, 4)
@@ -66,6 +69,17 @@ def test_the_files_are_what_the_script_writes() -> None:
 def test_a_result_is_valid(name: str, document: Callable[[], Any]) -> None:
     """As its command prints it with --json."""
     schema(name).validate(json.loads(document().to_json()))
+
+
+@needs_box
+def test_a_black_box_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As its command prints it with --json, with calls, batches, frames and a note."""
+    model = nn.Linear(4, 4)
+    with black_box(tmp_path) as box, nanwatch.watch(model):
+        model(X)
+        box.note("stall", seconds=301, stacks={"MainThread": ["train.py:3 in main"]})
+        assert blackbox.main([str(box.path), "--json"]) == 0
+    schema("blackbox").validate(json.loads(capsys.readouterr().out))
 
 
 def changed(

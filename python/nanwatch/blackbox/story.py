@@ -16,6 +16,7 @@ from ..records.record import PHASES, ROLES, Frame, Record
 from ..util.job import started_at
 from .box_file import BoxFile, BoxFrame
 
+SCHEMA, VERSION = "nanwatch.blackbox", 1
 End: TypeAlias = Literal["runs", "exit", "exception", "signal", "unknown"]
 _MOST_CALLS = 64
 _MOST_BATCHES = 16

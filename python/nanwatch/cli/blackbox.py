@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 from ..blackbox.box_file import state_folder
 from ..blackbox.job import Job, job_html, job_text, read_job
-from ..blackbox.story import BlackBoxReport, read_black_box
+from ..blackbox.story import SCHEMA, VERSION, BlackBoxReport, read_black_box
 from ..blackbox.text import box_html, box_text, is_bad
 from ..util.progress import Tell
 from ..util.reading import plain
 from .commands import answered, command_parser, write_page
 
-SCHEMA, VERSION = "nanwatch.blackbox", 1
 _EXAMPLES = """\
 PATH is a black box, the output_dir of a run, or a folder with black boxes; without it, the user's own folder for runs
 without output_dir (~/.local/state/nanwatch). Of a folder, the newest job is shown, and with one process all about it.
