@@ -34,6 +34,7 @@ BYTES = 8 << 20
 _LEAST_STALL = 300.0  # seconds
 _SLOWER = 10
 _STACK = 12  # functions in a sample
+_MOST_WORDS, _LONGEST_WORD = 100, 200  # of the command
 _DAYS, _MOST_FILES = 7, 32
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _log = logging.getLogger("nanwatch")
@@ -80,8 +81,8 @@ class ProcessBox:
             "job": _job(),
             "rank": self._ranks[0],
             "world_size": self._ranks[1],
-            "argv": [*sys.orig_argv],
-            "folder": os.getcwd(),
+            "argv": [word[:_LONGEST_WORD] for word in sys.orig_argv[:_MOST_WORDS]],
+            "folder": os.readlink("/proc/self/cwd"),  # it may be gone
             "python": platform.python_version(),
             "torch": torch.__version__,
             "nanwatch": __version__,
@@ -93,7 +94,7 @@ class ProcessBox:
         self._box.add_facts(json.dumps(facts) + "\n")
 
     def _live(self) -> None:
-        told = False
+        told, before = False, 0.0
         while not self._ended.wait(1.0):
             with suppressing("the black box gave no sign of life"):
                 if rank_and_world_size() != self._ranks:  # torch.distributed was initialized
@@ -104,9 +105,10 @@ class ProcessBox:
                 if limit is None:
                     limit = max(_LEAST_STALL, _SLOWER * slowest)
                 stalls = self.num_watches > 0 and 0 < limit <= idle
+                told = told and stalls and idle > before  # less idle: a call came, and another hang
                 if stalls and not told:
                     self._stalls(idle)
-                told = stalls
+                told, before = stalls, idle
 
     def _stalls(self, idle: float) -> None:
         if hasattr(sys, "ps1") and not self._box.is_under_way():  # somebody thinks
