@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <new>
 #include <stdexcept>
+#include <type_traits>
 #include <utility>
 
 namespace nanwatch::box {
@@ -26,22 +27,12 @@ uint32_t thread_id() {
 constexpr char kMagic[] = "nanwatch black box 1\n";
 constexpr size_t kNameHead = 8;  // of a text among the names: its kind, and its length from the fifth byte on
 
+// The name of a type as numpy has it, such as "u4".
 template <typename T>
-constexpr const char* kType = nullptr;
-template <>
-constexpr const char* kType<uint8_t> = "u1";
-template <>
-constexpr const char* kType<uint16_t> = "u2";
-template <>
-constexpr const char* kType<uint32_t> = "u4";
-template <>
-constexpr const char* kType<uint64_t> = "u8";
-template <>
-constexpr const char* kType<int32_t> = "i4";
-template <>
-constexpr const char* kType<int64_t> = "i8";
-template <>
-constexpr const char* kType<double> = "f8";
+std::string type_name() {
+  const char* const kind = std::is_floating_point_v<T> ? "f" : std::is_signed_v<T> ? "i" : "u";
+  return kind + std::to_string(sizeof(T));
+}
 
 // Where the sections of a file lie, and the text that says so.
 struct Sections {
@@ -61,8 +52,7 @@ struct Sections {
   }
 };
 
-#define NANWATCH_BOX_FIELD(type, name) \
-  +(std::string(" " #name ":") + kType<type> + ":" + std::to_string(offsetof(Item, name)))
+#define NANWATCH_BOX_FIELD(type, name) +(" " #name ":" + type_name<type>() + ":" + std::to_string(offsetof(Item, name)))
 #define NANWATCH_BOX_FIELDS(Type, FIELDS)            \
   [] {                                               \
     using Item = Type;                               \
