@@ -141,9 +141,8 @@ class _Reading:
         for line in _documents(self._file.text("facts")):
             facts |= line
         end = self._end(facts)
-        latest = max(
-            state[name] for name in ("latest", "ticks", "signal_ticks", "gradient_ticks", "exit_ticks")
-        )
+        moments = "latest", "ticks", "sample_ticks", "gradient_ticks", "signal_ticks", "exit_ticks"
+        latest = max(state[name] for name in moments)
         ended = state["signal_ticks"] if end == "signal" else latest
         threads = self._threads(ended)
         calls = tuple(self._call(one, ended) for one in self._file.calls[-_MOST_CALLS:])
