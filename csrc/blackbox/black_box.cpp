@@ -259,6 +259,9 @@ void BlackBox::mark(int signal, const siginfo_t& info) {
 void BlackBox::leave_file() {
   mmap(map_, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
   state_->pid = uint64_t(getpid());
+  note_time();
+  state_->begun = state_->time;
+  state_->begun_ticks = state_->latest = state_->ticks;
 }
 
 namespace {
@@ -266,6 +269,8 @@ namespace {
 // SIGTERM and SIGHUP are how schedulers end a job.
 constexpr int kFatal[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTERM, SIGHUP, SIGXCPU};
 struct sigaction before[NSIG];
+// BUS_MCEERR_AO, which not every system has: memory that nobody reads just now was found broken.
+constexpr int kLateMemoryError = 5;
 
 void on_signal(int number, siginfo_t* info, void* context) {
   const int error = errno;
@@ -280,7 +285,8 @@ void on_signal(int number, siginfo_t* info, void* context) {
     } else if (then.sa_handler == SIG_DFL) {
       // A fault comes again when the instruction does. All else is sent once more, for when this handler is left.
       const bool is_fault =
-          info->si_code > 0 && (number == SIGSEGV || number == SIGBUS || number == SIGFPE || number == SIGILL);
+          info->si_code > 0 && (number == SIGSEGV || (number == SIGBUS && info->si_code != kLateMemoryError) ||
+                                number == SIGFPE || number == SIGILL);
       sigaction(number, &then, nullptr);
       if (!is_fault) raise(number);
     } else if (then.sa_handler != SIG_IGN) {

@@ -60,7 +60,8 @@ namespace nanwatch::box {
   X(uint8_t, depth)          \
   X(uint8_t, raised)
 
-// A batch that has ended. `used` is the largest share of a format's range, 0 where nothing was read, and its place.
+// A batch that has ended. `used` is the largest share of a format's range, inf for a nan or an inf, 0 where nothing was
+// read, and its place.
 #define NANWATCH_BOX_BATCH(X) \
   X(uint64_t, begun)          \
   X(uint64_t, ended)          \

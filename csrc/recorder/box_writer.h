@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -26,7 +27,8 @@ class BoxWriter {
     return box() == nullptr ? box::kUnnamed : box_->name('m', (module + "\n").append(class_name));
   }
 
-  // Writes a frame. `least`, where it is given, becomes what of the batch is nearest to the end of its format.
+  // Writes a frame. `least`, where it is given, becomes what of the batch is nearest to the end of its format, or
+  // beyond.
   void add(const FrameData& frame, uint32_t module, const Labels& labels, box::Least* least) {
     box::Frame* const made = box_->new_frame(frame.rows.size(), frame.shapes.size());
     if (made == nullptr) return;
@@ -46,8 +48,13 @@ class BoxWriter {
                 type.name,           uint8_t(from.role), uint8_t(from.note),
                 from.range.isfinite, from.dims,          from.pending != kNotPending};
       }
-      if (least != nullptr && row->isfinite != 0 && row->abs_max * share > least->used)
-        *least = {least->begun, least->ended, row->abs_max * share, module, row->label, row->dtype};
+      // What is not finite is beyond all ends.
+      const bool is_fault = from.pending == kNotPending && is_nonfinite(from);
+      const double used = is_fault             ? std::numeric_limits<double>::infinity()
+                          : row->isfinite != 0 ? row->abs_max * share
+                                               : 0;
+      if (least != nullptr && used > least->used)
+        *least = {least->begun, least->ended, used, module, row->label, row->dtype};
       ++row;
     }
     std::copy(frame.shapes.begin(), frame.shapes.end(), box::BlackBox::sizes_of(made, frame.rows.size()));

@@ -10,18 +10,21 @@ from ..report.page import NUMBER, TEXT, Table, page
 from ..util.visible import spell, visible
 from .box_file import SUFFIX
 from .story import BlackBoxReport, read_black_box
-from .text import ended_words, is_bad, seconds_words, where_words
+from .text import ended_words, is_bad, moment_words, seconds_words, where_words
+
+_MOST_OTHERS = 5
+_PULSE = 1.5  # seconds from one sign of life to the next, and some more
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Black boxes of one job, by rank: the newest in a folder. `others` counts files of other jobs.
+    """Black boxes of one job, by rank: the newest in a folder. `others` are those of other jobs, the newest first.
 
     `unread` are the files that could not be read, with the reason.
     """
 
     reports: tuple[BlackBoxReport, ...]
-    others: int
+    others: tuple[BlackBoxReport, ...]
     unread: tuple[str, ...]
 
     @property
@@ -33,7 +36,8 @@ class Job:
         """
         bad = [one for one in self.reports if is_bad(one)]
         if bad:
-            return min(bad, key=lambda one: one.latest)
+            # Without a mark the end is up to a second after the latest sign of life.
+            return min(bad, key=lambda one: one.latest + _PULSE * (one.end == "unknown"))
         if len(self.reports) < 2:
             return None
         least = min(self.reports, key=lambda one: one.num_calls)
@@ -53,9 +57,17 @@ def read_job(folder: Path) -> Job:
         why = f": {unread[0]}" if unread else f"; its name ends with {SUFFIX}"
         raise ValueError(f"{str(folder)!r} has no black box that can be read{why}")
     newest = max(reports, key=lambda one: one.begun)
-    own = [one for one in reports if _key(one) == _key(newest)]
+    # A port of the master may come again: a rank that had ended before the newest began was of another run.
+    own = [
+        one
+        for one in reports
+        if (_key(one), one.world_size) == (_key(newest), newest.world_size)
+        and (one.end == "runs" or one.latest + _PULSE > newest.begun)
+    ]
     by_rank = {one.rank: one for one in sorted(own, key=lambda one: one.begun)}
-    return Job(tuple(by_rank[rank] for rank in sorted(by_rank)), len(reports) - len(by_rank), tuple(unread))
+    of_job = [by_rank[rank] for rank in sorted(by_rank)]
+    others = sorted((one for one in reports if one not in of_job), key=lambda one: one.begun, reverse=True)
+    return Job(tuple(of_job), tuple(others), tuple(unread))
 
 
 def _key(report: BlackBoxReport) -> object:
@@ -84,8 +96,14 @@ def job_words(job: Job) -> list[str]:
         lines.append(f"Rank {first.rank} {verb}: {ended_words(first)}; {where_words(first)}.")
         places = Counter(_place(one) for one in job.reports if one is not first)
         lines += [f"{count} of the others: {place}." for place, count in places.most_common(4)]
-    if job.others:
-        lines.append(f"{job.others} black boxes of other runs are in this folder; give one's name to see it.")
+    return [*lines, *left_words(job)]
+
+
+def left_words(job: Job) -> list[str]:
+    """Return a line for each file that is not of this job, and for each that could not be read."""
+    lines = [f"Of another run: {one.path}, {moment_words(one.latest)}." for one in job.others[:_MOST_OTHERS]]
+    if len(job.others) > _MOST_OTHERS:
+        lines.append(f"{len(job.others) - _MOST_OTHERS} more of other runs.")
     return [*lines, *(f"Not read: {one}." for one in job.unread)]
 
 

@@ -15,6 +15,7 @@ import platform
 import re
 import socket
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -33,7 +34,9 @@ from .box_file import SUFFIX, state_folder
 BYTES = 8 << 20
 _LEAST_STALL = 300.0  # seconds
 _SLOWER = 10
-_STACK = 12  # functions in a sample
+_INNERMOST = 3  # functions in a sample
+_LIBRARIES = ("-packages/", "<frozen ", sysconfig.get_path("stdlib"))
+_DEEPEST = 64
 _MOST_WORDS, _LONGEST_WORD = 100, 200  # of the command
 _DAYS, _MOST_FILES = 7, 32
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -87,7 +90,7 @@ class ProcessBox:
             "torch": torch.__version__,
             "nanwatch": __version__,
             "cuda": torch.version.cuda,
-            "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else platform.processor(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else platform.machine(),
             "default_dtype": str(torch.get_default_dtype()),
             "float32_matmul": torch.get_float32_matmul_precision(),
         }
@@ -100,7 +103,7 @@ class ProcessBox:
                 if rank_and_world_size() != self._ranks:  # torch.distributed was initialized
                     self._note_facts()
                 idle, slowest = self._box.pulse(_memory())
-                self._box.add_sample("\n".join(_main_places()))
+                self._box.add_sample("\n".join(_chosen(_main_places())))
                 limit = self.stall_timeout
                 if limit is None:
                     limit = max(_LEAST_STALL, _SLOWER * slowest)
@@ -115,7 +118,7 @@ class ProcessBox:
             return
         stacks = _stacks()
         self.note("stall", seconds=round(idle), stacks=stacks)
-        where = " < ".join(stacks.get(threading.main_thread().name, ())[:3])
+        where = " < ".join(_chosen(stacks.get(threading.main_thread().name, [])))
         _log.warning(
             "nanwatch: no call of a watched module has begun or ended for %.0f s; the main thread is in %s. "
             "`nanwatch blackbox %s` has the module and the stacks of all threads",
@@ -131,12 +134,10 @@ class ProcessBox:
         self._ended.set()
         self._thread.join(5.0)
         # An exception is under way where multiprocessing ends, and left behind where the interpreter does.
-        error = (
-            self.error
-            or sys.exc_info()[1]
-            or getattr(sys, "last_exc", None)
-            or getattr(sys, "last_value", None)
-        )
+        error = self.error or sys.exc_info()[1]
+        # What is kept there may be of a cell or of a test.
+        if error is None and not hasattr(sys, "ps1") and not {"pytest", "IPython"} & {*sys.modules}:
+            error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if isinstance(error, SystemExit) and error.code in (None, 0):
             error = None
         if error is not None:
@@ -189,14 +190,12 @@ def open_box(output_dir: Path | None, stall_timeout: float | None) -> ProcessBox
 
 
 def _prune(folder: Path) -> None:
-    """Remove the files of ended processes that are a week old, and of the others all but the newest."""
+    """Remove the files of this machine's ended processes that are a week old, and of the others all but the newest."""
     own = re.compile(rf"rank-\d+-{re.escape(socket.gethostname())}-(\d+)-[0-9a-f]+{re.escape(SUFFIX)}")
     with suppressing("an old black box could not be removed"):
-        paths = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime, reverse=True)
-        for number, path in enumerate(paths):
-            made_by = own.fullmatch(path.name)
-            if made_by is not None and started_at(int(made_by[1])) is not None:
-                continue
+        made = {path: own.fullmatch(path.name) for path in folder.glob(f"*{SUFFIX}")}
+        ended = [path for path, by in made.items() if by is not None and started_at(int(by[1])) is None]
+        for number, path in enumerate(sorted(ended, key=lambda path: path.stat().st_mtime, reverse=True)):
             if number >= _MOST_FILES or path.stat().st_mtime < time.time() - _DAYS * 86400:
                 path.unlink(missing_ok=True)
 
@@ -222,7 +221,13 @@ def _memory() -> int:
 
 def _main_places() -> list[str]:
     """Return where the main thread is. No local of the caller holds its frame, which keeps all of its objects alive."""
-    return _places(sys._current_frames().get(threading.main_thread().ident or 0), _STACK)
+    return _places(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def _chosen(places: list[str]) -> list[str]:
+    """Return the innermost places, and the innermost in the user's own code."""
+    own = (one for one in places[_INNERMOST:] if not any(library in one for library in _LIBRARIES))
+    return [*places[:_INNERMOST], *list(own)[:1]]
 
 
 def _stacks() -> dict[str, list[str]]:
@@ -235,9 +240,9 @@ def _stacks() -> dict[str, list[str]]:
     return found
 
 
-def _places(frame: FrameType | None, most: int = 64) -> list[str]:
+def _places(frame: FrameType | None) -> list[str]:
     places: list[str] = []
-    while frame is not None and len(places) < most:
+    while frame is not None and len(places) < _DEEPEST:
         code = frame.f_code
         if not code.co_filename.startswith(_OWN):
             places.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")

@@ -67,7 +67,8 @@ class BlackBoxReport:
     """What a process was doing when its black box was last written.
 
     `end` is "runs" for a process that is alive, "signal" with the number in `signal` (and the address of a fault),
-    "exit" and "exception" where Python ended, else "unknown": SIGKILL, os._exit or a lost machine leave no mark.
+    "exit" and "exception" where Python ended, else "unknown": SIGKILL, os._exit or a lost machine leave no mark. A
+    `signal` of an unknown end came before, and the program went on. `raised` is the call that an exception ended.
     `phase` is "forward", "backward", "step", or "" between them. `seconds_after` is the time from the end of the latest
     call to the end. `python` is where the main thread was, `python_ago` seconds before the end. Times are in seconds,
     moments in seconds since 1970. `facts` are of the process, `notes` what it wrote about a hang or an error.
@@ -88,6 +89,7 @@ class BlackBoxReport:
     num_calls: int
     seconds_after: float | None
     threads: tuple[BoxThread, ...]
+    raised: BoxCall | None
     gradient: tuple[str, str] | None
     python: tuple[str, ...]
     python_ago: float | None
@@ -141,7 +143,15 @@ class _Reading:
         for line in _documents(self._file.text("facts")):
             facts |= line
         end = self._end(facts)
-        moments = "latest", "ticks", "sample_ticks", "gradient_ticks", "signal_ticks", "exit_ticks"
+        moments = (
+            "latest",
+            "ticks",
+            "sample_ticks",
+            "step_ticks",
+            "gradient_ticks",
+            "signal_ticks",
+            "exit_ticks",
+        )
         latest = max(state[name] for name in moments)
         ended = state["signal_ticks"] if end == "signal" else latest
         threads = self._threads(ended)
@@ -160,7 +170,7 @@ class _Reading:
             begun=state["begun"] / 1e9,
             latest=self._moment(ended),
             end=end,
-            signal=state["signal"] if end == "signal" else 0,
+            signal=state["signal"] if end in ("signal", "unknown") else 0,
             # Of a signal that was sent this has the sender.
             signal_address=state["signal_address"] if end == "signal" and state["signal_code"] > 0 else None,
             kernel=_kernel_said(state["pid"]) if end == "unknown" and _is_here(facts) else "",
@@ -169,6 +179,7 @@ class _Reading:
             num_calls=state["calls"],
             seconds_after=calls[-1].ago if calls else None,
             threads=threads,
+            raised=_raised(calls) if not threads and end != "runs" else None,
             gradient=self._gradient() if phase == "backward" else None,
             python=tuple(self._file.sample.splitlines()),
             python_ago=self._between(state["sample_ticks"], ended),
@@ -243,7 +254,7 @@ class _Reading:
             int(one["batch"]),
             self._between(int(one["begun"]), int(one["ended"])),
             bool(one["raised"]),
-            -math.log2(used) if 0 < used <= 1 else None,
+            None if not used > 0 else -math.inf if used > 1 else -math.log2(used),
             self._module(int(one["module"]))[0] if used > 0 else "",
             self._file.name(int(one["label"])),
             self._file.name(int(one["dtype"])),
@@ -291,6 +302,16 @@ class _Reading:
         for frame in frames:
             waits[int(frame.head["batch"]), int(frame.head["module"])] = bool(frame.rows["pending"].any())
         return [self._module(module)[0] for (_, module), pending in waits.items() if pending]
+
+
+def _raised(calls: tuple[BoxCall, ...]) -> BoxCall | None:
+    """Return the innermost of the latest calls that an exception ended, as far as none came after them."""
+    found = None
+    for call in reversed(calls):
+        if not call.raised:
+            break
+        found = call
+    return found
 
 
 def _is_here(facts: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from datetime import datetime, timezone
+from math import inf
 
 from ..report import text
 from ..report.page import NUMBER, TEXT, Level, Section, Table, page
@@ -13,7 +14,6 @@ from .story import BlackBoxReport, BoxBatch, BoxCall, signal_name
 
 _CALLS = 10
 _BATCHES = 5
-_STACK = 4
 _ENDS = {
     "runs": "It runs",
     "exit": "Ended by itself",
@@ -108,7 +108,7 @@ def box_facts(report: BlackBoxReport) -> list[Fact]:
         )
     if report.python:
         ago = f"{seconds_words(report.python_ago)} before: " if report.python_ago else ""
-        found.append(Fact("Python", ago + " < ".join(report.python[:_STACK])))
+        found.append(Fact("Python", ago + " < ".join(report.python)))
     found.append(Fact("Memory", f"{report.memory / 2**30:.2f} GiB" if report.memory else ""))
     words = [
         f"{name} {facts[name]}"
@@ -140,13 +140,16 @@ def ended_words(report: BlackBoxReport) -> str:
         if report.kernel
         else "SIGKILL, os._exit or a lost machine leave none"
     )
-    return f"no mark of an end ({why}); the latest sign of life is of {at}"
+    before = f"; it had got {signal_name(report.signal)}" if report.signal else ""
+    return f"no mark of an end ({why}){before}; the latest sign of life is of {at}"
 
 
 def where_words(report: BlackBoxReport) -> str:
     """Return what the process was doing."""
     if (call := report.under_way) is not None:
         return _under_way(call)
+    if (call := report.raised) is not None:
+        return f"batch {call.batch:,}, forward: {module_name(call.module)} ({call.class_name}) raised"
     if report.batch is None:
         return "before the first call of a watched module"
     if report.phase == "backward":
@@ -178,7 +181,10 @@ def _call_words(call: BoxCall) -> str:
 def _batch_words(batch: BoxBatch) -> str:
     took = "" if batch.seconds is None else f" took {seconds_words(batch.seconds)}"
     how = ", raised" if batch.raised else ""
-    room = "" if batch.headroom is None else f", least headroom {batch.headroom:.1f} bits in {_where(batch)}"
+    room = ""
+    if batch.headroom is not None:
+        least = f"least headroom {batch.headroom:.1f} bits" if batch.headroom > -inf else "not finite"
+        room = f", {least} in {_where(batch)}"
     return f"batch {batch.batch:,}{took}{how}{room}"
 
 

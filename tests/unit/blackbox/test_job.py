@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from torch import nn
 
 from nanwatch import watch
 from nanwatch.blackbox.box_file import BoxFile
-from nanwatch.blackbox.job import job_html, job_text, read_job
+from nanwatch.blackbox.job import Job, job_html, job_text, read_job
+from nanwatch.blackbox.story import read_black_box
 from support.black_boxes import black_box, needs_box, other
 
 pytestmark = needs_box
@@ -76,14 +78,26 @@ def test_the_rank_that_is_behind_is_first_while_all_run(source: Path, tmp_path: 
     assert "Rank 2 is behind the others: it runs" in job_text(job)
 
 
-def test_files_of_other_runs_are_counted(source: Path, tmp_path: Path) -> None:
+def test_files_of_other_runs_are_named(source: Path, tmp_path: Path) -> None:
     """The newest run is shown."""
     other(source, tmp_path / "old.blackbox", job='"master h0st 1"')
     other(source, tmp_path / "older.blackbox", job='"master ho5t 1"')
     changed(other(source, tmp_path / "new.blackbox"), begun=BoxFile(source).state["begun"] + 10)
     job = read_job(tmp_path)
     assert [Path(one.path).name for one in job.reports] == ["new.blackbox"]
-    assert "2 black boxes of other runs" in job_text(job)
+    told = job_text(job)
+    assert all(f"Of another run: {tmp_path / name}.blackbox" in told for name in ("old", "older"))
+
+
+def test_an_end_without_a_mark_may_be_later_than_its_sign_of_life(source: Path) -> None:
+    """A rank that was killed is not the first because it gave its latest sign of life before another's fault."""
+    report = read_black_box(source)
+    killed = replace(report, rank=0, end="unknown", latest=10.0)
+    for latest, first in ((11.0, 1), (12.0, 0)):
+        fault = replace(report, rank=1, end="signal", latest=latest)
+        job = Job((killed, fault), (), ())
+        assert job.first is not None
+        assert job.first.rank == first
 
 
 def test_a_folder_without_one_is_refused(tmp_path: Path) -> None:

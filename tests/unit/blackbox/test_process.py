@@ -99,14 +99,14 @@ def test_without_the_option_there_is_none(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_old_files_of_ended_processes_go(tmp_path: Path) -> None:
-    """Those of processes that run stay, however old."""
+    """Those of processes that run, and of other machines, stay, however old."""
     host, folder = os.uname().nodename, tmp_path / "nanwatch"
     folder.mkdir()
     own = [folder / f"rank-0-{host}-{pid}-1.blackbox" for pid in (os.getpid(), NO_PROCESS)]
     new, others = folder / "rank-0-elsewhere-1-1.blackbox", folder / "notes.txt"
     for path in (*own, new, others):
         path.touch()
-    for path in (*own, others):
+    for path in (*own, new, others):
         os.utime(path, (0, 0))
     process._prune(folder)
     assert {*folder.iterdir()} == {own[0], new, others}

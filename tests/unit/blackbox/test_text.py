@@ -29,6 +29,7 @@ REPORT = BlackBoxReport(
         BoxThread(8, (BoxCall("", "Net", 8214, 0.3), CALL)),
         BoxThread(9, (replace(CALL, module="x\x1b[2J"),)),
     ),
+    raised=None,
     gradient=None,
     python=("train.py:3 in step",),
     python_ago=0.8,
