@@ -44,8 +44,9 @@ def test_the_ends_of_a_reading_are_those_of_its_format_times_its_scale() -> None
     assert limits("int8", 2.0) is None
 
 
-def test_the_header_of_the_formats_is_up_to_date() -> None:
+def test_the_header_of_the_formats_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `make lint` asks, for those who run the tests alone."""
+    monkeypatch.syspath_prepend(str(ROOT / "csrc"))
     script = runpy.run_path(str(ROOT / "csrc" / "make_formats.py"))
     assert script["PLACE"].read_text(encoding="utf-8") == script["header"](), (
         "run python csrc/make_formats.py"
