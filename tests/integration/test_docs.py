@@ -26,6 +26,7 @@ SLOW = {
     "wrong-compiled.md",
     "unchanged-script.md",
 }
+NATIVE = {"blackbox.md", "killed.md", "job-hangs.md"}  # the compiled recorder writes the black box
 SOURCES = {".py", ".h", ".cpp", ".cu", ".md", ".pyi"}
 NEEDS = {
     "t5-overflow.md": ("transformers", "safetensors"),
@@ -48,7 +49,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.filterwarnings("ignore")  # a page may warn, as its reader's run does
 @pytest.mark.parametrize(
     "place",
-    [pytest.param(place, marks=pytest.mark.slow) if place.name in SLOW else place for place in PAGES],
+    [
+        pytest.param(
+            place,
+            marks=[
+                *[pytest.mark.slow] * (place.name in SLOW),
+                *[pytest.mark.native] * (place.name in NATIVE),
+            ],
+        )
+        for place in PAGES
+    ],
     ids=[place.relative_to(ROOT).as_posix() for place in PAGES],
 )
 def test_what_a_page_shows_happens(place: Path, folder: Path) -> None:
