@@ -75,7 +75,10 @@ class CallRecorder::Threads : public std::list<Thread> {
   ~Threads() {
     remove_if([](const Thread& thread) { return thread.nodes.empty(); });
     if (empty()) return;
-    for (Thread& thread : *this) thread.args = thread.kwargs = nullptr;
+    for (Thread& thread : *this) {
+      thread.args = thread.kwargs = nullptr;
+      thread.slot = nullptr;  // the thread's own
+    }
     Unended& all = Unended::instance();
     const std::lock_guard<std::mutex> lock(all.mutex);
     all.threads.splice(all.threads.end(), *this);
