@@ -1,4 +1,4 @@
-"""What a black box must say, by the account of the process that wrote it."""
+"""Checks of a black box against the account of the process that wrote it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def wrong(trial: Trial, account: Account, path: Path, pid: int) -> tuple[list[st
     if kind.box == "any":
         return [], 0
     lost = account.num_ended - report.num_calls
-    # What is in Python's hands when the process ends has begun, but not ended: one call of each thread.
+    # Each thread may have one call that has begun and not ended when the process ends.
     slack = trial.threads if trial.fault == "SIGKILL by the parent" or trial.threads > 1 else 0
     faults = []
     # An exception ends calls that did not end by themselves.

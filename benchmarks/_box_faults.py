@@ -91,7 +91,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a fault does, where it can happen, and what the black box then says.
+    """Kind of fault: its action, the places where it can happen, and the end that the black box then tells.
 
     `first` happens in a module of batch 0, and `act` at the place of the trial. `end` is the end of the process by the
     black box. `box` is "named" where its file opens and names the module that ran, "noted" where a note of it does,

@@ -41,7 +41,7 @@ class _Hangs(BaseException):
 
 @dataclass
 class Tally:
-    """What came of the files: counts of reports and errors, and the first faults of the reader."""
+    """Outcome of reading damaged files: counts of reports and errors, and the first faults of the reader."""
 
     counts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)

@@ -40,7 +40,7 @@ struct Slot {
   uint16_t number = 0;
 };
 
-// What is known of the batch under way in a thread.
+// The batch under way in a thread: its times, and the largest share of a format's range so far, with its place.
 struct Least {
   uint64_t begun = 0, ended = 0;
   double used = 0;
@@ -91,7 +91,7 @@ class BlackBox {
   }
 
   void begin_batch(Least* least);
-  // `ended` is 0 where it ends now.
+  // A batch whose `least.ended` is 0 ends now.
   void end_batch(const Least& least, int64_t batch, bool raised);
 
   // Room for a frame of at most so many rows and sizes; its other members are the caller's to write. Null where it
@@ -105,7 +105,7 @@ class BlackBox {
   bool add_facts(std::string_view text) { return append(facts_, kFacts, &state_->facts, text); }
   bool add_note(std::string_view text) { return append(notes_, kNotes, &state_->notes, text); }
 
-  // Where Python is: takes the place of the text before the last.
+  // Writes where Python is, in turn into two places, so that one of them is always whole.
   void add_sample(std::string_view text);
   void step_begins() { state_->step_ticks = ticks(); }
   // Called in any thread.
@@ -124,7 +124,7 @@ class BlackBox {
   // In a signal's handler.
   void mark(int signal, const siginfo_t& info);
   bool holds(const void* address) const { return address >= map_ && static_cast<const char*>(address) < map_ + bytes_; }
-  // Goes on in memory of its own: the file was cut off, or its disk is full or gone.
+  // Replaces the file by plain memory, after a SIGBUS: somebody has cut the file off, or its disk failed.
   void leave_file();
 
  private:

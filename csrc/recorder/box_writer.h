@@ -27,8 +27,7 @@ class BoxWriter {
     return box() == nullptr ? box::kUnnamed : box_->name('m', (module + "\n").append(class_name));
   }
 
-  // Writes a frame. `least`, where it is given, becomes what of the batch is nearest to the end of its format, or
-  // beyond.
+  // Writes a frame. Updates `least`, unless it is null, by the row that is nearest to the end of its format.
   void add(const FrameData& frame, uint32_t module, const Labels& labels, box::Least* least) {
     box::Frame* const made = box_->new_frame(frame.rows.size(), frame.shapes.size());
     if (made == nullptr) return;
@@ -48,7 +47,7 @@ class BoxWriter {
                 type.name,           uint8_t(from.role), uint8_t(from.note),
                 from.range.isfinite, from.dims,          from.pending != kNotPending};
       }
-      // What is not finite is beyond all ends.
+      // A nan or an inf counts as infinitely far out of the range.
       const bool is_fault = from.pending == kNotPending && is_nonfinite(from);
       const double used = is_fault             ? std::numeric_limits<double>::infinity()
                           : row->isfinite != 0 ? row->abs_max * share

@@ -75,7 +75,7 @@ class BoxFile:
             self._data = file.read(size)
             self._sections = _sections(self._data[:_PAGE], len(self._data))
             before = self._items("state")[0]
-            # What is in the file now may have been overwritten while it was read.
+            # Counts that have grown meanwhile say which items were overwritten during the read.
             file.seek(self._sections["state"].at)
             after = np.frombuffer(file.read(before.dtype.itemsize), before.dtype)
         self.state: dict[str, int] = {name: int(before[name]) for name in before.dtype.names or ()}

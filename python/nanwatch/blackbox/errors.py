@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -48,10 +47,9 @@ def _out_of_memory(error: BaseException, model: nn.Module | None) -> dict[str, A
         "error": str(error)[:500],
         "module": _module_of(error, model),
     }
-    sizes: Counter[tuple[str, tuple[int, ...], str]] = Counter()
-    counts: Counter[tuple[str, tuple[int, ...], str]] = Counter()
+    sizes: defaultdict[tuple[str, tuple[int, ...], str], list[int]] = defaultdict(list)
     seen: set[int] = set()
-    for x in _tensors():
+    for x in _extension.instances_of(Tensor):
         if type(x) not in (Tensor, nn.Parameter):  # a subclass may run the user's code
             continue
         with suppressing("a tensor could not be counted"):
@@ -59,17 +57,11 @@ def _out_of_memory(error: BaseException, model: nn.Module | None) -> dict[str, A
             if storage.nbytes() >= _LEAST_BYTES and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
                 key = str(x.dtype).removeprefix("torch."), tuple(x.shape), str(x.device)
-                sizes[key] += storage.nbytes()
-                counts[key] += 1
+                sizes[key].append(storage.nbytes())
+    largest = sorted(sizes.items(), key=lambda one: sum(one[1]), reverse=True)[:_MOST]
     facts["tensors"] = [
-        {
-            "dtype": dtype,
-            "shape": list(shape),
-            "device": device,
-            "count": counts[dtype, shape, device],
-            "bytes": size,
-        }
-        for (dtype, shape, device), size in sizes.most_common(_MOST)
+        {"dtype": dtype, "shape": list(shape), "device": device, "count": len(each), "bytes": sum(each)}
+        for (dtype, shape, device), each in largest
     ]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
@@ -98,11 +90,6 @@ def _device_error(error: BaseException, model: nn.Module | None, recorder: Recor
         "module": _module_of(error, model),
         "suspects": suspects[:64],
     }
-
-
-def _tensors() -> Iterator[Tensor]:
-    # One after the other: the list is what the garbage collector knows.
-    yield from _extension.instances_of(Tensor)
 
 
 def _module_of(error: BaseException, model: nn.Module | None) -> str:

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from .._version import __version__
 from ..numerics import _extension
 from ..util.job import current_attempt, rank_and_world_size, started_at
 from ..util.visible import suppressing, warn_user
@@ -45,18 +44,20 @@ _lock = threading.Lock()
 
 
 class ProcessBox:
-    """The black box of this process, which its first Watch opens. `path` is its file."""
+    """The black box of this process, which its first Watch opens.
 
-    def __init__(self, compiled: ModuleType, path: Path, *, is_asked_for: bool) -> None:
+    `path` is its file, which stays after a good end if it `is_kept`. `num_watches` counts the watches that have not
+    stopped.
+    """
+
+    def __init__(self, compiled: ModuleType, path: Path, *, is_kept: bool) -> None:
         self.path = path
         self.stall_timeout: float | None = None
         self.num_watches = 0
-        self.error: BaseException | None = (
-            None  # that ends the program, where the interpreter does not know it
-        )
+        self.error: BaseException | None = None  # set by `nanwatch run`, which catches the script's exception
         self._pid = os.getpid()
         self._box = compiled.open_black_box(str(path), BYTES)
-        self._is_asked_for = is_asked_for
+        self._is_kept = is_kept
         self._ranks: tuple[int, int] | None = None
         self._ended = threading.Event()
         self._note_facts()
@@ -86,10 +87,7 @@ class ProcessBox:
             "world_size": self._ranks[1],
             "argv": [word[:_LONGEST_WORD] for word in sys.orig_argv[:_MOST_WORDS]],
             "folder": os.readlink("/proc/self/cwd"),  # it may be gone
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "nanwatch": __version__,
-            "cuda": torch.version.cuda,
+            **_extension.versions(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else platform.machine(),
             "default_dtype": str(torch.get_default_dtype()),
             "float32_matmul": torch.get_float32_matmul_precision(),
@@ -135,7 +133,7 @@ class ProcessBox:
         self._thread.join(5.0)
         # An exception is under way where multiprocessing ends, and left behind where the interpreter does.
         error = self.error or sys.exc_info()[1]
-        # What is kept there may be of a cell or of a test.
+        # Under pytest and IPython sys.last_value is the error of an earlier test or cell.
         if error is None and not hasattr(sys, "ps1") and not {"pytest", "IPython"} & {*sys.modules}:
             error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if isinstance(error, SystemExit) and error.code in (None, 0):
@@ -143,7 +141,7 @@ class ProcessBox:
         if error is not None:
             self.note("exception", error="".join(traceback.format_exception_only(type(error), error))[:2000])
         self._box.exits(error is not None)
-        if error is None and not self._is_asked_for:
+        if error is None and not self._is_kept:
             with suppressing("the black box could not be removed"):
                 self.path.unlink(missing_ok=True)
 
@@ -160,9 +158,8 @@ def process_box() -> ProcessBox | None:
 def open_box(output_dir: Path | None, stall_timeout: float | None) -> ProcessBox | None:
     """Return the black box of this process, made at the first call; None where there can be none, with one warning.
 
-    Each call is a watch, which takes itself from `num_watches` when it stops.
-
-    Its file lies in `output_dir`, else in the user's folder for states, where those of ended processes go after a week.
+    The caller is a watch, and lowers `num_watches` when it stops. The file lies in `output_dir`, else in the user's
+    folder for states, where those of ended processes go after a week.
     """
     global _process, _has_failed
     if _extension.C is None or _has_failed:
@@ -175,7 +172,7 @@ def open_box(output_dir: Path | None, stall_timeout: float | None) -> ProcessBox
                 folder.mkdir(parents=True, exist_ok=True)
                 if output_dir is None:
                     _prune(folder)
-                _process = ProcessBox(_extension.C, folder / name, is_asked_for=output_dir is not None)
+                _process = ProcessBox(_extension.C, folder / name, is_kept=output_dir is not None)
             except (OSError, RuntimeError) as error:
                 _has_failed = True
                 warn_user(
@@ -220,7 +217,7 @@ def _memory() -> int:
 
 
 def _main_places() -> list[str]:
-    """Return where the main thread is. No local of the caller holds its frame, which keeps all of its objects alive."""
+    """Return the places of the main thread. A caller that held the frame itself would keep the user's tensors alive."""
     return _places(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
@@ -236,7 +233,7 @@ def _stacks() -> dict[str, list[str]]:
     found = {}
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and thread.ident in frames:
-            found[thread.name] = [*_places(frames[thread.ident])]
+            found[thread.name] = _places(frames[thread.ident])
     return found
 
 

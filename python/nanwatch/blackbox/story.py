@@ -64,7 +64,7 @@ class BoxBatch:
 
 @dataclass(frozen=True, slots=True)
 class BlackBoxReport:
-    """What a process was doing when its black box was last written.
+    """State of a process when its black box was last written.
 
     `end` is "runs" for a process that is alive, "signal" with the number in `signal` (and the address of a fault),
     "exit" and "exception" where Python ended, else "unknown": SIGKILL, os._exit or a lost machine leave no mark. A
@@ -171,7 +171,7 @@ class _Reading:
             latest=self._moment(ended),
             end=end,
             signal=state["signal"] if end in ("signal", "unknown") else 0,
-            # Of a signal that was sent this has the sender.
+            # The field of a signal that was sent has the pid of its sender.
             signal_address=state["signal_address"] if end == "signal" and state["signal_code"] > 0 else None,
             kernel=_kernel_said(state["pid"]) if end == "unknown" and _is_here(facts) else "",
             phase=phase,

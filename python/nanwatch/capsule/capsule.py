@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import stat
 import uuid
@@ -22,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._version import __version__
 from ..instrumentation.execution_context import Autocast, RngState
+from ..numerics import _extension
 from ..report.finding import Finding
 from ..util import reading
 from ..util.visible import module_name, visible
@@ -146,7 +145,7 @@ def write_capsule(
         "schema": SCHEMA,
         "version": VERSION,
         "label": uuid.uuid4().hex,
-        "versions": _versions(),
+        "versions": _extension.versions(),
         "module": reading.plain(files.Module(name, type(module).__name__, call.device(state))),
         "args": written_args,
         "kwargs": written_kwargs,
@@ -252,15 +251,6 @@ def _memory(x: Tensor) -> object:
         return id(x)
     with torch._C.DisableTorchFunction():
         return str(x.device), x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), x.is_conj(), x.is_neg()
-
-
-def _versions() -> dict[str, str | None]:
-    return {
-        "nanwatch": __version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "cuda": torch.version.cuda,
-    }
 
 
 def _write_folder(folder: Path, document: Json, tensors: Mapping[str, Tensor]) -> Path:

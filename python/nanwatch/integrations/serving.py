@@ -24,7 +24,7 @@ from ..util.visible import module_name, spell, suppressing, visible
 
 Phase: TypeAlias = Literal["prefill", "decode"]
 
-# What is kept: requests that went bad, and steps whose rows a device still holds.
+# Limits: requests that went bad, and steps whose rows are still on a device.
 _MOST_REQUESTS, _MOST_STEPS = 1000, 4
 
 

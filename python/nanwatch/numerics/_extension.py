@@ -20,6 +20,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import platform
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from .._version import __version__
 from . import _fingerprint, _reference, _spread
 
 _T = TypeVar("_T")
@@ -129,7 +131,7 @@ def _load_operators() -> bool:
 
 
 build: dict[str, str] = _read_build()
-"""What the build wrote down: python, stub, torch, compiler, cuda, cuda_archs, cuda_reason, failure (each if known)."""
+"""Facts that the build wrote: python, stub, torch, compiler, cuda, cuda_archs, cuda_reason, failure (each if known)."""
 
 C, reason = _load()
 
@@ -173,6 +175,16 @@ def missing(what: str) -> RuntimeError:
     else:
         advice = "`python -m nanwatch` says more, and docs/installing.md how to get it"
     return RuntimeError(f"{what} needs the compiled part of nanwatch, which is missing: {reason}; {advice}")
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions that a result depends on."""
+    return {
+        "nanwatch": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+    }
 
 
 def instances_of(kind: type[_T]) -> list[_T]:

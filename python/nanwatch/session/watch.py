@@ -10,7 +10,6 @@ from types import TracebackType
 
 from torch import Tensor, nn
 
-from ..blackbox.errors import note_error
 from ..blackbox.process import open_box
 from ..diagnosis.folder import write_spike
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
@@ -163,7 +162,7 @@ class Watch:
             if error is None:
                 self.look()
             else:
-                note_error(error, self._model(), self._recorder)
+                self._failures.note_error(error)
             self._failures.run_ended(error)
         finally:
             self._leave()

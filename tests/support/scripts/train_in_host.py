@@ -156,14 +156,7 @@ def fabric() -> nn.Module:
 
     host = Fabric(accelerator="cpu", devices=1)
     model = Net()
-    wrapped, optimizer = host.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-
-    def step(loss: Tensor) -> None:
-        optimizer.zero_grad()
-        host.backward(loss)
-        optimizer.step()
-
-    loop(wrapped, step)
+    _train(host, *host.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01)))
     return model
 
 
@@ -173,7 +166,12 @@ def accelerate() -> nn.Module:
 
     host = Accelerator(cpu=True)
     model = Net()
-    wrapped, optimizer = host.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    _train(host, *host.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01)))
+    return model
+
+
+def _train(host: Any, wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Train with a host that makes the backward itself."""
 
     def step(loss: Tensor) -> None:
         optimizer.zero_grad()
@@ -181,7 +179,6 @@ def accelerate() -> nn.Module:
         optimizer.step()
 
     loop(wrapped, step)
-    return model
 
 
 def litgpt() -> nn.Module:
