@@ -220,11 +220,16 @@ def _write(ended: str) -> None:
     os.replace(partial, _Run.file)
 
 
+def _threads() -> list[str]:
+    """Return the names of the threads that run, less the one that a watch keeps for its black box."""
+    return sorted(one.name for one in threading.enumerate() if one.name != "nanwatch-black-box")
+
+
 def _process_state() -> dict[str, Any]:
     """Return what a re-run could leave in the process: children, threads, handlers, timers, filters, files."""
     gc.collect()
     until = time.monotonic() + 2  # for the threads of a loader whose iterator was just dropped
-    while threading.active_count() > 1 and time.monotonic() < until:
+    while len(threads := _threads()) > 1 and time.monotonic() < until:
         time.sleep(0.02)
     signals = signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1, signal.SIGPIPE
     children = Path(f"/proc/self/task/{os.getpid()}/children")
@@ -232,7 +237,7 @@ def _process_state() -> dict[str, Any]:
         "handlers": [getattr(x, "__name__", str(x)) for x in map(signal.getsignal, signals)],
         "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "timer": signal.getitimer(signal.ITIMER_REAL)[1],
-        "threads": sorted(one.name for one in threading.enumerate()),
+        "threads": threads,
         "children": len(children.read_text().split()) if children.exists() else 0,
         "filters": [str(x) for x in warnings.filters],
         "files": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
