@@ -27,12 +27,13 @@ class Limits(NamedTuple):
         return Limits(*(end * scale for end in self))
 
 
-Kind = Literal["ieee", "fn", "fnuz", "powers", "unsigned", "signed", "bool", "complex"]
+Kind = Literal["ieee", "fn", "fnuz", "finite", "powers", "unsigned", "signed", "bool", "complex"]
 """The meaning of a word, and with it the codes that are no finite number.
 
 ieee: the highest exponent is inf, and nan with a fraction. fn: only the word of all ones is nan, nothing is inf.
-fnuz: only the word of -0.0 is nan. powers: an exponent alone, without sign or zero, and all ones is nan.
-complex: two parts of half the bits.
+fnuz: only the word of -0.0 is nan. finite: each word is a number, as in the elements of 4 and 6 bits that
+`block_formats.py` has. powers: an exponent alone, without sign or zero, and all ones is nan. complex: two parts of half
+the bits.
 """
 
 
@@ -55,12 +56,12 @@ class NumberFormat(NamedTuple):
     @property
     def is_float(self) -> bool:
         """Return whether it is a real floating-point format, which has ends."""
-        return self.kind in ("ieee", "fn", "fnuz", "powers")
+        return self.kind in ("ieee", "fn", "fnuz", "finite", "powers")
 
     @property
     def has_sign_bit(self) -> bool:
         """Return whether the highest bit of a word says only that the number is negative."""
-        return self.kind in ("ieee", "fn", "fnuz")
+        return self.kind in ("ieee", "fn", "fnuz", "finite")
 
     @property
     def fraction_bits(self) -> int:

@@ -1,0 +1,202 @@
+"""Conversion of a tensor to a block format and back in plain torch, bit for bit as torchao 0.18 does it on a CPU.
+
+The scale of an MX block is 2^(floor(log2(amax)) - emax) as in OCP MX v1.0, section 6.3. Elements round to nearest, ties
+to even, and saturate. Three rules are torchao's where OCP leaves them open or differs. A nan makes its block nan. An
+inf becomes the largest element times the largest scale, which is inf in float32. A block with amax below 2^(emax - 126)
+is divided by 2^-126 but read back with the scale 2^-127, so it comes out at half its size.
+
+One rule is TransformerEngine's: where the scale of an NVFP4 tensor is 0 or its reciprocal overflows (amax below 8e-36),
+torchao 0.18 makes nan of zeros. Here zeros stay zeros.
+"""
+
+from __future__ import annotations
+
+from math import floor, log2, prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .block_formats import BlockFormat, block_format
+from .formats import NumberFormat
+from .readable import dtype_name, type_name
+
+_FLOAT32_BIAS, _FLOAT32_FRACTION = 127, 23
+_FLOAT8_EPS = 1e-12  # torchao's: a smaller amax counts as this one
+_ACCEPTED = frozenset(
+    {"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
+    | {"float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"}
+)
+
+
+class Scales(NamedTuple):
+    """The scales of all blocks, each of one element where a block is."""
+
+    stored: Tensor
+    """As the format keeps them."""
+    factor: Tensor
+    """float32: a value times its factor is rounded to an element."""
+    value: Tensor
+    """float32: an element times it is the value that is read, unless `divides`."""
+    of_tensor: Tensor | None = None
+
+
+class Encoded(NamedTuple):
+    """A tensor in a block format."""
+
+    codes: Tensor
+    """uint8, one code an element, in the shape of the tensor."""
+    scales: Tensor
+    """In the scale's dtype, one a block: the tensor's shape with the axis last, counted in blocks."""
+    tensor_scale: Tensor | None
+
+
+def quantized(x: Tensor, name: str, dim: int = -1, *, generator: torch.Generator | None = None) -> Tensor:
+    """Return the values, in float32, that `x` has after conversion to the block format `name` and back.
+
+    `dim`: the axis along which blocks lie, the one that a matmul sums over. The last block may be shorter. A float64 is
+    rounded to float32 first. `generator`: round each element up or down by chance, so that its mean is exact.
+
+    Raises ValueError for an unknown format, TypeError for a tensor that is not floating point.
+    """
+    form = block_format(name, "quantized")
+    with torch.no_grad():
+        blocks = blocks_of(x, form, dim, "quantized")
+        scales = block_scales(blocks.values, form)
+        elements = rounded(blocks.values * scales.factor, form.element, generator)
+        return blocks.joined(read_back(elements, scales, form))
+
+
+def encoded(x: Tensor, name: str, dim: int = -1, *, generator: torch.Generator | None = None) -> Encoded:
+    """Return the codes and scales of `x` in the block format `name`; the arguments are those of `quantized`.
+
+    The codes of a block whose scale is nan have no meaning.
+    """
+    form = block_format(name, "encoded")
+    with torch.no_grad():
+        blocks = blocks_of(x, form, dim, "encoded")
+        scales = block_scales(blocks.values, form)
+        elements = rounded(blocks.values * scales.factor, form.element, generator)
+        codes = blocks.joined(codes_of(elements, form.element))
+        return Encoded(codes, scales.stored.reshape(blocks.scale_shape), scales.of_tensor)
+
+
+class Blocks(NamedTuple):
+    """A tensor cut into blocks."""
+
+    values: Tensor
+    """float32: (batch, blocks of rows, rows, blocks of columns, columns), padded with zeros."""
+    shape: tuple[int, ...]
+    """Shape of the tensor with the axis last."""
+    matrices: tuple[int, int, int]
+    """The same as matrices: (batch, rows, columns)."""
+    scale_shape: tuple[int, ...]
+    """`shape` counted in blocks."""
+    dim: int
+    """Place of the axis in the tensor."""
+
+    def joined(self, values: Tensor) -> Tensor:
+        """Return a number for each element in the shape of the tensor."""
+        batch, height, rows, width, columns = values.shape
+        _, num_rows, num_columns = self.matrices
+        flat = values.reshape(batch, height * rows, width * columns)[:, :num_rows, :num_columns]
+        flat = flat.reshape(self.shape)
+        return flat.movedim(-1, self.dim).contiguous() if flat.ndim else flat
+
+
+def blocks_of(x: Tensor, form: BlockFormat, dim: int, caller: str) -> Blocks:
+    """Cut a tensor into blocks. Raise TypeError for what is not a tensor of floating point."""
+    if not isinstance(x, Tensor) or dtype_name(x.dtype) not in _ACCEPTED:
+        kind = f"tensor of {dtype_name(x.dtype)}" if isinstance(x, Tensor) else type_name(x)
+        raise TypeError(f"{caller} got a {kind}; accepted are tensors of {', '.join(sorted(_ACCEPTED))}")
+    wide = x.detach().float()
+    wide = wide.movedim(dim, -1) if wide.ndim else wide
+    *leading, last = wide.shape or (1,)
+    if form.rows is None:
+        matrices = (1, 1, wide.numel())
+    elif form.rows == 1 or not leading:
+        matrices = (1, prod(leading), last)
+    else:
+        matrices = (prod(leading[:-1]), leading[-1], last)
+    batch, num_rows, num_columns = matrices
+    rows, columns = form.rows or 1, form.columns or max(num_columns, 1)
+    height, width = -(-num_rows // rows), -(-num_columns // columns)
+    values = pad(wide.reshape(matrices), (0, -num_columns % columns, 0, -num_rows % rows))
+    each_row = leading if rows == 1 else [*leading[:-1], height]
+    scale_shape = (width,) if form.rows is None else (*each_row, width)
+    return Blocks(
+        values.reshape(batch, height, rows, width, columns), tuple(wide.shape), matrices, scale_shape, dim
+    )
+
+
+def block_scales(blocks: Tensor, form: BlockFormat) -> Scales:
+    """Return the scales of float32 blocks of shape (batch, blocks of rows, rows, blocks of columns, columns)."""
+    amax = blocks.abs().amax((2, 4), keepdim=True)
+    if form.scale == "float8_e8m0fnu":
+        return _powers(amax, form.element)
+    if form.scale == "float8_e4m3fn":
+        return _two_levels(amax, form.element)
+    largest = form.element.ends.largest
+    factor = (largest / amax.double().clamp(min=_FLOAT8_EPS)).float()
+    inverse = 1.0 / factor
+    return Scales(factor if form.divides else inverse, factor, inverse)
+
+
+def _powers(amax: Tensor, element: NumberFormat) -> Scales:
+    """Return scales in e8m0 for MX blocks."""
+    field = amax.view(torch.int32) >> _FLOAT32_FRACTION
+    code = (field - floor(log2(element.ends.largest))).clamp(min=0)
+    code = torch.where(amax.isnan(), 255, code)
+    divisor = _power_of_two(code.clamp(min=1) - _FLOAT32_BIAS)
+    value = torch.where(code == 0, 2.0**-127, divisor)
+    value = torch.where(amax.isnan(), torch.nan, value)
+    return Scales(code.to(torch.uint8).view(torch.float8_e8m0fnu), 1.0 / divisor, value)
+
+
+def _two_levels(amax: Tensor, element: NumberFormat) -> Scales:
+    """Return scales in e4m3 under one in float32, for NVFP4."""
+    largest, limits = element.ends.largest, torch.finfo(torch.float8_e4m3fn)
+    top = amax.amax() if amax.numel() else amax.new_zeros(())
+    of_tensor = top / (limits.max * largest)
+    of_tensor = torch.where(of_tensor == 0, 1.0, of_tensor)
+    stored = (amax / largest / of_tensor).clamp(limits.tiny, limits.max).to(torch.float8_e4m3fn)
+    reciprocal = (1.0 / of_tensor).clamp(max=torch.finfo(torch.float32).max)
+    return Scales(stored, reciprocal / stored.float(), of_tensor * stored.float(), of_tensor)
+
+
+def rounded(scaled: Tensor, element: NumberFormat, generator: torch.Generator | None = None) -> Tensor:
+    """Return the nearest numbers of an element format, ties to even, saturated; nan stays nan."""
+    largest = element.ends.largest
+    magnitude = scaled.abs().clamp(max=largest)
+    exponent = (magnitude.view(torch.int32) >> _FLOAT32_FRACTION) - _FLOAT32_BIAS
+    step = _power_of_two(exponent.clamp(1 - element.bias, 127) - element.fraction_bits)
+    steps = magnitude / step  # exact: a power of two
+    if generator is None:
+        steps = steps.round()
+    else:
+        lower = steps.floor()
+        chance = torch.rand(steps.shape, generator=generator, device=steps.device)
+        steps = lower + (chance < steps - lower)
+    return (steps * step).copysign(scaled)
+
+
+def codes_of(elements: Tensor, element: NumberFormat) -> Tensor:
+    """Return the words of numbers of an element format, as uint8."""
+    if element.bits == 8:
+        return elements.to(getattr(torch, element.name)).view(torch.uint8)
+    magnitudes = torch.tensor(
+        [element.value_of(word) for word in range(element.largest_word + 1)], device=elements.device
+    )
+    words = torch.bucketize(elements.abs().nan_to_num(0.0), magnitudes)
+    return (words + (elements.signbit() << (element.bits - 1))).to(torch.uint8)
+
+
+def read_back(elements: Tensor, scales: Scales, form: BlockFormat) -> Tensor:
+    """Return the values of elements."""
+    return elements / scales.stored if form.divides else elements * scales.value
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Return 2^exponent in float32, inf for 128."""
+    return ((exponent + _FLOAT32_BIAS) << _FLOAT32_FRACTION).view(torch.float32)
