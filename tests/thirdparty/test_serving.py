@@ -97,18 +97,20 @@ def test_serving_goes_on_after_a_wrong_pattern(
 def test_a_device_that_delivers_later_delays_no_step(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows of a step are kept on the device until its batch is known to be non-finite."""
+    """The rows of a step are kept on the device until its batch is known to be bad, in a step with other rows."""
     own = model()
     served.start(own)
-    known = served._deferred.is_nonfinite
+    assert served._deferred.watch is not None
+    reports, late = served._deferred.watch._reports, []
+    monkeypatch.setattr(reports, "describe", lambda *found: late.append(found) or ())
     own[1].rows = [3]  # type: ignore[assignment]
-    monkeypatch.setattr(served._deferred, "is_nonfinite", lambda batch: False)
     served.step_begins(lambda: SHARES)
     output = nn.Sequential.forward(own, torch.ones(6, 4))  # type: ignore[arg-type]
     served.step_ended(output.as_subclass(Elsewhere))
     assert not served.requests
-    monkeypatch.setattr(served._deferred, "is_nonfinite", known)
-    served.step_begins(tuple)
+    served.step_begins(lambda: [Share("d", "prefill", 6, 0)])
+    for finding, record in late:
+        served._describe(finding, record)
     served.step_ended()
     assert [(one.request, one.position) for one in served.requests.values()] == [("b", 4)]
 

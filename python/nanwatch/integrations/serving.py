@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -17,7 +17,7 @@ from ..numerics import _extension
 from ..records.record import Record
 from ..report.finding import Finding
 from ..report.text import summary
-from ..session.api import DeferredWatch, Watch
+from ..session.api import DeferredWatch
 from ..session.option_sources import DEFAULT, in_force
 from ..util.throttle import is_due
 from ..util.visible import module_name, spell, suppressing, visible
@@ -42,7 +42,7 @@ class Share(NamedTuple):
 class BadRequest(NamedTuple):
     """A request whose rows were not finite: its first such token and that token's KV block, None where unknown.
 
-    `first` is what was first non-finite in that batch of the model. `module` is where.
+    `first` is what was first non-finite in that step of the engine. `module` is where.
     """
 
     request: str
@@ -57,23 +57,16 @@ class BadRequest(NamedTuple):
         return f"request {self.request} in {self.phase}, token {self.position}{block}"
 
 
-@dataclass
+@dataclass(eq=False)
 class _Step:
-    """A step of the engine: the numbers of its batches, its shares, and the largest magnitude of each row."""
+    """A step of the engine, from its first batch on. `shares` and the largest magnitude of each row come at its end."""
 
-    batches: range
-    shares: Sequence[Share]
-    peaks: list[Tensor] = field(default_factory=list)
-
-    def bad(self) -> Iterator[tuple[Share, int]]:
-        """Yield each request with a bad row, and the position of the first. Waits for a device."""
-        seen = set()
-        for peaks in self.peaks:
-            for row in (~torch.isfinite(peaks)).nonzero().flatten().tolist():
-                owner = owner_of(self.shares, row, len(peaks))
-                if owner is not None and owner[0].request not in seen:
-                    seen.add(owner[0].request)
-                    yield owner
+    first: int
+    ask: Callable[[], Sequence[Share]]
+    shares: Sequence[Share] = ()
+    peaks: Sequence[Tensor] = ()
+    finding: Finding | None = None
+    bad: dict[str, BadRequest] = field(default_factory=dict)
 
 
 def owner_of(shares: Sequence[Share], row: int, num_rows: int) -> tuple[Share, int] | None:
@@ -104,19 +97,10 @@ class ServedModel:
         said = in_force({})
         self._deferred = DeferredWatch({k: v for k, v in defaults.items() if said[k].source == DEFAULT})
         self._log = logging.getLogger(log)
-        self._shares: Callable[[], Sequence[Share]] = tuple
         self._model: Callable[[], nn.Module | None] = lambda: None
-        self._first = 0
         self._steps: deque[_Step] = deque(maxlen=_MOST_STEPS)
-        # By batch, each with the request of its row, where that is known.
-        self._findings: dict[int, tuple[Finding, BadRequest | None]] = {}
         self.requests: dict[str, BadRequest] = {}
         self._num_told = 0
-
-    @property
-    def watch(self) -> Watch | None:
-        """The Watch of the model; None before it is loaded."""
-        return self._deferred.watch
 
     def start(self, model: nn.Module) -> None:
         """Watch `model`, unless it is watched already or could not be. An error is logged, and serving goes on."""
@@ -135,55 +119,52 @@ class ServedModel:
 
     def step_begins(self, shares: Callable[[], Sequence[Share]]) -> None:
         """Take what tells the requests of the step, in the order of their rows. It is asked while the model runs."""
-        self._shares, self._first = shares, self._next_batch()
+        latest = None if self._deferred.watch is None else self._deferred.watch.batch
+        self._steps.append(_Step(0 if latest is None else latest + 1, shares))
 
     def step_ended(self, *outputs: object) -> None:
         """Look for bad rows in the outputs of the step, if one of its batches was not finite."""
         rows = [x.detach().flatten(1) for x in outputs if isinstance(x, Tensor) and x.dim() > 1 and x.numel()]
-        step = _Step(range(self._first, self._next_batch()), ())
-        is_late = any(x.device.type != "cpu" for x in rows)
-        if is_late or self._is_bad(step):
-            step.shares = self._shares()
+        step = self._steps.pop()
+        if any(x.device.type != "cpu" for x in rows) or step.finding is not None:
+            step.shares = step.ask()
             step.peaks = [torch.linalg.vector_norm(x, float("inf"), dim=1) for x in rows]
             self._steps.append(step)
-        self._shares = tuple
-        for known in [step for step in self._steps if self._is_bad(step)]:
-            self._steps.remove(known)
-            self._tell(known)
-
-    def _next_batch(self) -> int:
-        return 0 if self.watch is None or self.watch.batch is None else self.watch.batch + 1
-
-    def _is_bad(self, step: _Step) -> bool:
-        return any(map(self._deferred.is_nonfinite, step.batches))
+        for step in [*self._steps]:
+            if step.finding is not None:
+                self._steps.remove(step)
+                self._tell(step, step.finding)
 
     def _describe(self, finding: Finding, record: Record | None) -> tuple[str, ...]:
         """Return a remark on whose row the first non-finite element is in."""
-        bad = None
+        step = next((step for step in reversed(self._steps) if step.first <= finding.batch), None)
+        if step is None:
+            return ()
+        step.finding = step.finding or finding
         with suppressing("the request of a finding could not be told"):
             if finding.index and record is not None and record.role in ("input", "output") and record.shape:
-                owner = owner_of(self._shares(), finding.index[0], record.shape[0])
-                bad = None if owner is None else _bad(*owner, finding)
-        self._findings[finding.batch] = finding, bad
-        _keep(self._findings, 2 * _MOST_STEPS)
-        return () if bad is None else (f"in a row of {bad}",)
+                owner = owner_of(step.shares or step.ask(), finding.index[0], record.shape[0])
+                if owner is not None:
+                    bad = step.bad.setdefault(owner[0].request, _bad(*owner, step.finding))
+                    return (f"in a row of {bad}",)
+        return ()
 
-    def _tell(self, step: _Step) -> None:
-        known = [self._findings[batch] for batch in step.batches if batch in self._findings]
-        if not known:
-            return
-        finding, first = known[0]
-        bad = {} if first is None else {first.request: first}
-        for share, position in step.bad():
-            bad.setdefault(share.request, _bad(share, position, finding))
-        for request, one in bad.items():
+    def _tell(self, step: _Step, finding: Finding) -> None:
+        """Log and count the bad requests of a step that were not bad before. Waits for a device."""
+        for peaks in step.peaks:
+            for row in (~torch.isfinite(peaks)).nonzero().flatten().tolist():
+                owner = owner_of(step.shares, row, len(peaks))
+                if owner is not None and owner[0].request not in step.bad:
+                    step.bad[owner[0].request] = _bad(*owner, finding)
+        for request, bad in step.bad.items():
             if request not in self.requests:
-                self.requests[request] = one
-                _keep(self.requests, _MOST_REQUESTS)
+                self.requests[request] = bad
+                if len(self.requests) > _MOST_REQUESTS:
+                    del self.requests[next(iter(self.requests))]
                 if (counter := _counter()) is not None:
-                    counter.labels(phase=one.phase).inc()
-                self._say(f"{one} was not finite: {one.first}")
-        if not bad:
+                    counter.labels(phase=bad.phase).inc()
+                self._say(f"{bad} was not finite: {bad.first}")
+        if not step.bad:
             self._say(f"{summary(finding)}; the rows of all requests were finite at the end")
 
     def _say(self, message: str) -> None:
@@ -193,21 +174,16 @@ class ServedModel:
 
     def answer(self) -> dict[str, Any]:
         """Return the requests that went bad, and the report as JSON, in types that every channel carries."""
-        report = None if self.watch is None else self.watch.report().to_json()
-        return {"requests": [one._asdict() for one in self.requests.values()], "report": report}
-
-
-def _keep(by_age: dict[Any, Any], most: int) -> None:
-    while len(by_age) > most:
-        del by_age[next(iter(by_age))]
+        watch = self._deferred.watch
+        report = None if watch is None else watch.report().to_json()
+        return {"requests": [bad._asdict() for bad in self.requests.values()], "report": report}
 
 
 def _bad(share: Share, position: int, finding: Finding) -> BadRequest:
     place = position // share.block_size if share.block_size else len(share.blocks)
     block = share.blocks[place] if place < len(share.blocks) else None
-    return BadRequest(
-        share.request, share.phase, position, block, module_name(finding.module), summary(finding)
-    )
+    module, first = module_name(finding.module), summary(finding)
+    return BadRequest(share.request, share.phase, position, block, module, first)
 
 
 @cache

@@ -258,10 +258,6 @@ class DeferredWatch:
         if self.watch is not None:
             self.watch._reports.describe = remarks
 
-    def is_nonfinite(self, batch: int) -> bool:
-        """Return whether the batch of this number, one of the latest 64 such batches, is known to be non-finite."""
-        return self.watch is not None and self.watch._failures.knows(batch)
-
     def look(self) -> None:
         """Read the frames since the last look, for `take_least`. To be called after each batch."""
         if self._least is not None:
