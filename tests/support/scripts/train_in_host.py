@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,8 +122,8 @@ def loop(forward: Callable[[Tensor], Tensor], step: Callable[[Tensor], object]) 
         step((forward(torch.randn(16, 4, generator=generator)) - 1).abs().mean())
 
 
-def deepspeed() -> nn.Module:
-    """DeepSpeed's ZeRO, stage 1."""
+def zero(stage: int) -> nn.Module:
+    """DeepSpeed's ZeRO, alone or as one of the ranks of torchrun. In stage 3 no parameter is left whole."""
     import deepspeed as host
 
     for name, value in {
@@ -136,7 +137,7 @@ def deepspeed() -> nn.Module:
     model = Net()
     config = {
         "train_micro_batch_size_per_gpu": 16,
-        "zero_optimization": {"stage": 1},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -147,7 +148,10 @@ def deepspeed() -> nn.Module:
         engine.step()
 
     loop(engine, step)
-    return model
+    with host.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
+        if os.environ["RANK"] == "0":
+            torch.save({name: x.detach().clone() for name, x in model.named_parameters()}, WEIGHTS)
+    raise SystemExit
 
 
 def fabric() -> nn.Module:
@@ -237,6 +241,6 @@ def litgpt() -> nn.Module:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    trained = {"sft": sft, "grpo": grpo, "deepspeed": deepspeed, "fabric": fabric, "accelerate": accelerate}
-    trained["litgpt"] = litgpt
+    trained = {"sft": sft, "grpo": grpo, "fabric": fabric, "accelerate": accelerate, "litgpt": litgpt}
+    trained |= {f"zero-{stage}": partial(zero, stage) for stage in (1, 2, 3)}
     torch.save(trained[HOST]().state_dict(), WEIGHTS)
