@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .integrations.debug import DebugUnderflowOverflow, detect_overflow
     from .integrations.trainer_debug import patch_transformers, unpatch_transformers
     from .monitoring.sinks import Sink
+    from .numerics.block_fit import BlockFit
     from .numerics.exponents import ExponentHistogram, exponent_histogram
     from .numerics.fit import Fit, narrowest, would_fit
     from .numerics.formats import AbsRange, Statistics, TensorHealth
@@ -55,6 +56,7 @@ else:
         "integrations.debug": ("DebugUnderflowOverflow", "detect_overflow"),
         "integrations.trainer_debug": ("patch_transformers", "unpatch_transformers"),
         "monitoring.sinks": ("Sink",),
+        "numerics.block_fit": ("BlockFit",),
         "numerics.exponents": ("ExponentHistogram", "exponent_histogram"),
         "numerics.fit": ("Fit", "narrowest", "would_fit"),
         "numerics.formats": ("AbsRange", "Statistics", "TensorHealth"),
@@ -85,6 +87,7 @@ else:
 __all__ = [
     "AbsRange",
     "BatchLimitError",
+    "BlockFit",
     "Capsule",
     "CapsuleError",
     "Cure",

@@ -62,10 +62,11 @@ def quantized(x: Tensor, name: str, dim: int = -1, *, generator: torch.Generator
     """
     form = block_format(name, "quantized")
     with torch.no_grad():
-        blocks = blocks_of(x, form, dim, "quantized")
-        scales = block_scales(blocks.values, form)
-        elements = rounded(blocks.values * scales.factor, form.element, generator)
-        return blocks.joined(read_back(elements, scales, form))
+        matrices = matrices_of(x, form, dim, "quantized")
+        blocks = cut(matrices.values, form.rows, form.columns)
+        scales = block_scales(amax_of(blocks), form)
+        elements = rounded(blocks * scales.factor, form.element, generator)
+        return matrices.joined(read_back(elements, scales, form))
 
 
 def encoded(x: Tensor, name: str, dim: int = -1, *, generator: torch.Generator | None = None) -> Encoded:
@@ -75,68 +76,81 @@ def encoded(x: Tensor, name: str, dim: int = -1, *, generator: torch.Generator |
     """
     form = block_format(name, "encoded")
     with torch.no_grad():
-        blocks = blocks_of(x, form, dim, "encoded")
-        scales = block_scales(blocks.values, form)
-        elements = rounded(blocks.values * scales.factor, form.element, generator)
-        codes = blocks.joined(codes_of(elements, form.element))
-        return Encoded(codes, scales.stored.reshape(blocks.scale_shape), scales.of_tensor)
+        matrices = matrices_of(x, form, dim, "encoded")
+        blocks = cut(matrices.values, form.rows, form.columns)
+        scales = block_scales(amax_of(blocks), form)
+        elements = rounded(blocks * scales.factor, form.element, generator)
+        codes = matrices.joined(codes_of(elements, form.element))
+        return Encoded(codes, scales.stored.reshape(matrices.scale_shape), scales.of_tensor)
 
 
-class Blocks(NamedTuple):
-    """A tensor cut into blocks."""
+class Matrices(NamedTuple):
+    """A tensor as matrices whose rows lie along the axis of its blocks."""
 
     values: Tensor
-    """float32: (batch, blocks of rows, rows, blocks of columns, columns), padded with zeros."""
+    """(batch, rows, columns), in the tensor's dtype."""
     shape: tuple[int, ...]
     """Shape of the tensor with the axis last."""
-    matrices: tuple[int, int, int]
-    """The same as matrices: (batch, rows, columns)."""
     scale_shape: tuple[int, ...]
     """`shape` counted in blocks."""
     dim: int
     """Place of the axis in the tensor."""
 
-    def joined(self, values: Tensor) -> Tensor:
-        """Return a number for each element in the shape of the tensor."""
-        batch, height, rows, width, columns = values.shape
-        _, num_rows, num_columns = self.matrices
-        flat = values.reshape(batch, height * rows, width * columns)[:, :num_rows, :num_columns]
+    def joined(self, blocks: Tensor) -> Tensor:
+        """Return a number for each element, cut into blocks, in the shape of the tensor."""
+        batch, height, rows, width, columns = blocks.shape
+        _, num_rows, num_columns = self.values.shape
+        flat = blocks.reshape(batch, height * rows, width * columns)[:, :num_rows, :num_columns]
         flat = flat.reshape(self.shape)
         return flat.movedim(-1, self.dim).contiguous() if flat.ndim else flat
 
 
-def blocks_of(x: Tensor, form: BlockFormat, dim: int, caller: str) -> Blocks:
-    """Cut a tensor into blocks. Raise TypeError for what is not a tensor of floating point."""
+def matrices_of(x: Tensor, form: BlockFormat, dim: int, caller: str) -> Matrices:
+    """Return a tensor as matrices: a view where its strides allow one.
+
+    Raises TypeError for what is not a tensor of floating point.
+    """
     if not isinstance(x, Tensor) or dtype_name(x.dtype) not in _ACCEPTED:
         kind = f"tensor of {dtype_name(x.dtype)}" if isinstance(x, Tensor) else type_name(x)
         raise TypeError(f"{caller} got a {kind}; accepted are tensors of {', '.join(sorted(_ACCEPTED))}")
-    wide = x.detach().float()
-    wide = wide.movedim(dim, -1) if wide.ndim else wide
-    *leading, last = wide.shape or (1,)
+    x = x.detach()
+    x = x.movedim(dim, -1) if x.ndim else x
+    *leading, last = x.shape or (1,)
     if form.rows is None:
-        matrices = (1, 1, wide.numel())
+        sizes = (1, 1, x.numel())
     elif form.rows == 1 or not leading:
-        matrices = (1, prod(leading), last)
+        sizes = (1, prod(leading), last)
     else:
-        matrices = (prod(leading[:-1]), leading[-1], last)
-    batch, num_rows, num_columns = matrices
-    rows, columns = form.rows or 1, form.columns or max(num_columns, 1)
-    height, width = -(-num_rows // rows), -(-num_columns // columns)
-    values = pad(wide.reshape(matrices), (0, -num_columns % columns, 0, -num_rows % rows))
-    each_row = leading if rows == 1 else [*leading[:-1], height]
+        sizes = (prod(leading[:-1]), leading[-1], last)
+    height, width = -(-sizes[1] // (form.rows or 1)), -(-sizes[2] // (form.columns or max(sizes[2], 1)))
+    each_row = leading if form.rows == 1 else [*leading[:-1], height]
     scale_shape = (width,) if form.rows is None else (*each_row, width)
-    return Blocks(
-        values.reshape(batch, height, rows, width, columns), tuple(wide.shape), matrices, scale_shape, dim
-    )
+    return Matrices(x.reshape(sizes), tuple(x.shape), scale_shape, dim)
 
 
-def block_scales(blocks: Tensor, form: BlockFormat) -> Scales:
-    """Return the scales of float32 blocks of shape (batch, blocks of rows, rows, blocks of columns, columns)."""
-    amax = blocks.abs().amax((2, 4), keepdim=True)
+def cut(matrices: Tensor, rows: int | None, columns: int | None) -> Tensor:
+    """Return matrices as float32 blocks, filled up with zeros.
+
+    Their shape: (batch, blocks of rows, rows, blocks of columns, columns).
+    """
+    batch, num_rows, num_columns = matrices.shape
+    rows, columns = rows or 1, columns or max(num_columns, 1)
+    height, width = -(-num_rows // rows), -(-num_columns // columns)
+    padded = pad(matrices.float(), (0, width * columns - num_columns, 0, height * rows - num_rows))
+    return padded.reshape(batch, height, rows, width, columns)
+
+
+def amax_of(blocks: Tensor) -> Tensor:
+    """Return the largest magnitude of each block; nan where it has a nan."""
+    return blocks.abs().amax((2, 4), keepdim=True)
+
+
+def block_scales(amax: Tensor, form: BlockFormat, of_all: Tensor | None = None) -> Scales:
+    """Return the scales of blocks by their largest magnitudes. `of_all`: the largest one, unless it is among them."""
     if form.scale == "float8_e8m0fnu":
         return _powers(amax, form.element)
     if form.scale == "float8_e4m3fn":
-        return _two_levels(amax, form.element)
+        return _two_levels(amax, form.element, of_all)
     largest = form.element.ends.largest
     factor = (largest / amax.double().clamp(min=_FLOAT8_EPS)).float()
     inverse = 1.0 / factor
@@ -154,11 +168,12 @@ def _powers(amax: Tensor, element: NumberFormat) -> Scales:
     return Scales(code.to(torch.uint8).view(torch.float8_e8m0fnu), 1.0 / divisor, value)
 
 
-def _two_levels(amax: Tensor, element: NumberFormat) -> Scales:
+def _two_levels(amax: Tensor, element: NumberFormat, of_all: Tensor | None) -> Scales:
     """Return scales in e4m3 under one in float32, for NVFP4."""
     largest, limits = element.ends.largest, torch.finfo(torch.float8_e4m3fn)
-    top = amax.amax() if amax.numel() else amax.new_zeros(())
-    of_tensor = top / (limits.max * largest)
+    if of_all is None:
+        of_all = amax.amax() if amax.numel() else amax.new_zeros(())
+    of_tensor = of_all / (limits.max * largest)
     of_tensor = torch.where(of_tensor == 0, 1.0, of_tensor)
     stored = (amax / largest / of_tensor).clamp(limits.tiny, limits.max).to(torch.float8_e4m3fn)
     reciprocal = (1.0 / of_tensor).clamp(max=torch.finfo(torch.float32).max)

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
 from math import ceil, floor, inf, isfinite, nextafter
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from . import _extension, _spread
+from .block_fit import BlockFit, block_fit
+from .block_formats import BLOCKS_BY_NAME
 from .exponents import ExponentHistogram, counted_dtype
 from .formats import BY_NAME
 from .readable import dtype_name, only_our_dispatch, read, readable, type_name
@@ -106,19 +108,32 @@ class Fit:
         return num / self.num_elements if self.num_elements else 0.0
 
 
-def would_fit(x: Tensor | ExponentHistogram, dtype: torch.dtype | str, *, scale: float = 1.0) -> Fit:
+@overload
+def would_fit(x: ExponentHistogram, dtype: torch.dtype | str, *, scale: float = 1.0) -> Fit: ...
+@overload
+def would_fit(x: Tensor, dtype: torch.dtype, *, scale: float = 1.0) -> Fit: ...
+@overload
+def would_fit(x: Tensor, dtype: str, *, scale: float = 1.0, dim: int = -1) -> Fit | BlockFit: ...
+def would_fit(
+    x: Tensor | ExponentHistogram, dtype: torch.dtype | str, *, scale: float = 1.0, dim: int = -1
+) -> Fit | BlockFit:
     """Count the elements of `x` that would overflow, or become zero or subnormal, in `(x * scale).to(dtype)`.
 
     `x`: a tensor of any real dtype, shape and layout, in one pass over it and with one sync; or a histogram, for
     which the counts are bounds wherever an end of the format lies inside one of its powers of two. `dtype`: a
     floating-point format, or its name. `scale`: above zero.
 
+    With the name of a block format, such as "mxfp8", "mxfp4", "nvfp4" or "float8_rowwise", return a BlockFit: the ratio
+    of signal to quantization noise, the elements that saturate or become zero, and the worst blocks. `dim`: the axis
+    along which blocks lie, the one that the matmul sums over. A float64 is rounded to float32 first.
+
     The product is taken as exact and rounded once, to nearest, ties to even. torch may round twice: the product to its
     own dtype, and a float64 to float32 on its way to a narrower format. So torch may treat an element within such a
     rounding of an end (2^-24 of it, for float32) differently.
 
     Raises TypeError for a tensor without values to read, a complex tensor, and a `dtype` that is no floating-point
-    format; ValueError for a scale that is not above zero and finite.
+    format; for a block format also for integers and a histogram. Raises ValueError for a scale that is not above zero
+    and finite, or given with a block format.
 
     Examples:
         >>> import nanwatch, torch
@@ -127,7 +142,19 @@ def would_fit(x: Tensor | ExponentHistogram, dtype: torch.dtype | str, *, scale:
         float16: 0.000% overflow, 33.333% become zero, 0.000% become subnormal
         >>> nanwatch.would_fit(gradient, "float16", scale=2.0**15).fits
         True
+        >>> print(nanwatch.would_fit(torch.linspace(-1, 1, 64), "mxfp4"))
+        mxfp4: SQNR 20.3 dB, 0.000% saturate, 6.250% become zero, 0.000% of 2 blocks become zero
     """
+    if isinstance(dtype, str) and (form := BLOCKS_BY_NAME.get(dtype)) is not None:
+        if isinstance(x, ExponentHistogram):
+            raise TypeError(
+                f"would_fit got a histogram for {dtype}; it does not say which elements share a block: pass the tensor"
+            )
+        if scale != 1.0:
+            raise ValueError(
+                f"would_fit got scale={scale!r} for {dtype}, whose blocks have their own: leave it out"
+            )
+        return block_fit(x, form, dim)
     target = _target(dtype)
     if not isfinite(scale) or scale <= 0:
         raise ValueError(f"would_fit got scale={scale!r}; a finite number above 0 is accepted, 1.0 for none")
@@ -261,7 +288,8 @@ def _target(dtype: torch.dtype | str) -> str:
         why = (
             "holds no zero, no sign and no fraction" if name in _NO_TARGETS else "is no floating-point format"
         )
-        raise TypeError(f"would_fit got dtype {name}, which {why}; accepted are {', '.join(_TARGETS)}")
+        accepted = ", ".join((*_TARGETS, *BLOCKS_BY_NAME))
+        raise TypeError(f"would_fit got dtype {name}, which {why}; accepted are {accepted}")
     return name
 
 

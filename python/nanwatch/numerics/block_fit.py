@@ -1,0 +1,286 @@
+"""Error of a block format on a tensor: its noise by block, and how many elements saturate or become zero."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, reduce
+from math import inf, isnan, log2, log10, nan
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from . import _extension
+from ._reference import row_dtype
+from .block_formats import BLOCKS_BY_NAME, BlockFormat
+from .block_reference import Scales, amax_of, block_scales, cut, matrices_of, read_back, rounded
+from .formats import NumberFormat
+from .readable import is_plain, only_our_dispatch, readable, type_name
+
+WORST = 5
+"""Number of blocks that a BlockFit names."""
+_NATIVE = (torch.float32, torch.float16, torch.bfloat16)
+_CHUNK = 1 << 20  # elements: a dozen temporaries of 4 and 8 bytes stay below 128 MiB
+
+# Columns of a row: elements, saturated, flushed, lost, non-finite, blocks, flushed blocks, then those named here, then
+# (index, signal, noise) of each of the worst blocks, where an index of -1 says that there is none.
+_SIGNAL, _NOISE, _LOW, _HIGH = range(7, 11)
+HEAD = _HIGH + 1
+WIDTH = HEAD + 3 * WORST
+
+
+class BlockError(NamedTuple):
+    """The error of one block."""
+
+    block: tuple[int, ...]
+    """Index of the block: that of its first element with the axis last, divided by the size of a block."""
+    sqnr: float
+    """In dB."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFit:
+    """Effect of a block format on a tensor. Counts and sums cover finite elements.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> fit = nanwatch.would_fit(torch.tensor([1.0, 0.3] * 32), "mxfp8")
+        >>> round(fit.sqnr, 1), fit.saturated, fit.flushed, fit.num_blocks
+        (38.4, 0.0, 0.0, 2)
+    """
+
+    format: str
+    dim: int
+    """Axis along which the blocks lie."""
+    num_elements: int
+    """Elements that are finite and not zero. The shares refer to them."""
+    num_saturated: int
+    """Rounded beyond the largest element."""
+    num_flushed: int
+    """Rounded to zero."""
+    num_lost: int
+    """Become nan or inf: they share a scale with one, or come out too large for float32."""
+    num_nonfinite: int
+    """Elements that were nan or inf before."""
+    num_blocks: int
+    num_flushed_blocks: int
+    """Blocks with elements that are finite and not zero, all of which become zero."""
+    signal: float
+    """Sum of x^2 over the elements that are finite before and after."""
+    noise: float
+    """Sum of (x - q)^2 over these elements, where q is the value that the format has for x."""
+    scales: tuple[float, float]
+    """Smallest and largest factor by which elements are read, of finite blocks that are not zero; nan without one."""
+    worst: tuple[BlockError, ...]
+    """The blocks with the lowest SQNR, at most 5, the lowest first; no block that is exact."""
+
+    @property
+    def sqnr(self) -> float:
+        """Return the ratio of signal to quantization noise in dB: inf where all is exact, nan without an element."""
+        return _decibel(self.signal, self.noise)
+
+    @property
+    def saturated(self) -> float:
+        """Return the share of elements that saturate, 0.0 to 1.0."""
+        return self.num_saturated / self.num_elements if self.num_elements else 0.0
+
+    @property
+    def flushed(self) -> float:
+        """Return the share of elements that become zero, 0.0 to 1.0."""
+        return self.num_flushed / self.num_elements if self.num_elements else 0.0
+
+    @property
+    def flushed_blocks(self) -> float:
+        """Return the share of blocks that become zero, 0.0 to 1.0."""
+        return self.num_flushed_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def scale_spread(self) -> float:
+        """Return the distance of the smallest from the largest scale in powers of two; nan without a scale."""
+        low, high = self.scales
+        return nan if isnan(low) else log2(high) - log2(low)
+
+    def __str__(self) -> str:
+        lost = f", {self.num_lost} become nan or inf" if self.num_lost else ""
+        return (
+            f"{self.format}: SQNR {self.sqnr:.1f} dB, {self.saturated:.3%} saturate, {self.flushed:.3%} become zero, "
+            f"{self.flushed_blocks:.3%} of {self.num_blocks} blocks become zero{lost}"
+        )
+
+
+def block_fit(x: Tensor, form: BlockFormat, dim: int) -> BlockFit:
+    """Measure the effect of a block format on a tensor; `would_fit` has the description."""
+    _extension.explain_once()
+    with only_our_dispatch(), torch.no_grad():
+        x = readable(x, "would_fit")
+        if not is_plain(x):
+            raise TypeError(
+                f"would_fit got a {type_name(x)} of layout {x.layout} for {form.name}; pass a dense tensor"
+            )
+        matrices = matrices_of(x, form, dim, "would_fit")
+        values = matrices.values
+        values = (values if values.dtype in _NATIVE else values.float()).contiguous()
+        needs_amax = form.rows is None or form.has_tensor_scale
+        amax = float(_extension.abs_range(values)[1]) if needs_amax else nan
+        numbers = _operator(values, form.name, native_numbers(form), amax).tolist()
+    counts = [int(number) for number in numbers[:_SIGNAL]]
+    num_elements, num_saturated, num_flushed, num_lost, num_nonfinite, num_blocks, num_flushed_blocks = counts
+    signal, noise, low, high = numbers[_SIGNAL:HEAD]
+    worst = zip(*(iter(numbers[HEAD:]),) * 3, strict=True)
+    return BlockFit(
+        format=form.name,
+        dim=dim % max(x.ndim, 1),
+        num_elements=num_elements,
+        num_saturated=num_saturated,
+        num_flushed=num_flushed,
+        num_lost=num_lost,
+        num_nonfinite=num_nonfinite,
+        num_blocks=num_blocks,
+        num_flushed_blocks=num_flushed_blocks,
+        signal=signal,
+        noise=noise,
+        scales=(low, high) if low <= high else (nan, nan),
+        worst=tuple(
+            BlockError(_place(int(index), matrices.scale_shape), _decibel(power, error))
+            for index, power, error in worst
+            if index >= 0
+        ),
+    )
+
+
+def native_numbers(form: BlockFormat) -> list[float]:
+    """Return what a kernel needs to know of a format: `BlockSpec` in csrc/numerics/block_format.h."""
+    element = form.element
+    scale = ("float8_e8m0fnu", "float8_e4m3fn", "float32").index(form.scale)
+    numbers = (
+        form.rows or 0,
+        form.columns or 0,
+        scale,
+        form.divides,
+        element.fraction_bits,
+        1 - element.bias,
+    )
+    return [*map(float, numbers), element.ends.largest, _saturates_from(element)]
+
+
+def errors(x: Tensor, name: str, numbers: Sequence[float], amax: float) -> Tensor:
+    """Return the row of matrices (batch, rows, columns), shape (26,): the fallback of every device.
+
+    `numbers` are those of the format and not needed here. `amax`: the largest magnitude of the whole tensor, for a
+    format with a scale for it.
+    """
+    form = BLOCKS_BY_NAME[name]
+    of_all = torch.full((), amax, device=x.device)
+    _, rows, columns = x.shape
+    height, width = form.rows or 1, form.columns or 1
+    # Pieces of whole blocks, of a whole row where it fits.
+    at_once = (
+        max(_CHUNK // max(rows * columns, 1), 1),
+        max(_CHUNK // max(height * columns, 1), 1) * height,
+        max(_CHUNK // (height * width), 1) * width,
+    )
+    found = []
+    num_blocks = 0
+    for matrices in x.split(at_once[0]):
+        for band in matrices.split(at_once[1], 1):
+            pieces = [part for part in band.split(at_once[2], 2) if part.numel()]
+            if form.columns is None and pieces:
+                amaxes = [of_all] if form.rows is None else [part.abs().amax(2).float() for part in pieces]
+                top = reduce(torch.maximum, amaxes).expand(band.shape[:2])[:, :, None, None, None]
+                scales = block_scales(top, form)
+                tables = [_table(cut(part, 1, None), form, scales) for part in pieces]
+                tables = [torch.cat([torch.stack(tables).sum(0)[:, :-1], tables[0][:, -1:]], 1)]
+            else:
+                blocks = [cut(part, form.rows, form.columns) for part in pieces]
+                tables = [_table(part, form, block_scales(amax_of(part), form, of_all)) for part in blocks]
+            for table in tables:
+                found.append(_row(table, num_blocks))
+                num_blocks += len(table)
+    return _merged(found, x.device)
+
+
+# A table has a row for each block.
+_ELEMENTS, _SATURATED, _FLUSHED, _LOST, _NONFINITE, _BLOCK_SIGNAL, _BLOCK_NOISE, _SCALE = range(8)
+
+
+def _table(blocks: Tensor, form: BlockFormat, scales: Scales) -> Tensor:
+    """Return the numbers of each block, in the order of the blocks."""
+    scaled = blocks * scales.factor
+    values = read_back(rounded(scaled, form.element), scales, form)
+    finite = blocks.isfinite()
+    kept, nonzero = finite & values.isfinite(), finite & (blocks != 0)
+    wide = row_dtype(blocks.device)
+    signal = blocks.where(kept, 0.0).to(wide).square()
+    noise = (blocks - values).where(kept, 0.0).to(wide).square()
+    saturated = nonzero & (scaled.abs() >= _saturates_from(form.element))
+    columns = [nonzero, saturated, nonzero & (values == 0), nonzero & ~kept, ~finite, signal, noise]
+    table = torch.stack([column.sum((2, 4), dtype=wide).flatten() for column in columns], 1)
+    scale = scales.value.flatten().to(wide)
+    is_shown = (table[:, _ELEMENTS] > 0) & (table[:, _NONFINITE] == 0) & scale.isfinite()
+    return torch.cat([table, scale.where(is_shown, nan)[:, None]], 1)
+
+
+def _row(table: Tensor, first: int) -> Tensor:
+    """Return the row of blocks, of which the first has the number `first`."""
+    flushed = (table[:, _FLUSHED] == table[:, _ELEMENTS]) & (table[:, _ELEMENTS] > 0)
+    scale = table[:, _SCALE]
+    sums = table.sum(0)
+    head = [*sums[:_BLOCK_SIGNAL], sums.new_tensor(len(table)), flushed.sum(), *sums[_BLOCK_SIGNAL:_SCALE]]
+    head += [scale.nan_to_num(inf).amin(), scale.nan_to_num(-inf).amax()]
+    noise = table[:, _BLOCK_NOISE]
+    ratio = (noise / table[:, _BLOCK_SIGNAL]).where(noise > 0, -1.0)
+    order = ratio.sort(descending=True, stable=True).indices[:WORST]
+    index = (order + first).where(ratio[order] > 0, -1)
+    worst = torch.stack([index.to(table), *table[order, _BLOCK_SIGNAL:_SCALE].unbind(1)], 1).flatten()
+    return torch.cat(
+        [
+            torch.stack([number.to(table) for number in head]),
+            pad(worst, (0, WIDTH - HEAD - len(worst)), value=-1.0),
+        ]
+    )
+
+
+def _merged(rows: list[Tensor], device: torch.device) -> Tensor:
+    """Return the row of all blocks."""
+    empty = torch.zeros(WIDTH, dtype=row_dtype(device), device=device)
+    empty[_LOW], empty[_HIGH], empty[HEAD:] = inf, -inf, -1.0
+    table = torch.stack([empty, *rows])
+    worst = table[:, HEAD:].reshape(-1, 3)
+    ratio = (worst[:, 2] / worst[:, 1]).where(worst[:, 0] >= 0, -1.0)
+    worst = worst[ratio.sort(descending=True, stable=True).indices[:WORST]]
+    return torch.cat(
+        [table[:, :_LOW].sum(0), table[:, _LOW].amin()[None], table[:, _HIGH].amax()[None], worst.flatten()]
+    )
+
+
+def _fake_errors(x: Tensor, name: str, numbers: Sequence[float], amax: float) -> Tensor:
+    return torch.empty((WIDTH,), dtype=row_dtype(x.device), device=x.device)
+
+
+_operator = _extension.define(
+    "block_errors(Tensor x, str name, float[] numbers, float amax) -> Tensor", errors, _fake_errors
+)
+
+
+@cache
+def _saturates_from(element: NumberFormat) -> float:
+    """Return the lowest float32 that rounds beyond the largest element: half a step above it, a tie goes to even."""
+    largest, below = (element.value_of(element.largest_word - back) for back in (0, 1))
+    tie = torch.tensor(largest + (largest - below) / 2)
+    return float(tie if element.largest_word % 2 else tie.nextafter(torch.tensor(inf)))
+
+
+def _place(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    place = []
+    for size in reversed(shape):
+        index, rest = divmod(index, size)
+        place.append(rest)
+    return tuple(reversed(place))
+
+
+def _decibel(signal: float, noise: float) -> float:
+    if noise == 0:
+        return inf if signal else nan
+    return 10 * log10(signal / noise)
