@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from nanwatch.blackbox import story
 from nanwatch.equivalence import comparison, results
+from nanwatch.equivalence.recipes import result as recipes
 from nanwatch.report import report, spike
 from nanwatch.report.finding_text import Explanation
 
@@ -30,6 +31,13 @@ DOCUMENTS: dict[str, tuple[type, str, int, dict[str, Any], dict[str, Any]]] = {
     "blackbox": (story.BlackBoxReport, story.SCHEMA, story.VERSION, {}, {}),
     "comparison": (comparison.Comparison, "nanwatch.comparison", results.VERSION, {}, {}),
     "repetition": (results.Repetition, "nanwatch.repetition", results.VERSION, {}, {"equal": bool}),
+    "recipe": (
+        recipes.Recipe,
+        recipes.SCHEMA,
+        recipes.VERSION,
+        {},
+        {"torchao": dict[str, str], "transformer_engine": dict[str, list[str]]},
+    ),
     "bisection": (results.Bisection, "nanwatch.bisection", results.VERSION, {}, {"equal": bool}),
 }
 _PLAIN = {str: "string", int: "integer", bool: "boolean", type(None): "null"}

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .capsule.files import CapsuleError
     from .equivalence.bisect import bisect
     from .equivalence.compare import compare
+    from .equivalence.recipes.recipe import recipe
     from .equivalence.twice import twice
     from .instrumentation.functions import span, watched
     from .integrations.debug import DebugUnderflowOverflow, detect_overflow
@@ -50,6 +51,7 @@ else:
         "capsule.files": ("CapsuleError",),
         "equivalence.bisect": ("bisect",),
         "equivalence.compare": ("compare",),
+        "equivalence.recipes.recipe": ("recipe",),
         "equivalence.twice": ("twice",),
         "instrumentation.functions": ("span", "watched"),
         "integrations.notebook": ("load_ipython_extension", "unload_ipython_extension"),
@@ -118,6 +120,7 @@ __all__ = [
     "fp32_modules",
     "narrowest",
     "patch_transformers",
+    "recipe",
     "replay",
     "run_in_fp32",
     "span",

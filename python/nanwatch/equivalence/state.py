@@ -334,11 +334,11 @@ class Leftovers:
         self._restores.append(functools.partial(_reset, vars(one), own, known))
 
     def _watch(self, name: str, get: Callable[[], Any]) -> None:
-        self._watched[name] = (get, _digest(get()))
+        self._watched[name] = (get, digest(get()))
 
     def changed(self) -> list[str]:
         """Return the names of what is not as it was, and of the caches of functools that hold something."""
-        now = {name: get() for name, (get, digest) in self._watched.items() if _digest(get()) != digest}
+        now = {name: get() for name, (get, before) in self._watched.items() if digest(get()) != before}
         # A container with two names is one. Numbers are one object by chance.
         keys = {id(x) if isinstance(x, list | dict | set) else n: n for n, x in reversed(now.items())}
         filled = (one for one in _caches() if one.cache_info().currsize)
@@ -378,7 +378,7 @@ def _caches() -> list[Any]:
     return found
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
     """Return a text that differs where the tensors and numbers inside a value do."""
     if isinstance(value, torch.Generator):
         value = value.get_state()

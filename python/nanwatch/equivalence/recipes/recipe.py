@@ -1,0 +1,202 @@
+"""`nanwatch.recipe`: the cheapest number formats of a model's linear layers whose loss stays within a budget."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ...instrumentation.wrapped_names import unwrapped
+from ...numerics.block_formats import BLOCKS_BY_NAME
+from ...numerics.readable import dtype_name
+from ...precision.emulation import BFLOAT16, TARGETS, Rounding
+from ...util.progress import Tell, silent
+from ...util.visible import close_names
+from .forwards import ALL, Forwards, LossFunction, Outcome
+from .result import TORCHAO, TRANSFORMER_ENGINE, LayerRecipe, Recipe, Trial
+from .search import Formats, cheapest, path
+
+# Runs beside two for each format of each layer.
+_SPARE = 20
+
+
+def recipe(
+    model: nn.Module,
+    batch: Any,
+    to: Sequence[str] = ("mxfp8", "nvfp4", BFLOAT16),
+    *,
+    loss_budget: float | str = 0.005,
+    train: bool = False,
+    hadamard: int = 0,
+    stochastic: bool = False,
+    loss: LossFunction | None = None,
+    journal: str | os.PathLike[str] | None = None,
+    tell: Tell = silent,
+) -> Recipe:
+    """Find the cheapest number format for each linear layer with which a model's loss stays within a budget.
+
+    Args:
+        model: holds the nn.Linear layers. It stays as it is: training mode, parameters, gradients, random numbers.
+        batch: its arguments: a dict by name, a tuple by position, or the only one.
+        to: the formats to try: bfloat16, and the block formats, such as mxfp8, mxfp4, nvfp4, float8_rowwise.
+        loss_budget: how far the loss may move in either direction, as a share such as 0.005 or "0.5%".
+        train: round the operands of the two backward matmuls too, and tell how far the gradients move.
+        hadamard: rotate blocks of 16 or 32 elements of both operands before they are rounded to a block format.
+        stochastic: round gradients up or down by chance. Needs `train`.
+        loss: a function of the output. By default the output's `loss`, its item "loss", itself or its first part.
+        journal: a file to which each measurement is appended. A call that was interrupted goes on from there.
+        tell: called with the progress.
+
+    A format costs the bits of its elements, relative to bfloat16, for each multiplication of the layer. Formats that
+    are no cheaper than the layer's own dtype are not tried. At most two runs for each format of each layer are made,
+    and 20 more: each layer alone in each format, all layers in each format, and the runs of the search.
+
+    Raises ValueError where an argument is wrong, the model has no nn.Linear, the batch gives no loss, or the loss of
+    the model as it is is not finite.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+        >>> x = torch.linspace(-1, 1, 256).reshape(8, 32)
+        >>> found = nanwatch.recipe(model, x, ["mxfp8"], loss=lambda y: (y - 3).square().mean(), loss_budget="5%")
+        >>> found.formats
+        {'0': 'mxfp8', '2': 'mxfp8'}
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model should be a torch.nn.Module, got {type(model).__name__}")
+    targets, budget = _targets(to), _share(loss_budget)
+    rounding = Rounding(backward=train, hadamard=hadamard, stochastic=stochastic)
+    forwards = Forwards(
+        unwrapped(model), batch, loss, rounding, None if journal is None else Path(journal), tell
+    )
+    with forwards.same_start():
+        return _Search(forwards, targets, budget).find()
+
+
+class _Search:
+    """Measures layers, searches for their formats and gathers the result."""
+
+    def __init__(self, forwards: Forwards, targets: Sequence[str], budget: float) -> None:
+        self._forwards = forwards
+        self._targets = targets
+        self._budget = budget
+        self._base, self._floor = forwards.as_it_is()
+        if not isfinite(self._base.loss):
+            raise ValueError(
+                f"the loss of the model as it is is {self._base.loss}; nanwatch.watch(model) finds where that begins"
+            )
+        called = {name: number for name, number in forwards.multiplications.items() if number}
+        if not called:
+            raise ValueError("no nn.Linear of the model was called with this batch")
+        self._shares = {name: number / sum(called.values()) for name, number in called.items()}
+        own = {name: dtype_name(forwards.layers[name].weight.dtype) for name in called}
+        self._own = max(own.values(), key=list(own.values()).count)
+        self._costs = {
+            name: {"": share * forwards.layers[name].weight.dtype.itemsize / 2}
+            | {target: share * bits_of(target) / 16 for target in targets}
+            for name, share in self._shares.items()
+        }
+
+    def find(self) -> Recipe:
+        """Measure, search, and return the result."""
+        forwards, costs = self._forwards, self._costs
+        cheaper = {name: [t for t in self._targets if costs[name][t] < costs[name][""]] for name in costs}
+        number = sum(map(len, cheaper.values()))
+        most = 2 * number + _SPARE
+        forwards.expected = number + len(self._targets) + 12
+        alone = {
+            name: {target: forwards.outcome({name: target}) for target in targets}
+            for name, targets in cheaper.items()
+        }
+        together: dict[str, float] = {}
+        for target in self._targets:
+            formats = {name: target for name, targets in cheaper.items() if target in targets}
+            if formats:
+                together[target] = self._change(forwards.outcome(formats))
+        changes = {name: {t: self._change(one) for t, one in found.items()} for name, found in alone.items()}
+        within = {
+            name: {t: change for t, change in found.items() if abs(change) <= self._budget}
+            for name, found in changes.items()
+        }
+        kept = cheapest(
+            path(within, costs),
+            changes,
+            lambda formats: self._change(forwards.outcome(formats)),
+            self._budget,
+            lambda: forwards.made < most,
+        )
+        return self._result(kept, alone, together)
+
+    def _change(self, outcome: Outcome) -> float:
+        """Return the relative change of the loss; infinity where it is not finite."""
+        difference = outcome.loss - self._base.loss
+        return difference / (abs(self._base.loss) or 1.0) if isfinite(difference) else float("inf")
+
+    def _result(
+        self, kept: Formats, alone: dict[str, dict[str, Outcome]], together: dict[str, float]
+    ) -> Recipe:
+        outcome = self._forwards.outcome(kept) if kept else self._base
+        layers = tuple(
+            LayerRecipe(
+                name,
+                kept.get(name, self._own),
+                share,
+                {t: Trial(self._change(one), one.gradients.get(ALL)) for t, one in alone[name].items()},
+                outcome.gradients.get(name),
+            )
+            for name, share in self._shares.items()
+        )
+        unused = [name for name in self._forwards.layers if name not in self._shares]
+        remarks = [f"not called with this batch, and left out: {', '.join(unused)}"] if unused else []
+        for library, table in (("torchao", TORCHAO), ("TransformerEngine", TRANSFORMER_ENGINE)):
+            without = sorted({one for one in kept.values() if one not in table and one != BFLOAT16})
+            if without:
+                remarks.append(
+                    f"{library} has no configuration for {', '.join(without)} in the JSON document"
+                )
+        return Recipe(
+            loss=self._base.loss,
+            floor=self._floor,
+            change=self._change(outcome),
+            loss_budget=self._budget,
+            cost=sum(self._costs[name][kept.get(name, "")] for name in self._shares),
+            cost_before=sum(cost[""] for cost in self._costs.values()),
+            own_format=self._own,
+            layers=layers,
+            together=together,
+            forwards=self._forwards.made,
+            remarks=tuple(remarks),
+        )
+
+
+def bits_of(target: str) -> int:
+    """Return the bits of an element of a format."""
+    return 16 if target == BFLOAT16 else BLOCKS_BY_NAME[target].element.bits
+
+
+def _targets(to: Sequence[str]) -> list[str]:
+    names = list(dict.fromkeys([to] if isinstance(to, str) else to))
+    for name in names:
+        if name not in TARGETS:
+            hint = close_names(str(name), TARGETS, "names are those of nanwatch.would_fit")
+            raise ValueError(f"there is no format {name!r}; the formats are {', '.join(TARGETS)}; {hint}")
+    if not names:
+        raise ValueError(f"no format was given; the formats are {', '.join(TARGETS)}")
+    return names
+
+
+def _share(given: float | str) -> float:
+    try:
+        is_percent = isinstance(given, str) and given.strip().endswith("%")
+        share = float(given.strip()[:-1]) / 100 if isinstance(given, str) and is_percent else float(given)
+    except (TypeError, ValueError):
+        share = -1.0
+    if not 0 <= share < 1:
+        raise ValueError(
+            f"the loss budget should be a share of the loss from 0 to 1, such as 0.005 or '0.5%', got {given!r}"
+        )
+    return share

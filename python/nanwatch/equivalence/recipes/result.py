@@ -1,0 +1,173 @@
+"""The result of `nanwatch.recipe`, and its forms: text, JSON, torchao's and TransformerEngine's configurations."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+
+from ...util.reading import plain
+from ...util.visible import module_name
+from ..results import as_text, wrapped
+from .forwards import Distance
+
+SCHEMA, VERSION = "nanwatch.recipe", 1
+# As an expression over torchao.quantization, torchao.prototype.mx_formats and torch: what quantize_ takes.
+_MX = "MXDynamicActivationMXWeightConfig(%sscaling_mode=ScaleCalculationMode.FLOOR)"
+_FLOAT8 = "Float8DynamicActivationFloat8WeightConfig(granularity=%s)"
+_DTYPES = "activation_dtype=torch.{0}, weight_dtype=torch.{0}, "
+TORCHAO = {
+    "mxfp8": _MX % "",
+    "mxfp8_e4m3": _MX % "",
+    "mxfp4": _MX % _DTYPES.format("float4_e2m1fn_x2"),
+    "nvfp4": "NVFP4DynamicActivationNVFP4WeightConfig()",
+    "float8_tensorwise": _FLOAT8 % "PerTensor()",
+    "float8_rowwise": _FLOAT8 % "PerRow()",
+    "float8_block128x128": _FLOAT8 % "(PerBlock((1, 128)), PerBlock((128, 128)))",
+}
+# The recipe class of transformer_engine.common.recipe.
+TRANSFORMER_ENGINE = {
+    "mxfp8": "MXFP8BlockScaling",
+    "mxfp8_e4m3": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
+    "float8_tensorwise": "Float8CurrentScaling",
+    "float8_block128x128": "Float8BlockScaling",
+}
+_MOST_LAYERS = 20
+_LIMITS = (
+    "emulation rounds the operands and sums their products in float32. It cannot show the order and the width in which"
+    " an accumulator of the hardware adds, what a kernel fuses or rounds between, or the speed. Measure the real"
+    " kernels before you rely on a recipe."
+)
+_TRAINS = "The loss of one batch does not see how gradients are rounded. Only the columns of gradients do."
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One layer alone in one format: the relative change of the loss, and how far all gradients move (training)."""
+
+    change: float
+    gradients: Distance | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecipe:
+    """One linear layer: the format that it is given, and how each format does alone.
+
+    `share` is its share of all layers' multiplications. `gradients` is the distance of its weight's gradient under the
+    whole recipe.
+    """
+
+    name: str
+    format: str
+    share: float
+    alone: dict[str, Trial]
+    gradients: Distance | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Result of `nanwatch.recipe`.
+
+    `change` is the relative change of the loss with the whole recipe, measured by a run of its own. `loss` is that of
+    the model as it is and `floor` how far a second equal run is from it. `cost` is the cost of the linear layers:
+    multiplications weighted by the bits of their operands, relative to bfloat16. `together` has the relative change of
+    the loss with all layers in each format. `forwards` counts the runs that were made.
+    """
+
+    loss: float
+    floor: float
+    change: float
+    loss_budget: float
+    cost: float
+    cost_before: float
+    own_format: str
+    layers: tuple[LayerRecipe, ...]
+    together: dict[str, float]
+    forwards: int
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """Formats by the names of the layers, without those that stay as they are."""
+        return {one.name: one.format for one in self.layers if one.format != self.own_format}
+
+    @property
+    def torchao(self) -> dict[str, str]:
+        """torchao's configuration of each layer by its name, where it has one for the layer's format."""
+        return {name: TORCHAO[one] for name, one in self.formats.items() if one in TORCHAO}
+
+    @property
+    def transformer_engine(self) -> dict[str, list[str]]:
+        """Names of the layers by the class of TransformerEngine's recipe, where it has one for the format."""
+        classes: dict[str, list[str]] = {}
+        for name, one in self.formats.items():
+            if one in TRANSFORMER_ENGINE:
+                classes.setdefault(TRANSFORMER_ENGINE[one], []).append(name)
+        return classes
+
+    def to_json(self) -> str:
+        """Return the result as one JSON document."""
+        more = {"torchao": self.torchao, "transformer_engine": self.transformer_engine}
+        head = {"schema": SCHEMA, "version": VERSION}
+        return json.dumps({**head, **plain(self), **more}, allow_nan=False, indent=2)
+
+    def to_text(self) -> str:
+        """Return the result for people."""
+        counts, shares = Counter(one.format for one in self.layers), Counter[str]()
+        for one in self.layers:
+            shares[one.format] += one.share  # type: ignore[assignment]
+        narrow = len(self.formats)
+        lines = [
+            f"Recipe: {narrow} of {len(self.layers)} linear layers in narrower formats, at {self.cost:.2f} of the cost"
+            f" of bfloat16 (before: {self.cost_before:.2f}).",
+            f"Loss:   {self.loss:.6g} as it is, {_percent(self.change)} with the recipe (budget"
+            f" {100 * self.loss_budget:g} %, two equal runs differ by {self.floor:.1g}).",
+            "",
+            "format               layers  multiplications  loss with all layers in it",
+        ]
+        for name in dict.fromkeys([*self.together, self.own_format]):
+            change = _percent(self.together[name]) if name in self.together else "as it is"
+            lines.append(f"{name:<20} {counts[name]:>6}  {100 * shares[name]:>13.1f} %  {change}")
+        return as_text([*lines, "", *self._table(), "", *wrapped("Limits:", self._limits)], self.remarks)
+
+    @property
+    def _limits(self) -> str:
+        trains = any(one.gradients is not None for one in self.layers)
+        return f"{_LIMITS} {_TRAINS}" if trains else _LIMITS
+
+    def _table(self) -> list[str]:
+        """Return the lines of the layers that are the worst alone."""
+        worst = sorted(
+            self.layers, key=lambda one: -max((abs(t.change) for t in one.alone.values()), default=0.0)
+        )
+        shown = worst[:_MOST_LAYERS]
+        trains = any(one.gradients is not None for one in self.layers)
+        heads = "".join(f" {name:>{_width(name)}}" for name in self.together)
+        lines = ["The loss with one layer in a format, the worst layers first:", ""]
+        lines.append(
+            f"{'its format':<20} {'share':>6}{heads}{'  gradient error, cosine' if trains else ''}  layer"
+        )
+        for one in shown:
+            cells = "".join(
+                f" {_percent(one.alone[name].change) if name in one.alone else '-':>{_width(name)}}"
+                for name in self.together
+            )
+            moved = ""
+            if trains:
+                moved = (
+                    "-" if one.gradients is None else f"{one.gradients.error:.2g}, {one.gradients.cosine:.4f}"
+                )
+                moved = f"  {moved:>22}"
+            lines.append(f"{one.format:<20} {100 * one.share:>5.1f}%{cells}{moved}  {module_name(one.name)}")
+        if left := len(worst) - len(shown):
+            lines.append(f"and {left} more (the JSON document has them all)")
+        return lines
+
+
+def _width(name: str) -> int:
+    return max(len(name), 9)
+
+
+def _percent(change: float) -> str:
+    return f"{100 * change:+.3g} %"

@@ -1,0 +1,64 @@
+"""The recipe's forms: text, JSON, and the configurations of torchao and TransformerEngine."""
+
+from __future__ import annotations
+
+import json
+
+from nanwatch.equivalence.recipes.forwards import Distance
+from nanwatch.equivalence.recipes.result import LayerRecipe, Recipe, Trial
+
+TRIALS = {"mxfp8": Trial(0.001, Distance(0.02, 0.999)), "nvfp4": Trial(-0.04, Distance(0.3, 0.9))}
+RECIPE = Recipe(
+    loss=2.5,
+    floor=0.0,
+    change=0.0021,
+    loss_budget=0.005,
+    cost=0.4,
+    cost_before=1.0,
+    own_format="bfloat16",
+    layers=(
+        LayerRecipe("fc1", "nvfp4", 0.5, {**TRIALS, "nvfp4": Trial(0.0011)}, Distance(0.25, 0.95)),
+        LayerRecipe("fc2", "mxfp8", 0.3, TRIALS, Distance(0.02, 0.999)),
+        LayerRecipe("fc3", "mxfp6_e2m3", 0.1, {}),
+        LayerRecipe("head", "bfloat16", 0.1, TRIALS, Distance(0.01, 1.0)),
+    ),
+    together={"mxfp8": 0.002, "nvfp4": float("inf")},
+    forwards=17,
+    remarks=("torchao has no configuration for mxfp6_e2m3",),
+)
+
+
+def test_text() -> None:
+    """The verdict, the formats, the worst layers with their own changes, and what emulation cannot show."""
+    lines = RECIPE.to_text().splitlines()
+    assert lines[0] == (
+        "Recipe: 3 of 4 linear layers in narrower formats, at 0.40 of the cost of bfloat16 (before: 1.00)."
+    )
+    assert "+0.21 % with the recipe (budget 0.5 %" in lines[1]
+    rows = [line.split() for line in lines]
+    assert ["nvfp4", "1", "50.0", "%", "+inf", "%"] in rows
+    assert ["mxfp8", "30.0%", "+0.1", "%", "-4", "%", "0.02,", "0.9990", "fc2"] in rows
+    assert ["mxfp6_e2m3", "10.0%", "-", "-", "-", "fc3"] in rows
+    assert [row[-1] for row in rows if row[-1:] and row[-1] in ("fc1", "fc2", "head", "fc3")] == [
+        "fc2",
+        "head",
+        "fc1",
+        "fc3",
+    ]
+    text = " ".join(RECIPE.to_text().split())
+    assert "cannot show the order and the width" in text
+    assert "does not see how gradients are rounded" in text
+    assert lines[-1] == "Note: torchao has no configuration for mxfp6_e2m3"
+
+
+def test_json() -> None:
+    """One document with the configurations of both libraries by the names of layers; infinity is a string."""
+    document = json.loads(RECIPE.to_json())
+    assert (document["schema"], document["version"]) == ("nanwatch.recipe", 1)
+    assert document["together"] == {"mxfp8": 0.002, "nvfp4": "inf"}
+    assert document["torchao"] == {
+        "fc1": "NVFP4DynamicActivationNVFP4WeightConfig()",
+        "fc2": "MXDynamicActivationMXWeightConfig(scaling_mode=ScaleCalculationMode.FLOOR)",
+    }
+    assert document["transformer_engine"] == {"NVFP4BlockScaling": ["fc1"], "MXFP8BlockScaling": ["fc2"]}
+    assert document["layers"][1]["alone"]["nvfp4"]["gradients"] == {"error": 0.3, "cosine": 0.9}
