@@ -110,6 +110,11 @@ COMMANDS = {
     "options": Command(
         "the options in force, and who said them: environment, file or default", ".options:main"
     ),
+    "recipe": Command(
+        "the cheapest number format of each linear layer whose loss stays within a budget",
+        ".recipe:main",
+        runs_user_code=True,
+    ),
     "replay": Command(
         "make the call in a capsule again, in one dtype or several", ".replay:main", runs_user_code=True
     ),
@@ -179,13 +184,15 @@ class UseError(Exception):
 
 
 def imported(spelt: str, option: str) -> Any:
-    """Return the object that `pkg.mod:name` is, or what it makes when it is a function or a class.
+    """Return the object that `pkg.mod:name` or `file.py:name` is, or what it makes when a function or a class.
 
     It may be in the current folder too. Raises UseError, after the traceback of an error in the user's code.
     """
     module_name, _, path = spelt.partition(":")
     if not module_name or not path:
         raise UseError(f"{option} should be PKG.MOD:NAME, such as train:make_model, got {spelt!r}")
+    if module_name.endswith(".py"):
+        module_name = ".".join(Path(module_name).with_suffix("").parts)
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
