@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from types import MethodType
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -94,30 +93,17 @@ def emulated(
     chance = _Chance(seed)
     before = []
     try:
-        for name, module in layers.items() if count is not None else ((n, layers[n]) for n in formats):
+        for name, module in layers.items():
             product = _Product(name, formats.get(name), rounding or Rounding(), chance, count)
-            forward = module.__dict__.get("forward")
-            before.append((module, forward))
+            before.append((module, module.__dict__.get("forward")))
             # Not by setattr: a class with a __setattr__ of its own would make something else of it.
-            module.__dict__["forward"] = _Forward(module, forward, product)
+            module.__dict__["forward"] = product.around(module.forward)
         yield
     finally:
-        for module, forward in reversed(before):
+        for module, forward in before:
             module.__dict__.pop("forward", None)
             if forward is not None:
                 module.__dict__["forward"] = forward
-
-
-class _Forward:
-    """Wrapper in the slot of a module's `forward`: calls the forward behind it, with other products."""
-
-    def __init__(self, module: nn.Module, behind: Callable[..., Any] | None, product: _Product) -> None:
-        self.__wrapped__ = MethodType(type(module).forward, module) if behind is None else behind
-        self._product = product
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        with self._product:
-            return self.__wrapped__(*args, **kwargs)
 
 
 class _Product(TorchFunctionMode):
@@ -129,6 +115,16 @@ class _Product(TorchFunctionMode):
         super().__init__()
         self._name, self._target, self._rounding = name, target, rounding
         self._chance, self._count = chance, count
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward with other products inside it."""
+
+        @wraps(forward)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return forward(*args, **kwargs)
+
+        return inside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not linear:
@@ -151,18 +147,15 @@ class _Product(TorchFunctionMode):
         return product
 
 
-class _Chance:
+class _Chance(dict[torch.device, torch.Generator]):
     """Random numbers of stochastic rounding: a generator for each device, apart from the model's own."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._generators: dict[torch.device, torch.Generator] = {}
 
-    def on(self, device: torch.device) -> torch.Generator:
-        """Return the generator of a device."""
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        return self._generators[device]
+    def __missing__(self, device: torch.device) -> torch.Generator:
+        self[device] = torch.Generator(device).manual_seed(self._seed)
+        return self[device]
 
 
 class _RoundedLinear(torch.autograd.Function):
@@ -198,7 +191,7 @@ class _RoundedLinear(torch.autograd.Function):
             with torch.autocast(x.device.type, enabled=False):
                 if not rounding.backward:
                     return gradient.to(other.dtype) @ other
-                generator = ctx.chance.on(x.device) if rounding.stochastic else None
+                generator = ctx.chance[x.device] if rounding.stochastic else None
                 left = _rounded(gradient, narrow, -1, rounding.hadamard, generator)
                 return left @ _rounded(other, other_target, 0, rounding.hadamard)
 

@@ -152,6 +152,10 @@ class _Search:
         )
         unused = [name for name in self._forwards.layers if name not in self._shares]
         remarks = [f"not called with this batch, and left out: {', '.join(unused)}"] if unused else []
+        if self._floor > self._budget * abs(self._base.loss):
+            remarks.append(
+                "two equal runs differ by more than the budget: nanwatch twice finds what is not repeatable"
+            )
         for library, table in (("torchao", TORCHAO), ("TransformerEngine", TRANSFORMER_ENGINE)):
             without = sorted({one for one in kept.values() if one not in table and one != BFLOAT16})
             if without:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import dataclass
 
 from ...util.reading import plain
@@ -23,7 +22,7 @@ TORCHAO = {
     "nvfp4": "NVFP4DynamicActivationNVFP4WeightConfig()",
     "float8_tensorwise": _FLOAT8 % "PerTensor()",
     "float8_rowwise": _FLOAT8 % "PerRow()",
-    "float8_block128x128": _FLOAT8 % "(PerBlock((1, 128)), PerBlock((128, 128)))",
+    "float8_block128x128": _FLOAT8 % "(PerBlock([1, 128]), PerBlock([128, 128]))",
 }
 # The recipe class of transformer_engine.common.recipe.
 TRANSFORMER_ENGINE = {
@@ -114,13 +113,10 @@ class Recipe:
 
     def to_text(self) -> str:
         """Return the result for people."""
-        counts, shares = Counter(one.format for one in self.layers), Counter[str]()
-        for one in self.layers:
-            shares[one.format] += one.share  # type: ignore[assignment]
-        narrow = len(self.formats)
+        trains = any(one.gradients is not None for one in self.layers)
         lines = [
-            f"Recipe: {narrow} of {len(self.layers)} linear layers in narrower formats, at {self.cost:.2f} of the cost"
-            f" of bfloat16 (before: {self.cost_before:.2f}).",
+            f"Recipe: {len(self.formats)} of {len(self.layers)} linear layers in narrower formats, at {self.cost:.2f}"
+            f" of the cost of bfloat16 (before: {self.cost_before:.2f}).",
             f"Loss:   {self.loss:.6g} as it is, {_percent(self.change)} with the recipe (budget"
             f" {100 * self.loss_budget:g} %, two equal runs differ by {self.floor:.1g}).",
             "",
@@ -128,21 +124,17 @@ class Recipe:
         ]
         for name in dict.fromkeys([*self.together, self.own_format]):
             change = _percent(self.together[name]) if name in self.together else "as it is"
-            lines.append(f"{name:<20} {counts[name]:>6}  {100 * shares[name]:>13.1f} %  {change}")
-        return as_text([*lines, "", *self._table(), "", *wrapped("Limits:", self._limits)], self.remarks)
+            shares = [one.share for one in self.layers if one.format == name]
+            lines.append(f"{name:<20} {len(shares):>6}  {100 * sum(shares):>13.1f} %  {change}")
+        limits = wrapped("Limits:", f"{_LIMITS} {_TRAINS}" if trains else _LIMITS)
+        return as_text([*lines, "", *self._table(trains), "", *limits], self.remarks)
 
-    @property
-    def _limits(self) -> str:
-        trains = any(one.gradients is not None for one in self.layers)
-        return f"{_LIMITS} {_TRAINS}" if trains else _LIMITS
-
-    def _table(self) -> list[str]:
+    def _table(self, trains: bool) -> list[str]:
         """Return the lines of the layers that are the worst alone."""
         worst = sorted(
             self.layers, key=lambda one: -max((abs(t.change) for t in one.alone.values()), default=0.0)
         )
         shown = worst[:_MOST_LAYERS]
-        trains = any(one.gradients is not None for one in self.layers)
         heads = "".join(f" {name:>{_width(name)}}" for name in self.together)
         lines = ["The loss with one layer in a format, the worst layers first:", ""]
         lines.append(
@@ -153,12 +145,8 @@ class Recipe:
                 f" {_percent(one.alone[name].change) if name in one.alone else '-':>{_width(name)}}"
                 for name in self.together
             )
-            moved = ""
-            if trains:
-                moved = (
-                    "-" if one.gradients is None else f"{one.gradients.error:.2g}, {one.gradients.cosine:.4f}"
-                )
-                moved = f"  {moved:>22}"
+            moved = f"{one.gradients.error:.2g}, {one.gradients.cosine:.4f}" if one.gradients else "-"
+            moved = f"  {moved:>22}" if trains else ""
             lines.append(f"{one.format:<20} {100 * one.share:>5.1f}%{cells}{moved}  {module_name(one.name)}")
         if left := len(worst) - len(shown):
             lines.append(f"and {left} more (the JSON document has them all)")

@@ -94,6 +94,16 @@ def test_an_interrupted_call_goes_on(tmp_path: Path) -> None:
     assert again.calls < 5  # another budget is another search over the same measurements
 
 
+def test_runs_that_are_not_repeatable() -> None:
+    """A note says that the budget is less than what two equal runs differ by."""
+    model = Regression()
+    found = nanwatch.recipe(
+        model, batch(), ["mxfp8"], loss=lambda output: output["loss"] * (1 + model.calls % 2), loss_budget=0.4
+    )
+    assert found.floor == pytest.approx(found.loss / 2)
+    assert any("two equal runs differ by more than the budget" in remark for remark in found.remarks)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

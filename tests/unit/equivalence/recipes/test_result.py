@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+import torch
+
 from nanwatch.equivalence.recipes.forwards import Distance
-from nanwatch.equivalence.recipes.result import LayerRecipe, Recipe, Trial
+from nanwatch.equivalence.recipes.result import TORCHAO, LayerRecipe, Recipe, Trial
 
 TRIALS = {"mxfp8": Trial(0.001, Distance(0.02, 0.999)), "nvfp4": Trial(-0.04, Distance(0.3, 0.9))}
 RECIPE = Recipe(
@@ -62,3 +65,12 @@ def test_json() -> None:
     }
     assert document["transformer_engine"] == {"NVFP4BlockScaling": ["fc1"], "MXFP8BlockScaling": ["fc2"]}
     assert document["layers"][1]["alone"]["nvfp4"]["gradients"] == {"error": 0.3, "cosine": 0.9}
+
+
+@pytest.mark.parametrize("expression", sorted(set(TORCHAO.values())))
+def test_torchao_has_the_configurations(expression: str) -> None:
+    """Each expression makes one, from the names that the how-to page imports."""
+    names = {"torch": torch}
+    for module in ("torchao.quantization", "torchao.prototype.mx_formats"):
+        names |= vars(pytest.importorskip(module))
+    assert type(eval(expression, names)).__name__ == expression.partition("(")[0]
