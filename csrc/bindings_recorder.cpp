@@ -58,8 +58,10 @@ void bind_recorder(py::module_& m) {
       .def("pulse", &box::BlackBox::pulse)
       .def("is_under_way", &box::BlackBox::is_under_way)
       .def("exits", &box::BlackBox::exits)
+      .def("set_limit", &box::BlackBox::set_limit)
       .def_static("close", &box::BlackBox::close);
-  m.def("open_black_box", &box::BlackBox::open, py::arg("path"), py::arg("bytes"), py::return_value_policy::reference);
+  m.def("open_black_box", &box::BlackBox::open, py::arg("path"), py::arg("bytes"), py::arg("kept"),
+        py::return_value_policy::reference);
   m.def("catch_signals", &box::catch_signals);
   m.def("bind_row", &bind_row, py::arg("record"), py::arg("note"), "Sets the named tuples that rows are made of.");
   py::class_<Subscription>(m, "Subscription", "Some events that a CallRecorder reports until `remove()`.")

@@ -1,7 +1,9 @@
 #include "blackbox/black_box.h"
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -10,6 +12,8 @@
 #include <cerrno>
 #include <new>
 #include <stdexcept>
+#include <system_error>
+#include <thread>
 #include <type_traits>
 #include <utility>
 
@@ -80,7 +84,8 @@ void forked() {
 
 std::atomic<BlackBox*> BlackBox::active_{nullptr};
 
-BlackBox::BlackBox(char* map, size_t bytes) : map_(map), bytes_(bytes) {
+BlackBox::BlackBox(char* map, size_t bytes, const std::string& path, bool kept)
+    : map_(map), bytes_(bytes), path_(path), kept_(kept) {
   Sections sections;
   const auto at = [map](size_t offset) { return static_cast<void*>(map + offset); };
   state_ = new (at(sections.add<State>("state", 1, NANWATCH_BOX_FIELDS(State, NANWATCH_BOX_STATE)))) State{};
@@ -94,6 +99,7 @@ BlackBox::BlackBox(char* map, size_t bytes) : map_(map), bytes_(bytes) {
   samples_ = map + sections.add("samples", 2, kSample, "");
   facts_ = map + sections.add("facts", kFacts, 1, "");
   notes_ = map + sections.add("notes", kNotes, 1, "");
+  tracebacks_ = map + sections.add("tracebacks", kTracebacks, 1, "");
   names_ = map + sections.add("names", kNames, 1, "");
   sections.add<Frame>("frame", 0, NANWATCH_BOX_FIELDS(Frame, NANWATCH_BOX_FRAME));
   sections.add<Row>("row", 0, NANWATCH_BOX_FIELDS(Row, NANWATCH_BOX_ROW));
@@ -107,7 +113,7 @@ BlackBox::BlackBox(char* map, size_t bytes) : map_(map), bytes_(bytes) {
   std::memcpy(map, sections.text.data(), sections.text.size());
 }
 
-BlackBox* BlackBox::open(const std::string& path, size_t bytes) {
+BlackBox* BlackBox::open(const std::string& path, size_t bytes, bool kept) {
 #ifndef __linux__
   throw refused(path, "made", ENOTSUP);
 #else
@@ -125,10 +131,22 @@ BlackBox* BlackBox::open(const std::string& path, size_t bytes) {
     unlink(path.c_str());
     throw refused(path, "mapped", error);
   }
+  auto* const box = new BlackBox(static_cast<char*>(map), bytes, path, kept);
+  active_ = box;
   static const int hooked = pthread_atfork(nullptr, nullptr, &forked);
   (void)hooked;
-  active_ = new BlackBox(static_cast<char*>(map), bytes);
-  return active_;
+#ifdef __GLIBC__
+  on_exit([](int status, void* of) { static_cast<BlackBox*>(of)->exited(status); }, box);
+#endif
+  sigset_t all, were;  // the program's signals go to its own threads
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &were);
+  try {
+    std::thread(&BlackBox::stand_by, box).detach();
+  } catch (const std::system_error&) {  // no more threads
+  }
+  pthread_sigmask(SIG_SETMASK, &were, nullptr);
+  return box;
 #endif
 }
 
@@ -241,10 +259,52 @@ void BlackBox::note_time() {
 std::pair<double, double> BlackBox::pulse(uint64_t memory) {
   note_time();
   state_->memory = memory;
-  const double per_tick =
-      double(state_->time - state_->begun) / 1e9 / std::max(1.0, double(state_->ticks - state_->begun_ticks));
-  return {double(state_->ticks - std::min(state_->ticks, state_->latest)) * per_tick,
-          double(state_->slowest) * per_tick};
+  return {double(state_->ticks - std::min(state_->ticks, state_->latest)) * per_tick(),
+          double(state_->slowest) * per_tick()};
+}
+
+void BlackBox::stand_by() {
+  // A pulse comes each second. Without one for so long, the interpreter lock is held, or the process was stopped: after
+  // that the pulse comes within the next seconds.
+  constexpr int kSeconds = 4;
+  for (int late = 0; active_ == this;) {
+    std::this_thread::sleep_for(std::chrono::seconds(1));
+    const double limit = limit_;
+    const uint64_t latest =
+        std::max(__atomic_load_n(&state_->latest, __ATOMIC_ACQUIRE), __atomic_load_n(&state_->ticks, __ATOMIC_ACQUIRE));
+    const double idle = (double(ticks()) - double(latest)) * per_tick();
+    late = limit > 0 && idle >= limit ? late + 1 : 0;
+    if (late == kSeconds) write_tracebacks(idle);
+  }
+}
+
+void BlackBox::write_tracebacks(double idle) {
+#ifdef __linux__
+  // CPython's own, which faulthandler calls from a thread without the lock too. From 3.13 on it is not exported.
+  using Dump = const char* (*)(int, void*, void*);
+  const auto dump = reinterpret_cast<Dump>(dlsym(RTLD_DEFAULT, "_Py_DumpTracebackThreads"));
+  const int file = memfd_create("nanwatch", MFD_CLOEXEC);
+  if (dump == nullptr || file < 0) return;
+  dump(file, nullptr, nullptr);
+  const ssize_t bytes = pread(file, tracebacks_, kTracebacks, 0);
+  ::close(file);
+  if (bytes <= 0) return;
+  state_->traceback_ticks = ticks();
+  publish(&state_->tracebacks, uint64_t(bytes));
+  dprintf(STDERR_FILENO,
+          "nanwatch: for %.0f s no call of a watched module has begun or ended, and a thread holds the interpreter "
+          "lock; `nanwatch blackbox %s` has the stacks of all threads\n",
+          idle, path_.c_str());
+#else
+  (void)idle;
+#endif
+}
+
+void BlackBox::exited(int status) {
+  if (active_ != this || uint64_t(getpid()) != state_->pid) return;
+  state_->exit_ticks = ticks();
+  publish(&state_->exit_status, 1u + uint32_t(status & 0xff));
+  if (status == 0 && state_->exit == 1 && !kept_) unlink(path_.c_str());
 }
 
 void BlackBox::mark(int signal, const siginfo_t& info) {

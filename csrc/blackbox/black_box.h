@@ -50,8 +50,9 @@ struct Least {
 class BlackBox {
  public:
   // Makes the file, all of its blocks allocated, and writes into it from now on. Throws std::runtime_error where that
-  // cannot be. A process has one at most, which stays mapped until it ends.
-  static BlackBox* open(const std::string& path, size_t bytes);
+  // cannot be. A process has one at most, which stays mapped until it ends. If it ends by exit(0) and the file is not
+  // `kept`, the file goes.
+  static BlackBox* open(const std::string& path, size_t bytes, bool kept);
   // Null before it was opened, after `close`, and in a forked child, whose calls are not the parent's.
   static BlackBox* active() { return active_.load(std::memory_order_relaxed); }
   static void close() { active_ = nullptr; }
@@ -117,9 +118,16 @@ class BlackBox {
     return std::any_of(threads_, threads_ + kThreads, [](const Thread& one) { return one.id != 0 && one.depth > 0; });
   }
   void exits(bool by_exception) {
+    limit_ = 0;
     state_->exit_ticks = ticks();
     publish(&state_->exit, by_exception ? 2u : 1u);
   }
+  // By exit(), after all of Python has ended.
+  void exited(int status);
+
+  // After how many idle seconds the process hangs, 0 for never. If the interpreter lock is held then, so that no thread
+  // of Python can tell, a thread of this class writes where Python's threads are. No other thread may end Python then.
+  void set_limit(double seconds) { limit_ = seconds; }
 
   // In a signal's handler.
   void mark(int signal, const siginfo_t& info);
@@ -128,7 +136,7 @@ class BlackBox {
   void leave_file();
 
  private:
-  BlackBox(char* map, size_t bytes);
+  BlackBox(char* map, size_t bytes, const std::string& path, bool kept);
 
   template <typename T>
   static void publish(T* place, T value) {
@@ -142,6 +150,11 @@ class BlackBox {
   }
   bool append(char* section, size_t room, uint64_t* used, std::string_view text);
   void note_time();
+  double per_tick() const {
+    return double(state_->time - state_->begun) / 1e9 / std::max(1.0, double(state_->ticks - state_->begun_ticks));
+  }
+  void stand_by();
+  void write_tracebacks(double idle);
 
   static std::atomic<BlackBox*> active_;
 
@@ -152,9 +165,12 @@ class BlackBox {
   UnderWay* stacks_;
   Call* calls_;
   Batch* batches_;
-  char *samples_, *facts_, *notes_, *names_, *frames_;
+  char *samples_, *facts_, *notes_, *tracebacks_, *names_, *frames_;
   size_t frame_bytes_;  // of the ring
   std::unordered_map<std::string, uint32_t> numbers_;
+  const std::string path_;
+  const bool kept_;
+  std::atomic<double> limit_{0};
 };
 
 // Marks the black box at a fatal signal, before the handler that was there. That one, the exit status and the core dump

@@ -32,8 +32,12 @@ namespace nanwatch::box {
   X(int32_t, signal) /* the latest fatal one, 0: none */                   \
   X(int32_t, signal_code)                                                  \
   X(uint32_t, signal_thread)                                               \
-  X(uint32_t, exit) /* Python ended: 1 + whether by an exception */        \
+  X(uint32_t, exit)        /* Python ended: 1 + whether by an exception */ \
+  X(uint32_t, exit_status) /* 1 + the status of exit(), 0: none yet */     \
+  X(uint32_t, killed_by)   /* the signal that the parent was told of */    \
   X(uint64_t, exit_ticks)                                                  \
+  X(uint64_t, tracebacks) /* bytes of the latest ones, made at a hang */   \
+  X(uint64_t, traceback_ticks)                                             \
   X(uint64_t, memory)  /* bytes that the process has in memory */          \
   X(uint64_t, samples) /* how many were ever written */                    \
   X(uint64_t, sample_ticks)
@@ -110,7 +114,7 @@ NANWATCH_BOX_STRUCT(Row, NANWATCH_BOX_ROW);
 #undef NANWATCH_BOX_MEMBER
 
 constexpr size_t kPage = 4096, kThreads = 64, kStack = 120, kCalls = 1 << 15, kBatches = 1 << 12;
-constexpr size_t kSample = 2048, kFacts = 1 << 16, kNotes = 1 << 18, kNames = 1 << 21;
+constexpr size_t kSample = 2048, kFacts = 1 << 16, kNotes = 1 << 18, kNames = 1 << 21, kTracebacks = 1 << 16;
 constexpr uint8_t kFiller = 255, kNoShape = 255;  // phase; dims of a row that Python has made
 constexpr uint32_t kUnnamed = UINT32_MAX;
 

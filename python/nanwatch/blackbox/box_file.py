@@ -26,14 +26,14 @@ _HEAD = 8  # bytes before a name: its kind, and its length from the fifth on
 _NEEDED = {
     "state": "pid begun begun_ticks time ticks calls batches facts notes names frames latest samples sample_ticks"
     " step_ticks gradient_ticks gradient_batch gradient_module gradient_part signal signal_code signal_ticks"
-    " signal_address signal_thread exit exit_ticks memory",
+    " signal_address signal_thread exit exit_status killed_by exit_ticks tracebacks traceback_ticks memory",
     "threads": "id depth",
     "stacks": "begun batch module recomputed",
     "calls": "begun ended batch module thread depth raised",
     "batches": "begun ended batch used module label dtype raised",
     "frame": "calls batch module rows phase recomputed sizes",
     "row": "abs_min abs_max label dtype role note isfinite dims pending",
-    **dict.fromkeys(("facts", "notes", "names", "frames", "samples"), ""),
+    **dict.fromkeys(("facts", "notes", "tracebacks", "names", "frames", "samples"), ""),
 }
 
 Items = np.ndarray[Any, np.dtype[Any]]
@@ -67,7 +67,8 @@ class BoxFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        check_regular(Path(path))
+        self.path = Path(path)
+        check_regular(self.path)
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > _MOST_BYTES:
@@ -87,6 +88,14 @@ class BoxFile:
         self.batches = self._latest("batches")
         self._names = list(self._each_name())
 
+    def write_state(self, name: str, value: int) -> None:
+        """Write a field of the state into the file, as only the parent of an ended process may."""
+        section = self._sections["state"]
+        kind, at = dict(section.item.fields or {})[name][:2]
+        with open(self.path, "r+b") as file:
+            file.seek(section.at + at)
+            file.write(np.array(value, kind).tobytes())
+
     def _items(self, name: str) -> Items:
         section = self._sections[name]
         return np.frombuffer(self._data, section.item, section.length, section.at)
@@ -105,7 +114,7 @@ class BoxFile:
         return self._data[section.at : section.at + min(self.state[name], section.length)]
 
     def text(self, name: str) -> str:
-        """Return the text of the section "facts" or "notes"."""
+        """Return the text of the section "facts", "notes" or "tracebacks"."""
         return self._bytes(name).decode("utf-8", "replace")
 
     @property

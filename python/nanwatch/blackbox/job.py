@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGKILL
 
 from ..report.page import NUMBER, TEXT, Table, page
 from ..util.visible import spell, visible
@@ -37,7 +38,9 @@ class Job:
         bad = [one for one in self.reports if is_bad(one)]
         if bad:
             # Without a mark the end is up to a second after the latest sign of life.
-            return min(bad, key=lambda one: one.latest + _PULSE * (one.end == "unknown"))
+            return min(
+                bad, key=lambda one: one.latest + _PULSE * (one.end == "unknown" or one.signal == SIGKILL)
+            )
         if len(self.reports) < 2:
             return None
         least = min(self.reports, key=lambda one: one.num_calls)

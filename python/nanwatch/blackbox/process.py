@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import multiprocessing
 import multiprocessing.util
 import os
 import platform
@@ -56,7 +57,7 @@ class ProcessBox:
         self.num_watches = 0
         self.error: BaseException | None = None  # set by `nanwatch run`, which catches the script's exception
         self._pid = os.getpid()
-        self._box = compiled.open_black_box(str(path), BYTES)
+        self._box = compiled.open_black_box(str(path), BYTES, is_kept)
         self._is_kept = is_kept
         self._ranks: tuple[int, int] | None = None
         self._ended = threading.Event()
@@ -105,6 +106,7 @@ class ProcessBox:
                 limit = self.stall_timeout
                 if limit is None:
                     limit = max(_LEAST_STALL, _SLOWER * slowest)
+                self._box.set_limit(limit if self.num_watches > 0 else 0.0)
                 stalls = self.num_watches > 0 and 0 < limit <= idle
                 told = told and stalls and idle > before  # less idle: a call came, and another hang
                 if stalls and not told:
@@ -126,7 +128,7 @@ class ProcessBox:
         )
 
     def _exits(self) -> None:
-        """Note that Python ends. The file of a process that ended well goes, unless a folder was given for it."""
+        """Note that Python ends. The file goes when the process has ended well, unless a folder was given for it."""
         if self._ended.is_set() or os.getpid() != self._pid:
             return
         self._ended.set()
@@ -141,7 +143,9 @@ class ProcessBox:
         if error is not None:
             self.note("exception", error="".join(traceback.format_exception_only(type(error), error))[:2000])
         self._box.exits(error is not None)
-        if error is None and not self._is_kept:
+        # The compiled part removes it once exit() has a status of 0, where forked processes of multiprocessing do not
+        # come to.
+        if error is None and not self._is_kept and multiprocessing.parent_process() is not None:
             with suppressing("the black box could not be removed"):
                 self.path.unlink(missing_ok=True)
 
@@ -166,7 +170,7 @@ def open_box(output_dir: Path | None, stall_timeout: float | None) -> ProcessBox
         return None
     with _lock:
         if _process is None:
-            folder = state_folder() if output_dir is None else output_dir / "blackbox"
+            folder = box_folder(output_dir)
             name = f"rank-{rank_and_world_size()[0]}-{socket.gethostname()}-{os.getpid()}-{time.time_ns():x}{SUFFIX}"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -184,6 +188,11 @@ def open_box(output_dir: Path | None, stall_timeout: float | None) -> ProcessBox
         if stall_timeout is not None:
             _process.stall_timeout = stall_timeout
     return _process
+
+
+def box_folder(output_dir: Path | None) -> Path:
+    """Return the folder of the black boxes of a run."""
+    return state_folder() if output_dir is None else output_dir / "blackbox"
 
 
 def _prune(folder: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -24,6 +26,9 @@ _FRAMES = 21
 _LIFE = 2.0  # seconds: a sign of life that much after a signal says that the process went on
 _NO_SHAPE = 255  # dims of a row that Python has made
 _PARTS = ("output", "input", "weight")
+# Lines of a traceback as CPython's faulthandler has them.
+_THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
+_PLACE = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,9 @@ class BlackBoxReport:
     """State of a process when its black box was last written.
 
     `end` is "runs" for a process that is alive, "signal" with the number in `signal` (and the address of a fault),
-    "exit" and "exception" where Python ended, else "unknown": SIGKILL, os._exit or a lost machine leave no mark. A
-    `signal` of an unknown end came before, and the program went on. `raised` is the call that an exception ended.
+    "exit" and "exception" where Python ended, with the `exit_status` that the process gave, else "unknown": os._exit, a
+    lost machine, and SIGKILL without a parent that says so leave no mark. A `signal` of an unknown end came before, and
+    the program went on. `raised` is the call that an exception ended.
     `phase` is "forward", "backward", "step", or "" between them. `seconds_after` is the time from the end of the latest
     call to the end. `python` is where the main thread was, `python_ago` seconds before the end. Times are in seconds,
     moments in seconds since 1970. `facts` are of the process, `notes` what it wrote about a hang or an error.
@@ -83,6 +89,7 @@ class BlackBoxReport:
     end: End
     signal: int
     signal_address: int | None
+    exit_status: int | None
     kernel: str
     phase: str
     batch: int | None
@@ -153,7 +160,9 @@ class _Reading:
             "exit_ticks",
         )
         latest = max(state[name] for name in moments)
-        ended = state["signal_ticks"] if end == "signal" else latest
+        is_marked = end == "signal" and state["killed_by"] in (0, state["signal"])
+        is_untold = end == "unknown" or (end == "signal" and not is_marked)
+        ended = state["signal_ticks"] if is_marked else latest
         threads = self._threads(ended)
         calls = tuple(self._call(one, ended) for one in self._file.calls[-_MOST_CALLS:])
         phase = self._phase(threads)
@@ -170,10 +179,11 @@ class _Reading:
             begun=state["begun"] / 1e9,
             latest=self._moment(ended),
             end=end,
-            signal=state["signal"] if end in ("signal", "unknown") else 0,
+            signal=(state["killed_by"] or state["signal"]) if end in ("signal", "unknown") else 0,
             # The field of a signal that was sent has the pid of its sender.
-            signal_address=state["signal_address"] if end == "signal" and state["signal_code"] > 0 else None,
-            kernel=_kernel_said(state["pid"]) if end == "unknown" and _is_here(facts) else "",
+            signal_address=state["signal_address"] if is_marked and state["signal_code"] > 0 else None,
+            exit_status=state["exit_status"] - 1 if state["exit_status"] and end != "signal" else None,
+            kernel=_kernel_said(state["pid"]) if is_untold and _is_here(facts) else "",
             phase=phase,
             batch=batch if phase != "backward" else state["gradient_batch"],
             num_calls=state["calls"],
@@ -189,13 +199,15 @@ class _Reading:
             frames=tuple(map(self._frame, frames)),
             pending=tuple(self._pending(frames)),
             facts=facts,
-            notes=tuple(_documents(self._file.text("notes"))),
+            notes=(*_documents(self._file.text("notes")), *self._held()),
         )
 
     def _end(self, facts: dict[str, Any]) -> End:
         state = self._state
         if _is_here(facts) and started_at(state["pid"]) == facts.get("started"):
             return "runs"
+        if state["killed_by"]:
+            return "signal"
         lived = self._between(state["signal_ticks"], max(state["latest"], state["ticks"]))
         if (
             state["signal"] > 0
@@ -203,7 +215,22 @@ class _Reading:
             and (lived is None or lived < _LIFE)
         ):
             return "signal"  # else the program has handled it
-        return ("unknown", "exit", "exception")[state["exit"]] if state["exit"] in (1, 2) else "unknown"
+        if state["exit"] == 2:
+            return "exception"
+        return "exit" if state["exit"] == 1 or state["exit_status"] else "unknown"
+
+    def _held(self) -> Iterator[dict[str, Any]]:
+        """Yield a hang of which no thread of Python could write a note, as one held the interpreter lock."""
+        if not (text := self._file.text("tracebacks")):
+            return
+        stacks: dict[str, list[str]] = {}
+        for line in text.splitlines():
+            if head := _THREAD.match(line):
+                places = stacks.setdefault(head[1], [])
+            elif (place := _PLACE.match(line)) and stacks:
+                places.append("{}:{} in {}".format(*place.groups()))
+        moment = self._moment(self._state["traceback_ticks"])
+        yield {"kind": "stall", "time": moment, "interpreter lock": "held by a thread", "stacks": stacks}
 
     def _threads(self, now: int) -> tuple[BoxThread, ...]:
         """Return the threads with calls under way, the one that matters first."""

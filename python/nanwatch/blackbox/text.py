@@ -25,7 +25,11 @@ _ENDS = {
 def box_text(report: BlackBoxReport) -> str:
     """Return the report as text, without a newline at its end."""
     lines = [f"{fact.head + ':':<8} {fact.body}" for fact in box_facts(report)]
-    lines += ["", f"the latest {min(_CALLS, len(report.calls))} of {report.num_calls:,} calls that ended:"]
+    if report.calls:
+        lines += [
+            "",
+            f"the latest {min(_CALLS, len(report.calls))} of {report.num_calls:,} calls that ended:",
+        ]
     lines += [f"  {_call_words(one)}" for one in report.calls[-_CALLS:]]
     if report.batches:
         lines += ["", "the latest batches that ended:"]
@@ -83,7 +87,7 @@ def box_html(report: BlackBoxReport) -> str:
 
 def is_bad(report: BlackBoxReport) -> bool:
     """Return whether the process ended otherwise than by itself."""
-    return report.end not in ("runs", "exit")
+    return report.end not in ("runs", "exit") or bool(report.exit_status)
 
 
 def box_facts(report: BlackBoxReport) -> list[Fact]:
@@ -127,9 +131,11 @@ def ended_words(report: BlackBoxReport) -> str:
     if report.end == "signal":
         fault = report.signal_address
         address = f" at address {fault:#x}" if fault is not None else ""
-        return f"signal {report.signal} ({signal_name(report.signal)}){address} at {at}"
+        kernel = f" (the kernel says: {report.kernel})" if report.kernel else ""
+        return f"signal {report.signal} ({signal_name(report.signal)}){address} at {at}{kernel}"
     if report.end == "exit":
-        return f"Python ended by itself at {at}"
+        status = f" with exit status {report.exit_status}" if report.exit_status is not None else ""
+        return f"Python ended by itself{status} at {at}"
     if report.end == "exception":
         error = next(
             (str(one.get("error", "")) for one in report.notes[::-1] if one.get("kind") == "exception"), ""
@@ -202,11 +208,21 @@ def _note_lines(note: dict[str, object]) -> list[str]:
                 lines.append(f"  thread {thread}:")
                 lines += [f"    {place}" for place in (places if isinstance(places, list) else ())]
         elif isinstance(value, list):
-            lines += [f"  {name}:", *(f"    {one}" for one in value)]
+            lines += [f"  {name}:", *(f"    {_item_words(item)}" for item in value)]
         else:
             first, *more = str(value).splitlines() or [""]
             lines += [f"  {name}: {first}", *(f"    {line}" for line in more)]
     return lines
+
+
+def _item_words(item: object) -> str:
+    """Return `count 2, dtype float32, 4.0 MiB` for a dictionary."""
+    if not isinstance(item, dict):
+        return str(item)
+    return ", ".join(
+        f"{value / 2**20:,.1f} MiB" if name == "bytes" and isinstance(value, int) else f"{name} {value}"
+        for name, value in item.items()
+    )
 
 
 def seconds_words(seconds: float | None) -> str:

@@ -73,10 +73,16 @@ examples:
 
 def show_main(arguments: list[str]) -> int:
     """Run `nanwatch show` and return the exit status."""
-    options = _show_parser().parse_args(arguments)
+    parser = _show_parser()
+    options = parser.parse_args(arguments)
     if options.file.suffix == SUFFIX:
+        if options.format not in ("text", "json"):
+            parser.error(
+                f"--format {options.format}: a black box has the forms text and json, and --html PAGE"
+            )
         page = () if options.html is None else ("--html", str(options.html))
-        return blackbox_main([str(options.file), *page, *(("--json",) if options.json else ())])
+        is_json = options.json or options.format == "json"
+        return blackbox_main([str(options.file), *page, *(("--json",) if is_json else ())])
 
     def find(tell: Tell) -> tuple[str, int]:
         file = _newest_report(options.file)

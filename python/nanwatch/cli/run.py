@@ -18,13 +18,14 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from ..blackbox.process import process_box
+from ..blackbox.process import box_folder, process_box
 from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError, Report
 from ..session.api import DeferredWatch, Watch, watch
 from ..session.model_finder import MAX_MODELS, ModelFinder
 from ..session.options import Options
 from ..util.visible import spell, suppressed, visible
+from .parent import run_with_parent
 from .script import FILES, add_script, check_script, misplaced_hint, run_script
 
 _NAME = "nanwatch run"
@@ -57,7 +58,7 @@ def main(arguments: list[str]) -> int:
     parser = run_parser()
     options = vars(parser.parse_args(arguments))
     target, rest, is_module = options.pop("target"), options.pop("arguments"), options.pop("m")
-    json_file, class_name = options.pop("json"), options.pop("model")
+    json_file, class_name, has_parent = (options.pop(name) for name in ("json", "model", "parent"))
     try:
         # Before hours of training.
         options = DeferredWatch(options).options
@@ -70,7 +71,17 @@ def main(arguments: list[str]) -> int:
         return BAD_USE
     if hint := misplaced_hint(parser, target, rest):
         _tell(hint)
-    run = _Run(options, class_name)
+
+    def run() -> int:
+        return _status_of(_Run(options, class_name), target, rest, is_module, json_file)
+
+    if not has_parent:
+        return run()
+    output_dir = options["output_dir"]
+    return run_with_parent(run, box_folder(None if output_dir is None else Path(output_dir).absolute()))
+
+
+def _status_of(run: _Run, target: str, rest: list[str], is_module: bool, json_file: Path | None) -> int:
     status, left = 0, None
     try:
         status = run.run(target, rest, is_module=is_module)
@@ -99,6 +110,11 @@ def run_parser() -> argparse.ArgumentParser:
         "--json",
         metavar="FILE",
         help="write the report as JSON when the script has ended; /dev/fd/3 for a descriptor",
+    )
+    parser.add_argument(
+        "--parent",
+        action="store_true",
+        help="run the script in a child process, and write into its black box which signal ended it, SIGKILL too",
     )
     for title, options in groupby(fields(Options), key=lambda option: option.metadata["group"]):
         group = parser.add_argument_group(title.lower())

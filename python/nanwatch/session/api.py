@@ -231,6 +231,7 @@ class DeferredWatch:
         general = {name: one.default if name in later else self.options[name] for name, one in FIELDS.items()}
         # A trial would close the others.
         general["sinks"] = tuple(filter(is_log, sinks))
+        general["black_box"] = False  # the run may be in another process
         _start(nn.Identity(), general).stop()
 
     def start(self, model: nn.Module, scaler: Any = None) -> Watch:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import subprocess
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -17,6 +20,7 @@ from nanwatch.blackbox import process
 from nanwatch.blackbox.process import process_box
 from nanwatch.blackbox.story import read_black_box
 from support.black_boxes import NO_PROCESS, black_box, needs_box, until
+from support.processes import environment
 
 pytestmark = needs_box
 
@@ -74,6 +78,41 @@ def test_a_forked_child_leaves_the_parents_file_alone(tmp_path: Path) -> None:
         assert read_black_box(box.path).num_calls == 0
     (path,) = tmp_path.glob(f"blackbox/*-{pid}-*")
     assert read_black_box(path).num_calls == 1
+
+
+_ENDS = """
+import atexit, os, sys
+atexit.register(lambda: os.abort() if sys.argv[1] == "abort" else None)  # runs after the black box's
+import torch, nanwatch
+model = torch.nn.Linear(2, 2)
+nanwatch.watch(model)
+model(torch.ones(1, 2))
+sys.exit(int(sys.argv[1]) if sys.argv[1] != "abort" else 0)
+"""
+
+
+@pytest.mark.parametrize(("how", "told"), [("0", None), ("3", ("exit", 3)), ("abort", ("signal", None))])
+def test_the_status_of_the_process_decides_about_the_file(
+    how: str, told: tuple[str, int | None] | None, tmp_path: Path
+) -> None:
+    """Also what comes after Python's own end of it. Only a status of 0 removes the file."""
+    # Not forked: that server's children end without the exit of C.
+    env = environment(XDG_STATE_HOME=str(tmp_path))
+    subprocess.run([sys.executable, "-c", _ENDS, how], env=env, stderr=subprocess.DEVNULL)
+    reports = [read_black_box(path) for path in tmp_path.glob("nanwatch/*")]
+    assert [(one.end, one.exit_status) for one in reports] == ([] if told is None else [told])
+
+
+@pytest.mark.slow
+def test_a_hang_that_holds_the_interpreter_lock_is_told(tmp_path: Path) -> None:
+    """Though no thread of Python can run."""
+    model = nn.Linear(2, 2)
+    with black_box(tmp_path, stall_timeout=1) as box, watch(model):
+        model(torch.ones(1, 2))
+        box._ended.wait(2.5)  # the limit goes to the compiled part once a second
+        ctypes.PyDLL(None).sleep(8)
+        (note,) = (one for one in read_black_box(box.path).notes if "interpreter lock" in one)
+    assert any("in test_a_hang_that_holds" in place for places in note["stacks"].values() for place in places)
 
 
 def test_a_folder_that_refuses_gives_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

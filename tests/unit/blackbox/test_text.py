@@ -20,6 +20,7 @@ REPORT = BlackBoxReport(
     end="signal",
     signal=9,
     signal_address=None,
+    exit_status=None,
     kernel="",
     phase="forward",
     batch=8214,
@@ -49,7 +50,12 @@ REPORT = BlackBoxReport(
         ({}, "signal 9 (SIGKILL) at 1970-01-01 01:01:01 UTC"),
         ({"signal": 11, "signal_address": 16}, "signal 11 (SIGSEGV) at address 0x10 at"),
         ({"end": "runs"}, "it runs"),
+        (
+            {"kernel": "Out of memory: 7"},
+            "(SIGKILL) at 1970-01-01 01:01:01 UTC (the kernel says: Out of memory: 7)",
+        ),
         ({"end": "exit"}, "Python ended by itself at"),
+        ({"end": "exit", "exit_status": 3}, "Python ended by itself with exit status 3 at"),
         ({"end": "unknown"}, "SIGKILL, os._exit or a lost machine leave none"),
         (
             {"end": "unknown", "kernel": "Out of memory: Killed process 7"},
@@ -67,7 +73,13 @@ def test_the_end_is_a_sentence(changes: dict[str, object], words: str) -> None:
     report = replace(REPORT, **changes)  # type: ignore[arg-type]
     assert words in ended_words(report)
     assert "more" not in ended_words(report)
-    assert is_bad(report) == (report.end not in ("runs", "exit"))
+    assert is_bad(report) == (report.end not in ("runs", "exit") or report.exit_status == 3)
+
+
+def test_facts_of_a_note_are_read_as_words() -> None:
+    """A dictionary is no text for people, nor are bytes."""
+    tensors = [{"dtype": "float32", "count": 2, "bytes": 3 << 20}]
+    assert "dtype float32, count 2, 3.0 MiB" in box_text(replace(REPORT, notes=({"tensors": tensors},)))
 
 
 @pytest.mark.parametrize(
