@@ -5,7 +5,7 @@
 #   make test-pure      the quick tests without the compiled part; CI runs it too
 #   make test-gpu       the tests that need a GPU
 #   make test-vllm      the test of the plugin in vLLM
-#   make test-trainers  the tests of TRL, DeepSpeed and litgpt
+#   make test-trainers  the tests of TRL, DeepSpeed, litgpt and torchtune
 #
 #   PYTHON=python3.12   the interpreter the environment is made from (or, with OFFLINE=1, used as it is)
 #   VENV=.venv          where the environment lies
@@ -98,6 +98,7 @@ test-trainers: $(STAMPS)/native
 	test -x $(TRAINERS)/bin/python || $(PYTHON) -m venv $(TRAINERS)
 	$(TRAINERS)/bin/python -m pip install --quiet "$(TORCH)" numpy "setuptools>=77" ninja pytest hypothesis expecttest
 	$(TRAINERS)/bin/python -m pip install --quiet trl==1.16.0 litgpt==0.5.13 lightning accelerate
+	$(TRAINERS)/bin/python -m pip install --quiet torchtune==0.6.1 torchao==0.15.0
 	DS_BUILD_OPS=0 $(TRAINERS)/bin/python -m pip install --quiet --no-build-isolation deepspeed==0.19.8
 	PYTHONPATH=$(CURDIR)/python $(TRAINERS)/bin/python -m pytest tests/thirdparty/test_trainer_hosts.py $(ARGS)
 

@@ -1,6 +1,7 @@
 """Trainers under `nanwatch run`, 20 steps each, without a line of code in them.
 
-TRL, DeepSpeed and litgpt pin versions of their own: `make test-trainers` runs this in an environment of its own.
+TRL, DeepSpeed, litgpt and torchtune pin versions of their own: `make test-trainers` runs this in an environment of
+its own.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ HOSTS = {
     "zero-2": ("deepspeed", "act"),
     "zero-3": ("deepspeed", "act"),
     "litgpt": ("litgpt", ""),
+    "torchtune": ("torchtune", "layers.1.mlp.activation"),
 }
 # How stage 3 of ZeRO is started.
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]

@@ -239,8 +239,77 @@ def litgpt() -> nn.Module:
     raise SystemExit
 
 
+class Tokens(torch.utils.data.Dataset[Any]):
+    """Tokenizer and data of torchtune: sequences of 16 tokens, two for each step."""
+
+    pad_id = 0
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        self.rows = torch.randint(1, 64, (2 * STEPS, 16), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return {"tokens": self.rows[index], "labels": self.rows[index]}
+
+
+def small_decoder() -> nn.Module:
+    """A Llama of torchtune with two layers."""
+    from torchtune.models.llama3_2 import llama3_2
+
+    model = llama3_2(
+        vocab_size=64,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        embed_dim=16,
+        max_seq_len=16,
+        intermediate_dim=32,
+    )
+    model.layers[1].mlp.activation = Activation()
+    return model
+
+
+def torchtune() -> nn.Module:
+    """The recipe of torchtune that trains all weights on one device, as `tune run` runs it."""
+    from contextlib import suppress
+    from glob import glob
+
+    from omegaconf import OmegaConf
+    from torchtune._cli.tune import main
+
+    os.makedirs("start", exist_ok=True)
+    torch.save(small_decoder().state_dict(), "start/model.pt")
+    own = "train_in_host"
+    sys.modules[own] = sys.modules[__name__]
+    config = {
+        "output_dir": "out", "seed": 0, "shuffle": True, "batch_size": 2, "epochs": 1, "max_steps_per_epoch": STEPS,
+        "device": "cpu", "dtype": "fp32", "compile": False, "resume_from_checkpoint": False,
+        "gradient_accumulation_steps": 1, "optimizer_in_bwd": False, "clip_grad_norm": 1.0,
+        "model": {"_component_": f"{own}.small_decoder"},
+        "tokenizer": {"_component_": f"{own}.Tokens"},
+        "dataset": {"_component_": f"{own}.Tokens"},
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.01},
+        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+        "metric_logger": {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": "out"},
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelTorchTuneCheckpointer", "checkpoint_dir": "start",
+            "checkpoint_files": ["model.pt"], "output_dir": "out", "model_type": "LLAMA3_2",
+        },
+    }  # fmt: skip
+    OmegaConf.save(OmegaConf.create(config), "tiny.yaml")
+    sys.argv[1:] = ["run", "full_finetune_single_device", "--config", "tiny.yaml"]
+    with suppress(SystemExit):
+        main()
+    [saved] = glob("out/epoch_0/*.bin")
+    os.rename(saved, WEIGHTS)
+    raise SystemExit
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     trained = {"sft": sft, "grpo": grpo, "fabric": fabric, "accelerate": accelerate, "litgpt": litgpt}
+    trained["torchtune"] = torchtune
     trained |= {f"zero-{stage}": partial(zero, stage) for stage in (1, 2, 3)}
     torch.save(trained[HOST]().state_dict(), WEIGHTS)
