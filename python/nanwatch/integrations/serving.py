@@ -124,11 +124,11 @@ class ServedModel:
 
     def step_ended(self, *outputs: object) -> None:
         """Look for bad rows in the outputs of the step, if one of its batches was not finite."""
-        rows = [x.detach().flatten(1) for x in outputs if isinstance(x, Tensor) and x.dim() > 1 and x.numel()]
+        rows = [x for x in outputs if isinstance(x, Tensor) and x.dim() > 1 and x.numel()]
         step = self._steps.pop()
         if any(x.device.type != "cpu" for x in rows) or step.finding is not None:
             step.shares = step.ask()
-            step.peaks = [torch.linalg.vector_norm(x, float("inf"), dim=1) for x in rows]
+            step.peaks = [torch.linalg.vector_norm(x.detach().flatten(1), float("inf"), dim=1) for x in rows]
             self._steps.append(step)
         for step in [*self._steps]:
             if step.finding is not None:
