@@ -93,8 +93,7 @@ class _Search:
         if not called:
             raise ValueError("no nn.Linear of the model was called with this batch")
         self._shares = {name: number / sum(called.values()) for name, number in called.items()}
-        own = {name: dtype_name(forwards.layers[name].weight.dtype) for name in called}
-        self._own = max(own.values(), key=list(own.values()).count)
+        self._own = {name: dtype_name(forwards.layers[name].weight.dtype) for name in called}
         self._costs = {
             name: {"": share * forwards.layers[name].weight.dtype.itemsize / 2}
             | {target: share * bits_of(target) / 16 for target in targets}
@@ -143,7 +142,8 @@ class _Search:
         layers = tuple(
             LayerRecipe(
                 name,
-                kept.get(name, self._own),
+                kept.get(name, self._own[name]),
+                self._own[name],
                 share,
                 {t: Trial(self._change(one), one.gradients.get(ALL)) for t, one in alone[name].items()},
                 outcome.gradients.get(name),
@@ -169,7 +169,6 @@ class _Search:
             loss_budget=self._budget,
             cost=sum(self._costs[name][kept.get(name, "")] for name in self._shares),
             cost_before=sum(cost[""] for cost in self._costs.values()),
-            own_format=self._own,
             layers=layers,
             together=together,
             forwards=self._forwards.made,

@@ -51,7 +51,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class LayerRecipe:
-    """One linear layer: the format that it is given, and how each format does alone.
+    """One linear layer: the format that it is given, its own one, and how each format does alone.
 
     `share` is its share of all layers' multiplications. `gradients` is the distance of its weight's gradient under the
     whole recipe.
@@ -59,6 +59,7 @@ class LayerRecipe:
 
     name: str
     format: str
+    own_format: str
     share: float
     alone: dict[str, Trial]
     gradients: Distance | None = None
@@ -80,7 +81,6 @@ class Recipe:
     loss_budget: float
     cost: float
     cost_before: float
-    own_format: str
     layers: tuple[LayerRecipe, ...]
     together: dict[str, float]
     forwards: int
@@ -89,7 +89,7 @@ class Recipe:
     @property
     def formats(self) -> dict[str, str]:
         """Formats by the names of the layers, without those that stay as they are."""
-        return {one.name: one.format for one in self.layers if one.format != self.own_format}
+        return {one.name: one.format for one in self.layers if one.format != one.own_format}
 
     @property
     def torchao(self) -> dict[str, str]:
@@ -122,7 +122,7 @@ class Recipe:
             "",
             "format               layers  multiplications  loss with all layers in it",
         ]
-        for name in dict.fromkeys([*self.together, self.own_format]):
+        for name in dict.fromkeys([*self.together, *(one.own_format for one in self.layers)]):
             change = _percent(self.together[name]) if name in self.together else "as it is"
             shares = [one.share for one in self.layers if one.format == name]
             lines.append(f"{name:<20} {len(shares):>6}  {100 * sum(shares):>13.1f} %  {change}")

@@ -62,12 +62,18 @@ def test_a_layer_with_outliers_stays_wide() -> None:
 
 
 def test_formats_that_are_not_cheaper_are_not_tried() -> None:
-    """A model in bfloat16 has no use for bfloat16."""
+    """A layer in bfloat16 has no use for bfloat16. One that stays as it is has its own dtype as its format."""
     model = Regression().bfloat16()
-    found = nanwatch.recipe(model, {k: x.bfloat16() for k, x in batch().items()}, ["bfloat16", "mxfp8"])
-    assert found.own_format == "bfloat16"
-    assert all(one.alone.keys() == {"mxfp8"} for one in found.layers)
-    assert found.cost_before == pytest.approx(1.0)
+    model.last.float().weight.data.mul_(1.001)  # no longer what bfloat16 has
+    model.last.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
+    found = nanwatch.recipe(
+        model, {k: x.bfloat16() for k, x in batch().items()}, ["bfloat16", "mxfp8"], loss_budget=0
+    )
+    assert [one.format for one in found.layers] == [one.own_format for one in found.layers]
+    assert [one.own_format for one in found.layers] == ["bfloat16"] * 3 + ["float32"]
+    assert [one.alone.keys() for one in found.layers] == [{"mxfp8"}] * 3 + [{"bfloat16", "mxfp8"}]
+    assert found.formats == {}
+    assert found.cost == found.cost_before == pytest.approx(1 + found.layers[-1].share)
 
 
 def test_an_interrupted_call_goes_on(tmp_path: Path) -> None:

@@ -18,12 +18,13 @@ RECIPE = Recipe(
     loss_budget=0.005,
     cost=0.4,
     cost_before=1.0,
-    own_format="bfloat16",
     layers=(
-        LayerRecipe("fc1", "nvfp4", 0.5, {**TRIALS, "nvfp4": Trial(0.0011)}, Distance(0.25, 0.95)),
-        LayerRecipe("fc2", "mxfp8", 0.3, TRIALS, Distance(0.02, 0.999)),
-        LayerRecipe("fc3", "mxfp6_e2m3", 0.1, {}),
-        LayerRecipe("head", "bfloat16", 0.1, TRIALS, Distance(0.01, 1.0)),
+        LayerRecipe(
+            "fc1", "nvfp4", "bfloat16", 0.5, {**TRIALS, "nvfp4": Trial(0.0011)}, Distance(0.25, 0.95)
+        ),
+        LayerRecipe("fc2", "mxfp8", "bfloat16", 0.3, TRIALS, Distance(0.02, 0.999)),
+        LayerRecipe("fc3", "mxfp6_e2m3", "bfloat16", 0.1, {}),
+        LayerRecipe("head", "bfloat16", "bfloat16", 0.1, TRIALS, Distance(0.01, 1.0)),
     ),
     together={"mxfp8": 0.002, "nvfp4": float("inf")},
     forwards=17,
