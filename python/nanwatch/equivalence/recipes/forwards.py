@@ -69,6 +69,7 @@ class Forwards:
                 "train=True (--train) needs gradients, and no weight of a linear layer requires one"
             )
         self._reference: dict[str, Tensor] = {}
+        self.loss_dtype = torch.float32
 
     @contextmanager
     def same_start(self) -> Iterator[None]:
@@ -126,6 +127,7 @@ class Forwards:
             emulated(self._model, formats, self._rounding, count=count),
         ):
             loss = _loss_of(self._model(*args, **kwargs), self._loss)
+            self.loss_dtype = loss.dtype
             if not trains:
                 return Outcome(float(loss), {})
             gradients = torch.autograd.grad(

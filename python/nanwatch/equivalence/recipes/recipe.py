@@ -8,6 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...instrumentation.wrapped_names import unwrapped
@@ -155,6 +156,12 @@ class _Search:
         if self._floor > self._budget * abs(self._base.loss):
             remarks.append(
                 "two equal runs differ by more than the budget: nanwatch twice finds what is not repeatable"
+            )
+        step = torch.finfo(self._forwards.loss_dtype).eps
+        if step > max(self._budget / 4, 1e-4):  # float16 and bfloat16
+            name = dtype_name(self._forwards.loss_dtype)
+            remarks.append(
+                f"the loss is {name}, which has steps of {100 * step:.2g} %: compute it in float32"
             )
         for library, table in (("torchao", TORCHAO), ("TransformerEngine", TRANSFORMER_ENGINE)):
             without = sorted({one for one in kept.values() if one not in table and one != BFLOAT16})

@@ -76,6 +76,12 @@ def test_formats_that_are_not_cheaper_are_not_tried() -> None:
     assert found.cost == found.cost_before == pytest.approx(1 + found.layers[-1].share)
 
 
+def test_a_loss_with_coarse_steps() -> None:
+    """A note says that bfloat16 has the same number for two losses that are less than 0.8 % apart."""
+    found = nanwatch.recipe(Regression(), batch(), ["mxfp8"], loss=lambda output: output["loss"].bfloat16())
+    assert "the loss is bfloat16, which has steps of 0.78 %: compute it in float32" in found.remarks
+
+
 def test_an_interrupted_call_goes_on(tmp_path: Path) -> None:
     """The second call makes the runs that are left and one of the model as it is, and the result is the same."""
     options: dict[str, Any] = {
