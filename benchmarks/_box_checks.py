@@ -36,6 +36,11 @@ class Ended:
         return f"{os.waitstatus_to_exitcode(self.status)}{core}"
 
 
+def _traceback(ended: Ended) -> str:
+    """Return what a process wrote of its last exception, if any."""
+    return "".join(ended.errors.rpartition("Traceback")[1:])[-1500:]
+
+
 def differences(plain: Ended, watched: Ended, box: str) -> list[str]:
     """Return in what the watched process differs from the same without nanwatch."""
     faults = []
@@ -46,7 +51,7 @@ def differences(plain: Ended, watched: Ended, box: str) -> list[str]:
     if _FATAL.findall(plain.errors) != _FATAL.findall(watched.errors):
         faults.append("faulthandler wrote otherwise")
     if ("Traceback" in watched.errors) != ("Traceback" in plain.errors):
-        faults.append(f"raised an exception, or none: {watched.errors[-1500:]!r}")
+        faults.append(f"raised {_traceback(watched)!r} for {_traceback(plain)!r}")
     if watched.errors.count(_WARNING) != (box == "none"):
         faults.append(f"warned {watched.errors.count(_WARNING)} times of no black box")
     return faults
