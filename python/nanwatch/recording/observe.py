@@ -23,6 +23,7 @@ from ..numerics.ranges import (
     tensor_health,
 )
 from ..numerics.readable import is_plain, local_shard, only_our_dispatch, unreadable
+from ..numerics.scaled import is_captured, scaled_values
 from ..records.note import Note
 from ..records.record import Record, Role
 from ..report.histogram import StoredHistogram
@@ -31,7 +32,6 @@ from .events import Settings
 from .notes import MaskedScores, are_masked, is_mask, may_be_finite_mask, shard_note
 from .walk import Unwalked, call_leaves, leaves
 
-# Any wait for the device ends the user's capture with an error.
 _CAPTURING = "in a CUDA graph capture"
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
 
@@ -153,11 +153,14 @@ def observe(
     that looks like an additive mask, is read a second time for the counts and the index. `allow_inf` says that its
     infinities are meant, or is the MaskedScores of the softmax that takes or makes it. `wanted` says what the row has
     besides: counts, a fingerprint, and in the batches that are due statistics, or for an output a sketch, with which it
-    is a SketchedRow.
+    is a SketchedRow. A tensor with scales has none of these.
     """
     if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
         return _no_tensor(value, label, role)
     with only_our_dispatch():
+        if (scaled := scaled_values(value)) is not None:
+            row = _examine(scaled, _read(scaled, label, role), allow_inf, False)
+            return row._replace(shape=_shape(value), dtype=dtype_name(value))
         row = _read(value, label, role, wanted.fingerprints, _is_due(batch, wanted.statistics))
         if row.isfinite is None:
             return row
@@ -174,6 +177,8 @@ def read(value: Any, label: str, role: Role) -> Record:
     if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
         return _no_tensor(value, label, role)
     with only_our_dispatch():
+        if (scaled := scaled_values(value)) is not None:
+            return _read(scaled, label, role)._replace(shape=_shape(value), dtype=dtype_name(value))
         return _read(value, label, role)
 
 
@@ -242,7 +247,7 @@ def _read(
 ) -> Record:
     # Any attribute of a tensor may raise: that of a subclass is its own code, and a nested one has no shape.
     try:
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() and value.is_cuda:
+        if is_captured(value):
             return _unchecked(label, role, _shape(value), dtype_name(value), _CAPTURING)
         found, spread = _with_statistics(value) if statistics else (None, None)
         bits = None
