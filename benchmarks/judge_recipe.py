@@ -42,6 +42,10 @@ WORST = 10
 def converted(model: nn.Module, formats: dict[str, str]) -> nn.Module:
     """Return a copy of which torchao has converted these layers."""
     found = nn.ModuleDict({"model": copy.deepcopy(model)})
+    for one in found.modules():
+        if isinstance(one, nn.Linear):  # torchao refuses strided operands
+            one.weight.data = one.weight.data.contiguous()
+            one.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
     for target, dtype in _DTYPES.items():
         config = MXDynamicActivationMXWeightConfig(
             activation_dtype=dtype,
