@@ -231,8 +231,9 @@ class DeferredWatch:
         general = {name: one.default if name in later else self.options[name] for name, one in FIELDS.items()}
         # A trial would close the others.
         general["sinks"] = tuple(filter(is_log, sinks))
-        general["black_box"] = False  # the run may be in another process
-        _start(nn.Identity(), general).stop()
+        check_options([""], general)
+        # The run may be in another process, so this one keeps no black box.
+        _start(nn.Identity(), {**general, "black_box": False, "stall_timeout": None}).stop()
 
     def start(self, model: nn.Module, scaler: Any = None) -> Watch:
         """Stop the Watch of the model before, and watch `model`. Raises as `watch` does.
