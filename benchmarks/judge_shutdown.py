@@ -153,7 +153,7 @@ def train(trial: Trial, rank: int, port: int, folder: Path, ready: int, is_watch
 def run(trial: Trial, is_watched: bool, top: Path) -> Outcome:
     """Run the job once and kill the victim. A process of the job leaves by SystemExit, and ends as Python does."""
     folder = Path(tempfile.mkdtemp(dir=top))
-    # Of a job with a webhook it is the server: connections wait in its queue.
+    # A webhook posts to this server, which answers nothing: connections wait in its queue.
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
     if trial.size > 1:

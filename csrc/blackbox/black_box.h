@@ -125,8 +125,8 @@ class BlackBox {
   // By exit(), after all of Python has ended.
   void exited(int status);
 
-  // After how many idle seconds the process hangs, 0 for never. If the interpreter lock is held then, so that no thread
-  // of Python can tell, a thread of this class writes where Python's threads are. No other thread may end Python then.
+  // Sets after how many idle seconds the process counts as hanging; 0: never. If a thread holds the interpreter lock
+  // all that time, a thread of this class writes the stacks of Python's threads. Set it to 0 before Python ends.
   void set_limit(double seconds) { limit_ = seconds; }
 
   // In a signal's handler.

@@ -143,8 +143,7 @@ class ProcessBox:
         if error is not None:
             self.note("exception", error="".join(traceback.format_exception_only(type(error), error))[:2000])
         self._box.exits(error is not None)
-        # The compiled part removes it once exit() has a status of 0, where forked processes of multiprocessing do not
-        # come to.
+        # The compiled part removes the file at exit(0). Forked processes of multiprocessing end without exit().
         if error is None and not self._is_kept and multiprocessing.parent_process() is not None:
             with suppressing("the black box could not be removed"):
                 self.path.unlink(missing_ok=True)

@@ -190,9 +190,12 @@ def imported(spelt: str, option: str) -> Any:
     """
     module_name, _, path = spelt.partition(":")
     if not module_name or not path:
-        raise UseError(f"{option} should be PKG.MOD:NAME, such as train:make_model, got {spelt!r}")
+        raise UseError(f"{option} should be PKG.MOD:NAME or FILE.py:NAME, as train:make_model, got {spelt!r}")
     if module_name.endswith(".py"):
-        module_name = ".".join(Path(module_name).with_suffix("").parts)
+        parts = Path(os.path.relpath(module_name)).with_suffix("").parts
+        if ".." in parts:
+            raise UseError(f"{option} {spelt}: the file should lie in the current folder or below it")
+        module_name = ".".join(parts)
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)

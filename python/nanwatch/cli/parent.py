@@ -26,12 +26,15 @@ def run_with_parent(run: Callable[[], int], folder: Path) -> int:
     terminal sends its own to both. A killed parent takes the child with it.
     """
     parent = os.getpid()
+    # Where the parent ignores SIGCHLD, as it may by inheritance, the kernel reports no end of a child.
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
     child = os.fork()
     if child == 0:
         ctypes.CDLL(None).prctl(_SET_PDEATHSIG, int(signal.SIGKILL))
         if os.getppid() != parent:
             os._exit(1)
+        signal.signal(signal.SIGCHLD, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return run()
     status = _wait(child)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from math import inf, isnan, log2, log10, nan
@@ -14,7 +13,7 @@ from torch.nn.functional import pad
 
 from . import _extension
 from ._reference import row_dtype
-from .block_formats import BLOCKS_BY_NAME, BlockFormat
+from .block_formats import BlockFormat
 from .block_reference import Scales, amax_of, block_scales, cut, matrices_of, read_back, rounded
 from .formats import NumberFormat
 from .readable import is_plain, only_our_dispatch, readable, type_name
@@ -124,7 +123,7 @@ def block_fit(x: Tensor, form: BlockFormat, dim: int) -> BlockFit:
         values = (values if values.dtype in _NATIVE else values.float()).contiguous()
         needs_amax = form.rows is None or form.has_tensor_scale
         amax = float(_extension.abs_range(values)[1]) if needs_amax else nan
-        numbers = _operator(values, form.name, native_numbers(form), amax).tolist()
+        numbers = _errors(values, form, amax).tolist()
     counts = [int(number) for number in numbers[:_SIGNAL]]
     num_elements, num_saturated, num_flushed, num_lost, num_nonfinite, num_blocks, num_flushed_blocks = counts
     signal, noise, low, high = numbers[_SIGNAL:HEAD]
@@ -150,28 +149,11 @@ def block_fit(x: Tensor, form: BlockFormat, dim: int) -> BlockFit:
     )
 
 
-def native_numbers(form: BlockFormat) -> list[float]:
-    """Return what a kernel needs to know of a format: `BlockSpec` in csrc/numerics/block_format.h."""
-    element = form.element
-    scale = ("float8_e8m0fnu", "float8_e4m3fn", "float32").index(form.scale)
-    numbers = (
-        form.rows or 0,
-        form.columns or 0,
-        scale,
-        form.divides,
-        element.fraction_bits,
-        1 - element.bias,
-    )
-    return [*map(float, numbers), element.ends.largest, _saturates_from(element)]
+def _errors(x: Tensor, form: BlockFormat, amax: float) -> Tensor:
+    """Return the row of matrices (batch, rows, columns), shape (26,).
 
-
-def errors(x: Tensor, name: str, numbers: Sequence[float], amax: float) -> Tensor:
-    """Return the row of matrices (batch, rows, columns), shape (26,): the fallback of every device.
-
-    `numbers` are those of the format and not needed here. `amax`: the largest magnitude of the whole tensor, for a
-    format with a scale for it.
+    `amax`: the largest magnitude of the whole tensor, for a format with a scale for it.
     """
-    form = BLOCKS_BY_NAME[name]
     of_all = torch.full((), amax, device=x.device)
     _, rows, columns = x.shape
     height, width = form.rows or 1, form.columns or 1
@@ -253,15 +235,6 @@ def _merged(rows: list[Tensor], device: torch.device) -> Tensor:
     return torch.cat(
         [table[:, :_LOW].sum(0), table[:, _LOW].amin()[None], table[:, _HIGH].amax()[None], worst.flatten()]
     )
-
-
-def _fake_errors(x: Tensor, name: str, numbers: Sequence[float], amax: float) -> Tensor:
-    return torch.empty((WIDTH,), dtype=row_dtype(x.device), device=x.device)
-
-
-_operator = _extension.define(
-    "block_errors(Tensor x, str name, float[] numbers, float amax) -> Tensor", errors, _fake_errors
-)
 
 
 @cache

@@ -38,7 +38,6 @@ class BlockFormat(NamedTuple):
 
 BLOCK_FORMATS = (
     BlockFormat("mxfp8", _E4M3, 1, 32, "float8_e8m0fnu"),
-    BlockFormat("mxfp8_e4m3", _E4M3, 1, 32, "float8_e8m0fnu"),
     BlockFormat("mxfp8_e5m2", _E5M2, 1, 32, "float8_e8m0fnu"),
     BlockFormat("mxfp6_e3m2", _FLOAT6_E3M2, 1, 32, "float8_e8m0fnu"),
     BlockFormat("mxfp6_e2m3", _FLOAT6_E2M3, 1, 32, "float8_e8m0fnu"),

@@ -34,7 +34,7 @@ class Scales(NamedTuple):
     """The scales of all blocks, each of one element where a block is."""
 
     stored: Tensor
-    """As the format keeps them."""
+    """The scales in the dtype in which the format stores them."""
     factor: Tensor
     """float32: a value times its factor is rounded to an element."""
     value: Tensor
@@ -62,10 +62,7 @@ def quantized(x: Tensor, name: str, dim: int = -1, *, generator: torch.Generator
     """
     form = block_format(name, "quantized")
     with torch.no_grad():
-        matrices = matrices_of(x, form, dim, "quantized")
-        blocks = cut(matrices.values, form.rows, form.columns)
-        scales = block_scales(amax_of(blocks), form)
-        elements = rounded(blocks * scales.factor, form.element, generator)
+        matrices, elements, scales = _converted(x, form, dim, generator, "quantized")
         return matrices.joined(read_back(elements, scales, form))
 
 
@@ -76,12 +73,19 @@ def encoded(x: Tensor, name: str, dim: int = -1, *, generator: torch.Generator |
     """
     form = block_format(name, "encoded")
     with torch.no_grad():
-        matrices = matrices_of(x, form, dim, "encoded")
-        blocks = cut(matrices.values, form.rows, form.columns)
-        scales = block_scales(amax_of(blocks), form)
-        elements = rounded(blocks * scales.factor, form.element, generator)
+        matrices, elements, scales = _converted(x, form, dim, generator, "encoded")
         codes = matrices.joined(codes_of(elements, form.element))
         return Encoded(codes, scales.stored.reshape(matrices.scale_shape), scales.of_tensor)
+
+
+def _converted(
+    x: Tensor, form: BlockFormat, dim: int, generator: torch.Generator | None, caller: str
+) -> tuple[Matrices, Tensor, Scales]:
+    """Return a tensor as matrices, its elements in blocks, and the scales of the blocks."""
+    matrices = matrices_of(x, form, dim, caller)
+    blocks = cut(matrices.values, form.rows, form.columns)
+    scales = block_scales(amax_of(blocks), form)
+    return matrices, rounded(blocks * scales.factor, form.element, generator), scales
 
 
 class Matrices(NamedTuple):

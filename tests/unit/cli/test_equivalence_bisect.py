@@ -47,7 +47,7 @@ def test_the_status_says_whether_numbers_change(
 @pytest.mark.parametrize(
     ("model", "inputs", "words"),
     [
-        ("bisected", "bisected:batch", "MODEL should be PKG.MOD:NAME"),
+        ("bisected", "bisected:batch", "MODEL should be PKG.MOD:NAME or FILE.py:NAME"),
         ("bisected:model", "bisected:missing", "INPUTS bisected:missing: AttributeError"),
         ("bisected:batch", "bisected:batch", "should be a torch.nn.Module, got Tensor"),
         ("bisected:fails", "bisected:batch", "KeyError: 'mine'"),

@@ -33,13 +33,18 @@ sys.exit(5)
 """
 
 
-def _start(folder: Path, how: str) -> subprocess.Popen[str]:
+def _start(folder: Path, how: str, *, ignores_children: bool = False) -> subprocess.Popen[str]:
     script = folder / "train.py"
     script.write_text(_SCRIPT)
     command = "-m", "nanwatch", "run", "--parent", "--output-dir", str(folder / "out"), str(script), how
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        [sys.executable, *command], env=environment(), stdout=pipe, stderr=pipe, text=True
+        [sys.executable, *command],
+        env=environment(),
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN) if ignores_children else None,
     )
 
 
@@ -55,9 +60,10 @@ def test_a_killed_script_is_told(tmp_path: Path) -> None:
     assert f"SIGKILL ended the script; `nanwatch show {path}`" in said
 
 
-def test_a_status_is_the_scripts(tmp_path: Path) -> None:
-    """The file has it too."""
-    process = _start(tmp_path, "returns")
+@pytest.mark.parametrize("ignores_children", [False, True])
+def test_a_status_is_the_scripts(ignores_children: bool, tmp_path: Path) -> None:
+    """The file has it too. Whoever started the parent may have let it ignore SIGCHLD."""
+    process = _start(tmp_path, "returns", ignores_children=ignores_children)
     process.communicate(timeout=120)
     (path,) = tmp_path.glob("out/blackbox/*")
     assert (process.returncode, read_black_box(path).exit_status) == (5, 5)

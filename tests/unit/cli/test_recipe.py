@@ -83,7 +83,8 @@ def test_the_files(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["tried.py", "batch"], "MODEL should be PKG.MOD:NAME"),
+        (["tried.py", "batch"], "MODEL should be PKG.MOD:NAME or FILE.py:NAME"),
+        (["/tried.py:Model", "batch"], "the file should lie in the current folder or below it"),
         (["tried.py:Model", "missing"], "BATCH tried.py:missing: AttributeError"),
         (["tried.py:batch", "batch"], "should be a torch.nn.Module, got Tensor"),
         (["tried.py:Model", "batch", "--to", "mxfp9"], "there is no format 'mxfp9'"),

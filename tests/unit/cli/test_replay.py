@@ -94,7 +94,7 @@ def test_command_bad_use(place, capsys):
     """Status 2 and one line on stderr for a wrong capsule, model or option; nothing on stdout."""
     for arguments, expected in [
         (("none", "--model", "zoo:make"), "none/capsule.json: No such file"),
-        (("good", "--model", "zoo"), "--model should be PKG.MOD:NAME"),
+        (("good", "--model", "zoo"), "--model should be PKG.MOD:NAME or FILE.py:NAME"),
         (("good", "--model", "zoo_no:make"), "ModuleNotFoundError: No module named 'zoo_no'"),
         (("good", "--model", "zoo:nothing"), "has no attribute 'nothing'"),
         (("good", "--model", "zoo:torch.finfo"), "should be a torch.nn.Module or make one, got finfo"),

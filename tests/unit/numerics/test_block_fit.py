@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,26 +11,17 @@ import torch
 import nanwatch
 from nanwatch.numerics import block_fit, block_reference
 from nanwatch.numerics.block_fit import BlockFit
-from nanwatch.numerics.block_formats import BLOCK_FORMATS, BLOCKS_BY_NAME
-from support.implementations import NATIVE_LEVELS, active, missing
+from nanwatch.numerics.block_formats import BLOCKS_BY_NAME
 from support.oracle import from_patterns
 
 INF, NAN = math.inf, math.nan
-NAMES = tuple(name for name in BLOCKS_BY_NAME if name != "mxfp8_e4m3")  # mxfp8 by another name
+NAMES = tuple(BLOCKS_BY_NAME)
 
 
-@pytest.fixture(params=["fallback", *NATIVE_LEVELS])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The fallback in pieces of 1,000 elements, and each native kernel."""
-    if request.param == "fallback":
-        monkeypatch.setattr(block_fit, "_operator", block_fit.errors)
-        monkeypatch.setattr(block_fit, "_CHUNK", 1000)
-        yield request.param
-        return
-    if reason := missing(name := f"native-{request.param}"):
-        pytest.skip(reason)
-    with active(name):
-        yield request.param
+@pytest.fixture(autouse=True)
+def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of 1,000 elements, so that small tensors are cut too."""
+    monkeypatch.setattr(block_fit, "_CHUNK", 1000)
 
 
 def expected(x: torch.Tensor, name: str) -> dict[str, object]:
@@ -106,7 +96,7 @@ MATRICES = matrices()
 
 @pytest.mark.parametrize("which", MATRICES)
 @pytest.mark.parametrize("name", NAMES)
-def test_counts_and_sums(implementation: str, name: str, which: str) -> None:
+def test_counts_and_sums(name: str, which: str) -> None:
     """Of float32: the counts exactly, the sums to 1e-12, the worst blocks by their SQNR."""
     x = MATRICES[which]
     fit = nanwatch.would_fit(x, name)
@@ -116,7 +106,7 @@ def test_counts_and_sums(implementation: str, name: str, which: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn])
 @pytest.mark.parametrize("name", NAMES)
-def test_other_dtypes(implementation: str, name: str, dtype: torch.dtype) -> None:
+def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
     """By their values in float32."""
     for which in ("spread", "special"):
         x = MATRICES[which].to(dtype)
@@ -125,7 +115,7 @@ def test_other_dtypes(implementation: str, name: str, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4", "float8_rowwise"])
-def test_every_number_of_16_bits(implementation: str, name: str, dtype: torch.dtype) -> None:
+def test_every_number_of_16_bits(name: str, dtype: torch.dtype) -> None:
     """Subnormals, inf and nan too, next to numbers of their size."""
     x = from_patterns(np.arange(1 << 16).astype("u2"), dtype).reshape(-1, 64)
     check(x, name, block_fit.block_fit(x, BLOCKS_BY_NAME[name], -1))
@@ -135,8 +125,8 @@ def test_every_number_of_16_bits(implementation: str, name: str, dtype: torch.dt
     "name", ["mxfp4", "nvfp4", "float8_tensorwise", "float8_rowwise", "float8_block128x128"]
 )
 @pytest.mark.parametrize("dim", [0, 1, 2, -2])
-def test_an_axis_and_any_strides(implementation: str, name: str, dim: int) -> None:
-    """As a copy with the axis last, and the axis is named."""
+def test_an_axis_and_any_strides(name: str, dim: int) -> None:
+    """The numbers are those of a copy with the axis last, and `dim` names the axis."""
     x = torch.randn(6, 50, 40).transpose(1, 2)[:, ::2]
     got = nanwatch.would_fit(x, name, dim=dim)
     there = nanwatch.would_fit(x.movedim(dim, -1).contiguous(), name)
@@ -147,7 +137,7 @@ def test_an_axis_and_any_strides(implementation: str, name: str, dim: int) -> No
     assert got.noise == pytest.approx(there.noise, rel=1e-12)
 
 
-def test_the_worst_blocks_are_named(implementation: str) -> None:
+def test_the_worst_blocks_are_named() -> None:
     """By their place in the tensor counted in blocks, the worst first."""
     x = torch.ones(3, 4, 96)
     x[1, 2, 40] = 1e6  # everything else in this block becomes zero
@@ -161,7 +151,7 @@ def test_the_worst_blocks_are_named(implementation: str) -> None:
     assert nanwatch.would_fit(x, "mxfp4").num_flushed == 32
 
 
-def test_scales_are_those_of_blocks_with_numbers(implementation: str) -> None:
+def test_scales_are_those_of_blocks_with_numbers() -> None:
     """Zeros, nan and inf have no scale that says something."""
     x = torch.zeros(4, 32)
     x[0], x[1], x[2, 3] = 2.0**8, 2.0**-3, INF
@@ -173,7 +163,7 @@ def test_scales_are_those_of_blocks_with_numbers(implementation: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 4), (), (1,)])
-def test_nothing_to_measure(implementation: str, name: str, shape: tuple[int, ...]) -> None:
+def test_nothing_to_measure(name: str, shape: tuple[int, ...]) -> None:
     """No element, or one alone."""
     fit = nanwatch.would_fit(torch.ones(shape), name)
     assert isinstance(fit, BlockFit)
@@ -182,7 +172,7 @@ def test_nothing_to_measure(implementation: str, name: str, shape: tuple[int, ..
     assert math.isnan(fit.sqnr) == (fit.num_elements == 0)
 
 
-def test_what_saturates_rounds_beyond_the_largest_element(implementation: str) -> None:
+def test_what_saturates_rounds_beyond_the_largest_element() -> None:
     """464 is the tie of float8_e4m3fn, and 448 the even one."""
     x = torch.zeros(1, 32)
     x[0, :4] = torch.tensor([448.0, 464.0, math.nextafter(464.0, INF), 500.0])
@@ -219,11 +209,3 @@ def test_words() -> None:
         "float8_rowwise: SQNR nan dB, 0.000% saturate, 0.000% become zero, 0.000% of 1 blocks become zero, "
         "2 become nan or inf"
     )
-
-
-def test_every_format_is_measured_by_the_operator() -> None:
-    """A kernel gets what the declaration says."""
-    for form in BLOCK_FORMATS:
-        numbers = block_fit.native_numbers(form)
-        assert numbers[:2] == [form.rows or 0, form.columns or 0]
-        assert numbers[6] == form.element.ends.largest

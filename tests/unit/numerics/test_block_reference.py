@@ -86,7 +86,7 @@ def test_mx_saturates_above_the_largest_element(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_values_are_those_of_the_codes_and_scales(name: str) -> None:
-    """What a reader of the stored parts makes of them, in exact arithmetic up to float32's rounding."""
+    """A reader that multiplies codes and scales in float64 gets these values, but for float32's rounding."""
     form, x = BLOCKS_BY_NAME[name], torch.randn(256, 256) * torch.logspace(-3, 3, 256)[:, None]
     codes, scales, tensor_scale = encoded(x, name)
     numbers = torch.tensor([float(number) for number in magnitudes(name)], dtype=torch.float64)

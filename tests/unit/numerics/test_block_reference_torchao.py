@@ -26,7 +26,6 @@ from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_am
 
 MX = {
     "mxfp8": torch.float8_e4m3fn,
-    "mxfp8_e4m3": torch.float8_e4m3fn,
     "mxfp8_e5m2": torch.float8_e5m2,
     "mxfp6_e3m2": "fp6_e3m2",
     "mxfp6_e2m3": "fp6_e2m3",
@@ -157,7 +156,7 @@ def blockwise(name: str) -> Any:
     ],
 )
 def test_float8_in_blocks_is_torchaos(name: str, function: str) -> None:
-    """As the references beside its kernels convert, for blocks of 1x128 and 128x128."""
+    """Blocks of 1x128 and 128x128 equal what the references beside torchao's kernels convert."""
     convert = blockwise(function)
     for where, x in cases(name):
         if name == "float8_block128x128":

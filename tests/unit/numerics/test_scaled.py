@@ -109,7 +109,7 @@ def test_what_is_not_known_is_not_checked(x: torch.Tensor) -> None:
     assert row.isfinite is None
     assert row.note is not None
     assert row.note.kind == "not_checked"
-    assert "NotImplementedError" in row.note.text or "cannot read" in row.note.text
+    assert "cannot read a" in row.note.text, row.note.text
 
 
 def test_a_plain_tensor_is_none_of_these() -> None:
@@ -130,7 +130,7 @@ class Holder(torch.nn.Module):
 
 
 def test_a_watch_sees_them() -> None:
-    """As an output of a module like any other."""
+    """The frame of a module has a record of its scaled output, with the value."""
     model = Holder(engine_float8(torch.tensor([2.0, 6.0]), scale=64.0))
     with nanwatch.watch(model, on_nonfinite="record") as watch:
         model(torch.ones(2))

@@ -11,13 +11,13 @@ from ..results import as_text, wrapped
 from .forwards import Distance
 
 SCHEMA, VERSION = "nanwatch.recipe", 1
-# As an expression over torchao.quantization, torchao.prototype.mx_formats and torch: what quantize_ takes.
+# Configurations that torchao's quantize_ takes: expressions with names of torch, torchao.quantization and
+# torchao.prototype.mx_formats.
 _MX = "MXDynamicActivationMXWeightConfig(%sscaling_mode=ScaleCalculationMode.FLOOR)"
 _FLOAT8 = "Float8DynamicActivationFloat8WeightConfig(granularity=%s)"
 _DTYPES = "activation_dtype=torch.{0}, weight_dtype=torch.{0}, "
 TORCHAO = {
     "mxfp8": _MX % "",
-    "mxfp8_e4m3": _MX % "",
     "mxfp4": _MX % _DTYPES.format("float4_e2m1fn_x2"),
     "nvfp4": "NVFP4DynamicActivationNVFP4WeightConfig()",
     "float8_tensorwise": _FLOAT8 % "PerTensor()",
@@ -27,7 +27,6 @@ TORCHAO = {
 # The recipe class of transformer_engine.common.recipe.
 TRANSFORMER_ENGINE = {
     "mxfp8": "MXFP8BlockScaling",
-    "mxfp8_e4m3": "MXFP8BlockScaling",
     "nvfp4": "NVFP4BlockScaling",
     "float8_tensorwise": "Float8CurrentScaling",
     "float8_block128x128": "Float8BlockScaling",

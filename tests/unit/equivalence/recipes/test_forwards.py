@@ -50,7 +50,7 @@ def forwards(model: nn.Module, rounding: Rounding | None = None, journal: Path |
     ],
 )
 def test_the_loss_is_found(form: Callable[[Tensor], Any]) -> None:
-    """As the output, its first part, its item or its attribute."""
+    """The loss may be the output, its first part, its item "loss" or its attribute `loss`."""
     runs, same = forwards(Trained(form).eval()), forwards(Trained().eval())
     with runs.same_start(), same.same_start():
         assert runs.as_it_is() == same.as_it_is()
