@@ -25,7 +25,7 @@ Way = Callable[[], AbstractContextManager[Any]]
 
 # By the name that `--ways` takes; those that look at backwards are for training alone. "async" is for a GPU.
 NAMES = (
-    *("nanwatch", "transformers", "hooks", "forecast-off", "trace", "fingerprints", "gradients"),
+    *("nanwatch", "transformers", "hooks", "forecast-off", "no-box", "trace", "fingerprints", "gradients"),
     *("statistics", "detect-anomaly", "debug-mode"),
 )
 OF_BACKWARDS = ("gradients", "detect-anomaly")
@@ -56,6 +56,8 @@ class Ways:
             self.by_name["async"] = self._watching(check="async")
         if "forecast-off" in names:
             self.by_name["forecast-off"] = self._watching(forecast=False)
+        if "no-box" in names:
+            self.by_name["no-box"] = self._watching(black_box=False)
         if "trace" in names:
             self.by_name["trace"] = self._watching(trace=folder / "trace")
             self.trace = self._watches[-1]

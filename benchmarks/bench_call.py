@@ -2,8 +2,8 @@
 
     python benchmarks/bench_call.py [--quick] [--json FILE]
 
-Two Sequentials, of 8 and of 136 Linears, in three ways: plain, watched, and with an empty forward hook on each module,
-which is what PyTorch's own hook machinery costs. What is added is taken within a round, the median over rounds counts;
+Two Sequentials, of 8 and of 136 Linears, in four ways: plain, watched, watched without a black box, and with an empty
+forward hook on each module, which is what PyTorch's own hook machinery costs. What is added is taken within a round, the median over rounds counts;
 what 128 calls more add is the cost of a call, and what is left of the short one that of a batch.
 """
 
@@ -20,7 +20,7 @@ from torch import nn
 import nanwatch
 
 SHORT, LONG = 8, 136
-WAYS = ("plain", "watched", "hook")
+WAYS = ("plain", "watched", "no-box", "hook")
 PLAN = Plan(min_rounds=101, max_rounds=401, budget=30.0, sample=5e-3)
 QUICK_PLAN = Plan(min_rounds=3, max_rounds=3, budget=0.0, sample=1e-4)
 
@@ -32,6 +32,8 @@ def measured(plan: Plan) -> Samples:
     for name, model in models.items():
         if name.startswith("watched"):
             watches.append(nanwatch.watch(model))
+        elif name.startswith("no-box"):
+            watches.append(nanwatch.watch(model, black_box=False))
         elif name.startswith("hook"):
             model.apply(lambda module: module.register_forward_hook(lambda *_: None))
     x = torch.ones(2, 8)

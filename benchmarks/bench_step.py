@@ -5,10 +5,10 @@
 
 The same model runs in several ways in turn, a round each: plain, with nanwatch.watch, with the transformers class, with
 an empty forward hook on every module (what PyTorch's own hook machinery costs), watched without forecasts, watched
-and traced, traced with fingerprints, watched with statistics in every batch, under torch's DebugMode with a hash of
-every operation, and, in training, watched with gradients and under torch.autograd.detect_anomaly. One model serves
-all: two copies of a model can lie in memory of two speeds. A ratio is taken within a round; the median over rounds
-counts.
+without a black box, watched and traced, traced with fingerprints, watched with statistics in every batch, under torch's
+DebugMode with a hash of every operation, and, in training, watched with gradients and under
+torch.autograd.detect_anomaly. One model serves all: two copies of a model can lie in memory of two speeds. A ratio is
+taken within a round; the median over rounds counts.
 
 nanwatch's own time is measured from inside (time in the recorder over time of the step), that of gradients and of a
 trace with fingerprints as what is spent more with them, and its floor is what it had to read over the bandwidth of a
@@ -163,6 +163,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "plain": lambda row: duration(row["plain_s"]),
     "nanwatch": ratio_cell("nanwatch"),
     "no forecast": ratio_cell("forecast-off"),
+    "no box": ratio_cell("no-box"),
     "trace": ratio_cell("trace"),
     "bits": ratio_cell("fingerprints"),
     "gradients": ratio_cell("gradients"),
