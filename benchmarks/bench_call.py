@@ -3,8 +3,9 @@
     python benchmarks/bench_call.py [--quick] [--json FILE]
 
 Two Sequentials, of 8 and of 136 Linears, in four ways: plain, watched, watched without a black box, and with an empty
-forward hook on each module, which is what PyTorch's own hook machinery costs. What is added is taken within a round, the median over rounds counts;
-what 128 calls more add is the cost of a call, and what is left of the short one that of a batch.
+forward hook on each module, which is what PyTorch's own hook machinery costs. What is added is taken within a round,
+the median over rounds counts; what 128 calls more add is the cost of a call, and what is left of the short one that of
+a batch.
 """
 
 from __future__ import annotations

@@ -37,16 +37,17 @@ class GradientHook : public torch::autograd::FunctionPreHook {
   void with_log(const Action& action) {
     const std::shared_ptr<GradientLog> log = log_.lock();
     if (!log) return;
+    const bool measures_time = log->subscriptions->has(kOwnTime);
     int64_t nanoseconds = 0;
     try {
-      const Stopwatch stopwatch(log->measures_time, &nanoseconds);
+      const Stopwatch stopwatch(measures_time, &nanoseconds);
       action(*log);
     } catch (python_error&) {
       throw;  // Ctrl-C
     } catch (const std::exception& error) {
       TORCH_WARN_ONCE("nanwatch: a gradient could not be looked at: ", error.what());
     }
-    if (log->measures_time) log->spend(nanoseconds);
+    if (measures_time) log->spend(nanoseconds);
   }
 
  private:

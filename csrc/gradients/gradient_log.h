@@ -26,8 +26,7 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
   // `observe` as in Helpers; with `counts` it makes every row. The sink outlives its log, or says so with `leave`.
   GradientLog(GradientSink* sink, std::shared_ptr<const Subscriptions> events, pybind11::object observe,
               const Options& options)
-      : measures_time(options.measure_time),
-        subscriptions(std::move(events)),
+      : subscriptions(std::move(events)),
         sink_(sink),
         observe_(std::move(observe)),
         verify_hits_(options.verify_hits),
@@ -73,7 +72,6 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
   // Takes this log's hook from a leaf.
   void release(const at::Tensor& leaf);
 
-  const bool measures_time;
   const std::shared_ptr<const Subscriptions> subscriptions;
   // True if finite gradients may have a non-finite sum in some leaf. Next: how often somebody has read that.
   std::atomic<bool> sums_may_overflow{false};

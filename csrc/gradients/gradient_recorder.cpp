@@ -118,7 +118,7 @@ bool GradientRecorder::backward_ended(std::unique_ptr<Backward> backward) {
 bool GradientRecorder::report(Backward& backward, const py::object& left) {
   CallObserver& observer = recorder_.observer();
   FrameRing& ring = recorder_.ring();
-  const Stopwatch stopwatch(recorder_.measures_time(), &observer.counters.nanoseconds);
+  const Stopwatch stopwatch(recorder_.subscriptions->has(kOwnTime), &observer.counters.nanoseconds);
   observer.counters.nanoseconds += std::exchange(backward.nanoseconds, 0);
   backward.take_completed();
   if (log_ != nullptr) {

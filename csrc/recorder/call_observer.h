@@ -50,7 +50,6 @@ inline Check check_of(const std::string& name) {
   X(bool, outputs)                \
   X(int64_t, reread_weights)      \
   X(bool, verify_hits)            \
-  X(bool, measure_time)           \
   X(bool, gradients)              \
   X(bool, counts)                 \
   X(bool, fingerprints)           \

@@ -95,7 +95,6 @@ CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object e
       check_(options.check),
       every_(options.every),
       traced_(options.traced),
-      measures_time_(options.measure_time),
       id_(next_id++) {
   std::sort(traced_.begin(), traced_.end());
   living().insert(id_);
@@ -234,7 +233,7 @@ PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* target, P
     box_.box()->begin(thread.slot, nodes_[size_t(index)]->box, thread.batch, thread.recomputed);
   ++observer_.counters.calls;
   py::object output = py::reinterpret_steal<py::object>(PyObject_Call(target, args, kwargs));
-  const Stopwatch stopwatch(measures_time_, &observer_.counters.nanoseconds);
+  const Stopwatch stopwatch(subscriptions->has(kOwnTime), &observer_.counters.nanoseconds);
   thread.nodes.pop_back();
   if (box_.box() != nullptr) box_.box()->end(thread.slot, !output);
   meet(*nodes_[size_t(index)], module);

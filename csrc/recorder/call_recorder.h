@@ -58,7 +58,6 @@ class CallRecorder {
   pybind11::object name_of(int32_t caller) const;
   bool is_traced(int64_t batch) const;
   bool traces() const { return !traced_.empty(); }
-  bool measures_time() const { return measures_time_; }
   FrameRing& ring() { return ring_; }
   // Puts a frame of a backward or a step into the ring.
   void push(FrameData& frame) { keep(frame, nullptr); }
@@ -177,7 +176,6 @@ class CallRecorder {
   const Check check_;
   int64_t every_;
   std::vector<int64_t> traced_;  // sorted
-  bool measures_time_;
   std::vector<std::unique_ptr<Node>> nodes_;
   int64_t next_batch_ = 0, latest_batch_ = -1, watch_ = -1;
   const uint64_t id_;  // never reused, unlike an address

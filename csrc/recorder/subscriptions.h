@@ -10,8 +10,9 @@
 
 namespace nanwatch {
 
-// Events that the recorder reports only while somebody subscribes to them, numbered as in recording/events.py.
-enum Event : uint32_t { kBatchStart = 1, kBatchEnd = 2, kFrame = 4, kBackwardStart = 8 };
+// Events that the recorder reports only while somebody subscribes to them, numbered as in recording/events.py. While
+// there is a subscription to kOwnTime the recorder counts its nanoseconds.
+enum Event : uint32_t { kBatchStart = 1, kBatchEnd = 2, kFrame = 4, kBackwardStart = 8, kOwnTime = 16 };
 
 // Counts the subscriptions to each event. Changed under the interpreter lock, asked on any thread.
 class Subscriptions {
@@ -27,7 +28,7 @@ class Subscriptions {
   }
 
  private:
-  std::array<int, 4> counts_{};
+  std::array<int, 5> counts_{};
   std::atomic<uint32_t> mask_{0};
 };
 

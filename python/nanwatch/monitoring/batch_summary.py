@@ -10,6 +10,7 @@ from math import ceil, floor, inf, log2
 from ..numerics.formats import Statistics
 from ..records.headroom import headroom_bits
 from ..records.record import Frame, Record
+from .own_time import OwnTime
 
 _MOST_BINS = 512  # W&B takes no more
 
@@ -45,8 +46,10 @@ class BatchSummary:
     module's output. Ask for the numbers when all frames are taken.
     """
 
-    def __init__(self, batch: int) -> None:
+    def __init__(self, batch: int, own_time: OwnTime | None = None) -> None:
         self.batch = batch
+        self.own_time = own_time
+        """The latest measurement, of a batch before this one; None where there is none."""
         self._largest: dict[tuple[str, str, str], tuple[float, Record]] = {}
 
     def add(self, frame: Frame) -> None:

@@ -27,6 +27,7 @@ TOTAL = "nanwatch"
 HEADROOM, FORECAST, RANGES = "nanwatch_headroom_bits", "nanwatch_forecast_batch", "nanwatch_log2_abs_max"
 GROUPS = (TOTAL, HEADROOM, FORECAST, RANGES)
 IS_FINITE, LEAST = f"{TOTAL}/is_finite", f"{TOTAL}/headroom_bits"
+OWN_SECONDS, OWN_SHARE = f"{TOTAL}/own_seconds", f"{TOTAL}/own_share"
 PLACE, TOLD, FINDING = f"{TOTAL}/headroom_module", f"{TOTAL}/forecast", f"{TOTAL}/finding"
 
 # Curves by module. Of a larger model those have one that were among the worst when there still was room.
@@ -94,6 +95,8 @@ def batch_entry(summary: BatchSummary, shown: Collection[str]) -> LogEntry:
         module, (bits, label, dtype) = next(iter(headroom.items()))
         scalars[LEAST] = bits
         texts[PLACE] = visible(f"{spell_module(module)} {label}, {dtype}")
+    if summary.own_time is not None:
+        scalars[OWN_SECONDS], scalars[OWN_SHARE] = summary.own_time
     for name in shown:
         if name in headroom:
             scalars[f"{HEADROOM}/{spell_module(name)}"] = headroom[name][0]

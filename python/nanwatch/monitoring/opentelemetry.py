@@ -25,6 +25,11 @@ class OpenTelemetrySink(MessageSink):
         bits = "least headroom in bits"
         self._least = meter.create_gauge("nanwatch.headroom.least", "bit", f"{bits} of all modules")
         self._headroom = meter.create_gauge("nanwatch.headroom", "bit", f"{bits} by module")
+        took = "time that nanwatch took of a batch"
+        self._own = (
+            meter.create_gauge("nanwatch.own_time", "s", took),
+            meter.create_gauge("nanwatch.own_share", "1", f"{took}, as a share of that between two batches"),
+        )
         self._counters = {
             name: meter.create_counter(f"nanwatch.{name}s", "1", text) for name, (_, text) in EVENTS.items()
         }
@@ -46,7 +51,9 @@ class OpenTelemetrySink(MessageSink):
         self._log.emit(record)
 
     def on_batch(self, summary: BatchSummary) -> None:
-        """Set the headroom of the model and of each module that has a curve."""
+        """Set the headroom of the model and of each module that has a curve, and nanwatch's own time."""
+        for gauge, number in zip(self._own, summary.own_time or (), strict=False):
+            gauge.set(number)
         for name, bits in headroom_of(summary, self._modules).items():
             if name:
                 self._headroom.set(bits, {"module": name})

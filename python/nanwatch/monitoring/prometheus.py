@@ -12,6 +12,10 @@ from .log_sinks import HEADROOM, TOTAL
 from .messages import EVENTS, Message, MessageSink, headroom_of
 
 LEAST = f"{TOTAL}_least_headroom_bits"
+_OWN = {
+    f"{TOTAL}_own_seconds": "time that nanwatch took of a batch",
+    f"{TOTAL}_own_share": "that time as a share of the time between two batches",
+}
 
 
 class PrometheusSink(MessageSink):
@@ -44,6 +48,7 @@ class PrometheusSink(MessageSink):
         return {
             LEAST: gauge(LEAST, f"{bits} of all modules", registry=registry),
             HEADROOM: gauge(HEADROOM, f"{bits} by module", ["module"], registry=registry),
+            **{name: gauge(name, text, registry=registry) for name, text in _OWN.items()},
             **{
                 name: counter(f"{TOTAL}_{name}s", text, registry=registry)
                 for name, (_, text) in EVENTS.items()
@@ -61,7 +66,9 @@ class PrometheusSink(MessageSink):
         self._metrics[message.event].inc()
 
     def on_batch(self, summary: BatchSummary) -> None:
-        """Set the headroom of the model and of each module that has a curve."""
+        """Set the headroom of the model and of each module that has a curve, and nanwatch's own time."""
         self._serve()
+        for name, number in zip(_OWN, summary.own_time or (), strict=False):
+            self._metrics[name].set(number)
         for name, bits in headroom_of(summary, self._modules).items():
             (self._metrics[HEADROOM].labels(name) if name else self._metrics[LEAST]).set(bits)

@@ -18,6 +18,7 @@ from ..report.spike import SpikeReport
 from ..util.visible import close_names, spell, suppressed, warn_user
 from .batch_summary import BatchSummary
 from .forecast import Forecast
+from .own_time import OwnTimeSample
 from .sink_thread import SinkThread
 
 # A tracker takes 30 to 60 µs a number. A sink that takes more than a fiftieth of the run's time is called less often.
@@ -177,6 +178,7 @@ class SinkStream(Sink):
         # A forked child has the sinks but not their threads: what is put in a queue would stay there, and block.
         self._process = os.getpid()
         self._frames = recorder.subscribe(Event.FRAME)
+        self._own_time = OwnTimeSample(recorder)
         self._subscribe(0)
 
     @property
@@ -208,7 +210,7 @@ class SinkStream(Sink):
             # Each thread adds to its own batch. A batch that failed is dropped with the first frame of the next.
             summary = self._summary
             if summary.batch != frame.batch:
-                summary = self._summary = BatchSummary(frame.batch)
+                summary = self._summary = BatchSummary(frame.batch, self._own_time.latest)
             summary.add(frame)
 
     def batch_ended(self, batch: int) -> None:
@@ -222,6 +224,8 @@ class SinkStream(Sink):
     def settle(self, batch: int) -> None:
         """Choose the sinks that have time for the next batch, as this one has ended, finite or not."""
         if self._takers and batch % self._every == 0:
+            # Not in the logged batch itself, where the recorder makes frames for the sinks.
+            self._own_time.batch_ended(batch + self._log_every == self._next, self._every)
             for taker in self._takers:
                 taker.settle()
             self._subscribe(batch + self._every)
@@ -257,6 +261,7 @@ class SinkStream(Sink):
         """Tell of the end. A second time does nothing."""
         takers, self._takers = self._takers, []
         self._frames.remove()
+        self._own_time.remove()
         if self._process == os.getpid():
             for taker in takers:
                 taker.close()

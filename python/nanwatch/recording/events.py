@@ -38,7 +38,6 @@ class Settings:
     outputs: bool = True
     reread_weights: int = 64
     verify_hits: bool = False  # read again on every cache hit and count the differences
-    measure_time: bool = False
     gradients: bool = False
     counts: bool = False  # every row is Python's, with the counts of its tensor
     fingerprints: bool = False  # every row has the hash of its tensor's bits
@@ -57,6 +56,7 @@ class Event(IntEnum):  # not IntFlag, whose `&` takes 1 µs
     BATCH_END = 2
     FRAME = 4
     BACKWARD_START = 8
+    OWN_TIME = 16  # no event: the compiled recorder counts its nanoseconds meanwhile
 
 
 class Subscription(Protocol):

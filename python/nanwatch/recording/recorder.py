@@ -354,13 +354,8 @@ if _extension.C is not None:
 
 
 def make_recorder(settings: Settings, events: RecorderEvents) -> Recorder:
-    """Make the compiled recorder, or the Python one where there is none.
-
-    Raises RuntimeError for settings that need the compiled one.
-    """
+    """Make the compiled recorder, or the Python one where there is none."""
     if _extension.C is None:
-        if settings.measure_time:
-            raise _extension.missing("measuring the time spent in the recorder")
         return PythonRecorder(settings, events)
     helpers: dict[str, Callable[..., Any]] = {
         "observe": observe_with(settings),

@@ -188,6 +188,8 @@ def _start(model: nn.Module, values: dict[str, Any], *, room: int = 0, **setting
     options = check_options([one.name for one in named_modules(model)], values)
     if options.check == "async" and options.enabled:
         _check_async(model)
+    if settings.get("measure_time") and _extension.C is None:
+        raise _extension.missing("measuring the time spent in the recorder")
     return Watch(model, options, room=room, **settings)
 
 

@@ -68,6 +68,7 @@ class Watch:
         *,
         room: int = 0,
         events: EventDispatch | None = None,
+        measure_time: bool = False,
         **settings: bool,
     ) -> None:
         self._options = options
@@ -83,6 +84,8 @@ class Watch:
             self._box = open_box(options.output_dir, options.stall_timeout)
         events = events or EventDispatch(options)
         self._recorder: Recorder = make_recorder(options.recorder_settings(ring, **settings), events)
+        if measure_time:
+            self._recorder.subscribe(Event.OWN_TIME)
         self._tracer: Tracer | None = None
         if options.trace is not None and options.enabled:
             self._tracer = start_tracer(
