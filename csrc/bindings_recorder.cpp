@@ -128,6 +128,8 @@ void bind_recorder(py::module_& m) {
            [](CallRecorder& self, const std::vector<at::Tensor>& leaves) {
              if (GradientRecorder* const gradients = gradients_of(self)) gradients->stop(leaves);
            })
+      .def("is_finite", [](CallRecorder& self,
+                           const py::object& x) { return self.observer().is_finite(x.ptr(), self.latest_batch()); })
       .def("forget_weights", [](CallRecorder& self) { self.observer().forget_weights(); })
       .def_property(
           "paused", [](const CallRecorder& self) { return self.paused != 0; },

@@ -26,8 +26,8 @@ constexpr int kRowItems = row_item::statistics + 1;
 enum class Role : uint8_t { weight, buffer, input, output, gradient };
 inline constexpr const char* kRoles[] = {"weight", "buffer", "input", "output", "gradient"};
 
-enum class Phase : uint8_t { forward, backward, step };
-inline constexpr const char* kPhases[] = {"forward", "backward", "step"};
+enum class Phase : uint8_t { forward, backward, step, save };
+inline constexpr const char* kPhases[] = {"forward", "backward", "step", "save"};
 
 // A note as a Python tuple.
 namespace note_item {

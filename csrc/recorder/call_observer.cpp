@@ -135,6 +135,16 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
   return row_from_python(object, label, role, node, frame);
 }
 
+std::optional<bool> CallObserver::is_finite(PyObject* object, int64_t batch) {
+  View view;
+  if (!plain_view(object, &view) || !can_be_remembered(THPVariable_Unpack(object))) return std::nullopt;
+  const at::Tensor x = THPVariable_Unpack(object);
+  Node::Slot passing;
+  HostReader reader{*this, x, view};
+  ++counters.tensors;
+  return weight_range<RangeRow>(x, batch, options_.reread_weights, &passing, reader).isfinite;
+}
+
 // ---- what the module owns -------------------------------------------------------------------------------------------
 
 template <typename Action>

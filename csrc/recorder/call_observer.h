@@ -170,6 +170,10 @@ class CallObserver {
   // Gives the pending rows of a frame, all of which have completed or failed, their place in it.
   bool resolve(const Node& node, FrameData* frame);
 
+  // Returns whether a tensor of the host is finite, without reading it if it is unchanged since it was last read as a
+  // weight. Null for one that the loops cannot read, or that has no version.
+  std::optional<bool> is_finite(PyObject* object, int64_t batch);
+
   void forget_weights() { ++epoch_; }
   // Nothing is remembered of activations from batch to batch.
   void end_batch() { activations_.clear(); }

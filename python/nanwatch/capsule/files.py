@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..instrumentation.execution_context import Autocast, RngState
+from ..instrumentation.saving import unguarded
 from ..numerics.readable import only_our_dispatch, unreadable
 from ..report.finding import Finding
 from ..util import reading
@@ -130,7 +131,8 @@ def save(path: Path, tensors: Mapping[str, Tensor], label: str) -> None:
             storage = plain.untyped_storage().data_ptr()
             kept[name] = plain.clone() if storage in storages else plain
             storages.add(storage)
-        _library().torch.save_file(kept, str(path), {"format": "pt", "capsule": label})
+        with unguarded():
+            _library().torch.save_file(kept, str(path), {"format": "pt", "capsule": label})
 
 
 def load(path: Path, entries: Mapping[str, Entry], label: str) -> dict[str, Tensor]:

@@ -79,7 +79,7 @@ class OriginConsensus:
             raise ValueError(f"peer_timeout should be a number of seconds above 0, got {peer_timeout!r}")
         self.rank, self.world_size, self.peer_timeout, self.part = rank, world_size, peer_timeout, part
         self._on_stuck = on_stuck
-        self._store: Store | None = _default_store() if store is None else store
+        self._store: Store | None = default_store() if store is None else store
         self._prefix = f"nanwatch/consensus/{store_key(os.environ)}/{name}"
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # Written by the thread alone, read by all.
@@ -275,7 +275,8 @@ class OriginConsensus:
             pause = min(2 * pause, longest, max(0.01, (until - time.monotonic()) / 4))
 
 
-def _default_store() -> Store:
+def default_store() -> Store:
+    """Return the store of the default process group."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()

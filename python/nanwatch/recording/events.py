@@ -263,6 +263,12 @@ class Recorder(Protocol):
     def suspend(self, on: bool, /) -> None:
         """Record nothing until it is called with False as often as with True: for re-runs."""
 
+    def is_finite(self, x: Tensor, /) -> bool | None:
+        """Return whether `x` is finite, from its latest reading as a weight if it is unchanged since.
+
+        None where the recorder cannot tell so: on a device, without a version counter, of a dtype without a range.
+        """
+
     def forget_weights(self) -> None:
         """Read all weights again: they may have changed without a sign."""
 

@@ -158,6 +158,10 @@ class PythonRecorder(RecordsBackwards):
     def await_before_step(self) -> None:
         """Do nothing: no row is pending."""
 
+    def is_finite(self, x: Tensor, /) -> bool | None:
+        """Return None: there is no cache."""
+        return None
+
     def forget_weights(self) -> None:
         """Do nothing: there is no cache."""
 

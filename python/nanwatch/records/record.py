@@ -74,7 +74,7 @@ class Record(NamedTuple):
         return self.isfinite is False and not self.is_excused
 
 
-Phase: TypeAlias = Literal["forward", "backward", "step"]
+Phase: TypeAlias = Literal["forward", "backward", "step", "save"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
@@ -84,7 +84,8 @@ class Frame(NamedTuple):
     `batch` counts from 0. `name` is the qualified name in the watched model, "" for the root. `records` are
     in the order weights, buffers, inputs, outputs. `recomputed` is True for a forward that ran again during
     the backward, as activation checkpointing does. A frame of the phase "backward" has the gradients of one call in one
-    backward, in the order in which they came; one of the phase "step" has the state that a step left in the optimizer.
+    backward, in the order in which they came; one of the phase "step" has the state that a step left in the optimizer,
+    and one of the phase "save" what is not finite in a checkpoint.
 
     Examples:
         >>> import nanwatch, torch

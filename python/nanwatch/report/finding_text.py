@@ -38,6 +38,8 @@ def explain(
     finding: Finding, frame: Frame | None, record: Record | None, frames: Sequence[Frame]
 ) -> Explanation:
     """Return the explanation of a finding, which is of this record of this frame, where these are among `frames`."""
+    if finding.phase == "save":
+        return Explanation(_of("in a checkpoint"), _of("writer of the weight"))
     if finding.phase == "forward":
         return Explanation(
             _why_forward(finding, frame, frames), _next_forward(finding, frame, record, frames)
@@ -89,6 +91,8 @@ SENTENCES = {
     " calls made it, or a submodule that is not watched, or {module} itself if it writes into its input.",
     "optimizer step": "the step left it in what the optimizer keeps; the gradients that it took, or the state before"
     " it.",
+    "in a checkpoint": "it was so when it was saved: an optimizer step wrote it since the last forward, or other code,"
+    " such as an average of weights or a checkpoint that was loaded.",
     "made by the module's backward": "the backward of this module made it: the gradients of its outputs that were read"
     " are all finite{largest_gradient}.",
     "made by the function's backward": "the backward of this function made it: the gradients of its outputs that were"
@@ -118,6 +122,7 @@ SENTENCES = {
     " operations on the model's input.",
     "forward of the caller": "look at the forward of the module that handed it in, from the last finite frame on.",
     "optimizer state": "look at the gradients of this step and of the last ones, and at the format of the state.",
+    "writer of the weight": f"look at what wrote it last; {_GRADIENTS} finds a bad gradient before a step takes it.",
     "loss": "look at the loss, at what it is scaled with, and at what is computed from the model's output.",
     "short format": "look for a format with a shorter range that the gradient passes through, and lower the loss scale;"
     f" without one, {_UNSEEN}",

@@ -59,6 +59,7 @@ _PHASES: dict[Phase, str] = {
     "forward": "",
     "backward": "the backward of ",
     "step": "the optimizer's step after ",
+    "save": "a checkpoint after ",
 }
 
 

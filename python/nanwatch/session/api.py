@@ -62,6 +62,7 @@ def watch(
     check: Check = "auto",
     allow_inf: str | Iterable[str] = (),
     rerun: bool | None = None,
+    guard_checkpoints: bool = False,
     forecast: bool = True,
     spikes: bool = False,
     max_skipped_steps: int = 20,
@@ -123,6 +124,10 @@ def watch(
             non-finite value, and to try cures. Until then it costs 10 to 60 microseconds a batch. None does so if the
             failure ends the batch ("raise"). True does so also if the run goes on; a model with state may notice the
             second forward.
+        guard_checkpoints: read what `torch.save`, safetensors, `save_pretrained`, `torch.distributed.checkpoint`, and
+            Lightning's and transformers' Trainer are about to save. A non-finite weight of the model, or state of its
+            optimizer, is then a failure, before the old file is touched: the checkpoint goes beside it, as in
+            `model.nonfinite.safetensors` (docs/how-to/good-checkpoint.md).
         forecast: warn of the module that will overflow first, when its headroom shrinks so steadily that the batch can
             be predicted; at most three lines in 10,000 batches. Reads each of the first batches, then fewer, down to
             one in 16 (docs/forecasts.md).

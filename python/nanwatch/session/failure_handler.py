@@ -217,9 +217,11 @@ class FailureHandler:
         return self._take(batch, report.finding.module, lambda: report, is_told=False)
 
     def step_follows(self, incident: Incident) -> None:
-        """Act on a non-finite gradient that a step is about to take, or on a non-finite state of an optimizer."""
+        """Act on a non-finite gradient that a step is about to take, a state of an optimizer, or a checkpoint."""
         self._tell(incident)
-        if self._warnings is not None:
+        if (
+            self._warnings is not None and incident.finding.phase != "save"
+        ):  # its guard warns, and it is no batch
             self._warnings.begin(incident.finding)
         if self._acts:
             self._act(incident)

@@ -159,6 +159,11 @@ class Options:
         FLAG_OR_NONE,
         "run a failed batch again for the operation and cures; by default with on_nonfinite raise or a function",
     )
+    guard_checkpoints: bool = _act(
+        False,
+        FLAG,
+        "write a checkpoint with a non-finite weight or optimizer state beside the good one, not in its place",
+    )
     forecast: bool = _act(True, FLAG, "warn of tensors that lose headroom and will overflow soon")
     spikes: bool = _act(
         False,

@@ -25,6 +25,7 @@ from ..report.skipped_step import SkippedStep
 from ..report.spike import SpikeReport
 from ..trace.tracer import Tracer, ring_size, start_tracer
 from ..util.throttle import is_due
+from .checkpoint_guard import CheckpointGuard
 from .dispatch import EventDispatch, TraceNotes
 from .failure_handler import FailureHandler
 from .optimizer_guard import OptimizerGuard
@@ -134,12 +135,15 @@ class Watch:
         events.watch, events.failures, events.sinks = self, self._failures, sinks
         events.tracer, events.backward = self._tracer, self._backward
         self._steps: OptimizerSteps | None = None
+        self._checkpoints: CheckpointGuard | None = None
         self._attachment: Attachment | None = None
         self._attention: AttentionWatch | None = None
         if options.enabled and options.attention:
             self._attention = AttentionWatch(self._recorder, options.attention)
         if options.enabled:
             self._steps = OptimizerSteps(self._reports, self._failures, self._backward)
+            if options.guard_checkpoints:
+                self._checkpoints = CheckpointGuard(self._reports, self._failures)
             self._attachment = Attachment(
                 model, self._recorder, options.observes, options.allows_inf, options.parts
             )
@@ -193,7 +197,15 @@ class Watch:
         if box is not None:
             box.num_watches -= 1
         self._reports.look_at_mesh()
-        for part in (self._steps, self._backward, self._attachment, self._attention, self._spikes):
+        parts = (
+            self._steps,
+            self._backward,
+            self._attachment,
+            self._attention,
+            self._spikes,
+            self._checkpoints,
+        )
+        for part in parts:
             if part is not None:
                 part.remove()
         if self._tracer is not None:

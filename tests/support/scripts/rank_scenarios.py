@@ -111,7 +111,7 @@ def begin(port: int | None, timeout: float | None) -> None:
         # The launcher's outlives a failed attempt, whose addresses gloo would find there and call in vain. So only
         # gloo is given a part of it that is new.
         store = dist.PrefixStore(f"gloo/{ATTEMPT}", kept)
-        consensus._default_store = lambda: kept
+        consensus.default_store = lambda: kept
     waits = None if timeout is None else timedelta(seconds=timeout)
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD, timeout=waits)
 

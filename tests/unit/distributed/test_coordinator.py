@@ -53,7 +53,7 @@ class Job:
         self.group = type("Group", (), {})()
         monkeypatch.setattr(coordinator, "_group", lambda: self.group)
         monkeypatch.setattr(coordinator, "rank_and_world_size", lambda: (0, 2))
-        monkeypatch.setattr(consensus, "_default_store", lambda: connect(server))
+        monkeypatch.setattr(consensus, "default_store", lambda: connect(server))
 
     def board(self, shared: Any = coordinator._job, kind: str = "") -> StoreProtocol:
         """Return the store's protocol as rank 1 uses it."""

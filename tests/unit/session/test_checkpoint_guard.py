@@ -1,0 +1,312 @@
+"""A checkpoint with a non-finite weight or optimizer state never takes the place of a good one."""
+
+import copy
+import io
+import logging
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file as imported_save_file
+from torch import nn
+
+import nanwatch
+from nanwatch.session.checkpoint_guard import tensors_in
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+]
+
+
+class Run:
+    """A model, its optimizer and an average of its weights, after a step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.model(torch.randn(8, 4)).sum().backward()
+        self.optimizer.step()
+        self.average = copy.deepcopy(self.model).requires_grad_(False)
+
+    def everything(self) -> dict[str, Any]:
+        parts = {"model": self.model, "optimizer": self.optimizer, "average": self.average}
+        return {name: part.state_dict() for name, part in parts.items()} | {"step": 1}
+
+    def watch(self, **options: Any) -> nanwatch.Watch:
+        return nanwatch.watch(
+            self.model, **{"guard_checkpoints": True, "black_box": False, "rerun": False, **options}
+        )
+
+    def files(self) -> dict[str, bytes]:
+        files = (path for path in self.folder.rglob("*") if path.is_file())
+        return {str(path.relative_to(self.folder)): path.read_bytes() for path in files}
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path)
+
+
+def cpu_copy(content: Any) -> Any:
+    return pickle.loads(pickle.dumps(content))
+
+
+def from_a_thread(run: Run) -> None:
+    errors: list[BaseException] = []
+
+    def save() -> None:
+        try:
+            torch.save(run.everything(), run.folder / "thread.pt")
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    thread.join()
+    for error in errors:
+        raise error
+
+
+SAVES: dict[str, Callable[[Run], object]] = {
+    "torch": lambda run: torch.save(run.everything(), run.folder / "a.pt"),
+    "torch.serialization": lambda run: torch.serialization.save(
+        obj=run.everything(), f=str(run.folder / "a")
+    ),
+    "old format": lambda run: torch.save(
+        run.everything(), run.folder / "a.pth", _use_new_zipfile_serialization=False
+    ),
+    "copies": lambda run: torch.save(cpu_copy(run.everything()), run.folder / "a.pt"),
+    "objects": lambda run: torch.save([run.model, run.optimizer, run.average], run.folder / "a.pt"),
+    "thread": from_a_thread,
+    "save_file": lambda run: safetensors.torch.save_file(flat(run), run.folder / "a.safetensors"),
+    "imported save_file": lambda run: imported_save_file(flat(run), str(run.folder / "a.safetensors")),
+    "save_model": lambda run: safetensors.torch.save_model(
+        nn.ModuleList([run.model, run.average]), str(run.folder / "a.safetensors")
+    ),
+    "dcp": lambda run: dcp.save(run.everything(), checkpoint_id=run.folder / "a"),
+    "dcp writer": lambda run: dcp.save(
+        run.everything(), storage_writer=dcp.FileSystemWriter(run.folder / "step-1.5")
+    ),
+    "dcp async": lambda run: dcp.async_save(run.everything(), checkpoint_id=str(run.folder / "a")).result(),
+}
+
+
+def flat(run: Run) -> dict[str, torch.Tensor]:
+    model = run.model.state_dict() | {f"ema.{key}": x for key, x in run.average.state_dict().items()}
+    states = run.optimizer.state_dict()["state"]
+    moments = {f"state.{key}.exp_avg": value["exp_avg"] for key, value in states.items()}
+    return model | moments
+
+
+@torch.no_grad()
+def weight(run: Run) -> None:
+    run.model[0].weight[1, 2] = torch.nan
+
+
+def weight_unseen(run: Run) -> None:
+    run.model[2].bias.data[-1] = -torch.inf
+
+
+def buffer(run: Run) -> None:
+    run.model[1].running_var[0] = torch.inf
+
+
+def average(run: Run) -> None:
+    run.average[0].weight.data.mul_(torch.nan)
+
+
+def state(run: Run) -> None:
+    run.optimizer.state[run.model[0].weight]["exp_avg"][0, 0] = torch.nan
+
+
+PLANTED = [weight, weight_unseen, buffer, average, state]
+CASES = [
+    pytest.param(
+        save,
+        plant,
+        policy,
+        id=f"{save}-{plant.__name__}-{policy}",
+        marks=[] if (plant, policy) in ((weight, "raise"), (state, "warn")) else pytest.mark.slow,
+    )
+    for save in SAVES
+    for plant in PLANTED
+    for policy in ("raise", "warn")
+    if not (save == "save_model" and plant is state)  # which saves no optimizer
+]
+
+
+@pytest.mark.parametrize(("save", "plant", "policy"), CASES)
+def test_a_bad_checkpoint_goes_beside_the_good_one(run, save, plant, policy):
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    with run.watch(on_nonfinite=policy) as watch:
+        SAVES[save](run)
+        good = run.files()
+        plant(run)
+        if policy == "raise":
+            with pytest.raises(nanwatch.NonFiniteError, match=r"\(checkpoint\)") as raised:
+                SAVES[save](run)
+            assert raised.value.report.finding.phase == "save"
+        else:
+            with pytest.warns(RuntimeWarning, match=r"nonfinite.*as it was"):
+                SAVES[save](run)
+            assert watch.report().finding.module == "(checkpoint)"
+        after = run.files()
+        assert {name: after[name] for name in good} == good
+        beside = set(after) - set(good)
+        assert beside
+        assert all(".nonfinite" in name for name in beside)
+    SAVES[save](run)  # nobody watches any more
+    assert run.files() != after
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_a_healthy_save_writes_the_same_bytes(run, save, tmp_path):
+    run.folder = tmp_path / "unwatched"
+    run.folder.mkdir()
+    SAVES[save](run)
+    unwatched = run.files()
+    run.folder = tmp_path / "watched"
+    run.folder.mkdir()
+    with run.watch(), warnings.catch_warnings():
+        warnings.filterwarnings("error", category=RuntimeWarning)
+        SAVES[save](run)
+    watched = run.files()
+    if save.startswith("dcp"):  # its metadata have the path and a random number
+        unwatched, watched = (
+            {n: x for n, x in one.items() if "meta" not in n} for one in (unwatched, watched)
+        )
+    assert watched == unwatched
+
+
+def test_a_bad_checkpoint_is_complete_beside(run):
+    weight(run)
+    with run.watch(on_nonfinite="record"), pytest.warns(RuntimeWarning, match="a tensor"):
+        torch.save(run.everything(), run.folder / "a.pt")
+    saved = torch.load(run.folder / "a.nonfinite.pt", weights_only=True)
+    assert saved["model"]["0.weight"].isnan().sum() == 1
+    assert torch.equal(saved["average"]["0.weight"], run.average[0].weight)
+    assert not (run.folder / "a.pt").exists()
+
+
+def test_a_function_gets_the_report_of_a_checkpoint(run):
+    reports: list[nanwatch.Report] = []
+    state(run)
+    with run.watch(on_nonfinite=reports.append), pytest.warns(RuntimeWarning, match="as it was"):
+        torch.save(run.optimizer.state_dict(), run.folder / "a.pt")
+    (report,) = reports
+    assert report.finding.label == "exp_avg[0.weight]"
+    assert report.finding.num_nonfinite == 1
+    assert nanwatch.Report.from_json(report.to_json()).to_json() == report.to_json()
+
+
+def test_an_open_file_gets_no_byte_of_a_bad_checkpoint(run):
+    weight(run)
+    buffer, path = io.BytesIO(), run.folder / "a.pt"
+    with run.watch(), path.open("wb") as file:
+        for target in (buffer, file):
+            with pytest.raises(nanwatch.NonFiniteError):
+                torch.save(run.model.state_dict(), target)
+    assert buffer.getvalue() == path.read_bytes() == b""
+    assert torch.load(run.folder / "a.nonfinite.pt")["0.weight"].isnan().any()
+
+
+def test_an_open_file_is_written_where_the_run_goes_on(run):
+    weight(run)
+    buffer = io.BytesIO()
+    with run.watch(on_nonfinite="warn"), pytest.warns(RuntimeWarning, match="an open file has no other name"):
+        torch.save(run.model.state_dict(), buffer)
+    buffer.seek(0)
+    assert torch.load(buffer)["0.weight"].isnan().any()
+
+
+def test_what_is_not_of_the_model_is_saved_with_one_warning(run):
+    other = nn.Linear(3, 3)
+    other.weight.data[0, 0] = torch.nan
+    content = {"losses": torch.tensor([torch.nan, 1.0]), **run.everything()}
+    with run.watch(), warnings.catch_warnings(record=True) as warned:
+        torch.save(content, run.folder / "a.pt")
+        torch.save(other.state_dict(), run.folder / "b.pt")
+    assert ["losses" in str(one.message) for one in warned] == [True]
+    assert {"a.pt", "b.pt"} == set(run.files())
+
+
+def test_infinities_that_are_meant_are_no_fault(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.register_buffer("mask", torch.triu(torch.full((4, 4), -torch.inf), 1))
+    model.register_buffer("least", torch.full((3,), torch.inf))  # not a mask, but so from the beginning
+    path = tmp_path / "a.pt"
+    with nanwatch.watch(model, guard_checkpoints=True, allow_inf="1", black_box=False, rerun=False):
+        model[1].weight.data[0, 0] = torch.inf
+        torch.save(cpu_copy(model.state_dict()), path)
+        model[1].weight.data[0, 0] = torch.nan
+        with pytest.raises(nanwatch.NonFiniteError, match=r"`1\.weight`"):
+            torch.save(model.state_dict(), path)
+
+
+def test_an_error_of_the_save_is_the_users(run):
+    with run.watch():
+        with pytest.raises(RuntimeError, match="does not exist"):
+            torch.save(run.everything(), run.folder / "missing" / "a.pt")
+        with pytest.raises(TypeError, match="missing 1 required positional argument: 'f'"):
+            torch.save(run.everything())
+        with pytest.raises((AttributeError, pickle.PicklingError)):
+            torch.save({"model": run.model.state_dict(), "loss": lambda x: x}, run.folder / "a.pt")
+
+
+def test_two_guards_and_none_leave_the_functions_as_they_were(run):
+    places = [torch, torch.serialization, dcp, dcp.state_dict_saver]
+    before = [place.save for place in places]
+    first = run.watch()
+    second = nanwatch.watch(nn.Linear(2, 2), guard_checkpoints=True, black_box=False)
+    first.stop()
+    assert torch.save is not before[0]
+    assert pickle.loads(pickle.dumps(torch.save)) is torch.save
+    second.stop()
+    assert [place.save for place in places] == before
+    with run.watch(enabled=False):
+        assert torch.save is before[0]
+
+
+@pytest.mark.native
+def test_an_unchanged_large_weight_is_read_once(tmp_path):
+    model = nn.Linear(1024, 1024)
+    with nanwatch.watch(model, guard_checkpoints=True, black_box=False) as watch:
+        model(torch.ones(1, 1024))
+        before = watch.counters["bytes_read"]
+        torch.save(model.state_dict(), tmp_path / "a.pt")
+        safetensors.torch.save_file(model.state_dict(), tmp_path / "a.safetensors")
+        assert watch.counters["bytes_read"] == before
+        model.weight.requires_grad_(False)[0, 0] = 1.0
+        torch.save(model.state_dict(), tmp_path / "a.pt")
+        assert watch.counters["bytes_read"] == before + 2**22
+        model.weight.data.fill_(torch.inf)  # without a sign
+        with pytest.raises(nanwatch.NonFiniteError):
+            torch.save(model.state_dict(), tmp_path / "a.pt")
+
+
+def test_the_walk_finds_what_a_pickle_would_hold():
+    class Holder:
+        def __init__(self) -> None:
+            self.shadow = [torch.ones(1)]
+            self.me = self
+
+    class Secret(Holder):
+        def __getstate__(self) -> dict[str, Any]:
+            return {}
+
+    content = {"a": (Holder(), Secret()), 3: {"b": nn.Linear(1, 1)}}
+    assert [keys for keys, _ in tensors_in(content)] == [
+        ("a", "0", "shadow", "0"),
+        ("3", "b", "weight"),
+        ("3", "b", "bias"),
+    ]
