@@ -225,7 +225,7 @@ class CheckpointGuard:
         other = save.beside(place)
         saved = save.write_to(other, now=is_raised)
         self._keeps = True
-        self._act(incident, f"{said}: the checkpoint is in {other}, and {place} is as it was")
+        self._act(incident, f"{said}: the checkpoint is in {other}, and {place} is untouched")
         return saved
 
     def _divert_with_peers(
@@ -239,7 +239,7 @@ class CheckpointGuard:
             other = save.beside(path)
             saved = save.write_to(other)
             self._keeps = True
-            said += f": the checkpoint is in {other}, and {path} is as it was"
+            said += f": the checkpoint is in {other}, and {path} is untouched"
         if incident is not None:
             self._act(incident, said)
         elif self._action != "raise":

@@ -157,7 +157,7 @@ def test_a_bad_checkpoint_goes_beside_the_good_one(run, save, plant, policy):
                 SAVES[save](run)
             assert raised.value.report.finding.phase == "save"
         else:
-            with pytest.warns(RuntimeWarning, match=r"nonfinite.*as it was"):
+            with pytest.warns(RuntimeWarning, match=r"nonfinite.*untouched"):
                 SAVES[save](run)
             assert watch.report().finding.module == "(checkpoint)"
         after = run.files()
@@ -201,7 +201,7 @@ def test_a_bad_checkpoint_is_complete_beside(run):
 def test_a_function_gets_the_report_of_a_checkpoint(run):
     reports: list[nanwatch.Report] = []
     state(run)
-    with run.watch(on_nonfinite=reports.append), pytest.warns(RuntimeWarning, match="as it was"):
+    with run.watch(on_nonfinite=reports.append), pytest.warns(RuntimeWarning, match="untouched"):
         torch.save(run.optimizer.state_dict(), run.folder / "a.pt")
     (report,) = reports
     assert report.finding.label == "exp_avg[0.weight]"

@@ -1,0 +1,51 @@
+"""Save a checkpoint of DCP on two ranks, of which the second has a non-finite weight: RANK FOLDER POLICY HOW GUARDS."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import nanwatch
+
+
+def main() -> None:
+    number, folder, policy, how, guards = int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
+    warnings.simplefilter("always")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=2)
+    model = nn.Linear(2, 2)
+    state = {f"rank{number}": model.state_dict()}
+    place = str(folder / "model")
+
+    def save() -> None:
+        if how == "async":
+            dcp.async_save(state, checkpoint_id=place).result()
+        else:
+            dcp.save(state, checkpoint_id=place)
+
+    is_guarded = guards == "both" or number == 1
+    watch = nanwatch.watch(
+        model, guard_checkpoints=is_guarded, on_nonfinite=policy, rerun=False, black_box=False, peer_timeout=3
+    )
+    save()
+    good = {path.name: path.read_bytes() for path in (folder / "model").iterdir()}
+    dist.barrier()
+    if number == 1:
+        model.weight.data[0, 0] = torch.nan
+    try:
+        save()
+        ended = "returned"
+    except BaseException as error:
+        ended = type(error).__name__
+    dist.barrier()
+    is_kept = good == {path.name: path.read_bytes() for path in (folder / "model").iterdir()}
+    sys.stdout.write(f"{ended}\n{is_kept}\n")
+    watch.stop()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
