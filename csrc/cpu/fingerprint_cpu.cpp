@@ -117,13 +117,14 @@ struct Nothing {
   void merge(const Nothing&) {}
 };
 
-// The sum of the blocks; look(bytes, n, &bits) sees the same bytes, while they are in the cache.
+// The sum of the blocks; look(bytes, n, &bits) sees the same bytes, while they are in the cache. `part` says which
+// blocks of a larger tensor these are.
 template <typename Bits, typename Look>
-uint64_t sum_of_blocks(const ElementView& view, Bits* bits, const Look& look) {
+uint64_t sum_of_blocks(const ElementView& view, Bits* bits, const Look& look, BlockPart part = {}) {
   const OrderedElements elements(view);
   const KernelTable& kernels = current_kernels();
   const int64_t size = elements.bytes(), blocks = (size + kFingerprintBlock - 1) / kFingerprintBlock;
-  const auto read = [&](int64_t begin, int64_t end, Bits* part) {
+  const auto read = [&](int64_t begin, int64_t end, Bits* found) {
     uint64_t sum = 0;
     alignas(64) char last[kFingerprintBlock];
     std::unique_ptr<char[]> buffer;
@@ -134,34 +135,35 @@ uint64_t sum_of_blocks(const ElementView& view, Bits* bits, const Look& look) {
       if (buffer != nullptr) elements.copy_to(buffer.get(), first, n);
       const char* const p = buffer != nullptr ? buffer.get() : elements.data() + first;
       const int64_t whole = n / kFingerprintBlock, rest = n % kFingerprintBlock;
-      kernels.fingerprint(p, whole, uint64_t(block), kKeys, buffer != nullptr ? p + n : elements.data() + size, &sum);
+      kernels.fingerprint(p, whole, uint64_t(part.first + block), kKeys,
+                          buffer != nullptr ? p + n : elements.data() + size, &sum);
       if (rest > 0) {
         std::memcpy(last, p + whole * kFingerprintBlock, size_t(rest));
         std::memset(last + rest, 0, size_t(kFingerprintBlock - rest));
-        kernels.fingerprint(last, 1, uint64_t(block + whole), kKeys, last, &sum);
+        kernels.fingerprint(last, 1, uint64_t(part.first + block + whole), kKeys, last, &sum);
       }
-      look(p, n, part);
+      look(p, n, found);
     }
     return sum;
   };
-  if (blocks < 2 * kGrain) return read(0, blocks, bits);
+  if (blocks < 2 * kGrain || part.in_this_thread) return read(0, blocks, bits);
   uint64_t total = 0;
   std::mutex mutex;
   parallel_for(blocks, std::max(kGrain, elements.step()), [&](int64_t begin, int64_t end) {
-    Bits part;
-    const uint64_t sum = read(begin, end, &part);
+    Bits found;
+    const uint64_t sum = read(begin, end, &found);
     const std::lock_guard<std::mutex> lock(mutex);
     total += sum;
-    bits->merge(part);
+    bits->merge(found);
   });
   return total;
 }
 
 }  // namespace
 
-uint64_t fingerprint_cpu(const ElementView& view) {
+uint64_t fingerprint_cpu(const ElementView& view, BlockPart part) {
   Nothing nothing;
-  return sum_of_blocks(view, &nothing, [](const char*, int64_t, Nothing*) {});
+  return sum_of_blocks(view, &nothing, [](const char*, int64_t, Nothing*) {}, part);
 }
 
 RangeRow range_and_fingerprint_cpu(const View& view) {
@@ -174,6 +176,17 @@ RangeRow range_and_fingerprint_cpu(const View& view) {
   RangeRow row = with_format(view.format, [&](auto tag) { return bits.narrow<decltype(tag)::format>().row(); });
   row.blocks = sum;
   return row;
+}
+
+uint64_t health_and_fingerprint_cpu(const View& view, BlockPart part, double* row) {
+  const auto width = int64_t(word_size(view.format));
+  const auto kernel = current_kernels().health[int(view.format)];
+  HealthBits bits;
+  const uint64_t sum = sum_of_blocks(
+      {view.data, width, view.numel, view.dims, view.sizes, view.strides}, &bits,
+      [=](const char* p, int64_t n, HealthBits* found) { kernel({p, n / width, 1, 1, 0}, found); }, part);
+  write_health(view, bits, 1, row);
+  return sum;
 }
 
 }  // namespace nanwatch

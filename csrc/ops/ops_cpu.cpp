@@ -66,6 +66,20 @@ std::tuple<at::Tensor, at::Tensor> range_and_fingerprint(const at::Tensor& x) {
   return {values, as_scalar(sealed_fingerprint(row.blocks, int64_t(view->format), view->dims, view->sizes))};
 }
 
+// The health of a part of a tensor, and the sum of its blocks, the first of which has the number `first` in the tensor.
+std::tuple<at::Tensor, at::Tensor> part_health(const at::Tensor& x, int64_t first) {
+  const BlockPart part{first, true};
+  const std::optional<View> view = readable(x, "part_health");
+  if (!view.has_value()) {
+    const ElementView elements{x.const_data_ptr(), x.element_size(),  x.numel(), x.dim(),
+                               x.sizes().data(),   x.strides().data()};
+    return {reference("nanwatch::health", x), as_scalar(fingerprint_cpu(elements, part))};
+  }
+  at::Tensor row = at::empty({kHealthColumns}, at::kDouble);
+  const uint64_t sum = health_and_fingerprint_cpu(*view, part, row.mutable_data_ptr<double>());
+  return {row, as_scalar(sum)};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
@@ -74,6 +88,7 @@ TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
   m.impl("abs_range", abs_range);
   m.impl("abs_ranges", abs_ranges);
   m.impl("health", health);
+  m.impl("part_health", part_health);
 }
 
 }  // namespace nanwatch

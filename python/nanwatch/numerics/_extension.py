@@ -277,3 +277,8 @@ range_and_fingerprint = define(
     lambda x: (abs_range(x), fingerprint(x)),  # in two reads, each native where its device has a kernel
     lambda x: (_fake_abs_range(x), _fake_fingerprint(x)),
 )
+part_health = define(
+    "part_health(Tensor x, int first_block) -> (Tensor, Tensor)",
+    lambda x, first: (_reference.health(x), _fingerprint.sum_of_blocks(x, first)),
+    lambda x, first: (_row(x, _reference.HEALTH_WIDTH), _fake_fingerprint(x)),
+)

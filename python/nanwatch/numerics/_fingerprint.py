@@ -10,6 +10,7 @@ they add up as the rows do: the sketch of `a + b` is that of `a` plus that of `b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,9 +22,9 @@ from .formats import BY_NAME
 if TYPE_CHECKING:
     import numpy as np
 
-_BLOCK = 1024  # bytes
+BLOCK = 1024  # bytes
 _LANES = 8
-_WORDS = _BLOCK // 8
+_WORDS = BLOCK // 8
 _CHUNK = 1 << 22  # bytes at a time: the temporaries stay below 40 MiB
 _ONES = (1 << 64) - 1
 
@@ -62,7 +63,7 @@ def _mixed(x: Tensor) -> Tensor:
 def _sum_of_blocks(data: Tensor, first: int) -> Tensor:
     """Return the sum over the blocks of these bytes, the first of which has number `first`."""
     keys = torch.tensor(_keys(), dtype=torch.int64, device=data.device)
-    data = torch.nn.functional.pad(data, (0, -len(data) % _BLOCK))
+    data = torch.nn.functional.pad(data, (0, -len(data) % BLOCK))
     words = data.view(torch.int64).reshape(-1, _WORDS)
     keyed = words ^ keys[:_WORDS]
     products = (keyed & 0xFFFFFFFF) * _shifted(keyed, 32)
@@ -86,17 +87,34 @@ def fingerprint(x: Tensor) -> Tensor:
             f"nanwatch.fingerprint got a tensor of dtype {name} and layout {x.layout}; it takes strided tensors of"
             f" {', '.join(BY_NAME)}. Convert it, or take the fingerprint of the tensors that it is made of."
         )
+    return _mixed(sum_of_blocks(x, 0) ^ _signed(_seal(name, x.shape)))
+
+
+def sum_of_blocks(x: Tensor, first: int) -> Tensor:
+    """Return the sum over the blocks of 1 KiB of `x`, the first of which has this number in a larger tensor.
+
+    Sums of parts that begin at whole blocks add up to that of the tensor, modulo 2**64.
+    """
     with torch.no_grad():
         values = x.resolve_conj().resolve_neg().contiguous()
         # The stride of a dimension of one element may be anything, also in a contiguous tensor.
         data = values.as_strided((values.numel(),), (1,)).view(torch.uint8)
         total = torch.zeros((), dtype=torch.int64, device=x.device)
         for start in range(0, len(data), _CHUNK):
-            total += _sum_of_blocks(data[start : start + _CHUNK], start // _BLOCK)
-        state = _split_mix(BY_NAME[name].number ^ x.ndim << 32)
-        for size in x.shape:
-            state = _split_mix(state + size & _ONES)
-        return _mixed(total ^ _signed(state))
+            total += _sum_of_blocks(data[start : start + _CHUNK], first + start // BLOCK)
+        return total
+
+
+def sealed(total: int, name: str, shape: Sequence[int]) -> int:
+    """Return the fingerprint, 0 to 2**64 - 1, of a tensor of this dtype and shape by the sum of its blocks."""
+    return _mix((total & _ONES) ^ _seal(name, shape))
+
+
+def _seal(name: str, shape: Sequence[int]) -> int:
+    state = _split_mix(BY_NAME[name].number ^ len(shape) << 32)
+    for size in shape:
+        state = _split_mix(state + size & _ONES)
+    return state
 
 
 # Sketches.
