@@ -18,6 +18,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from nanwatch.blackbox import story
+from nanwatch.checkpoint import result as scans
 from nanwatch.equivalence import comparison, results
 from nanwatch.equivalence.recipes import result as recipes
 from nanwatch.report import report, spike
@@ -38,6 +39,7 @@ DOCUMENTS: dict[str, tuple[type, str, int, dict[str, Any], dict[str, Any]]] = {
         {},
         {"torchao": dict[str, str], "transformer_engine": dict[str, list[str]]},
     ),
+    "scan": (scans.Scan, scans.SCHEMA, scans.VERSION, {"is_faithful": bool}, {"is_sound": bool}),
     "bisection": (results.Bisection, "nanwatch.bisection", results.VERSION, {}, {"equal": bool}),
 }
 _PLAIN = {str: "string", int: "integer", bool: "boolean", type(None): "null"}

@@ -25,6 +25,15 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "integration/test_architecture.py": ("session/dispatch",),
     "unit/session/test_failure_handler.py": ("session/reports",),
     "unit/cli/test_replay.py": ("session/replay",),
+    "unit/checkpoint/test_scan.py": (
+        "checkpoint/encodings",
+        "checkpoint/findings",
+        "checkpoint/result",
+        "checkpoint/stored",
+        "cli/scan",
+    ),
+    "unit/checkpoint/test_formats.py": ("checkpoint/inert_pickle", "checkpoint/zips"),
+    "unit/checkpoint/test_against.py": ("checkpoint/pairing",),
     "unit/equivalence/test_matching.py": ("equivalence/engine",),
     "unit/equivalence/test_compare.py": ("equivalence/model_runs",),
     "unit/diagnosis/patching/test_patches.py": ("diagnosis/patching/module_options",),
@@ -34,7 +43,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "integration/test_spike_trainings.py": ("monitoring/spikes/steps",),
 }
 # Modules that are found by their folder: what each must do is tested for all of them.
-REGISTRIES = ("report/forms",)
+REGISTRIES = ("report/forms", "checkpoint/formats")
 # Some tests of these rooms need the packages of others, and lie in tests/thirdparty/.
 THIRDPARTY = ("integrations", "monitoring")
 # The words of a shard: records/record.py writes them, report/ shows them.

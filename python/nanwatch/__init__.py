@@ -21,6 +21,7 @@ from .numerics import _extension as _extension  # torch.ops.nanwatch.*
 if TYPE_CHECKING:
     from .capsule.capsule import Capsule, write_capsule
     from .capsule.files import CapsuleError
+    from .checkpoint.scan import scan
     from .equivalence.bisect import bisect
     from .equivalence.compare import compare
     from .equivalence.recipes.recipe import recipe
@@ -49,6 +50,7 @@ else:
     _MODULES = {
         "capsule.capsule": ("Capsule", "write_capsule"),
         "capsule.files": ("CapsuleError",),
+        "checkpoint.scan": ("scan",),
         "equivalence.bisect": ("bisect",),
         "equivalence.compare": ("compare",),
         "equivalence.recipes.recipe": ("recipe",),
@@ -123,6 +125,7 @@ __all__ = [
     "recipe",
     "replay",
     "run_in_fp32",
+    "scan",
     "span",
     "statistics",
     "tensor_health",

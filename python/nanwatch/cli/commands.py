@@ -119,6 +119,7 @@ COMMANDS = {
         "make the call in a capsule again, in one dtype or several", ".replay:main", runs_user_code=True
     ),
     "run": Command("watch the model of an unchanged training script", ".run:main", only_prints=False),
+    "scan": Command("is a checkpoint sound, and how does it differ from another", ".scan:main"),
     "show": Command("the frames of a trace, or a saved report", ".files:show_main"),
     "top": Command("the modules of a running trace by headroom and trend, live", ".top:main"),
     "twice": Command(

@@ -21,7 +21,7 @@ from .differences import Tokens, sketches, weight_of
 
 _PROJECTIONS = 8
 # Weights in bfloat16 are within 0.4 % of those in float32.
-_SAME_WEIGHT = 0.02
+SAME_WEIGHT = 0.02
 # A match by score alone needs more than a place between the same neighbours, which have 4.
 _LEAST_SCORE = 5.0
 # Containers of which less is alike, by the matched calls inside, are not the same.
@@ -84,7 +84,7 @@ class CallMatcher:
                 self._add((one,), (match,))
 
     def _have_same_weight(self, a: ModuleCall, b: ModuleCall) -> bool:
-        return a in self._marks and b in self._marks and _equal(self._marks[a], self._marks[b])
+        return a in self._marks and b in self._marks and same_marks(self._marks[a], self._marks[b])
 
     def _fused(
         self, ones: Sequence[ModuleCall], others: Sequence[ModuleCall]
@@ -107,7 +107,7 @@ class CallMatcher:
         at = 0
         while at < len(whole):
             left = ((one, self._marks[one]) for one in group if one not in found)
-            fits = (one for one, mark in left if _equal(mark, whole[at : at + len(mark)]))
+            fits = (one for one, mark in left if same_marks(mark, whole[at : at + len(mark)]))
             if (one := next(fits, None)) is None:
                 return ()
             found.append(one)
@@ -175,10 +175,13 @@ class CallMatcher:
 
 
 def _marks(call: ModuleCall) -> Tensor | None:
-    """Return projections of each row of the call's weight. Weights that are one number throughout mark nothing."""
+    """Return the marks of the call's weight."""
     weight = weight_of(call.module)
-    if weight is None:
-        return None
+    return None if weight is None else row_marks(weight)
+
+
+def row_marks(weight: Tensor) -> Tensor | None:
+    """Return projections (rows, 8) of each row of a weight, None for a weight that is one number throughout."""
     rows = weight.flatten(1) if weight.ndim > 1 else weight[:, None]
     rows = rows.to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
     if float(rows.max() - rows.min()) == 0.0:
@@ -188,8 +191,9 @@ def _marks(call: ModuleCall) -> Tensor | None:
     return (rows @ projection.to(rows)).to("cpu", torch.float32)
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and float((a - b).norm()) <= _SAME_WEIGHT * float(a.norm())
+def same_marks(a: Tensor, b: Tensor, tolerance: float = SAME_WEIGHT) -> bool:
+    """Return whether marks are those of one weight, perhaps in another format."""
+    return a.shape == b.shape and float((a - b).norm()) <= tolerance * float(a.norm())
 
 
 def _neighbours(ends: np.ndarray[Any, Any], call: ModuleCall) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from statistics import median
@@ -61,9 +61,9 @@ class Suspicion:
         grown = max(latest, key=lambda key: latest[key] / max(first[key], _LEAST), default=None)
         if grown is not None and latest[grown] >= _FACTOR * max(first[grown], _LEAST):
             found[grown] = replace(found[grown], first=first[grown])
-        apart = _farthest(latest)
+        apart = max(apart_from_siblings(latest), key=lambda one: one[0], default=None)
         if apart is not None:
-            key, group, siblings = apart
+            _, key, group, siblings = apart
             found[key] = replace(
                 found[key], siblings=group, num_siblings=len(siblings), median=median(siblings)
             )
@@ -152,17 +152,20 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def _farthest(latest: dict[_Key, float]) -> tuple[_Key, str, list[float]] | None:
+def apart_from_siblings(latest: Mapping[_Key, float]) -> Iterator[tuple[float, _Key, str, list[float]]]:
+    """Yield the weight that is farthest above its siblings, the same weight of other layers, where one is far.
+
+    `latest` has the abs max by module and label. Yields how many times the siblings' median it is (of 0.1 at least),
+    its key, the pattern of the siblings' names, and their abs max.
+    """
     groups: dict[_Key, list[_Key]] = {}
     for key in latest:
         groups.setdefault((_NUMBER.sub("*", key[0]), key[1]), []).append(key)
-    found: tuple[float, _Key, str, list[float]] | None = None
     for (pattern, _), members in groups.items():
         if len(members) < _LEAST_SIBLINGS:
             continue
         key = max(members, key=latest.__getitem__)
         siblings = [latest[one] for one in members if one is not key]
         factor = latest[key] / max(median(siblings), _LEAST)
-        if factor >= _FACTOR and (found is None or factor > found[0]):
-            found = factor, key, pattern, siblings
-    return None if found is None else found[1:]
+        if factor >= _FACTOR:
+            yield factor, key, pattern, siblings

@@ -1,0 +1,61 @@
+"""Encodings of GGUF whose elements share a scale with their block: https://github.com/ggml-org/ggml (gguf-py).
+
+The layouts of the blocks are facts of the format. Decoding Q8_0 and Q4_0 is plain arithmetic: value = scale x element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Encoding(NamedTuple):
+    """Block of `elements` numbers in `bytes` bytes, with scales in float16 at these places."""
+
+    name: str
+    number: int
+    """Its number in GGUF."""
+    elements: int
+    bytes: int
+    scales: tuple[int, ...]
+    decode: Callable[[Array, Array], None] | None = None
+    """Writes the float32 values of blocks (n, bytes) to (n, elements)."""
+
+
+def _q8_0(blocks: Array, out: Array) -> None:
+    scales = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
+    np.multiply(blocks[:, 2:].view(np.int8), scales, out=out)
+
+
+def _q4_0(blocks: Array, out: Array) -> None:
+    scales = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
+    packed = blocks[:, 2:]
+    out[:, :16], out[:, 16:] = packed & 15, packed >> 4
+    out -= 8
+    out *= scales
+
+
+_TABLE = (
+    Encoding("q4_0", 2, 32, 18, (0,), _q4_0),
+    Encoding("q4_1", 3, 32, 20, (0, 2)),
+    Encoding("q5_0", 6, 32, 22, (0,)),
+    Encoding("q5_1", 7, 32, 24, (0, 2)),
+    Encoding("q8_0", 8, 32, 34, (0,), _q8_0),
+    Encoding("q2_k", 10, 256, 84, (80, 82)),
+    Encoding("q3_k", 11, 256, 110, (108,)),
+    Encoding("q4_k", 12, 256, 144, (0, 2)),
+    Encoding("q5_k", 13, 256, 176, (0, 2)),
+    Encoding("q6_k", 14, 256, 210, (208,)),
+)
+ENCODINGS = {one.name: one for one in _TABLE}
+"""Encodings by their names."""
+
+
+def scales_of(encoding: Encoding, blocks: Array) -> Array:
+    """Return the scales of blocks (n, bytes) in float32, (n, scales)."""
+    columns = [np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16) for at in encoding.scales]
+    return np.concatenate(columns, axis=1).astype(np.float32)

@@ -1,0 +1,122 @@
+"""Findings of a scan: what is wrong with the tensors of a checkpoint, and what is worth a look."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from statistics import median
+
+from ..monitoring.suspicion import apart_from_siblings
+from ..numerics.fit import edges
+from ..numerics.formats import BY_NAME, TensorHealth
+from .result import Finding, TensorScan
+from .stored import Contents, StoredTensor
+
+_MANY_ZEROS = 0.1
+_MANY_SUBNORMALS = 0.01
+_TARGETS = ("float16", "bfloat16")
+
+
+def find(contents: Contents, tensors: Sequence[TensorScan]) -> Iterator[Finding]:
+    """Yield the findings, faults first."""
+    for path, text in contents.problems:
+        yield Finding("file", True, f"{path}: {text}")
+    for one in tensors:
+        if one.lost:
+            yield Finding("lost", True, one.lost, (one.name,))
+        if one.bad_blocks:
+            yield Finding(
+                "non-finite", True, f"{one.bad_blocks:,} blocks have a scale of nan or inf", (one.name,)
+            )
+        if one.health is not None and not one.health.isfinite:
+            yield _nonfinite(one, one.health)
+    for path, text in contents.remarks:
+        yield Finding("remark", False, f"{path}: {text}")
+    for one in tensors:
+        if one.health is not None and one.is_float and not _is_mask(one.health):
+            yield from _of_values(one, one.health)
+    yield from _apart(tensors)
+    yield from _copies(contents.tensors, tensors)
+    for one in tensors:
+        if one.unread:
+            yield Finding("not checked", False, one.unread, (one.name,))
+
+
+def _nonfinite(one: TensorScan, health: TensorHealth) -> Finding:
+    counts = {"nan": health.num_nan, "inf": health.num_posinf, "-inf": health.num_neginf}
+    said = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+    is_mask = _is_mask(health)
+    kind, more = ("mask", "; all others are 0, as in a mask") if is_mask else ("non-finite", "")
+    first = list(health.first_nonfinite or ())
+    return Finding(kind, not is_mask, f"{said} of {health.numel:,}, the first at {first}{more}", (one.name,))
+
+
+def _is_mask(health: TensorHealth) -> bool:
+    """Return whether it may be a mask of attention: nothing but zeros and -inf."""
+    return 0 < health.num_neginf == health.numel - health.num_zero
+
+
+def _of_values(one: TensorScan, health: TensorHealth) -> Iterator[Finding]:
+    names, numel = (one.name,), health.numel
+    if health.num_zero == numel:
+        if numel > 1:
+            yield Finding("all zero", False, f"all {numel:,} elements", names)
+        return
+    if health.num_zero >= _MANY_ZEROS * numel:
+        yield Finding("zeros", False, f"{health.num_zero / numel:.1%} of {numel:,}", names)
+    for what, count, first in (
+        ("rows", one.dead_rows, one.first_dead_rows),
+        ("columns", one.dead_columns, one.first_dead_columns),
+    ):
+        if count:
+            more = ", ..." if count > len(first) else ""
+            listed = ", ".join(map(str, first))
+            yield Finding("dead", False, f"{count:,} {what} are all zero: {listed}{more}", names)
+    if health.num_subnormal >= _MANY_SUBNORMALS * numel:
+        share = health.num_subnormal / numel
+        yield Finding("subnormal", False, f"{share:.1%} of {numel:,} are subnormal in {one.dtype}", names)
+    form, largest = BY_NAME.get(one.dtype), health.finite_abs_max
+    for target in _TARGETS:
+        if form is None or form.ends.largest <= BY_NAME[target].ends.largest:
+            continue
+        ends = edges(target)
+        if largest >= ends.overflows_from:
+            yield Finding("range", False, f"abs max {largest:.4g} overflows in {target}", names)
+        elif 0 < largest < ends.normal_from:
+            text = f"abs max {largest:.4g}: every element would be subnormal or zero in {target}"
+            yield Finding("range", False, text, names)
+
+
+def _apart(tensors: Sequence[TensorScan]) -> Iterator[Finding]:
+    peaks: dict[tuple[str, str], float] = {}
+    for one in tensors:
+        if one.health is not None and one.is_float:
+            module, _, label = one.name.rpartition(".")
+            peaks[module, label] = one.health.finite_abs_max
+    for factor, (module, label), pattern, siblings in apart_from_siblings(peaks):
+        name = f"{module}.{label}" if module else label
+        text = (
+            f"abs max {peaks[module, label]:.4g} is {factor:.3g} times the median {median(siblings):.4g} of the"
+            f" {len(siblings)} other {pattern}.{label}"
+        )
+        yield Finding("outlier", False, text, (name,))
+
+
+def _copies(stored: Sequence[StoredTensor], tensors: Sequence[TensorScan]) -> Iterator[Finding]:
+    """Yield the tensors that share their bytes, and those that have equal ones."""
+    places: dict[Hashable, list[TensorScan]] = defaultdict(list)
+    for one, tensor in zip(stored, tensors, strict=True):
+        if one.source is not None and not one.lost and one.nbytes:
+            places[one.source.key, one.dtype, one.shape, one.order].append(tensor)
+    equal: dict[Hashable, list[TensorScan]] = defaultdict(list)
+    for group in places.values():
+        if len(group) > 1:
+            yield Finding("tied", False, "one tensor under several names", tuple(one.name for one in group))
+        first = group[0]
+        # Every norm begins as ones, every bias as zeros.
+        health = first.health
+        if first.fingerprint is not None and not (health and health.abs_min == health.abs_max):
+            equal[first.fingerprint, first.dtype, first.shape].append(first)
+    for group in equal.values():
+        if len(group) > 1:
+            yield Finding("duplicate", False, "equal to the bit", tuple(one.name for one in group))

@@ -1,0 +1,132 @@
+"""Reader of GGUF files, versions 2 and 3: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
+
+from __future__ import annotations
+
+import io
+import struct
+from math import prod
+from pathlib import Path
+from typing import IO
+
+from ..encodings import ENCODINGS
+from ..stored import Contents, DamagedError, OpenFiles, Span, StoredTensor, whole
+from ..zips import Window
+
+_DTYPES = {
+    0: "float32",
+    1: "float16",
+    24: "int8",
+    25: "int16",
+    26: "int32",
+    27: "int64",
+    28: "float64",
+    30: "bfloat16",
+} | {one.number: one.name for one in ENCODINGS.values()}
+# Sizes of the values of metadata by their type: u8, i8, u16, i16, u32, i32, f32, bool, string, array, u64, i64, f64.
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_STRING, _ARRAY, _U32 = 8, 9, 4
+_MOST_ITEMS = 1 << 24  # of one list: vocabularies have a quarter of a million
+_MOST_TENSORS = 1 << 20
+
+
+def matches(head: bytes, path: Path) -> bool:
+    """Return whether a file that begins like this is read here."""
+    return head.startswith(b"GGUF")
+
+
+def read(path: Path) -> Contents:
+    """Return the tensors of a file."""
+    size = path.stat().st_size
+    found = Contents()
+    with OpenFiles() as files, io.BufferedReader(Window(files, path, 0, size), 1 << 16) as file:
+        header = _Header(file, size)
+        version, tensors, pairs = header.numbers("<4xIQQ")
+        if version not in (2, 3):
+            raise DamagedError(
+                f"GGUF of version {version}, or of a big-endian machine, is not read: 2 and 3 are"
+            )
+        if tensors > _MOST_TENSORS or pairs > _MOST_TENSORS:
+            raise DamagedError(f"its header is damaged: {tensors:,} tensors, {pairs:,} facts")
+        alignment = 32
+        for _ in range(pairs):
+            key, (kind,) = header.text(), header.numbers("<I")
+            if key == "general.alignment" and kind == _U32:
+                (alignment,) = header.numbers("<I")
+            else:
+                header.skip(kind)
+        if not 1 <= alignment <= 1 << 20:
+            raise DamagedError(f"its header is damaged: an alignment of {alignment:,}")
+        entries = []
+        for _ in range(tensors):
+            name, (dims,) = header.text(), header.numbers("<I")
+            if dims > 64:
+                raise DamagedError(f"its header is damaged: a tensor of {dims:,} dimensions")
+            *sizes, kind, offset = header.numbers(f"<{dims}QIQ")
+            # GGUF names the fastest dimension first.
+            entries.append((name, tuple(reversed(sizes)), kind, offset))
+        start = -(-file.tell() // alignment) * alignment
+    for name, shape, kind, offset in entries:
+        found.tensors.append(_tensor(path, name, shape, kind, start + offset, size))
+    if lost := sum(bool(one.lost) for one in found.tensors):
+        found.problems.append(
+            (path, f"truncated or damaged: {lost} of {len(entries)} tensors are not all there")
+        )
+    return found
+
+
+def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: int, size: int) -> StoredTensor:
+    dtype = _DTYPES.get(kind)
+    if dtype is None:
+        return StoredTensor(name, f"type {kind}", shape, path, unread=f"GGUF type {kind} is not read")
+    if (encoding := ENCODINGS.get(dtype)) and prod(shape[-1:]) % encoding.elements:
+        return StoredTensor(
+            name, dtype, shape, path, lost=f"its rows are no whole blocks of {encoding.elements}"
+        )
+    tensor = StoredTensor(name, dtype, shape, path, Span(path, offset))
+    lost = whole(path, offset, tensor.nbytes, size)
+    return StoredTensor(name, dtype, shape, path, tensor.source, lost=lost)
+
+
+class _Header:
+    """Header of a file, read from front to back."""
+
+    def __init__(self, file: IO[bytes], size: int) -> None:
+        self._file, self._size = file, size
+
+    def take(self, count: int) -> bytes:
+        """Return the next bytes. Raises DamagedError where the file has fewer."""
+        data = self._file.read(count) if count <= self._size - self._file.tell() else b""
+        if len(data) < count:
+            raise DamagedError("its header is cut off or damaged: all is lost")
+        return data
+
+    def numbers(self, form: str) -> tuple[int, ...]:
+        """Return the next numbers in this form of `struct`."""
+        return struct.unpack(form, self.take(struct.calcsize(form)))
+
+    def text(self) -> str:
+        """Return the next string."""
+        (length,) = self.numbers("<Q")
+        if length > 1 << 16:
+            raise DamagedError(f"its header is damaged: a name of {length:,} bytes")
+        return self.take(length).decode("utf-8", "replace")
+
+    def skip(self, kind: int) -> None:
+        """Pass over a value."""
+        count = 1
+        if kind == _ARRAY:
+            kind, count = self.numbers("<IQ")
+            if count > _MOST_ITEMS:
+                raise DamagedError(f"its header is damaged: a list of {count:,}")
+        if kind in _SIZES:
+            self._over(_SIZES[kind] * count)
+        elif kind == _STRING:
+            for _ in range(count):
+                self._over(self.numbers("<Q")[0])
+        else:
+            raise DamagedError(f"its header is damaged: a value of type {kind}")
+
+    def _over(self, count: int) -> None:
+        if count > self._size - self._file.tell():
+            raise DamagedError("its header is cut off or damaged: all is lost")
+        self._file.seek(count, io.SEEK_CUR)

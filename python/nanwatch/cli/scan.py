@@ -1,0 +1,60 @@
+"""`nanwatch scan`: is a checkpoint sound, and how does it differ from another?"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..checkpoint.scan import scan
+from ..util.progress import Tell
+from .commands import answered, below, command_parser, write_page
+
+_SCAN = """\
+FILE is a file of safetensors, torch.save (.pt, .pth, .bin, .ckpt), GGUF or NumPy (.npz, .npy), an index of such files,
+or a folder with these or of torch.distributed.checkpoint. Nothing in a file is run, whoever it is from.
+
+exit status: 0 when it is sound, 1 when OTHER does not have the same numbers, 2 when there is nothing to read, 3 when a
+value is nan or inf or a file is damaged
+
+examples:
+  nanwatch scan model.safetensors
+  nanwatch scan checkpoints/step-1000 --html scan.html
+  nanwatch scan hf/model.safetensors.index.json --against converted.gguf
+  nanwatch scan model.safetensors --to float16,mxfp8 --json
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Run `nanwatch scan` and return the exit status."""
+    options = _parser().parse_args(arguments)
+
+    def find(tell: Tell) -> tuple[str, int]:
+        to = options.to.split(",") if options.to else ()
+        found = scan(*options.files, against=options.against, to=to, threads=options.threads, tell=tell)
+        wrote = write_page(options.html, found.to_html, tell)
+        text = found.to_json() if options.json else below(found.to_text(), wrote)
+        differs = found.comparison is not None and not found.comparison.is_faithful
+        return text, 3 if not found.is_sound else int(differs)
+
+    return answered("scan", find)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "scan",
+        "Read each tensor of a checkpoint and name what is nan, inf, dead, far from its siblings, double, or lost in a"
+        " damaged file.",
+        _SCAN,
+    )
+    parser.add_argument("files", metavar="FILE", nargs="+", help="the files of one checkpoint, or its folder")
+    parser.add_argument(
+        "--against", metavar="OTHER", help="tell which tensors of this checkpoint differ, and how far"
+    )
+    parser.add_argument(
+        "--to", metavar="FORMATS", help="try these number formats on each matrix, such as float16,mxfp8"
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="threads that read (default: one a core, up to 16)"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page too")
+    return parser

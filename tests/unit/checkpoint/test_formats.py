@@ -1,0 +1,292 @@
+"""Files of each format have the tensors that their libraries wrote. Damaged ones run nothing and never crash."""
+
+import io
+import json
+import os
+import pickle
+import random
+import struct
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import nanwatch
+from nanwatch.checkpoint.formats import read_checkpoint
+from nanwatch.checkpoint.inert_pickle import load
+from nanwatch.checkpoint.stored import DamagedError
+
+torch.manual_seed(0)
+TENSORS = {
+    "layers.0.weight": torch.randn(6, 10),
+    "layers.1.weight": torch.randn(6, 10).bfloat16(),
+    "norm": torch.randn(7, dtype=torch.float64),
+    "half": torch.randn(3, 3).half(),
+    "ids": torch.arange(9),
+}
+
+
+def gguf_bytes():
+    """Return a GGUF file made by hand: an F32 matrix, a Q8_0 and a Q4_0 one."""
+
+    def text(value):
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    values = TENSORS["layers.0.weight"].numpy().tobytes()
+    q8 = b"".join(struct.pack("<e32b", 0.5 + i, *range(-16, 16)) for i in range(4))
+    q4 = struct.pack("<e16B", 2.0, *(i | (15 - i) << 4 for i in range(16)))
+    entries = [
+        ("w", (10, 6), 0, values),
+        ("q8", (64, 2), 8, q8),
+        ("q4", (32, 1), 2, q4),
+        ("k", (256, 1), 12, b"\0" * 144),
+    ]
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(entries), 2)
+    head += text("general.alignment") + struct.pack("<II", 4, 64)
+    head += text("tokens") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("bc")
+    data = b""
+    for name, shape, kind, stored in entries:
+        head += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, len(data))
+        data += stored + b"\0" * (-len(stored) % 64)
+    return head + b"\0" * (-len(head) % 64) + data
+
+
+def write(kind, folder):
+    """Write the tensors in a format and return the path, and the tensors that come back."""
+    path, expected = folder / f"model.{kind}", TENSORS
+    if kind == "safetensors":
+        save_file(TENSORS, path)
+    elif kind == "pt":
+        torch.save({"model": TENSORS}, path)
+        expected = {f"model.{name}": x for name, x in TENSORS.items()}
+    elif kind == "bin":
+        torch.save(TENSORS, path, _use_new_zipfile_serialization=False)
+    elif kind in ("npz", "deflated.npz"):
+        expected = {name: x for name, x in TENSORS.items() if x.dtype != torch.bfloat16}
+        save = np.savez if kind == "npz" else np.savez_compressed
+        save(path, **{name: x.numpy() for name, x in expected.items()})
+    elif kind == "gguf":
+        path.write_bytes(gguf_bytes())
+        q8 = torch.arange(-16.0, 16).repeat(4, 1) * torch.tensor([[0.5], [1.5], [2.5], [3.5]])
+        q4 = torch.cat([torch.arange(-8.0, 8), torch.arange(7.0, -9, -1)]) * 2
+        expected = {"w": TENSORS["layers.0.weight"], "q8": q8.reshape(2, 64), "q4": q4[None]}
+    return path, expected
+
+
+KINDS = ("safetensors", "pt", "bin", "npz", "deflated.npz", "gguf")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_format_has_the_tensors_that_were_written(kind, tmp_path):
+    path, expected = write(kind, tmp_path)
+    result = nanwatch.scan(path, threads=2)
+    found = {one.name: one for one in result.tensors}
+    assert result.is_sound
+    assert found.keys() - {"k"} == expected.keys()
+    for name, x in expected.items():
+        assert found[name].shape == tuple(x.shape)
+        assert found[name].health == nanwatch.tensor_health(x)
+        if not name.startswith("q"):
+            assert found[name].fingerprint == nanwatch.fingerprint(x)
+    if kind == "gguf":
+        assert "not decoded" in found["k"].unread
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cut_file_names_what_is_lost_and_reads_the_rest(kind, tmp_path):
+    path, expected = write(kind, tmp_path)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) * 6 // 10])
+    result = nanwatch.scan(path)
+    assert not result.is_sound
+    for one in result.tensors:
+        assert one.lost or one.unread or one.health == nanwatch.tensor_health(expected[one.name])
+    if kind in ("safetensors", "gguf"):
+        assert any(one.lost for one in result.tensors)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_files_give_an_answer_or_a_clear_error(kind, tmp_path):
+    path, _ = write(kind, tmp_path)
+    content = path.read_bytes()
+    random.seed(1)
+    head = len(content) if kind in ("pt", "bin", "npz") else min(len(content), 700)
+    for _ in range(40):
+        damaged = bytearray(content)
+        for _ in range(random.choice((1, 1, 3, 20))):
+            damaged[random.randrange(head)] = random.choice((0, 0xFF, random.randrange(256)))
+        if random.random() < 0.3:
+            damaged = damaged[: random.randrange(len(damaged))]
+        path.write_bytes(damaged)
+        try:
+            result = nanwatch.scan(path, threads=1)
+        except (ValueError, OSError):
+            continue  # no checkpoint at all any more
+        json.loads(result.to_json())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_thousands_of_mutations_are_read_or_refused(kind, tmp_path):
+    path, _ = write(kind, tmp_path)
+    content = path.read_bytes()
+    random.seed(2)
+    for _ in range(2000):
+        damaged = bytearray(content)
+        for _ in range(random.choice((1, 2, 8))):
+            damaged[random.randrange(len(damaged))] = random.choice((0, 0xFF, random.randrange(256)))
+        path.write_bytes(damaged[: random.choice((len(damaged), random.randrange(len(damaged))))])
+        try:
+            contents = read_checkpoint(path)
+        except (ValueError, OSError):
+            continue
+        assert all(one.numel < 1 << 80 for one in contents.tensors if not one.lost)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch owned",)
+
+
+def test_a_pickle_runs_nothing_and_its_calls_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"x": TENSORS["norm"], "y": Evil()}, "evil.pt")
+    result = nanwatch.scan("evil.pt")
+    assert not Path("owned").exists()
+    assert [one.name for one in result.tensors] == ["x"]
+    assert any("system" in one.text for one in result.findings if one.kind == "remark")
+
+
+def test_a_pickle_of_nested_tuples_costs_no_more_than_its_bytes():
+    # As a key of a dict its hash would take 2^200 steps.
+    bomb = b"\x80\x02)q\x00" + b"".join(b"h\x00h\x00\x86q\x00" for _ in range(200)) + b"}h\x00K\x01s."
+    assert load(io.BytesIO(bomb), set()).pairs
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"", b"\x80\x02", b".", b"\x80\x02(K\x01h\x05.", b"\x80\x02\x82\x01.", b"garbage"]
+)
+def test_what_is_no_pickle_is_refused(damaged):
+    with pytest.raises(DamagedError):
+        load(io.BytesIO(damaged), set())
+
+
+def test_the_pickle_reader_knows_each_object_of_python():
+    value = {"a": [1, 2.5, None, True, b"x", ("t", {"n": -(10**30)})], "s": {3}, "c": Path("x")}
+    for protocol in range(1, pickle.HIGHEST_PROTOCOL + 1):
+        made = load(io.BytesIO(pickle.dumps(value, protocol)), set())
+        assert made["a"][:5] == [1, 2.5, None, True, b"x"] or protocol < 3  # bytes were a call of a codec
+        assert made["a"][5][1]["n"] == -(10**30)
+
+
+def test_parameters_ties_and_transposes_of_torch_save(tmp_path):
+    weight = torch.randn(4, 6)
+    weight[1, 2] = torch.nan
+    module = torch.nn.Linear(3, 3)
+    torch.save(
+        {
+            "w": weight,
+            "tied": weight,
+            "t": weight.t(),
+            "row": weight[2],
+            "m": module.state_dict(),
+            "strided": weight[:, :2],
+            "p": module.weight,
+        },
+        tmp_path / "x.pt",
+    )
+    result = nanwatch.scan(tmp_path / "x.pt")
+    found = {one.name: one for one in result.tensors}
+    assert found["t"].health.first_nonfinite == (2, 1)
+    assert found["w"].health.first_nonfinite == found["tied"].health.first_nonfinite == (1, 2)
+    assert found["row"].fingerprint == nanwatch.fingerprint(weight[2])
+    assert "strides" in found["strided"].unread
+    assert found["p"].fingerprint == nanwatch.fingerprint(module.weight.detach())
+    assert ("tied", "w") in {(one.kind, one.tensors[0]) for one in result.findings if one.tensors}
+
+
+def test_an_index_names_missing_files_and_tensors(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
+    names = {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors", "d": "../x.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    result = nanwatch.scan(tmp_path)
+    assert {one.name for one in result.tensors if one.lost} == {"b", "c", "d"}
+    assert {one.text.rpartition(": ")[2] for one in result.findings if one.kind == "file"} == {
+        "two.safetensors",
+        "'../x.safetensors'",
+    }
+
+
+def test_a_header_that_lies_is_a_problem_and_takes_no_memory(tmp_path):
+    entry = {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}
+    header = json.dumps(
+        {"huge": entry, "bad": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}
+    ).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 8)
+    assert all(one.lost for one in nanwatch.scan(path).tensors)
+    path.write_bytes((1 << 62).to_bytes(8, "little") + b"{")
+    assert nanwatch.scan(path).findings[0].kind == "file"
+
+
+def test_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "x.safetensors")
+    with pytest.raises(ValueError, match="no regular file"):
+        nanwatch.scan(tmp_path / "x.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_folder_of_dcp_with_parts_along_each_dimension(tmp_path):
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    whole = torch.randn(6, 8)
+    whole[4, 5] = torch.inf
+    chunks, storage, data = [], {}, b""
+    for i, (rows, columns) in enumerate([((0, 4), (0, 8)), ((4, 2), (0, 5)), ((4, 2), (5, 3))]):
+        part = whole[rows[0] : sum(rows), columns[0] : sum(columns)].clone()
+        offsets = torch.Size((rows[0], columns[0]))
+        chunks.append(ChunkStorageMetadata(offsets, part.shape))
+        buffer = io.BytesIO()
+        torch.save(part, buffer)
+        storage[MetadataIndex("w", offsets, i)] = _StorageInfo("__0_0.distcp", len(data), buffer.tell())
+        data += buffer.getvalue()
+    entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), whole.shape, chunks)
+    (tmp_path / "__0_0.distcp").write_bytes(data)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({"w": entry}, None, storage)))
+    (found,) = nanwatch.scan(tmp_path).tensors
+    assert found.fingerprint == nanwatch.fingerprint(whole)
+    assert found.health == nanwatch.tensor_health(whole)
+    (tmp_path / "__0_0.distcp").unlink()
+    result = nanwatch.scan(tmp_path)
+    assert result.tensors[0].lost
+    assert not result.is_sound
+
+
+def test_scans_of_several_threads_do_not_disturb_one_another(tmp_path):
+    path, _ = write("safetensors", tmp_path)
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(nanwatch.scan(path))) for _ in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len({one.to_json() for one in results}) == 1
+    assert len(results) == 4
+
+
+def test_a_safetensors_header_of_640_bytes_is_no_pickle(tmp_path):
+    path = tmp_path / "model"
+    save_file({"x": torch.ones(2)}, path, metadata={"fill": "x" * 558})
+    content = path.read_bytes()
+    assert content[:2] == b"\x80\x02"
+    assert [one.name for one in nanwatch.scan(path).tensors] == ["x"]

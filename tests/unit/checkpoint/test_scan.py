@@ -1,0 +1,144 @@
+"""`nanwatch.scan` and `nanwatch scan`: what they find in planted checkpoints, and their forms."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import nanwatch
+from nanwatch.__main__ import main
+from nanwatch.checkpoint import scan as scan_module
+
+
+@pytest.fixture
+def layers():
+    torch.manual_seed(0)
+    return {f"layers.{i}.w.weight": torch.randn(32, 16) for i in range(6)}
+
+
+def found(result, kind):
+    """Return the tensors of the findings of a kind."""
+    return [one.tensors for one in result.findings if one.kind == kind]
+
+
+def test_a_healthy_checkpoint_has_no_finding(layers, tmp_path):
+    save_file(layers, tmp_path / "x.safetensors")
+    result = nanwatch.scan(tmp_path / "x.safetensors")
+    assert result.is_sound
+    assert result.findings == ()
+
+
+def test_planted_faults_are_named_with_their_place(layers, tmp_path):
+    layers["layers.0.w.weight"][3, 5] = torch.nan
+    layers["layers.1.w.weight"][2] = 0
+    layers["layers.1.w.weight"][:, 7] = 0
+    layers["layers.2.w.weight"] *= 100
+    layers["layers.4.w.weight"] = layers["layers.3.w.weight"].clone()
+    layers["layers.5.w.weight"].fill_(1e-41)
+    layers["mask"] = torch.full((4, 4), -torch.inf).triu(1)
+    layers["second.moment"] = torch.rand(4) * 1e-9
+    layers["big"] = torch.tensor([1e5, 1e39], dtype=torch.float64)
+    layers["bias"] = torch.zeros(9)
+    save_file(layers, tmp_path / "x.safetensors")
+    result = nanwatch.scan(tmp_path / "x.safetensors")
+    by_name = {one.name: one for one in result.tensors}
+    assert [one.tensors for one in result.findings if one.is_fault] == [("layers.0.w.weight",)]
+    assert by_name["layers.0.w.weight"].health.first_nonfinite == (3, 5)
+    assert by_name["layers.1.w.weight"].first_dead_rows == (2,)
+    assert by_name["layers.1.w.weight"].first_dead_columns == (7,)
+    assert found(result, "dead") == [("layers.1.w.weight",)] * 2
+    assert found(result, "outlier") == [("layers.2.w.weight",)]
+    assert found(result, "duplicate") == [("layers.3.w.weight", "layers.4.w.weight")]
+    assert found(result, "subnormal") == [("layers.5.w.weight",)]
+    assert found(result, "mask") == [("mask",)]
+    assert found(result, "all zero") == [("bias",)]
+    assert {"big", "second.moment", "layers.5.w.weight"} == {name for (name,) in found(result, "range")}
+    assert len([one for one in result.findings if one.tensors == ("big",) and one.kind == "range"]) == 2
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_tensor_of_many_tasks_and_chunks_is_read_once_and_whole(threads, tmp_path, monkeypatch):
+    monkeypatch.setattr(scan_module, "_TASK", 1 << 19)
+    torch.manual_seed(1)
+    x = torch.randn(700, 1001)
+    x[650, 1000], x[699, 0] = torch.inf, torch.nan
+    x[300], x[:, 17] = 0, 0
+    save_file({"x": x, "empty": torch.empty(0, 4), "scalar": torch.tensor(2.0)}, tmp_path / "x.safetensors")
+    told = []
+    result = nanwatch.scan(tmp_path / "x.safetensors", threads=threads, tell=lambda *step: told.append(step))
+    by_name = {one.name: one for one in result.tensors}
+    assert str(by_name["x"].health) == str(nanwatch.tensor_health(x))
+    assert by_name["x"].fingerprint == nanwatch.fingerprint(x)
+    assert (by_name["x"].first_dead_rows, by_name["x"].first_dead_columns) == ((300,), (17,))
+    assert by_name["empty"].health.numel == 0
+    assert by_name["scalar"].health.abs_max == 2.0
+    assert told[-1][1:3] == (2, 2)
+
+
+def test_formats_on_request_are_those_of_would_fit(layers, tmp_path):
+    layers["layers.0.w.weight"][0, 0] = 1e6
+    save_file(layers, tmp_path / "x.safetensors")
+    result = nanwatch.scan(tmp_path / "x.safetensors", to=["float16", "mxfp8"])
+    plain, block = next(one.fits for one in result.tensors if one.name == "layers.0.w.weight")
+    assert plain.overflow == nanwatch.would_fit(layers["layers.0.w.weight"], "float16").num_overflow == 1
+    assert block.sqnr == pytest.approx(nanwatch.would_fit(layers["layers.0.w.weight"], "mxfp8").sqnr)
+    assert "As mxfp8" in result.to_text()
+    with pytest.raises(ValueError, match="mxfp99"):
+        nanwatch.scan(tmp_path / "x.safetensors", to=["mxfp99"])
+
+
+def test_the_command_has_its_statuses_and_forms(layers, tmp_path, capsys):
+    good, bad = str(tmp_path / "good.safetensors"), str(tmp_path / "bad.safetensors")
+    save_file(layers, good)
+    assert main(["scan", good]) == 0
+    assert "sound" in capsys.readouterr().out
+    layers["layers.0.w.weight"][0, 0] += 1
+    save_file(layers, bad)
+    assert main(["scan", good, "--against", bad]) == 1
+    layers["layers.0.w.weight"][0, 0] = torch.nan
+    save_file(layers, bad)
+    capsys.readouterr()
+    assert main(["scan", bad, "--against", good, "--json"]) == 3
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schema"], document["is_sound"], document["is_faithful"]) == (
+        "nanwatch.scan",
+        False,
+        False,
+    )
+    page = tmp_path / "scan.html"
+    assert main(["scan", bad, "--against", good, "--html", str(page)]) == 3
+    assert "layers.0.w.weight" in page.read_text()
+    assert main(["scan", str(tmp_path / "missing")]) == 2
+    (tmp_path / "x.txt").write_text("text")
+    assert main(["scan", str(tmp_path / "x.txt")]) == 2
+    assert "no checkpoint that nanwatch reads" in capsys.readouterr().err
+
+
+def test_names_from_strangers_are_made_visible(tmp_path):
+    save_file({"a\x1b[31m": torch.tensor([torch.nan])}, tmp_path / "x.safetensors")
+    assert "\x1b" not in nanwatch.scan(tmp_path / "x.safetensors").to_text()
+
+
+@pytest.mark.slow
+@pytest.mark.native
+def test_twenty_gigabytes_take_less_than_300_mib(tmp_path):
+    from subprocess import run
+    from sys import executable
+
+    header = json.dumps(
+        {"x": {"dtype": "BF16", "shape": [10 << 20, 1000], "data_offsets": [0, 20_971_520_000]}}
+    )
+    path = tmp_path / "x.safetensors"
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header.encode())
+        file.truncate(8 + len(header) + 20_971_520_000)
+    code = f"""
+import nanwatch, resource
+result = nanwatch.scan({str(path)!r})
+assert result.tensors[0].health.num_zero == 10_485_760_000, result
+assert result.tensors[0].dead_columns == 1000
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+"""
+    done = run([executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 300
