@@ -93,7 +93,7 @@ def difference(plain: Trained, watched: Trained) -> dict[str, Any]:
 def compare(
     build: Callable[[], nn.Module], parallelize: Parallelize, give: Callable[[int], Tensor] = data
 ) -> dict[str, Any]:
-    """Watched before and after the model is made parallel, with gradients and without."""
+    """Watched before and after the model is made parallel, with gradients and without; replicas beside gradients."""
 
     def run(when: str, **options: Any) -> Trained:
         torch.manual_seed(0)
@@ -111,5 +111,7 @@ def compare(
     }
     for when in ("before", "after"):
         for gradients in (False, True):
-            seen[f"{when}, gradients={gradients}"] = difference(plain, run(when, gradients=gradients))
+            seen[f"{when}, gradients={gradients}"] = difference(
+                plain, run(when, gradients=gradients, replicas=gradients)
+            )
     return seen

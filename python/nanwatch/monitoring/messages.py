@@ -11,6 +11,7 @@ from time import time
 from typing import Any, TextIO
 
 from ..report.annotation import annotation_of
+from ..report.replica import ReplicaDifference
 from ..report.report import Report
 from ..report.skipped_step import SkippedStep
 from ..report.spike import SpikeReport
@@ -25,6 +26,7 @@ EVENTS = {
     "failure": (logging.ERROR, "failures: values that were not finite"),
     "spike": (logging.WARNING, "spikes of the loss or the gradients"),
     "forecast": (logging.WARNING, "forecasts of an overflow"),
+    "replica_difference": (logging.ERROR, "differences between replicas"),
     "skipped_step": (logging.INFO, "optimizer steps that a GradScaler skipped"),
 }
 
@@ -88,6 +90,16 @@ class MessageSink(Sink):
         """Send its sentence."""
         facts: dict[str, str | int] = {"module": forecast.module, "expected_batch": forecast.batch}
         self.send(Message("forecast", batch, str(forecast), facts))
+
+    def on_replica_difference(self, difference: ReplicaDifference) -> None:
+        """Send its sentence, with the first tensor and rank."""
+        facts: dict[str, str | int] = {
+            "tensor": difference.tensors[0],
+            "step": difference.step,
+            "odd_rank": difference.ranks[0],
+            "odd_host": difference.hosts[0],
+        }
+        self.send(Message("replica_difference", difference.batch, str(difference), facts))
 
     def on_skipped_step(self, step: SkippedStep) -> None:
         """Send its note."""

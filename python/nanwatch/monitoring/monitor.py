@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from ..recording.events import PeakName, Recorder
+from ..report.replica import ReplicaDifference
 from ..report.spike import SpikeReport
 from ..util.modules import each_module
 from ..util.visible import warn_user
@@ -32,6 +33,10 @@ class Warnings(Sink):
         """Warn of it, and say where its report is."""
         where = f"{report.files[0]} and Watch.spikes have" if report.files else "Watch.spikes has"
         warn_user(f"{report.summary}; {where} the report")
+
+    def on_replica_difference(self, difference: ReplicaDifference) -> None:
+        """Warn of it."""
+        warn_user(str(difference))
 
 
 class Monitor:

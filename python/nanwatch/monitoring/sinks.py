@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from ..recording.events import Event, Recorder
 from ..records.record import Frame
 from ..report.finding import Finding
+from ..report.replica import ReplicaDifference
 from ..report.report import Report
 from ..report.skipped_step import SkippedStep
 from ..report.spike import SpikeReport
@@ -73,6 +74,9 @@ class Sink:
 
     def on_skipped_step(self, step: SkippedStep) -> None:
         """Take a step of the optimizer that was skipped."""
+
+    def on_replica_difference(self, difference: ReplicaDifference) -> None:
+        """Take a difference between replicas, on each rank that should hold the same."""
 
     def on_close(self) -> None:
         """Take the end of the watch."""
@@ -256,6 +260,12 @@ class SinkStream(Sink):
     def on_skipped_step(self, step: SkippedStep) -> None:
         """Tell of a skipped step."""
         self._tell("on_skipped_step", step)
+
+    def on_replica_difference(self, difference: ReplicaDifference) -> None:
+        """Tell of a difference between replicas, last of all in a warning."""
+        self._tell("on_replica_difference", difference)
+        for sink in self._own:
+            sink.on_replica_difference(difference)
 
     def on_close(self) -> None:
         """Tell of the end. A second time does nothing."""

@@ -181,12 +181,16 @@ class Numbers:
 
     def wait(self) -> list[float]:
         """Return the numbers as soon as they have come."""
+        return [float(one) for one in self.tensor().flatten().tolist()]
+
+    def tensor(self) -> Tensor:
+        """Return the copy as soon as it has come."""
         if self._event is not None:
             self._event.synchronize()
-        return self.read()
+        return self._host
 
     def read(self) -> list[float]:
         """Return the numbers, none as long as they have not come."""
         if self._event is not None and not self._event.query():
             return []
-        return [float(one) for one in self._host.flatten().tolist()]
+        return self.wait()

@@ -67,6 +67,7 @@ def watch(
     spikes: bool = False,
     max_skipped_steps: int = 20,
     scaler: Any = None,
+    replicas: int = False,
     peer_timeout: float = 30.0,
     # Where it goes
     output_dir: str | os.PathLike[str] | None = None,
@@ -138,6 +139,10 @@ def watch(
             down to 1 after 16. Needs `gradients`.
         scaler: the GradScaler, whose scale each skipped step reports. None looks for the one that is in use. Needs
             `gradients`.
+        replicas: in a job of several ranks, compare every n steps of the optimizer the fingerprints of the weights,
+            buffers and optimizer states that the ranks should hold alike, to the bit; True is every 100 steps. A
+            warning and `Watch.replica_differences` name the tensor and the rank (docs/how-to/replicas.md). No
+            collective is issued, and the run goes on.
         peer_timeout: in a job of several ranks, how many seconds a rank that fails, or learns that another has, waits
             at most for all to agree where it began. With "raise" each then raises an error that says so, with a
             callable the reports of the failing ranks say so. 0 turns this off: each rank speaks for itself, and with

@@ -26,13 +26,13 @@ from ..numerics._extension import instances_of
 from ..numerics.ranges import abs_range
 from ..numerics.readable import is_plain, local_shard, only_our_dispatch
 from ..recording.observe import holds_fractions, observe, read
+from ..recording.optimizer_state import state_tensors
 from ..records.record import Frame, Record, Role
 from ..report.finding import find
 from ..util.job import rank
 from ..util.modules import each_module, each_parameter
 from ..util.visible import suppressed, suppressing, visible, warn_user, without_wrappers
 from .failure_handler import FailureHandler
-from .optimizer_steps import state_tensors
 from .reports import Reports
 
 # Name of the frames of a checkpoint.
@@ -189,7 +189,8 @@ class CheckpointGuard:
             with suppressing("an optimizer did not tell its state"):
                 held = [x for group in optimizer.param_groups for x in group["params"]]
                 if optimizer is self._reports.options.optimizer or any(id(x) in names for x in held):
-                    yield from (_Own(label, role, x) for label, role, x in state_tensors(optimizer, names))
+                    for one in state_tensors(optimizer, names):
+                        yield _Own(one.label, "weight" if one.is_parameter else "buffer", one.tensor)
 
     def _shared_memory(self) -> dict[tuple[int, int, torch.dtype], Tensor]:
         model = self._reports.model()

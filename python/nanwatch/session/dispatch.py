@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ..distributed.replica_watch import ReplicaWatch
 from ..monitoring.forecast import Forecast
 from ..monitoring.sinks import Sink, SinkStream
 from ..recording.events import Arrival, BackwardCall
@@ -38,12 +39,15 @@ class EventDispatch:
     sinks: SinkStream = field(init=False)
     tracer: Tracer | None = None
     backward: BackwardWatch | None = None
+    replicas: ReplicaWatch | None = None
 
     def on_batch_start(
         self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
     ) -> object:
         """Print the header of a traced batch, and keep its start for a re-run."""
         self.failures.raise_postponed()
+        if self.replicas is not None:
+            self.replicas.batch_started(batch)
         if traced and self.options.trace is None:
             _print_lines(text.batch_lines(batch))
         return self.failures.batch_started(batch, module, args, kwargs)
@@ -51,6 +55,8 @@ class EventDispatch:
     def on_frame(self, frame: Frame) -> None:
         """Hand the frame to the sinks, and print it or write it to the trace, if its batch is traced."""
         self.sinks.on_frame(frame)
+        if self.replicas is not None:
+            self.replicas.on_frame(frame)
         if frame.batch not in self.options.trace_batches:
             return
         if self.options.trace is None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer
@@ -28,7 +27,8 @@ from ..instrumentation.wrapped_names import named_modules, parameter_names
 from ..recording.backward import find_in_backward
 from ..recording.events import Arrival, BackwardCall
 from ..recording.observe import Observe, observe, observe_with
-from ..records.record import Frame, Record, Role
+from ..recording.optimizer_state import state_tensors
+from ..records.record import Frame, Record
 from ..report.finding import find, finding_of
 from ..report.report import Report
 from ..util.job import rank
@@ -291,25 +291,14 @@ class OptimizerSteps:
 
 
 def state_rows(optimizer: Optimizer, names: dict[int, str], observe: Observe = observe) -> list[Record]:
-    """Return the rows of an optimizer's `state_tensors`."""
-    return [observe(x, label, role) for label, role, x in state_tensors(optimizer, names)]
-
-
-def state_tensors(optimizer: Optimizer, names: dict[int, str]) -> Iterator[tuple[str, Role, Tensor]]:
-    """Yield the tensors of an optimizer's state: `exp_avg[0.weight]`, with the name of its parameter.
-
-    `names` are those of the model's parameters, by id. Another parameter, such as a float32 copy of a weight, is called
-    by its place, `[group][position]`, and comes itself too: `param[0][3]`. Step counts are left out.
-    """
-    for number, group in enumerate(optimizer.param_groups):
-        for position, x in enumerate(group["params"]):
-            name = names.get(id(x))
-            where = f"[{number}][{position}]" if name is None else f"[{name}]"
-            if name is None:
-                yield f"param{where}", "weight", x
-            for key, value in optimizer.state.get(x, {}).items():
-                if isinstance(value, Tensor) and value.ndim and value.is_floating_point():
-                    yield f"{key}{where}", "buffer", value
+    """Return the rows of an optimizer's state, named as `state_tensors` names them. Step counts are left out."""
+    rows: list[Record] = []
+    for one in state_tensors(optimizer, names):
+        if one.is_parameter:
+            rows.append(observe(one.tensor, one.label, "weight"))
+        elif one.tensor.ndim and one.tensor.is_floating_point():
+            rows.append(observe(one.tensor, one.label, "buffer"))
+    return rows
 
 
 def _with_check_after_closure(

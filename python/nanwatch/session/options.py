@@ -43,8 +43,11 @@ from .option_kinds import (
 OnNonfinite: TypeAlias = "Literal['raise', 'warn', 'record'] | Callable[[Report], object]"
 # A frame of a small call takes 2 kB and is made into text when a report is written: more than this is no report.
 MAX_FRAMES = 1_000_000
+PEER_TIMEOUT = 30.0
 # An exact reading takes up to 5 % of its batch. Growth is a matter of thousands of batches.
 _ATTENTION_EVERY = 100
+# A check reads weights, buffers and states once.
+_REPLICAS_EVERY = 100
 
 
 def _option(group: str, default: Any, kind: Kind, text: str, *, also: str = "", needs: str = "") -> Any:
@@ -182,8 +185,14 @@ class Options:
         "the GradScaler whose scale is told with each skipped step; None looks for the one in use",
         needs="gradients=True",
     )
+    replicas: int = _act(
+        False,
+        every_or_flag(_REPLICAS_EVERY),
+        "with several ranks: every N steps compare, to the bit, what DDP and device meshes say that they hold alike",
+        also="True is 100",
+    )
     peer_timeout: float = _act(
-        30.0,
+        PEER_TIMEOUT,
         Kind(check_seconds, {"type": float, "metavar": "S"}),
         "with several ranks: wait at most S seconds for all to agree on where it began, 0 for none",
     )

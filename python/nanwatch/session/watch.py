@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..blackbox.process import open_box
 from ..diagnosis.folder import write_spike
+from ..distributed.replica_watch import ReplicaWatch
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
 from ..instrumentation.calls import Attachment
 from ..instrumentation.global_hooks import GlobalHooks
@@ -20,6 +21,7 @@ from ..monitoring.spikes.watch import SpikeWatch
 from ..recording.events import Event, Recorder
 from ..recording.recorder import make_recorder
 from ..records.record import Frame
+from ..report.replica import ReplicaDifference
 from ..report.report import Report
 from ..report.skipped_step import SkippedStep
 from ..report.spike import SpikeReport
@@ -30,7 +32,7 @@ from .dispatch import EventDispatch, TraceNotes
 from .failure_handler import FailureHandler
 from .optimizer_guard import OptimizerGuard
 from .optimizer_steps import BackwardWatch, OptimizerSteps
-from .options import Options
+from .options import PEER_TIMEOUT, Options
 from .reports import Reports
 from .rerun_policy import RerunPolicy
 
@@ -132,7 +134,18 @@ class Watch:
                 self._monitor.follow(self._spikes.take)
                 self._batch_ends.active = True
             self._backward = BackwardWatch(self._reports, self._failures, guard, self._spikes)
+        self._replicas: ReplicaWatch | None = None
+        if options.replicas and options.enabled:
+            self._replicas = ReplicaWatch(
+                model,
+                options.replicas,
+                options.peer_timeout or PEER_TIMEOUT,
+                options.output_dir,
+                sinks.on_replica_difference,
+            )
+            self._recorder.subscribe(Event.BATCH_START | (Event.FRAME if options.fingerprints else 0))
         events.watch, events.failures, events.sinks = self, self._failures, sinks
+        events.replicas = self._replicas
         events.tracer, events.backward = self._tracer, self._backward
         self._steps: OptimizerSteps | None = None
         self._checkpoints: CheckpointGuard | None = None
@@ -198,12 +211,8 @@ class Watch:
             box.num_watches -= 1
         self._reports.look_at_mesh()
         parts = (
-            self._steps,
-            self._backward,
-            self._attachment,
-            self._attention,
-            self._spikes,
-            self._checkpoints,
+            *(self._steps, self._backward, self._attachment, self._attention, self._spikes),
+            *(self._replicas, self._checkpoints),
         )
         for part in parts:
             if part is not None:
@@ -258,6 +267,11 @@ class Watch:
     def spikes(self) -> tuple[SpikeReport, ...]:
         """The latest 16 spikes, oldest first; empty without `spikes`."""
         return () if self._spikes is None else tuple(self._spikes.reports)
+
+    @property
+    def replica_differences(self) -> tuple[ReplicaDifference, ...]:
+        """The latest 16 differences between replicas, oldest first; empty without `replicas`."""
+        return () if self._replicas is None else tuple(self._replicas.differences)
 
     def note_loss(self, loss: Tensor | float) -> None:
         """Take the loss of the batch for `spikes`, before its backward; does nothing without them.

@@ -1,0 +1,29 @@
+"""The part of a Watch that takes fingerprints between two batches."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import torch
+
+from nanwatch.distributed.replica_watch import ReplicaWatch
+from nanwatch.report.replica import ReplicaDifference
+
+
+def test_a_watch_outside_a_job_starts_no_thread_and_lets_go() -> None:
+    """Nothing is compared, and the model may go."""
+    model = torch.nn.Linear(2, 2)
+    told: list[ReplicaDifference] = []
+    watch = ReplicaWatch(model, 1, 5.0, None, told.append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in range(3):
+        watch.batch_started(batch)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    watch.remove()
+    assert told == []
+    assert not any(thread.name == "nanwatch replicas" for thread in threading.enumerate())
+    gone = weakref.ref(model)
+    del model, optimizer
+    assert gone() is None

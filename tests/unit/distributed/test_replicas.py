@@ -1,0 +1,127 @@
+"""Who holds the same: from process groups, meshes and placements."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+import nanwatch
+from nanwatch.distributed.replicas import Fingerprints, Held, Replicas
+
+
+@pytest.fixture
+def rank_two_of_four() -> Iterator[None]:
+    """A job whose other ranks are made up: nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def ranks_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, list[tuple[int, ...]]]:
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for one in Replicas(model).held(optimizers):
+        found.setdefault(one.name, []).append(one.ranks)
+    return found
+
+
+def stepped(model: nn.Module, kind: type[torch.optim.Optimizer], **options: object) -> torch.optim.Optimizer:
+    optimizer = kind(model.parameters(), **options)
+    for x in model.parameters():
+        x.grad = torch.zeros_like(x)
+    optimizer.step()
+    return optimizer
+
+
+def test_a_model_alone_has_no_replicas(rank_two_of_four: None) -> None:
+    """Nobody says that other ranks hold it."""
+    assert ranks_of(nn.Linear(2, 2)) == {}
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_ddp_holds_all_but_running_statistics_alike(rank_two_of_four: None, is_inner: bool) -> None:
+    """Also when the module inside is watched, and only what DistributedDataParallel takes care of."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.register_buffer("table", torch.ones(2))
+    model.register_buffer("own", torch.ones(2))
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["own"])
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimizer = stepped(model, torch.optim.SGD, momentum=0.9)
+    found = ranks_of(model if is_inner else parallel, optimizer)
+    names = ("0.weight", "0.bias", "1.weight", "1.bias")
+    assert set(found) == {*names, "table", *(f"momentum_buffer[{name}]" for name in names)}
+    assert set(map(tuple, found.values())) == {((0, 1, 2, 3),)}
+
+
+def test_ddp_over_a_part_of_the_ranks(rank_two_of_four: None) -> None:
+    """Its process group counts."""
+    parallel = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=dist.new_group([0, 2]))
+    assert ranks_of(parallel) == {"weight": [(0, 2)], "bias": [(0, 2)]}
+
+
+def test_placements_say_who_holds_the_same_shard(rank_two_of_four: None) -> None:
+    """Rank 2 is at [1, 0] of the mesh: it shares a replicated part, and its shard with rank 0."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.Module()
+    places = {
+        "hybrid": ([Replicate(), Shard(0)], [(0, 2)]),
+        "other": ([Shard(0), Replicate()], [(2, 3)]),
+        "everywhere": ([Replicate(), Replicate()], [(0, 1, 2, 3)]),
+        "nowhere": ([Shard(0), Shard(0)], None),
+    }
+    for name, (placements, _) in places.items():
+        model.register_parameter(name, nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, placements)))
+    sums = torch.distributed.tensor.DTensor.from_local(torch.ones(2), mesh, [Replicate(), Partial()])
+    model.register_buffer("sums", sums)
+    optimizer = stepped(model, torch.optim.Adam)
+    found = ranks_of(model, optimizer)
+    expected = {name: ranks for name, (_, ranks) in places.items() if ranks}
+    for part in ("exp_avg", "exp_avg_sq", "step"):
+        expected |= {f"{part}[{name}]": ranks for name, ranks in expected.items() if "[" not in name}
+    assert found == expected
+
+
+def test_zero_shares_the_states_out(rank_two_of_four: None) -> None:
+    """Its weights are replicas, and each state is on one rank."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
+    assert set(ranks_of(model, zero, zero.optim)) == {"weight", "bias"}
+
+
+def test_fingerprints_are_the_public_ones_and_keep_nothing_alive() -> None:
+    """By ranks and name; a buffer is kept as long as its bits are."""
+    x, y, table = torch.randn(5, 3), torch.ones(4, dtype=torch.bfloat16), torch.arange(3)
+    held = [
+        Held("x", "weight", x, (0, 1)),
+        Held("y", "state", y, (0, 1)),
+        Held("table", "buffer", table, (1, 2)),
+    ]
+    last: dict[str, int] = {}
+    first = Fingerprints(held)
+    found = first.read(None, last)
+    assert {name: one.value for name, one in found[0, 1].items()} == {
+        "x": nanwatch.fingerprint(x),
+        "y": nanwatch.fingerprint(y),
+    }
+    assert not found[1, 2]["table"].is_kept  # nobody knows yet
+    second = Fingerprints(held)
+    assert second.read(first, last)[1, 2]["table"] == ("buffer", nanwatch.fingerprint(table), True, 0)
+    table += 1
+    third = Fingerprints(held).read(second, last)[1, 2]["table"]
+    assert (third.is_kept, third.writes) == (False, 1)
+    gone = weakref.ref(x)
+    del x, held
+    gc.collect()
+    assert gone() is None
