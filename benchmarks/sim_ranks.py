@@ -7,6 +7,11 @@ anything.
 
     TORCH_CPP_LOG_LEVEL=ERROR python benchmarks/sim_ranks.py     # 1,000 writers, two scenarios
     python benchmarks/sim_ranks.py --writers 8 256 1000 --json benchmarks/results/sim-ranks.json
+
+With `--events` nothing is started: the ranks and their store are simulated by events (`_rank_events.py`), with lost and
+slow ranks and a restart, for the agreement on the first failure and for the comparison of replicas.
+
+    python benchmarks/sim_ranks.py --events 16384                # a minute
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from _rank_events import events_table, play_all
 
 from nanwatch import Finding
 from nanwatch.distributed import consensus
@@ -310,9 +316,14 @@ def main(arguments: list[str] | None = None, say: Callable[[str], None] = print)
     """Status 0 when every writer was right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--writers", type=int, nargs="+", default=[1000])
+    parser.add_argument("--events", type=int, metavar="RANKS", help="simulate so many ranks, and start none")
     parser.add_argument("--only", choices=SCENARIOS, action="append")
     parser.add_argument("--json", type=Path, help="write what was counted to this file")
     options = parser.parse_args(arguments)
+    if options.events is not None:
+        played = play_all(options.events)
+        say(events_table(played))
+        return 0 if all(one.right == one.told for one in played) else 1
     raise_limit(FILES_EACH * max(options.writers) + 256)
     threading.stack_size(512 * 1024)  # 2,000 threads
     outcomes = [play(name, number) for number in options.writers for name in options.only or SCENARIOS]
