@@ -22,4 +22,4 @@ def test_flips_are_named_and_healthy_trainings_say_nothing() -> None:
     command = [sys.executable, str(BENCHMARKS / "judge_replicas.py"), "--healthy", "4", "--flips", "8"]
     done = subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert "named: " in done.stdout
+    assert "told: " in done.stdout

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from ..recording.events import Event, Recorder
 from ..records.record import Frame
 from ..report.finding import Finding
+from ..report.hardware_suspect import HardwareSuspect
 from ..report.replica import ReplicaDifference
 from ..report.report import Report
 from ..report.skipped_step import SkippedStep
@@ -77,6 +78,9 @@ class Sink:
 
     def on_replica_difference(self, difference: ReplicaDifference) -> None:
         """Take a difference between replicas, on each rank that should hold the same."""
+
+    def on_hardware_suspect(self, suspect: HardwareSuspect) -> None:
+        """Take a call that gave other bits when it was made again, inside that call."""
 
     def on_close(self) -> None:
         """Take the end of the watch."""
@@ -266,6 +270,12 @@ class SinkStream(Sink):
         self._tell("on_replica_difference", difference)
         for sink in self._own:
             sink.on_replica_difference(difference)
+
+    def on_hardware_suspect(self, suspect: HardwareSuspect) -> None:
+        """Tell of a suspect of hardware, last of all in a warning."""
+        self._tell("on_hardware_suspect", suspect)
+        for sink in self._own:
+            sink.on_hardware_suspect(suspect)
 
     def on_close(self) -> None:
         """Tell of the end. A second time does nothing."""

@@ -26,13 +26,16 @@ class Distance:
     is_all: bool = True
 
     def __str__(self) -> str:
+        return f"{self.extent}, at step {self.step}"
+
+    @property
+    def extent(self) -> str:
+        """How many elements differ, by how much and in which bits."""
         some = "" if self.is_all else "at least "
         verb = "differs" if self.num_differing == 1 else "differ"
         far = "" if self.largest is None else f", by at most {self.largest:.3g}"
         bits = f", in bit {spell_runs(self.bits)}" if self.bits else ""
-        return (
-            f"{some}{self.num_differing:,} of {self.numel:,} elements {verb}{far}{bits}, at step {self.step}"
-        )
+        return f"{some}{self.num_differing:,} of {self.numel:,} elements {verb}{far}{bits}"
 
 
 @dataclass(frozen=True, slots=True)

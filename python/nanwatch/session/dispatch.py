@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ..diagnosis.recheck import Recheck
 from ..distributed.replica_watch import ReplicaWatch
 from ..monitoring.forecast import Forecast
 from ..monitoring.sinks import Sink, SinkStream
@@ -40,6 +41,7 @@ class EventDispatch:
     tracer: Tracer | None = None
     backward: BackwardWatch | None = None
     replicas: ReplicaWatch | None = None
+    recheck: Recheck | None = None
 
     def on_batch_start(
         self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
@@ -48,6 +50,8 @@ class EventDispatch:
         self.failures.raise_postponed()
         if self.replicas is not None:
             self.replicas.batch_started(batch)
+        if self.recheck is not None:
+            self.recheck.batch_started(batch)
         if traced and self.options.trace is None:
             _print_lines(text.batch_lines(batch))
         return self.failures.batch_started(batch, module, args, kwargs)

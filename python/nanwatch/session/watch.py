@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..blackbox.process import open_box
 from ..diagnosis.folder import write_spike
+from ..diagnosis.recheck import Recheck
 from ..distributed.replica_watch import ReplicaWatch
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
 from ..instrumentation.calls import Attachment
@@ -21,6 +22,7 @@ from ..monitoring.spikes.watch import SpikeWatch
 from ..recording.events import Event, Recorder
 from ..recording.recorder import make_recorder
 from ..records.record import Frame
+from ..report.hardware_suspect import HardwareSuspect
 from ..report.replica import ReplicaDifference
 from ..report.report import Report
 from ..report.skipped_step import SkippedStep
@@ -144,6 +146,11 @@ class Watch:
                 sinks.on_replica_difference,
             )
             self._recorder.subscribe(Event.BATCH_START | (Event.FRAME if options.fingerprints else 0))
+        self._recheck: Recheck | None = None
+        if options.recheck and options.enabled:
+            self._recheck = Recheck(model, options.recheck, sinks.on_hardware_suspect)
+            self._recorder.subscribe(Event.BATCH_START)
+        events.recheck = self._recheck
         events.watch, events.failures, events.sinks = self, self._failures, sinks
         events.replicas = self._replicas
         events.tracer, events.backward = self._tracer, self._backward
@@ -212,7 +219,7 @@ class Watch:
         self._reports.look_at_mesh()
         parts = (
             *(self._steps, self._backward, self._attachment, self._attention, self._spikes),
-            *(self._replicas, self._checkpoints),
+            *(self._replicas, self._recheck, self._checkpoints),
         )
         for part in parts:
             if part is not None:
@@ -272,6 +279,11 @@ class Watch:
     def replica_differences(self) -> tuple[ReplicaDifference, ...]:
         """The latest 16 differences between replicas, oldest first; empty without `replicas`."""
         return () if self._replicas is None else tuple(self._replicas.differences)
+
+    @property
+    def hardware_suspects(self) -> tuple[HardwareSuspect, ...]:
+        """The latest 16 calls that gave other bits when they were made again; empty without `recheck`."""
+        return () if self._recheck is None else tuple(self._recheck.suspects)
 
     def note_loss(self, loss: Tensor | float) -> None:
         """Take the loss of the batch for `spikes`, before its backward; does nothing without them.
