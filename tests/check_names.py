@@ -24,6 +24,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     # Joins the parts of a Watch, of a replay, of a comparison or of a patch, and shows in nothing but their result.
     "integration/test_architecture.py": ("session/dispatch",),
     "unit/session/test_failure_handler.py": ("session/reports",),
+    "unit/instrumentation/test_attention.py": ("instrumentation/call_readers",),
     "unit/cli/test_replay.py": ("session/replay",),
     "unit/checkpoint/test_scan.py": (
         "checkpoint/encodings",

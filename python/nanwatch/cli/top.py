@@ -28,7 +28,8 @@ headroom is in bits, each a doubling that the largest element has left. bits/100
 and abs max are those of the least headroom, and failed counts batches with a non-finite value. Above the table stand
 the latest spikes and forecasts.
 
-keys: t sorts by trend, h by headroom, q ends. Needs the package textual, but not with --once, --json or into a pipe.
+keys: t sorts by trend, h by headroom, s by SQNR, q ends. Needs the package textual, but not with --once, --json or into
+a pipe. dB and saturated are the least SQNR and the largest share of watch(formats=...).
 
 exit status: 0, or 2 when there is nothing to show
 
@@ -66,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--once", action="store_true", help="print one table and end")
     parser.add_argument(
         "--by",
-        choices=("headroom", "trend"),
+        choices=("headroom", "trend", "sqnr"),
         default="headroom",
         help="what comes first (default: %(default)s)",
     )
@@ -115,6 +116,10 @@ def _told(mark: Mark) -> str:
 def _sorted(picture: Picture, by: str) -> list[Row]:
     if by == "headroom":
         return list(picture.rows)
+    if by == "sqnr":
+        return sorted(
+            picture.rows, key=lambda row: min((x for x, _ in row.formats.values()), default=math.inf)
+        )
     # Modules without a trend come last.
     return sorted(picture.rows, key=lambda row: (math.isnan(row.trend), row.trend))
 
@@ -131,15 +136,26 @@ def _document(picture: Picture, rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def _cells(row: Row) -> list[str]:
+def _heads(rows: list[Row]) -> list[str]:
+    """Return the heads of the columns: two for each block format that was measured, before the module."""
+    formats = dict.fromkeys(name for row in rows for name in row.formats)
+    return [*_COLUMNS[:-1], *(head for name in formats for head in (f"{name} dB", "saturated")), _COLUMNS[-1]]
+
+
+def _cells(row: Row, heads: list[str]) -> list[str]:
+    names = [head.removesuffix(" dB") for head in heads if head.endswith(" dB")]
+    found = [row.formats.get(name) for name in names]
     return [
         bits_words(row.bits), trend_words(row.trend), str(row.batch), f"{row.abs_max:.2e}",
-        str(row.num_failed or ""), row.place,
+        str(row.num_failed or ""),
+        *(cell for one in found for cell in (("", "") if one is None else (f"{one[0]:.1f}", f"{one[1]:.2%}"))),
+        row.place,
     ]  # fmt: skip
 
 
 def _table(rows: list[Row]) -> list[str]:
-    lines = [list(_COLUMNS), *map(_cells, rows)]
+    heads = _heads(rows)
+    lines = [heads, *(_cells(row, heads) for row in rows)]
     wide = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
     return [
         "  ".join([*(cell.rjust(size) for cell, size in zip(line, wide, strict=False)), line[-1]])
@@ -162,6 +178,7 @@ def _app(options: argparse.Namespace) -> Any:
         BINDINGS = (
             ("h", "by('headroom')", "by headroom"),
             ("t", "by('trend')", "by trend"),
+            ("s", "by('sqnr')", "by SQNR"),
             ("q", "quit", "quit"),
         )
 
@@ -178,7 +195,6 @@ def _app(options: argparse.Namespace) -> Any:
             yield widgets.Footer()
 
         def on_mount(self) -> None:
-            self.query_one(widgets.DataTable).add_columns(*_COLUMNS)
             self._start_look()
             self.set_interval(options.every, self._start_look)
 
@@ -209,14 +225,17 @@ def _app(options: argparse.Namespace) -> Any:
             if self._picture is None:
                 return
             rows = _sorted(self._picture, self._by)
-            cells = [_cells(row) for row in rows]
+            heads = _heads(list(self._picture.rows))
+            cells = [heads, *(_cells(row, heads) for row in rows)]
             if cells == self._shown:
                 return
-            self._shown = cells
             table = self.query_one(widgets.DataTable)
             row, top = table.cursor_row, table.scroll_y
-            table.clear()
-            for one, line in zip(rows, cells, strict=True):
+            table.clear(columns=[heads] != self._shown[:1])
+            if [heads] != self._shown[:1]:
+                table.add_columns(*heads)
+            self._shown = cells
+            for one, line in zip(rows, cells[1:], strict=True):
                 words = [text.Text(visible(cell), justify="right") for cell in line]
                 words[0].stylize(_COLORS[level_of(one.bits)])
                 words[-1].justify = "left"

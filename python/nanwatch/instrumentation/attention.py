@@ -1,31 +1,26 @@
 """Attention logits: the largest of each head, from the arguments of attention functions, without the whole matrix.
 
-Fused attention has no tensor of its logits. This module replaces `scaled_dot_product_attention`, `flex_attention` and
-`softmax` in their own modules while a watch asks for logits. The replacement makes the user's call first, then reads
-its arguments, and gives what it finds to the frame of the module whose call is under way.
+Fused attention has no tensor of its logits. While a watch asks for them, the calls of `scaled_dot_product_attention`,
+`flex_attention` and `softmax` are read (call_readers.py). What is found goes to the frame of the module whose call is
+under way.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
-import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from ..numerics._reference import without_repeats
-from ..numerics.readable import is_plain, only_our_dispatch, unreadable
+from ..numerics.readable import is_plain, unreadable
 from ..recording.events import Recorder
-from ..util.visible import suppressing
+from .call_readers import Reader, aside, read_calls
 from .global_hooks import Handles
 
 BOUND = "attention logits (bound)"
@@ -233,13 +228,6 @@ def _apply(mask: Tensor, tile: Tensor) -> None:
         tile += mask
 
 
-@contextmanager
-def _aside() -> Iterator[None]:
-    """Compute without a graph and past the user's modes."""
-    with torch.no_grad(), only_our_dispatch():
-        yield
-
-
 class AttentionWatch:
     """Reader of the attention logits in a recorder's batches, until `remove`.
 
@@ -269,7 +257,7 @@ class AttentionWatch:
         # Importing flex attention takes a second: nobody calls it before an import.
         if (flex := sys.modules.get("torch.nn.attention.flex_attention")) is not None:
             places.append((flex, "flex_attention", _flex_scores, read_scores))
-        self._handles = Handles(self, [_replace(*place) for place in places])
+        self._handles = Handles(self, [read_calls(*place) for place in places])
 
     def remove(self) -> None:
         """Put the functions back. Does nothing the second time."""
@@ -290,7 +278,7 @@ class AttentionWatch:
         if call is None:
             return
         batch, name, _ = call
-        with _aside():
+        with aside():
             scores = scores_of(*args, **kwargs)
             if scores is None:
                 return
@@ -306,7 +294,7 @@ class AttentionWatch:
         if call is None or call[0] % self._every:
             return
         batch, name, class_name = call
-        with _aside():
+        with aside():
             x = describe(*args, **kwargs)
             # Three dimensions may hold batch and heads in one, as in nn.MultiheadAttention.
             if x is not None and x.ndim == 4:
@@ -336,51 +324,3 @@ class AttentionWatch:
 
 def _numbers(logits: Tensor | None) -> tuple[float, ...]:
     return () if logits is None else tuple(logits.tolist())
-
-
-Reader = Callable[[Any, Any, Any], None]
-_replacing = threading.RLock()  # reentrant: the garbage collector may remove a reader anywhere
-
-
-class _Replacement:
-    """A function to put in the place of a module's own, and the readers of its calls."""
-
-    def __init__(self, place: ModuleType, name: str, describe: Any) -> None:
-        self.original = original = getattr(place, name)
-        self.readers: list[Reader] = []
-        readers = self.readers
-
-        @functools.wraps(original)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            output = original(*args, **kwargs)
-            if not is_compiling():
-                for reader in tuple(readers):
-                    with suppressing("the attention logits of a call could not be read"):
-                        reader(describe, args, kwargs)
-            return output
-
-        self.function = watched
-
-
-_replacements: dict[str, _Replacement] = {}
-
-
-def _replace(place: ModuleType, name: str, describe: Any, reader: Reader) -> SimpleNamespace:
-    """Call `reader` after each call of this function, until `remove()` of what is returned."""
-    with _replacing:
-        one = _replacements.get(name)
-        if one is None or getattr(place, name) not in (one.function, one.original):
-            one = _replacements[name] = _Replacement(place, name, describe)
-        one.readers.append(reader)
-        setattr(place, name, one.function)
-
-    def remove() -> None:
-        """Remove the reader, and put the function back after the last one."""
-        with _replacing:
-            if reader in one.readers:
-                one.readers.remove(reader)
-            # Another library may have put its own function over this one, which then stays and reads nothing.
-            if not one.readers and getattr(place, name) is one.function:
-                setattr(place, name, one.original)
-
-    return SimpleNamespace(remove=remove)

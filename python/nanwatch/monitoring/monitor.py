@@ -14,6 +14,7 @@ from ..report.spike import SpikeReport
 from ..util.modules import each_module
 from ..util.visible import warn_user
 from .forecast import Forecast, Forecaster
+from .format_forecast import FormatForecaster
 from .peaks import PeakHistory
 from .sinks import Sink, SinkStream
 from .suspicion import Suspicion
@@ -61,6 +62,7 @@ class Monitor:
         log_every: int,
         forecasts: bool,
     ) -> None:
+        self.formats: FormatForecaster | None = None
         # Gets the peaks of each batch.
         self.spikes: Callable[[int, list[PeakName], bytes], None] | None = None
         self._names: list[PeakName] = []  # that the forecaster has not met
@@ -78,12 +80,15 @@ class Monitor:
     @property
     def awaits_batches(self) -> bool:
         """Return whether the monitor needs the ends of batches."""
-        return self._forecaster is not None or self.sinks.takes_batches or self.spikes is not None
+        others = self.spikes is not None or self.formats is not None
+        return self._forecaster is not None or self.sinks.takes_batches or others
 
     def end(self, batch: int) -> None:
         """Handle the end of a finite batch."""
         follows = self._forecaster is not None or self.spikes is not None
         forecasts = self._forecasts(batch) if follows else []
+        if self.formats is not None:
+            forecasts += self.formats.end(batch)
         self.sinks.batch_ended(batch)
         for forecast in forecasts:
             self.sinks.on_forecast(batch, forecast)

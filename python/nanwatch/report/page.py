@@ -127,6 +127,7 @@ class HeatMap:
     key: Sequence[tuple[str, str]] = HEADROOM_KEY
     none: str = "no headroom read"
     unit: str = "bits"
+    units: Sequence[str] = ()  # of each row, where they differ
     magnitudes: Array | None = None
     measure: str = "abs max"
     failed: Sequence[int] = ()
@@ -139,7 +140,19 @@ class HeatMap:
         """Return what the script draws."""
         with np.errstate(divide="ignore", invalid="ignore"):
             log2 = np.log2(() if self.magnitudes is None else self.magnitudes)
-        names = ("rows", "first", "last", "stops", "none", "unit", "measure", "failed", "skipped", "marks")
+        names = (
+            "rows",
+            "first",
+            "last",
+            "stops",
+            "none",
+            "unit",
+            "units",
+            "measure",
+            "failed",
+            "skipped",
+            "marks",
+        )
         return {
             **{name: getattr(self, name) for name in names},
             "column": self.columns[0],

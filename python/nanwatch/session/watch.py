@@ -17,6 +17,8 @@ from ..distributed.replica_watch import ReplicaWatch
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
 from ..instrumentation.calls import Attachment
 from ..instrumentation.global_hooks import GlobalHooks
+from ..instrumentation.linear_formats import FormatLoss, LinearFormats
+from ..monitoring.format_forecast import FormatForecaster
 from ..monitoring.monitor import Monitor
 from ..monitoring.spikes.watch import SpikeWatch
 from ..recording.events import Event, Recorder
@@ -105,6 +107,12 @@ class Watch:
             log_every=options.log_every,
             forecasts=options.forecast and options.enabled,
         )
+        self._formats: LinearFormats | None = None
+        if options.formats and options.enabled:
+            self._formats = LinearFormats(
+                self._recorder, options.formats, options.formats_every, options.observes
+            )
+            self._monitor.formats = FormatForecaster(self._formats) if options.forecast else None
         sinks, suspicion = self._monitor.sinks, self._monitor.suspicion
         self._batch_ends = self._recorder.subscribe(Event.BATCH_END)
         self._batch_ends.active = (
@@ -218,7 +226,7 @@ class Watch:
             box.num_watches -= 1
         self._reports.look_at_mesh()
         parts = (
-            *(self._steps, self._backward, self._attachment, self._attention, self._spikes),
+            *(self._steps, self._backward, self._attachment, self._attention, self._formats, self._spikes),
             *(self._replicas, self._recheck, self._checkpoints),
         )
         for part in parts:
@@ -269,6 +277,11 @@ class Watch:
     def attention(self) -> dict[str, AttentionLogits]:
         """The latest attention logits by module and head; empty without `attention`. Waits for a GPU."""
         return {} if self._attention is None else self._attention.found()
+
+    @property
+    def formats(self) -> tuple[FormatLoss, ...]:
+        """The latest losses of linear layers in the block formats of `formats`, the lowest SQNR first."""
+        return () if self._formats is None else self._formats.found()
 
     @property
     def spikes(self) -> tuple[SpikeReport, ...]:
