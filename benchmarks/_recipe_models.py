@@ -34,13 +34,12 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.pytorch_utils import Conv1D
 
 WIDTH, LENGTH = 128, 64
-# Of MiniLM's two batches together: a CPU without instructions for bfloat16 takes 2 s for a batch of half as many.
-PAIRS = 48
+SENTENCES = 96  # of MiniLM's two batches together
 Batch = dict[str, Any]
 
 
 class Subject(NamedTuple):
-    """Model in bfloat16 that gives its loss, a batch to try formats on, and one that is held back."""
+    """Model in float32 that gives its loss, a batch to try formats on, and one that is held back."""
 
     model: nn.Module
     tried: Batch
@@ -112,40 +111,24 @@ def with_linear_layers(model: nn.Module) -> nn.Module:
     return model
 
 
-class LossInFloat32(nn.Module):
-    """A model whose own loss would be bfloat16, in which two losses less than 0.4 % apart are the same number."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.inner = model
-
-    def forward(self, **batch: Any) -> Any:
-        output = self.inner(**batch)
-        output.loss = nn.functional.cross_entropy(
-            output.logits.float().flatten(0, -2), batch["labels"].flatten()
-        )
-        return output
-
-
 class Sentences(nn.Module):
-    """MiniLM with its training loss: each name should be nearest to its own sentence."""
+    """MiniLM with the loss of an encoder that should stay as it is: 1 - cosine to its own embeddings in float32."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.bert = BertModel.from_pretrained(folder)
 
-    def forward(self, names: Batch, sentences: Batch) -> Tensor:
-        a, b = (self._embedded(one) for one in (names, sentences))
-        return nn.functional.cross_entropy(20 * a @ b.T, torch.arange(len(a)))
+    def forward(self, tokens: Batch, embedding: Tensor) -> Tensor:
+        return 1 - (self.embedded(tokens) * embedding).sum(-1).mean()
 
-    def _embedded(self, tokens: Batch) -> Tensor:
+    def embedded(self, tokens: Batch) -> Tensor:
         hidden = self.bert(**tokens).last_hidden_state.float()
         mask = tokens["attention_mask"][..., None]
         return nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
-def _described() -> Iterator[tuple[str, str]]:
-    """Yield names of functions of the standard library and the first lines of their docstrings."""
+def _described() -> Iterator[str]:
+    """Yield the first lines of docstrings of the standard library."""
     for name in (
         "argparse",
         "shutil",
@@ -162,7 +145,7 @@ def _described() -> Iterator[tuple[str, str]]:
         for key, one in sorted(vars(module).items()):
             words = (inspect.getdoc(one) or "").partition("\n")[0] if inspect.isroutine(one) else ""
             if len(words) > 20 and not key.startswith("_"):
-                yield f"{name} {key.replace('_', ' ')}", words
+                yield words
 
 
 def minilm() -> Subject | None:
@@ -172,21 +155,21 @@ def minilm() -> Subject | None:
         return None
     folder = Path(spec.origin).parent / "model"
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    pairs = list(_described())[:PAIRS]
+    sentences = list(_described())[:SENTENCES]
+    model = Sentences(folder).eval()
 
-    def batch(pairs: list[tuple[str, str]]) -> Batch:
-        names, sentences = ([pair[i] for pair in pairs] for i in (0, 1))
-        tokens = (tokenizer(one, padding=True, return_tensors="pt") for one in (names, sentences))
-        return dict(zip(("names", "sentences"), map(dict, tokens), strict=True))
+    def batch(chosen: list[str]) -> Batch:
+        tokens = dict(tokenizer(chosen, padding=True, return_tensors="pt"))
+        with torch.no_grad():
+            return {"tokens": tokens, "embedding": model.embedded(tokens)}
 
-    model = Sentences(folder).bfloat16().eval()
-    return Subject(model, batch(pairs[0::2]), batch(pairs[1::2]))
+    return Subject(model, batch(sentences[0::2]), batch(sentences[1::2]))
 
 
 def trained(
     make: Callable[[], nn.Module], batch: Callable[[torch.Generator, int], Batch], steps: int, rows: int
 ) -> Subject:
-    """Train a model and return it in bfloat16."""
+    """Train a model, and return it with two batches of other rows."""
     torch.manual_seed(0)
     chance = torch.Generator().manual_seed(0)
     model = with_linear_layers(make()).train()
@@ -195,14 +178,7 @@ def trained(
         optimizer.zero_grad()
         model(**batch(chance, 16)).loss.backward()
         optimizer.step()
-    model = model.bfloat16().eval()
-    if isinstance(model, MT5ForConditionalGeneration | ViTForImageClassification):
-        model = LossInFloat32(model)
-    tried, held = (
-        {name: x.bfloat16() if x.is_floating_point() else x for name, x in batch(chance, rows).items()}
-        for _ in range(2)
-    )
-    return Subject(model, tried, held)
+    return Subject(model.eval(), batch(chance, rows), batch(chance, rows))
 
 
 _HEADS = {"num_hidden_layers": 4, "num_attention_heads": 4}

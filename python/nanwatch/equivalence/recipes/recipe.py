@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,11 @@ def recipe(
         loss: a function of the output. By default the output's `loss`, its item "loss", itself or its first part.
         journal: a file to which each measurement is appended. A call that was interrupted goes on from there.
         tell: called with the progress.
+
+    Layers are ordered by the divergence of the predictions from those of the model as it is where the loss is a
+    cross-entropy (Kullback-Leibler) or a squared error (mean square), which has the unit of the loss and far less noise
+    than its change; by the size of the change for another loss. With each change comes its standard error over the
+    tokens of the batch. Both the change and the divergence have to be within the budget.
 
     A format costs the bits of its elements, relative to bfloat16, for each multiplication of the layer. Formats that
     are no cheaper than the layer's own dtype are not tried. At most two runs for each format of each layer are made,
@@ -116,37 +121,45 @@ class _Search:
         for target in self._targets:
             formats = {name: target for name, targets in cheaper.items() if target in targets}
             if formats:
-                together[target] = self._change(forwards.outcome(formats))
-        changes = {name: {t: self._change(one) for t, one in found.items()} for name, found in alone.items()}
+                together[target] = self._trial(forwards.outcome(formats)).change
+        trials = {name: {t: self._trial(one) for t, one in found.items()} for name, found in alone.items()}
+        damages = {name: {t: one.damage for t, one in found.items()} for name, found in trials.items()}
         within = {
-            name: {t: change for t, change in found.items() if abs(change) <= self._budget}
-            for name, found in changes.items()
+            name: {t: one.damage for t, one in found.items() if _size(one) <= self._budget}
+            for name, found in trials.items()
         }
         kept = cheapest(
             path(within, costs),
-            changes,
-            lambda formats: self._change(forwards.outcome(formats)),
+            damages,
+            lambda formats: _size(self._trial(forwards.outcome(formats))),
             self._budget,
             lambda: forwards.made < most,
         )
         return self._result(kept, alone, together)
 
-    def _change(self, outcome: Outcome) -> float:
-        """Return the relative change of the loss; infinity where it is not finite."""
-        difference = outcome.loss - self._base.loss
-        return difference / (abs(self._base.loss) or 1.0) if isfinite(difference) else float("inf")
+    def _trial(self, outcome: Outcome) -> Trial:
+        """Return what a run has shown, relative to the loss; infinity where a number is not finite."""
+        difference, loss = outcome.loss - self._base.loss, abs(self._base.loss) or 1.0
+        error, divergence = (None if x is None else x / loss for x in (outcome.error, outcome.divergence))
+        return Trial(
+            difference / loss if isfinite(difference) else inf,
+            outcome.gradients.get(ALL),
+            error,
+            inf if divergence is not None and not isfinite(divergence) else divergence,
+        )
 
     def _result(
         self, kept: Formats, alone: dict[str, dict[str, Outcome]], together: dict[str, float]
     ) -> Recipe:
         outcome = self._forwards.outcome(kept) if kept else self._base
+        whole = self._trial(outcome)
         layers = tuple(
             LayerRecipe(
                 name,
                 kept.get(name, self._own[name]),
                 self._own[name],
                 share,
-                {t: Trial(self._change(one), one.gradients.get(ALL)) for t, one in alone[name].items()},
+                {t: self._trial(one) for t, one in alone[name].items()},
                 outcome.gradients.get(name),
             )
             for name, share in self._shares.items()
@@ -156,6 +169,18 @@ class _Search:
         if self._floor > self._budget * abs(self._base.loss):
             remarks.append(
                 "two equal runs differ by more than the budget: nanwatch twice finds what is not repeatable"
+            )
+        if whole.error is not None and 2 * whole.error > self._budget:
+            remarks.append(
+                f"the batch is small: the change of the loss has a standard error of {100 * whole.error:.2g} %, so"
+                " another batch may be outside the budget"
+            )
+        alone_errors = [t for one in layers for t in one.alone.values() if t.error]
+        near = sum(abs(t.change) <= 2 * (t.error or 0.0) for t in alone_errors)
+        if near:
+            remarks.append(
+                f"{near} of {len(alone_errors)} changes of the loss by one layer are within two standard errors, so"
+                " they do not tell layers apart; the divergence of the predictions does"
             )
         step = torch.finfo(self._forwards.loss_dtype).eps
         if step > max(self._budget / 4, 1e-4):  # float16 and bfloat16
@@ -172,7 +197,9 @@ class _Search:
         return Recipe(
             loss=self._base.loss,
             floor=self._floor,
-            change=self._change(outcome),
+            change=whole.change,
+            error=whole.error,
+            divergence=whole.divergence,
             loss_budget=self._budget,
             cost=sum(self._costs[name][kept.get(name, "")] for name in self._shares),
             cost_before=sum(cost[""] for cost in self._costs.values()),
@@ -181,6 +208,11 @@ class _Search:
             forwards=self._forwards.made,
             remarks=tuple(remarks),
         )
+
+
+def _size(trial: Trial) -> float:
+    """Return the number that has to be within the budget, which chance alone makes no smaller than the divergence."""
+    return max(abs(trial.change), trial.damage)
 
 
 def bits_of(target: str) -> int:

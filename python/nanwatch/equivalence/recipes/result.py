@@ -42,10 +42,22 @@ _TRAINS = "The loss of one batch does not see how gradients are rounded. Only th
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One layer alone in one format: the relative change of the loss, and how far all gradients move (training)."""
+    """One layer alone in one format: the relative change of the loss, and how far all gradients move (training).
+
+    `error` is the standard error of the change. `divergence` is how far the predictions move, as a share of the loss:
+    the Kullback-Leibler divergence of a cross-entropy, or the mean square of the change for a squared error. Both are
+    None for another loss.
+    """
 
     change: float
     gradients: Distance | None = None
+    error: float | None = None
+    divergence: float | None = None
+
+    @property
+    def damage(self) -> float:
+        """Return the number by which layers are ordered: the divergence, else the size of the change."""
+        return abs(self.change) if self.divergence is None else self.divergence
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +83,8 @@ class Recipe:
     `change` is the relative change of the loss with the whole recipe, measured by a run of its own. `loss` is that of
     the model as it is and `floor` how far a second equal run is from it. `cost` is the cost of the linear layers:
     multiplications weighted by the bits of their operands, relative to bfloat16. `together` has the relative change of
-    the loss with all layers in each format. `forwards` counts the runs that were made.
+    the loss with all layers in each format. `forwards` counts the runs that were made. `error` and `divergence` are
+    those of the whole recipe, as of a Trial.
     """
 
     loss: float
@@ -84,6 +97,8 @@ class Recipe:
     together: dict[str, float]
     forwards: int
     remarks: tuple[str, ...] = ()
+    error: float | None = None
+    divergence: float | None = None
 
     @property
     def formats(self) -> dict[str, str]:
@@ -116,7 +131,7 @@ class Recipe:
         lines = [
             f"Recipe: {len(self.formats)} of {len(self.layers)} linear layers in narrower formats, at {self.cost:.2f}"
             f" of the cost of bfloat16 (before: {self.cost_before:.2f}).",
-            f"Loss:   {self.loss:.6g} as it is, {_percent(self.change)} with the recipe (budget"
+            f"Loss:   {self.loss:.6g} as it is, {_percent(self.change)}{_error(self.error)} with the recipe (budget"
             f" {100 * self.loss_budget:g} %, two equal runs differ by {self.floor:.1g}).",
             "",
             "format               layers  multiplications  loss with all layers in it",
@@ -130,12 +145,15 @@ class Recipe:
 
     def _table(self, trains: bool) -> list[str]:
         """Return the lines of the layers that are the worst alone."""
-        worst = sorted(
-            self.layers, key=lambda one: -max((abs(t.change) for t in one.alone.values()), default=0.0)
-        )
+        worst = sorted(self.layers, key=lambda one: -max((t.damage for t in one.alone.values()), default=0.0))
         shown = worst[:_MOST_LAYERS]
         heads = "".join(f" {name:>{_width(name)}}" for name in self.together)
-        lines = ["The loss with one layer in a format, the worst layers first:", ""]
+        by = (
+            "divergence"
+            if any(t.divergence is not None for one in worst for t in one.alone.values())
+            else "loss"
+        )
+        lines = [f"The loss with one layer in a format, the worst layers first, by {by}:", ""]
         lines.append(
             f"{'its format':<20} {'share':>6}{heads}{'  gradient error, cosine' if trains else ''}  layer"
         )
@@ -154,6 +172,10 @@ class Recipe:
 
 def _width(name: str) -> int:
     return max(len(name), 9)
+
+
+def _error(error: float | None) -> str:
+    return "" if error is None else f" ± {100 * error:.2g} %"
 
 
 def _percent(change: float) -> str:

@@ -116,6 +116,40 @@ def test_runs_that_are_not_repeatable() -> None:
     assert any("two equal runs differ by more than the budget" in remark for remark in found.remarks)
 
 
+class Noisy(nn.Module):
+    """Classifier whose labels are chance, so that its loss says nothing about its layers. `bad` is blurred most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.good, self.bad, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 8)
+        with torch.no_grad():
+            self.good.bias[::32] = 20.0
+            self.bad.weight[:, ::32] = 0.0
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(x + self.bad(self.good(x))), labels)
+
+
+def test_the_divergence_tells_layers_apart_where_the_loss_does_not() -> None:
+    """The same layer is the worst on each batch, by a number that two batches agree on to a fifth."""
+    found = []
+    for seed in range(3):
+        chance = torch.Generator().manual_seed(seed)
+        one = {
+            "x": torch.randn(256, 64, generator=chance),
+            "labels": torch.randint(0, 8, (256,), generator=chance),
+        }
+        found.append(nanwatch.recipe(Noisy(), one, ["mxfp4"], loss_budget=0.0001))
+    trials = [{layer.name: layer.alone["mxfp4"] for layer in one.layers} for one in found]
+    assert {max(one, key=lambda name: one[name].damage) for one in trials} == {"bad"}
+    damages = [one["bad"].damage for one in trials]
+    assert max(damages) < 1.2 * min(damages)
+    assert all(one["bad"].error > 0 for one in trials)
+    assert all("the batch is small" in " ".join(one.remarks) or not one.formats for one in found)
+    assert any("do not tell layers apart" in " ".join(one.remarks) for one in found)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
