@@ -1,0 +1,1 @@
+"""Adapters, one file a tool: `protocol.py` says what one has."""

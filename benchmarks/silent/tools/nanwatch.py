@@ -1,0 +1,34 @@
+"""nanwatch's audit of steps: `watch(model, updates=True)`."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+from silent.tools.protocol import Finding
+
+import nanwatch
+
+
+class Tool:
+    def __init__(self) -> None:
+        self.watch = None
+
+    @contextlib.contextmanager
+    def watching(self, model, **intent) -> Iterator[None]:
+        with nanwatch.watch(model, updates=True) as self.watch:
+            yield
+
+    def after_step(self, step: int, loss: float) -> None:
+        pass
+
+    def findings(self) -> list[Finding]:
+        return [self.translated(finding) for finding in (self.watch.updates if self.watch else ())]
+
+    def translated(self, finding) -> Finding:
+        name = ".".join(part for part in (finding.module, finding.parameter) if part)
+        place = re.search(r":(\d+)", str(finding.place or ""))
+        return Finding(
+            finding.step, finding.kind, name, int(place[1]) if place else None, str(finding.message)
+        )
