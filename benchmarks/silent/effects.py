@@ -13,7 +13,10 @@ Independent of every tool: it compares the states that `tools/oracle.py` keeps. 
 
 from __future__ import annotations
 
+import math
+
 import torch
+
 from silent.case import FORMS, Case
 from silent.process import Run, run
 
@@ -21,14 +24,19 @@ HEALTHY = FORMS[1:]
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
-def faults(case: Case) -> list[str]:
-    """Run all forms of a case, and return a line for each claim that does not hold."""
-    runs = {form: run(case, form, "oracle") for form in FORMS}
+def collect(case: Case) -> dict[str, list[Run]]:
+    """Run all forms of a case and keep their states."""
+    return {form: run(case, form, "oracle") for form in FORMS}
+
+
+def faults(case: Case, runs: dict[str, list[Run]] | None = None) -> list[str]:
+    """Return a line for each claim of a case that does not hold in the runs of its forms."""
+    runs = runs or collect(case)
     for form, results in runs.items():
         for rank, result in enumerate(results):
             if result.error:
                 return [f"{form}, rank {rank}: {result.error}"]
-            if not all(torch.isfinite(torch.tensor(result.losses))):
+            if not all(map(math.isfinite, result.losses)):
                 return [f"{form}, rank {rank}: the loss is not finite, so the fault is not silent"]
     found = [line for claim, check in CHECKS.items() if claim in case.effect for line in check(case, runs)]
     if case.same and not _equal(_end(runs["mended"]), _end(runs["twin"])):

@@ -16,6 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch._dynamo  # what a first optimizer, DDP and DataLoader import: seconds that each process would spend
+import torch.nn.parallel
+import torch.utils.data
+
 from silent.case import Case
 from silent.tools.protocol import Finding
 
@@ -74,6 +79,7 @@ def _child(case: Case, form: str, tool_name: str, rank: int, port: int, folder: 
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    torch.set_num_threads(1)
     result = Run()
     try:
         kit = importlib.import_module("silent.kit")

@@ -1,6 +1,7 @@
 """A plain loss curve, with one rule.
 
-A run is wrong if a loss is not finite, or if the mean of its last three losses is not below LIMIT of the first loss.
+A run is wrong if a loss is not finite, or if the mean of its last four losses is above LIMIT of the mean of its first four.
+Four, since four batches are an epoch in most of the trainings.
 LIMIT is the highest share that a healthy twin reached, rounded up to two digits: `run.py --calibrate-loss` prints it.
 It knows no cause, no module and no line. It speaks after the last step, as the rule needs the whole curve.
 """
@@ -13,12 +14,12 @@ from collections.abc import Iterator
 
 from silent.tools.protocol import Finding
 
-LIMIT = 1.0
+LIMIT = 1.01
 
 
 def share(losses: list[float]) -> float:
-    """Return the mean of the last three losses over the first."""
-    return sum(losses[-3:]) / 3 / losses[0]
+    """Return the sum of the last four losses over the sum of the first four."""
+    return sum(losses[-4:]) / sum(losses[:4])
 
 
 class Tool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Iterator
 
-from silent.tools.protocol import Finding
-
 import nanwatch
+from silent.tools.protocol import Finding
 
 
 class Tool:
@@ -17,7 +17,10 @@ class Tool:
 
     @contextlib.contextmanager
     def watching(self, model, **intent) -> Iterator[None]:
-        with nanwatch.watch(model, updates=True) as self.watch:
+        options = {}
+        if "frozen" in intent and "frozen" in inspect.signature(nanwatch.watch).parameters:
+            options["frozen"] = [f"{name}.*" for name in intent["frozen"]]
+        with nanwatch.watch(model, updates=True, **options) as self.watch:
             yield
 
     def after_step(self, step: int, loss: float) -> None:

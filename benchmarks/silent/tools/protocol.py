@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from silent.case import Case
     from torch import nn
+
+    from silent.case import Case
 
 
 @dataclass(frozen=True)

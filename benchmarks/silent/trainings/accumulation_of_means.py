@@ -41,10 +41,9 @@ with watch(model):
         else:
             total = 0.0
             for part, wanted in zip(inputs.chunk(4), targets.chunk(4), strict=True):
+                loss = loss_of(part, wanted, "sum") / count
                 if FAULTY:
                     loss = loss_of(part, wanted, "mean") / 4  # <- here
-                else:
-                    loss = loss_of(part, wanted, "sum") / count
                 loss.backward()
                 total += loss.detach()
         optimizer.step()

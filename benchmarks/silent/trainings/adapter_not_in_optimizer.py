@@ -12,7 +12,9 @@ class Adapted(nn.Module):
         super().__init__()
         self.base = nn.Linear(8, 8)
         self.value = nn.Linear(8, 1)
-        self.adapters = nn.ModuleDict({"default": nn.Linear(8, 8, bias=False), "ref": nn.Linear(8, 8, bias=False)})
+        self.adapters = nn.ModuleDict(
+            {"default": nn.Linear(8, 8, bias=False), "ref": nn.Linear(8, 8, bias=False)}
+        )
         self.base.requires_grad_(False)
         nn.init.zeros_(self.adapters["default"].weight)
 

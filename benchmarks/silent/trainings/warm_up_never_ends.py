@@ -15,7 +15,7 @@ scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, s
 taken = 0
 
 with watch(model):
-    for epoch in range(2):
+    for _ in range(2):
         for inputs, targets in batches(x, y, steps=8):
             if TWIN:
                 for group in optimizer.param_groups:
