@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +84,28 @@ def _child(case: Case, form: str, tool_name: str, rank: int, port: int, folder: 
     try:
         kit = importlib.import_module("silent.kit")
         tool = importlib.import_module(f"silent.tools.{tool_name}").Tool()
-        kit.tool, kit.after_step = tool.watching, tool.after_step
+        kit.tool = tool.watching
+        appeared: list[
+            int
+        ] = []  # the script's step at which each finding was there; tools count in their own ways
+
+        def after_step(step: int, loss: float) -> None:
+            tool.after_step(step, loss)
+            if getattr(tool, "live", False):
+                appeared.extend([step] * (len(tool.findings()) - len(appeared)))
+
+        kit.after_step = after_step
         sys.argv = [str(case.script)]
         try:
             runpy.run_path(str(case.script), run_name="__main__")
         except BaseException:
             result.error = traceback.format_exc()
         result.losses, result.facts, result.seconds = kit.losses, kit.facts, kit.seconds
-        result.findings = tool.findings()
+        found = tool.findings()
+        if getattr(tool, "live", False):
+            appeared.extend([len(kit.losses)] * (len(found) - len(appeared)))
+            found = [replace(finding, step=step) for finding, step in zip(found, appeared, strict=False)]
+        result.findings = found
         result.snapshots = getattr(tool, "snapshots", None)
     except BaseException:
         result.error += traceback.format_exc()

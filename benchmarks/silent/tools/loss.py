@@ -1,7 +1,8 @@
 """A plain loss curve, with one rule.
 
-A run is wrong if a loss is not finite, or if the mean of its last four losses is above LIMIT of the mean of its first four.
-Four, since four batches are an epoch in most of the trainings.
+A run is wrong if a loss is not finite, or if the mean of its last four losses is above LIMIT of the mean of its
+first four.
+Four batches are an epoch in most of the trainings.
 LIMIT is the highest share that a healthy twin reached, rounded up to two digits: `run.py --calibrate-loss` prints it.
 It knows no cause, no module and no line. It speaks after the last step, as the rule needs the whole curve.
 """

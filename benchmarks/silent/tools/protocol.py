@@ -33,7 +33,11 @@ class Finding:
 
 
 class InProcess(Protocol):
-    """A tool that is a context manager. A new one is made for each training, in the training's process."""
+    """A tool that is a context manager. A new one is made for each training, in the training's process.
+
+    With an attribute `live = True`, `findings` is asked after each step too, and the runner notes the step at which
+    each finding was there. The order of findings must then stay as it was.
+    """
 
     def watching(self, model: nn.Module, **intent: Any) -> AbstractContextManager[Any]:
         """Return the context manager to train in. Intent is what the user means: `frozen`, `tied` (names)."""
