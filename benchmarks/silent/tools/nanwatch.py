@@ -7,6 +7,8 @@ import inspect
 import re
 from collections.abc import Iterator
 
+import torch
+
 import nanwatch
 from silent.tools.protocol import Finding
 
