@@ -80,6 +80,13 @@ def check(cases: list[Case]) -> int:
     return wrong
 
 
+def write(path: Path, totals: dict[str, Any], verdicts: list[score.Verdict]) -> None:
+    """Write the sums and the verdicts as JSON, a line a case."""
+    head = json.dumps({**totals, "torch": torch.__version__}, indent=1)[:-2]
+    lines = ",\n".join(json.dumps(asdict(verdict)) for verdict in verdicts)
+    path.write_text(f'{head},\n "verdicts": [\n{lines}\n]}}\n')
+
+
 def main() -> int:
     """Do what the command line asks for."""
     form = argparse.RawDescriptionHelpFormatter
@@ -106,8 +113,7 @@ def main() -> int:
     totals["cost"] = round(sum(verdict.seconds for verdict in verdicts) / plain, 1)
     print(", ".join(f"{key} {value}" for key, value in totals.items()))
     if options.json:
-        document = {**totals, "torch": torch.__version__, "verdicts": [asdict(each) for each in verdicts]}
-        Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
+        write(Path(options.json), totals, verdicts)
     return 0
 
 
