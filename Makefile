@@ -22,8 +22,9 @@ TORCH ?= torch==2.13.0
 OFFLINE ?= 0
 ARGS ?=
 WHEEL_TORCH ?= all
-# Implementations that tests compare with transformers'. torchvision is the one for this torch.
-ENGINES := litgpt==0.5.13 timm==1.0.31 torchvision==0.28.0
+# Implementations that tests compare with transformers', and torchao, with which block formats are compared. torchvision
+# is the one for this torch.
+ENGINES := litgpt==0.5.13 timm==1.0.31 torchvision==0.28.0 torchao==0.18.0
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 JOBS ?= $(if $(filter 1,$(CORES)),2,$(if $(filter 2,$(CORES)),3,4))
 
@@ -181,7 +182,7 @@ $(STAMPS)/tools: $(STAMPS)/package
 	@touch $@
 
 # In a folder that only their tests import from: with a torchvision that does not fit its torch, neither transformers nor
-# Lightning can be imported. Without their requirements, which would bring another torch. 2 s of CPU time, 44 MB.
+# Lightning can be imported. Without their requirements, which would bring another torch. 3 s of CPU time, 72 MB.
 $(STAMPS)/engines: Makefile | $(BUILD_NEEDS)
 	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/engines $(ENGINES)
 	@touch $@

@@ -20,12 +20,15 @@ from support.implementations import IMPLEMENTATIONS, Implementation, Place, acti
 from support.netcheck_ranks import Ranks
 from support.paths import GOLDEN, TESTS
 from support.stand_in_device import stand_in
+from support.torchao import TorchaoFinder
 
 # The folders whose tests all have a marker.
 MARKERS = {
     **{folder: folder for folder in ("compile", "distributed", "thirdparty", "native", "slow")},
     "gpu": "cuda",
 }
+
+sys.meta_path.append(TorchaoFinder())
 
 settings.register_profile(
     "nanwatch",

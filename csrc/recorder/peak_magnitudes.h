@@ -123,15 +123,15 @@ class PeakMagnitudes {
     if (!is_row(row)) return;
     const char* const label = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, row_item::label));
     const char* const role = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, row_item::role));
-    const char* const dtype = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, row_item::dtype));
     PyObject* const largest = PyTuple_GET_ITEM(row, row_item::abs_max);
-    if (label == nullptr || role == nullptr || dtype == nullptr) return PyErr_Clear();
+    if (label == nullptr || role == nullptr) return PyErr_Clear();
     if ((!with_inputs && std::string_view(role) == "input") || PyTuple_GET_ITEM(row, row_item::isfinite) != Py_True ||
         is_meant(row) || !PyFloat_Check(largest) || !(PyFloat_AS_DOUBLE(largest) >= 0))
       return;
-    const int8_t type = floating_dtype(dtype);
-    if (type < 0) return;
-    raise({node, own == nullptr ? labels.of_text(label) : *own, type}, PyFloat_AS_DOUBLE(largest));
+    const Stored stored = stored_of(row);
+    if (stored.dtype < 0) return;
+    const Key key{node, own == nullptr ? labels.of_text(label) : *own, stored.dtype};
+    raise(key, PyFloat_AS_DOUBLE(largest) / stored.scale);
   }
 
   size_t nodes_ = 0, taken_ = 0, next_ = 0;

@@ -143,17 +143,6 @@ inline bool is_meant(PyObject* row) {
   return false;
 }
 
-// record.is_fault of a row whose range is known.
-inline bool is_nonfinite(const RowData& row) {
-  if (row.python == nullptr) return row.dtype >= 0 && !row.range.isfinite;
-  return is_row(row.python) && PyTuple_GET_ITEM(row.python, row_item::isfinite) == Py_False && !is_meant(row.python);
-}
-
-// The Python object of a tensor; empty with a Python error set.
-inline pybind11::object wrap(const at::Tensor& x) {
-  return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(x));
-}
-
 // The text of a str; lone surrogates, which UTF-8 has not, as `\ud800`. "?" for anything else.
 inline std::string to_utf8(PyObject* text) {
   if (text == nullptr || !PyUnicode_Check(text)) return "?";
@@ -165,6 +154,33 @@ inline std::string to_utf8(PyObject* text) {
   if (bytes) return {PyBytes_AS_STRING(bytes.ptr()), size_t(PyBytes_GET_SIZE(bytes.ptr()))};
   PyErr_Clear();
   return "?";
+}
+
+// How the numbers of a row are stored: their format, -1 for one without ends, and what 1 of it is. See Record.peak.
+struct Stored {
+  int8_t dtype;
+  double scale;
+};
+
+inline Stored stored_of(PyObject* row) {
+  PyObject* const scaling = PyTuple_GET_ITEM(row, row_item::scaling);
+  if (PyTuple_Check(scaling) && PyTuple_GET_SIZE(scaling) == kScalingItems) {
+    PyObject* const scale = PyTuple_GET_ITEM(scaling, scaling_item::scale);
+    if (PyFloat_Check(scale) && PyFloat_AS_DOUBLE(scale) > 0)
+      return {floating_dtype(to_utf8(PyTuple_GET_ITEM(scaling, scaling_item::element))), PyFloat_AS_DOUBLE(scale)};
+  }
+  return {floating_dtype(to_utf8(PyTuple_GET_ITEM(row, row_item::dtype))), 1.0};
+}
+
+// record.is_fault of a row whose range is known.
+inline bool is_nonfinite(const RowData& row) {
+  if (row.python == nullptr) return row.dtype >= 0 && !row.range.isfinite;
+  return is_row(row.python) && PyTuple_GET_ITEM(row.python, row_item::isfinite) == Py_False && !is_meant(row.python);
+}
+
+// The Python object of a tensor; empty with a Python error set.
+inline pybind11::object wrap(const at::Tensor& x) {
+  return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(x));
 }
 
 // Clears an error of looking at something, which must not end a training, and says what it was, as observe.py does.

@@ -21,6 +21,7 @@ from nanwatch.records.record import Frame, Record
 from nanwatch.session.api import watch
 from nanwatch.session.watch import Watch
 from support.architectures import built, inputs_of
+from support.scaled import engine_float8
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
 
@@ -174,3 +175,23 @@ def test_the_gathering_itself_skips_what_is_recomputed() -> None:
     gathered.add(Frame(5, "m", "M", (row,)))
     assert gathered.take() == (5, [("m", "output", "float16")], np.array([3.0]).tobytes())
     assert gathered.take() == (-1, [], np.array([0.0]).tobytes())
+
+
+class Scaled(nn.Module):
+    """A module that returns a tensor with a scale."""
+
+    scale = 64.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return engine_float8(x, self.scale)
+
+
+def test_a_scale_is_divided_out() -> None:
+    """The elements are followed, by the ends of their format: the scale may be another in each batch."""
+    model = Scaled()
+    with watched(model) as w:
+        taker = Taker(w)
+        for model.scale, largest in ((64.0, 6.0), (32.0, 12.0), (32.0, 6.0)):
+            model(torch.tensor([2.0, largest]))
+            found = taker.take()[1]
+            assert found == {("", "output", "float8_e4m3fn"): largest * model.scale}

@@ -220,6 +220,30 @@ class Statistics(NamedTuple):
     """Share of the elements that lie more than six standard deviations from the mean, 0.0 to 1.0."""
 
 
+class Scaling(NamedTuple):
+    """The scales of a tensor whose values are elements of few bits times a scale. Shares are 0.0 to 1.0."""
+
+    element: str
+    """Format of the elements, such as "float8_e4m3fn"."""
+    scale: float | None
+    """The scale of all elements; None where rows or blocks have one each."""
+    smallest_scale: float | None
+    """Of those that are finite and above zero; None without one."""
+    largest_scale: float | None
+    saturated: float
+    """Share of elements that are the largest number of their format or its negative."""
+    flushed: float
+    """Share of elements that are zero, as what was converted to them or became so."""
+
+    @property
+    def ends(self) -> Limits | None:
+        """Return the ends of the values; None where scales are those of rows or blocks, and follow the data.
+
+        The largest may come out one unit of float32 beside a value at the end.
+        """
+        return None if self.scale is None else limits(self.element, self.scale)
+
+
 class HealthWithExponents(TensorHealth):
     """TensorHealth that also has `ExponentHistogram.counts`, for a tensor of floating point."""
 

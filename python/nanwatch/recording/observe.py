@@ -23,7 +23,7 @@ from ..numerics.ranges import (
     tensor_health,
 )
 from ..numerics.readable import is_plain, local_shard, only_our_dispatch, unreadable
-from ..numerics.scaled import is_captured, scaled_values
+from ..numerics.scaled import is_captured, read_scaled
 from ..records.note import Note
 from ..records.record import Record, Role
 from ..report.histogram import StoredHistogram
@@ -158,9 +158,9 @@ def observe(
     if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
         return _no_tensor(value, label, role)
     with only_our_dispatch():
-        if (scaled := scaled_values(value)) is not None:
-            row = _examine(scaled, _read(scaled, label, role), allow_inf, False)
-            return row._replace(shape=_shape(value), dtype=dtype_name(value))
+        if (scaled := read_scaled(value)) is not None:
+            row = _examine(scaled.values, _read(scaled.values, label, role), allow_inf, False)
+            return row._replace(shape=_shape(value), dtype=dtype_name(value), scaling=scaled.scaling)
         row = _read(value, label, role, wanted.fingerprints, _is_due(batch, wanted.statistics))
         if row.isfinite is None:
             return row
@@ -177,8 +177,9 @@ def read(value: Any, label: str, role: Role) -> Record:
     if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
         return _no_tensor(value, label, role)
     with only_our_dispatch():
-        if (scaled := scaled_values(value)) is not None:
-            return _read(scaled, label, role)._replace(shape=_shape(value), dtype=dtype_name(value))
+        if (scaled := read_scaled(value)) is not None:
+            row = _read(scaled.values, label, role)
+            return row._replace(shape=_shape(value), dtype=dtype_name(value), scaling=scaled.scaling)
         return _read(value, label, role)
 
 

@@ -38,7 +38,7 @@ def has_vanished(record: Record) -> bool:
 
 
 def headroom_bits(record: Record) -> float | None:
-    """Return log2(largest finite of the record's dtype / abs_max): how often the largest element may still double.
+    """Return log2(largest finite that the tensor can hold / abs_max): how often the largest element may still double.
 
     0.0 at the end of the format. -inf when the tensor holds a nan or an inf, for which no room is left. inf when it is
     empty or all zero, for which any factor is harmless. None where the number means nothing: integers and bools,
@@ -53,7 +53,10 @@ def headroom_bits(record: Record) -> float | None:
     if record.abs_max <= 0:
         return inf
     # Two logarithms, as the quotient of float64's largest and smallest number is no float64.
-    return log2(ends.largest) - log2(record.abs_max)
+    bits = log2(ends.largest) - log2(record.abs_max)
+    return (
+        bits if record.scaling is None else max(bits, 0.0)
+    )  # a value at the end was rounded after it was scaled
 
 
 def least_bits(records: Iterable[Record]) -> float | None:
@@ -119,7 +122,7 @@ def shrinking(frames: Sequence[Frame]) -> Shrinking | None:
         if tightest is None:
             continue
         record, bits = tightest
-        if bits == inf or (run and (bits < run[start][2] - _RECOVERY or record.dtype != run[0][1].dtype)):
+        if bits == inf or (run and (bits < run[start][2] - _RECOVERY or record.format != run[0][1].format)):
             break
         run.append((frame, record, bits))
         if bits > run[start][2]:
@@ -128,7 +131,7 @@ def shrinking(frames: Sequence[Frame]) -> Shrinking | None:
         return None
     (first, record, most), (last, _, least) = run[start], run[0]
     largest = inf if record.ends is None else record.ends.largest
-    return Shrinking(first.name, most, last.name, least, start + 1, record.dtype, largest)
+    return Shrinking(first.name, most, last.name, least, start + 1, record.format, largest)
 
 
 def _tightest_output(frame: Frame) -> tuple[Record, float] | None:

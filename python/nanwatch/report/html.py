@@ -103,9 +103,9 @@ def _data(frames: Sequence[Frame], finding: Finding | None, tell: Tell) -> dict[
         ],
         "records": rows,
         "limits": {
-            record.dtype: list(record.ends)
+            record.format: list(record.ends)
             for record in sorted(
-                (one for frame in frames for one in frame.records), key=lambda one: one.dtype
+                (one for frame in frames for one in frame.records), key=lambda one: one.format
             )
             if record.ends is not None
         },
@@ -121,7 +121,7 @@ def _row(frame: int, record: Record) -> list[Any]:
         record.label,
         record.role,
         _shape(record),
-        record.dtype,
+        record.format,
         _number(record.abs_min),
         _number(record.abs_max),
         record.isfinite,

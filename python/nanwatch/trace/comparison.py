@@ -31,8 +31,8 @@ _SERIES = 8
 _POINTS = 2000
 
 _KIND, _PLACEMENT = (one for one in Fields(Record).columns if one.name in ("note", "placement"))
-_TEXTS = ("module", "class", "label", "role", "shape", "dtype", "phase", "note", "placement")
-_NUMBERS = ("batch", "call", "abs_min", "abs_max", "isfinite", "recomputed", "fingerprint")
+_TEXTS = ("module", "class", "label", "role", "shape", "dtype", "phase", "note", "placement", "element")
+_NUMBERS = ("batch", "call", "abs_min", "abs_max", "isfinite", "recomputed", "fingerprint", "scale")
 
 
 def diff(
@@ -142,6 +142,9 @@ class _Records:
         self.bits: Column[np.uint64] = table["fingerprint"].fill_null(0).to_numpy()
         self.texts = {name: strings(table[name]) for name in _TEXTS}
         self.codes = {name: column.codes.astype(np.int64) for name, column in self.texts.items()}
+        ends = ends_of(table)
+        # The units in the last place of 1.0.
+        self.unit: Column[np.float64] = np.nan_to_num(ends.smallest_subnormal / ends.smallest_normal)
         numbers: dict[str, int] = {}
         plain = (without_wrappers(name) for name in self.texts["module"].values)
         by_name = np.array([numbers.setdefault(name, len(numbers)) for name in plain], np.int64)
@@ -196,9 +199,7 @@ class _Records:
         """Return for each kind in which pairs the two sides differ."""
         (low_a, low_b), (high_a, high_b) = self.pairs(self.low), self.pairs(self.high)
         finite_a, finite_b = self.pairs(self.is_finite)
-        ends = ends_of(self.texts["dtype"])
-        # The units in the last place of 1.0.
-        units = self.pairs(np.nan_to_num(ends.smallest_subnormal / ends.smallest_normal))
+        units = self.pairs(self.unit)
         (shape_a, shape_b), (dtype_a, dtype_b) = (
             self.pairs(self.codes["shape"]),
             self.pairs(self.codes["dtype"]),

@@ -22,7 +22,7 @@ from ..records.note import EXCUSES
 from ..util import reading
 from ..util.visible import without_wrappers
 from .trace import unreadable
-from .trace_file import Strings, Trace, ends_of, strings
+from .trace_file import ENDS, Strings, Trace, ends_of, strings
 
 # The narrowest first, and among formats of one width the more precise one.
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32")
@@ -159,12 +159,12 @@ class _Seen:
     def __init__(self, trace: Trace, margin_bits: float, lost: float) -> None:
         self._room = 2.0**margin_bits
         self._lost = lost
-        columns = ("module", "role", "shape", "dtype", "abs_min", "abs_max", "isfinite", "note", "exponents")
+        columns = (*ENDS, "module", "role", "shape", "abs_min", "abs_max", "isfinite", "note", "exponents")
         table = trace.table(columns)
         module, role, shape, dtype, note, exponents = (
             strings(table[name]) for name in ("module", "role", "shape", "dtype", "note", "exponents")
         )
-        ends = ends_of(dtype)
+        ends = ends_of(table)
         part = _coded(
             role, lambda value: ("outputs", "weights").index(_PARTS[value]) if value in _PARTS else -1
         )

@@ -26,7 +26,7 @@ from ..report.page import (
     page,
 )
 from ..util.visible import module_name
-from .trace_file import Strings, Trace, ends_of, strings
+from .trace_file import ENDS, Strings, Trace, ends_of, strings
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -247,12 +247,12 @@ def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:
 
     An input counts only where it is non-finite, as in `by_module`.
     """
-    names = ("batch", "module", "label", "role", "dtype", "abs_max", "isfinite", "note", "note_text")
+    names = (*ENDS, "batch", "module", "label", "role", "abs_max", "isfinite", "note", "note_text")
     table = trace.table(names, batches)
     trace.tell("drawing the page")
     batch = table["batch"].to_numpy()
     module = strings(table["module"])
-    label, role, dtype, note = (strings(table[name]) for name in ("label", "role", "dtype", "note"))
+    label, role, note = (strings(table[name]) for name in ("label", "role", "note"))
     text = table["note_text"]
     abs_max = table["abs_max"].fill_null(np.nan).to_numpy()
     is_bad = ~table["isfinite"].fill_null(True).to_numpy()
@@ -268,7 +268,7 @@ def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:
     excused = _each(note, EXCUSES.__contains__, False)
     is_fault = is_bad & ~excused
     with np.errstate(divide="ignore", invalid="ignore"):
-        bits = np.log2(ends_of(dtype).largest) - np.log2(abs_max)  # two logarithms, as in headroom_bits
+        bits = np.log2(ends_of(table).largest) - np.log2(abs_max)  # two logarithms, as in headroom_bits
     bits[is_fault] = -inf
     # Rows of `watch(formats=...)`: their numbers are no magnitudes of a tensor.
     found = [measure_of(text) or ("", "", "") for text in (*label.values, "")]

@@ -202,11 +202,21 @@ class Ends(NamedTuple):
     smallest_subnormal: Floats
 
 
-def ends_of(dtype: Strings) -> Ends:
-    """Return the ends of each row of the column `dtype`."""
-    known = [limits(name) or (np.nan,) * 3 for name in dtype.values]
-    by_row = np.array([*known, (np.nan,) * 3], np.float64)[dtype.codes]
-    return Ends(*by_row.T)
+# The columns that ends come from.
+ENDS = ("dtype", "element", "scale")
+
+
+def ends_of(table: Any) -> Ends:
+    """Return the ends of each row of a table with the columns ENDS."""
+    of_dtype, of_element = (_ends_by_name(strings(table[name])) for name in ("dtype", "element"))
+    scale = table["scale"].fill_null(np.nan).to_numpy()[:, None]
+    return Ends(*np.where(np.isnan(scale), of_dtype, of_element * scale).T)
+
+
+def _ends_by_name(column: Strings) -> Floats:
+    known = [limits(name) or (np.nan,) * 3 for name in column.values]
+    by_row: Floats = np.array([*known, (np.nan,) * 3], np.float64)[column.codes]
+    return by_row
 
 
 def sketches(found: bytes) -> Sketches:

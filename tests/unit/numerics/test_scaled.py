@@ -2,59 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from pathlib import Path
 
 import pytest
 import torch
 
 import nanwatch
-from nanwatch.numerics.block_reference import encoded, quantized
-from nanwatch.numerics.scaled import scaled_values, unpacked
+from nanwatch.numerics.block_reference import quantized
+from nanwatch.numerics.formats import Scaling, limits
+from nanwatch.numerics.scaled import read_scaled, unpacked
 from nanwatch.recording.observe import observe, read
 from nanwatch.records.headroom import headroom_bits
-
-
-class Wrapper(torch.Tensor):
-    """A tensor subclass on which no operation works, with attributes."""
-
-    @staticmethod
-    def __new__(cls, shape: tuple[int, ...], **attributes: Any) -> Wrapper:
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16)  # type: ignore[attr-defined]
-        vars(self).update(attributes)
-        return self
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(f"{func} is not supported")
-
-
-def wrapper(library: str, name: str, shape: tuple[int, ...], **attributes: Any) -> torch.Tensor:
-    """A tensor of a class of a library that is not installed."""
-    kind = type(name, (Wrapper,), {"__module__": f"{library}.pytorch.tensor"})
-    return kind(shape, **attributes)
-
-
-def engine_float8(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """TransformerEngine's tensor with one scale: bytes, the inverse of the scale, an enumeration."""
-    data = (x * scale).to(torch.float8_e4m3fn).view(torch.uint8)
-    inverse = torch.tensor([1 / scale])
-    return wrapper(
-        "transformer_engine", "Float8Tensor", tuple(x.shape),
-        _data=data, _scale_inv=inverse, _fp8_dtype="DType.kFloat8E4M3",
-    )  # fmt: skip
-
-
-def engine_mxfp8(x: torch.Tensor) -> torch.Tensor:
-    """TransformerEngine's MX tensor: scales as bytes, filled up to tiles of 128 x 4."""
-    codes, scales, _ = encoded(x, "mxfp8")
-    tiles = torch.full(
-        (-(-scales.shape[0] // 128) * 128, -(-scales.shape[1] // 4) * 4), 255, dtype=torch.uint8
-    )
-    tiles[: scales.shape[0], : scales.shape[1]] = scales.view(torch.uint8)
-    return wrapper(
-        "transformer_engine", "MXFP8Tensor", tuple(x.shape),
-        _rowwise_data=codes, _rowwise_scale_inv=tiles, _fp8_dtype="DType.kFloat8E4M3",
-    )  # fmt: skip
+from nanwatch.report.report import Report
+from nanwatch.trace.picture import draw
+from nanwatch.trace.trace_file import ends_of
+from support.scaled import engine_float8, engine_mxfp8, wrapper
 
 
 def test_the_range_is_that_of_the_scaled_values() -> None:
@@ -69,9 +32,9 @@ def test_the_range_is_that_of_the_scaled_values() -> None:
 def test_blocks_are_read_past_the_padding_of_their_scales() -> None:
     """The padding of TransformerEngine's scales is nan here, and no value is."""
     x = torch.randn(5, 96) * torch.logspace(-3, 3, 5)[:, None]
-    values = scaled_values(engine_mxfp8(x))
-    assert values is not None
-    assert torch.equal(values, quantized(x, "mxfp8"))
+    found = read_scaled(engine_mxfp8(x))
+    assert found is not None
+    assert torch.equal(found.values, quantized(x, "mxfp8"))
 
 
 def test_a_nan_scale_makes_values_nan() -> None:
@@ -114,8 +77,45 @@ def test_what_is_not_known_is_not_checked(x: torch.Tensor) -> None:
 
 def test_a_plain_tensor_is_none_of_these() -> None:
     """It is read as it is."""
-    assert scaled_values(torch.ones(2)) is None
-    assert scaled_values(torch.nn.Parameter(torch.ones(2))) is None
+    assert read_scaled(torch.ones(2)) is None
+    assert read_scaled(torch.nn.Parameter(torch.ones(2))) is None
+
+
+@pytest.mark.parametrize("scale", [64.0, 3.0, 1e-3, 200.0])
+def test_the_ends_are_those_of_the_elements_times_the_scale(scale: float) -> None:
+    """As float64 has them, over every number that the bytes could be."""
+    x = torch.tensor([[0.5, 2.0], [-1.0, 0.25]])
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double() * float(
+        torch.tensor([1 / scale])
+    )
+    held = every[every > 0]
+    row = observe(engine_float8(x, scale), "weight", "weight")
+    assert row.ends is not None
+    assert row.ends.largest == pytest.approx(held.max().item(), rel=1e-15)
+    assert row.ends.smallest_subnormal == pytest.approx(held.min().item(), rel=1e-15)
+    assert row.abs_max is not None
+    assert headroom_bits(row) == pytest.approx(math.log2(held.max().item() / row.abs_max), abs=1e-6)
+    assert row.format.startswith("float8_e4m3fn x ")
+
+
+def test_shares_and_scales() -> None:
+    """Three of eight elements at the end, two zero. Of blocks, the scales of both."""
+    x = torch.tensor([[448.0, -500.0, 448.0, 1.0], [2.0, 0.0, 1e-9, 3.0]])
+    scaling = observe(engine_float8(x.clamp(-448, 448), 1.0), "weight", "weight").scaling
+    assert scaling == Scaling("float8_e4m3fn", 1.0, 1.0, 1.0, 3 / 8, 2 / 8)
+    blocks = torch.cat([torch.full((1, 32), 3.0), torch.full((1, 32), 2.0**-20)], 1)
+    row = observe(engine_mxfp8(blocks), "weight", "weight")
+    assert row.scaling == Scaling("float8_e4m3fn", None, 2.0**-28, 2.0**-7, 0.0, 0.0)
+    assert row.ends == limits("bfloat16")
+
+
+@pytest.mark.parametrize(("scale", "stale"), [(1.0, False), (2.0**-5, False), (2.0**-9, True), (8.0, True)])
+def test_a_stale_scale(scale: float, stale: bool) -> None:
+    """It puts the elements at the end of their format, or far below."""
+    x = torch.linspace(-200, 200, 1000)
+    row = observe(engine_float8((x * scale).clamp(-448, 448) / scale, scale), "input[0]", "input")
+    assert row.has_stale_scale == stale
+    assert not observe(engine_float8(torch.zeros(8), scale), "output", "output").has_stale_scale
 
 
 class Holder(torch.nn.Module):
@@ -136,3 +136,27 @@ def test_a_watch_sees_them() -> None:
         model(torch.ones(2))
     record = watch.frames[-1].records[-1]
     assert (record.dtype, record.abs_max) == ("bfloat16", 6.0)
+
+
+def test_a_trace_has_their_ends(tmp_path: Path) -> None:
+    """Its frames are those of the watch, and its picture has the headroom of the scaled output."""
+    path = tmp_path / "run.parquet"
+    model = Holder(engine_float8(torch.tensor([2.0, 6.0]), scale=64.0))
+    with nanwatch.watch(model, trace=path) as watch:
+        model(torch.ones(2))
+    trace = nanwatch.Trace.open(path)
+    assert trace.frames(0) == watch.frames
+    assert draw(trace).bits.tolist() == [[pytest.approx(math.log2(448 / 64 / 6))]]
+    assert "float8_e4m3fn x 0.0156" in watch.report().to_html()
+    assert Report.from_json(watch.report().to_json()) == watch.report()
+
+
+def test_advice_on_formats_has_their_ends(tmp_path: Path) -> None:
+    """A tensor with a zero is known to hold nothing below the smallest number of its elements, times the scale."""
+    path = tmp_path / "run.parquet"
+    model = Holder(engine_float8(torch.tensor([0.0, 6.0]), scale=64.0))
+    with nanwatch.watch(model, trace=path):
+        model(torch.ones(2))
+    table = nanwatch.Trace.open(path).table()
+    assert ends_of(table).smallest_subnormal[-1] == 2.0**-9 / 64
+    assert ends_of(table).largest[0] == torch.finfo(torch.float32).max

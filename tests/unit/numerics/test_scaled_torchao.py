@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from nanwatch.numerics.block_reference import quantized
+from nanwatch.numerics.block_formats import BLOCKS_BY_NAME
+from nanwatch.numerics.block_reference import encoded, quantized
 from nanwatch.recording.observe import observe
+from nanwatch.records.headroom import headroom_bits
 
 pytest.importorskip("torchao")
 from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
@@ -53,6 +57,44 @@ def test_the_range_is_that_of_the_values(name: str) -> None:
     assert row.abs_min == pytest.approx(values.min().item(), rel=tolerance, abs=0)
     assert row.abs_max == pytest.approx(values.max().item(), rel=tolerance, abs=0)
     assert (row.shape, row.dtype, row.isfinite) == ((64, 128), "float32", True)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_the_scales_and_shares_are_torchaos(name: str) -> None:
+    """By the values that torchao has for every number that a block could hold, in float64."""
+    x = X.clone()
+    x[:, 64:96] = 0.0
+    tensor: Any = TENSORS[name][0](x)
+    scaling = observe(tensor, "weight", "weight").scaling
+    assert scaling is not None
+    values = quantized(x, TENSORS[name][1]).double()
+    assert scaling.flushed == (values == 0).double().mean().item()
+    form = BLOCKS_BY_NAME[TENSORS[name][1]]
+    largest = form.element.ends.largest
+    assert scaling.scale == (scaling.largest_scale if name == "training" else None)
+    blocks = values.reshape(64, -1, form.columns or 128) if form.rows else values.flatten()
+    held = [one * largest for one in (scaling.smallest_scale, scaling.largest_scale) if one]
+    # A block whose largest number is the format's own is at one of the ends that its scale gives it.
+    assert blocks.abs().max().item() <= held[1] * (1 + 2**-22)
+    assert held[0] <= blocks.abs().amax(-1).masked_fill(blocks.abs().amax(-1) == 0, math.inf).min().item() * 2
+    codes = encoded(x, TENSORS[name][1]).codes
+    word = form.element.largest_word
+    at_end = ((codes & ((1 << (form.element.bits - 1)) - 1)) == word).double().mean().item()
+    assert scaling.saturated == pytest.approx(at_end, abs=0 if name != "inference" else 1e-3)
+
+
+@pytest.mark.parametrize("scale", [2.0**-3, 40.0])
+def test_the_ends_are_those_under_an_older_scale(scale: float) -> None:
+    """torchao's own values of every number of the format, under a scale that was not made from the tensor."""
+    by = torch.tensor(scale)
+    row = observe(hp_tensor_and_scale_to_float8(X, by, torch.float8_e4m3fn), "input[0]", "input")
+    every = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    held = every.double() / by.double()
+    assert row.ends is not None
+    assert row.ends == pytest.approx((held[-1].item(), held[7].item(), held[0].item()), rel=1e-12)
+    assert row.abs_max is not None
+    assert headroom_bits(row) == pytest.approx(math.log2(held[-1].item() / row.abs_max), abs=1e-6)
+    assert row.has_stale_scale == (scale > 1)
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "training", "inference"])

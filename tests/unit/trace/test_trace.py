@@ -112,7 +112,7 @@ def test_the_docs_have_every_column_in_order() -> None:
         ({}, "metadata lacks 'nanwatch.trace'"),
         ({trace.METADATA_KEY: b"[" * 100_000}, "no trace that can be read"),
         ({trace.METADATA_KEY: b"[]"}, "an object"),
-        (facts(version=4), "its version is 4, this nanwatch reads version 5"),
+        (facts(version=5), "its version is 5, this nanwatch reads version 6"),
         (facts(version="2"), "its version is '2'"),
         (facts(rank="no"), "metadata.rank should be an integer"),
         (facts(more=1), "does not know"),
