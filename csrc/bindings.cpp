@@ -6,9 +6,12 @@
 
 #include <cstring>
 #include <map>
+#include <optional>
+#include <tuple>
 
 #include "bindings.h"
 #include "ops/plain_view.h"
+#include "cpu/block_fit.h"
 #include "cpu/range_cpu.h"
 #include "recorder/watched_call.h"
 
@@ -147,6 +150,32 @@ py::list instances_of(const py::type& kind) {
   return found;
 }
 
+// (scale, rows, columns, bias, fraction_bits, largest, amax), as BlockFormat has them.
+using FormatItems = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, float, float>;
+
+// The rows of block_fit_cpu, shape (formats, units, kFitItems); nothing where the kernels refuse.
+std::optional<at::Tensor> block_fit(const at::Tensor& x, const std::vector<FormatItems>& items) {
+  View view;
+  if (!plain_view(x, &view) || x.dim() != 3 || !x.is_contiguous()) return std::nullopt;
+  FloatWord word;
+  switch (x.scalar_type()) {
+    case at::kFloat: word = FloatWord::float32; break;
+    case at::kBFloat16: word = FloatWord::bfloat16; break;
+    case at::kHalf: word = FloatWord::float16; break;
+    default: return std::nullopt;
+  }
+  std::vector<BlockFormat> formats;
+  for (const auto& [scale, rows, columns, bias, fraction_bits, largest, amax] : items)
+    formats.push_back({BlockScale(scale), rows, columns, bias, fraction_bits, largest, amax});
+  const FitRows found = read_released(x, view, bytes_of(view), [&](const View& held) {
+    return block_fit_cpu({held.data, word, held.sizes[0], held.sizes[1], held.sizes[2]}, formats);
+  });
+  if (found.values.empty()) return std::nullopt;
+  at::Tensor rows = at::empty({int64_t(formats.size()), found.units, kFitItems}, at::kDouble);
+  std::copy(found.values.begin(), found.values.end(), rows.mutable_data_ptr<double>());
+  return rows;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -179,6 +208,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info, "What the compiled part was built with.");
   m.def("instances_of", &instances_of, py::arg("kind"),
         "The objects of that class, or of one derived from it, that gc knows.");
+  m.def("block_fit", &block_fit, py::arg("x"), py::arg("formats"), "The errors of block formats, by units of work.");
   m.def("cuda_compiled", &cuda_compiled, "Whether CUDA kernels are linked in.");
   bind_watched_call(m);
   bind_recorder(m);

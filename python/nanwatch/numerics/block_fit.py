@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from math import inf, isnan, log2, log10, nan
@@ -14,7 +15,17 @@ from torch.nn.functional import pad
 from . import _extension
 from ._reference import row_dtype
 from .block_formats import BlockFormat
-from .block_reference import Scales, amax_of, block_scales, cut, matrices_of, read_back, rounded
+from .block_reference import (
+    Matrices,
+    Scales,
+    amax_of,
+    block_scales,
+    check_dtype,
+    cut,
+    matrices_of,
+    read_back,
+    rounded,
+)
 from .formats import NumberFormat
 from .readable import is_plain, only_our_dispatch, readable, type_name
 
@@ -109,28 +120,40 @@ class BlockFit:
         )
 
 
-def block_fit(x: Tensor, form: BlockFormat, dim: int) -> BlockFit:
-    """Measure the effect of a block format on a tensor; `would_fit` has the description."""
+def block_fits(x: Tensor, forms: Sequence[BlockFormat], dim: int) -> tuple[BlockFit, ...]:
+    """Measure the effect of block formats on a tensor; `would_fit` has the description."""
     _extension.explain_once()
     with only_our_dispatch(), torch.no_grad():
         x = readable(x, "would_fit")
         if not is_plain(x):
             raise TypeError(
-                f"would_fit got a {type_name(x)} of layout {x.layout} for {form.name}; pass a dense tensor"
+                f"would_fit got a {type_name(x)} of layout {x.layout} for {forms[0].name}; pass a dense tensor"
             )
-        matrices = matrices_of(x, form, dim, "would_fit")
-        values = matrices.values
-        values = (values if values.dtype in _NATIVE else values.float()).contiguous()
-        needs_amax = form.rows is None or form.has_tensor_scale
-        amax = float(_extension.abs_range(values)[1]) if needs_amax else nan
-        numbers = _errors(values, form, amax).tolist()
+        check_dtype(x, "would_fit")
+        dim = dim % max(x.ndim, 1) if -x.ndim <= dim < max(x.ndim, 1) else dim
+        last = x.movedim(dim, -1) if x.ndim else x
+        last = (last if last.dtype in _NATIVE else last.float()).contiguous()
+        needs_amax = any(form.rows is None or form.has_tensor_scale for form in forms)
+        amax = float(_extension.abs_range(last)[1]) if needs_amax else nan
+        cuts = [matrices_of(last, form, -1, "would_fit") for form in forms]
+        native = _native(cuts, forms, amax)
+        return tuple(
+            _fit(
+                (_errors(cut.values, form, amax) if rows is None else _merged(rows, x.device)).tolist(),
+                form, dim, cut.scale_shape,
+            )
+            for cut, form, rows in zip(cuts, forms, native, strict=True)
+        )  # fmt: skip
+
+
+def _fit(numbers: list[float], form: BlockFormat, dim: int, scale_shape: tuple[int, ...]) -> BlockFit:
     counts = [int(number) for number in numbers[:_SIGNAL]]
     num_elements, num_saturated, num_flushed, num_lost, num_nonfinite, num_blocks, num_flushed_blocks = counts
     signal, noise, low, high = numbers[_SIGNAL:HEAD]
     worst = zip(*(iter(numbers[HEAD:]),) * 3, strict=True)
     return BlockFit(
         format=form.name,
-        dim=dim % max(x.ndim, 1),
+        dim=dim,
         num_elements=num_elements,
         num_saturated=num_saturated,
         num_flushed=num_flushed,
@@ -142,11 +165,35 @@ def block_fit(x: Tensor, form: BlockFormat, dim: int) -> BlockFit:
         noise=noise,
         scales=(low, high) if low <= high else (nan, nan),
         worst=tuple(
-            BlockError(_place(int(index), matrices.scale_shape), _decibel(power, error))
+            BlockError(_place(int(index), scale_shape), _decibel(power, error))
             for index, power, error in worst
             if index >= 0
         ),
     )
+
+
+def _native(cuts: Sequence[Matrices], forms: Sequence[BlockFormat], amax: float) -> list[list[Tensor] | None]:
+    """Return rows of each format from the compiled loops (csrc/cpu/block_fit.h), in one pass over the tensor.
+
+    None for those that are left to plain torch.
+    """
+    places = [i for i, form in enumerate(forms) if form.rows is not None]
+    rows: list[list[Tensor] | None] = [None] * len(forms)
+    if _extension.C is None or not places:
+        return rows
+    tallest = max(places, key=lambda i: forms[i].rows or 0)
+    found = _extension.C.block_fit(cuts[tallest].values, [_items(forms[i], amax) for i in places])
+    if found is not None:
+        for i, table in zip(places, found, strict=True):
+            rows[i] = list(table)
+    return rows
+
+
+def _items(form: BlockFormat, amax: float) -> tuple[int, int, int, int, int, float, float]:
+    scale = {"float8_e8m0fnu": 0, "float8_e4m3fn": 1, "float32": 3 if form.divides else 2}[form.scale]
+    element = form.element
+    size = form.rows or 1, form.columns or 0
+    return (scale, *size, element.bias, element.fraction_bits, element.ends.largest, amax)
 
 
 def _errors(x: Tensor, form: BlockFormat, amax: float) -> Tensor:

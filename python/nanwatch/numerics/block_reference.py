@@ -109,14 +109,19 @@ class Matrices(NamedTuple):
         return flat.movedim(-1, self.dim).contiguous() if flat.ndim else flat
 
 
+def check_dtype(x: Tensor, caller: str) -> None:
+    """Raise TypeError for what is not a tensor of floating point."""
+    if not isinstance(x, Tensor) or dtype_name(x.dtype) not in _ACCEPTED:
+        kind = f"tensor of {dtype_name(x.dtype)}" if isinstance(x, Tensor) else type_name(x)
+        raise TypeError(f"{caller} got a {kind}; accepted are tensors of {', '.join(sorted(_ACCEPTED))}")
+
+
 def matrices_of(x: Tensor, form: BlockFormat, dim: int, caller: str) -> Matrices:
     """Return a tensor as matrices: a view where its strides allow one.
 
     Raises TypeError for what is not a tensor of floating point.
     """
-    if not isinstance(x, Tensor) or dtype_name(x.dtype) not in _ACCEPTED:
-        kind = f"tensor of {dtype_name(x.dtype)}" if isinstance(x, Tensor) else type_name(x)
-        raise TypeError(f"{caller} got a {kind}; accepted are tensors of {', '.join(sorted(_ACCEPTED))}")
+    check_dtype(x, caller)
     x = x.detach()
     x = x.movedim(dim, -1) if x.ndim else x
     *leading, last = x.shape or (1,)

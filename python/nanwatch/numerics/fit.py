@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from . import _extension, _spread
-from .block_fit import BlockFit, block_fit
-from .block_formats import BLOCKS_BY_NAME
+from .block_fit import BlockFit, block_fits
+from .block_formats import BLOCKS_BY_NAME, block_format
 from .exponents import ExponentHistogram, counted_dtype
 from .formats import BY_NAME
 from .readable import dtype_name, only_our_dispatch, read, readable, type_name
@@ -114,9 +114,15 @@ def would_fit(x: ExponentHistogram, dtype: torch.dtype | str, *, scale: float = 
 def would_fit(x: Tensor, dtype: torch.dtype, *, scale: float = 1.0) -> Fit: ...
 @overload
 def would_fit(x: Tensor, dtype: str, *, scale: float = 1.0, dim: int = -1) -> Fit | BlockFit: ...
+@overload
+def would_fit(x: Tensor, dtype: list[str], *, scale: float = 1.0, dim: int = -1) -> tuple[BlockFit, ...]: ...
 def would_fit(
-    x: Tensor | ExponentHistogram, dtype: torch.dtype | str, *, scale: float = 1.0, dim: int = -1
-) -> Fit | BlockFit:
+    x: Tensor | ExponentHistogram,
+    dtype: torch.dtype | str | list[str],
+    *,
+    scale: float = 1.0,
+    dim: int = -1,
+) -> Fit | BlockFit | tuple[BlockFit, ...]:
     """Count the elements of `x` that would overflow, or become zero or subnormal, in `(x * scale).to(dtype)`.
 
     `x`: a tensor of any real dtype, shape and layout, in one pass over it and with one sync; or a histogram, for
@@ -125,7 +131,8 @@ def would_fit(
 
     With the name of a block format, such as "mxfp8", "mxfp4", "nvfp4" or "float8_rowwise", return a BlockFit: the ratio
     of signal to quantization noise, the elements that saturate or become zero, and the worst blocks. `dim`: the axis
-    along which blocks lie, the one that the matmul sums over. A float64 is rounded to float32 first.
+    along which blocks lie, the one that the matmul sums over. A float64 is rounded to float32 first. With a list of
+    such names, return a tuple with a BlockFit for each, from one pass.
 
     The product is taken as exact and rounded once, to nearest, ties to even. torch may round twice: the product to its
     own dtype, and a float64 to float32 on its way to a narrower format. So torch may treat an element within such a
@@ -145,7 +152,9 @@ def would_fit(
         >>> print(nanwatch.would_fit(torch.linspace(-1, 1, 64), "mxfp4"))
         mxfp4: SQNR 20.3 dB, 0.000% saturate, 6.250% become zero, 0.000% of 2 blocks become zero
     """
-    if isinstance(dtype, str) and (form := BLOCKS_BY_NAME.get(dtype)) is not None:
+    names = dtype if isinstance(dtype, list) else [dtype] if isinstance(dtype, str) else []
+    if isinstance(dtype, list) or (names and names[0] in BLOCKS_BY_NAME):
+        forms = [block_format(name, "would_fit") for name in names]
         if isinstance(x, ExponentHistogram):
             raise TypeError(
                 f"would_fit got a histogram for {dtype}; it does not say which elements share a block: pass the tensor"
@@ -154,7 +163,8 @@ def would_fit(
             raise ValueError(
                 f"would_fit got scale={scale!r} for {dtype}, whose blocks have their own: leave it out"
             )
-        return block_fit(x, form, dim)
+        fits = block_fits(x, forms, dim) if forms else ()
+        return fits if isinstance(dtype, list) else fits[0]
     target = _target(dtype)
     if not isfinite(scale) or scale <= 0:
         raise ValueError(f"would_fit got scale={scale!r}; a finite number above 0 is accepted, 1.0 for none")

@@ -110,7 +110,7 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
     """By their values in float32."""
     for which in ("spread", "special"):
         x = MATRICES[which].to(dtype)
-        check(x, name, block_fit.block_fit(x, BLOCKS_BY_NAME[name], -1))
+        check(x, name, block_fit.block_fits(x, [BLOCKS_BY_NAME[name]], -1)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -118,7 +118,7 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
 def test_every_number_of_16_bits(name: str, dtype: torch.dtype) -> None:
     """Subnormals, inf and nan too, next to numbers of their size."""
     x = from_patterns(np.arange(1 << 16).astype("u2"), dtype).reshape(-1, 64)
-    check(x, name, block_fit.block_fit(x, BLOCKS_BY_NAME[name], -1))
+    check(x, name, block_fit.block_fits(x, [BLOCKS_BY_NAME[name]], -1)[0])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,96 @@
+// The error that block formats make on matrices in host memory. numerics/block_fit.py has the meaning of every number,
+// and the same in plain torch for what is refused here.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace nanwatch {
+
+// How elements and the scales of their blocks are made; see numerics/block_reference.py.
+enum class BlockScale : int64_t {
+  power,      // of two, one for 32 elements: MX
+  two_level,  // float8_e4m3fn under one for the tensor, for 16 elements: NVFP4
+  factor,     // float32; a value is an element times its inverse
+  divisor,    // float32; a value is an element divided by it
+};
+
+struct BlockFormat {
+  BlockScale scale;
+  int64_t rows, columns;  // of a block; `columns` 0: all of them
+  int64_t bias, fraction_bits;
+  float largest;
+  float amax;  // of the tensor, for two_level
+};
+
+enum class FloatWord : int64_t { float32, bfloat16, float16 };
+
+// `batch` matrices, dense, one behind the other.
+struct Matrices {
+  const void* data;
+  FloatWord word;
+  int64_t batch, rows, columns;
+};
+
+// Rows of the numbers of BlockFit, one for each format and each unit of work.
+namespace fit_item {
+enum Item : int {
+  elements,
+  saturated,
+  flushed,
+  lost,
+  nonfinite,
+  blocks,
+  flushed_blocks,
+  signal,
+  noise,
+  lowest_scale,
+  highest_scale,
+  worst
+};
+}  // namespace fit_item
+constexpr int kWorstBlocks = 5;
+constexpr int kFitItems = fit_item::worst + 3 * kWorstBlocks;
+
+struct FitRows {
+  int64_t units = 0;
+  std::vector<double> values;  // (formats, units, kFitItems); empty where the kernels refuse
+};
+
+// Refuses what plain torch has to do: CPUs without AVX2, tensors that are not finite or come near the end of float32,
+// MX blocks whose scale is no normal number, rows too long for a scale of their own.
+FitRows block_fit_cpu(const Matrices& matrices, const std::vector<BlockFormat>& formats);
+
+// The inner loops of one instruction set. Elements come in blocks of 16, filled up with zeros to a multiple of 32.
+struct RoundedElement {
+  uint32_t lowest_exponent;  // bits of the smallest normal number
+  uint32_t magic;            // added to the bits of 2^e gives 1.5 x 2^e x 2^(23 - fraction_bits)
+  float largest;
+};
+
+struct RoundCounts {
+  int64_t saturated = 0, zeros = 0;
+};
+
+struct BlockKernels {
+  // Reads `n` elements: largest magnitude (bits) and sum of squares of every 16, and how many are zero. Copies them to
+  // `copy` as float32, unless it is null.
+  void (*prepare)(const void* data, FloatWord word, int64_t n, float* copy, uint32_t* amax, double* signal,
+                  int64_t* zeros);
+  // The noise of blocks of 32 with scales that are powers of two.
+  void (*power)(const float* x, int64_t blocks, const float* factor, const float* value, const RoundedElement&,
+                double* noise, RoundCounts*);
+  // The noise of blocks of 16.
+  void (*two_level)(const float* x, int64_t blocks, const float* factor, const float* value, const RoundedElement&,
+                    double* noise, RoundCounts*);
+  // The noise of `n` elements of a block that cannot saturate, a multiple of 16; `inverse` is that of the factor.
+  double (*factor)(const float* x, int64_t n, float factor, float inverse, const RoundedElement&, int64_t* zeros);
+  double (*divisor)(const float* x, int64_t n, float factor, float inverse, const RoundedElement&, int64_t* zeros);
+};
+
+#if defined(__x86_64__)
+const BlockKernels& avx2_block_kernels();
+const BlockKernels& avx512_block_kernels();
+#endif
+
+}  // namespace nanwatch

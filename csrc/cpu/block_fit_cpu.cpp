@@ -1,0 +1,335 @@
+// The driver of the loops over blocks: units of rows for the threads, in them segments that stay in the cache while
+// each format reads them.
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+#include "cpu/block_fit.h"
+#include "cpu/parallel.h"
+#include "cpu/range_cpu.h"
+
+namespace nanwatch {
+namespace {
+
+constexpr int64_t kUnit = 1 << 17;        // elements of a unit of work
+constexpr int64_t kSegment = 4096;        // elements: 16 KiB of L1
+constexpr int64_t kTallSegment = 512;     // under blocks of 128 rows: 256 KiB of L2, which are read twice
+constexpr int64_t kLongestRow = 1 << 15;  // with a scale of its own: 128 KiB of L2
+constexpr int64_t kTile = 128;            // rows and columns of a block with a scale in float32
+constexpr double kFloat8Eps = 1e-12;      // _FLOAT8_EPS in block_reference.py
+// Beyond, a product might leave float32 or become subnormal.
+constexpr float kMost = 1e37f, kLeast = 1e-29f;
+
+const BlockKernels* block_kernels() {
+#if defined(__x86_64__)
+  if (&current_kernels() == &avx512_kernels()) return &avx512_block_kernels();
+  if (&current_kernels() == &avx2_kernels()) return &avx2_block_kernels();
+#endif
+  return nullptr;
+}
+
+float as_float(uint32_t bits) {
+  float number;
+  std::memcpy(&number, &bits, sizeof(number));
+  return number;
+}
+
+int64_t pieces(int64_t size, int64_t piece) {
+  return (size + piece - 1) / piece;
+}
+
+// The nearest float8_e4m3fn of a number between 2^-6 and 448, ties to even.
+float as_e4m3(float number) {
+  uint32_t bits;
+  std::memcpy(&bits, &number, sizeof(bits));
+  return as_float((bits + 0x7ffff + (bits >> 20 & 1)) & ~uint32_t(0xfffff));
+}
+
+// The row of one format and one unit.
+class FitRow {
+ public:
+  explicit FitRow(double* items) : items_(items) {
+    items_[fit_item::lowest_scale] = std::numeric_limits<double>::infinity();
+    items_[fit_item::highest_scale] = -items_[fit_item::lowest_scale];
+    std::fill(items_ + fit_item::worst, items_ + kFitItems, -1.0);
+  }
+
+  void add(fit_item::Item item, int64_t number) { items_[item] += double(number); }
+
+  // A block. One of zeros shows no scale.
+  void block(int64_t index, bool is_zero, bool is_flushed, double scale, double signal, double noise) {
+    items_[fit_item::blocks] += 1;
+    if (is_zero) return;
+    items_[fit_item::flushed_blocks] += is_flushed;
+    items_[fit_item::lowest_scale] = std::min(items_[fit_item::lowest_scale], scale);
+    items_[fit_item::highest_scale] = std::max(items_[fit_item::highest_scale], scale);
+    items_[fit_item::signal] += signal;
+    items_[fit_item::noise] += noise;
+    if (noise < likely_ * signal || !(noise > 0)) return;
+    const double ratio = noise / signal;
+    int place = kWorstBlocks;
+    for (; place > 0 && is_worse(ratio, index, place - 1); --place) {
+      if (place == kWorstBlocks) continue;
+      ratios_[place] = ratios_[place - 1];
+      std::copy_n(worst(place - 1), 3, worst(place));
+    }
+    if (place == kWorstBlocks) return;
+    ratios_[place] = ratio;
+    const double found[] = {double(index), signal, noise};
+    std::copy_n(found, 3, worst(place));
+    likely_ = ratios_[kWorstBlocks - 1] * (1 - 1e-14);  // a product is rounded otherwise than a quotient
+  }
+
+ private:
+  double* worst(int place) { return items_ + fit_item::worst + 3 * place; }
+  bool is_worse(double ratio, int64_t index, int place) {
+    return ratio > ratios_[place] || (ratio == ratios_[place] && double(index) < *worst(place));
+  }
+
+  double* const items_;
+  double ratios_[kWorstBlocks] = {}, likely_ = 0;
+};
+
+// Part of a row as the loops read it, and the numbers of each 16 elements.
+struct Segment {
+  const float* x;
+  int64_t columns;
+  const uint32_t* amax;  // bits
+  const double* signal;
+  int64_t zeros;
+};
+
+// A block with a scale in float32, which may lie in many segments.
+struct WideBlock {
+  uint32_t amax = 0;
+  double signal = 0, noise = 0;
+  int64_t rounded = 0, zeros = 0;
+
+  void gather(const Segment& segment, int64_t first, int64_t columns) {
+    for (int64_t i = first / 16; i < pieces(first + columns, 16); ++i) {
+      amax = std::max(amax, segment.amax[i]);
+      signal += segment.signal[i];
+    }
+  }
+};
+
+// Reads units for one thread.
+class UnitReader {
+ public:
+  UnitReader(const BlockKernels& kernels, const Matrices& matrices, const std::vector<BlockFormat>& formats,
+             bool is_tall, int64_t longest)
+      : kernels_(kernels), matrices_(matrices), formats_(formats), is_tall_(is_tall), longest_(longest) {
+    copies_ = matrices.word != FloatWord::float32 || matrices.columns % 32 != 0;
+    const auto blocks = size_t(pieces(longest, 32) * 2);
+    if (copies_) copy_.resize(16 * blocks);
+    amax_.resize(blocks);
+    factor_.resize(blocks);
+    value_.resize(blocks);
+    signal_.resize(blocks);
+    noise_.resize(blocks);
+  }
+
+  // Rows from `first` on, counted over all matrices. False where the kernels refuse.
+  bool read(int64_t first, int64_t last, int64_t begin, int64_t end, std::vector<FitRow>* out) {
+    for (; begin < end; begin += longest_) {
+      const int64_t columns = std::min(longest_, end - begin);
+      if (is_tall_) {
+        tiles_.assign(size_t(pieces(columns, kTile)), WideBlock{});
+        for (int64_t row = first; row < last; ++row) {
+          const Segment segment = prepare(row, begin, columns);
+          for (size_t i = 0; i < tiles_.size(); ++i) {
+            const int64_t at = int64_t(i) * kTile;
+            tiles_[i].gather(segment, at, std::min(kTile, columns - at));
+          }
+        }
+      }
+      const bool is_prepared_once = is_tall_ && formats_.size() == 1 && !copies_;
+      for (int64_t row = first; row < last; ++row) {
+        Segment segment{at(row, begin), columns, nullptr, nullptr, 0};
+        if (!is_prepared_once) segment = prepare(row, begin, columns);
+        for (size_t i = 0; i < formats_.size(); ++i)
+          if (!read(formats_[i], segment, row, begin, &(*out)[i])) return false;
+      }
+      for (size_t i = 0; i < formats_.size(); ++i)
+        if (formats_[i].rows > 1) finish_tiles(formats_[i], first, last, begin, columns, &(*out)[i]);
+    }
+    return true;
+  }
+
+ private:
+  const float* at(int64_t row, int64_t column) const {
+    return static_cast<const float*>(matrices_.data) + row * matrices_.columns + column;
+  }
+
+  Segment prepare(int64_t row, int64_t column, int64_t columns) {
+    const int64_t place = row * matrices_.columns + column;
+    const char* const p =
+        static_cast<const char*>(matrices_.data) + place * (matrices_.word == FloatWord::float32 ? 4 : 2);
+    Segment segment{copies_ ? copy_.data() : at(row, column), columns, amax_.data(), signal_.data(), 0};
+    kernels_.prepare(p, matrices_.word, columns, copies_ ? copy_.data() : nullptr, amax_.data(), signal_.data(),
+                     &segment.zeros);
+    zeros_ += segment.zeros;
+    return segment;
+  }
+
+  bool read(const BlockFormat& format, const Segment& segment, int64_t row, int64_t begin, FitRow* out) {
+    const RoundedElement element{uint32_t(128 - format.bias) << 23,
+                                 (uint32_t(23 - format.fraction_bits) << 23) | 0x400000, format.largest};
+    if (format.rows > 1) {
+      bool is_known = true;
+      for (size_t i = 0; i < tiles_.size(); ++i)
+        is_known &= round(format, element, segment, int64_t(i) * kTile, kTile, &tiles_[i]);
+      return is_known;
+    }
+    const int64_t width = format.columns == 0 ? segment.columns : format.columns;
+    const int64_t blocks = pieces(segment.columns, width);
+    const int64_t start = row * pieces(matrices_.columns, width) + begin / width;
+    int64_t zeros = -segment.zeros;
+    const bool is_power = format.scale == BlockScale::power;
+    if (is_power || format.scale == BlockScale::two_level) {
+      if (!(is_power ? make_powers(format, segment, blocks) : make_levels(format, segment, blocks))) return false;
+      RoundCounts counts;
+      (is_power ? kernels_.power : kernels_.two_level)(segment.x, blocks, factor_.data(), value_.data(), element,
+                                                       noise_.data(), &counts);
+      for (int64_t i = 0; i < blocks; ++i) {
+        const double signal = is_power ? segment.signal[2 * i] + segment.signal[2 * i + 1] : segment.signal[i];
+        // The largest element of an MX block never becomes zero.
+        const bool is_flushed = !is_power && as_float(segment.amax[i]) * factor_[size_t(i)] <= 0.25f;
+        out->block(start + i, signal == 0, is_flushed, value_[size_t(i)], signal, noise_[size_t(i)]);
+      }
+      out->add(fit_item::saturated, counts.saturated);
+      zeros += counts.zeros - (blocks * width - segment.columns);
+    } else {
+      for (int64_t i = 0; i < blocks; ++i) {
+        WideBlock block;
+        const int64_t columns = std::min(width, segment.columns - i * width);
+        block.gather(segment, i * width, columns);
+        if (!round(format, element, segment, i * width, width, &block)) return false;
+        finish(format, block, start + i, out);
+        zeros += block.zeros - (block.rounded - columns);
+      }
+    }
+    out->add(fit_item::flushed, zeros);
+    out->add(fit_item::elements, segment.columns - segment.zeros);
+    return true;
+  }
+
+  bool make_powers(const BlockFormat& format, const Segment& segment, int64_t blocks) {
+    const int32_t emax = std::ilogb(format.largest);
+    bool is_known = true;
+    for (int64_t i = 0; i < blocks; ++i) {
+      const uint32_t amax = std::max(segment.amax[2 * i], segment.amax[2 * i + 1]);
+      const int32_t code = amax == 0 ? 127 : int32_t(amax >> 23) - emax;
+      is_known &= code >= 1 && as_float(amax) <= kMost;
+      factor_[size_t(i)] = as_float(uint32_t(254 - code) << 23);
+      value_[size_t(i)] = as_float(uint32_t(code) << 23);
+    }
+    return is_known;
+  }
+
+  bool make_levels(const BlockFormat& format, const Segment& segment, int64_t blocks) {
+    const float of_tensor = format.amax / (448 * format.largest), reciprocal = 1 / of_tensor;
+    for (int64_t i = 0; i < blocks; ++i) {
+      const float wanted = as_float(segment.amax[i]) / format.largest / of_tensor;
+      const float stored = as_e4m3(std::min(std::max(wanted, 0.015625f), 448.0f));
+      factor_[size_t(i)] = reciprocal / stored;
+      value_[size_t(i)] = of_tensor * stored;
+    }
+    return format.amax >= kLeast && format.amax <= kMost;
+  }
+
+  static float factor_of(const BlockFormat& format, const WideBlock& block) {
+    return float(double(format.largest) / std::max(double(as_float(block.amax)), kFloat8Eps));
+  }
+
+  // Rounds the part of a block that lies in a segment.
+  bool round(const BlockFormat& format, const RoundedElement& element, const Segment& segment, int64_t first,
+             int64_t width, WideBlock* block) {
+    const int64_t count = pieces(std::min(width, segment.columns - first), 16) * 16;
+    const float factor = factor_of(format, *block);
+    const auto kernel = format.scale == BlockScale::divisor ? kernels_.divisor : kernels_.factor;
+    block->noise += kernel(segment.x + first, count, factor, 1 / factor, element, &block->zeros);
+    block->rounded += count;
+    return as_float(block->amax) <= kMost;
+  }
+
+  void finish(const BlockFormat& format, const WideBlock& block, int64_t index, FitRow* out) {
+    const float factor = factor_of(format, block);
+    out->block(index, block.amax == 0, block.zeros == block.rounded, 1 / factor, block.signal, block.noise);
+  }
+
+  void finish_tiles(const BlockFormat& format, int64_t first, int64_t last, int64_t begin, int64_t columns,
+                    FitRow* out) {
+    const int64_t band = first / matrices_.rows * pieces(matrices_.rows, kTile) + first % matrices_.rows / kTile;
+    const int64_t start = band * pieces(matrices_.columns, kTile) + begin / kTile;
+    int64_t rounded = 0, zeros = 0;
+    for (size_t i = 0; i < tiles_.size(); ++i) {
+      finish(format, tiles_[i], start + int64_t(i), out);
+      rounded += tiles_[i].rounded;
+      zeros += tiles_[i].zeros;
+    }
+    // Each row was counted when the largest magnitudes were gathered, and again unless the loops read it in place.
+    const bool is_prepared_once = formats_.size() == 1 && !copies_;
+    const int64_t there = std::exchange(zeros_, 0) / (is_prepared_once ? 1 : 2), read = (last - first) * columns;
+    out->add(fit_item::flushed, zeros - (rounded - read) - there);
+    out->add(fit_item::elements, read - there);
+  }
+
+  const BlockKernels& kernels_;
+  const Matrices& matrices_;
+  const std::vector<BlockFormat>& formats_;
+  const bool is_tall_;
+  const int64_t longest_;
+  bool copies_;
+  int64_t zeros_ = 0;  // that were prepared since tiles were finished
+  std::vector<float> copy_, factor_, value_;
+  std::vector<uint32_t> amax_;
+  std::vector<double> signal_, noise_;
+  std::vector<WideBlock> tiles_;
+};
+
+}  // namespace
+
+FitRows block_fit_cpu(const Matrices& matrices, const std::vector<BlockFormat>& formats) {
+  FitRows found;
+  const BlockKernels* const kernels = block_kernels();
+  const int64_t rows = matrices.batch * matrices.rows, columns = matrices.columns;
+  const auto any = [&](auto is) { return std::any_of(formats.begin(), formats.end(), is); };
+  const bool is_tall = any([](const BlockFormat& format) { return format.rows > 1; });
+  const bool has_rows = any([](const BlockFormat& format) { return format.columns == 0; });
+  if (kernels == nullptr || rows * columns == 0 || formats.empty() || (has_rows && columns > kLongestRow)) return found;
+
+  const bool is_tall_alone = is_tall && formats.size() == 1;
+  const int64_t longest = std::min(has_rows ? columns : is_tall_alone ? kTallSegment : kSegment, columns);
+  // Long rows are shared among threads where no scale is that of a row.
+  const int64_t breadth = has_rows || columns <= kUnit ? columns : kUnit;
+  const int64_t height = is_tall ? kTile : std::max<int64_t>(1, kUnit / columns);
+  const int64_t bands = is_tall ? matrices.batch * pieces(matrices.rows, kTile) : pieces(rows, height);
+  const int64_t across = pieces(columns, breadth), units = bands * across;
+  found.values.assign(formats.size() * size_t(units * kFitItems), 0.0);
+  std::atomic<bool> is_known = true;
+  parallel_for(units, pieces(kUnit, height * breadth), [&](int64_t begin, int64_t end) {
+    UnitReader reader(*kernels, matrices, formats, is_tall, longest);
+    for (int64_t unit = begin; unit < end && is_known; ++unit) {
+      std::vector<FitRow> out;
+      for (size_t i = 0; i < formats.size(); ++i)
+        out.emplace_back(found.values.data() + (int64_t(i) * units + unit) * kFitItems);
+      const int64_t band = unit / across, column = unit % across * breadth;
+      int64_t first = band * height, last = std::min(first + height, rows);
+      if (is_tall) {
+        const int64_t in_matrix = pieces(matrices.rows, kTile), matrix = band / in_matrix * matrices.rows;
+        first = matrix + band % in_matrix * kTile;
+        last = std::min(first + kTile, matrix + matrices.rows);
+      }
+      if (!reader.read(first, last, column, std::min(column + breadth, columns), &out)) is_known = false;
+    }
+  });
+  if (!is_known) found.values.clear();
+  found.units = units;
+  return found;
+}
+
+}  // namespace nanwatch
