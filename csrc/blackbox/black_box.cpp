@@ -140,6 +140,7 @@ BlackBox* BlackBox::open(const std::string& path, size_t bytes, bool kept) {
 #endif
   sigset_t all, were;  // the program's signals go to its own threads
   sigfillset(&all);
+  sigdelset(&all, SIGBUS);  // of a file that was cut off: where it is blocked the kernel ends the process
   pthread_sigmask(SIG_SETMASK, &all, &were);
   try {
     std::thread(&BlackBox::stand_by, box).detach();

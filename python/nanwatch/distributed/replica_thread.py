@@ -26,7 +26,7 @@ import torch
 from ..report.replica import Distance, ReplicaDifference
 from ..util.job import rank_and_world_size, store_key
 from ..util.visible import suppressed, suppressing
-from .consensus import _default_store, _own_store
+from .consensus import default_store, _own_store
 from .replica_bytes import Copy, compare, to_document, write
 from .replica_store import Prints, ReplicaProtocol, digest
 from .replicas import Fingerprints, Ranks
@@ -85,7 +85,7 @@ class ReplicaThread:
         self._every, self._timeout, self._output_dir = every, timeout, output_dir
         self._rank, self._size = rank_and_world_size()
         self._job = weakref.ref(_world())
-        self._store: Any = _default_store()
+        self._store: Any = default_store()
         self._prefix = f"nanwatch/replicas/{store_key(os.environ)}/{_next_name()}"
         self._jobs: queue.SimpleQueue[tuple[int, int, Fingerprints] | None] = queue.SimpleQueue()
         self._protocols: dict[Ranks, ReplicaProtocol] = {}

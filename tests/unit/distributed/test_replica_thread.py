@@ -28,7 +28,7 @@ class Job:
         self._world = type("Group", (), {})()
         monkeypatch.setattr(replica_thread, "_world", lambda: self._world)
         monkeypatch.setattr(replica_thread, "_next_name", lambda: "1")
-        monkeypatch.setattr(replica_thread, "_default_store", lambda: connect(self.server))
+        monkeypatch.setattr(replica_thread, "default_store", lambda: connect(self.server))
         monkeypatch.setattr(replica_thread, "_MARGIN", 0.01)
         monkeypatch.setattr(replica_thread, "FAREWELL", 1.0)
         self.ranks = []
