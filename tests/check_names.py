@@ -42,6 +42,23 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "integration/test_failures.py": ("diagnosis/program_state", "diagnosis/reachable"),
     "unit/diagnosis/test_forward_rerun_repeat.py": ("diagnosis/in_process",),
     "integration/test_spike_trainings.py": ("monitoring/spikes/steps",),
+    "unit/monitoring/updates/test_audit.py": (
+        "monitoring/updates/backwards",
+        "monitoring/updates/blame",
+        "monitoring/updates/copies",
+        "monitoring/updates/modes",
+        "monitoring/updates/never_moved",
+        "monitoring/updates/not_meant",
+        "monitoring/updates/samples",
+        "monitoring/updates/suspicions",
+        "monitoring/updates/taps",
+        "monitoring/updates/view",
+        "monitoring/updates/window",
+        "monitoring/updates/wrong",
+        "report/update_finding",
+    ),
+    "unit/session/test_optimizer_guard.py": ("instrumentation/grad_scaler",),
+    "unit/session/test_optimizer_steps.py": ("instrumentation/step_closure",),
 }
 # Modules that are found by their folder: what each must do is tested for all of them.
 REGISTRIES = ("report/forms", "checkpoint/formats")

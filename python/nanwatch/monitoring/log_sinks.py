@@ -14,6 +14,7 @@ from typing import Any
 
 from ..report import text
 from ..report.finding import Finding
+from ..report.update_finding import UpdateFinding
 from ..util.imports import needed
 from ..util.job import rank_and_world_size
 from ..util.visible import visible
@@ -29,6 +30,7 @@ GROUPS = (TOTAL, HEADROOM, FORECAST, RANGES)
 IS_FINITE, LEAST = f"{TOTAL}/is_finite", f"{TOTAL}/headroom_bits"
 OWN_SECONDS, OWN_SHARE = f"{TOTAL}/own_seconds", f"{TOTAL}/own_share"
 PLACE, TOLD, FINDING = f"{TOTAL}/headroom_module", f"{TOTAL}/forecast", f"{TOTAL}/finding"
+UPDATE = f"{TOTAL}/update"
 
 # Curves by module. Of a larger model those have one that were among the worst when there still was room.
 _MOST_MODULES = 256
@@ -71,6 +73,10 @@ class LogSink(Sink):
         """Log the batch that it expects, and its sentence."""
         tag = f"{FORECAST}/{spell_module(forecast.module)}"
         self.write(LogEntry(batch, {tag: float(forecast.batch)}, texts={TOLD: str(forecast)}))
+
+    def on_update(self, finding: UpdateFinding) -> None:
+        """Log its sentence."""
+        self.write(LogEntry(max(finding.batch, 0), texts={UPDATE: str(finding)}))
 
     def on_nonfinite(self, finding: Finding) -> None:
         """Log the batch at once: the next exception may end the process."""

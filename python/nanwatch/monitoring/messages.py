@@ -16,6 +16,7 @@ from ..report.replica import ReplicaDifference
 from ..report.report import Report
 from ..report.skipped_step import SkippedStep
 from ..report.spike import SpikeReport
+from ..report.update_finding import UpdateFinding
 from ..util.job import rank, rank_and_world_size
 from .batch_summary import BatchSummary
 from .forecast import Forecast
@@ -26,6 +27,7 @@ from .sinks import Sink
 EVENTS = {
     "failure": (logging.ERROR, "failures: values that were not finite"),
     "spike": (logging.WARNING, "spikes of the loss or the gradients"),
+    "update": (logging.WARNING, "findings about the optimizer's steps"),
     "forecast": (logging.WARNING, "forecasts of an overflow"),
     "replica_difference": (logging.ERROR, "differences between replicas"),
     "hardware_suspect": (logging.ERROR, "calls that gave other bits when they were made again"),
@@ -107,6 +109,13 @@ class MessageSink(Sink):
         """Send its sentence, with module and device."""
         facts: dict[str, str | int] = {"module": suspect.module, "device": suspect.device}
         self.send(Message("hardware_suspect", suspect.batch, str(suspect), facts, suspect.rank))
+
+    def on_update(self, finding: UpdateFinding) -> None:
+        """Send its sentence, with its kind as the reason."""
+        facts: dict[str, str | int] = {"module": finding.module, "reason": finding.kind, "step": finding.step}
+        if finding.place is not None:
+            facts["place"] = finding.place
+        self.send(Message("update", finding.batch, str(finding), facts))
 
     def on_skipped_step(self, step: SkippedStep) -> None:
         """Send its note."""

@@ -11,6 +11,7 @@ from ..recording.events import PeakName, Recorder
 from ..report.hardware_suspect import HardwareSuspect
 from ..report.replica import ReplicaDifference
 from ..report.spike import SpikeReport
+from ..report.update_finding import UpdateFinding
 from ..util.modules import each_module
 from ..util.visible import warn_user
 from .forecast import Forecast, Forecaster
@@ -21,10 +22,20 @@ from .suspicion import Suspicion
 
 
 class Warnings(Sink):
-    """Sink that warns of forecasts and spikes. A filter of the user's may raise the warning."""
+    """Sink that warns of forecasts, spikes and the first finding about steps.
+
+    A filter of the user's may raise the warning.
+    """
 
     def __init__(self, suspicion: Suspicion) -> None:
         self._suspicion = suspicion
+        self._has_update = False
+
+    def on_update(self, finding: UpdateFinding) -> None:
+        """Warn of the first one."""
+        first, self._has_update = not self._has_update, True
+        if first:
+            warn_user(f"the optimizer's {finding} Watch.updates has all findings")
 
     def on_forecast(self, batch: int, forecast: Forecast) -> None:
         """Warn of it, with what has grown most."""

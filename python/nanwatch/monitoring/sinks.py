@@ -17,6 +17,7 @@ from ..report.replica import ReplicaDifference
 from ..report.report import Report
 from ..report.skipped_step import SkippedStep
 from ..report.spike import SpikeReport
+from ..report.update_finding import UpdateFinding
 from ..util.visible import close_names, spell, suppressed, warn_user
 from .batch_summary import BatchSummary
 from .forecast import Forecast
@@ -72,6 +73,9 @@ class Sink:
 
     def on_spike(self, report: SpikeReport) -> None:
         """Take the report of a spike."""
+
+    def on_update(self, finding: UpdateFinding) -> None:
+        """Take a finding about an optimizer's step."""
 
     def on_skipped_step(self, step: SkippedStep) -> None:
         """Take a step of the optimizer that was skipped."""
@@ -260,6 +264,12 @@ class SinkStream(Sink):
         self._tell("on_spike", report)
         for sink in self._own:
             sink.on_spike(report)
+
+    def on_update(self, finding: UpdateFinding) -> None:
+        """Tell of a finding about an optimizer's step, last of all in a warning."""
+        self._tell("on_update", finding)
+        for sink in self._own:
+            sink.on_update(finding)
 
     def on_skipped_step(self, step: SkippedStep) -> None:
         """Tell of a skipped step."""

@@ -66,6 +66,7 @@ def watch(
     rerun: bool | None = None,
     guard_checkpoints: bool = False,
     forecast: bool = True,
+    updates: int = False,
     spikes: bool = False,
     max_skipped_steps: int = 20,
     scaler: Any = None,
@@ -140,6 +141,9 @@ def watch(
         forecast: warn of the module that will overflow first, when its headroom shrinks so steadily that the batch can
             be predicted; at most three lines in 10,000 batches. Reads each of the first batches, then fewer, down to
             one in 16 (docs/forecasts.md).
+        updates: audit the optimizer's steps 1, 2, 3 and every n-th: which weights get no gradient, do not move, or move
+            by something else than the optimizer's rule (docs/updates.md). True is every 100th. `Watch.updates` has the
+            findings, and a warning tells of the first.
         spikes: keep histories of all magnitudes, and when the loss or the gradients jump, report the first module that
             left its own history (docs/spikes.md). The loss is what `Watch.note_loss` gets, or an output called `loss`.
             Reads gradients as `gradients` does.

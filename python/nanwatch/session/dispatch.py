@@ -13,6 +13,7 @@ from ..diagnosis.recheck import Recheck
 from ..distributed.replica_watch import ReplicaWatch
 from ..monitoring.forecast import Forecast
 from ..monitoring.sinks import Sink, SinkStream
+from ..monitoring.updates.audit import UpdateAudit
 from ..recording.events import Arrival, BackwardCall
 from ..records.record import Frame
 from ..report import text
@@ -42,6 +43,7 @@ class EventDispatch:
     backward: BackwardWatch | None = None
     replicas: ReplicaWatch | None = None
     recheck: Recheck | None = None
+    updates: UpdateAudit | None = None
 
     def on_batch_start(
         self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
@@ -52,6 +54,8 @@ class EventDispatch:
             self.replicas.batch_started(batch)
         if self.recheck is not None:
             self.recheck.batch_started(batch)
+        if self.updates is not None:
+            self.updates.batch_started(batch, module)
         if traced and self.options.trace is None:
             _print_lines(text.batch_lines(batch))
         return self.failures.batch_started(batch, module, args, kwargs)
@@ -61,6 +65,8 @@ class EventDispatch:
         self.sinks.on_frame(frame)
         if self.replicas is not None:
             self.replicas.on_frame(frame)
+        if self.updates is not None:
+            self.updates.on_frame(frame)
         if frame.batch not in self.options.trace_batches:
             return
         if self.options.trace is None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ..diagnosis.incident import Incident
-from ..numerics._extension import instances_of
+from ..instrumentation.grad_scaler import find_scaler
 from ..numerics.readable import only_our_dispatch
 from ..recording.events import Event, Recorder
 from ..recording.observe import read
@@ -99,7 +99,7 @@ class OptimizerGuard:
         self._noted += 1
         if self._scaler is None and self._noted & (self._noted - 1) == 0:
             # Look before anything is non-finite, because later the scale is another; ever less often in vain.
-            found = _find_scaler()
+            found = find_scaler()
             self._scaler = None if found() is None else found
         scale = None if self._scaler is None else getattr(self._scaler(), "_scale", None)
         try:
@@ -238,24 +238,13 @@ class OptimizerGuard:
 
     def _scale(self) -> float | None:
         if self._scaler is None:
-            self._scaler = _find_scaler()
+            self._scaler = find_scaler()
         scaler = self._scaler()
         try:
             return None if scaler is None else float(scaler.get_scale())
         except Exception:
             suppressed("a GradScaler of another make did not tell its scale")
             return None
-
-
-def _find_scaler() -> Callable[[], Any]:
-    """Return a reference to the one GradScaler in use in this process; to None where there are none or several.
-
-    Nothing leads from a model to its scaler, so this looks through all objects: 10 ms for a million. It runs after the
-    first non-finite gradient, or the first late one.
-    """
-    scalers = instances_of(torch.amp.GradScaler)
-    found = [one for one in scalers if getattr(one, "_enabled", False) and one._scale is not None]
-    return weakref.ref(found[0]) if len(found) == 1 else lambda: None
 
 
 def _is_nonfinite(gradient: Tensor | None) -> bool:

@@ -7,10 +7,7 @@ the optimizer's state.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +20,7 @@ from ..blackbox.process import process_box
 from ..diagnosis.incident import Incident
 from ..instrumentation.functions import find_called
 from ..instrumentation.global_hooks import Handles, after_steps, before_steps
+from ..instrumentation.step_closure import with_check_after_closure
 from ..instrumentation.wrapped_names import named_modules, parameter_names
 from ..recording.backward import find_in_backward
 from ..recording.events import Arrival, BackwardCall
@@ -221,7 +219,7 @@ class OptimizerSteps:
         changed = None
         self._take_pending(optimizer)
         if self._waits and self._is_own(optimizer):
-            changed = _with_check_after_closure(optimizer, args, kwargs, lambda: self._check(optimizer))
+            changed = with_check_after_closure(optimizer, args, kwargs, lambda: self._check(optimizer))
         if self._backward is not None:
             self._backward.before_step(optimizer, is_own=self._takes_gradients(optimizer))
         if not self._has_read_state and self._steps_given(optimizer):
@@ -299,29 +297,3 @@ def state_rows(optimizer: Optimizer, names: dict[int, str], observe: Observe = o
         elif one.tensor.ndim and one.tensor.is_floating_point():
             rows.append(observe(one.tensor, one.label, "buffer"))
     return rows
-
-
-def _with_check_after_closure(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of the step, with `check` after its closure; None for a step without a closure.
-
-    Lightning makes forward and backward in a closure, also for optimizers that call it once.
-    """
-    if len(args) < 2 and not kwargs:
-        return None
-    names = list(inspect.signature(type(optimizer).step).parameters)
-    place = names.index("closure") if "closure" in names else len(args)
-    closure = args[place] if place < len(args) else kwargs.get("closure")
-    if not callable(closure):
-        return None
-
-    @functools.wraps(closure)
-    def checked(*own: Any, **named: Any) -> Any:
-        loss = closure(*own, **named)
-        check()
-        return loss
-
-    if place < len(args):
-        return (*args[:place], checked, *args[place + 1 :]), kwargs
-    return args, {**kwargs, "closure": checked}

@@ -51,6 +51,8 @@ _ATTENTION_EVERY = 100
 _REPLICAS_EVERY = 100
 # A small call takes 10 times as long when it is made again and compared.
 _RECHECK_EVERY = 2000
+# An audit reads the weights and gradients once more, which is a part of a step: 0.5 % of a hundred.
+_UPDATES_EVERY = 100
 
 
 def _option(group: str, default: Any, kind: Kind, text: str, *, also: str = "", needs: str = "") -> Any:
@@ -182,6 +184,12 @@ class Options:
         "write a checkpoint with a non-finite weight or optimizer state beside the good one, not in its place",
     )
     forecast: bool = _act(True, FLAG, "warn of tensors that lose headroom and will overflow soon")
+    updates: int = _act(
+        False,
+        every_or_flag(_UPDATES_EVERY),
+        "audit the optimizer's steps 1, 2, 3 and every N-th: which weights do not move, or move wrongly",
+        also="True is 100",
+    )
     spikes: bool = _act(
         False,
         FLAG,

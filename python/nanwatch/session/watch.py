@@ -21,6 +21,7 @@ from ..instrumentation.linear_formats import FormatLoss, LinearFormats
 from ..monitoring.format_forecast import FormatForecaster
 from ..monitoring.monitor import Monitor
 from ..monitoring.spikes.watch import SpikeWatch
+from ..monitoring.updates.audit import UpdateAudit
 from ..recording.events import Event, Recorder
 from ..recording.recorder import make_recorder
 from ..records.record import Frame
@@ -29,6 +30,7 @@ from ..report.replica import ReplicaDifference
 from ..report.report import Report
 from ..report.skipped_step import SkippedStep
 from ..report.spike import SpikeReport
+from ..report.update_finding import UpdateFinding
 from ..trace.tracer import Tracer, ring_size, start_tracer
 from ..util.throttle import is_due
 from .checkpoint_guard import CheckpointGuard
@@ -159,6 +161,10 @@ class Watch:
             self._recheck = Recheck(model, options.recheck, sinks.on_hardware_suspect)
             self._recorder.subscribe(Event.BATCH_START)
         events.recheck = self._recheck
+        self._updates: UpdateAudit | None = None
+        if options.updates and options.enabled:
+            self._updates = UpdateAudit(model, self._recorder, options.updates, sinks.on_update)
+        events.updates = self._updates
         events.watch, events.failures, events.sinks = self, self._failures, sinks
         events.replicas = self._replicas
         events.tracer, events.backward = self._tracer, self._backward
@@ -226,7 +232,8 @@ class Watch:
             box.num_watches -= 1
         self._reports.look_at_mesh()
         parts = (
-            *(self._steps, self._backward, self._attachment, self._attention, self._formats, self._spikes),
+            *(self._updates, self._steps, self._backward, self._attachment, self._attention),
+            *(self._formats, self._spikes),
             *(self._replicas, self._recheck, self._checkpoints),
         )
         for part in parts:
@@ -238,6 +245,8 @@ class Watch:
             self._failures.watch_ends()
         finally:
             self._failures.close()
+            if self._updates is not None:
+                self._updates.sum_up()
             self._monitor.sinks.on_close()
 
     def pause(self) -> None:
@@ -297,6 +306,11 @@ class Watch:
     def hardware_suspects(self) -> tuple[HardwareSuspect, ...]:
         """The latest 16 calls that gave other bits when they were made again; empty without `recheck`."""
         return () if self._recheck is None else tuple(self._recheck.suspects)
+
+    @property
+    def updates(self) -> tuple[UpdateFinding, ...]:
+        """Findings about the optimizer's steps, oldest first, at most 64; empty without `updates`."""
+        return () if self._updates is None else tuple(self._updates.findings)
 
     def note_loss(self, loss: Tensor | float) -> None:
         """Take the loss of the batch for `spikes`, before its backward; does nothing without them.

@@ -57,8 +57,11 @@ SEEN = {
         "torch._C._current_autograd_node",
         "torch._C._current_graph_task_id",
         "torch.amp.GradScaler._enabled",
+        "torch.amp.GradScaler._per_optimizer_states",
         "torch.amp.GradScaler._scale",
         "torch.autograd.Variable._execution_engine",
+        "torch.nn.utils.clip_grad._clip_grads_with_norm_",
+        "torch.optim.Optimizer._optimizer_step_post_hooks",
         "torch.autograd.graph._engine_run_backward",
         # Modules.
         "torch.nn.Module._call_impl",

@@ -1,0 +1,153 @@
+"""Lines of the user's source that are to blame: where an optimizer was made, where a weight was frozen."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ...util.place import Place
+from ...util.visible import suppressed
+
+_OWN = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+_TORCHS = os.path.dirname(str(torch.__file__)) + os.sep
+_INSTALLED = os.path.dirname(os.__file__) + os.sep
+_MAX_FRAMES = 64
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame outside nanwatch and torch, from this one outwards."""
+    while frame is not None and frame.f_code.co_filename.startswith((_OWN, _TORCHS, "<frozen ")):
+        frame = frame.f_back
+    return frame
+
+
+def place_of(frame: FrameType | None) -> Place | None:
+    """Return the line that a frame of the user's is at."""
+    user = users_frame(frame)
+    return None if user is None else Place(user.f_code.co_filename, user.f_lineno)
+
+
+@lru_cache(maxsize=64)
+def _tree(file: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def where_made(value: object) -> Place | None:
+    """Return the line at which a variable got this object: the latest assignment before the line that runs."""
+    for frame in _users_frames():
+        inner = locals_of(frame)
+        for names in (inner, frame.f_globals, getattr(inner.get("self"), "__dict__", {})):
+            own = {name for name, held in list(names.items()) if held is value}
+            if own and (found := _assignment(frame, own)) is not None:
+                return found
+    return None
+
+
+def locals_of(frame: FrameType) -> dict[str, Any]:
+    """Return a copy of a frame's variables. Python before 3.13 would keep one in the frame, with all its tensors."""
+    inner = frame.f_locals
+    found = dict(inner)
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        inner.clear()
+    return found
+
+
+def where_called(
+    names: frozenset[str], is_meant: Callable[[ast.Call], bool] = lambda _: True
+) -> Place | None:
+    """Return the line of the latest call of a function or method of these names in the files of the user's stack."""
+    for file in dict.fromkeys(frame.f_code.co_filename for frame in _users_frames()):
+        found = [
+            node.lineno
+            for node in _walk(file)
+            if isinstance(node, ast.Call) and _called(node) in names and is_meant(node)
+        ]
+        if found:
+            return Place(file, found[-1])
+    return None
+
+
+def where_frozen() -> Place | None:
+    """Return the line that sets `requires_grad` to False in the files of the user's stack."""
+    if (found := where_called(frozenset({"requires_grad_"}), _says_false)) is not None:
+        return found
+    for file in dict.fromkeys(frame.f_code.co_filename for frame in _users_frames()):
+        for node in _walk(file):
+            if isinstance(node, ast.Assign) and _is_false(node.value):
+                named = [one for one in node.targets if isinstance(one, ast.Attribute)]
+                if any(one.attr == "requires_grad" for one in named):
+                    return Place(file, node.lineno)
+    return None
+
+
+def _says_false(call: ast.Call) -> bool:
+    return any(map(_is_false, (*call.args, *(one.value for one in call.keywords))))
+
+
+def _is_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
+
+
+def _called(node: ast.Call) -> str:
+    function = node.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _assignment(frame: FrameType, names: set[str]) -> Place | None:
+    file = frame.f_code.co_filename
+    found = []
+    for node in _walk(file):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            targets = [node.target]
+        for target in targets:
+            for one in target.elts if isinstance(target, ast.Tuple) else [target]:
+                if (one.attr if isinstance(one, ast.Attribute) else getattr(one, "id", "")) in names:
+                    found.append(node.lineno)
+    before = [line for line in found if line <= frame.f_lineno]
+    return Place(file, (before or found)[-1]) if found else None
+
+
+def _walk(file: str) -> Iterator[ast.stmt | ast.expr]:
+    tree = _tree(file)
+    # By line, as ast.walk goes breadth first.
+    nodes = [] if tree is None else [one for one in ast.walk(tree) if isinstance(one, ast.stmt | ast.expr)]
+    return iter(sorted(nodes, key=lambda one: one.lineno))
+
+
+def _users_frames() -> Iterator[FrameType]:
+    frame = users_frame(sys._getframe(1))
+    for _ in range(_MAX_FRAMES):
+        if frame is None:
+            return
+        # A trainer's source has no line that the user could mend.
+        if (
+            not frame.f_code.co_filename.startswith(_INSTALLED)
+            and "site-packages" not in frame.f_code.co_filename
+        ):
+            yield frame
+        frame = users_frame(frame.f_back)
+
+
+def safely(find: Callable[[], Place | None]) -> str | None:
+    """Return a place as text, None where it cannot be told."""
+    try:
+        found = find()
+    except Exception:
+        suppressed("a line could not be found")
+        return None
+    return None if found is None else str(found)

@@ -1,0 +1,96 @@
+"""Copies of weights: float32 masters in an optimizer, and copies of weights that were tied."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from ...instrumentation.wrapped_names import named_modules
+from ...numerics.readable import only_our_dispatch
+from ...util.modules import each_parameter
+from .samples import Key, StepSamples, each_weight, plain, sample
+from .view import Suspect
+
+# A share of elements that may differ by how the copy was rounded.
+_ROUNDED = 0.01
+
+
+class Masters:
+    """Float32 copies of 16-bit weights that an optimizer has in their place, found by value at its first step."""
+
+    def __init__(self) -> None:
+        self._known: dict[Key, weakref.ref[Tensor]] = {}
+
+    def differing(self, model: nn.Module, optimizer: Optimizer, step: int) -> dict[Key, float]:
+        """Return the weights that no longer equal their masters, with the share of elements."""
+        own = {id(x) for x in each_parameter(model)}
+        left = {id(x): x for group in optimizer.param_groups for x in group["params"] if id(x) not in own}
+        if not left:
+            return {}
+        with torch.no_grad(), only_our_dispatch():
+            if step == 1:
+                self._find(model, left)
+            weights = {(module, label): x for module, label, x in each_weight(model)}
+            shares = {
+                key: share
+                for key, known in self._known.items()
+                if key in weights
+                and (master := known()) is not None
+                and (share := _share(weights[key], master)) is not None
+            }
+        return {key: share for key, share in shares.items() if share > _ROUNDED}
+
+    def _find(self, model: nn.Module, left: dict[int, Tensor]) -> None:
+        for module, label, x in each_weight(model):
+            if x.dtype not in (torch.bfloat16, torch.float16):
+                continue
+            for master in list(left.values()):
+                if master.dtype != x.dtype and _share(x, master) == 0:
+                    self._known[module, label] = weakref.ref(master)
+                    del left[id(master)]
+                    break
+
+
+def _share(x: Tensor, master: Tensor) -> float | None:
+    """Return the share of elements in which a weight is not its master, rounded; None where they are no such pair."""
+    own, copy = plain(x), plain(master)
+    if own is None or copy is None or own.shape != copy.shape or own.device != copy.device or not own.numel():
+        return None
+    return float((sample(copy).to(own.dtype) != sample(own)).double().mean())
+
+
+def parted(samples: StepSamples, ends: Sequence[tuple[str, str]]) -> Iterator[Suspect]:
+    """Yield the copies of once tied weights that the steps have made different."""
+    after = {one.module: one.after for one in samples.weights if one.label == "weight"}
+    for name, other in ends:
+        own, table = after.get(name), after.get(other)
+        if own is not None and table is not None and not torch.equal(own, table):
+            yield Suspect("tie-broken", name, "weight")
+
+
+def equal_ends(model: nn.Module) -> list[tuple[str, str]]:
+    """Return an output layer and an embedding with equal weights apart: copies of one that were tied, as it seems."""
+    tables: list[tuple[str, Tensor]] = []
+    found: list[tuple[str, str]] = []
+    for name, _, module in named_modules(model):
+        weight = module._parameters.get("weight")
+        values = None if weight is None or not weight.requires_grad else plain(weight)
+        if values is None or values.ndim != 2:
+            continue
+        if isinstance(module, nn.Embedding):
+            tables.append((name, values))
+        elif isinstance(module, nn.Linear):
+            for other, table in tables:
+                if (
+                    table.shape == values.shape
+                    and table.data_ptr() != values.data_ptr()
+                    and table.device == values.device
+                    and bool(values.any())
+                    and torch.equal(table, values)
+                ):
+                    found.append((name, other))
+    return found

@@ -1,0 +1,132 @@
+"""Steps that moved weights by something else than meant: another rule, other gradients, another scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...util.place import Place
+from .backwards import Backward
+from .rules import spacing
+from .samples import WeightSample, number
+from .view import StepView, Suspect
+
+# How far a step may be from the rule: in spacings of the format, and as a share of the update. The states are rounded
+# too, which in 16 bits is up to 1 % at each operation.
+_SPACINGS, _SHARE, _SHARE_16 = 4.0, 0.01, 0.15
+# At least so many elements are off, and the whole update by so much.
+_ELEMENTS, _ERROR = 0.05, 0.02
+_GREW = 1.01
+
+
+def wrong(view: StepView) -> Iterator[Suspect]:
+    """Yield what may have a fault of these kinds at this step."""
+    if not getattr(view.optimizer, "_optimizer_step_post_hooks", None):
+        for one in view.trained():
+            yield from _against_rule(view, one)
+    yield from _stale(view)
+    yield from _accumulated(view)
+    yield from _clipped(view)
+    if view.is_scaled and view.scale is not None:
+        yield from _all(view, "not-unscaled", {"scale": view.scale})
+    for (module, label), share in view.masters.items():
+        yield Suspect("master-differs", module, label, {"differs": share})
+
+
+def _all(view: StepView, kind: str, numbers: dict[str, float] | None = None) -> Iterator[Suspect]:
+    for one in view.trained():
+        yield Suspect(kind, one.module, one.label, numbers or {})
+
+
+def _against_rule(view: StepView, one: WeightSample) -> Iterator[Suspect]:
+    if one.expected is None or one.before is None or one.after is None or one.has_moved is not True:
+        return
+    before, after, expected = one.before.double(), one.after.double(), one.expected
+    if len(after) != len(expected) or not bool(expected.isfinite().all()):
+        return
+    meant = expected - before
+    room = _room(one, meant)
+    off = (after - expected).abs() > room
+    norm = float(meant.norm())
+    error = float((after - expected).norm()) / norm if norm else 1.0
+    if int(off.sum()) < max(1, _ELEMENTS * len(off)) or error < _ERROR:
+        return
+    group: dict[str, Any] = view.samples.groups[one.group or 0]
+    decay = (number(group.get("lr")) or 0.0) * (number(group.get("weight_decay")) or 0.0) * before
+    for kind, sign in (("decayed-twice", 1), ("never-decayed", -1)):
+        if bool(decay.any()) and bool(((after - expected + sign * decay).abs() <= room).all()):
+            yield Suspect(kind, one.module, one.label)
+            return
+    ratio = float((after - before).dot(meant)) / norm**2 if norm else 0.0
+    yield Suspect("wrong-update", one.module, one.label, {"ratio": ratio, "error": error})
+
+
+def _room(one: WeightSample, meant: Tensor) -> Tensor:
+    assert one.before is not None
+    is_wide = one.before.dtype in (torch.float32, torch.float64)
+    share = _SHARE if is_wide else _SHARE_16
+    return _SPACINGS * spacing(one.before) + share * (meant.abs() + meant.abs().mean())
+
+
+def _stale(view: StepView) -> Iterator[Suspect]:
+    """Yield weights whose gradients of earlier steps were never set to zero."""
+    if view.samples.step == 1 or view.previous is None:
+        return
+    seen = [probe for probe in view.probes if probe.arrivals]
+    stale = [probe for probe in seen if probe.is_stale]
+    if seen and len(stale) == len(seen):
+        yield from _all(view, "missing-zero-grad")
+    else:
+        for probe in stale:
+            yield Suspect("missing-zero-grad", *probe.key)
+
+
+def _accumulated(view: StepView) -> Iterator[Suspect]:
+    """Yield weights that got several backwards of one line, whose losses do not add up to a mean."""
+    for probe in view.probes:
+        lines: dict[Place, dict[int, Backward]] = {}
+        for own, _, _ in probe.arrivals:
+            if own.place is not None:
+                lines.setdefault(own.place, {})[own.batch] = own
+        for backwards in lines.values():
+            # Several losses of one forward are no accumulation.
+            count = len(backwards)
+            if count < 2 or sum(own.place in lines for own, _, _ in probe.arrivals) != count:
+                continue
+            is_cleared = view.scale is None and probe.resets == len(probe.arrivals) - 1
+            faults = [_factor_fault(own, count, view.scale) for own in backwards.values()]
+            if is_cleared or all(one is not None for one in faults):
+                factor = 1.0 if faults[0] is None else faults[0]
+                yield from _all(view, "accumulation", {"backwards": count, "factor": factor})
+                return
+
+
+def _factor_fault(own: Backward, count: int, scale: float | None) -> float | None:
+    """Return the factor of a loss, where it is none that makes the sum of so many a mean; else None."""
+    factors = [one for one in own.factors if one != 1 and (scale is None or abs(one - scale) > 1e-3 * scale)]
+    divisor = prod(own.divisors)
+    if not factors and divisor == 1:
+        return 1.0 if own.is_mean else None
+    is_whole = divisor >= 2 and divisor == round(divisor)
+    return prod(factors) / divisor if is_whole and divisor != count else None
+
+
+def _clipped(view: StepView) -> Iterator[Suspect]:
+    held = {id(x) for one in view.trained() if one.grad == "some" and (x := one.tensor()) is not None}
+    for clip in view.clips:
+        if clip.at_step > max(clip.max_norm, clip.norm) * _GREW:
+            own = {id(x) for one in clip.weights if (x := one()) is not None} or held
+            for weight in view.trained():
+                if id(weight.tensor()) in own & held:
+                    numbers = {"norm": clip.at_step, "max_norm": clip.max_norm}
+                    yield Suspect("clipping", weight.module, weight.label, numbers)
+        elif view.scale is not None and view.scale > 1 and _is_ratio(clip.norm, clip.at_step, view.scale):
+            yield from _all(view, "not-unscaled", {"scale": view.scale})
+
+
+def _is_ratio(a: float, b: float, ratio: float) -> bool:
+    return b > 0 and abs(a / b / ratio - 1) < _GREW - 1

@@ -1,0 +1,230 @@
+"""Findings of the audit in trainings with one planted fault each, and none in the same training without it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch import watch
+from nanwatch.report.update_finding import KINDS, UpdateFinding
+
+pytestmark = pytest.mark.filterwarnings("ignore:the optimizer's step", "ignore:.*more finding")
+
+
+class Training:
+    """A classifier in plain torch. A fault replaces one of its parts."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4)
+        )
+        self.x, self.y = torch.randn(32, 8), torch.randint(0, 4, (32,))
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.backwards, self.factor = 1, 1.0
+
+    def forward(self) -> Tensor:
+        return self.model(self.x)
+
+    def zero(self) -> None:
+        self.optimizer.zero_grad()
+
+    def before_step(self) -> None:
+        pass
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def after_step(self) -> None:
+        pass
+
+    def run(self, steps: int = 10, updates: int = 100, **options: Any) -> tuple[UpdateFinding, ...]:
+        with watch(self.model, updates=updates, black_box=False, **options) as w:
+            for _ in range(steps):
+                self.zero()
+                for _ in range(self.backwards):
+                    loss = nn.functional.cross_entropy(self.forward().float(), self.y) * self.factor
+                    loss.backward()
+                self.before_step()
+                self.step()
+                self.after_step()
+        return w.updates
+
+
+def _bfloat16(one: Training) -> None:
+    one.model.bfloat16()
+    one.x = one.x.bfloat16()
+    one.optimizer = torch.optim.AdamW(one.model.parameters(), lr=1e-6)
+
+
+def _detached(one: Training) -> None:
+    one.forward = lambda: one.model[4](one.model[:4](one.x).detach())  # type: ignore[method-assign]
+
+
+def _masked(one: Training) -> None:
+    one.forward = lambda: one.model(one.x) * 0  # type: ignore[method-assign]
+
+
+def _head_alone(one: Training) -> None:
+    one.optimizer = torch.optim.AdamW(one.model[4].parameters(), lr=1e-3)
+
+
+def _rate(one: Training) -> None:
+    one.optimizer = torch.optim.AdamW(one.model.parameters(), lr=0.0)
+
+
+def _no_step(one: Training) -> None:
+    one.step = lambda: None  # type: ignore[method-assign]
+
+
+def _no_zero(one: Training) -> None:
+    one.zero = lambda: None  # type: ignore[method-assign]
+
+
+def _zero_before_step(one: Training) -> None:
+    one.before_step = one.optimizer.zero_grad  # type: ignore[method-assign]
+
+
+def _undivided(one: Training) -> None:
+    one.backwards = 4
+
+
+def _frozen_late(one: Training) -> None:
+    one.optimizer = torch.optim.SGD(one.model.parameters(), lr=0.1, momentum=0.9)
+    one.model(one.x).sum().backward()
+    one.optimizer.step()
+    one.model[4].requires_grad_(False)
+    one.optimizer.zero_grad(set_to_none=False)
+    one.zero = lambda: one.optimizer.zero_grad(set_to_none=False)  # type: ignore[method-assign]
+
+
+def _copied(one: Training) -> None:
+    import copy
+
+    one.optimizer = torch.optim.AdamW(copy.deepcopy(one.model).parameters(), lr=1e-3)
+
+
+def _decayed_by_hand(one: Training) -> None:
+    def decay() -> None:
+        with torch.no_grad():
+            for x in one.model.parameters():
+                x.mul_(0.999)
+
+    one.after_step = decay  # type: ignore[method-assign]
+
+
+def _sorted_wrongly(one: Training) -> None:
+    matrices = [x for x in one.model.parameters() if x.ndim > 1]
+    others = [x for x in one.model.parameters() if x.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.1}]
+    one.optimizer = torch.optim.AdamW(groups, lr=1e-3)
+
+
+def _wrong_rule(one: Training) -> None:
+    class SGD(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            with torch.no_grad():
+                for x in self.param_groups[0]["params"]:
+                    x.sub_(x.grad * self.param_groups[0]["lr"] * 2)
+
+    one.optimizer = SGD(one.model.parameters(), lr=0.1)
+
+
+def _clip_nothing(one: Training) -> None:
+    parameters = one.model.parameters()
+    list(parameters)
+    one.factor = 100.0
+    one.before_step = lambda: nn.utils.clip_grad_norm_(parameters, 0.1)  # type: ignore[method-assign,assignment]
+
+
+def _evaluation_mode(one: Training) -> None:
+    one.model.eval()
+
+
+def _evaluated_in_training_mode(one: Training) -> None:
+    def validate() -> None:
+        with torch.no_grad():
+            for _ in range(3):
+                one.model(one.x)
+
+    one.after_step = validate  # type: ignore[method-assign]
+
+
+def _other_autocast(one: Training) -> None:
+    def forward() -> Tensor:
+        with torch.autocast("cuda"):
+            return one.model(one.x)
+
+    one.forward = forward  # type: ignore[method-assign]
+
+
+FAULTS: list[tuple[str, str, Callable[[Training], None]]] = [
+    ("absorbed", "", _bfloat16),
+    ("no-gradient", "0", _detached),
+    ("zero-gradient", "", _masked),
+    ("not-in-optimizer", "0", _head_alone),
+    ("zero-lr", "", _rate),
+    ("skipped-step", "", _no_step),
+    ("missing-zero-grad", "", _no_zero),
+    ("no-gradient", "", _zero_before_step),
+    ("accumulation", "", _undivided),
+    ("frozen-moved", "4", _frozen_late),
+    ("other-module-trained", "", _copied),
+    ("decayed-twice", "", _decayed_by_hand),
+    ("never-decayed", "0", _sorted_wrongly),
+    ("wrong-update", "", _wrong_rule),
+    ("clipping", "", _clip_nothing),
+    ("train-mode-wrong", "", _evaluation_mode),
+    ("eval-mode-wrong", "", _evaluated_in_training_mode),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*empty generator")
+@pytest.mark.parametrize(("kind", "module", "fault"), FAULTS, ids=[f[2].__name__ for f in FAULTS])
+def test_a_planted_fault_is_found(kind: str, module: str, fault: Callable[[Training], None]) -> None:
+    """Kind and module of the first finding, within 10 steps, and nothing about another cause."""
+    training = Training()
+    fault(training)
+    found = training.run()
+    assert [(one.kind, one.module) for one in found[:1]] == [(kind, module)]
+    assert {one.kind for one in found} == {kind}
+    assert 0 <= found[0].step <= 10
+
+
+def test_a_healthy_training_has_no_findings() -> None:
+    """The training in which the faults are planted, audited at each step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Training().run(20, updates=1) == ()
+
+
+def test_an_audited_training_ends_with_equal_weights() -> None:
+    """Bit for bit, with and without the audit of each step."""
+    audited, plain = Training(), Training()
+    audited.optimizer = torch.optim.SGD(audited.model.parameters(), lr=0.1, momentum=0.9)
+    plain.optimizer = torch.optim.SGD(plain.model.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(1)
+    audited.run(6, updates=1)
+    torch.manual_seed(1)
+    with watch(plain.model, black_box=False):
+        for _ in range(6):
+            plain.zero()
+            nn.functional.cross_entropy(plain.forward(), plain.y).backward()
+            plain.step()
+    for (name, x), y in zip(
+        audited.model.state_dict().items(), plain.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(x, y), name
+
+
+def test_each_kind_has_words() -> None:
+    """A headline and a cure, which end as sentences do."""
+    for kind, (headline, cure) in KINDS.items():
+        assert kind == kind.lower()
+        assert headline
+        assert cure.endswith(".")

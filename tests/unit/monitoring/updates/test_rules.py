@@ -1,0 +1,96 @@
+"""The rules of optimizers against torch's own: what a step makes of a weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch.monitoring.updates.rules import expect, spacing
+from nanwatch.monitoring.updates.samples import sample_after, sample_step
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion as its paper has it (arXiv 2302.06675, algorithm 2), in plain torch."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                update = torch.sign(m * beta1 + p.grad * (1 - beta1))
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+                m.mul_(beta2).add_(p.grad, alpha=1 - beta2)
+
+
+def steps(
+    kind: Any, options: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> list[tuple[Tensor, Tensor]]:
+    """Return what the rule gives and what the optimizer did, in four steps of a small model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+    optimizer = kind(model.parameters(), **options)
+    found = []
+    for step in range(1, 5):
+        optimizer.zero_grad()
+        model(torch.randn(7, 6, dtype=dtype)).square().mean().backward()
+        samples = sample_step(model, optimizer, step, frozenset())
+        optimizer.step()
+        sample_after(samples)
+        expect(samples)
+        for one in samples.weights:
+            assert one.expected is not None
+            assert one.after is not None
+            found.append((one.expected, one.after))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"lr": 0.1}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": False}),
+        (torch.optim.SGD, {"lr": 0.1, "maximize": True, "fused": True}),
+        (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1, "foreach": True}),
+        (torch.optim.Adam, {"lr": 0.01, "amsgrad": True, "fused": True}),
+        (torch.optim.Adam, {"lr": torch.tensor(0.01, dtype=torch.float64), "foreach": False}),
+        (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "maximize": True}),
+        (torch.optim.AdamW, {"lr": 0.01, "betas": (0.5, 0.9), "eps": 1e-3, "fused": True}),
+        (Lion, {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1}),
+    ],
+)
+def test_a_rule_gives_what_the_optimizer_does(kind: Any, options: dict[str, Any]) -> None:
+    """Each form of each optimizer, in float64 beside the optimizer's own float64."""
+    for expected, after in steps(kind, options, torch.float64):
+        torch.testing.assert_close(expected, after, rtol=1e-9, atol=1e-12)
+
+
+def test_a_rule_says_nothing_of_a_state_that_it_does_not_know() -> None:
+    """An optimizer that is called AdamW and keeps a compensation has no rule."""
+
+    class AdamW(torch.optim.AdamW):
+        pass
+
+    model = nn.Linear(3, 2)
+    optimizer = AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.weight]["compensation"] = torch.zeros_like(model.weight)
+    samples = sample_step(model, optimizer, 2, frozenset())
+    expect(samples)
+    assert [one.expected is None for one in samples.weights] == [True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_spacing_is_the_distance_to_the_next_number(dtype: torch.dtype) -> None:
+    """Over the magnitudes of a format."""
+    x = (2.0 ** torch.arange(-10, 10) * 1.3).to(dtype)
+    following = torch.nextafter(x, torch.tensor(float("inf"), dtype=dtype))
+    torch.testing.assert_close(spacing(x), following.double() - x.double(), rtol=0, atol=0)
