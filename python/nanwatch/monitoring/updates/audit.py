@@ -75,6 +75,7 @@ class _Track:
         self.in_a_row = 0  # audits
         self.is_own = False
         self.is_compiled = False
+        self.is_repeated = False
         self.suspicions = Suspicions()
         self.previous: StepSamples | None = None
         self.open: StepSamples | None = None
@@ -184,7 +185,7 @@ class UpdateAudit:
         track = self._tracks.get(optimizer)
         if track is None:
             track = self._tracks[optimizer] = _Track()
-        track.open = None
+        track.open, track.is_repeated = None, False
         self._evaluations = 0
         if not self._is_due(track, track.step + 1):
             track.step += 1
@@ -217,6 +218,8 @@ class UpdateAudit:
     def _begin(self, optimizer: Optimizer, track: _Track) -> None:
         if (model := self._model()) is None:
             return
+        # A step that calls its closure again, as L-BFGS does, is no step of a rule.
+        track.is_repeated = track.open is not None
         before = () if track.previous is None else track.previous.weights
         still = frozenset(one.key for one in before if one.has_moved is not True)
         track.open = sample_step(model, optimizer, track.step, still)
@@ -232,7 +235,7 @@ class UpdateAudit:
             return
         found: list[UpdateFinding | None] = []
         samples, model, track.open = track.open, self._model(), None
-        if samples is not None and model is not None:
+        if samples is not None and model is not None and not track.is_repeated:
             sample_after(samples)
             expect(samples)
             view = self._view(model, optimizer, track, samples)
@@ -246,7 +249,7 @@ class UpdateAudit:
                 found.append(self._finding(samples.step, fault, _blamed(fault, view)))
             track.in_a_row += 1
         else:
-            track.in_a_row = 0
+            track.in_a_row, samples = 0, None
         track.previous = samples
         track.calls_before = self._window.num_calls
         if any(one.is_own and self._is_due(one, one.step + 1) for one in self._tracks.values()):
