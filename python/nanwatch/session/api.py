@@ -67,6 +67,7 @@ def watch(
     guard_checkpoints: bool = False,
     forecast: bool = True,
     updates: int = False,
+    frozen: str | Iterable[str] = (),
     spikes: bool = False,
     max_skipped_steps: int = 20,
     scaler: Any = None,
@@ -144,6 +145,8 @@ def watch(
         updates: audit the optimizer's steps 1, 2, 3 and every n-th: which weights get no gradient, do not move, or move
             by something else than the optimizer's rule (docs/updates.md). True is every 100th. `Watch.updates` has the
             findings, and a warning tells of the first.
+        frozen: glob patterns on the names of modules or weights that are meant to stay as they are, such as
+            "backbone.*": `updates` tells of a step that moves one. Needs `updates`.
         spikes: keep histories of all magnitudes, and when the loss or the gradients jump, report the first module that
             left its own history (docs/spikes.md). The loss is what `Watch.note_loss` gets, or an output called `loss`.
             Reads gradients as `gradients` does.

@@ -190,6 +190,12 @@ class Options:
         "audit the optimizer's steps 1, 2, 3 and every N-th: which weights do not move, or move wrongly",
         also="True is 100",
     )
+    frozen: tuple[str, ...] = _act(
+        (),
+        PATTERNS,
+        "weights, or modules with all of theirs, that are meant to stay as they are: tell of a step that moves one",
+        needs="updates=",
+    )
     spikes: bool = _act(
         False,
         FLAG,
@@ -268,6 +274,11 @@ class Options:
     def observes(self, name: str) -> bool:
         """Return whether the calls of the module of this name are recorded."""
         return (not self.include or _matches(name, self.include)) and not _matches(name, self.exclude)
+
+    def is_frozen(self, name: str) -> bool:
+        """Return whether the weight, or the module that has it, is meant to stay as it is."""
+        parts = name.split(".")
+        return any(_matches(".".join(parts[: i + 1]), self.frozen) for i in range(len(parts)))
 
     def allows_inf(self, name: str, module: nn.Module) -> bool | MaskedScores:
         """Return whether infinities in this module are meant, or the masked scores that are, of a softmax."""

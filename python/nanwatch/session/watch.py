@@ -163,7 +163,9 @@ class Watch:
         events.recheck = self._recheck
         self._updates: UpdateAudit | None = None
         if options.updates and options.enabled:
-            self._updates = UpdateAudit(model, self._recorder, options.updates, sinks.on_update)
+            self._updates = UpdateAudit(
+                model, self._recorder, options.updates, sinks.on_update, options.is_frozen
+            )
         events.updates = self._updates
         events.watch, events.failures, events.sinks = self, self._failures, sinks
         events.replicas = self._replicas

@@ -45,7 +45,8 @@ _MORE = 10
 _MOST_FINDINGS = 64
 # Backwards without a step, each after the gradients of the one before were thrown away; and at the end of a run.
 _UNSTEPPED, _UNSTEPPED_AT_END = 8, 5
-# Calls of the model in a row without grad mode, in training mode: one may make the fake samples of a GAN.
+# Calls of the model without grad mode, in training mode: in a row, or rarer than others. One may make the fake samples
+# of a GAN, and that for each batch.
 _EVALUATIONS = 2
 
 
@@ -86,10 +87,18 @@ class _Track:
 
 
 class UpdateAudit:
-    """Part of a Watch with `updates`. `tell` gets each finding. An exception in here ends the audit, not the run."""
+    """Part of a Watch with `updates`. `tell` gets each finding. An exception in here ends the audit, not the run.
+
+    `is_frozen` says by the name of a weight or a module whether the user means it to stay as it is.
+    """
 
     def __init__(
-        self, model: nn.Module, recorder: Recorder, every: int, tell: Callable[[UpdateFinding], object]
+        self,
+        model: nn.Module,
+        recorder: Recorder,
+        every: int,
+        tell: Callable[[UpdateFinding], object],
+        is_frozen: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self.findings: list[UpdateFinding] = []
         self.is_over = False
@@ -97,10 +106,11 @@ class UpdateAudit:
         self._recorder = recorder
         self._every = every
         self._tell = tell
+        self._is_frozen = is_frozen
         self._tracks: weakref.WeakKeyDictionary[Optimizer, _Track] = weakref.WeakKeyDictionary()
         self._modes: dict[str, bool] = {}  # modules that have been in training mode at an audit
         self._ends: list[tuple[str, str]] | None = None
-        self._evaluations = 0
+        self._evaluations = self._num_evaluated = self._num_trained = 0
         self._told: set[tuple[str, str, str | None]] = set()
         self._window = Window(recorder)
         self._starts = recorder.subscribe(Event.BATCH_START)
@@ -155,12 +165,18 @@ class UpdateAudit:
             return None
         if torch.is_grad_enabled():
             self._evaluations = 0
+            self._num_trained += 1
             if self._window.is_open:
                 self._window.batch_started(model, batch)
                 return self._unstepped(_UNSTEPPED, _UNSTEPPED - 2)
         elif module is model and model.training and any(one.is_own for one in self._tracks.values()):
             self._evaluations += 1
-            if self._evaluations == _EVALUATIONS and depends_on_mode(model):
+            self._num_evaluated += 1
+            is_rare = (
+                self._num_evaluated == _EVALUATIONS
+                and self._num_trained >= _EVALUATIONS * self._num_evaluated
+            )
+            if (is_rare or self._evaluations == _EVALUATIONS) and depends_on_mode(model):
                 frame = sys._getframe(2)
                 fault = Fault("eval-mode-wrong", "", None, 1, {})
                 step = max(one.step for one in self._tracks.values())
@@ -222,7 +238,7 @@ class UpdateAudit:
         track.is_repeated = track.open is not None
         before = () if track.previous is None else track.previous.weights
         still = frozenset(one.key for one in before if one.has_moved is not True)
-        track.open = sample_step(model, optimizer, track.step, still)
+        track.open = sample_step(model, optimizer, track.step, still, self._is_frozen)
         track.clips = self._window.clips(optimizer)
         track.differing = track.masters.differing(model, optimizer, track.step)
         if self._ends is None:
@@ -278,6 +294,7 @@ class UpdateAudit:
             scale=scale,
             is_scaled=scale is not None and is_taken_scaled(optimizer),
             casts=frozenset(self._window.casts),
+            mastered=track.masters.keys,
             masters=track.differing,
         )
 
@@ -296,13 +313,19 @@ class UpdateAudit:
 
 
 def _is_relevant(model: nn.Module, optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has weights of the model, or as many others of the same shapes."""
+    """Return whether an optimizer has weights of the model, or seems to be meant for it.
+
+    Others of the same shapes may be those of a copy. Where no optimizer has any weight, this one may have old ones.
+    """
     held = {id(x): tuple(x.shape) for group in optimizer.param_groups for x in group["params"]}
     own = [x for _, _, x in each_weight(model)]
     if any(id(x) in held for x in own):
         return True
-    trained = sorted(tuple(x.shape) for x in own if x.requires_grad)
-    return bool(trained) and sorted(held.values()) == trained
+    trained = [x for x in own if x.requires_grad]
+    if sorted(held.values()) == sorted(tuple(x.shape) for x in trained):
+        return bool(trained)
+    others = held_by_others(optimizer)
+    return any(x.grad is not None for x in trained) and not any(id(x) in others for x in trained)
 
 
 def _blamed(fault: Fault, view: StepView) -> Callable[[], Place | None]:

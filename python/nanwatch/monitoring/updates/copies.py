@@ -25,6 +25,11 @@ class Masters:
     def __init__(self) -> None:
         self._known: dict[Key, weakref.ref[Tensor]] = {}
 
+    @property
+    def keys(self) -> frozenset[Key]:
+        """Return the weights that have a master."""
+        return frozenset(self._known)
+
     def differing(self, model: nn.Module, optimizer: Optimizer, step: int) -> dict[Key, float]:
         """Return the weights that no longer equal their masters, with the share of elements."""
         own = {id(x) for x in each_parameter(model)}

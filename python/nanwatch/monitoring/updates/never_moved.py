@@ -138,7 +138,8 @@ def _outside(view: StepView) -> Iterator[Suspect]:
     """Yield trained weights that get gradients, and that neither an optimizer has nor anything moves."""
     if view.previous is None:
         return
-    outside = [one for one in view.samples.weights if one.is_trained and one.group is None]
+    weights = (one for one in view.samples.weights if one.key not in view.mastered)
+    outside = [one for one in weights if one.is_trained and one.group is None]
     missing = [
         one
         for one in outside
@@ -156,5 +157,5 @@ def _outside(view: StepView) -> Iterator[Suspect]:
     has_copy = Counter(one.shape for one in missing) <= Counter(view.samples.foreign)
     kind = "other-module-trained" if has_copy else "not-in-optimizer"
     for one in missing:
-        if one.grad == "some" or (has_copy and not any(view.samples.of_optimizer())):
+        if one.grad == "some" or has_copy:
             yield Suspect(kind, one.module, one.label)

@@ -14,12 +14,14 @@ from .view import StepView, Suspect
 
 # A weight that somebody multiplies between two steps keeps at least this much of it.
 _KEPT = 0.5
+# Keys of groups that mean weight decay, in one optimizer or another.
+_DECAYS = frozenset({"decay", "wd", "weight_decay", "weight_decay_rate", "l2", "l2_reg", "lambda"})
 
 
 def not_meant(view: StepView) -> Iterator[Suspect]:
     """Yield what may have a fault of these kinds at this step."""
     for one in view.samples.of_optimizer():
-        if not one.is_trained and one.has_moved:
+        if not (one.is_trained and one.is_meant) and one.has_moved:
             yield Suspect("frozen-moved", one.module, one.label)
     yield from _never_decayed(view)
     yield from _decayed_twice(view)
@@ -32,9 +34,19 @@ def _decay(view: StepView, one: WeightSample) -> float:
 
 
 def _never_decayed(view: StepView) -> Iterator[Suspect]:
+    matrices = [one for one in view.trained() if len(one.shape) > 1]
+    # A key that the optimizer does not read.
+    ignored = {
+        place
+        for place, group in enumerate(view.samples.groups)
+        for key in group.keys() & _DECAYS - view.optimizer.defaults.keys()
+        if number(group[key])
+    }
+    for one in matrices:
+        if one.group in ignored and not _decay(view, one):
+            yield Suspect("never-decayed", one.module, one.label)
     if not any(number(group.get("weight_decay")) for group in view.samples.groups):
         return
-    matrices = [one for one in view.trained() if len(one.shape) > 1]
     if not any(_decay(view, one) for one in matrices):
         for one in matrices:
             yield Suspect("never-decayed", one.module, one.label)

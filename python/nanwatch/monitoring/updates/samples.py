@@ -6,7 +6,7 @@ Strided elements stand for a tensor: at most 1,024 of each. Nothing here keeps a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -53,6 +53,7 @@ class WeightSample:
     whole: int | None = None  # a fingerprint of all elements, for weights that did not move last time
     after: Tensor | None = None
     shape: tuple[int, ...] = ()
+    is_meant: bool = True  # to be trained, by what the user says
     # After the step: the values in float64 that the optimizer's rule gives; None where no rule is known.
     expected: Tensor | None = None
 
@@ -127,8 +128,19 @@ def _grads(gradients: Sequence[Tensor | None]) -> list[Grad]:
     return found
 
 
-def sample_step(model: nn.Module, optimizer: Optimizer, step: int, still: frozenset[Key]) -> StepSamples:
-    """Sample the weights of a model before a step. Those in `still` get a fingerprint of all elements too."""
+def sample_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    step: int,
+    still: frozenset[Key],
+    is_frozen: Callable[[str], bool] = lambda _: False,
+) -> StepSamples:
+    """Sample the weights of a model before a step. Those in `still` get a fingerprint of all elements too.
+
+    `is_frozen` says by the name of a weight or a module whether the user means it to stay as it is.
+    """
+    # An attribute of a module freezes nothing: its weights have their own.
+    frozen = [one.name for one in named_modules(model) if vars(one.module).get("requires_grad") is False]
     places = {id(x): number for number, group in enumerate(optimizer.param_groups) for x in group["params"]}
     named = list(each_weight(model))
     own = {id(x) for _, _, x in named}
@@ -138,6 +150,8 @@ def sample_step(model: nn.Module, optimizer: Optimizer, step: int, still: frozen
         for (name, label, x), grad in zip(named, grads, strict=True):
             one = WeightSample(name, label, weakref.ref(x), x.requires_grad, grad, shape=tuple(x.shape))
             weights.append(one)
+            is_said = any(not above or f"{name}.".startswith(f"{above}.") for above in frozen)
+            one.is_meant = not (is_said or is_frozen(name) or is_frozen(f"{name}.{label}"))
             values = plain(x)
             if values is None or not values.numel():
                 continue

@@ -95,6 +95,7 @@ class StepView:
     is_compiled: bool = False
     scale: float | None = None  # of a GradScaler in use
     is_scaled: bool = False  # the gradients of the step still have it
+    mastered: frozenset[Key] = frozenset()  # weights with a master in the optimizer
     masters: Mapping[Key, float] = field(
         default_factory=dict
     )  # share of elements that differ from their master

@@ -109,8 +109,10 @@ def _factor_fault(own: Backward, count: int, scale: float | None) -> float | Non
     """Return the factor of a loss, where it is none that makes the sum of so many a mean; else None."""
     factors = [one for one in own.factors if one != 1 and (scale is None or abs(one - scale) > 1e-3 * scale)]
     divisor = prod(own.divisors)
+    if not own.is_mean:
+        return None
     if not factors and divisor == 1:
-        return 1.0 if own.is_mean else None
+        return 1.0
     is_whole = divisor >= 2 and divisor == round(divisor)
     return prod(factors) / divisor if is_whole and divisor != count else None
 

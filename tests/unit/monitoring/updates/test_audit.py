@@ -228,3 +228,12 @@ def test_each_kind_has_words() -> None:
         assert kind == kind.lower()
         assert headline
         assert cure.endswith(".")
+
+
+def test_a_weight_that_is_meant_to_stay() -> None:
+    """By the option, and by an attribute of its module, which freezes nothing."""
+    told = Training().run(frozen="4")
+    assert {(one.kind, one.module) for one in told} == {("frozen-moved", "4")}
+    training = Training()
+    training.model[0].requires_grad = False
+    assert {(one.kind, one.module) for one in training.run()} == {("frozen-moved", "0")}
