@@ -15,7 +15,7 @@ from .view import StepView, Suspect
 _ABSORBED, _LOST = 0.75, 0.5
 # A part without gradients whose result nobody is seen to use may be a head that this loss leaves out, unless it is
 # this much of the model.
-_LARGE = 0.1
+_LARGE = 0.5
 
 
 def never_moved(view: StepView) -> Iterator[Suspect]:
