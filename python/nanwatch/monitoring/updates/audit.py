@@ -68,6 +68,17 @@ def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
     return safe
 
 
+def _past_dynamo(method: Callable[..., _T]) -> Callable[..., _T]:
+    """Keep torch.compile from compiling what a compiled step's hook calls. Without it in use, it is not imported."""
+    disabled: Callable[..., _T] = _disable_dynamo(method)
+
+    @functools.wraps(method)
+    def call(*args: Any) -> _T:
+        return (disabled if "torch._dynamo" in sys.modules else method)(*args)
+
+    return call
+
+
 class _Track:
     """What is known of one optimizer."""
 
@@ -231,6 +242,7 @@ class UpdateAudit:
         return step <= _FIRST or step % self._every == 0 or is_open
 
     @_harmless
+    @_past_dynamo
     def _begin(self, optimizer: Optimizer, track: _Track) -> None:
         if (model := self._model()) is None:
             return
@@ -245,6 +257,7 @@ class UpdateAudit:
             self._ends = equal_ends(model) if track.step == 1 else []
 
     @_harmless
+    @_past_dynamo
     def _after(self, optimizer: Optimizer) -> None:
         track = self._tracks.get(optimizer)
         if track is None or not track.is_own:
