@@ -93,18 +93,6 @@ KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "no longer equals its master copy in the optimizer",
             "Copy the master to the weight after each step, and load a checkpoint into both.",
         ),
-        "rank-lost": (
-            "has a gradient that lacks a rank: the mean of the others",
-            "See that each rank's backward goes through the DistributedDataParallel wrapper.",
-        ),
-        "averaged-twice": (
-            "has a gradient that was divided by the number of ranks twice",
-            "Divide in one place: DistributedDataParallel averages, so the loss must not be divided by world_size.",
-        ),
-        "not-reduced": (
-            "differs between ranks that began with equal values",
-            "Call the DistributedDataParallel wrapper, not its .module, and leave no_sync() before the last backward.",
-        ),
         "train-mode-wrong": (
             "is trained in evaluation mode: dropout and batch norm do not train",
             "Call model.train() after each evaluation, and after from_pretrained(), which returns a model in evaluation"
