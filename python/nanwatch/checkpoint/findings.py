@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from statistics import median
 
-from ..monitoring.suspicion import apart_from_siblings
 from ..numerics.fit import edges
 from ..numerics.formats import BY_NAME, TensorHealth
+from ..records.siblings import apart_from_siblings
 from .result import Finding, TensorScan
 from .stored import Contents, StoredTensor
 

@@ -24,6 +24,7 @@ from ..distributed.replica_bytes import Copy, measure
 from ..instrumentation.slot import CallWrapper, attach, detach
 from ..instrumentation.wrapped_names import named_modules
 from ..numerics import _extension
+from ..recording.events import WatchPart
 from ..report.hardware_suspect import HardwareSuspect
 from ..report.replica import Distance
 from ..util.job import rank
@@ -56,7 +57,7 @@ def impure(module: nn.Module) -> str:
     return ""
 
 
-class Recheck:
+class Recheck(WatchPart):
     """Part of a Watch with `recheck`: makes one in `every` calls of pure modules again, in turn.
 
     `tell(suspect)` is called inside the module's call. No error of this leaves it. `skipped` says of each leaf module
@@ -81,7 +82,7 @@ class Recheck:
         self._agreed: set[str] = set()
         self._open: dict[str, HardwareSuspect] = {}
 
-    def batch_started(self, batch: int) -> None:
+    def batch_started(self, batch: int, module: nn.Module | None = None) -> None:
         """Choose the calls of this batch that are made again."""
         self._batch = batch
         if batch < _FIRST or _is_compiled():
@@ -91,8 +92,8 @@ class Recheck:
         for _ in range(min(due, len(self._pure))):
             self._pure.rotate(-1)
             self._arm(*self._pure[-1])
-        for name, module in [one for one in self._pure if one[0] in self._open]:
-            self._arm(name, module)
+        for name, reference in [one for one in self._pure if one[0] in self._open]:
+            self._arm(name, reference)
 
     def _arm(self, name: str, reference: weakref.ref[nn.Module]) -> None:
         module = reference()

@@ -26,7 +26,7 @@ import torch
 from ..report.replica import Distance, ReplicaDifference
 from ..util.job import rank_and_world_size, store_key
 from ..util.visible import suppressed, suppressing
-from .consensus import default_store, _own_store
+from .consensus import _own_store, default_store
 from .replica_bytes import Copy, compare, to_document, write
 from .replica_store import Prints, ReplicaProtocol, digest
 from .replicas import Fingerprints, Ranks

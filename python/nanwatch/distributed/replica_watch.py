@@ -20,6 +20,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.global_hooks import Handles, after_steps
+from ..recording.events import WatchPart
 from ..records.record import Frame
 from ..report.replica import ReplicaDifference
 from ..util.modules import each_parameter
@@ -32,7 +33,7 @@ _OPTIMIZER = "(optimizer)"
 _SPARE = 8  # batches: a difference is heard of some time after its check
 
 
-class ReplicaWatch:
+class ReplicaWatch(WatchPart):
     """Part of a Watch with `replicas`: compares what the ranks should hold alike, every `every` steps.
 
     `tell(difference)` is called in the thread of the run, when a batch begins or the watch ends. `timeout` are the
@@ -90,7 +91,7 @@ class ReplicaWatch:
                 is_prefixed = frame.name and frame.name != _OPTIMIZER
                 kept[f"{frame.name}.{row.label}" if is_prefixed else row.label] = row.fingerprint
 
-    def batch_started(self, batch: int) -> None:
+    def batch_started(self, batch: int, module: nn.Module | None = None) -> None:
         """Take the fingerprints, if a check is due, and tell of differences. Never raises."""
         if self._is_off or os.getpid() != self._pid:
             return

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..numerics.block_fit import block_fit
+from ..numerics.block_fit import block_fits
 from ..numerics.block_formats import BlockFormat, block_format
 from ..numerics.readable import dtype_name, is_plain, unreadable
 from ..recording.events import Recorder
@@ -98,7 +98,7 @@ class LinearFormats:
                 for form in self._forms:
                     loss = FormatLoss(module, operand, form.name, batch, reason=reason)
                     if not reason:
-                        fit = block_fit(_sample(x.detach(), form), form, -1)
+                        (fit,) = block_fits(_sample(x.detach(), form), [form], -1)
                         loss = loss._replace(sqnr=fit.sqnr, saturated=fit.saturated, flushed=fit.flushed)
                     self._add(loss)
 

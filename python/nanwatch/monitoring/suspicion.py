@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import isfinite
+from operator import itemgetter
 from statistics import median
-from typing import TypeAlias
 
 from torch import Tensor, nn
 
 from ..instrumentation.wrapped_names import is_recorded, named_modules
 from ..recording.observe import observe, past_torch_function
 from ..records.record import Frame
+from ..records.siblings import Key, apart_from_siblings, grown_most
 from ..report.suspect import Suspect
 from ..util.modules import each_parameter
 from ..util.visible import suppressed
 from .peaks import PeakHistory
 
-_Key: TypeAlias = tuple[str, str]  # module and label
-
-# Adam moves a weight by about the learning rate a step, and the gain of a norm stays below 5 in trained models: eight
-# times, three bits, is no healthy training.
-_FACTOR = 8
-# A bias or a LoRA matrix grows from 0 by any factor. Growth counts from here on.
-_LEAST = 0.1
-# Fewer have no middle from which one could be far.
-_LEAST_SIBLINGS = 4
-_NUMBER = re.compile(r"\d+")
 # nn.MultiheadAttention holds it for its weights, and never calls it.
 _HOLDS_WEIGHTS = "NonDynamicallyQuantizableLinear"
 
@@ -57,26 +47,27 @@ class Suspicion:
         except Exception:
             suppressed("the growth of weights could not be told")
             return ()
-        found = {key: Suspect(*key, latest[key]) for key in latest}
-        grown = max(latest, key=lambda key: latest[key] / max(first[key], _LEAST), default=None)
-        if grown is not None and latest[grown] >= _FACTOR * max(first[grown], _LEAST):
-            found[grown] = replace(found[grown], first=first[grown])
-        apart = max(apart_from_siblings(latest), key=lambda one: one[0], default=None)
-        if apart is not None:
+        found: dict[Key, Suspect] = {}
+        if (grown := grown_most(first, latest)) is not None:
+            found[grown] = Suspect(*grown, latest[grown], first=first[grown])
+        if (apart := max(apart_from_siblings(latest), key=itemgetter(0), default=None)) is not None:
             _, key, group, siblings = apart
             found[key] = replace(
-                found[key], siblings=group, num_siblings=len(siblings), median=median(siblings)
+                found.get(key) or Suspect(*key, latest[key]),
+                siblings=group,
+                num_siblings=len(siblings),
+                median=median(siblings),
             )
-        return tuple(one for one in found.values() if one.first is not None or one.siblings)
+        return tuple(found.values())
 
-    def _of_weights(self, frames: Iterable[Frame]) -> tuple[dict[_Key, float], dict[_Key, float]]:
+    def _of_weights(self, frames: Iterable[Frame]) -> tuple[dict[Key, float], dict[Key, float]]:
         """Return the first and the latest finite abs max of each weight."""
         model = self._model()
         named = () if model is None else named_modules(model)
         # A scripted module's dict cannot be iterated without `keys()`.
         weights = {(one.name, key) for one in named for key in one.module._parameters.keys()}  # noqa: SIM118
-        first: dict[_Key, float] = {}
-        latest: dict[_Key, float] = {}
+        first: dict[Key, float] = {}
+        latest: dict[Key, float] = {}
         for key, begin, end in self._history.ends():
             if key in weights:
                 first.setdefault(key, begin)
@@ -150,22 +141,3 @@ def _weights(module: nn.Module) -> list[Tensor]:
 
 def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
-
-
-def apart_from_siblings(latest: Mapping[_Key, float]) -> Iterator[tuple[float, _Key, str, list[float]]]:
-    """Yield the weight that is farthest above its siblings, the same weight of other layers, where one is far.
-
-    `latest` has the abs max by module and label. Yields how many times the siblings' median it is (of 0.1 at least),
-    its key, the pattern of the siblings' names, and their abs max.
-    """
-    groups: dict[_Key, list[_Key]] = {}
-    for key in latest:
-        groups.setdefault((_NUMBER.sub("*", key[0]), key[1]), []).append(key)
-    for (pattern, _), members in groups.items():
-        if len(members) < _LEAST_SIBLINGS:
-            continue
-        key = max(members, key=latest.__getitem__)
-        siblings = [latest[one] for one in members if one is not key]
-        factor = latest[key] / max(median(siblings), _LEAST)
-        if factor >= _FACTOR:
-            yield factor, key, pattern, siblings

@@ -159,6 +159,25 @@ class RecorderEvents(Protocol):
         """Handle the last frame of a pending batch. Called if one was non-finite, or as `on_batch_end` is."""
 
 
+class WatchPart:
+    """Part of a Watch that follows its batches. Nothing is called without a subscription of its own or of another part.
+
+    An exception from a part leaves the module call.
+    """
+
+    def batch_started(self, batch: int, module: nn.Module | None) -> None:
+        """Take the start of a batch: the call of `module`, or None in compiled code."""
+
+    def on_frame(self, frame: Frame) -> None:
+        """Take a recorded call."""
+
+    def remove(self) -> None:
+        """Leave everything as it was found."""
+
+    def sum_up(self) -> None:
+        """Say what is left to say, once everything is removed."""
+
+
 class Recorder(Protocol):
     """Interface of the two recorders."""
 

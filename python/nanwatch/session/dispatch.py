@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from ..diagnosis.recheck import Recheck
-from ..distributed.replica_watch import ReplicaWatch
 from ..monitoring.forecast import Forecast
 from ..monitoring.sinks import Sink, SinkStream
-from ..monitoring.updates.audit import UpdateAudit
-from ..recording.events import Arrival, BackwardCall
+from ..recording.events import Arrival, BackwardCall, WatchPart
 from ..records.record import Frame
 from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError
@@ -41,21 +38,15 @@ class EventDispatch:
     sinks: SinkStream = field(init=False)
     tracer: Tracer | None = None
     backward: BackwardWatch | None = None
-    replicas: ReplicaWatch | None = None
-    recheck: Recheck | None = None
-    updates: UpdateAudit | None = None
+    parts: Sequence[WatchPart] = ()
 
     def on_batch_start(
         self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
     ) -> object:
         """Print the header of a traced batch, and keep its start for a re-run."""
         self.failures.raise_postponed()
-        if self.replicas is not None:
-            self.replicas.batch_started(batch)
-        if self.recheck is not None:
-            self.recheck.batch_started(batch)
-        if self.updates is not None:
-            self.updates.batch_started(batch, module)
+        for part in self.parts:
+            part.batch_started(batch, module)
         if traced and self.options.trace is None:
             _print_lines(text.batch_lines(batch))
         return self.failures.batch_started(batch, module, args, kwargs)
@@ -63,10 +54,8 @@ class EventDispatch:
     def on_frame(self, frame: Frame) -> None:
         """Hand the frame to the sinks, and print it or write it to the trace, if its batch is traced."""
         self.sinks.on_frame(frame)
-        if self.replicas is not None:
-            self.replicas.on_frame(frame)
-        if self.updates is not None:
-            self.updates.on_frame(frame)
+        for part in self.parts:
+            part.on_frame(frame)
         if frame.batch not in self.options.trace_batches:
             return
         if self.options.trace is None:

@@ -38,9 +38,10 @@ from .dispatch import EventDispatch, TraceNotes
 from .failure_handler import FailureHandler
 from .optimizer_guard import OptimizerGuard
 from .optimizer_steps import BackwardWatch, OptimizerSteps
-from .options import PEER_TIMEOUT, Options
+from .options import Options
 from .reports import Reports
 from .rerun_policy import RerunPolicy
+from .watch_parts import optional_parts
 
 # hook(watch, model), called when a watch begins.
 _callers: list[Callable[[Watch, nn.Module], object]] = []
@@ -146,29 +147,8 @@ class Watch:
                 self._monitor.follow(self._spikes.take)
                 self._batch_ends.active = True
             self._backward = BackwardWatch(self._reports, self._failures, guard, self._spikes)
-        self._replicas: ReplicaWatch | None = None
-        if options.replicas and options.enabled:
-            self._replicas = ReplicaWatch(
-                model,
-                options.replicas,
-                options.peer_timeout or PEER_TIMEOUT,
-                options.output_dir,
-                sinks.on_replica_difference,
-            )
-            self._recorder.subscribe(Event.BATCH_START | (Event.FRAME if options.fingerprints else 0))
-        self._recheck: Recheck | None = None
-        if options.recheck and options.enabled:
-            self._recheck = Recheck(model, options.recheck, sinks.on_hardware_suspect)
-            self._recorder.subscribe(Event.BATCH_START)
-        events.recheck = self._recheck
-        self._updates: UpdateAudit | None = None
-        if options.updates and options.enabled:
-            self._updates = UpdateAudit(
-                model, self._recorder, options.updates, sinks.on_update, options.is_frozen
-            )
-        events.updates = self._updates
+        self._optional = events.parts = tuple(optional_parts(model, options, self._recorder, sinks))
         events.watch, events.failures, events.sinks = self, self._failures, sinks
-        events.replicas = self._replicas
         events.tracer, events.backward = self._tracer, self._backward
         self._steps: OptimizerSteps | None = None
         self._checkpoints: CheckpointGuard | None = None
@@ -234,9 +214,8 @@ class Watch:
             box.num_watches -= 1
         self._reports.look_at_mesh()
         parts = (
-            *(self._updates, self._steps, self._backward, self._attachment, self._attention),
-            *(self._formats, self._spikes),
-            *(self._replicas, self._recheck, self._checkpoints),
+            *(*self._optional, self._steps, self._backward, self._attachment, self._attention),
+            *(self._formats, self._spikes, self._checkpoints),
         )
         for part in parts:
             if part is not None:
@@ -247,8 +226,8 @@ class Watch:
             self._failures.watch_ends()
         finally:
             self._failures.close()
-            if self._updates is not None:
-                self._updates.sum_up()
+            for part in self._optional:
+                part.sum_up()
             self._monitor.sinks.on_close()
 
     def pause(self) -> None:
@@ -302,17 +281,19 @@ class Watch:
     @property
     def replica_differences(self) -> tuple[ReplicaDifference, ...]:
         """The latest 16 differences between replicas, oldest first; empty without `replicas`."""
-        return () if self._replicas is None else tuple(self._replicas.differences)
+        return tuple(
+            one for part in self._optional if isinstance(part, ReplicaWatch) for one in part.differences
+        )
 
     @property
     def hardware_suspects(self) -> tuple[HardwareSuspect, ...]:
         """The latest 16 calls that gave other bits when they were made again; empty without `recheck`."""
-        return () if self._recheck is None else tuple(self._recheck.suspects)
+        return tuple(one for part in self._optional if isinstance(part, Recheck) for one in part.suspects)
 
     @property
     def updates(self) -> tuple[UpdateFinding, ...]:
         """Findings about the optimizer's steps, oldest first, at most 64; empty without `updates`."""
-        return () if self._updates is None else tuple(self._updates.findings)
+        return tuple(one for part in self._optional if isinstance(part, UpdateAudit) for one in part.findings)
 
     def note_loss(self, loss: Tensor | float) -> None:
         """Take the loss of the batch for `spikes`, before its backward; does nothing without them.

@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 from ...instrumentation.global_hooks import Handles, after_steps, before_steps
 from ...instrumentation.step_closure import with_check_after_closure
 from ...instrumentation.wrapped_names import named_modules
-from ...recording.events import Event, Recorder
+from ...recording.events import Event, Recorder, WatchPart
 from ...records.record import Frame
 from ...report.update_finding import UpdateFinding, update_finding
 from ...util.place import Place
@@ -97,7 +97,7 @@ class _Track:
         self.differing: dict[Key, float] = {}
 
 
-class UpdateAudit:
+class UpdateAudit(WatchPart):
     """Part of a Watch with `updates`. `tell` gets each finding. An exception in here ends the audit, not the run.
 
     `is_frozen` says by the name of a weight or a module whether the user means it to stay as it is.
