@@ -27,6 +27,7 @@ from ..trace.trace_file import Trace
 from ..util.progress import Tell
 from ..util.visible import spell
 from .commands import UseError, answered, below, command_parser, imported, write_page
+from .engine import engine_main
 from .script import add_script, check_script, misplaced_hint, run_script
 
 # Exit statuses by whether two executions are equal; None is not known.
@@ -70,6 +71,7 @@ examples:
   nanwatch compare models:reference models:port models:batch --factor 20 --json
   nanwatch compare models:reference models:port models:batch --html compare.html
   nanwatch compare trainer.parquet engine.parquet trainer-fp32.parquet
+  nanwatch compare --engine vllm --help              a model in transformers and in vLLM, on the same weights
 """
 
 
@@ -126,6 +128,8 @@ def _bisect_parser() -> argparse.ArgumentParser:
 
 def compare_main(arguments: list[str]) -> int:
     """Run `nanwatch compare` and return the exit status."""
+    if any(one.partition("=")[0] == "--engine" for one in arguments):
+        return engine_main(arguments)
     options = _compare_parser().parse_args(arguments)
 
     def find(tell: Tell) -> tuple[str, int]:

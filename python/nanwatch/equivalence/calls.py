@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,27 +123,42 @@ def value(calls: Sequence[ModuleCall], kind: str, pick: tuple[int, ...]) -> Kept
 
 
 @contextmanager
-def recorded(model: nn.Module, most_bytes: int) -> Iterator[list[ModuleCall]]:
-    """Record the calls that this thread makes of the model and its parts, in the order in which they end."""
-    log = _Log(Store(most_bytes))
-    with attached(_Wrapper(module, path, log) for path, module in each_module(model)):
-        yield log.calls
+def recorded(model: nn.Module, store: Store) -> Iterator[CallLog]:
+    """Record the calls that this thread makes of the model and its parts, in the order in which they end.
+
+    A class with a `__call__` of its own, as vLLM's under `support_torch_compile`, may call its `forward` past that of
+    nn.Module. There a second wrapper takes the place of `forward`.
+    """
+    modules = [module for _, module in each_module(model)]
+    log = CallLog(store, {id(module): path for path, module in each_module(model)})
+    with ExitStack() as after:
+        after.enter_context(attached(_Wrapper(module, log) for module in modules))
+        for module in modules:
+            if type(module).__call__ is not nn.Module.__call__ and "forward" not in vars(module):
+                wrapper = _Wrapper(module, log, is_forward=True)
+                wrapper.inner = module.forward
+                vars(module)["forward"] = wrapper
+                after.callback(vars(module).pop, "forward")
+        yield log
 
 
 class _Wrapper(TemporaryWrapper):
     """Wrapper that records the calls of its module."""
 
-    def __init__(self, module: nn.Module, path: str, log: _Log) -> None:
+    def __init__(self, module: nn.Module, log: CallLog, *, is_forward: bool = False) -> None:
         super().__init__(module)
-        self._path = path
         self._log = log
+        self._is_forward = is_forward
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call."""
         log = self._log
-        if is_compiling() or threading.get_ident() != log.thread:
+        is_known = self._is_forward and bool(log.inside) and log.inside[-1].module is module
+        if is_known or is_compiling() or threading.get_ident() != log.thread:
             return self.run_inner(module, args, kwargs)
-        call = log.begin(module, self._path, call_leaves(args, kwargs))
+        # A module that is given a part of the model, as vLLM's LogitsProcessor the head, computes in its place.
+        given = next((one for one in args if isinstance(one, nn.Module) and id(one) in log.paths), module)
+        call = log.begin(given, log.paths[id(given)], call_leaves(args, kwargs))
         try:
             result = self.run_inner(module, args, kwargs)
         finally:
@@ -152,10 +167,11 @@ class _Wrapper(TemporaryWrapper):
         return result
 
 
-class _Log:
-    """Calls of one run."""
+class CallLog:
+    """Calls of one run, and the paths of the model's modules by their ids."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, paths: dict[int, str]) -> None:
+        self.paths = paths
         self.calls: list[ModuleCall] = []
         self.inside: list[ModuleCall] = []
         self.thread = threading.get_ident()
@@ -163,27 +179,35 @@ class _Log:
         self._clock = itertools.count()
         self._occurrences: Counter[str] = Counter()
 
+    def take(self) -> list[ModuleCall]:
+        """Return the calls since the last time, and count those of each module anew."""
+        found, self.calls = self.calls, []
+        self._occurrences.clear()
+        return found
+
     def begin(self, module: nn.Module, path: str, found: list[Leaf]) -> ModuleCall:
+        """Add a call that begins, inside those that are under way."""
         parent = self.inside[-1] if self.inside else None
         if parent is not None:
             parent.is_leaf = False
         key = (path, self._occurrences[path])
         self._occurrences[path] += 1
-        call = ModuleCall(
-            key, type(module).__name__, module, parent, next(self._clock), inputs=self._keep(found)
-        )
+        start, inputs = next(self._clock), self._keep(module, found)
+        call = ModuleCall(key, type(module).__name__, module, parent, start, inputs=inputs)
         weight = weight_of(module)
         call.weight_shape = () if weight is None else tuple(weight.shape)
         self.inside.append(call)
         return call
 
     def end(self, call: ModuleCall, found: list[Leaf]) -> None:
+        """End the call, whose outputs these are."""
         call.end = next(self._clock)
-        call.outputs = [kept for kept in self._keep(found) if kept.rows.is_floating_point()]
+        call.outputs = [kept for kept in self._keep(call.module, found) if kept.rows.is_floating_point()]
         self.calls.append(call)
 
-    def _keep(self, found: list[Leaf]) -> list[KeptTensor]:
+    def _keep(self, module: nn.Module | None, found: list[Leaf]) -> list[KeptTensor]:
         tensors = [
             x for _, x in found if isinstance(x, Tensor) and x.layout is torch.strided and not x.is_meta
         ]
-        return [self._store.keep(x) for x in tensors if x.numel() and x.dtype is not torch.bool]
+        kept = (self._store.keep(x, module) for x in tensors if x.numel() and x.dtype is not torch.bool)
+        return [one for one in kept if one is not None]

@@ -74,11 +74,11 @@ def compare(
         b = ModelRuns(model_b, call_b, inputs, state, most_bytes)
         comparer = _ModelComparer((a, b), Tokens(tokens), factor)
         precise = comparer.compare_copies()
-        found = _with_copies(comparer.compare(), precise, dtype_name(comparer.coarse))
+        found = with_copies(comparer.compare(), precise, dtype_name(comparer.coarse))
         return comparer.with_parameters(found) if found.equal else found
 
 
-def _with_copies(found: Comparison, precise: Comparison | None, name: str) -> Comparison:
+def with_copies(found: Comparison, precise: Comparison | None, name: str) -> Comparison:
     """Return what the comparison of two models in the dtype `name` and that of their float32 copies say together."""
     if precise is None or found.equal is None:
         return found

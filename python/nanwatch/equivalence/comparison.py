@@ -76,13 +76,13 @@ class Comparison(InNotebook):
     def to_text(self) -> str:
         """Return the result for people."""
         if self.equal:
-            lines = [f"{self._headline}: {self._amount}."]
+            lines = [f"{self.headline}: {self._amount}."]
         elif self.first is None:
-            lines = [f"{self._headline}: {self.why}.", "", f"Compared:   {self._amount}"]
+            lines = [f"{self.headline}: {self.why}.", "", f"Compared:   {self._amount}"]
         else:
             found = self.first
             lines = [
-                f"{self._headline}.",
+                f"{self.headline}.",
                 "",
                 f"Input:      {spell_error(found.input_error)}",
                 f"Output:     {self._output}",
@@ -99,19 +99,23 @@ class Comparison(InNotebook):
 
         Needs `jinja2`; write it as UTF-8.
         """
+        facts, is_bad = self.facts(), not self.equal
+        return page(
+            "Comparison.to_html()", self.headline, self._amount, facts, self.sections(), is_bad=is_bad
+        )
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the facts of the page."""
         first = self.first
         facts = (
             [("Input", spell_error(first.input_error)), ("Output", self._output)] if first is not None else []
         )
         facts += [("Where", self.where), *(("Likely", words) for words in self.likely), ("Why", self.why)]
         facts += [("Noise", self.floor), *(("Note", remark) for remark in self.remarks)]
-        facts = [(head, body) for head, body in facts if body]
-        is_bad = not self.equal
-        return page(
-            "Comparison.to_html()", self._headline, self._amount, facts, self._sections(), is_bad=is_bad
-        )
+        return [(head, body) for head, body in facts if body]
 
-    def _sections(self) -> list[Section]:
+    def sections(self) -> list[Section]:
+        """Return the charts and tables of the page."""
         rows = self.modules
         if not rows:
             return []
@@ -180,7 +184,8 @@ class Comparison(InNotebook):
         return f"{spell_error(found.error)}, {side} {self.factor:g} x the floor of {found.floor:.2g}"
 
     @property
-    def _headline(self) -> str:
+    def headline(self) -> str:
+        """The result in a line."""
         if self.equal:
             return "Equal within the noise floor"
         if self.first is None:

@@ -22,11 +22,15 @@ _LARGEST = 1e30
 
 
 class KeptTensor(NamedTuple):
-    """Copy of a tensor as rows (its last dimension), or with `is_sketch` the sketches of its rows."""
+    """Copy of a tensor as rows (its last dimension), or with `is_sketch` the sketches of its rows.
+
+    `places` are the numbers of the tokens that the rows belong to, in ascending order, where an engine packed them.
+    """
 
     shape: tuple[int, ...]
     rows: Tensor
     is_sketch: bool
+    places: Tensor | None = None
 
 
 class Errors(NamedTuple):
@@ -53,8 +57,11 @@ class Store:
         self._left = most_bytes
         self._known: WeakIdentityDict[tuple[int, KeptTensor]] = WeakIdentityDict()
 
-    def keep(self, x: Tensor) -> KeptTensor:
-        """Return a copy; that of the same tensor, unchanged since, is one object."""
+    def keep(self, x: Tensor, module: nn.Module | None = None) -> KeptTensor | None:
+        """Return a copy; that of the same tensor, unchanged since, is one object.
+
+        A subclass may return None for a tensor that is not comparable, and cut one of this module into blocks.
+        """
         version = -1 if x.is_inference() else x._version
         known = self._known.get(x)
         if known is not None and known[0] == version != -1:
@@ -94,6 +101,10 @@ class Tokens:
             return kept.rows
         return kept.rows[chosen.reshape(-1)]
 
+    def size(self, kept: KeptTensor) -> int:
+        """Return how many numbers count. Two values of which this differs are not the same."""
+        return len(self.rows(kept)) * (kept.shape or (1,))[-1]
+
     def pair(self, a: KeptTensor, b: KeptTensor) -> tuple[Tensor, Tensor] | None:
         """Return the rows of both in the same layout, or None where the shapes do not go together."""
         whole = not (a.is_sketch or b.is_sketch)
@@ -122,15 +133,22 @@ def total(values: Sequence[KeptTensor]) -> KeptTensor:
         return values[0]
     is_sketch = any(one.is_sketch for one in values)
     rows = (sketches(one.rows) if is_sketch and not one.is_sketch else one.rows for one in values)
-    return KeptTensor(values[0].shape, torch.stack(list(rows)).sum(0), is_sketch)
+    return values[0]._replace(rows=torch.stack(list(rows)).sum(0), is_sketch=is_sketch)
 
 
 def side_by_side(values: Sequence[KeptTensor]) -> KeptTensor | None:
-    """Return tensors next to each other in their last dimension, as one fused projection has them."""
-    if any(one.is_sketch for one in values) or len({one.shape[:-1] for one in values}) > 1:
+    """Return tensors next to each other in their last dimension, as one fused projection has them.
+
+    So are the sketches of packed tensors, because those of a fused projection are made block by block.
+    """
+    is_packed = all(one.places is not None for one in values)
+    if len({(one.shape[:-1], one.is_sketch) for one in values}) > 1 or (
+        values[0].is_sketch and not is_packed
+    ):
         return None
     rows = torch.cat([one.rows for one in values], -1)
-    return KeptTensor((*values[0].shape[:-1], rows.shape[-1]), rows, is_sketch=False)
+    width = sum(one.shape[-1] for one in values)
+    return values[0]._replace(shape=(*values[0].shape[:-1], width), rows=rows)
 
 
 def relative_errors(a: Tensor, b: Tensor) -> Errors:

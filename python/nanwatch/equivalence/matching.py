@@ -36,10 +36,7 @@ class CallMatcher:
     def __init__(self, a: Sequence[ModuleCall], b: Sequence[ModuleCall], tokens: Tokens) -> None:
         self._a, self._b = a, b
         self._tokens = tokens
-        self._sizes = {
-            one: {len(tokens.rows(kept)) * (kept.shape or (1,))[-1] for kept in one.outputs}
-            for one in (*a, *b)
-        }
+        self._sizes = {one: {tokens.size(kept) for kept in one.outputs} for one in (*a, *b)}
         self._free = {*a, *b}
         self._marks: dict[ModuleCall, Tensor] = {}
         self.pairs: list[CallPair] = []

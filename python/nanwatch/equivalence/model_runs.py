@@ -15,7 +15,7 @@ from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
 from ..util.modules import each_module, each_parameter
 from .calls import CallPair, ModuleCall, recorded
-from .differences import are_of_a_kind, gaps, own_tensors
+from .differences import Store, are_of_a_kind, gaps, own_tensors
 from .state import State
 
 Caller = Callable[[nn.Module, Any], Any]
@@ -102,13 +102,14 @@ class ModelRuns:
             return x.detach().clone().to(device, dtype if x.is_floating_point() else None)
 
         inputs = tree_map_only(Tensor, moved, self._inputs)
-        with torch.no_grad(), recorded(model, self._most_bytes) as calls:
+        with torch.no_grad(), recorded(model, Store(self._most_bytes)) as log:
             if self._call is not None:
                 self._call(model, inputs)
             elif isinstance(inputs, Mapping):
                 model(**inputs)
             else:
                 model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+        calls = log.calls
         root = next((one for one in reversed(calls) if one.parent is None), None)
         if root is None:
             raise ValueError(f"no module of the {type(model).__name__} was called: see call_a and call_b")

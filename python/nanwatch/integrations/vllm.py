@@ -18,7 +18,7 @@ from .serving import ServedModel, Share
 __all__ = ["register"]
 
 # The workers of GPUs, CPUs and XPUs are this class or inherit from it.
-_MODULE, _WORKER = "vllm.v1.worker.gpu_worker", "Worker"
+WORKER_MODULE, _WORKER = "vllm.v1.worker.gpu_worker", "Worker"
 # The requests with which a worker warms up are called _warmup_… and _v2_mixed_warmup….
 _WARM_UP = "_"
 
@@ -29,14 +29,13 @@ def register() -> None:
     Raises TypeError or ValueError for options of the environment that make no sense, before a model is loaded.
     """
     _VllmModel()
-    when_imported(_MODULE, _patch)  # to import it here would choose the platform too early
+    when_imported(WORKER_MODULE, patch)  # to import it here would choose the platform too early
 
 
-class _VllmModel(ServedModel):
-    """The watched model of one worker, with the KV blocks of its requests, of which each step tells the new ones."""
+class StepShares:
+    """Shares of the requests in each step of a worker, with their KV blocks, of which each step tells the new ones."""
 
     def __init__(self) -> None:
-        super().__init__("vllm.nanwatch")
         self._blocks: dict[str, list[int]] = {}
 
     def follow(self, scheduled: Any) -> None:
@@ -78,13 +77,22 @@ class _VllmModel(ServedModel):
         ]
 
 
+class _VllmModel(StepShares, ServedModel):
+    """The watched model of one worker."""
+
+    def __init__(self) -> None:
+        StepShares.__init__(self)
+        ServedModel.__init__(self, "vllm.nanwatch")
+
+
 def _only(groups: tuple[list[int], ...]) -> list[int]:
     """Return the blocks of the only group of a request; none for a hybrid model, whose layers have different ones."""
     return list(groups[0]) if len(groups) == 1 else []
 
 
-def _patch() -> None:
-    worker = getattr(sys.modules[_MODULE], _WORKER)
+def patch() -> None:
+    """Let the worker of this process tell its `_nanwatch` of each step, by default a watched model."""
+    worker = getattr(sys.modules[WORKER_MODULE], _WORKER)
     if not hasattr(worker, "nanwatch_report"):
         worker.execute_model = _followed(worker.execute_model)
         worker.shutdown = _after_stop(worker.shutdown)

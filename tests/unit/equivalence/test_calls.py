@@ -15,7 +15,7 @@ from nanwatch.equivalence.calls import (
     recorded,
     value,
 )
-from nanwatch.equivalence.differences import KeptTensor
+from nanwatch.equivalence.differences import KeptTensor, Store
 
 
 class Twice(nn.Module):
@@ -33,9 +33,9 @@ class Twice(nn.Module):
 
 def calls_of(model: nn.Module) -> list[ModuleCall]:
     torch.manual_seed(0)
-    with torch.no_grad(), recorded(model, 1 << 20) as calls:
+    with torch.no_grad(), recorded(model, Store(1 << 20)) as log:
         model(torch.ones(2, 3), torch.ones(2, dtype=torch.bool))
-    return calls
+    return log.calls
 
 
 def test_calls_are_in_the_order_of_their_ends() -> None:
@@ -57,11 +57,11 @@ def test_calls_are_in_the_order_of_their_ends() -> None:
 def test_a_call_that_raises_ends_there() -> None:
     """Those before it are kept, and the model is as it was."""
     model = nn.Sequential(nn.ReLU(), nn.Linear(9, 9))
-    with recorded(model, 1 << 20) as calls, pytest.raises(RuntimeError):
+    with recorded(model, Store(1 << 20)) as log, pytest.raises(RuntimeError):
         model(torch.ones(2, 3))
-    assert [one.path for one in calls] == ["0"]
+    assert [one.path for one in log.calls] == ["0"]
     model[0](torch.ones(1))
-    assert len(calls) == 1
+    assert len(log.calls) == 1
 
 
 def test_the_innermost_call_and_what_is_alone() -> None:

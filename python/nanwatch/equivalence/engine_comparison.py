@@ -1,0 +1,394 @@
+"""Comparison of recorded runs, as of a trainer and an engine: modules, weights, settings and log-probabilities."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..numerics.readable import dtype_name
+from ..report.notebook import InNotebook
+from ..report.page import TEXT, Table, page
+from .calls import CallPair, ModuleCall, value
+from .compare import with_copies
+from .comparison import Comparison, ModuleError
+from .differences import Errors
+from .engine import Comparer, Event
+from .matching import CallMatcher
+from .model_runs import FLOATS, Runs
+from .packed import STRIDE, PackedTokens, block_sizes
+from .probability_gap import ProbabilityGap, probability_gap
+from .recorded_run import RecordedRun, stale
+from .results import as_json, as_text, wrapped
+
+# Returns a run of transformers on given tokens in a dtype.
+Measure = Callable[[torch.dtype], RecordedRun]
+# Log-probabilities that an engine reports are float32, and its sampler may round the logits first.
+_SAME_LOGPROB = 1e-3
+# Names of settings that say nothing of numbers.
+_QUIET = (
+    "transformers_version",
+    "_name_or_path",
+    "dtype_of_config",
+    "torch_dtype",
+    "architectures",
+    "use_cache",
+)
+_LAYER = re.compile(r"(?:^|\.)(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineComparison(InNotebook):
+    """Result of `nanwatch.compare_engine`: A is the trainer, or the engine with other settings; B is the engine.
+
+    `comparison` names the first module. `tokens` says in words which tokens differ there, `depth` how the error grows.
+    `settings` are those that are not alike, `stale` the weights of B whose bits A has not, `gap` what all this does to
+    the sampled tokens. `engines` are both names with their versions.
+    """
+
+    engines: tuple[str, str]
+    comparison: Comparison
+    tokens: str
+    depth: str
+    settings: tuple[str, ...]
+    stale: tuple[str, ...]
+    gap: ProbabilityGap | None
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool | None:
+        """True when no module differs by more than rounding does, no weight is stale and log-probabilities agree."""
+        if self.stale or any(one.startswith(_SAMPLER) for one in self.remarks):
+            return False
+        return self.comparison.equal
+
+    @property
+    def first(self) -> ModuleError | None:
+        """The first module whose inputs agree and whose outputs do not."""
+        return self.comparison.first
+
+    def to_json(self) -> str:
+        """Return the result as one JSON document."""
+        return as_json(self)
+
+    def to_text(self) -> str:
+        """Return the result for people."""
+        lines = [f"A: {self.engines[0]}   B: {self.engines[1]}", *self.comparison.to_text().split("\n"), ""]
+        for head, body in self._facts():
+            lines += wrapped(f"{head}:", body)
+        return as_text(lines, self.remarks)
+
+    def to_html(self) -> str:
+        """Return a page that opens offline. Needs `jinja2`; write it as UTF-8."""
+        found, facts = self.comparison, [*self._facts(), *(("Note", one) for one in self.remarks)]
+        sections = found.sections()
+        if self.stale:
+            rows = [[one] for one in self.stale]
+            sections.append(
+                Table("stale", "Stale weights", {"weight of B": TEXT}, rows, "Other bits than in A.")
+            )
+        is_bad = not self.equal
+        return page(
+            "EngineComparison.to_html()", found.headline, " | ".join(self.engines), [*found.facts(), *facts], sections,
+            is_bad=is_bad,
+        )  # fmt: skip
+
+    def _facts(self) -> list[tuple[str, str]]:
+        facts = [("Tokens", self.tokens), ("Depth", self.depth), ("Settings", "; ".join(self.settings))]
+        more = f" and {len(self.stale) - 4} more" if len(self.stale) > 4 else ""
+        facts.append(("Stale", ", ".join(self.stale[:4]) + more))
+        return [
+            *((head, body) for head, body in facts if body),
+            ("Gap", str(self.gap or "no token was sampled")),
+        ]
+
+
+_SAMPLER = "the logits agree and the log-probabilities do not"
+
+
+class _PackedMatcher(CallMatcher):
+    """Search that also knows a fused projection by the sizes of its parts: one of them may have another weight."""
+
+    def _fused(
+        self, ones: Sequence[ModuleCall], others: Sequence[ModuleCall]
+    ) -> Iterator[tuple[tuple[ModuleCall, ...], ModuleCall]]:
+        yield from super()._fused(ones, others)
+        for other in self._left(others):
+            sizes, around = block_sizes(other.module), other.path.rpartition(".")[0]
+            inside = [one for one in self._left(ones) if one.path.rpartition(".")[0] == around and one.inputs]
+            groups = (inside[i : i + len(sizes)] for i in range(len(inside) - len(sizes) + 1) if sizes)
+            for group in groups:
+                is_one_input = len({id(one.inputs[0]) for one in group}) == 1
+                if is_one_input and [one.outputs[0].shape[-1] for one in group if one.outputs] == sizes:
+                    yield tuple(group), other
+                    break
+
+
+class _RunComparer(Comparer):
+    """Comparison of two recorded runs. `measure` returns runs of A's weights in another precision, on B's tokens."""
+
+    def __init__(self, a: RecordedRun, b: RecordedRun, measure: Measure, factor: float) -> None:
+        super().__init__((a, b), PackedTokens(), factor)
+        self._runs = (a, b)
+        self._run_in = measure
+        self._largest: float | None = None
+
+    def _match(self) -> list[CallPair]:
+        a, b = self._runs
+        return _PackedMatcher(a.calls, b.calls, self._tokens).match()
+
+    def _measure(self) -> str:
+        low = torch.float32 if self.coarse is torch.float64 else self.coarse
+        high = torch.float64 if low is torch.float32 else torch.float32
+        runs: list[Runs] = [{one.key: one for one in self._run_in(dtype).calls} for dtype in (low, high)]
+        self._measured.append((0, runs[0], runs[1]))
+        self._largest = max((self._own_noise(key) for key in runs[0]), default=None)
+        return f"rounding error of transformers, run in {dtype_name(low)} and again in {dtype_name(high)}"
+
+    def _own_noise(self, key: tuple[str, int]) -> float:
+        _, low, high = self._measured[0]
+        pair = CallPair((low[key],), (low[key],))
+        found = super()._noise([(0, low, high)], "outputs", pair, ((0,), (0,)))
+        return max((one.total for one in found), default=0.0)
+
+    def _noise(
+        self, measured: Any, kind: str, pair: CallPair, picks: Sequence[tuple[int, ...]]
+    ) -> list[Errors]:
+        """Return the noise, for a module that transformers has not that of the noisiest module."""
+        found = super()._noise(measured, kind, pair, picks)
+        if not found and measured and self._largest is not None:
+            return [Errors(self._largest, torch.full((1,), self._largest))]
+        return found
+
+    def _module_error(self, pair: CallPair) -> ModuleError:
+        found, errors = super()._module_error(pair), self.errors_by_place(("outputs", pair))
+        if not errors:
+            return found
+        along = [0.0] * (1 + max(place % STRIDE for place in errors))
+        for place, error in errors.items():
+            along[place % STRIDE] = max(along[place % STRIDE], error)
+        return replace(found, tokens=tuple(along) if len(along) > 1 else ())
+
+    def errors_by_place(self, event: Event) -> dict[int, float]:
+        """Return the error of each token that both sides have computed."""
+        seen = self._events.get(event)
+        if seen is None:
+            return {}
+        kept = [
+            value(side, event[0], pick)
+            for side, pick in zip((event[1].a, event[1].b), seen.picks, strict=True)
+        ]
+        a, b = (None if one is None else one.places for one in kept)
+        if a is None or b is None:
+            return {}
+        return dict(zip(a[torch.isin(a, b)].tolist(), seen.errors.rows.tolist(), strict=False))
+
+    def tokens_of_first(self, found: Comparison) -> str:
+        """Return in words which tokens differ at the first event beyond the floor."""
+        if found.first is None:
+            return ""
+        _, event, _, _ = self._first(list(dict.fromkeys(pair for _, pair in self._events)))
+        seen = None if event is None else self._events[event]
+        if event is None or seen is None:
+            return ""
+        errors = self.errors_by_place(event)
+        limit = max(self._factor * seen.floor, 1e-3 * max(errors.values(), default=0.0))
+        return which_tokens(
+            [one for one, error in errors.items() if error > limit], list(errors), self._runs[1]
+        )
+
+
+def which_tokens(off: Sequence[int], places: Sequence[int], run: RecordedRun) -> str:
+    """Return in words what the tokens in the places `off` have in common, among all `places` that were compared."""
+    if not off:
+        return ""
+    asked = {
+        r: len(tokens) - count for r, (tokens, count) in enumerate(zip(run.tokens, run.sampled, strict=True))
+    }
+
+    def kinds(of: Sequence[int]) -> list[set[int]]:
+        prefill = {one for one in of if one % STRIDE < asked.get(one // STRIDE, 0)}
+        first = {one for one in of if one % STRIDE == 0}
+        later = {one for one in prefill if run.steps.get(one, 0) > run.steps.get(one - one % STRIDE, 0)}
+        return [prefill, set(of) - prefill, first, later]
+
+    (bad_prefill, bad_decode, bad_first, bad_later), (prefill, decode, first, later) = (
+        kinds(off),
+        kinds(places),
+    )
+    words = [f"{len(off)} of {len(places)}"]
+    if len(off) == len(places):
+        words.append("all")
+    elif not bad_prefill and decode:
+        words.append("in decode only")
+    elif not bad_decode and decode:
+        words.append("in prefill only")
+    if bad_later == set(off) and bad_prefill == bad_later and later < prefill:
+        words.append("in chunks of a prompt after its first only")
+    if not bad_first and first and len(off) < len(places):
+        words.append(f"none before position {min(one % STRIDE for one in off)}")
+    requests = sorted({one // STRIDE for one in off})
+    if len(requests) < len({one // STRIDE for one in places}):
+        words.append(f"of request{'' if len(requests) == 1 else 's'} {', '.join(map(str, requests[:6]))}")
+    worst_at = off[0]
+    return ", ".join(words) + f" (the first: request {worst_at // STRIDE}, token {worst_at % STRIDE})"
+
+
+def growth(modules: Sequence[ModuleError]) -> str:
+    """Return in words how the error of the layers grows with depth."""
+    layers = [
+        (int(found[1]), one.error)
+        for one in modules
+        if (found := _LAYER.search(one.module_a)) and one.error is not None
+    ]
+    if len(layers) < 2:
+        return ""
+    (first, start), (last, end) = layers[0], layers[-1]
+    words = f"{start:.2g} after layer {first}, {end:.2g} after layer {last}"
+    if start > 0 and end > 0 and last > first:
+        words += f": x {(end / start) ** (1 / (last - first)):.2f} a layer"
+    return words
+
+
+def settings_apart(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Return in words the settings that both runs have and have not alike."""
+    names = [name for name in a if name in b and a[name] != b[name] and name not in _QUIET]
+    return [f"{name} is {a[name]} in A and {b[name]} in B" for name in names]
+
+
+def compare_runs(
+    a: RecordedRun,
+    b: RecordedRun,
+    measure: Measure,
+    *,
+    factor: float = 8.0,
+    copies: Callable[[], tuple[RecordedRun, RecordedRun, Measure]] | None = None,
+) -> EngineComparison:
+    """Compare two runs in the places that both have computed with the same tokens before them.
+
+    `measure` returns a run of transformers on B's tokens in a dtype. `copies` returns the same three in float32.
+    """
+    remarks: list[str] = []
+    settings = settings_apart(a.settings, b.settings)
+    gap = _gap(a, b)  # before rows are forgotten
+    comparer, found = _compared(a, b, measure, factor, remarks)
+    if copies is not None:
+        precise_comparer, precise = _compared(*copies(), factor, [])
+        joined = with_copies(found, precise, dtype_name(found_dtype(a, b)))
+        comparer, found = (precise_comparer if joined.equal_in else comparer), joined
+    off = stale(a.prints, b.prints)
+    if found.equal and gap is not None and gap[1] > _SAME_LOGPROB:
+        remarks.append(f"{_SAMPLER}, by up to {gap[1]:.2g}: look at the settings of the sampler")
+    found = replace(found, likely=(*found.likely, *settings)) if found.equal is False else found
+    return EngineComparison(
+        (a.engine, b.engine), found, comparer.tokens_of_first(found), growth(found.modules), tuple(settings),
+        tuple(off), None if gap is None else gap[0], tuple(remarks),
+    )  # fmt: skip
+
+
+def found_dtype(a: RecordedRun, b: RecordedRun) -> torch.dtype:
+    """Return the coarser dtype of two runs."""
+    return max((a.dtype, b.dtype), key=FLOATS.index)
+
+
+def _compared(
+    a: RecordedRun,
+    b: RecordedRun,
+    measure: Measure,
+    factor: float,
+    remarks: list[str],
+) -> tuple[_RunComparer, Comparison]:
+    places = _shared_places(a, b, remarks)
+    a.restrict(places)
+    b.restrict(places)
+    comparer = _RunComparer(a, b, measure, factor)
+    return comparer, comparer.compare()
+
+
+def _computed(run: RecordedRun) -> Tensor:
+    """Return the places that a run has computed: those of the call with most of them."""
+    kept = [one.places for call in run.calls for one in call.outputs if one.places is not None]
+    if not kept:
+        raise ValueError(f"{run.engine} recorded no tensor with a row for each token")
+    return max(kept, key=len)
+
+
+def _shared_places(a: RecordedRun, b: RecordedRun, remarks: list[str]) -> Tensor:
+    ours, theirs = _computed(a), _computed(b)
+    both = ours[torch.isin(ours, theirs)]
+    end = {}
+    for request, (one, other) in enumerate(zip(a.tokens, b.tokens, strict=True)):
+        same = next(
+            (i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other))
+        )
+        end[request] = same
+        if same < min(len(one), len(other)):
+            remarks.append(
+                f"the tokens of request {request} part at position {same}; later ones are not compared"
+            )
+    both = torch.tensor([place for place in both.tolist() if place % STRIDE < end.get(place // STRIDE, 0)])
+    if not len(both):
+        raise ValueError("the two runs have no token in common that both have computed")
+    known = {*theirs.tolist()}
+    # The last sampled token is never computed.
+    ends = {request: min(same, len(b.tokens[request]) - 1) for request, same in end.items()}
+    cached = sum(place % STRIDE < ends[place // STRIDE] and place not in known for place in ours.tolist())
+    if cached:
+        remarks.append(
+            f"B took {cached} tokens from its prefix cache, which are compared where they were computed"
+        )
+    return both
+
+
+def _logprobs(run: RecordedRun) -> dict[int, float]:
+    """Return the log-probability of the token that follows each place with logits."""
+    root = run.calls[0]
+    if not root.outputs or root.outputs[0].is_sketch or root.outputs[0].places is None:
+        return {}
+    logs = root.outputs[0].rows.double().log_softmax(-1)
+    found = {}
+    for row, place in enumerate(root.outputs[0].places.tolist()):
+        tokens, at = run.tokens[place // STRIDE], place % STRIDE + 1
+        if at < len(tokens):
+            found[place] = float(logs[row, tokens[at]])
+    return found
+
+
+def _gap(a: RecordedRun, b: RecordedRun) -> tuple[ProbabilityGap, float] | None:
+    """Return the gap, and the largest difference between what B reports and what its logits say."""
+    reported = _reported(b)
+    ours, theirs = _logprobs(a) or _reported(a), _logprobs(b)
+    places = [one for one in reported if one in ours and _same_before(a, b, one)]
+    by_request: dict[int, list[int]] = {}
+    for one in places:
+        by_request.setdefault(one // STRIDE, []).append(one)
+    values = [[[log[one] for one in row] for row in by_request.values()] for log in (ours, reported)]
+    firsts = [row[0] % STRIDE + 1 for row in by_request.values()]
+    logits = _rows(a, places), _rows(b, places)
+    both = None if logits[0] is None or logits[1] is None else (logits[0], logits[1])
+    gap = probability_gap(values[0], values[1], firsts, both)
+    if gap is None:
+        return None
+    gap = replace(gap, worst=([*by_request][gap.worst[0]], gap.worst[1]))
+    return gap, max((abs(reported[one] - theirs[one]) for one in places if one in theirs), default=0.0)
+
+
+def _reported(run: RecordedRun) -> dict[int, float]:
+    return dict(zip(run.sampled_places, (one for row in run.logprobs for one in row), strict=False))
+
+
+def _same_before(a: RecordedRun, b: RecordedRun, place: int) -> bool:
+    request, end = place // STRIDE, place % STRIDE + 2
+    return a.tokens[request][:end] == b.tokens[request][:end]
+
+
+def _rows(run: RecordedRun, places: Sequence[int]) -> Tensor | None:
+    kept = run.calls[0].outputs[0] if run.calls[0].outputs else None
+    if kept is None or kept.is_sketch or kept.places is None:
+        return None
+    at = {place: row for row, place in enumerate(kept.places.tolist())}
+    return kept.rows[[at[one] for one in places]] if all(one in at for one in places) else None
