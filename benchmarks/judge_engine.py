@@ -42,13 +42,13 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}),
     "gemma3": ("Gemma3", GEMMA),
 }
-# 40 tokens in common, so that a prefix cache of blocks of 16 has hits.
-PREFIX = [(7 * i) % 240 + 3 for i in range(40)]
+# 70 tokens in common, so that a prefix cache has hits: its blocks are of 32 tokens on a CPU.
+PREFIX = [(7 * i) % 240 + 3 for i in range(70)]
 PROMPTS = [[*PREFIX, *((17 * i + 5 * j) % 240 + 3 for j in range(9 + 3 * i))] for i in range(4)]
 PLAIN = {"enable_prefix_caching": False}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
-    "prefix cache, chunks": {"enable_prefix_caching": True, "block_size": 16, "max_num_batched_tokens": 32},
+    "prefix cache, chunks": {"enable_prefix_caching": True, "block_size": 32, "max_num_batched_tokens": 48},
     "batch of 1": {**PLAIN, "max_num_seqs": 1},
 }
 
@@ -105,9 +105,8 @@ def _in_settings() -> list[Case]:
         config("gemma3", "sliding_window", sliding_window=4),
         config("gemma2", "attn_logit_softcapping", attn_logit_softcapping=2.0),
         config("gemma2", "final_logit_softcapping", final_logit_softcapping=3.0),
-        config("gemma2", "query_pre_attn_scalar", query_pre_attn_scalar=64),
         Case("engine in bfloat16", "llama", ("dtype",), options={**PLAIN, "dtype": "bfloat16"}),
-        Case("cache in float8", "llama", ("kv_cache_dtype",), options={**PLAIN, "kv_cache_dtype": "fp8_e5m2"}),
+        config("llama", "tie_word_embeddings", tie_word_embeddings=True),
         Case("temperature in logprobs", "llama", ("temperature",), options=processed, sampling={"temperature": 0.7}),
         Case("penalty in logprobs", "qwen2", ("repetition_penalty",), options=processed, sampling=penalty),
         Case("top-k in logprobs", "qwen3", ("top_k",), options=processed, sampling={"top_k": 5}),
@@ -155,7 +154,7 @@ def judge(case: Case, found: EngineComparison) -> bool:
     """Return whether a case comes out right."""
     if not case.right:
         return found.equal is True and not found.settings and not found.stale
-    if case.name.startswith(("config", "engine", "cache", "temperature", "penalty", "top", "weight")):
+    if case.name.startswith(("config", "engine", "temperature", "penalty", "top", "weight")):
         names = [one.split(" is ")[0] for one in found.settings] + (["stale"] if found.stale else [])
         return case.right[0] in names
     return found.equal is False and found.first is not None and found.first.module_a in case.right
@@ -189,6 +188,8 @@ def main() -> None:
                 "sampling": case.sampling,
                 "patch": case.patch,
                 "dtype": case.dtype,
+                # SDPA has no soft cap.
+                "trainer_options": {"attn_implementation": "eager"} if case.form == "gemma2" else {},
             }
             try:
                 found = engine_compare.compare_engine(model, PROMPTS, **own)

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from nanwatch.blackbox import story
 from nanwatch.checkpoint import result as scans
-from nanwatch.equivalence import comparison, results
+from nanwatch.equivalence import comparison, engine_comparison, results
 from nanwatch.equivalence.recipes import result as recipes
 from nanwatch.report import report, spike
 from nanwatch.report.finding_text import Explanation
@@ -31,6 +31,13 @@ DOCUMENTS: dict[str, tuple[type, str, int, dict[str, Any], dict[str, Any]]] = {
     "spike": (spike.SpikeReport, spike.SCHEMA, spike.VERSION, {}, {}),
     "blackbox": (story.BlackBoxReport, story.SCHEMA, story.VERSION, {}, {}),
     "comparison": (comparison.Comparison, "nanwatch.comparison", results.VERSION, {}, {}),
+    "enginecomparison": (
+        engine_comparison.EngineComparison,
+        "nanwatch.enginecomparison",
+        results.VERSION,
+        {},
+        {"equal": bool | None},
+    ),
     "repetition": (results.Repetition, "nanwatch.repetition", results.VERSION, {}, {"equal": bool}),
     "recipe": (
         recipes.Recipe,

@@ -44,6 +44,7 @@ def engine_main(arguments: list[str]) -> int:
             options=dict(options.option),
             against=None if options.against is None else dict(options.against),
             sampling=dict(options.sampling),
+            trainer_options=dict(options.trainer_option),
             patch=options.patch,
             max_tokens=options.max_tokens,
             factor=options.factor,
@@ -112,6 +113,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--against", **pairs, help="compare with the engine under these arguments")
     parser.add_argument("--sampling", **pairs, default=[], help="sampling parameters of the engine")
+    parser.add_argument(
+        "--trainer-option", **pairs, default=[], help="arguments of transformers' from_pretrained"
+    )
     parser.add_argument(
         "--patch", metavar="PKG.MOD:NAME", default="", help="function to call with the engine's model"
     )

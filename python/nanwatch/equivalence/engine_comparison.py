@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ _QUIET = (
     "architectures",
     "use_cache",
 )
+# A layer that makes the error this many times as large does more than pass it on.
+_JUMP = 10.0
 _LAYER = re.compile(r"(?:^|\.)(\d+)$")
 
 
@@ -113,6 +116,10 @@ _SAMPLER = "the logits agree and the log-probabilities do not"
 class _PackedMatcher(CallMatcher):
     """Search that also knows a fused projection by the sizes of its parts: one of them may have another weight."""
 
+    def match(self) -> list[CallPair]:
+        """Return the pairs, without leaves of one name that do not the same, as SiLU and SiluAndMul."""
+        return [one for one in super().match() if _width(one.a[0]) == _width(one.b[0])]
+
     def _fused(
         self, ones: Sequence[ModuleCall], others: Sequence[ModuleCall]
     ) -> Iterator[tuple[tuple[ModuleCall, ...], ModuleCall]]:
@@ -126,6 +133,12 @@ class _PackedMatcher(CallMatcher):
                 if is_one_input and [one.outputs[0].shape[-1] for one in group if one.outputs] == sizes:
                     yield tuple(group), other
                     break
+
+
+def _width(call: ModuleCall) -> int:
+    """Return the width of what a leaf without a weight is given, or 0."""
+    is_plain = call.is_leaf and not call.weight_shape and call.inputs
+    return call.inputs[0].shape[-1] if is_plain else 0
 
 
 class _RunComparer(Comparer):
@@ -148,6 +161,22 @@ class _RunComparer(Comparer):
         self._measured.append((0, runs[0], runs[1]))
         self._largest = max((self._own_noise(key) for key in runs[0]), default=None)
         return f"rounding error of transformers, run in {dtype_name(low)} and again in {dtype_name(high)}"
+
+    def _first(self, pairs: list[CallPair]) -> tuple[bool | None, Event | None, Event | None, str]:
+        equal, event, last, why = super()._first(pairs)
+        if event is not None and last is None:  # both were given the same tokens
+            return equal, event, ("inputs", next(pair for pair in pairs if pair.a[0].parent is None)), ""
+        return equal, event, last, why
+
+    def _gone(self, event: Event) -> Event | None:
+        """Return where a difference is gone: also at the input that A's value is, as of a scaled embedding."""
+        (kind, pair), given = event, [one for one in self._events if one[0] == "inputs"]
+        for other in given if kind == "outputs" and len(pair.a) == 1 else ():
+            seen, inputs = self._events[other], other[1].a[0].inputs
+            is_same = seen is not None and inputs and inputs[seen.picks[0][0]] is pair.a[0].outputs[0]
+            if is_same and not self._differs(other):
+                return other
+        return super()._gone(event)
 
     def _own_noise(self, key: tuple[str, int]) -> float:
         _, low, high = self._measured[0]
@@ -249,9 +278,13 @@ def growth(modules: Sequence[ModuleError]) -> str:
         return ""
     (first, start), (last, end) = layers[0], layers[-1]
     words = f"{start:.2g} after layer {first}, {end:.2g} after layer {last}"
-    if start > 0 and end > 0 and last > first:
-        words += f": x {(end / start) ** (1 / (last - first)):.2f} a layer"
-    return words
+    steps = [(b / a, layer) for (_, a), (layer, b) in pairwise(layers) if a > 0 and b > 0]
+    if not steps or last == first:
+        return words
+    jump, at = max(steps)
+    if jump > _JUMP:
+        return f"{words}; layer {at} makes it {jump:.2g} times as large"
+    return f"{words}: x {(end / start) ** (1 / (last - first)):.2f} a layer"
 
 
 def settings_apart(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -280,7 +313,8 @@ def compare_runs(
         precise_comparer, precise = _compared(*copies(), factor, [])
         joined = with_copies(found, precise, dtype_name(found_dtype(a, b)))
         comparer, found = (precise_comparer if joined.equal_in else comparer), joined
-    off = stale(a.prints, b.prints)
+    # A cast makes other bits of each weight.
+    off = stale((a if a.dtype is b.dtype else measure(b.dtype)).prints, b.prints)
     if found.equal and gap is not None and gap[1] > _SAME_LOGPROB:
         remarks.append(f"{_SAMPLER}, by up to {gap[1]:.2g}: look at the settings of the sampler")
     found = replace(found, likely=(*found.likely, *settings)) if found.equal is False else found

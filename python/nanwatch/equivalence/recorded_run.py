@@ -164,15 +164,15 @@ def unpadded(module: nn.Module, x: Tensor) -> Tensor:
     return x[:words] if isinstance(words, int) and x.ndim > 1 and len(x) > words else x
 
 
-def fingerprints(model: nn.Module) -> dict[str, list[int]]:
-    """Return the fingerprint of each parameter by its name, those of a fused one part by part."""
+def fingerprints(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, list[int]]:
+    """Return the fingerprints of each parameter, or of its cast to `dtype`, by name: one for each fused part."""
     found = {}
     for path, module in each_module(model):
         sizes = block_sizes(module)
         for name, x in module._parameters.items():
             if x is None or x.is_meta or not x.numel():
                 continue
-            whole = unpadded(module, x.detach())
+            whole = unpadded(module, x.detach() if dtype is None else x.detach().to(dtype))
             parts: Iterable[Tensor] = whole.split(sizes) if sum(sizes) == len(whole) else [whole]
             found[".".join(filter(None, (path, name)))] = [fingerprint(one) for one in parts]
     return found

@@ -37,6 +37,7 @@ def compare_engine(
     options: Mapping[str, Any] | None = None,
     against: Mapping[str, Any] | None = None,
     sampling: Mapping[str, Any] | None = None,
+    trainer_options: Mapping[str, Any] | None = None,
     patch: str = "",
     max_tokens: int = 8,
     factor: float = 8.0,
@@ -54,7 +55,8 @@ def compare_engine(
         dtype: of both sides. In 16 bits both are compared in float32 too.
         options: arguments of the engine, such as `{"enable_prefix_caching": False}`.
         against: run the engine on both sides, A with these options in place of transformers.
-        sampling: the engine's sampling parameters. By default temperature 1, from a seed.
+        sampling: the engine's sampling parameters. By default temperature 1, with `against` 0.
+        trainer_options: arguments of transformers' `from_pretrained`, such as `{"attn_implementation": "eager"}`.
         patch: PKG.MOD:NAME of a function to call with the engine's model once it has its weights.
         max_tokens: tokens to sample for each prompt.
         factor: how many times the noise floor a difference must have.
@@ -76,7 +78,8 @@ def compare_engine(
     dtypes = [dtype] if dtype == "float32" else [dtype, "float32"]
     request = RunRequest(engine, str(engine_model or model), [AskedRun(one) for one in dtypes])
     request.prompts, request.max_tokens, request.most_bytes = list(prompts), max_tokens, most_bytes
-    request.options, request.sampling, request.patch = {**(options or {})}, {**(sampling or {})}, patch
+    request.options, request.patch = {**(options or {})}, patch
+    request.sampling = {**({} if against is None else {"temperature": 0.0}), **(sampling or {})}
     tell(f"running {engine}")
     served = _made(request, engine_python)
     wanted = [
@@ -87,7 +90,9 @@ def compare_engine(
     ]
     tell("running transformers")
     runs = [AskedRun(name, served[i].tokens, served[i].sampled) for i, name in wanted]
-    read = _made(RunRequest("transformers", str(model), runs, most_bytes=most_bytes), sys.executable)
+    trainer = RunRequest("transformers", str(model), runs, most_bytes=most_bytes)
+    trainer.options = {**(trainer_options or {})}
+    read = _made(trainer, sys.executable)
     trained = dict(zip(wanted, read, strict=True))
     reference = [trained[i, name] for i, name in enumerate(dtypes)]
     if against is not None:

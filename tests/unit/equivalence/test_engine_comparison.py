@@ -290,7 +290,12 @@ def test_which_tokens_says_what_they_have_in_common() -> None:
 
 
 def test_growth_is_told_by_layer() -> None:
-    """Over three layers the error grows twice, by 10."""
-    rows = [ModuleError(f"layers.{i}", f"layers.{i}", "L", "L", 0.0, 1e-6 * 10**i, 1e-7) for i in range(3)]
-    assert "x 10.00 a layer" in growth(rows)
-    assert growth(rows[:1]) == ""
+    """Twice by 3 over three layers; a layer that makes it 100 times as large is named."""
+    errors = {"slow": (1e-6, 3e-6, 9e-6), "jump": (1e-6, 1e-4, 1e-4)}
+    rows = {
+        name: [ModuleError(f"layers.{i}", f"layers.{i}", "L", "L", 0.0, x, 1e-7) for i, x in enumerate(row)]
+        for name, row in errors.items()
+    }
+    assert "x 3.00 a layer" in growth(rows["slow"])
+    assert "layer 1 makes it 1e+02 times as large" in growth(rows["jump"])
+    assert growth(rows["slow"][:1]) == ""
