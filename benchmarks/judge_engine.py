@@ -106,7 +106,7 @@ def _in_settings() -> list[Case]:
         config("gemma2", "attn_logit_softcapping", attn_logit_softcapping=2.0),
         config("gemma2", "final_logit_softcapping", final_logit_softcapping=3.0),
         Case("engine in bfloat16", "llama", ("dtype",), options={**PLAIN, "dtype": "bfloat16"}),
-        config("llama", "tie_word_embeddings", tie_word_embeddings=True),
+        config("gemma2", "query_pre_attn_scalar", query_pre_attn_scalar=64),
         Case("temperature in logprobs", "llama", ("temperature",), options=processed, sampling={"temperature": 0.7}),
         Case("penalty in logprobs", "qwen2", ("repetition_penalty",), options=processed, sampling=penalty),
         Case("top-k in logprobs", "qwen3", ("top_k",), options=processed, sampling={"top_k": 5}),

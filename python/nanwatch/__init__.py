@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .equivalence.twice import twice
     from .instrumentation.functions import span, watched
     from .integrations.debug import DebugUnderflowOverflow, detect_overflow
-    from .integrations.engine_compare import EngineError, compare_engine
+    from .integrations.engine_compare import compare_engine
     from .integrations.trainer_debug import patch_transformers, unpatch_transformers
     from .monitoring.sinks import Sink
     from .numerics.block_fit import BlockFit
@@ -59,7 +59,7 @@ else:
         "instrumentation.functions": ("span", "watched"),
         "integrations.notebook": ("load_ipython_extension", "unload_ipython_extension"),
         "integrations.debug": ("DebugUnderflowOverflow", "detect_overflow"),
-        "integrations.engine_compare": ("EngineError", "compare_engine"),
+        "integrations.engine_compare": ("compare_engine",),
         "integrations.trainer_debug": ("patch_transformers", "unpatch_transformers"),
         "monitoring.sinks": ("Sink",),
         "numerics.block_fit": ("BlockFit",),
@@ -99,7 +99,6 @@ __all__ = [
     "Cure",
     "DebugUnderflowOverflow",
     "Difference",
-    "EngineError",
     "ExponentHistogram",
     "Finding",
     "Fit",

@@ -127,6 +127,8 @@ def test_an_engine_that_refuses_or_is_another_one_says_its_version(tmp_path: Pat
     request = RunRequest("vllm", "model", [AskedRun("float32")], [[5]])
     file = tmp_path / "error.json"
     assert "ended in python: killed" in engine_compare._why(request, "python", file, "…\nkilled\n")
+    absent = "python: … (ModuleNotFoundError: No module named 'nanwatch')"
+    assert "install it there too" in engine_compare._why(request, "python", file, absent)
     file.write_text(
         json.dumps({"error": "ValueError: no MambaForCausalLM", "version": "0.19.1", "is_absent": False})
     )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,28 +18,18 @@ from .comparison import Comparison, ModuleError
 from .differences import Errors
 from .engine import Comparer, Event
 from .matching import CallMatcher
-from .model_runs import FLOATS, Runs
+from .model_runs import Runs
 from .packed import STRIDE, PackedTokens, block_sizes
-from .probability_gap import ProbabilityGap, probability_gap
+from .probability_gap import ProbabilityGap
 from .recorded_run import RecordedRun, stale
 from .results import as_json, as_text, wrapped
+from .run_gap import run_gap
+from .run_words import growth, settings_apart, which_tokens
 
 # Returns a run of transformers on given tokens in a dtype.
 Measure = Callable[[torch.dtype], RecordedRun]
 # Log-probabilities that an engine reports are float32, and its sampler may round the logits first.
 _SAME_LOGPROB = 1e-3
-# Names of settings that say nothing of numbers.
-_QUIET = (
-    "transformers_version",
-    "_name_or_path",
-    "dtype_of_config",
-    "torch_dtype",
-    "architectures",
-    "use_cache",
-)
-# A layer that makes the error this many times as large does more than pass it on.
-_JUMP = 10.0
-_LAYER = re.compile(r"(?:^|\.)(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,68 +219,6 @@ class _RunComparer(Comparer):
         )
 
 
-def which_tokens(off: Sequence[int], places: Sequence[int], run: RecordedRun) -> str:
-    """Return in words what the tokens in the places `off` have in common, among all `places` that were compared."""
-    if not off:
-        return ""
-    asked = {
-        r: len(tokens) - count for r, (tokens, count) in enumerate(zip(run.tokens, run.sampled, strict=True))
-    }
-
-    def kinds(of: Sequence[int]) -> list[set[int]]:
-        prefill = {one for one in of if one % STRIDE < asked.get(one // STRIDE, 0)}
-        first = {one for one in of if one % STRIDE == 0}
-        later = {one for one in prefill if run.steps.get(one, 0) > run.steps.get(one - one % STRIDE, 0)}
-        return [prefill, set(of) - prefill, first, later]
-
-    (bad_prefill, bad_decode, bad_first, bad_later), (prefill, decode, first, later) = (
-        kinds(off),
-        kinds(places),
-    )
-    words = [f"{len(off)} of {len(places)}"]
-    if len(off) == len(places):
-        words.append("all")
-    elif not bad_prefill and decode:
-        words.append("in decode only")
-    elif not bad_decode and decode:
-        words.append("in prefill only")
-    if bad_later == set(off) and bad_prefill == bad_later and later < prefill:
-        words.append("in chunks of a prompt after its first only")
-    if not bad_first and first and len(off) < len(places):
-        words.append(f"none before position {min(one % STRIDE for one in off)}")
-    requests = sorted({one // STRIDE for one in off})
-    if len(requests) < len({one // STRIDE for one in places}):
-        words.append(f"of request{'' if len(requests) == 1 else 's'} {', '.join(map(str, requests[:6]))}")
-    worst_at = off[0]
-    return ", ".join(words) + f" (the first: request {worst_at // STRIDE}, token {worst_at % STRIDE})"
-
-
-def growth(modules: Sequence[ModuleError]) -> str:
-    """Return in words how the error of the layers grows with depth."""
-    layers = [
-        (int(found[1]), one.error)
-        for one in modules
-        if (found := _LAYER.search(one.module_a)) and one.error is not None
-    ]
-    if len(layers) < 2:
-        return ""
-    (first, start), (last, end) = layers[0], layers[-1]
-    words = f"{start:.2g} after layer {first}, {end:.2g} after layer {last}"
-    steps = [(b / a, layer) for (_, a), (layer, b) in pairwise(layers) if a > 0 and b > 0]
-    if not steps or last == first:
-        return words
-    jump, at = max(steps)
-    if jump > _JUMP:
-        return f"{words}; layer {at} makes it {jump:.2g} times as large"
-    return f"{words}: x {(end / start) ** (1 / (last - first)):.2f} a layer"
-
-
-def settings_apart(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Return in words the settings that both runs have and have not alike."""
-    names = [name for name in a if name in b and a[name] != b[name] and name not in _QUIET]
-    return [f"{name} is {a[name]} in A and {b[name]} in B" for name in names]
-
-
 def compare_runs(
     a: RecordedRun,
     b: RecordedRun,
@@ -307,11 +233,11 @@ def compare_runs(
     """
     remarks: list[str] = []
     settings = settings_apart(a.settings, b.settings)
-    gap = _gap(a, b)  # before rows are forgotten
+    gap = run_gap(a, b)  # before rows are forgotten
     comparer, found = _compared(a, b, measure, factor, remarks)
     if copies is not None:
         precise_comparer, precise = _compared(*copies(), factor, [])
-        joined = with_copies(found, precise, dtype_name(found_dtype(a, b)))
+        joined = with_copies(found, precise, dtype_name(comparer.coarse))
         comparer, found = (precise_comparer if joined.equal_in else comparer), joined
     # A cast makes other bits of each weight.
     off = stale((a if a.dtype is b.dtype else measure(b.dtype)).prints, b.prints)
@@ -322,11 +248,6 @@ def compare_runs(
         (a.engine, b.engine), found, comparer.tokens_of_first(found), growth(found.modules), tuple(settings),
         tuple(off), None if gap is None else gap[0], tuple(remarks),
     )  # fmt: skip
-
-
-def found_dtype(a: RecordedRun, b: RecordedRun) -> torch.dtype:
-    """Return the coarser dtype of two runs."""
-    return max((a.dtype, b.dtype), key=FLOATS.index)
 
 
 def _compared(
@@ -376,53 +297,3 @@ def _shared_places(a: RecordedRun, b: RecordedRun, remarks: list[str]) -> Tensor
             f"B took {cached} tokens from its prefix cache, which are compared where they were computed"
         )
     return both
-
-
-def _logprobs(run: RecordedRun) -> dict[int, float]:
-    """Return the log-probability of the token that follows each place with logits."""
-    root = run.calls[0]
-    if not root.outputs or root.outputs[0].is_sketch or root.outputs[0].places is None:
-        return {}
-    logs = root.outputs[0].rows.double().log_softmax(-1)
-    found = {}
-    for row, place in enumerate(root.outputs[0].places.tolist()):
-        tokens, at = run.tokens[place // STRIDE], place % STRIDE + 1
-        if at < len(tokens):
-            found[place] = float(logs[row, tokens[at]])
-    return found
-
-
-def _gap(a: RecordedRun, b: RecordedRun) -> tuple[ProbabilityGap, float] | None:
-    """Return the gap, and the largest difference between what B reports and what its logits say."""
-    reported = _reported(b)
-    ours, theirs = _logprobs(a) or _reported(a), _logprobs(b)
-    places = [one for one in reported if one in ours and _same_before(a, b, one)]
-    by_request: dict[int, list[int]] = {}
-    for one in places:
-        by_request.setdefault(one // STRIDE, []).append(one)
-    values = [[[log[one] for one in row] for row in by_request.values()] for log in (ours, reported)]
-    firsts = [row[0] % STRIDE + 1 for row in by_request.values()]
-    logits = _rows(a, places), _rows(b, places)
-    both = None if logits[0] is None or logits[1] is None else (logits[0], logits[1])
-    gap = probability_gap(values[0], values[1], firsts, both)
-    if gap is None:
-        return None
-    gap = replace(gap, worst=([*by_request][gap.worst[0]], gap.worst[1]))
-    return gap, max((abs(reported[one] - theirs[one]) for one in places if one in theirs), default=0.0)
-
-
-def _reported(run: RecordedRun) -> dict[int, float]:
-    return dict(zip(run.sampled_places, (one for row in run.logprobs for one in row), strict=False))
-
-
-def _same_before(a: RecordedRun, b: RecordedRun, place: int) -> bool:
-    request, end = place // STRIDE, place % STRIDE + 2
-    return a.tokens[request][:end] == b.tokens[request][:end]
-
-
-def _rows(run: RecordedRun, places: Sequence[int]) -> Tensor | None:
-    kept = run.calls[0].outputs[0] if run.calls[0].outputs else None
-    if kept is None or kept.is_sketch or kept.places is None:
-        return None
-    at = {place: row for row, place in enumerate(kept.places.tolist())}
-    return kept.rows[[at[one] for one in places]] if all(one in at for one in places) else None

@@ -41,7 +41,7 @@ def probability_gap(
     trainer: Sequence[Sequence[float]],
     engine: Sequence[Sequence[float]],
     firsts: Sequence[int] | None = None,
-    logits: tuple[Tensor, Tensor] | None = None,
+    logits: Sequence[Tensor] | None = None,
 ) -> ProbabilityGap | None:
     """Return the gap between log-probabilities by request and sampled token, or None without any token.
 

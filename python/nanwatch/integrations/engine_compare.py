@@ -153,6 +153,8 @@ def _why(request: RunRequest, python: str, file: Path, stderr: str) -> str:
     tried = f"tried with {request.engine} {', '.join(TRIED[request.engine])}"
     if not file.exists():
         last = stderr.strip().rpartition("\n")[2] or "it printed nothing"
+        if "nanwatch" in last and "No module named" in last:
+            return f"{python} has no nanwatch: install it there too, or set PYTHONPATH; {tried}"
         return f"{request.engine} ended in {python}: {last}; {tried}"
     said = json.loads(file.read_text(encoding="utf-8"))
     if said["is_absent"]:

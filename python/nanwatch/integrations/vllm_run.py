@@ -12,7 +12,6 @@ import torch
 
 from ..equivalence.packed import PackedRun, Places
 from ..equivalence.recorded_run import RecordedRun, fingerprints, keep_portable
-from ..util.imports import needed
 from .run_request import RunRequest, flat, patch_of
 from .serving import Share
 from .vllm import WORKER_MODULE, StepShares, patch
@@ -68,7 +67,7 @@ class _RecordedSteps(StepShares):
 def record(request: RunRequest) -> Iterator[RecordedRun]:
     """Yield a run for each that is asked for; vLLM samples the tokens itself."""
     os.environ.update(_ENVIRONMENT)
-    vllm: Any = needed("vllm", "nanwatch compare --engine vllm", "vllm")
+    vllm: Any = import_module("vllm")
     base_loader: Any = import_module("vllm.model_executor.model_loader.base_loader")
     import_module(WORKER_MODULE)
     patch()

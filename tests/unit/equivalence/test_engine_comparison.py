@@ -11,13 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.equivalence.comparison import ModuleError
 from nanwatch.equivalence.engine_comparison import (
     EngineComparison,
     compare_runs,
-    growth,
-    settings_apart,
-    which_tokens,
 )
 from nanwatch.equivalence.packed import STRIDE, PackedRun, Places
 from nanwatch.equivalence.recorded_run import RecordedRun, fingerprints
@@ -272,30 +268,3 @@ def test_the_result_is_a_document_and_a_page(tmp_path: Path) -> None:
     assert "layers.1.norm" in page
     assert "effective sample size" in page
     assert all(head in found.to_text() for head in ("Tokens:", "Depth:", "Gap:", "A: trainer 1"))
-
-
-def test_settings_are_compared_by_name() -> None:
-    """Those that one side does not know say nothing."""
-    assert settings_apart({"eps": 1, "x": 2}, {"eps": 3, "y": 2}) == ["eps is 1 in A and 3 in B"]
-
-
-def test_which_tokens_says_what_they_have_in_common() -> None:
-    """Chunks, positions and requests."""
-    run = RecordedRun("e", tokens=[[1] * 6, [1] * 4], sampled=[1, 1], steps={i: i // 2 for i in range(6)})
-    places = [*range(5), *(STRIDE + i for i in range(3))]
-    assert "in chunks of a prompt after its first only" in which_tokens([2, 3, 4], places, run)
-    words = which_tokens([STRIDE + 1, STRIDE + 2], places, run)
-    assert "none before position 1" in words
-    assert "of request 1" in words
-
-
-def test_growth_is_told_by_layer() -> None:
-    """Twice by 3 over three layers; a layer that makes it 100 times as large is named."""
-    errors = {"slow": (1e-6, 3e-6, 9e-6), "jump": (1e-6, 1e-4, 1e-4)}
-    rows = {
-        name: [ModuleError(f"layers.{i}", f"layers.{i}", "L", "L", 0.0, x, 1e-7) for i, x in enumerate(row)]
-        for name, row in errors.items()
-    }
-    assert "x 3.00 a layer" in growth(rows["slow"])
-    assert "layer 1 makes it 1e+02 times as large" in growth(rows["jump"])
-    assert growth(rows["slow"][:1]) == ""
