@@ -37,7 +37,7 @@ def final_softcap(model: Any) -> None:
 
 
 def window(model: Any) -> None:
-    _layer(model).self_attn.attn.impl.sliding_window = (2, 0)
+    _layer(model).self_attn.attn.impl.sliding_window = 3
 
 
 def gate_and_up(model: Any) -> None:
