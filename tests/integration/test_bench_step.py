@@ -37,7 +37,16 @@ def test_a_row_has_every_way(bench: ModuleType) -> None:
     model = mlp()
     seen: list[object] = []
     row = bench.measure(model, lambda: training(model, seen), set(bench.NAMES), 0.0, 3, 1e9)
-    ways = ["nanwatch", "transformers", "hooks", "forecast_off", "trace", "fingerprints", "gradients"]
+    ways = [
+        "nanwatch",
+        "transformers",
+        "hooks",
+        "forecast_off",
+        "no_box",
+        "trace",
+        "fingerprints",
+        "gradients",
+    ]
     ways += ["statistics", "detect_anomaly", "debug_mode"]
     assert {key for key in row if key.startswith("ratio_")} == {f"ratio_{way}" for way in ways}
     assert all(row[f"ratio_{way}"] > 0 for way in ways)
@@ -49,7 +58,7 @@ def test_a_row_has_every_way(bench: ModuleType) -> None:
     # Differences of two times, which can be below 0 on a busy machine.
     assert row.keys() >= {"own_share_gradients", "own_share_fingerprints"}
     # Fourteen ways, three timed watches among them: two steps to warm up and three rounds.
-    assert len(seen) == 14 * 2 + 14 * 3
+    assert len(seen) == 15 * 2 + 15 * 3
     assert sum(anomaly for anomaly, _ in seen) == 2 + 3
     for module in model.modules():
         assert module._compiled_call_impl is None

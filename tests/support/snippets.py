@@ -46,7 +46,8 @@ _NUMBER = re.compile(
 _ABS_MIN = re.compile(r"^(?=\d\.\d\de[-+]\d\d +(?:\d\.\d\de[-+]\d\d|inf|nan) )", re.MULTILINE)
 _SECONDS = 240
 _ENVIRONMENT = {"COLUMNS": "80", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-_SHELL = f"""nanwatch() {{ {sys.executable} -m nanwatch "$@"; }}
+_SHELL = f"""python() {{ {sys.executable} "$@"; }}
+nanwatch() {{ {sys.executable} -m nanwatch "$@"; }}
 torchrun() {{ {sys.executable} -m torch.distributed.run "$@"; }}
 """
 

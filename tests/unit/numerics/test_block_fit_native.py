@@ -50,7 +50,8 @@ def is_native(x: torch.Tensor, name: str) -> bool:
     return block_fit._native([cut], [form], float(nanwatch.abs_range(x).abs_max))[0] is not None
 
 
-def check(x: torch.Tensor, names: list[str]) -> None:
+def check(x: torch.Tensor, names: list[str], *, has_ties: bool = False) -> None:
+    """The numbers are those of plain torch. With ties the sums' last bits decide which blocks are the worst."""
     for ours, theirs in zip(nanwatch.would_fit(x, names), plain(x, names), strict=True):
         exact = ("num_elements", "num_saturated", "num_flushed", "num_lost", "num_blocks")
         for field in (*exact, "num_nonfinite", "num_flushed_blocks"):
@@ -58,7 +59,9 @@ def check(x: torch.Tensor, names: list[str]) -> None:
         assert ours.scales == pytest.approx(theirs.scales, rel=0, nan_ok=True), ours.format
         assert ours.signal == pytest.approx(theirs.signal, rel=1e-12), ours.format
         assert ours.noise == pytest.approx(theirs.noise, rel=1e-12), ours.format
-        assert [one.block for one in ours.worst] == [one.block for one in theirs.worst], ours.format
+        assert [one.sqnr for one in ours.worst] == pytest.approx([one.sqnr for one in theirs.worst], abs=1e-9)
+        if not has_ties:
+            assert [one.block for one in ours.worst] == [one.block for one in theirs.worst], ours.format
         assert [one.sqnr for one in ours.worst] == pytest.approx(
             [one.sqnr for one in theirs.worst], rel=1e-10
         )
@@ -99,7 +102,7 @@ def test_every_finite_number_of_16_bits(dtype: torch.dtype) -> None:
     blocks = numbers[: len(numbers) // 31 * 31].reshape(-1, 31)
     tops = blocks.float().abs().amax(1, keepdim=True).clamp(min=1e-20)
     for factor in (1.0, 1.5, 1.9, 2.0**6, 2.0**17):
-        check(torch.cat([(tops * factor).to(dtype).nan_to_num(0.0, 1.0), blocks], 1), NAMES)
+        check(torch.cat([(tops * factor).to(dtype).nan_to_num(0.0, 1.0), blocks], 1), NAMES, has_ties=True)
 
 
 def test_every_step_of_an_element() -> None:

@@ -14,7 +14,7 @@ def test_an_event_is_wanted_until_its_last_subscription_is_off() -> None:
     second = subscriptions.add(Event.FRAME)
     for _ in range(2):
         first.active = False
-    assert [subscriptions.has(event) for event in Event] == [False, False, True, False]
+    assert [subscriptions.has(event) for event in Event] == [False, False, True, False, False]
     second.remove()
     second.remove()
     assert not any(subscriptions.has(event) for event in Event)

@@ -1,4 +1,4 @@
-"""Reader of GGUF files, versions 2 and 3: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
+"""Reader of GGUF files, versions 2 and 3: the page "GGUF" among the docs of ggml-org/ggml."""
 
 from __future__ import annotations
 
