@@ -85,6 +85,18 @@ def handle(number, frame):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_a_file_that_was_cut_off_harms_no_thread(tmp_path: Path) -> None:
+    """Also not the one that reads it once a second while another holds the interpreter lock."""
+    code = """
+import ctypes, os, pathlib
+(path,) = pathlib.Path(sys.argv[1], "blackbox").glob("*")
+os.truncate(path, 0)
+ctypes.PyDLL(None).usleep(2_100_000)  # with the lock
+"""
+    done = forked("-c", TRAINS + code, str(tmp_path), env=environment())
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_process_of_multiprocessing_ends_by_itself(tmp_path: Path) -> None:
     """Its end runs no function of atexit."""
     context = multiprocessing.get_context("fork")
