@@ -4,6 +4,7 @@
 #   make test-all       lint, and every test that needs no GPU; CI runs it
 #   make test-pure      the quick tests without the compiled part; CI runs it too
 #   make test-gpu       the tests that need a GPU
+#   make test-torchao   the tests that compare block formats with torchao; CI runs it too
 #   make test-vllm      the tests of the plugin in vLLM, and of a comparison with it
 #   make test-trainers  the tests of TRL, DeepSpeed, litgpt and torchtune
 #
@@ -58,7 +59,7 @@ else
 endif
 PY := $(PYTHON_ENVIRONMENT) $(PY_ONLY)
 
-.PHONY: all wheel demo test test-all test-pure test-gpu test-vllm test-trainers sanitize lint format docs bench bench-gpu selfcheck clean distclean
+.PHONY: all wheel demo test test-all test-pure test-torchao test-gpu test-vllm test-trainers sanitize lint format docs bench bench-gpu selfcheck clean distclean
 all: $(READY)
 
 # dist/ then holds a wheel that needs no compiler, and the sources. auditwheel finds the oldest glibc that will do.
@@ -83,6 +84,12 @@ test test-all: lint
 # All quick tests but those of C++, with reductions, slot and recorder in Python (tests/integration/test_fallback.py).
 test-pure: $(TOOLS)
 	NANWATCH_EXT=0 OMP_WAIT_POLICY=passive $(PY) -m pytest -m "not cuda and not slow and not native" $(PARALLEL) $(ARGS)
+
+# Apart from all others, as transformers would find torchao too.
+TORCHAO_TESTS := $(addprefix tests/unit/,$(addsuffix .py,numerics/test_scaled_torchao numerics/test_block_reference_torchao \
+  precision/test_emulation equivalence/recipes/test_result))
+test-torchao: $(TOOLS) $(STAMPS)/engines
+	NANWATCH_TEST_TORCHAO=1 $(PY) -m pytest $(TORCHAO_TESTS) $(ARGS)
 
 # vLLM pins a torch of its own, so it has an environment of its own, of 3.5 GB. The registry's torchvision fits another one.
 VLLM := $(VENV)-vllm

@@ -141,8 +141,8 @@ def main() -> None:
     if trial.threads == 1:
         print(f"{train(model, account, fault, batches):.12f}", flush=True)
         return
-    # After a fork PyTorch makes its thread pool again, at the first parallel call of each thread. Two threads at once end
-    # in "Invalid thread pool!" (ATen/ParallelOpenMP.cpp, torch 2.13), so one thread makes it here.
+    # After a fork PyTorch makes its thread pool again, at the first parallel call of each thread. Two at once end in
+    # "Invalid thread pool!" (ATen/ParallelOpenMP.cpp, torch 2.13), so one thread makes it here.
     torch.set_num_threads(torch.get_num_threads())
     threads = [threading.Thread(target=train, args=(model, account, fault, batches))]
     for _ in range(trial.threads - 1):

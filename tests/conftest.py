@@ -28,7 +28,9 @@ MARKERS = {
     "gpu": "cuda",
 }
 
-sys.meta_path.append(TorchaoFinder())
+# Only for `make test-torchao`: transformers looks for torchao too, and does not know the version of this one.
+if os.environ.get("NANWATCH_TEST_TORCHAO") == "1":
+    sys.meta_path.append(TorchaoFinder())
 
 settings.register_profile(
     "nanwatch",

@@ -1,4 +1,4 @@
-"""torchao, which `make test-all` puts into a folder that is not on the path."""
+"""torchao, which `make test-torchao` puts into a folder that is not on the path."""
 
 from __future__ import annotations
 

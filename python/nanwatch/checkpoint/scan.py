@@ -27,7 +27,7 @@ from .findings import find
 from .formats import read_checkpoint
 from .result import FormatFit, Scan, TensorScan
 from .stored import Contents, DamagedError, OpenFiles, StoredTensor
-from .streaming import CHUNK, NonzeroLines, Streamer, step_of
+from .streaming import CHUNK, Dead, NonzeroLines, Streamer, step_of
 
 _TASK = 1 << 25  # bytes that a thread reads in one go
 # More only wait for one another: each chunk takes the interpreter lock for some microseconds.
@@ -199,14 +199,14 @@ def _finished(
             return replace(found, unread=why, bad_blocks=bad)
     elif tensor.order is None:
         found = replace(found, fingerprint=health.fingerprint(tensor.dtype, tensor.shape))
-    rows, columns = ([], []) if lines is None else lines.dead(tensor)
+    rows, columns = (Dead(0, ()), Dead(0, ())) if lines is None else lines.dead(tensor, _SHOWN)
     return replace(
         found,
         health=_in_order(health.health(_lying(tensor)), tensor),
-        dead_rows=len(rows),
-        dead_columns=len(columns),
-        first_dead_rows=tuple(rows[:_SHOWN]),
-        first_dead_columns=tuple(columns[:_SHOWN]),
+        dead_rows=rows.total,
+        dead_columns=columns.total,
+        first_dead_rows=rows.first,
+        first_dead_columns=columns.first,
         fits=tuple(_fit(tensor, name) for name in to if _may_be_matrix(tensor)),
     )
 

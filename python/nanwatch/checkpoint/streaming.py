@@ -20,6 +20,7 @@ from .stored import OpenFiles, StoredTensor
 
 # In bytes. Half of a second cache of 1 MiB, as the kernel of the system writes what the next read finds there.
 CHUNK = 1 << 19
+_SPAN = 1 << 16
 
 
 class Chunk(NamedTuple):
@@ -86,6 +87,13 @@ class Streamer:
                 raw.numpy().reshape(count, encoding.bytes), values.numpy().reshape(count, encoding.elements)
             )
         return Chunk(begin // encoding.bytes * encoding.elements, raw, begin, values)
+
+
+class Dead(NamedTuple):
+    """Rows or columns that are all zero: how many, and the numbers of the first."""
+
+    total: int
+    first: tuple[int, ...]
 
 
 class NonzeroLines:
@@ -173,7 +181,17 @@ class NonzeroLines:
         if len(dead):
             self.columns[dead] = ((words[:, dead] & magnitude) != 0).any(0)
 
-    def dead(self, tensor: StoredTensor) -> tuple[list[int], list[int]]:
-        """Return the numbers of the rows and of the columns that are all zero."""
-        found = np.flatnonzero(~self.rows).tolist(), np.flatnonzero(~self.columns).tolist()
+    def dead(self, tensor: StoredTensor, most: int) -> tuple[Dead, Dead]:
+        """Return the rows and the columns that are all zero, with the numbers of the first `most`."""
+        found = _dead(self.rows, most), _dead(self.columns, most)
         return found if tensor.order is None else (found[1], found[0])
+
+
+def _dead(live: Array, most: int) -> Dead:
+    # A large matrix may have millions, whose numbers would take more memory than the scan.
+    first: list[int] = []
+    for begin in range(0, len(live), _SPAN):
+        if len(first) >= most:
+            break
+        first += (np.flatnonzero(~live[begin : begin + _SPAN]) + begin).tolist()
+    return Dead(len(live) - int(np.count_nonzero(live)), tuple(first[:most]))

@@ -27,7 +27,10 @@ def test_dead_lines_are_those_that_numpy_finds(shape, chunk, share):
         lines.add(part, start, int((part == 0).sum()))
     matrix = x.reshape(shape[0], -1)
     expected = np.flatnonzero(~matrix.any(1)).tolist(), np.flatnonzero(~matrix.any(0)).tolist()
-    assert lines.dead(tensor) == expected
+    dead = lines.dead(tensor, 1000)
+    assert tuple(list(one.first) for one in dead) == expected
+    assert [one.total for one in dead] == [len(numbers) for numbers in expected]
+    assert [one.first for one in lines.dead(tensor, 1)] == [tuple(numbers[:1]) for numbers in expected]
 
 
 def test_vectors_and_integers_have_no_lines():
