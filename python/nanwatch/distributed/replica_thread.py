@@ -158,7 +158,11 @@ class ReplicaThread:
         for protocol in self._protocols.values():
             protocol.leave()
         for ranks, protocol in self._protocols.items():
-            while not self._look_at(ranks, protocol) and not protocol.all_left() and self._has_time():
+            while (
+                not self._look_at(ranks, protocol, is_over=True)
+                and not protocol.all_left()
+                and self._has_time()
+            ):
                 time.sleep(_PAUSES[0])
         if self._rank == 0 and self._protocols:
             time.sleep(5 * _PAUSES[0])  # its process may hold the store, and others ask it once more
@@ -184,9 +188,10 @@ class ReplicaThread:
         for ranks, protocol in self._protocols.items():
             self._look_at(ranks, protocol)
 
-    def _look_at(self, ranks: Ranks, protocol: ReplicaProtocol) -> bool:
+    def _look_at(self, ranks: Ranks, protocol: ReplicaProtocol, *, is_over: bool = False) -> bool:
         number = protocol.difference()
-        if number is None:
+        # A rank that is behind comes to that check first, or its own fingerprints would not count.
+        if number is None or not (is_over or (self._checks and self._checks[-1].number >= number)):
             return False
         self._settle(ranks, protocol, number)
         protocol.end()
