@@ -13,7 +13,7 @@ def _layer(model: Any) -> Any:
 
 
 def rotary_base(model: Any) -> None:
-    """Of all layers, which share the module."""
+    """Change the base of the rotary embedding that all layers share."""
     rotary = _layer(model).self_attn.rotary_emb
     rotary.base = 5000.0
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What the trainings share: which form runs, the tool that watches, the losses, seeded data.
+"""Parts that the trainings share: which form runs, the tool that watches, the losses, seeded data.
 
 A training is a plain script. It reads FORM, builds its model and optimizer, and trains inside `watch(model)`. It calls
 `note(loss)` after each optimizer step. Without a runner both do nothing but print, so the script runs by itself:

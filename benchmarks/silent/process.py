@@ -29,7 +29,7 @@ LIMIT = 60.0  # seconds for a training
 
 @dataclass
 class Run:
-    """What came of one rank: its losses and facts, the tool's findings, the time inside `watch`."""
+    """Result of one rank: its losses and facts, the tool's findings, the time inside `watch`."""
 
     losses: list[float] = field(default_factory=list)
     facts: dict[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What an adapter has. One file a tool in this folder; `run.py --tool NAME` takes the class Tool of `NAME.py`."""
+"""Protocols of an adapter. One file a tool in this folder; `run.py --tool NAME` takes the class Tool of `NAME.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a tool says of a training. None stands for what it does not say.
+    """Statement of a tool about a training. None stands for a fact that it does not state.
 
     Attributes:
         step: the optimizer step, from 1, after which the tool says it.

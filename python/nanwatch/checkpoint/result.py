@@ -158,7 +158,7 @@ class Scan(InNotebook):
 
     @property
     def amount(self) -> str:
-        """What was read."""
+        """The number of tensors that were read, by dtype, in words."""
         dtypes = Counter(one.dtype for one in self.tensors).most_common()
         named = ", ".join(f"{name} {count:,}" for name, count in dtypes)
         size = sum(one.nbytes for one in self.tensors) / 1e9

@@ -76,7 +76,7 @@ class ReplicaWatch(WatchPart):
         if known is None or (known[0] != count and not known[1]):
             model = self._model()
             held = {id(x) for group in optimizer.param_groups for x in group["params"]}
-            # Of a float32 copy of the weights nobody says whose it is.
+            # A float32 copy of the weights does not say which weight it belongs to.
             is_own = model is not None and any(id(x) in held for x in each_parameter(model))
             known = self._optimizers[optimizer] = count, is_own
         self._has_stepped = known[1]

@@ -40,7 +40,7 @@ def measure_of(label: str) -> tuple[str, str, str] | None:
 
 
 class FormatLoss(NamedTuple):
-    """What an operand of a module's linear product would lose in a block format, as a sample of its rows tells.
+    """Loss of an operand of a module's linear product in a block format, measured on a sample of its rows.
 
     Of several calls in the batch the worst number counts. All are nan where the operand was not read, as `reason` says.
     """

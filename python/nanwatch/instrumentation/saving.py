@@ -91,7 +91,7 @@ class Save:
 
     @property
     def content(self) -> Any:
-        """What is saved: nested containers of tensors, or a model."""
+        """Object to save: nested containers of tensors, or a model."""
         arguments = self._bound.arguments
         found = arguments.get(self._seam.content)
         if self.is_raw and isinstance(found, dict):

@@ -28,7 +28,7 @@ class AskedRun:
 
 @dataclass
 class RunRequest:
-    """What a process is asked for: the folder of the model, prompts as token ids or as text, and runs.
+    """Request to a process: the folder of the model, prompts as token ids or as text, and runs.
 
     `options` are the engine's own. `patch` is PKG.MOD:NAME of a function that is called with the model once it has its
     weights.

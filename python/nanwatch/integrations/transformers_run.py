@@ -14,7 +14,7 @@ from ..equivalence.recorded_run import RecordedRun, fingerprints
 from ..util.imports import needed
 from .run_request import RunRequest, flat, patch_of
 
-# What an engine may be asked for and a trainer does not have. So these are the trainer's.
+# Settings of an engine that a trainer lacks, so a trainer always runs with these values.
 _TRAINERS = {"kv_cache_dtype": "auto", "quantization": None, "temperature": 1.0, "top_p": 1.0, "top_k": 0,
              "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
              "logprobs_mode": "raw_logprobs"}  # fmt: skip
