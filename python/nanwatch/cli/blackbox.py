@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ from ..blackbox.story import SCHEMA, VERSION, BlackBoxReport, read_black_box
 from ..blackbox.text import box_html, box_text, is_bad
 from ..util.progress import Tell
 from ..util.reading import plain
-from ..util.visible import visible
 from .commands import answered, command_parser, write_page
 
 _EXAMPLES = """\
@@ -74,10 +73,9 @@ def look(path: Path) -> _Found:
     return _one(job.reports[0]) if len(job.reports) == 1 and not job.others else _all(job)
 
 
-def _one(report: BlackBoxReport, more: Sequence[str] = ()) -> _Found:
-    head = {"schema": SCHEMA, "version": VERSION}
-    text = "\n".join([box_text(report), *[""][: len(more)], *map(visible, more)])
-    return _Found(text, {**head, **plain(report)}, lambda: box_html(report), int(is_bad(report)))
+def _one(report: BlackBoxReport) -> _Found:
+    document = {"schema": SCHEMA, "version": VERSION, **plain(report)}
+    return _Found(box_text(report), document, lambda: box_html(report), int(is_bad(report)))
 
 
 def _all(job: Job) -> _Found:

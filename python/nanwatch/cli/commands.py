@@ -160,6 +160,12 @@ def below(text: str, line: str) -> str:
     return f"{text}\n\n{line}" if line else text
 
 
+def rendered(found: Any, options: argparse.Namespace, tell: Tell) -> str:
+    """Write the page of a result where one is asked for. Return the result as JSON or text, as asked."""
+    wrote = write_page(getattr(options, "html", None), lambda: found.to_html(), tell)
+    return str(found.to_json()) if options.json else below(found.to_text(), wrote)
+
+
 def failed(name: str, error: BaseException) -> int:
     """Print on stderr, in one line, why the command `name` has nothing to print. Return exit status 2."""
     sys.stderr.write(f"nanwatch {name}: {visible(str(error))}\n")
@@ -178,6 +184,10 @@ def command_parser(name: str, description: str, examples: str) -> argparse.Argum
         "--json", action="store_true", help="print one JSON document on stdout and nothing else"
     )
     return parser
+
+
+# Exit statuses by whether two executions are equal; None is not known.
+EQUAL_STATUS = {True: 0, False: 1, None: 2}
 
 
 class UseError(Exception):

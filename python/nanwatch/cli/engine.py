@@ -11,7 +11,7 @@ from typing import Any
 from ..equivalence.engine_comparison import EngineComparison
 from ..integrations.engine_compare import TRIED, compare_engine
 from ..util.progress import Tell
-from .commands import UseError, answered, below, command_parser, write_page
+from .commands import EQUAL_STATUS, UseError, answered, command_parser, rendered
 
 _EPILOG = """\
 PROMPTS has a prompt in each line: text, or token ids as [5, 17, 3]. transformers runs in this environment, the
@@ -26,12 +26,44 @@ examples:
   nanwatch compare --engine vllm model/ prompts.txt --against enable_prefix_caching=false
   nanwatch compare --engine vllm model/ prompts.txt --engine-model synced/
 """
-_STATUS = {True: 0, False: 1, None: 2}
 
 
 def engine_main(arguments: list[str]) -> int:
     """Run `nanwatch compare --engine` and return the exit status."""
-    options = _parser().parse_args(arguments)
+    parser = command_parser(
+        "compare",
+        "Run a model in transformers and in an inference engine on the same weights and prompts. Name the first module"
+        " that differs by more than rounding does, and say what it does to the log-probabilities of sampled tokens.",
+        _EPILOG,
+    )
+    parser.add_argument("model", metavar="MODEL_DIR", help="folder with config and weights")
+    parser.add_argument("prompts", metavar="PROMPTS", type=Path, help="file with a prompt in each line")
+    parser.add_argument("--engine", choices=[*TRIED], required=True, help="the engine")
+    parser.add_argument(
+        "--engine-python", metavar="PATH", default=sys.executable, help="its interpreter (default: this one)"
+    )
+    parser.add_argument("--engine-model", metavar="DIR", help="another folder of weights for the engine")
+    parser.add_argument("--dtype", default="float32", help="of both sides (default: %(default)s)")
+    pairs: dict[str, Any] = {"type": _setting, "metavar": "NAME=VALUE", "nargs": "+", "action": "extend"}
+    parser.add_argument(
+        "--option", **pairs, default=[], help="arguments of the engine; a value is JSON or a word"
+    )
+    parser.add_argument("--against", **pairs, help="compare with the engine under these arguments")
+    parser.add_argument("--sampling", **pairs, default=[], help="sampling parameters of the engine")
+    parser.add_argument(
+        "--trainer-option", **pairs, default=[], help="arguments of transformers' from_pretrained"
+    )
+    parser.add_argument(
+        "--patch", metavar="PKG.MOD:NAME", default="", help="function to call with the engine's model"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=8, metavar="N", help="tokens to sample (default: 8)"
+    )
+    parser.add_argument(
+        "--factor", type=float, default=8.0, help="noise floors a difference must have (default: 8)"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page with charts there")
+    options = parser.parse_args(arguments)
 
     def find(tell: Tell) -> tuple[str, int]:
         found: EngineComparison = compare_engine(
@@ -50,8 +82,7 @@ def engine_main(arguments: list[str]) -> int:
             factor=options.factor,
             tell=tell,
         )
-        wrote = write_page(options.html, found.to_html, tell)
-        return found.to_json() if options.json else below(found.to_text(), wrote), _STATUS[found.equal]
+        return rendered(found, options, tell), EQUAL_STATUS[found.equal]
 
     return answered("compare", find, errors=(TypeError, RuntimeError))
 
@@ -90,40 +121,3 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except ValueError:
         return name, value
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "compare",
-        "Run a model in transformers and in an inference engine on the same weights and prompts. Name the first module"
-        " that differs by more than rounding does, and say what it does to the log-probabilities of sampled tokens.",
-        _EPILOG,
-    )
-    parser.add_argument("model", metavar="MODEL_DIR", help="folder with config and weights")
-    parser.add_argument("prompts", metavar="PROMPTS", type=Path, help="file with a prompt in each line")
-    parser.add_argument("--engine", choices=[*TRIED], required=True, help="the engine")
-    parser.add_argument(
-        "--engine-python", metavar="PATH", default=sys.executable, help="its interpreter (default: this one)"
-    )
-    parser.add_argument("--engine-model", metavar="DIR", help="another folder of weights for the engine")
-    parser.add_argument("--dtype", default="float32", help="of both sides (default: %(default)s)")
-    pairs: dict[str, Any] = {"type": _setting, "metavar": "NAME=VALUE", "nargs": "+", "action": "extend"}
-    parser.add_argument(
-        "--option", **pairs, default=[], help="arguments of the engine; a value is JSON or a word"
-    )
-    parser.add_argument("--against", **pairs, help="compare with the engine under these arguments")
-    parser.add_argument("--sampling", **pairs, default=[], help="sampling parameters of the engine")
-    parser.add_argument(
-        "--trainer-option", **pairs, default=[], help="arguments of transformers' from_pretrained"
-    )
-    parser.add_argument(
-        "--patch", metavar="PKG.MOD:NAME", default="", help="function to call with the engine's model"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=8, metavar="N", help="tokens to sample (default: 8)"
-    )
-    parser.add_argument(
-        "--factor", type=float, default=8.0, help="noise floors a difference must have (default: 8)"
-    )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page with charts there")
-    return parser

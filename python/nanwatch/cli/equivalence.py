@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -17,21 +16,17 @@ from typing import Any
 
 from ..equivalence.bisect import NAMES, bisect
 from ..equivalence.compare import compare
-from ..equivalence.comparison import Comparison
 from ..equivalence.recording import EnoughError, HashedTensor, Recorder, Recording
-from ..equivalence.results import Bisection, Repetition
 from ..equivalence.traces import compare_traces
 from ..equivalence.trials import TRIALS
 from ..equivalence.twice import Request, examine
 from ..trace.trace_file import Trace
 from ..util.progress import Tell
 from ..util.visible import spell
-from .commands import UseError, answered, below, command_parser, imported, write_page
+from .commands import EQUAL_STATUS, UseError, answered, command_parser, imported, rendered
 from .engine import engine_main
 from .script import add_script, check_script, misplaced_hint, run_script
 
-# Exit statuses by whether two executions are equal; None is not known.
-_STATUS = {True: 0, False: 1, None: 2}
 # Has the request in a process that makes one of the runs of `twice`.
 _VARIABLE = "NANWATCH_TWICE"
 _TWICE = """\
@@ -75,33 +70,8 @@ examples:
 """
 
 
-def _printed(
-    found: Repetition | Bisection | Comparison, options: argparse.Namespace, wrote: str = ""
-) -> tuple[str, int]:
-    text = found.to_json() if options.json else below(found.to_text(), wrote)
-    return text, _STATUS[found.equal]
-
-
 def bisect_main(arguments: list[str]) -> int:
     """Run `nanwatch bisect` and return the exit status."""
-    options = _bisect_parser().parse_args(arguments)
-
-    def find(tell: Tell) -> tuple[str, int]:
-        found = bisect(
-            imported(options.model, "MODEL"),
-            imported(options.inputs, "INPUTS"),
-            loss=options.backward,
-            switches=options.switch or None,
-            backend=options.backend,
-            exact=options.exact,
-            tell=tell,
-        )
-        return _printed(found, options)
-
-    return answered("bisect", find, errors=(TypeError, RuntimeError))
-
-
-def _bisect_parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "bisect",
         "Find the switch that changes what a model computes: a module that torch.compile compiles wrongly, autocast, a"
@@ -123,34 +93,27 @@ def _bisect_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--backward", action="store_true", help="compare the gradients of the sum of the outputs' squares too"
     )
-    return parser
+    options = parser.parse_args(arguments)
+
+    def find(tell: Tell) -> tuple[str, int]:
+        found = bisect(
+            imported(options.model, "MODEL"),
+            imported(options.inputs, "INPUTS"),
+            loss=options.backward,
+            switches=options.switch or None,
+            backend=options.backend,
+            exact=options.exact,
+            tell=tell,
+        )
+        return rendered(found, options, tell), EQUAL_STATUS[found.equal]
+
+    return answered("bisect", find, errors=(TypeError, RuntimeError))
 
 
 def compare_main(arguments: list[str]) -> int:
     """Run `nanwatch compare` and return the exit status."""
     if any(one.partition("=")[0] == "--engine" for one in arguments):
         return engine_main(arguments)
-    options = _compare_parser().parse_args(arguments)
-
-    def find(tell: Tell) -> tuple[str, int]:
-        given = {"A": options.a, "B": options.b, "INPUTS": options.inputs}
-        if os.path.exists(options.a) and os.path.exists(options.b):
-            traces = [Trace.open(path, tell) for path in given.values() if path is not None]
-            tell("comparing")
-            found = compare_traces(*traces, batches=options.batches, factor=options.factor)
-        elif options.inputs is None or options.batches is not None:
-            raise UseError(
-                "A and B should be two traces that exist, or two models with INPUTS and without --batches"
-            )
-        else:
-            tell("running the models")
-            found = compare(*(imported(value, name) for name, value in given.items()), factor=options.factor)
-        return _printed(found, options, write_page(options.html, found.to_html, tell))
-
-    return answered("compare", find, errors=(TypeError, RuntimeError))
-
-
-def _compare_parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "compare",
         "Run two implementations of a model, with the same weights, on the same inputs, and name the first module that"
@@ -180,34 +143,28 @@ def _compare_parser() -> argparse.ArgumentParser:
         help="how many times the noise floor a difference must have (default: %(default)g)",
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts too")
-    return parser
+    options = parser.parse_args(arguments)
+
+    def find(tell: Tell) -> tuple[str, int]:
+        given = {"A": options.a, "B": options.b, "INPUTS": options.inputs}
+        if os.path.exists(options.a) and os.path.exists(options.b):
+            traces = [Trace.open(path, tell) for path in given.values() if path is not None]
+            tell("comparing")
+            found = compare_traces(*traces, batches=options.batches, factor=options.factor)
+        elif options.inputs is None or options.batches is not None:
+            raise UseError(
+                "A and B should be two traces that exist, or two models with INPUTS and without --batches"
+            )
+        else:
+            tell("running the models")
+            found = compare(*(imported(value, name) for name, value in given.items()), factor=options.factor)
+        return rendered(found, options, tell), EQUAL_STATUS[found.equal]
+
+    return answered("compare", find, errors=(TypeError, RuntimeError))
 
 
 def twice_main(arguments: list[str]) -> int:
     """Run `nanwatch twice` and return the exit status."""
-    parser = _twice_parser()
-    options = parser.parse_args(arguments)
-    target, rest, is_module = options.target, options.arguments, options.m
-    if request := os.environ.pop(_VARIABLE, ""):
-        return _run_here(json.loads(request), target, rest, is_module=is_module)
-
-    def find(tell: Tell) -> tuple[str, int]:
-        check_script(target, is_module=is_module)
-        if options.times < 2 or (options.batches is not None and options.batches < 1):
-            raise ValueError("--times should be at least 2 and --batches at least 1")
-        if hint := misplaced_hint(parser, target, rest):
-            sys.stderr.write(f"nanwatch twice: {hint}\n")
-        with tempfile.TemporaryDirectory(prefix="nanwatch-twice-") as folder:
-            runs = _Runs(Path(folder), [*(["-m"] if is_module else []), target, *rest], options.batches)
-            found = examine(runs.run, os.path.basename(target), options.times, runs.trials, tell)
-        if found.equal and runs.error:
-            raise UseError(f"the runs are bit-equal, but each ended by {runs.error}")
-        return _printed(found, options)
-
-    return answered("twice", find)
-
-
-def _twice_parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "twice",
         "Run a script twice, compare all that its modules and optimizers compute, bit for bit, and name the first"
@@ -224,7 +181,25 @@ def _twice_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--times", type=int, metavar="N", default=2, help="number of runs to compare (default: %(default)s)"
     )
-    return parser
+    options = parser.parse_args(arguments)
+    target, rest, is_module = options.target, options.arguments, options.m
+    if request := os.environ.pop(_VARIABLE, ""):
+        return _run_here(json.loads(request), target, rest, is_module=is_module)
+
+    def find(tell: Tell) -> tuple[str, int]:
+        check_script(target, is_module=is_module)
+        if options.times < 2 or (options.batches is not None and options.batches < 1):
+            raise ValueError("--times should be at least 2 and --batches at least 1")
+        if hint := misplaced_hint(parser, target, rest):
+            sys.stderr.write(f"nanwatch twice: {hint}\n")
+        with tempfile.TemporaryDirectory(prefix="nanwatch-twice-") as folder:
+            runs = _Runs(Path(folder), [*(["-m"] if is_module else []), target, *rest], options.batches)
+            found = examine(runs.run, os.path.basename(target), options.times, runs.trials, tell)
+        if found.equal and runs.error:
+            raise UseError(f"the runs are bit-equal, but each ended by {runs.error}")
+        return rendered(found, options, tell), EQUAL_STATUS[found.equal]
+
+    return answered("twice", find)
 
 
 class _Runs:

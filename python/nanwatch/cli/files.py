@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from ..util.progress import Tell
 from ..util.reading import plain
 from ..util.visible import module_name, visible
 from .blackbox import main as blackbox_main
-from .commands import answered, below, command_parser, write_page
+from .commands import answered, below, command_parser, rendered, write_page
 
 _MOST_LINES = 10
 _SHOW = """\
@@ -73,7 +72,28 @@ examples:
 
 def show_main(arguments: list[str]) -> int:
     """Run `nanwatch show` and return the exit status."""
-    parser = _show_parser()
+    parser = command_parser(
+        "show", "Print the frames of one batch of a trace, or a report that was saved as JSON.", _SHOW
+    )
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        type=Path,
+        help="a trace, the report.json of a failure or a spike, its folder, the folder of several, or a black box",
+    )
+    parser.add_argument(
+        "--format",
+        choices=sorted(forms()),
+        default="text",
+        help="form of the report on stdout (default: %(default)s)",
+    )
+    parser.add_argument("--batch", type=int, metavar="N", help="of a trace: this batch (default: the latest)")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="PAGE",
+        help="write a page in place of the text: the report, or of a trace without --batch a heat map of the run",
+    )
     options = parser.parse_args(arguments)
     if options.file.suffix == SUFFIX:
         if options.format not in ("text", "json"):
@@ -101,32 +121,6 @@ def show_main(arguments: list[str]) -> int:
         return "\n".join([*map(visible, heading), wrote or form.render(report, tell)]), 0
 
     return answered("show", find)
-
-
-def _show_parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "show", "Print the frames of one batch of a trace, or a report that was saved as JSON.", _SHOW
-    )
-    parser.add_argument(
-        "file",
-        metavar="FILE",
-        type=Path,
-        help="a trace, the report.json of a failure or a spike, its folder, the folder of several, or a black box",
-    )
-    parser.add_argument(
-        "--format",
-        choices=sorted(forms()),
-        default="text",
-        help="form of the report on stdout (default: %(default)s)",
-    )
-    parser.add_argument("--batch", type=int, metavar="N", help="of a trace: this batch (default: the latest)")
-    parser.add_argument(
-        "--html",
-        type=Path,
-        metavar="PAGE",
-        help="write a page in place of the text: the report, or of a trace without --batch a heat map of the run",
-    )
-    return parser
 
 
 def _report_of(
@@ -163,21 +157,6 @@ def _is_json(file: Path) -> bool:
 
 def diff_main(arguments: list[str]) -> int:
     """Run `nanwatch diff` and return the exit status."""
-    options = _diff_parser().parse_args(arguments)
-
-    def find(tell: Tell) -> tuple[str, int]:
-        batches = None if options.batches is None else (options.batches[0], options.batches[1])
-        one = Trace.open(options.a, tell)
-        other = None if options.b is None else Trace.open(options.b, tell)
-        found = diff(one, other, batches=batches, rtol=options.rtol, ignore=options.ignore)
-        wrote = write_page(options.html, found.to_html, tell)
-        text = found.to_json() if options.json else below(found.to_text(), wrote)
-        return text, int(found.differs)
-
-    return answered("diff", find)
-
-
-def _diff_parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "diff",
         "Name the first record in which two traces part, and what grew most from the one to the other.",
@@ -205,24 +184,20 @@ def _diff_parser() -> argparse.ArgumentParser:
         help="kinds of difference to pass over",
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts too")
-    return parser
+    options = parser.parse_args(arguments)
+
+    def find(tell: Tell) -> tuple[str, int]:
+        batches = None if options.batches is None else (options.batches[0], options.batches[1])
+        one = Trace.open(options.a, tell)
+        other = None if options.b is None else Trace.open(options.b, tell)
+        found = diff(one, other, batches=batches, rtol=options.rtol, ignore=options.ignore)
+        return rendered(found, options, tell), int(found.differs)
+
+    return answered("diff", find)
 
 
 def merge_main(arguments: list[str]) -> int:
     """Run `nanwatch merge` and return the exit status."""
-    options = _merge_parser().parse_args(arguments)
-
-    def find(tell: Tell) -> tuple[str, int]:
-        merged = merge(*options.paths, attempt=options.attempt, tell=tell)
-        wrote = write_page(options.html, lambda: merged_html(merged), tell)
-        tell("comparing the ranks")
-        found = json.dumps(document(merged), indent=2) if options.json else below(merged_text(merged), wrote)
-        return found, int(bool(merged.failed))
-
-    return answered("merge", find)
-
-
-def _merge_parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "merge",
         "One report from those of several ranks: the origin, headroom by module and rank, and weights"
@@ -243,34 +218,20 @@ def _merge_parser() -> argparse.ArgumentParser:
         help="of a job that torchrun restarted: merge the attempt after N restarts, as N or RUN_ID/N"
         " (default: the latest with a finding)",
     )
-    return parser
+    options = parser.parse_args(arguments)
+
+    def find(tell: Tell) -> tuple[str, int]:
+        merged = merge(*options.paths, attempt=options.attempt, tell=tell)
+        wrote = write_page(options.html, lambda: merged_html(merged), tell)
+        tell("comparing the ranks")
+        found = json.dumps(document(merged), indent=2) if options.json else below(merged_text(merged), wrote)
+        return found, int(bool(merged.failed))
+
+    return answered("merge", find)
 
 
 def formats_main(arguments: list[str]) -> int:
     """Run `nanwatch formats` and return the exit status."""
-    options = _formats_parser().parse_args(arguments)
-    margin_bits, lost, name = options.margin_bits, options.lost, options.format
-
-    def find(tell: Tell) -> tuple[str, int]:
-        trace = Trace.open(options.trace, tell)
-        answer: dict[str, Any] = {"margin_bits": margin_bits, "lost": lost}
-        status = 0
-        if name is None:
-            needs = fits(trace, margin_bits, lost)
-            lines, modules = _fits_lines(needs, margin_bits), list(map(plain, needs))
-        else:
-            held = holdings(trace, name, margin_bits, lost)
-            lines, modules = _holdings_lines(held, name, margin_bits), list(map(_holding, held))
-            fit = all(one.fits for one in held)
-            answer, status = {"format": name, "fits": fit, **answer}, int(not fit)
-        if options.json:
-            return json.dumps({**answer, "modules": modules}, allow_nan=False, indent=2), status
-        return "\n".join(map(visible, lines)), status
-
-    return answered("formats", find)
-
-
-def _formats_parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "formats",
         "Tell whether a format fits what a model computed, and name the narrowest that fits each module.",
@@ -298,7 +259,26 @@ def _formats_parser() -> argparse.ArgumentParser:
         metavar="BITS",
         help="room to leave, in doublings of the largest value (default: %(default)g)",
     )
-    return parser
+    options = parser.parse_args(arguments)
+    margin_bits, lost, name = options.margin_bits, options.lost, options.format
+
+    def find(tell: Tell) -> tuple[str, int]:
+        trace = Trace.open(options.trace, tell)
+        answer: dict[str, Any] = {"margin_bits": margin_bits, "lost": lost}
+        status = 0
+        if name is None:
+            needs = fits(trace, margin_bits, lost)
+            lines, modules = _fits_lines(needs, margin_bits), list(map(plain, needs))
+        else:
+            held = holdings(trace, name, margin_bits, lost)
+            lines, modules = _holdings_lines(held, name, margin_bits), list(map(_holding, held))
+            fit = all(one.fits for one in held)
+            answer, status = {"format": name, "fits": fit, **answer}, int(not fit)
+        if options.json:
+            return json.dumps({**answer, "modules": modules}, allow_nan=False, indent=2), status
+        return "\n".join(map(visible, lines)), status
+
+    return answered("formats", find)
 
 
 _NOTHING = "No output or weight of floating point was read in this trace."

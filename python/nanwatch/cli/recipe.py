@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from ..equivalence.recipes.recipe import recipe
@@ -30,34 +29,6 @@ examples:
 
 def main(arguments: list[str]) -> int:
     """Run `nanwatch recipe` and return the exit status."""
-    options = _parser().parse_args(arguments)
-    output: Path | None = options.output
-
-    def find(tell: Tell) -> tuple[str, int]:
-        file = options.model.partition(":")[0]
-        batch = options.batch if ":" in options.batch else f"{file}:{options.batch}"
-        found = recipe(
-            imported(options.model, "MODEL"),
-            imported(batch, "BATCH"),
-            options.to.split(","),
-            loss_budget=options.loss_budget,
-            train=options.train,
-            hadamard=options.hadamard,
-            stochastic=options.stochastic,
-            journal=None if output is None else output.with_suffix(".measured.jsonl"),
-            tell=tell,
-        )
-        wrote = ""
-        if output is not None:
-            output.write_text(found.to_json() + "\n", encoding="utf-8")
-            wrote = f"wrote {visible(str(output))}"
-        text = found.to_json() if options.json else below(found.to_text(), wrote)
-        return text, int(not found.formats)
-
-    return answered("recipe", find, errors=(TypeError, RuntimeError))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "recipe",
         "Try number formats on the linear layers of a model, one by one and together, by emulation, and find the"
@@ -94,4 +65,28 @@ def _parser() -> argparse.ArgumentParser:
         "--stochastic", action="store_true", help="round gradients up or down by chance, with --train"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the recipe as JSON")
-    return parser
+    options = parser.parse_args(arguments)
+    output: Path | None = options.output
+
+    def find(tell: Tell) -> tuple[str, int]:
+        file = options.model.partition(":")[0]
+        batch = options.batch if ":" in options.batch else f"{file}:{options.batch}"
+        found = recipe(
+            imported(options.model, "MODEL"),
+            imported(batch, "BATCH"),
+            options.to.split(","),
+            loss_budget=options.loss_budget,
+            train=options.train,
+            hadamard=options.hadamard,
+            stochastic=options.stochastic,
+            journal=None if output is None else output.with_suffix(".measured.jsonl"),
+            tell=tell,
+        )
+        wrote = ""
+        if output is not None:
+            output.write_text(found.to_json() + "\n", encoding="utf-8")
+            wrote = f"wrote {visible(str(output))}"
+        text = found.to_json() if options.json else below(found.to_text(), wrote)
+        return text, int(not found.formats)
+
+    return answered("recipe", find, errors=(TypeError, RuntimeError))

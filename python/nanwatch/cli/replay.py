@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
@@ -66,7 +65,31 @@ class _Run:
 
 def main(arguments: list[str]) -> int:
     """Run the command and return the exit status."""
-    options = _parser().parse_args(arguments)
+    parser = command_parser(
+        "replay",
+        "Make the module call in a capsule again and say whether a value is not finite again.",
+        _EXAMPLES,
+    )
+    parser.add_argument(
+        "capsule", metavar="CAPSULE", help="the folder of the capsule, or of the failure that it is in"
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PKG.MOD:NAME",
+        help="the model, or what makes it when called without arguments; imported from the current directory too."
+        " This runs its code: name only what you trust",
+    )
+    parser.add_argument("--device", help="where to run; by default where the recorded call ran, or the CPU")
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        action="extend",
+        default=[],
+        choices=_DTYPES,
+        help="after the capsule's own, with weights and inputs cast to it and autocast off",
+    )
+    options = parser.parse_args(arguments)
     # The user's own code, which is imported and run, must not print on this command's stdout.
     with shown() as tell, contextlib.redirect_stdout(sys.stderr):
         try:
@@ -95,34 +118,6 @@ def _folder(path: Path) -> Path:
     """Return the capsule's folder: `path`, or the one in the folder of a failure that `output_dir` holds."""
     inside = path / "capsule"
     return inside if inside.is_dir() and not (path / DOCUMENT).exists() else path
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "replay",
-        "Make the module call in a capsule again and say whether a value is not finite again.",
-        _EXAMPLES,
-    )
-    parser.add_argument(
-        "capsule", metavar="CAPSULE", help="the folder of the capsule, or of the failure that it is in"
-    )
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="PKG.MOD:NAME",
-        help="the model, or what makes it when called without arguments; imported from the current directory too."
-        " This runs its code: name only what you trust",
-    )
-    parser.add_argument("--device", help="where to run; by default where the recorded call ran, or the CPU")
-    parser.add_argument(
-        "--dtype",
-        nargs="+",
-        action="extend",
-        default=[],
-        choices=_DTYPES,
-        help="after the capsule's own, with weights and inputs cast to it and autocast off",
-    )
-    return parser
 
 
 def _runs(capsule: Capsule, model: Any, dtypes: list[str], device: str | None, tell: Tell) -> list[_Run]:

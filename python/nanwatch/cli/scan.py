@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from ..checkpoint.scan import scan
 from ..util.progress import Tell
-from .commands import answered, below, command_parser, write_page
+from .commands import answered, command_parser, rendered
 
 _SCAN = """\
 FILE is a file of safetensors, torch.save (.pt, .pth, .bin, .ckpt), GGUF or NumPy (.npz, .npy), an index of such files,
@@ -26,20 +25,6 @@ examples:
 
 def main(arguments: list[str]) -> int:
     """Run `nanwatch scan` and return the exit status."""
-    options = _parser().parse_args(arguments)
-
-    def find(tell: Tell) -> tuple[str, int]:
-        to = options.to.split(",") if options.to else ()
-        found = scan(*options.files, against=options.against, to=to, threads=options.threads, tell=tell)
-        wrote = write_page(options.html, found.to_html, tell)
-        text = found.to_json() if options.json else below(found.to_text(), wrote)
-        differs = found.comparison is not None and not found.comparison.is_faithful
-        return text, 3 if not found.is_sound else int(differs)
-
-    return answered("scan", find)
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "scan",
         "Read each tensor of a checkpoint and name what is nan, inf, dead, far from its siblings, double, or lost in a"
@@ -57,4 +42,12 @@ def _parser() -> argparse.ArgumentParser:
         "--threads", type=int, metavar="N", help="threads that read (default: one a core, up to 16)"
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page too")
-    return parser
+    options = parser.parse_args(arguments)
+
+    def find(tell: Tell) -> tuple[str, int]:
+        to = options.to.split(",") if options.to else ()
+        found = scan(*options.files, against=options.against, to=to, threads=options.threads, tell=tell)
+        differs = found.comparison is not None and not found.comparison.is_faithful
+        return rendered(found, options, tell), 3 if not found.is_sound else int(differs)
+
+    return answered("scan", find)

@@ -41,25 +41,6 @@ examples:
 
 def main(arguments: list[str]) -> int:
     """Run the command and return the exit status."""
-    options = _parser().parse_args(arguments)
-    try:
-        if not (options.once or options.json or not sys.stdout.isatty()):
-            _app(options).run()
-            return 0
-        picture, heading = _look(options.run, options.latest)
-    except (ValueError, OSError, ImportError) as error:
-        return failed("top", error)
-    rows = _sorted(picture, options.by)
-    if options.json:
-        print(json.dumps(_document(picture, rows), allow_nan=False, indent=2))
-        return 0
-    print("\n".join(map(visible, [*heading, *_table(rows[:_LINES])])))
-    if len(rows) > _LINES:
-        print(f"{len(rows) - _LINES:,} modules more")
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "top", "Show the modules of a running trace by least headroom or by trend.", _EXAMPLES
     )
@@ -85,7 +66,22 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="look again after S seconds (default: %(default)s)",
     )
-    return parser
+    options = parser.parse_args(arguments)
+    try:
+        if not (options.once or options.json or not sys.stdout.isatty()):
+            _app(options).run()
+            return 0
+        picture, heading = _look(options.run, options.latest)
+    except (ValueError, OSError, ImportError) as error:
+        return failed("top", error)
+    rows = _sorted(picture, options.by)
+    if options.json:
+        print(json.dumps(_document(picture, rows), allow_nan=False, indent=2))
+        return 0
+    print("\n".join(map(visible, [*heading, *_table(rows[:_LINES])])))
+    if len(rows) > _LINES:
+        print(f"{len(rows) - _LINES:,} modules more")
+    return 0
 
 
 def _positive(text: str) -> int:
