@@ -249,44 +249,6 @@ class SinkStream(Sink):
             self._told_of = finding.batch
             self._tell("on_nonfinite", finding)
 
-    def on_failure(self, report: Report) -> None:
-        """Tell of a failure."""
-        self._tell("on_failure", report)
-
-    def on_forecast(self, batch: int, forecast: Forecast) -> None:
-        """Tell of a forecast, last of all in a warning."""
-        self._tell("on_forecast", batch, forecast)
-        for sink in self._own:
-            sink.on_forecast(batch, forecast)
-
-    def on_spike(self, report: SpikeReport) -> None:
-        """Tell of a spike, last of all in a warning."""
-        self._tell("on_spike", report)
-        for sink in self._own:
-            sink.on_spike(report)
-
-    def on_update(self, finding: UpdateFinding) -> None:
-        """Tell of a finding about an optimizer's step, last of all in a warning."""
-        self._tell("on_update", finding)
-        for sink in self._own:
-            sink.on_update(finding)
-
-    def on_skipped_step(self, step: SkippedStep) -> None:
-        """Tell of a skipped step."""
-        self._tell("on_skipped_step", step)
-
-    def on_replica_difference(self, difference: ReplicaDifference) -> None:
-        """Tell of a difference between replicas, last of all in a warning."""
-        self._tell("on_replica_difference", difference)
-        for sink in self._own:
-            sink.on_replica_difference(difference)
-
-    def on_hardware_suspect(self, suspect: HardwareSuspect) -> None:
-        """Tell of a suspect of hardware, last of all in a warning."""
-        self._tell("on_hardware_suspect", suspect)
-        for sink in self._own:
-            sink.on_hardware_suspect(suspect)
-
     def on_close(self) -> None:
         """Tell of the end. A second time does nothing."""
         takers, self._takers = self._takers, []
@@ -295,3 +257,19 @@ class SinkStream(Sink):
         if self._process == os.getpid():
             for taker in takers:
                 taker.close()
+
+
+def _passed_on(event: str) -> Callable[..., None]:
+    """Return a method of the stream that tells the sinks of the event, and last of all its own, which may raise."""
+
+    def tell(self: SinkStream, *args: Any) -> None:
+        self._tell(event, *args)
+        for sink in self._own:
+            getattr(sink, event)(*args)
+
+    return tell
+
+
+for _event in EVENTS:
+    if _event not in vars(SinkStream):
+        setattr(SinkStream, _event, _passed_on(_event))
