@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from math import inf, isnan, log2, log10, nan
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,29 +147,16 @@ def block_fits(x: Tensor, forms: Sequence[BlockFormat], dim: int) -> tuple[Block
 
 
 def _fit(numbers: list[float], form: BlockFormat, dim: int, scale_shape: tuple[int, ...]) -> BlockFit:
-    counts = [int(number) for number in numbers[:_SIGNAL]]
-    num_elements, num_saturated, num_flushed, num_lost, num_nonfinite, num_blocks, num_flushed_blocks = counts
     signal, noise, low, high = numbers[_SIGNAL:HEAD]
-    worst = zip(*(iter(numbers[HEAD:]),) * 3, strict=True)
-    return BlockFit(
-        format=form.name,
-        dim=dim,
-        num_elements=num_elements,
-        num_saturated=num_saturated,
-        num_flushed=num_flushed,
-        num_lost=num_lost,
-        num_nonfinite=num_nonfinite,
-        num_blocks=num_blocks,
-        num_flushed_blocks=num_flushed_blocks,
-        signal=signal,
-        noise=noise,
-        scales=(low, high) if low <= high else (nan, nan),
-        worst=tuple(
-            BlockError(_place(int(index), scale_shape), _decibel(power, error))
-            for index, power, error in worst
-            if index >= 0
-        ),
+    worst = tuple(
+        BlockError(_place(int(index), scale_shape), _decibel(power, error))
+        for index, power, error in zip(*(iter(numbers[HEAD:]),) * 3, strict=True)
+        if index >= 0
     )
+    scales = (low, high) if low <= high else (nan, nan)
+    counts = map(int, numbers[:_SIGNAL])
+    in_order: list[Any] = [form.name, dim, *counts, signal, noise, scales, worst]
+    return BlockFit(*in_order)
 
 
 def _native(cuts: Sequence[Matrices], forms: Sequence[BlockFormat], amax: float) -> list[list[Tensor] | None]:
