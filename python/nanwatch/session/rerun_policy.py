@@ -240,7 +240,9 @@ class RerunPolicy:
                 examine(start, reason=reason)
                 return
             began = start.began if start is not None else time.monotonic()
-            _import_lazy()
+            # Once, as each child would import it anew: torch._dynamo takes a second.
+            importlib.import_module("torch._dynamo")
+            tempfile.gettempdir()  # writes a file, the first time
             seconds = LEAST_SECONDS + TIMES_BATCH * (time.monotonic() - began)
             if not why_no_child():
                 with suppress(NoChildError):
@@ -349,9 +351,3 @@ class RerunPolicy:
         """Return the backward of the finding's loss, if the loss made the value."""
         is_of_loss = (finding.phase, finding.origin, finding.source_module) == ("backward", "received", None)
         return self._losses.get(finding.batch) if is_of_loss else None
-
-
-def _import_lazy() -> None:
-    """Import what a re-run needs, once: each child would import it anew, and torch._dynamo takes a second."""
-    importlib.import_module("torch._dynamo")
-    tempfile.gettempdir()  # writes a file, the first time

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,9 +20,10 @@ from ..instrumentation.global_hooks import GlobalHooks
 from ..instrumentation.linear_formats import FormatLoss, LinearFormats
 from ..monitoring.format_forecast import FormatForecaster
 from ..monitoring.monitor import Monitor
+from ..monitoring.sinks import SinkStream
 from ..monitoring.spikes.watch import SpikeWatch
 from ..monitoring.updates.audit import UpdateAudit
-from ..recording.events import Event, Recorder
+from ..recording.events import Event, Recorder, WatchPart
 from ..recording.recorder import make_recorder
 from ..records.record import Frame
 from ..report.hardware_suspect import HardwareSuspect
@@ -38,10 +39,9 @@ from .dispatch import EventDispatch, TraceNotes
 from .failure_handler import FailureHandler
 from .optimizer_guard import OptimizerGuard
 from .optimizer_steps import BackwardWatch, OptimizerSteps
-from .options import Options
+from .options import PEER_TIMEOUT, Options
 from .reports import Reports
 from .rerun_policy import RerunPolicy
-from .watch_parts import optional_parts
 
 # hook(watch, model), called when a watch begins.
 _callers: list[Callable[[Watch, nn.Module], object]] = []
@@ -250,7 +250,7 @@ class Watch:
         """The latest frames, oldest first, at most `max_frames`. Those of a backward come when it is over."""
         self._settle()
         frames = [*self._recorder.frames(), *self._recorder.pending_frames()]
-        return tuple(frame for frame in frames[-self._options.max_frames :])
+        return tuple(frames[-self._options.max_frames :])
 
     @property
     def trace_path(self) -> Path | None:
@@ -340,3 +340,20 @@ def _write_spike(
     rerun: RerunPolicy, model: Callable[[], nn.Module | None], output_dir: Path, report: SpikeReport
 ) -> SpikeReport:
     return write_spike(report, rerun.kept(report.batch), model(), output_dir)
+
+
+def optional_parts(
+    model: nn.Module, options: Options, recorder: Recorder, sinks: SinkStream
+) -> Iterator[WatchPart]:
+    """Yield the parts that the options ask for. The EventDispatch calls each, and the Watch removes it."""
+    if not options.enabled:
+        return
+    if options.replicas:
+        recorder.subscribe(Event.BATCH_START | (Event.FRAME if options.fingerprints else 0))
+        timeout = options.peer_timeout or PEER_TIMEOUT
+        yield ReplicaWatch(model, options.replicas, timeout, options.output_dir, sinks.on_replica_difference)
+    if options.recheck:
+        recorder.subscribe(Event.BATCH_START)
+        yield Recheck(model, options.recheck, sinks.on_hardware_suspect)
+    if options.updates:
+        yield UpdateAudit(model, recorder, options.updates, sinks.on_update, options.is_frozen)
