@@ -218,10 +218,6 @@ class Site:
         found = (self.definition(node) for node in ast.walk(self.statement) if isinstance(node, ast.Name))
         return list(dict.fromkeys(one.lineno for one in found if one is not None))
 
-    def meaning(self, node: ast.expr) -> Spelt | None:
-        """Return the operation that the node is, or that made the local value it names."""
-        return self.spelt(self.written_out(node))
-
     def parent(self, node: ast.AST) -> ast.AST | None:
         """Return the node around this one."""
         return self._parents.get(node)
