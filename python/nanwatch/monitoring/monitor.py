@@ -79,7 +79,10 @@ class Monitor:
         self._names: list[PeakName] = []  # that the forecaster has not met
         self._recorder = recorder
         self._every = every
-        self._forecaster = Forecaster(_num_tensors(model)) if forecasts else None
+        # Weights, buffers and modules, each module counted for an output.
+        modules = (module for _, module in each_module(model))
+        num_tensors = sum(1 + len(one._parameters) + len(one._buffers) for one in modules)
+        self._forecaster = Forecaster(num_tensors) if forecasts else None
         history = PeakHistory() if self._forecaster is None else self._forecaster.history
         self.suspicion = Suspicion(model, history)
         self.sinks = SinkStream(
@@ -133,8 +136,3 @@ class Monitor:
             return found
         finally:
             self._looking.release()
-
-
-def _num_tensors(model: nn.Module) -> int:
-    """Return the number of weights, buffers and modules, each module counted for an output."""
-    return sum(1 + len(module._parameters) + len(module._buffers) for _, module in each_module(model))

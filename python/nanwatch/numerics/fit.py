@@ -175,7 +175,7 @@ def would_fit(
         x = readable(x, "would_fit")
         marks = _marks(dtype_name(counted_dtype(x)), target, float(scale))
         # The marks ascend, and only uint64 has some beyond its words, which no element reaches.
-        codes = [_as_int64(word) for word in marks if word < 1 << 64]
+        codes = [word - (1 << 64) if word >> 63 else word for word in marks if word < 1 << 64]  # as int64
         count = partial(_spread.count_from, codes=codes)
         row = read(count, count, x)
         nonzero, kept, normal, overflow, nonfinite = row.tolist() + [0] * (len(marks) - len(codes))
@@ -359,10 +359,6 @@ def _marks(source: str, target: str, scale: float) -> _Marks:
         words.first_reaching(ceil(top) if ends.overflows_halfway else floor(top) + 1),
         words.last + 1,
     )
-
-
-def _as_int64(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
 
 
 # A histogram alone.

@@ -100,7 +100,8 @@ def _of_file() -> dict[str, Said]:
             continue
         said = {}
         for name, value in table.items():
-            if _is_path(name) and isinstance(value, str):
+            is_path = name in FIELDS and FIELDS[name].metadata["flag"].get("metavar") in ("PATH", "DIR")
+            if is_path and isinstance(value, str):
                 value = str(path.parent / value)
             said[name] = Said(_checked(name, value, str(path), is_text=False), str(path))
         return said
@@ -112,10 +113,6 @@ def _candidates(folder: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
         for name, keys in TABLES.items():
             if os.path.isfile(path := above / name):
                 yield path, keys
-
-
-def _is_path(name: str) -> bool:
-    return name in FIELDS and FIELDS[name].metadata["flag"].get("metavar") in ("PATH", "DIR")
 
 
 def _table(path: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:

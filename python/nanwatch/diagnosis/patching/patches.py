@@ -288,7 +288,7 @@ class _Search:
     def _cure(self, change: Change, after: SourceFile, effect: str) -> Cure:
         file = self._site.file
         line = file.line_of(change.edits[0].span)
-        old, new = (_statements(one, line) for one in (file, after))
+        old, new = ("; ".join(one.part(one.span(x)) for x in one.statements(line)) for one in (file, after))
         patch = file.patch(after)
         code = "" if patch or new == old else new
         return Cure(self._words(change), True, None, patch, effect, code)
@@ -315,7 +315,3 @@ class _Search:
 
 def _written(change: Change) -> str:
     return " and ".join(f"`{one.text}`" for one in change.edits)
-
-
-def _statements(file: SourceFile, line: int) -> str:
-    return "; ".join(file.part(file.span(one)) for one in file.statements(line))

@@ -100,9 +100,10 @@ class _Search:
             raise ValueError("no nn.Linear of the model was called with this batch")
         self._shares = {name: number / sum(called.values()) for name, number in called.items()}
         self._own = {name: dtype_name(forwards.layers[name].weight.dtype) for name in called}
+        bits = {one: 16 if one == BFLOAT16 else BLOCKS_BY_NAME[one].element.bits for one in targets}
         self._costs = {
             name: {"": share * forwards.layers[name].weight.dtype.itemsize / 2}
-            | {target: share * bits_of(target) / 16 for target in targets}
+            | {target: share * bits[target] / 16 for target in targets}
             for name, share in self._shares.items()
         }
 
@@ -213,11 +214,6 @@ class _Search:
 def _size(trial: Trial) -> float:
     """Return the number that has to be within the budget, which chance alone makes no smaller than the divergence."""
     return max(abs(trial.change), trial.damage)
-
-
-def bits_of(target: str) -> int:
-    """Return the bits of an element of a format."""
-    return 16 if target == BFLOAT16 else BLOCKS_BY_NAME[target].element.bits
 
 
 def _targets(to: Sequence[str]) -> list[str]:
