@@ -39,12 +39,12 @@ def _write(path: Path, gib: float) -> None:
         for i in range(count)
     }
     text = json.dumps(header).encode()
-    words = np.random.default_rng(0).standard_normal(rows * 4096, np.float32).view(np.uint32) >> 16
-    data = words.astype(np.uint16).tobytes()
+    random = np.random.default_rng(0)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _ in range(count):
-            file.write(data)
+        for _ in range(count):  # alike ones would be read twice, as duplicates
+            words = random.standard_normal(rows * 4096, np.float32).view(np.uint32) >> 16
+            file.write(words.astype(np.uint16).tobytes())
 
 
 def _plain(path: Path, threads: int) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..util.progress import Tell
-from .encodings import ENCODINGS
-from .pairing import Pair, Pairing, bytes_of, lying, tolerance_of
+from .encodings import ENCODINGS, bytes_of
+from .pairing import Pair, Pairing, tolerance_of
 from .result import Change, CheckpointComparison, TensorScan
 from .stored import DamagedError, OpenFiles, StoredTensor
 from .streaming import Streamer, buffer_of
@@ -135,7 +135,7 @@ def _parts(pair: Pair, files: OpenFiles, found: _Distance, *, is_exact: bool) ->
             count = min(count, begin + tensor.numel - at)
         for side, streamer in zip(starts, streamers, strict=True):
             begin, tensor = next((begin, one) for begin, one in reversed(side) if begin <= at)
-            chunk = streamer.read(tensor, bytes_of(tensor, at - begin), bytes_of(tensor, count))
+            chunk = streamer.read(tensor, bytes_of(tensor.dtype, at - begin), bytes_of(tensor.dtype, count))
             assert chunk.values is not None
             values.append(chunk.values)
         found.add(values[0], values[1], at, is_exact=is_exact)
@@ -156,8 +156,8 @@ def _transposed(
     """Compare a matrix with one that lies by columns: some rows, with the same part of each row of the other."""
     if not is_exact:
         raise DamagedError("a transposed matrix of an encoding is not compared")
-    rows, columns = lying(one)
-    width, step = bytes_of(one, columns), bytes_of(other, 1)
+    rows, columns = one.lying
+    width, step = bytes_of(one.dtype, columns), bytes_of(other.dtype, 1)
     count = max(min(rows, _BAND // max(width, 1)), _LEAST_ROWS)
     streamers = Streamer(files, 1 << 10), Streamer(files, 1 << 10)
     for row in range(0, rows, count):

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..numerics.formats import BY_NAME
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -59,3 +61,15 @@ def scales_of(encoding: Encoding, blocks: Array) -> Array:
     """Return the scales of blocks (n, bytes) in float32, (n, scales)."""
     columns = [np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16) for at in encoding.scales]
     return np.concatenate(columns, axis=1).astype(np.float32)
+
+
+def bytes_of(dtype: str, elements: int) -> int:
+    """Return the bytes of so many elements of a number format or an encoding, 0 for a dtype that is not known."""
+    if (encoding := ENCODINGS.get(dtype)) is not None:
+        return elements // encoding.elements * encoding.bytes
+    return 0 if (form := BY_NAME.get(dtype)) is None else elements * form.bits // 8
+
+
+def is_float(dtype: str) -> bool:
+    """Return whether the elements are numbers of floating point with a sign."""
+    return dtype in ENCODINGS or (dtype in BY_NAME and BY_NAME[dtype].has_sign_bit)

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ..equivalence.matching import SAME_WEIGHT, row_marks, same_marks
-from ..numerics.formats import BY_NAME
 from ..util.visible import without_wrappers
-from .encodings import ENCODINGS
+from .encodings import ENCODINGS, bytes_of, is_float
 from .stored import DamagedError, OpenFiles, StoredTensor
 from .streaming import Streamer
 
@@ -30,18 +29,6 @@ TOLERANCES = {"q4_0": 0.2}
 def tolerance_of(*tensors: StoredTensor) -> float:
     """Return how far values may be apart that are one tensor's."""
     return max(TOLERANCES.get(one.dtype, SAME_WEIGHT) for one in tensors)
-
-
-def lying(tensor: StoredTensor) -> tuple[int, ...]:
-    """Return the sizes of a tensor as it lies in the file, slowest first."""
-    return tensor.shape if tensor.order is None else tuple(tensor.shape[d] for d in tensor.order)
-
-
-def bytes_of(tensor: StoredTensor, elements: int) -> int:
-    """Return the bytes that so many elements take."""
-    if (encoding := ENCODINGS.get(tensor.dtype)) is not None:
-        return elements // encoding.elements * encoding.bytes
-    return elements * BY_NAME[tensor.dtype].bits // 8
 
 
 class Pair(NamedTuple):
@@ -91,15 +78,15 @@ class Pairing:
     def _match_values(self, *, transposed: bool) -> None:
         groups: dict[tuple[int, ...], list[tuple[StoredTensor, Tensor]]] = defaultdict(list)
         left = self._free(self._a)
-        shapes = {lying(one)[::-1] if transposed else lying(one) for one in left}
+        shapes = {one.lying[::-1] if transposed else one.lying for one in left}
         for other in self._free(self._b):
             if (
-                lying(other) in shapes
-                and (mark := self._mark(other, 0, lying(other)[0], transposed)) is not None
+                other.lying in shapes
+                and (mark := self._mark(other, 0, other.lying[0], transposed)) is not None
             ):
-                groups[lying(other)].append((other, mark))
+                groups[other.lying].append((other, mark))
         for one in left:
-            shape = lying(one)
+            shape = one.lying
             if transposed and len(shape) != 2:
                 continue
             group = groups.get(shape[::-1] if transposed else shape)
@@ -116,30 +103,30 @@ class Pairing:
     def _match_fused(self, parts: list[StoredTensor], wholes: list[StoredTensor], *, swapped: bool) -> None:
         groups: dict[tuple[int, ...], list[tuple[StoredTensor, Tensor]]] = defaultdict(list)
         for one in parts:
-            if (mark := self._mark(one, 0, lying(one)[0], False)) is not None:
-                groups[lying(one)[1:]].append((one, mark))
+            if (mark := self._mark(one, 0, one.lying[0], False)) is not None:
+                groups[one.lying[1:]].append((one, mark))
         for whole in wholes:
             found: list[StoredTensor] = []
-            at, rows, group = 0, lying(whole)[0], groups.get(lying(whole)[1:], [])
+            at, rows, group = 0, whole.lying[0], groups.get(whole.lying[1:], [])
             while at < rows:
                 fits = (
                     one
                     for one, _ in group
                     if id(one) in self._left
                     and one not in found
-                    and at + lying(one)[0] <= rows
+                    and at + one.lying[0] <= rows
                     and self._same(one, whole, at, False)
                 )
                 if (part := next(fits, None)) is None:
                     break
                 found.append(part)
-                at += lying(part)[0]
+                at += part.lying[0]
             if at == rows and len(found) > 1:
                 self._add(*(((whole,), tuple(found)) if swapped else (tuple(found), (whole,))))
 
     def _same(self, one: StoredTensor, other: StoredTensor, at: int, transposed: bool) -> bool:
         """Return whether the first, the middle and the last row of `one` are those of `other` from row `at` on."""
-        rows = lying(one)[0]
+        rows = one.lying[0]
         tolerance = tolerance_of(one, other)
         for row in (0,) if transposed else sorted({0, rows // 2, rows - 1}):
             mark, other_mark = (
@@ -165,7 +152,7 @@ class Pairing:
         return self._marks[key]
 
     def _row(self, tensor: StoredTensor, row: int, end: int, transposed: bool) -> Tensor | None:
-        shape = lying(tensor)
+        shape = tensor.lying
         width = tensor.numel // shape[0]
         if transposed:
             if tensor.dtype in ENCODINGS or len(shape) != 2:
@@ -181,12 +168,14 @@ class Pairing:
         return self._values(tensor, begin, count)
 
     def _values(self, tensor: StoredTensor, begin: int, count: int) -> Tensor:
-        values = self._streamer.read(tensor, bytes_of(tensor, begin), bytes_of(tensor, count)).values
+        values = self._streamer.read(
+            tensor, bytes_of(tensor.dtype, begin), bytes_of(tensor.dtype, count)
+        ).values
         assert values is not None
         return values.to(torch.float32, copy=True)
 
 
 def _is_float(tensor: StoredTensor) -> bool:
-    form = BY_NAME.get(tensor.dtype)
-    is_decoded = tensor.dtype in ENCODINGS and ENCODINGS[tensor.dtype].decode is not None
-    return is_decoded or (form is not None and form.has_sign_bit)
+    return is_float(tensor.dtype) and (
+        tensor.dtype not in ENCODINGS or ENCODINGS[tensor.dtype].decode is not None
+    )

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from math import log10
 from typing import Any
 
-from ..numerics.formats import BY_NAME, TensorHealth
+from ..numerics.formats import TensorHealth
 from ..report.notebook import InNotebook
 from ..report.page import NUMBER, TEXT, Section, Table, page
 from ..util.reading import plain
 from ..util.visible import visible
-from .encodings import ENCODINGS
+from .encodings import is_float
 
 SCHEMA, VERSION = "nanwatch.scan", 1
 _MOST_LINES = 10  # of one kind in the text
@@ -50,8 +50,9 @@ class FormatFit:
 class TensorScan:
     """One tensor. `unread` says why its values are not checked, `lost` why they are not all in the file.
 
-    `fingerprint` is `nanwatch.fingerprint` of the tensor, of an encoded one (GGUF) that of its bytes, and None of one
-    that lies transposed. `bad_blocks` counts blocks with a scale of nan or inf, of an encoding that is not decoded.
+    `fingerprint` is `nanwatch.fingerprint` of the tensor, of an encoded one (GGUF) that of its bytes. It is None of one
+    that lies transposed, and where nothing needs it: without `against`, of one that no other tensor is like.
+    `bad_blocks` counts blocks with a scale of nan or inf, of an encoding that is not decoded.
     """
 
     name: str
@@ -73,8 +74,7 @@ class TensorScan:
     @property
     def is_float(self) -> bool:
         """Whether its elements are numbers of floating point."""
-        form = BY_NAME.get(self.dtype)
-        return self.dtype in ENCODINGS or (form is not None and form.has_sign_bit)
+        return is_float(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +212,9 @@ class Scan(InNotebook):
             ]
             columns = {"": TEXT, "tensor": TEXT, "other": TEXT, "relative": NUMBER, "largest": NUMBER}
             sections.append(Table("changes", "Changes", columns, rows_of[:_MOST_ROWS], after=_left(rows_of)))
-        table = [
-            (one.name, one.dtype, str(list(one.shape)), *_cells(one.health), f"{one.fingerprint or 0:016x}")
-            for one in self.tensors
-        ]
+        table = [(one.name, one.dtype, str(list(one.shape)), *_cells(one.health)) for one in self.tensors]
         columns = {"tensor": TEXT, "dtype": TEXT, "shape": TEXT, "abs max": NUMBER, "zeros": NUMBER}
-        columns |= {"not finite": NUMBER, "fingerprint": TEXT}
+        columns["not finite"] = NUMBER
         sections.append(Table("tensors", "Tensors", columns, table[:_MOST_ROWS], after=_left(table)))
         facts = []
         if self.comparison is not None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from .findings import find
 from .formats import read_checkpoint
 from .result import FormatFit, Scan, TensorScan
 from .stored import Contents, DamagedError, OpenFiles, StoredTensor
-from .streaming import CHUNK, Dead, NonzeroLines, Streamer, step_of
+from .streaming import CHUNK, Streamer, dead_lines, step_of
 
 _TASK = 1 << 25  # bytes that a thread reads in one go
 # More only wait for one another: each chunk takes the interpreter lock for some microseconds.
@@ -74,11 +74,17 @@ def scan(
     explain_once()
     count = min(threads or len(os.sched_getaffinity(0)), _MOST_THREADS)
     contents = _contents(paths)
-    tensors = list(_scanned(contents, count, tuple(to), tell))
+    tensors = list(_scanned(contents.tensors, count, tuple(to), tell, fingerprints=against is not None))
     comparison = None
-    if against is not None:
+    if against is None:
+        # Without another checkpoint a fingerprint only tells those apart that are alike in all else.
+        alike = _alike(contents.tensors, tensors)
+        again = _scanned([contents.tensors[i] for i in alike], count, (), tell, fingerprints=True)
+        for i, one in zip(alike, again, strict=True):
+            tensors[i] = replace(tensors[i], fingerprint=one.fingerprint)
+    else:
         other = _contents([against])
-        others = list(_scanned(other, count, (), tell))
+        others = list(_scanned(other.tensors, count, (), tell, fingerprints=True))
         comparison = compare(
             (contents.tensors, tensors),
             (other.tensors, others),
@@ -102,20 +108,26 @@ def _contents(paths: Sequence[str | PathLike[str]]) -> Contents:
     return found
 
 
-class _Task(NamedTuple):
-    tensor: StoredTensor
-    begin: int
-    end: int
-    lines: NonzeroLines | None
+def _alike(stored: Sequence[StoredTensor], tensors: Sequence[TensorScan]) -> list[int]:
+    """Return the numbers of the tensors that may be equal to others; of those that are tied only that of the first."""
+    groups: dict[str, dict[Hashable, int]] = defaultdict(dict)
+    for i, (one, scanned) in enumerate(zip(stored, tensors, strict=True)):
+        health = scanned.health
+        if one.source is not None and health is not None and health.abs_min != health.abs_max:
+            groups[f"{one.dtype} {one.shape} {health}"].setdefault(one.source.key, i)
+    return sorted(i for group in groups.values() if len(group) > 1 for i in group.values())
 
 
 class _Part(NamedTuple):
-    """Result of a task: `bad_scales` counts those of an encoding that is not decoded."""
+    """Result of reading a part: `bad_scales` counts those of an encoding that is not decoded."""
 
     health: PartialHealth
-    raw: PartialHealth | None
-    bad_scales: int
-    error: str
+    raw: PartialHealth
+    bad_scales: int = 0
+    error: str = ""
+
+
+_Task: TypeAlias = tuple[StoredTensor, int, int]  # and the bytes of it
 
 
 def _tasks(tensors: Sequence[StoredTensor]) -> Iterator[_Task]:
@@ -126,60 +138,57 @@ def _tasks(tensors: Sequence[StoredTensor]) -> Iterator[_Task]:
         step = max(one.nbytes, 1)
         if not one.source.in_order:
             step = min(step, _TASK // step_of(one, CHUNK) * step_of(one, CHUNK))
-        lines = NonzeroLines.of(one)
         for begin in range(0, max(one.nbytes, 1), step):
-            yield _Task(one, begin, min(begin + step, one.nbytes), lines)
+            yield one, begin, min(begin + step, one.nbytes)
 
 
-def _read(task: _Task) -> _Part:
-    tensor, health, raw, bad = task.tensor, PartialHealth(), None, 0
+def _read(task: _Task, fingerprints: bool) -> _Part:
+    tensor, begin, end = task
+    found, bad = _Part(PartialHealth(), PartialHealth()), 0
     encoding = ENCODINGS.get(tensor.dtype)
-    if encoding is not None:
-        raw = PartialHealth()
     try:
         with OpenFiles() as files:
-            for chunk in Streamer(files).chunks(tensor, task.begin, task.end):
-                if encoding is not None and raw is not None:
-                    raw.add(chunk.raw, chunk.raw_start)
-                    if chunk.values is None:
-                        blocks = chunk.raw.numpy().reshape(-1, encoding.bytes)
-                        bad += int((~np.isfinite(scales_of(encoding, blocks))).any(1).sum())
-                        continue
-                assert chunk.values is not None
-                zeros = health.add(chunk.values, chunk.start)
-                if task.lines is not None:
-                    task.lines.add(chunk.values, chunk.start, zeros)
+            for chunk in Streamer(files).chunks(tensor, begin, end):
+                if encoding is not None and fingerprints:
+                    found.raw.add(chunk.raw, chunk.raw_start)
+                if chunk.values is not None:
+                    found.health.add(
+                        chunk.values, chunk.start, fingerprints=fingerprints or encoding is not None
+                    )
+                elif encoding is not None:
+                    blocks = chunk.raw.numpy().reshape(-1, encoding.bytes)
+                    bad += int((~np.isfinite(scales_of(encoding, blocks))).any(1).sum())
     except (DamagedError, OSError, MemoryError) as error:
-        return _Part(health, raw, bad, str(error)[:200] or type(error).__name__)
-    return _Part(health, raw, bad, "")
+        return found._replace(error=str(error)[:200] or type(error).__name__)
+    return found._replace(bad_scales=bad)
 
 
-def _scanned(contents: Contents, threads: int, to: tuple[str, ...], tell: Tell) -> Iterator[TensorScan]:
+def _scanned(
+    tensors: Sequence[StoredTensor], threads: int, to: tuple[str, ...], tell: Tell, *, fingerprints: bool
+) -> Iterator[TensorScan]:
     """Yield the result of each tensor, in their order."""
-    total = sum(one.nbytes for one in contents.tensors if not one.lost) >> 20
+    total = sum(one.nbytes for one in tensors if not one.lost) >> 20
     done = 0
     pool = ThreadPoolExecutor(threads)
     try:
-        # A few tasks ahead: a task of a large checkpoint has its lines of zeros, and there are thousands.
-        source = _tasks(contents.tensors)
-        tasks = deque((task, pool.submit(_read, task)) for task in islice(source, 4 * threads))
-        for tensor in contents.tensors:
+        # A few tasks ahead: a large checkpoint has thousands.
+        source = _tasks(tensors)
+        tasks = deque((task, pool.submit(_read, task, fingerprints)) for task in islice(source, 4 * threads))
+        for tensor in tensors:
             parts: list[_Part] = []
-            lines = None
-            while tasks and tasks[0][0].tensor is tensor:
-                task, future = tasks.popleft()
+            while tasks and tasks[0][0][0] is tensor:
+                (_, begin, end), future = tasks.popleft()
                 parts.append(future.result())
-                lines = task.lines
-                done += task.end - task.begin
+                done += end - begin
                 tell(f"reading {tensor.file.name}", done >> 20, total, "MiB")
-                tasks.extend((more, pool.submit(_read, more)) for more in islice(source, 1))
-            yield _finished(tensor, parts, lines, to)
+                tasks.extend((more, pool.submit(_read, more, fingerprints)) for more in islice(source, 1))
+            yield _finished(tensor, parts, to, fingerprints=fingerprints)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _finished(
-    tensor: StoredTensor, parts: Sequence[_Part], lines: NonzeroLines | None, to: tuple[str, ...]
+    tensor: StoredTensor, parts: Sequence[_Part], to: tuple[str, ...], *, fingerprints: bool
 ) -> TensorScan:
     found = TensorScan(
         tensor.name, str(tensor.file), tensor.dtype, tensor.shape, tensor.nbytes, tensor.unread, tensor.lost
@@ -190,30 +199,31 @@ def _finished(
     health, raw = PartialHealth(), PartialHealth()
     for one in parts:
         health.merge(one.health)
-        raw.merge(one.raw or PartialHealth())
+        raw.merge(one.raw)
     if (encoding := ENCODINGS.get(tensor.dtype)) is not None:
-        found = replace(found, fingerprint=raw.fingerprint("uint8", (tensor.nbytes,)))
+        if fingerprints:
+            found = replace(found, fingerprint=raw.fingerprint("uint8", (tensor.nbytes,)))
         if encoding.decode is None:
             bad = sum(one.bad_scales for one in parts)
             why = f"{tensor.dtype} is not decoded; its scales are read"
             return replace(found, unread=why, bad_blocks=bad)
-    elif tensor.order is None:
+    elif tensor.order is None and fingerprints:
         found = replace(found, fingerprint=health.fingerprint(tensor.dtype, tensor.shape))
-    rows, columns = (Dead(0, ()), Dead(0, ())) if lines is None else lines.dead(tensor, _SHOWN)
+    known = health.health(tensor.lying)
+    try:
+        rows, columns = dead_lines(tensor, known.num_zero, _SHOWN)
+        fits = tuple(_fit(tensor, name) for name in to if _may_be_matrix(tensor))
+    except (DamagedError, OSError, MemoryError) as error:  # cut off since
+        return replace(found, lost=str(error)[:200] or type(error).__name__)
     return replace(
         found,
-        health=_in_order(health.health(_lying(tensor)), tensor),
+        health=_in_order(known, tensor),
         dead_rows=rows.total,
         dead_columns=columns.total,
         first_dead_rows=rows.first,
         first_dead_columns=columns.first,
-        fits=tuple(_fit(tensor, name) for name in to if _may_be_matrix(tensor)),
+        fits=fits,
     )
-
-
-def _lying(tensor: StoredTensor) -> tuple[int, ...]:
-    """Return the sizes in the order in which the dimensions lie in the file."""
-    return tensor.shape if tensor.order is None else tuple(tensor.shape[d] for d in tensor.order)
 
 
 def _in_order(health: TensorHealth, tensor: StoredTensor) -> TensorHealth:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import zipfile
 import zlib
-from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from ..numerics.formats import BY_NAME
+import numpy as np
+
 from ..util.reading import check_regular
-from .encodings import ENCODINGS
+from .encodings import bytes_of
 
 # Of one thread. A sharded checkpoint has more files than a process may open.
 _MOST_OPEN = 16
@@ -24,10 +25,10 @@ class DamagedError(ValueError):
 
 
 class OpenFiles:
-    """The latest files that a thread has read from."""
+    """Some of the files that a thread has read from."""
 
     def __init__(self) -> None:
-        self._open: OrderedDict[Path, int] = OrderedDict()
+        self._open: dict[Path, int] = {}
 
     def __enter__(self) -> OpenFiles:
         return self
@@ -38,20 +39,14 @@ class OpenFiles:
 
     def read(self, path: Path, offset: int, into: memoryview) -> None:
         """Fill the buffer from the file. Raises DamagedError where the file ends before."""
-        fd = self._open.get(path)
-        if fd is None:
-            fd = open_regular(path)
-            self._open[path] = fd
-            if len(self._open) > _MOST_OPEN:
-                os.close(self._open.popitem(last=False)[1])
-        else:
-            self._open.move_to_end(path)
-        done = 0
-        while done < len(into):
-            count = os.preadv(fd, [into[done:]], offset + done)
-            if count == 0:
-                raise DamagedError(f"{path.name} ends at byte {offset + done:,}")
-            done += count
+        if (fd := self._open.get(path)) is None:
+            if len(self._open) == _MOST_OPEN:
+                self.__exit__()
+            fd = self._open[path] = open_regular(path)
+        while into:
+            if (count := os.preadv(fd, [into], offset)) == 0:
+                raise DamagedError(f"{path.name} ends at byte {offset:,}")
+            into, offset = into[count:], offset + count
 
 
 def open_regular(path: Path) -> int:
@@ -61,7 +56,7 @@ def open_regular(path: Path) -> int:
 
 
 class Source(Protocol):
-    """Where the bytes of a tensor are, in C order."""
+    """Where the bytes of a tensor are, in C order. Tensors of one `key` are one."""
 
     @property
     def in_order(self) -> bool:
@@ -69,7 +64,7 @@ class Source(Protocol):
 
     @property
     def key(self) -> Hashable:
-        """The place: two tensors of one place are one."""
+        """The place."""
 
     def read(self, files: OpenFiles, begin: int, into: memoryview) -> None:
         """Fill the buffer with the bytes from `begin` on."""
@@ -95,63 +90,51 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Part of a tensor in a file of its own: the elements from `offsets` on, `sizes` of them in each dimension."""
+    """Part of a tensor: the elements from `offsets` on, `sizes` of them in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    span: Span
+    source: Source
 
 
 class Boxes:
-    """Tensor of several parts, which together cover it, each in C order."""
+    """Tensor of several parts, which together cover it, each in C order. An element has `width` bytes."""
 
     in_order = False
 
     def __init__(self, shape: Sequence[int], width: int, boxes: Sequence[Box]) -> None:
-        self._shape, self._width = tuple(shape), width
-        self._boxes = sorted(boxes, key=lambda one: one.offsets)
         # The last dimension that parts divide: behind it, the elements of a part follow one another in the tensor too.
-        divided = [d for d in range(len(shape)) for one in boxes if one.sizes[d] != shape[d]]
-        self._last = max(divided, default=0)
-        self._inner = prod(shape[self._last + 1 :]) * width  # bytes of one index of that dimension
+        last = max([d for one in boxes for d in range(len(shape)) if one.sizes[d] != shape[d]], default=0) + 1
+        self._outer, self._inner = tuple(shape[:last]), prod(shape[last:]) * width
+        self._boxes = [
+            (np.array(one.offsets[:last]), np.array(one.sizes[:last]), one.source) for one in boxes
+        ]
         covered = sum(prod(one.sizes) for one in boxes)
-        inside = all(
-            at >= 0 and at + size <= whole
-            for one in boxes
-            for at, size, whole in zip(one.offsets, one.sizes, shape, strict=True)
-        )
-        if covered != prod(shape) or not inside:
+        is_inside = all((at + sizes <= self._outer).all() for at, sizes, _ in self._boxes)
+        if covered != prod(shape) or not is_inside:
             raise DamagedError(f"its {len(boxes)} parts hold {covered:,} of {prod(shape):,} elements")
 
     @property
     def key(self) -> Hashable:
         """The place."""
-        return self._boxes[0].span.key
+        return self._boxes[0][2].key
 
     def read(self, files: OpenFiles, begin: int, into: memoryview) -> None:
         """Fill the buffer with the bytes from `begin` on, a run of each part after the other."""
-        done = 0
-        while done < len(into):
-            path, offset, count = self._run(begin + done)
-            count = min(count, len(into) - done)
-            files.read(path, offset, into[done : done + count])
-            done += count
+        while into:
+            source, at, count = self._run(begin)
+            source.read(files, at, into[:count])
+            into, begin = into[count:], begin + count
 
-    def _run(self, at: int) -> tuple[Path, int, int]:
-        """Return the file, the offset in it, and the bytes that follow there, of byte `at` of the tensor."""
+    def _run(self, at: int) -> tuple[Source, int, int]:
+        """Return the part with byte `at` of the tensor, the place in it, and the bytes that follow there."""
         index, inner = divmod(at, self._inner)
-        place: list[int] = []
-        for size in reversed(self._shape[: self._last + 1]):
-            index, i = divmod(index, size)
-            place.insert(0, i)
-        for one in self._boxes:
-            inside = [i - first for i, first in zip(place, one.offsets, strict=False)]
-            if all(0 <= i < size for i, size in zip(inside, one.sizes, strict=False)):
-                flat = 0
-                for i, size in zip(inside, one.sizes, strict=False):
-                    flat = flat * size + i
-                left = (one.sizes[self._last] - inside[-1]) * self._inner - inner
-                return one.span.path, one.span.offset + flat * self._inner + inner, left
+        place = np.array(np.unravel_index(index, self._outer))
+        for offsets, sizes, source in self._boxes:
+            inside = place - offsets
+            if (inside >= 0).all() and (inside < sizes).all():
+                flat = int(np.ravel_multi_index(tuple(inside), tuple(sizes)))
+                return source, flat * self._inner + inner, int(sizes[-1] - inside[-1]) * self._inner - inner
         raise DamagedError("its parts overlap and leave gaps")
 
 
@@ -160,50 +143,24 @@ class Deflated:
 
     in_order = True
 
-    def __init__(self, span: Span, size: int, skip: int) -> None:
-        self._span, self._size, self._skip = span, size, skip
-        self._stream: Iterator[bytes] = iter(())
-        self._left, self._at = b"", -1
-
-    @property
-    def key(self) -> Hashable:
-        """The place."""
-        return self._span.key
+    def __init__(self, path: Path, info: zipfile.ZipInfo, skip: int = 0) -> None:
+        self.key: Hashable = (path, info.header_offset)
+        self._path, self._info, self._skip = path, info, skip
+        self._stream: Any = None
+        self._at = 0
 
     def read(self, files: OpenFiles, begin: int, into: memoryview) -> None:
         """Fill the buffer with the bytes from `begin` on."""
-        if begin != self._at:
-            self._stream, self._left, self._at = self._inflated(files), b"", 0
-            self._fill(memoryview(bytearray(self._skip)))
-            for at in range(0, begin, 1 << 16):
-                self._fill(memoryview(bytearray(min(1 << 16, begin - at))))
-        self._fill(into)
-        self._at = begin + len(into)
-
-    def _fill(self, into: memoryview) -> None:
-        done = 0
-        while done < len(into):
-            while not self._left:
-                if (data := next(self._stream, None)) is None:
-                    raise DamagedError("its compressed bytes end too early")
-                self._left = data
-            count = min(len(self._left), len(into) - done)
-            into[done : done + count] = self._left[:count]
-            self._left = self._left[count:]
-            done += count
-
-    def _inflated(self, files: OpenFiles) -> Iterator[bytes]:
-        stream = zlib.decompressobj(-15)
         try:
-            for at in range(0, self._size, 1 << 16):
-                raw = bytearray(min(1 << 16, self._size - at))
-                self._span.read(files, at, memoryview(raw))
-                data: bytes = bytes(raw)
-                while data:
-                    yield stream.decompress(data, 1 << 16)
-                    data = stream.unconsumed_tail
-            yield stream.flush()
-        except zlib.error as error:
+            if self._stream is None or begin != self._at:
+                self._stream = zipfile.ZipFile(self._path).open(self._info)  # noqa: SIM115 - read on later
+                self._stream.seek(self._skip + begin)
+            self._at = begin + len(into)
+            while into:
+                if not (count := self._stream.readinto(into)):
+                    raise DamagedError("its compressed bytes end too early")
+                into = into[count:]
+        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
             raise DamagedError(f"its compressed bytes are damaged ({error})") from None
 
 
@@ -232,10 +189,12 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         """Size in the file, 0 for a dtype that is not known."""
-        if (encoding := ENCODINGS.get(self.dtype)) is not None:
-            return self.numel // encoding.elements * encoding.bytes
-        form = BY_NAME.get(self.dtype)
-        return 0 if form is None else self.numel * form.bits // 8
+        return bytes_of(self.dtype, self.numel)
+
+    @property
+    def lying(self) -> tuple[int, ...]:
+        """Sizes of the tensor as it lies in the file, slowest first."""
+        return self.shape if self.order is None else tuple(self.shape[d] for d in self.order)
 
 
 @dataclass(slots=True)
@@ -255,7 +214,5 @@ class Contents:
 
 def whole(path: Path, offset: int, nbytes: int, size: int) -> str:
     """Return "" where a file of `size` bytes has these, else why they are lost."""
-    if offset < 0 or nbytes < 0:
-        return "its place in the file is below zero"
     end = offset + nbytes
     return "" if end <= size else f"it needs bytes up to {end:,}, and {path.name} has {size:,}"

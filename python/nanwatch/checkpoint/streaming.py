@@ -13,14 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..numerics.formats import BY_NAME
 from ..numerics.partial_health import BLOCK
-from .encodings import ENCODINGS, Array
+from .encodings import ENCODINGS, Array, bytes_of, is_float
 from .stored import OpenFiles, StoredTensor
 
-# In bytes. Half of a second cache of 1 MiB, as the kernel of the system writes what the next read finds there.
-CHUNK = 1 << 19
+# In bytes. Of 384 KiB and more the kernels would share the work among PyTorch's threads, for which readers would wait.
+CHUNK = 352 << 10
 _SPAN = 1 << 16
+# A longer row is an embedding of 16 Mi columns, or no row.
+_MOST_LINE = 1 << 24
+_WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 class Chunk(NamedTuple):
@@ -96,95 +98,32 @@ class Dead(NamedTuple):
     first: tuple[int, ...]
 
 
-class NonzeroLines:
-    """Rows and columns of a matrix in which a number that is not zero was seen. Threads may add at the same time.
+def dead_lines(tensor: StoredTensor, zeros: int, most: int) -> tuple[Dead, Dead]:
+    """Return the rows and the columns that are all zero, with the numbers of the first `most`.
 
-    The rows are those of the first dimension, the columns all others together. Only chunks with enough zeros for a
-    whole row or column are looked at, and of these first a part.
+    `zeros` elements of the tensor are zero: with fewer than a row has, nothing is read. The rows are those of the first
+    dimension, the columns all others together. Vectors, integers and matrices of longer rows have none.
     """
-
-    # A longer row is an embedding of 16 Mi columns, or no row.
-    _MOST = 1 << 24
-    _GLANCE = 32
-
-    def __init__(self, rows: int, columns: int) -> None:
-        self._width = columns
-        self.rows = np.zeros(rows, dtype=bool)
-        self.columns = np.zeros(columns, dtype=bool)
-
-    @classmethod
-    def of(cls, tensor: StoredTensor) -> NonzeroLines | None:
-        """Return the lines of a matrix of floating point, None for other tensors."""
-        form = BY_NAME.get(tensor.dtype)
-        is_float = ENCODINGS.get(tensor.dtype) is not None or (form is not None and form.has_sign_bit)
-        shape = tensor.shape
-        if not is_float or len(shape) < 2 or tensor.numel == 0:
-            return None
-        if tensor.order is not None:
-            if len(shape) != 2:
-                return None
-            shape = shape[::-1]
-        rows, columns = shape[0], tensor.numel // shape[0]
-        return cls(rows, columns) if max(rows, columns) <= cls._MOST and min(rows, columns) > 1 else None
-
-    def add(self, values: Tensor, start: int, zeros: int) -> None:
-        """Look at the elements from number `start` on, of which so many are zero."""
-        count = values.numel()
-        if zeros == count:
-            return
-        width = self._width
-        first, head = divmod(start, width)
-        last, tail = divmod(start + count, width)
-        whole_rows = last - first - (head > 0)
-        shortest = min([width, *([width - head] if head else []), *([tail] if tail else [])])
-        if whole_rows >= 1 and zeros < whole_rows and not self.columns.all():
-            self.columns[:] = True
-        columns_live = bool(self.columns.all())
-        if zeros < shortest and first != last:
-            self.rows[first : last + (tail > 0)] = True
-            if columns_live:
-                return
-        bits = values.view(
-            {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[values.itemsize]
-        )
-        words = bits.numpy()
-        magnitude = words.dtype.type((1 << (8 * words.itemsize - 1)) - 1)
-        if first == last:
-            self._part(words, magnitude, first, head)
-            return
-        begin = width - head if head else 0
-        if head:
-            self._part(words[:begin], magnitude, first, head)
-        end = begin + max(whole_rows, 0) * width
-        if tail:
-            self._part(words[end:], magnitude, last, 0)
-        if whole_rows > 0:
-            at = first + (head > 0)
-            self._rows(words[begin:end].reshape(whole_rows, width), magnitude, slice(at, at + whole_rows))
-
-    def _part(self, words: Array, magnitude: np.generic, row: int, column: int) -> None:
-        live = (words & magnitude) != 0
-        if live.any():
-            self.rows[row] = True
-            self.columns[column : column + len(live)] |= live
-
-    def _rows(self, words: Array, magnitude: np.generic, rows: slice) -> None:
-        glance = ((words[:, : self._GLANCE] & magnitude) != 0).any(1)
-        left = np.flatnonzero(~glance)
-        if len(left):
-            glance[left] = ((words[left] & magnitude) != 0).any(1)
-        self.rows[rows] |= glance
-        dead = np.flatnonzero(~self.columns)
-        if len(dead):
-            self.columns[:] |= ((words[: self._GLANCE] & magnitude) != 0).any(0)
-            dead = np.flatnonzero(~self.columns)
-        if len(dead):
-            self.columns[dead] = ((words[:, dead] & magnitude) != 0).any(0)
-
-    def dead(self, tensor: StoredTensor, most: int) -> tuple[Dead, Dead]:
-        """Return the rows and the columns that are all zero, with the numbers of the first `most`."""
-        found = _dead(self.rows, most), _dead(self.columns, most)
-        return found if tensor.order is None else (found[1], found[0])
+    shape, none = tensor.lying, Dead(0, ())
+    if not is_float(tensor.dtype) or len(shape) < 2 or not tensor.numel or (tensor.order and len(shape) > 2):
+        return none, none
+    rows, width = shape[0], tensor.numel // shape[0]
+    if not (1 < min(rows, width) <= zeros and max(rows, width) <= _MOST_LINE):
+        return none, none
+    live, columns = np.zeros(rows, dtype=bool), np.zeros(width, dtype=bool)
+    row, band = bytes_of(tensor.dtype, width), max(1, CHUNK // max(bytes_of(tensor.dtype, width), 1))
+    with OpenFiles() as files:
+        streamer = Streamer(files)
+        for at in range(0, rows if zeros < tensor.numel else 0, band):
+            count = min(band, rows - at)
+            values = streamer.read(tensor, at * row, count * row).values
+            assert values is not None
+            words = values.view(_WORDS[values.itemsize]).numpy().reshape(count, width)
+            magnitude = words.dtype.type((1 << (8 * words.itemsize - 1)) - 1)
+            live[at : at + count] = (np.bitwise_or.reduce(words, 1) & magnitude) != 0
+            columns |= (np.bitwise_or.reduce(words, 0) & magnitude) != 0
+    found = _dead(live, most), _dead(columns, most)
+    return found if tensor.order is None else (found[1], found[0])
 
 
 def _dead(live: Array, most: int) -> Dead:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed
 
+from ..numerics.formats import SAFETENSORS
 from ..util.imports import WhenImported, when_imported
 from ..util.visible import suppressed
 
@@ -185,26 +186,11 @@ class Save:
             return self._proceed(*bound.args, **bound.kwargs)
 
 
-# The names of safetensors for formats that have infinities or nans, where it does not use PyTorch's.
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "C64": torch.complex64,
-}
-
-
 def _tensor_of(spec: Any) -> torch.Tensor | None:
     """Return a view of the memory that safetensors is to write: an address, or in older versions bytes."""
     is_bytes = isinstance(spec, dict)
     name = spec["dtype"] if is_bytes else spec.dtype
-    dtype = _DTYPES.get(name) or getattr(torch, name, None)
+    dtype = getattr(torch, SAFETENSORS.get(name, name), None)
     address, size = (
         (np.frombuffer(spec["data"], np.uint8).ctypes.data, len(spec["data"]))
         if is_bytes

@@ -13,7 +13,7 @@ from ._fingerprint import sealed
 from .formats import TensorHealth
 from .ranges import health_of
 
-_NAN, _POSINF, _NEGINF, _ZERO, _SUBNORMAL = range(5)
+_NAN, _POSINF, _NEGINF = range(3)
 
 
 class PartialHealth:
@@ -24,7 +24,7 @@ class PartialHealth:
         >>> from nanwatch.numerics.partial_health import PartialHealth
         >>> x, parts = torch.arange(1024.0), PartialHealth()
         >>> for start in (512, 0):
-        ...     zeros = parts.add(x[start : start + 512], start)
+        ...     parts.add(x[start : start + 512], start)
         >>> parts.fingerprint("float32", x.shape) == nanwatch.fingerprint(x), parts.health(x.shape).num_zero
         (True, 1)
     """
@@ -37,16 +37,18 @@ class PartialHealth:
         self._first = -1
         self._blocks = 0
 
-    def add(self, x: Tensor, start: int) -> int:
-        """Read a part that begins at element `start` of the tensor, in C order, and return its number of zeros.
+    def add(self, x: Tensor, start: int, *, fingerprints: bool = True) -> None:
+        """Read a part that begins at element `start` of the tensor, in C order, and at a whole number of BLOCK bytes.
 
-        The part begins at a whole number of BLOCK bytes. The calling thread reads it alone.
+        The calling thread reads it alone; without `fingerprints` only if it has less than 384 KiB, but three times as
+        fast.
         """
-        row, blocks = _extension.part_health(x, start * x.element_size() // BLOCK)
+        if fingerprints:
+            row, blocks = _extension.part_health(x, start * x.element_size() // BLOCK)
+        else:
+            row, blocks = _extension.health(x), 0
         _, _, _, low, high, *counts, first = row.tolist()
-        whole = [int(one) for one in counts]
-        self._add(low, high, whole, int(first) + start if first >= 0 else -1, int(blocks))
-        return whole[_ZERO]
+        self._add(low, high, [int(n) for n in counts], int(first) + start if first >= 0 else -1, int(blocks))
 
     def merge(self, other: PartialHealth) -> None:
         """Add the parts that another one has read."""

@@ -82,7 +82,7 @@ KINDS = ("safetensors", "pt", "bin", "npz", "deflated.npz", "gguf")
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_format_has_the_tensors_that_were_written(kind, tmp_path):
     path, expected = write(kind, tmp_path)
-    result = nanwatch.scan(path, threads=2)
+    result = nanwatch.scan(path, threads=2, against=path)
     found = {one.name: one for one in result.tensors}
     assert result.is_sound
     assert found.keys() - {"k"} == expected.keys()
@@ -198,7 +198,7 @@ def test_parameters_ties_and_transposes_of_torch_save(tmp_path):
         },
         tmp_path / "x.pt",
     )
-    result = nanwatch.scan(tmp_path / "x.pt")
+    result = nanwatch.scan(tmp_path / "x.pt", against=tmp_path / "x.pt")
     found = {one.name: one for one in result.tensors}
     assert found["t"].health.first_nonfinite == (2, 1)
     assert found["w"].health.first_nonfinite == found["tied"].health.first_nonfinite == (1, 2)
@@ -263,7 +263,7 @@ def test_a_folder_of_dcp_with_parts_along_each_dimension(tmp_path):
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), whole.shape, chunks)
     (tmp_path / "__0_0.distcp").write_bytes(data)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({"w": entry}, None, storage)))
-    (found,) = nanwatch.scan(tmp_path).tensors
+    (found,) = nanwatch.scan(tmp_path, against=tmp_path).tensors
     assert found.fingerprint == nanwatch.fingerprint(whole)
     assert found.health == nanwatch.tensor_health(whole)
     (tmp_path / "__0_0.distcp").unlink()

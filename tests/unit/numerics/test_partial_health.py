@@ -21,11 +21,13 @@ def test_parts_in_any_order_and_of_several_threads_add_up(dtype, bad):
     x = x.to(dtype).reshape(50, 100)
     step = 2 * BLOCK // x.element_size()
     starts = list(range(0, 5000, step))
-    mine, others = PartialHealth(), PartialHealth()
+    mine, others, plain = PartialHealth(), PartialHealth(), PartialHealth()
     for i, start in enumerate(reversed(starts)):
         (mine if i % 2 else others).add(x.flatten()[start : start + step], start)
+        plain.add(x.flatten()[start : start + step], start, fingerprints=False)
     mine.merge(others)
     assert str(mine.health(x.shape)) == str(nanwatch.tensor_health(x))
+    assert str(plain.health(x.shape)) == str(nanwatch.tensor_health(x))
     assert mine.fingerprint(str(dtype).removeprefix("torch."), x.shape) == nanwatch.fingerprint(x)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from ...util import reading
-from ..stored import Contents, DamagedError, StoredTensor, open_regular
+from ..stored import Contents, DamagedError, StoredTensor
+from ..zips import opened
 from . import dcp, gguf, numpy_files, pickled, safetensors
 
 
@@ -31,6 +31,7 @@ FORMATS = (
 )
 """Formats in the order in which they are tried."""
 
+_SUFFIXES = {suffix for form in FORMATS for suffix in form.suffixes}
 _INDEX = ".index.json"
 
 
@@ -52,12 +53,10 @@ def _folder(folder: Path) -> Contents:
         return _guarded(dcp.read, folder)
     if indices := sorted(folder.glob(f"*{_INDEX}")):
         return _index(indices[0])
-    suffixes = {suffix for form in FORMATS for suffix in form.suffixes}
-    files = sorted(one for one in folder.iterdir() if one.suffix in suffixes and one.is_file())
+    files = sorted(one for one in folder.iterdir() if one.suffix in _SUFFIXES and one.is_file())
     if not files:
-        raise ValueError(
-            f"{folder} has no checkpoint: no {dcp.METADATA}, no *{_INDEX}, and no file of {', '.join(sorted(suffixes))}"
-        )
+        kinds = f"no {dcp.METADATA}, no *{_INDEX}, and no file of {', '.join(sorted(_SUFFIXES))}"
+        raise ValueError(f"{folder} has no checkpoint: {kinds}")
     found = Contents()
     for one in files:
         found.add(_file(one))
@@ -92,27 +91,22 @@ def _index(path: Path) -> Contents:
 
 
 def _file(path: Path) -> Contents:
-    fd = open_regular(path)
-    try:
-        head = os.pread(fd, 16, 0)
-    finally:
-        os.close(fd)
+    with opened(path) as file:
+        head = file.read(16)
     form = next((one for one in FORMATS if one.matches(head, path)), None)
-    if form is None and path.suffix in {suffix for one in FORMATS for suffix in one.suffixes}:
+    if form is not None:
+        return _guarded(form.read, path)
+    if path.suffix in _SUFFIXES:
         return Contents(problems=[(path, "it does not begin as a file of its kind does: all is lost")])
-    if form is None:
-        raise ValueError(
-            f"{path} is no checkpoint that nanwatch reads: {', '.join(one.name for one in FORMATS)}, a folder of"
-            " torch.distributed.checkpoint, or an index of such files"
-        )
-    return _guarded(form.read, path)
+    raise ValueError(
+        f"{path} is no checkpoint that nanwatch reads: {', '.join(one.name for one in FORMATS)}, a folder of"
+        " torch.distributed.checkpoint, or an index of such files"
+    )
 
 
 def _guarded(read: Callable[[Path], Contents], path: Path) -> Contents:
     """Return what the reader finds. Where it refuses the whole file, that is the problem."""
     try:
         return read(path)
-    except (DamagedError, OSError) as error:
-        return Contents(problems=[(path, str(error)[:300])])
-    except (RecursionError, MemoryError) as error:
-        return Contents(problems=[(path, f"it is damaged ({type(error).__name__})")])
+    except (DamagedError, OSError, RecursionError, MemoryError) as error:
+        return Contents(problems=[(path, str(error)[:300] or f"it is damaged ({type(error).__name__})")])

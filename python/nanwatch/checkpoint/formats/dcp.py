@@ -5,115 +5,92 @@ Each part is a file of torch.save inside a .distcp file. Parts of one tensor are
 
 from __future__ import annotations
 
-import io
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...numerics.formats import BY_NAME
-from ..inert_pickle import Made
-from ..stored import Box, Boxes, Contents, DamagedError, OpenFiles, Span, StoredTensor
-from ..zips import Window
+from ..inert_pickle import Made, load
+from ..stored import Box, Boxes, Contents, DamagedError, Source, StoredTensor, whole
+from ..zips import opened
 from . import pickled
 
 METADATA = ".metadata"
-_MOST = 1 << 26
+_Place = tuple[str, int, int]  # file, offset and length in it
 
 
 def read(folder: Path) -> Contents:
     """Return the tensors of a folder."""
-    path = folder / METADATA
-    size = path.stat().st_size
-    if size > _MOST:
-        raise DamagedError(f"{METADATA} has {size:,} bytes; the most that is read is {_MOST:,}")
-    with OpenFiles() as files:
-        metadata = pickled.pickled(io.BufferedReader(Window(files, path, 0, size)))
+    with opened(folder / METADATA) as file:
+        metadata = load(file, set())
     if not isinstance(metadata, Made) or not metadata.of.endswith(".Metadata"):
         raise DamagedError(f"{METADATA} holds no metadata of torch.distributed.checkpoint")
     places = _places(metadata["storage_data"])
     found = Contents()
-    sizes: dict[Path, int | None] = {}
+    missing: set[str] = set()
     for name, one in metadata["state_dict_metadata"].members():
         if not isinstance(one, Made) or not one.of.endswith(".TensorStorageMetadata"):
             continue  # the bytes of a pickled object
-        tensor = StoredTensor(str(name)[:500], "unknown", (), path)
+        tensor = StoredTensor(str(name)[:500], "unknown", (), folder / METADATA)
         try:
-            found.tensors.append(_tensor(folder, tensor.name, one, places[tensor.name], sizes))
+            tensor = _tensor(folder, tensor, one, places[tensor.name])
+        except FileNotFoundError as error:
+            missing.add(Path(error.filename).name)
+            tensor = replace(tensor, lost=f"{Path(error.filename).name} is missing")
         except (DamagedError, OSError, ValueError) as error:
-            found.tensors.append(StoredTensor(tensor.name, "unknown", (), path, lost=str(error)[:200]))
-    missing = sorted(one.name for one, size in sizes.items() if size is None)
+            tensor = replace(tensor, lost=str(error)[:200])
+        found.tensors.append(tensor)
     if missing:
-        found.problems.append(
-            (folder, f"missing: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}")
-        )
+        shown = f"{', '.join(sorted(missing)[:5])}{', ...' if len(missing) > 5 else ''}"
+        found.problems.append((folder, f"missing: {shown}"))
     return found
 
 
-_Place = tuple[tuple[int, ...], str, int, int]  # offsets of the part, file, offset and length in it
-
-
-def _places(storage: Any) -> dict[str, list[_Place]]:
-    """Return where the parts of each tensor are."""
-    found: dict[str, list[_Place]] = defaultdict(list)
+def _places(storage: Any) -> dict[str, dict[tuple[int, ...], _Place]]:
+    """Return where the parts of each tensor are, by their offsets."""
+    found: dict[str, dict[tuple[int, ...], _Place]] = defaultdict(dict)
     for index, info in storage.members():
         if not isinstance(index, Made) or not isinstance(info, Made):
             raise DamagedError(f"{METADATA} is damaged")
-        fields = dict(index.members() if all(isinstance(key, str) for key, _ in index.members()) else ())
-        at, length = info["offset"], info["length"]
-        if type(at) is not int or type(length) is not int or min(at, length) < 0:
-            raise DamagedError(f"{METADATA} is damaged")
-        offsets = fields.get("offset")
-        where = () if offsets is None else _numbers(offsets)
-        found[str(fields.get("fqn"))].append((where, str(info["relative_path"]), at, length))
+        fields = {str(key): value for key, value in index.members()}
+        where = () if fields.get("offset") is None else _numbers(fields["offset"])
+        at, length = _numbers((info["offset"], info["length"]))
+        found[str(fields.get("fqn"))][where] = str(info["relative_path"]), at, length
     return found
 
 
 def _tensor(
-    folder: Path, name: str, one: Made, places: list[_Place], sizes: dict[Path, int | None]
+    folder: Path, tensor: StoredTensor, one: Made, places: dict[tuple[int, ...], _Place]
 ) -> StoredTensor:
     dtype = next((x for x in _properties(one["properties"]) if x in BY_NAME), "unknown")
-    shape = _numbers(one["size"])
-    by_offsets = {place[0]: place for place in places}
+    tensor = replace(tensor, dtype=dtype, shape=_numbers(one["size"]))
     if dtype == "unknown":
-        return StoredTensor(name, dtype, shape, folder, unread="its dtype has no value per byte")
+        return replace(tensor, unread="its dtype has no value per byte")
     boxes = []
     for chunk in one["chunks"]:
-        offsets, part = _numbers(chunk["offsets"]), _numbers(chunk["sizes"])
-        found = by_offsets.get(offsets, by_offsets.get(()))
-        if found is None or len(offsets) != len(shape) or len(part) != len(shape):
+        offsets, sizes = _numbers(chunk["offsets"]), _numbers(chunk["sizes"])
+        place = places.get(offsets, places.get(()))
+        if place is None or not len(offsets) == len(sizes) == len(tensor.shape):
             raise DamagedError(f"{METADATA} does not say where its part at {list(offsets)} is")
-        _, relative, at, length = found
-        boxes.append(Box(offsets, part, _span(folder, relative, at, length, dtype, part, sizes)))
-    file = boxes[0].span.path if boxes else folder
-    width = BY_NAME[dtype].bits // 8
-    source = boxes[0].span if len(boxes) == 1 and boxes[0].sizes == shape else Boxes(shape, width, boxes)
-    return StoredTensor(name, dtype, shape, file, source)
+        boxes.append(Box(offsets, sizes, _part(folder, place, dtype, sizes)))
+    is_one = len(boxes) == 1 and boxes[0].sizes == tensor.shape
+    source = boxes[0].source if is_one else Boxes(tensor.shape, BY_NAME[dtype].bits // 8, boxes)
+    return replace(tensor, source=source)
 
 
-def _span(
-    folder: Path,
-    relative: str,
-    at: int,
-    length: int,
-    dtype: str,
-    shape: tuple[int, ...],
-    sizes: dict[Path, int | None],
-) -> Span:
+def _part(folder: Path, place: _Place, dtype: str, shape: tuple[int, ...]) -> Source:
     """Return where the elements of a part are, which is a file of torch.save in a file."""
+    relative, at, length = place
     path = folder / relative
     if Path(relative).is_absolute() or ".." in Path(relative).parts:
         raise DamagedError(f"{METADATA} names a file outside the folder: {relative[:80]!r}")
-    if path not in sizes:
-        sizes[path] = path.stat().st_size if path.is_file() else None
-    size = sizes[path]
-    if size is None:
-        raise DamagedError(f"{relative} is missing")
-    if at + length > size:
-        raise DamagedError(f"it needs bytes up to {at + length:,}, and {relative} has {size:,}")
-    parts = pickled.read(path, at, length).tensors
+    if lost := whole(path, at, length, path.stat().st_size):
+        raise DamagedError(lost)
+    parts = pickled.read_part(path, at, at + length).tensors
     if len(parts) != 1 or (parts[0].dtype, parts[0].shape, parts[0].order) != (dtype, shape, None):
         raise DamagedError(f"byte {at:,} of {relative} holds no {dtype} {list(shape)}")
-    if parts[0].lost or parts[0].unread or not isinstance(parts[0].source, Span):
+    if parts[0].lost or parts[0].unread or parts[0].source is None:
         raise DamagedError(parts[0].lost or parts[0].unread)
     return parts[0].source
 

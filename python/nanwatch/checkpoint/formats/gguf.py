@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import struct
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import IO
 
 from ..encodings import ENCODINGS
-from ..stored import Contents, DamagedError, OpenFiles, Span, StoredTensor, whole
-from ..zips import Window
+from ..stored import Contents, DamagedError, Span, StoredTensor, whole
+from ..zips import opened
 
 _DTYPES = {
     0: "float32",
@@ -25,7 +26,7 @@ _DTYPES = {
 # Sizes of the values of metadata by their type: u8, i8, u16, i16, u32, i32, f32, bool, string, array, u64, i64, f64.
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY, _U32 = 8, 9, 4
-_MOST_ITEMS = 1 << 24  # of one list: vocabularies have a quarter of a million
+_MOST_NAME, _MOST_ITEMS = 1 << 16, 1 << 24  # bytes; of one list: vocabularies have a quarter of a million
 _MOST_TENSORS = 1 << 20
 
 
@@ -37,8 +38,7 @@ def matches(head: bytes, path: Path) -> bool:
 def read(path: Path) -> Contents:
     """Return the tensors of a file."""
     size = path.stat().st_size
-    found = Contents()
-    with OpenFiles() as files, io.BufferedReader(Window(files, path, 0, size), 1 << 16) as file:
+    with opened(path) as file:
         header = _Header(file, size)
         version, tensors, pairs = header.numbers("<4xIQQ")
         if version not in (2, 3):
@@ -65,12 +65,12 @@ def read(path: Path) -> Contents:
             # GGUF names the fastest dimension first.
             entries.append((name, tuple(reversed(sizes)), kind, offset))
         start = -(-file.tell() // alignment) * alignment
-    for name, shape, kind, offset in entries:
-        found.tensors.append(_tensor(path, name, shape, kind, start + offset, size))
+    found = Contents(
+        [_tensor(path, name, shape, kind, start + at, size) for name, shape, kind, at in entries]
+    )
     if lost := sum(bool(one.lost) for one in found.tensors):
-        found.problems.append(
-            (path, f"truncated or damaged: {lost} of {len(entries)} tensors are not all there")
-        )
+        text = f"truncated or damaged: {lost} of {len(entries)} tensors are not all there"
+        found.problems.append((path, text))
     return found
 
 
@@ -78,13 +78,11 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: in
     dtype = _DTYPES.get(kind)
     if dtype is None:
         return StoredTensor(name, f"type {kind}", shape, path, unread=f"GGUF type {kind} is not read")
-    if (encoding := ENCODINGS.get(dtype)) and prod(shape[-1:]) % encoding.elements:
-        return StoredTensor(
-            name, dtype, shape, path, lost=f"its rows are no whole blocks of {encoding.elements}"
-        )
     tensor = StoredTensor(name, dtype, shape, path, Span(path, offset))
     lost = whole(path, offset, tensor.nbytes, size)
-    return StoredTensor(name, dtype, shape, path, tensor.source, lost=lost)
+    if (encoding := ENCODINGS.get(dtype)) and prod(shape[-1:]) % encoding.elements:
+        lost = f"its rows are no whole blocks of {encoding.elements}"
+    return replace(tensor, lost=lost)
 
 
 class _Header:
@@ -93,23 +91,16 @@ class _Header:
     def __init__(self, file: IO[bytes], size: int) -> None:
         self._file, self._size = file, size
 
-    def take(self, count: int) -> bytes:
-        """Return the next bytes. Raises DamagedError where the file has fewer."""
-        data = self._file.read(count) if count <= self._size - self._file.tell() else b""
-        if len(data) < count:
-            raise DamagedError("its header is cut off or damaged: all is lost")
-        return data
-
     def numbers(self, form: str) -> tuple[int, ...]:
         """Return the next numbers in this form of `struct`."""
-        return struct.unpack(form, self.take(struct.calcsize(form)))
+        return struct.unpack(form, self._take(struct.calcsize(form)))
 
     def text(self) -> str:
         """Return the next string."""
         (length,) = self.numbers("<Q")
-        if length > 1 << 16:
+        if length > _MOST_NAME:
             raise DamagedError(f"its header is damaged: a name of {length:,} bytes")
-        return self.take(length).decode("utf-8", "replace")
+        return self._take(length).decode("utf-8", "replace")
 
     def skip(self, kind: int) -> None:
         """Pass over a value."""
@@ -119,14 +110,20 @@ class _Header:
             if count > _MOST_ITEMS:
                 raise DamagedError(f"its header is damaged: a list of {count:,}")
         if kind in _SIZES:
-            self._over(_SIZES[kind] * count)
+            self._check(_SIZES[kind] * count)
+            self._file.seek(_SIZES[kind] * count, io.SEEK_CUR)
         elif kind == _STRING:
             for _ in range(count):
-                self._over(self.numbers("<Q")[0])
+                (length,) = self.numbers("<Q")
+                self._check(length)
+                self._file.seek(length, io.SEEK_CUR)
         else:
             raise DamagedError(f"its header is damaged: a value of type {kind}")
 
-    def _over(self, count: int) -> None:
+    def _take(self, count: int) -> bytes:
+        self._check(count)
+        return self._file.read(count)
+
+    def _check(self, count: int) -> None:
         if count > self._size - self._file.tell():
             raise DamagedError("its header is cut off or damaged: all is lost")
-        self._file.seek(count, io.SEEK_CUR)

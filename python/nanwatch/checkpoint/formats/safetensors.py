@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from ...numerics.formats import BY_NAME, SAFETENSORS
 from ...util.reading import fail, refuse_constant, shorten
-from ..stored import Contents, DamagedError, OpenFiles, Span, StoredTensor, whole
+from ..stored import Contents, DamagedError, Span, StoredTensor, whole
+from ..zips import opened
 
 # In bytes. safetensors itself takes 100 MB, of which Python's objects would be some GB. 100,000 tensors have 12 MB.
 _MOST = 1 << 25
-_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "C64": "complex64",
-    "C128": "complex128",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-_BITS = {"F64": 64, "F32": 32, "C64": 64, "C128": 128, "I64": 64, "U64": 64, "I32": 32, "U32": 32, "F4": 4}
-_BITS |= {"F6_E2M3": 6, "F6_E3M2": 6, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
+_BITS = {name: BY_NAME[dtype].bits for name, dtype in SAFETENSORS.items()}
+_BITS |= {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
 def matches(head: bytes, path: Path) -> bool:
@@ -53,39 +34,29 @@ def read(path: Path) -> Contents:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
+        tensor = StoredTensor(name, "unknown", (), path)
         try:
             dtype, shape, begin, end = _entry(entry)
         except ValueError as error:
-            found.tensors.append(
-                StoredTensor(name, "unknown", (), path, lost=f"its entry is damaged: {error}")
-            )
+            found.tensors.append(replace(tensor, lost=f"its entry is damaged: {error}"))
             continue
         spans.append((begin, end, name))
-        known = _DTYPES.get(dtype, dtype)
+        unread = "" if dtype in SAFETENSORS else f"dtype {shorten(dtype)} has no value per byte"
         lost = whole(path, start + begin, end - begin, size)
-        unread = "" if dtype in _DTYPES else f"dtype {shorten(dtype)} has no value per byte"
-        found.tensors.append(
-            StoredTensor(name, known, shape, path, Span(path, start + begin), unread=unread, lost=lost)
-        )
+        tensor = replace(tensor, dtype=SAFETENSORS.get(dtype, dtype), shape=shape, unread=unread, lost=lost)
+        found.tensors.append(replace(tensor, source=Span(path, start + begin)))
     found.problems += [(path, text) for text in _gaps(sorted(spans), size - start)]
     return found
 
 
 def _header(path: Path, size: int) -> tuple[dict[str, Any], int]:
-    with OpenFiles() as files:
-        head = bytearray(8)
-        if size < 8:
-            raise DamagedError(f"{path.name} has {size} bytes, too few for a safetensors file")
-        files.read(path, 0, memoryview(head))
-        length = int.from_bytes(head, "little")
+    with opened(path) as file:
+        length = int.from_bytes(file.read(8), "little")
         if length > _MOST:
             raise DamagedError(f"its header would have {length:,} bytes; the most that is read is {_MOST:,}")
         if 8 + length > size:
-            raise DamagedError(
-                f"its header should have {length:,} bytes, and the file ends after {size - 8:,}: all is lost"
-            )
-        text = bytearray(length)
-        files.read(path, 8, memoryview(text))
+            raise DamagedError(f"its header should end at byte {8 + length:,} of {size:,}: all is lost")
+        text = file.read(length)
     try:
         header = json.loads(text, parse_constant=refuse_constant, object_pairs_hook=_members)
     except (ValueError, RecursionError) as error:
@@ -111,12 +82,11 @@ def _entry(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
         raise fail("it", "a dtype, sizes and offsets", entry)
     if len(offsets) != 2 or len(shape) > 64:
         raise fail("data_offsets", "two numbers", offsets)
-    bits = prod(shape) * _BITS.get(dtype, 8)
-    if (dtype in _DTYPES or dtype in _BITS) and (offsets[1] - offsets[0]) * 8 != bits:
-        raise ValueError(
-            f"{dtype} {shorten(shape)} needs {bits / 8:,.0f} bytes, not {offsets[1] - offsets[0]:,}"
-        )
-    return dtype, tuple(shape), offsets[0], offsets[1]
+    begin, end = offsets
+    bits = prod(shape) * _BITS.get(dtype, 0)
+    if dtype in _BITS and (end - begin) * 8 != bits:
+        raise ValueError(f"{dtype} {shorten(shape)} needs {bits / 8:,.0f} bytes, not {end - begin:,}")
+    return dtype, tuple(shape), begin, end
 
 
 def _gaps(spans: list[tuple[int, int, str]], size: int) -> list[str]:
