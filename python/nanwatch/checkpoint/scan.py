@@ -6,6 +6,7 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from os import PathLike
@@ -32,6 +33,7 @@ from .streaming import CHUNK, Streamer, dead_lines, step_of
 _TASK = 1 << 25  # bytes that a thread reads in one go
 # More only wait for one another: each chunk takes the interpreter lock for some microseconds.
 _MOST_THREADS = 16
+_GLANCE = 1 << 12  # bytes that tell tensors of the same range apart
 _SHOWN = 5  # dead rows whose numbers are kept
 _ROWS = 1 << 19  # bytes of the rows that a format is tried on at a time
 _MOST_ROW = 1 << 24
@@ -110,12 +112,19 @@ def _contents(paths: Sequence[str | PathLike[str]]) -> Contents:
 
 def _alike(stored: Sequence[StoredTensor], tensors: Sequence[TensorScan]) -> list[int]:
     """Return the numbers of the tensors that may be equal to others; of those that are tied only that of the first."""
-    groups: dict[str, dict[Hashable, int]] = defaultdict(dict)
+    groups: dict[Hashable, dict[Hashable, int]] = defaultdict(dict)
     for i, (one, scanned) in enumerate(zip(stored, tensors, strict=True)):
         health = scanned.health
         if one.source is not None and health is not None and health.abs_min != health.abs_max:
-            groups[f"{one.dtype} {one.shape} {health}"].setdefault(one.source.key, i)
-    return sorted(i for group in groups.values() if len(group) > 1 for i in group.values())
+            groups[one.dtype, one.shape, str(health)].setdefault(one.source.key, i)
+    found: dict[Hashable, list[int]] = defaultdict(list)
+    with OpenFiles() as files:
+        for key, group in groups.items():
+            for i in group.values() if len(group) > 1 else ():
+                with suppress(DamagedError, OSError):
+                    first = next(Streamer(files, _GLANCE).chunks(stored[i])).raw
+                    found[key, first.numpy().tobytes()].append(i)
+    return sorted(i for alike in found.values() if len(alike) > 1 for i in alike)
 
 
 class _Part(NamedTuple):

@@ -63,8 +63,15 @@ class Streamer:
     def chunks(self, tensor: StoredTensor, begin: int = 0, end: int | None = None) -> Iterator[Chunk]:
         """Yield the chunks of bytes `begin` to `end` of a tensor. Raises DamagedError and OSError."""
         end, step = tensor.nbytes if end is None else end, step_of(tensor, self._size)
+        chunk = None
         for at in range(begin, end, step):
-            yield self.read(tensor, at, min(step, end - at))
+            if chunk is None or chunk.values is None or tensor.dtype in ENCODINGS or end - at < step:
+                chunk = self.read(tensor, at, min(step, end - at))
+            else:  # the views of the last chunk still fit
+                assert tensor.source is not None
+                tensor.source.read(self._files, at, self._memory[:step])
+                chunk = Chunk(at // chunk.values.itemsize, chunk.raw, at, chunk.values)
+            yield chunk
 
     def read(self, tensor: StoredTensor, begin: int, nbytes: int) -> Chunk:
         """Return the chunk of these bytes, at most `size` or a `step` of them."""
