@@ -30,7 +30,7 @@ from .result import FormatFit, Scan, TensorScan
 from .stored import Contents, DamagedError, OpenFiles, StoredTensor
 from .streaming import CHUNK, Streamer, dead_lines, step_of
 
-_TASK = 1 << 25  # bytes that a thread reads in one go
+_TASK = 1 << 26  # bytes that a thread reads in one go
 # More only wait for one another: each chunk takes the interpreter lock for some microseconds.
 _MOST_THREADS = 16
 _GLANCE = 1 << 12  # bytes that tell tensors of the same range apart
