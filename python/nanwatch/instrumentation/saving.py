@@ -190,14 +190,14 @@ def _tensor_of(spec: Any) -> torch.Tensor | None:
     """Return a view of the memory that safetensors is to write: an address, or in older versions bytes."""
     is_bytes = isinstance(spec, dict)
     name = spec["dtype"] if is_bytes else spec.dtype
-    dtype = getattr(torch, SAFETENSORS.get(name, name), None)
+    dtype: torch.dtype | None = getattr(torch, SAFETENSORS.get(name, name), None)
     address, size = (
         (np.frombuffer(spec["data"], np.uint8).ctypes.data, len(spec["data"]))
         if is_bytes
         else (spec.data_ptr, spec.data_len)
     )
-    if not size or not isinstance(dtype, torch.dtype):
-        return None
+    if not size or dtype is None or not (dtype.is_floating_point or dtype.is_complex):
+        return None  # an integer is always finite
     flat = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype)
     shape = tuple(spec["shape"] if is_bytes else spec.shape)
     return flat.view(shape) if flat.numel() == math.prod(shape) else flat
