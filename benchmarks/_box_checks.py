@@ -100,8 +100,8 @@ def _wrong_place(trial: Trial, account: Account, report: BlackBoxReport) -> list
     main = next(iter(stacks)) if trial.threads == 1 else None
     for thread, stack in stacks.items():
         seen = boxed.get(thread, ())
-        # The thread of the fault stands still. Others, and one that the parent kills, may have come one event further; so
-        # may that of SIGTERM, which goes to the process: another thread may get it.
+        # The thread of the fault stands still. Others, and one that the parent kills, may have come one event further;
+        # so may that of SIGTERM, which goes to the process: another thread may get it.
         is_at_fault = thread == account.fault_thread and trial.fault != "SIGTERM"
         is_still = is_exact and (trial.threads == 1 or is_at_fault)
         if seen != stack and (is_still or (seen[:-1] != stack and seen != stack[:-1])):
