@@ -8,7 +8,8 @@ from types import MappingProxyType
 
 from ..util.visible import module_name, visible
 
-# Each kind with its headline and its cure. Formats take the numbers of the finding. docs/updates.md lists them.
+# Each kind with its headline and its cure. Formats take the numbers of the finding. docs/updates.md lists them. What
+# follows a colon tells several forms of one kind apart.
 KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "no-gradient": (
@@ -75,6 +76,15 @@ KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "accumulation": (
             "gets the gradients of {backwards:.0f} backwards a step, with a loss that is multiplied by {factor:.4g}",
             "Divide the loss by the number of backwards in a step, and call zero_grad() once for all of them.",
+        ),
+        "accumulation:of-means": (
+            "gets the gradients of {backwards:.0f} backwards a step, whose losses are means over {least:.0f} to"
+            " {most:.0f} elements",
+            "Sum the losses, and divide by the number of elements of all backwards of the step.",
+        ),
+        "clipping:each-backward": (
+            "is clipped {times:.0f} times a step, after each of its backwards",
+            "Clip once, between the last backward and the step.",
         ),
         "clipping": (
             "is stepped with a gradient norm of {norm:.3g}, though it was clipped to {max_norm:.3g}",
@@ -147,6 +157,7 @@ def update_finding(
     """Return the finding of this kind in words. `count` weights of the module are meant."""
     numbers = dict(numbers or {})
     headline, cure = (words.format_map(numbers) for words in KINDS[kind])
+    kind = kind.partition(":")[0]
     subject = module_name(module) if parameter is None else f"`{visible(parameter)}` of {module_name(module)}"
     if parameter is None and count > 1:
         subject += f" ({count} weights)"

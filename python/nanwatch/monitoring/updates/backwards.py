@@ -45,6 +45,7 @@ class Backward(NamedTuple):
     factors: tuple[float, ...] = ()
     divisors: tuple[float, ...] = ()
     is_mean: bool = False
+    elements: float | None = None  # that the mean is over, where the loss knows it
     penalized: frozenset[int] = frozenset()
 
 
@@ -75,8 +76,8 @@ class BackwardProbes:
         self._latest_batch = latest_batch
         self.probes: list[Probe] = []
         self._handles: Handles | None = None
-        self._next = Backward()
-        self._latest: tuple[int, Backward] = -1, self._next
+        self.next = Backward()
+        self._latest: tuple[int, Backward] = -1, self.next
 
     def open(self, model: nn.Module) -> None:
         """Leave the hooks on the smallest trained weights."""
@@ -108,7 +109,7 @@ class BackwardProbes:
     def starts(self, loss: object) -> None:
         """Take the start of a backward."""
         if self._handles is not None:
-            self._next = backward_of(loss, self._latest_batch())
+            self.next = backward_of(loss, self._latest_batch())
 
     def arrived(self, probe: Probe, gradient: Tensor) -> None:
         """Take a gradient that is about to be added to a probe's `.grad`."""
@@ -116,7 +117,7 @@ class BackwardProbes:
         if x is None or task == -1:
             return
         if self._latest[0] != task:
-            self._latest = task, self._next
+            self._latest = task, self.next
         with torch.no_grad(), only_our_dispatch():
             probe.arrivals.append((self._latest[1], _is_full(x.grad), _is_full(gradient)))
 
@@ -143,12 +144,11 @@ def _is_full(x: Tensor | None) -> bool:
 def backward_of(loss: object, batch: int) -> Backward:
     """Return what is known of a backward before it runs: its graph is freed on the way."""
     node = loss.grad_fn if isinstance(loss, Tensor) else None
-    factors, divisors, is_mean = _scaling(node)
-    return Backward(blame.place_of(sys._getframe(2)), batch, factors, divisors, is_mean, _penalized(node))
+    return Backward(blame.place_of(sys._getframe(2)), batch, *_scaling(node), _penalized(node))
 
 
-def _scaling(node: Any) -> tuple[tuple[float, ...], tuple[float, ...], bool]:
-    """Return what a loss was multiplied with and divided by, and whether it was reduced to a mean before."""
+def _scaling(node: Any) -> tuple[tuple[float, ...], tuple[float, ...], bool, float | None]:
+    """Return what a loss was multiplied with and divided by, whether it was a mean before, and over how many."""
     factors: list[float] = []
     divisors: list[float] = []
     for _ in range(_MAX_OPERATIONS):
@@ -162,8 +162,9 @@ def _scaling(node: Any) -> tuple[tuple[float, ...], tuple[float, ...], bool]:
             node = node.next_functions[0][0]
         else:
             is_mean = kind.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN
-            return tuple(factors), tuple(divisors), is_mean
-    return tuple(factors), tuple(divisors), False
+            count = number(getattr(node, "_saved_total_weight", None)) if is_mean else None
+            return tuple(factors), tuple(divisors), is_mean, count
+    return tuple(factors), tuple(divisors), False, None
 
 
 def _operands(node: Any) -> tuple[float | None, Any]:

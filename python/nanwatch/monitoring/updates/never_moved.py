@@ -9,7 +9,7 @@ import torch
 
 from .rules import float32_moves, spacing
 from .samples import WeightSample, same_bits
-from .view import StepView, Suspect
+from .view import StepView, Suspect, ancestors, is_in
 
 # A weight has a fault when so much of its update is lost, by elements and by magnitude.
 _ABSORBED, _LOST = 0.75, 0.5
@@ -31,10 +31,18 @@ def _no_gradient(view: StepView) -> Iterator[Suspect]:
     called = {call.module for call in view.calls}
     cleared = {probe.key for probe in view.probes if any(came for _, _, came in probe.arrivals)}
     trained = list(view.trained())
+    if not trained:  # and yet gradients come, or somebody has made them
+        for one in view.samples.of_optimizer():
+            if one.is_meant:
+                yield Suspect("no-gradient", one.module, one.label)
+        return
     without = [one for one in trained if one.grad == "none" and (one.module in called or one.key in cleared)]
     if not without:
         return
     names = {one.module for one in without}
+    for above in {above for name in names for above in ancestors(name) if above}:
+        if all(one in without for one in trained if is_in(one.module, above)):
+            names.add(above)
     share = sum(one.size for one in without) / max(1, sum(one.size for one in trained))
     if share >= _LARGE or any(one.key in cleared for one in without) or _is_used(view, names):
         for one in without:
@@ -47,13 +55,9 @@ def _is_used(view: StepView, names: set[str]) -> bool:
     for call in view.calls:
         if call.module in names:
             made |= call.outputs
-        elif made & call.inputs and not any(_is_inside(name, call.module) for name in names):
+        elif made & call.inputs and not any(is_in(name, call.module) for name in names):
             return True
     return False
-
-
-def _is_inside(name: str, module: str) -> bool:
-    return not module or name == module or name.startswith(f"{module}.")
 
 
 def _unmoved(view: StepView, one: WeightSample) -> Iterator[Suspect]:
@@ -116,7 +120,7 @@ def _absorbed(one: WeightSample) -> Iterator[Suspect]:
 
 def _is_idle(view: StepView, one: WeightSample) -> bool:
     """Return whether the module may be an expert without tokens: nobody called it, or others got the same input."""
-    own = [call for call in view.calls if _is_inside(one.module, call.module) and call.module]
+    own = [call for call in view.calls if is_in(one.module, call.module) and call.module]
     if not any(call.module == one.module for call in own):
         return bool(view.calls)
     if any(call.is_empty for call in own):
@@ -124,12 +128,8 @@ def _is_idle(view: StepView, one: WeightSample) -> bool:
     active = {other.module for other in view.trained() if other.grad == "some"}
     for call in own:
         for other in view.calls:
-            is_apart = not _is_inside(one.module, other.module) and not _is_inside(other.module, call.module)
-            if (
-                is_apart
-                and other.inputs & call.inputs
-                and any(_is_inside(name, other.module) for name in active)
-            ):
+            is_apart = not is_in(one.module, other.module) and not is_in(other.module, call.module)
+            if is_apart and other.inputs & call.inputs and any(is_in(name, other.module) for name in active):
                 return True
     return False
 

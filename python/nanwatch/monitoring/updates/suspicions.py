@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .samples import Key
-from .view import Suspect
+from .view import Suspect, ancestors, is_in
 
 # Audits in a row in which a weight must be suspected. A head that the loss leaves out, an expert without tokens, a
 # branch behind a gain of 0 and a learning rate that warms up are no fault, and are over in fewer.
@@ -62,8 +62,9 @@ class Suspicions:
         ]
         self._told |= {(one.kind, one.module, one.label) for one in ripe}
         for kind in dict.fromkeys(one.kind for one in ripe):
-            own = all_weights if kind == "frozen-moved" else trained
-            yield from gathered([one for one in ripe if one.kind == kind], own)
+            own = [one for one in ripe if one.kind == kind]
+            are_trained = all((one.module, one.label) in trained for one in own)
+            yield from gathered(own, trained if are_trained else all_weights)
 
 
 def gathered(ripe: Sequence[Suspect], weights: Mapping[Key, int]) -> Iterator[Fault]:
@@ -72,8 +73,8 @@ def gathered(ripe: Sequence[Suspect], weights: Mapping[Key, int]) -> Iterator[Fa
     told: set[tuple[str, str | None]] = set()
     for one in ripe:
         module, label, count = one.module, one.label, 1
-        for above in _ancestors(module) if label is not None else ():
-            own = {key: size for key, size in weights.items() if _is_in(key[0], above)}
+        for above in ancestors(module) if label is not None else ():
+            own = {key: size for key, size in weights.items() if is_in(key[0], above)}
             missing = sum(size for key, size in own.items() if key not in hits)
             if own and missing <= _MISSING.get(one.kind, 0.0) * sum(own.values()):
                 module, label, count = above, None, len(own)
@@ -83,15 +84,3 @@ def gathered(ripe: Sequence[Suspect], weights: Mapping[Key, int]) -> Iterator[Fa
         if (module, label) not in told:
             told.add((module, label))
             yield Fault(one.kind, module, label, count, one.numbers)
-
-
-def _ancestors(module: str) -> Iterator[str]:
-    """Yield the module and all that it is in, up to the root."""
-    while module:
-        yield module
-        module = module.rpartition(".")[0]
-    yield ""
-
-
-def _is_in(module: str, above: str) -> bool:
-    return not above or module == above or module.startswith(f"{above}.")

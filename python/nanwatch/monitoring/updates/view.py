@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import NamedTuple, TypeAlias
@@ -46,6 +46,19 @@ def call_of(frame: Frame) -> Call:
     return Call(frame.name, frozenset(sides["input"]), frozenset(sides["output"]), is_empty, cast_to)
 
 
+def is_in(module: str, above: str) -> bool:
+    """Return whether a module is the other one or in it, by their names."""
+    return not above or f"{module}.".startswith(f"{above}.")
+
+
+def ancestors(module: str) -> Iterator[str]:
+    """Yield the name of the module and of all that it is in, up to the root."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+    yield ""
+
+
 class Clip(NamedTuple):
     """One call of clip_grad_norm_: its weights, the largest norm that it was to leave, the norm after it, its line.
 
@@ -56,6 +69,7 @@ class Clip(NamedTuple):
     max_norm: float
     norm: float
     place: Place | None
+    batch: int = -1  # of the latest backward
     at_step: float = 0.0
 
 
@@ -99,7 +113,7 @@ class StepView:
     masters: Mapping[Key, float] = field(
         default_factory=dict
     )  # share of elements that differ from their master
-    casts: frozenset[str] = field(default_factory=frozenset)  # device types under autocast in the forward
+    casts: frozenset[str] = frozenset()  # device types under autocast in the forward
 
     def trained(self) -> Iterable[WeightSample]:
         """Return the weights that the optimizer is to train."""

@@ -89,7 +89,8 @@ class Window:
             own = parameters if isinstance(parameters, list | tuple) else [parameters]
             weights = tuple(weakref.ref(x) for x in own)
             place = blame.place_of(sys._getframe(1))
-            self._clips.append(Clip(weights, float(max_norm), norm_of(weights), place))
+            batch = self._probes.next.batch
+            self._clips.append(Clip(weights, float(max_norm), norm_of(weights), place, batch))
 
     def clips(self, optimizer: Optimizer) -> list[Clip]:
         """Return the clips with the norms that the step is about to take: of all, for a clip of nothing."""

@@ -21,6 +21,8 @@ _SPACINGS, _SHARE, _SHARE_16 = 4.0, 0.01, 0.15
 # At least so many elements are off, and the whole update by so much.
 _ELEMENTS, _ERROR = 0.05, 0.02
 _GREW = 1.01
+# Means over so unequal numbers of tokens do not add up to a mean. The last batch of an epoch may be smaller once.
+_UNEQUAL = 1.5
 
 
 def wrong(view: StepView) -> Iterator[Suspect]:
@@ -99,6 +101,11 @@ def _accumulated(view: StepView) -> Iterator[Suspect]:
                 continue
             is_cleared = view.scale is None and probe.resets == len(probe.arrivals) - 1
             faults = [_factor_fault(own, count, view.scale) for own in backwards.values()]
+            means = [own.elements or 0.0 for own in backwards.values()]
+            if all(means) and max(means) > _UNEQUAL * min(means):
+                numbers = {"backwards": count, "least": min(means), "most": max(means)}
+                yield from _all(view, "accumulation:of-means", numbers)
+                return
             if is_cleared or all(one is not None for one in faults):
                 factor = 1.0 if faults[0] is None else faults[0]
                 yield from _all(view, "accumulation", {"backwards": count, "factor": factor})
@@ -119,6 +126,11 @@ def _factor_fault(own: Backward, count: int, scale: float | None) -> float | Non
 
 def _clipped(view: StepView) -> Iterator[Suspect]:
     held = {id(x) for one in view.trained() if one.grad == "some" and (x := one.tensor()) is not None}
+    for place in {one.place for one in view.clips}:
+        batches = {one.batch for one in view.clips if one.place == place}
+        if len(batches) > 1 and place is not None:
+            yield from _all(view, "clipping:each-backward", {"times": len(batches)})
+            return
     for clip in view.clips:
         if clip.at_step > max(clip.max_norm, clip.norm) * _GREW:
             own = {id(x) for one in clip.weights if (x := one()) is not None} or held

@@ -27,6 +27,7 @@ class Training:
         self.x, self.y = torch.randn(32, 8), torch.randint(0, 4, (32,))
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.backwards, self.factor = 1, 1.0
+        self.is_clipped_each = False
 
     def forward(self) -> Tensor:
         return self.model(self.x)
@@ -50,6 +51,8 @@ class Training:
                 for _ in range(self.backwards):
                     loss = nn.functional.cross_entropy(self.forward().float(), self.y) * self.factor
                     loss.backward()
+                    if self.is_clipped_each:
+                        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
                 self.before_step()
                 self.step()
                 self.after_step()
@@ -142,6 +145,27 @@ def _clip_nothing(one: Training) -> None:
     one.before_step = lambda: nn.utils.clip_grad_norm_(parameters, 0.1)  # type: ignore[method-assign,assignment]
 
 
+def _clip_each(one: Training) -> None:
+    one.backwards, one.factor, one.is_clipped_each = 2, 0.5, True
+
+
+def _unequal_means(one: Training) -> None:
+    """Every other micro-batch has a quarter of the labels."""
+    one.backwards, one.factor, whole, part = 2, 0.5, one.y, one.y.clone()
+    part[8:] = -100
+
+    def forward() -> Tensor:
+        one.y = part if one.y is whole else whole
+        return one.model(one.x)
+
+    one.forward = forward  # type: ignore[method-assign]
+
+
+def _all_frozen(one: Training) -> None:
+    one.model.requires_grad_(False)
+    one.forward = lambda: one.model(one.x).requires_grad_()  # type: ignore[method-assign]
+
+
 def _evaluation_mode(one: Training) -> None:
     one.model.eval()
 
@@ -179,6 +203,9 @@ FAULTS: list[tuple[str, str, Callable[[Training], None]]] = [
     ("never-decayed", "0", _sorted_wrongly),
     ("wrong-update", "", _wrong_rule),
     ("clipping", "", _clip_nothing),
+    ("clipping", "", _clip_each),
+    ("accumulation", "", _unequal_means),
+    ("no-gradient", "", _all_frozen),
     ("train-mode-wrong", "", _evaluation_mode),
     ("eval-mode-wrong", "", _evaluated_in_training_mode),
 ]
