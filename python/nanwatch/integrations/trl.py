@@ -1,4 +1,4 @@
-"""Callback for TRL's GRPOTrainer with vLLM: the gap between the policy and the engine that samples for it."""
+"""Callback for TRL's GRPOTrainer: the gap between the policy's training step and what samples for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,12 +17,16 @@ from ..equivalence.probability_gap import ProbabilityGap, probability_gap
 from ..equivalence.recorded_run import fingerprints, stale
 from ..util.imports import needed
 from ..util.visible import suppressing, visible
+from .decoding import compare_decoding, decoding_gap
 from .engine_compare import compare_engine
 
 _TrainerCallback: Any = needed(
     "transformers.trainer_callback", "nanwatch.integrations.trl", "transformers"
 ).TrainerCallback
 _MOST_PROMPTS = 4
+_T = TypeVar("_T")
+# Tokens of some prompts with their answers, and how many of the last ones each answer has.
+Answers = tuple[list[list[int]], list[int]]
 # Looks before the present one that a jump is measured against.
 _HISTORY = 20
 
@@ -34,6 +38,10 @@ class EngineGapCallback(_TrainerCallback):  # type: ignore[misc]
     it logs "nanwatch/gap_mean", "nanwatch/gap_max", "nanwatch/gap_kl" and "nanwatch/gap_effective". At a jump it warns,
     names the weights of an engine in this process that are stale, and runs `compare`. In a job of several processes it
     warns alone, because saving the model there needs all of them.
+
+    With `use_vllm=False` the model samples itself. Then the gap is that between one forward over a few answers and
+    decoding them with a cache, both computed again at temperature 1, and a jump names the module in this process. That
+    needs a job of one process.
 
     Args:
         trainer: the GRPOTrainer.
@@ -77,13 +85,20 @@ class EngineGapCallback(_TrainerCallback):  # type: ignore[misc]
                 one for one in self._trainer._buffered_inputs or () if "sampling_per_token_logps" in one
             ]
             gap = gap_of(batches)
+            answers = None
+            if gap is None and getattr(self._trainer, "use_vllm", True) is False and args.world_size == 1:
+                batches = list(self._trainer._buffered_inputs or ())
+                answers = answers_of(batches)
+                gap = self._decoding(decoding_gap, answers)
             if gap is None:
                 return
             before = [one.mean for one in self.history[-_HISTORY:]]
             self.history.append(gap)
             self._tell(gap)
             if before and gap.mean > max(self._least, self._jump * median(before)):
-                self._look(gap, median(before), state.global_step, batches, is_alone=args.world_size == 1)
+                self._look(
+                    gap, median(before), state.global_step, batches, answers, is_alone=args.world_size == 1
+                )
 
     def _tell(self, gap: ProbabilityGap) -> None:
         entry = {"mean": gap.mean, "max": gap.largest, "kl": gap.kl, "effective": gap.effective}
@@ -96,11 +111,13 @@ class EngineGapCallback(_TrainerCallback):  # type: ignore[misc]
         before: float,
         step: int,
         batches: list[Mapping[str, Any]],
+        answers: Answers | None,
         *,
         is_alone: bool,
     ) -> None:
+        sampler = "vLLM" if answers is None else "decoding"
         words = [
-            f"step {step}: the gap to vLLM jumps from {before:.2g} to {gap.mean:.2g} nats in the mean ({gap})"
+            f"step {step}: the gap to {sampler} jumps from {before:.2g} to {gap.mean:.2g} nats in the mean ({gap})"
         ]
         with suppressing("the weights of vLLM could not be compared"):
             if off := self._stale():
@@ -108,9 +125,21 @@ class EngineGapCallback(_TrainerCallback):  # type: ignore[misc]
                 words.append(f"stale in vLLM: {', '.join(off[:4])}{more}")
         if callable(self._compare) and is_alone:
             with suppressing("the engine could not be compared with the policy"):
-                self.found = self._compare(self._trainer, list(prompts_of(batches)))
+                self.found = (
+                    self._compare(self._trainer, list(prompts_of(batches)))
+                    if answers is None
+                    else self._decoding(compare_decoding, answers)
+                )
                 words.append(self.found.comparison.headline)
         self._log.warning("nanwatch: %s", visible("; ".join(words)))
+
+    def _decoding(self, look: Callable[..., _T], answers: Answers) -> _T:
+        """Look at the model as TRL generates with it, without gradient checkpointing."""
+        prepared = needed("trl.models.utils", "nanwatch.integrations.trl", "trl").unwrap_model_for_generation
+        trainer = self._trainer
+        more = {"gradient_checkpointing_kwargs": trainer.args.gradient_checkpointing_kwargs}
+        with prepared(trainer.model_wrapped, trainer.accelerator, **more) as model:
+            return look(model, *answers)
 
     def _stale(self) -> list[str]:
         engine = getattr(getattr(self._trainer, "vllm_generation", None), "llm", None)
@@ -147,3 +176,16 @@ def prompts_of(batches: Iterable[Mapping[str, Any]]) -> Iterable[list[int]]:
         for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
     )
     return [list(one) for one in list(known)[:_MOST_PROMPTS]]
+
+
+def answers_of(batches: Iterable[Mapping[str, Any]]) -> Answers:
+    """Return the first different answers with their prompts, without padding."""
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    known: dict[tuple[int, ...], int] = {}
+    for batch in batches:
+        for ids, mask, answer, answer_mask in zip(*(batch[name] for name in names), strict=True):
+            own = answer[answer_mask.bool()].tolist()
+            if own and mask.any():
+                known.setdefault((*ids[mask.bool()].tolist(), *own), len(own))
+    first = list(known)[:_MOST_PROMPTS]
+    return [list(one) for one in first], [known[one] for one in first]
