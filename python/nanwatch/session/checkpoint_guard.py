@@ -37,9 +37,9 @@ from .reports import Reports
 
 # Name of the frames of a checkpoint.
 _CHECKPOINT = "(checkpoint)"
-# A smaller tensor is always read. Of a larger one that nothing says has changed, one block in 16 is.
+# A smaller tensor is always read. Of a larger one that nothing says has changed, one block in 64 is.
 _SMALL = 2**20
-_BLOCK, _ONE_IN = 4096, 16
+_BLOCK, _ONE_IN = 4096, 64
 _SCALARS = (int, float, complex, str, bytes, type(None), type, ModuleType, FunctionType)
 # An object with one of these is not what its attributes are.
 _PICKLED_OTHERWISE = ("__getstate__", "__reduce__", "__reduce_ex__")
@@ -65,8 +65,8 @@ class CheckpointGuard:
         self._recorder = reports.recorder
         self._failures = failures
         self._action = reports.options.on_nonfinite
-        # In this thread's save: what has been found finite, which a save inside it need not read again.
-        self._local = threading.local()
+        # Threads that are inside a save whose content was read. The saves that it makes write parts of the same.
+        self._inside: set[int] = set()
         self._keeps = False
         self._has_warned = False
         # Infinities that the model began with are meant: a buffer for a running minimum, a bias that masks.
@@ -92,17 +92,16 @@ class CheckpointGuard:
         self._handles.remove()
 
     def _save(self, save: Save) -> Any:
-        if save.is_beside or save.is_deferred:
+        thread = threading.get_ident()
+        if save.is_beside or save.is_deferred or thread in self._inside:
             return save.write()
         if save.path is None and isinstance(save.content, Tensor):  # DCP writes each tensor so
             return save.write()
         save.evaluate()
-        outer = getattr(self._local, "finite", None)
-        finite: set[tuple[int, int]] = set() if outer is None else outer
         own: list[Record] = []
         others: list[Record] = []
         with suppressing("a checkpoint could not be read"), only_our_dispatch(), torch.no_grad():
-            own, others = self._faults(save, finite)
+            own, others = self._faults(save)
         if own:
             return self._divert(save, own)
         if others and not self._has_warned:
@@ -111,7 +110,7 @@ class CheckpointGuard:
                 f"{save.function} was given {_named(others)}, of no weight of the watched model nor a state of its"
                 " optimizer: it is saved as asked"
             )
-        self._local.finite = finite
+        self._inside.add(thread)
         try:
             saved = save.write()
         except BaseException as error:
@@ -119,26 +118,23 @@ class CheckpointGuard:
                 raise
             return self._divert_with_peers(save, error, None, "another rank refused it")
         finally:
-            self._local.finite = outer
+            self._inside.discard(thread)
         if self._keeps and self._has_weights(save):
             self._keeps = False
         return saved
 
     # What is read.
 
-    def _faults(self, save: Save, finite: set[tuple[int, int]]) -> tuple[list[Record], list[Record]]:
-        """Return the rows of what is not finite: of the watched model, and of others. Add to `finite` what is."""
-        shared = self._shared_memory() if save.is_raw else {}
+    def _faults(self, save: Save) -> tuple[list[Record], list[Record]]:
+        """Return the rows of what is not finite: of the watched model, and of others."""
+        model = self._reports.model() if save.is_raw else None
+        # Raw memory has no version, but the parameter that owns it does.
+        owners = {} if model is None else {_memory(x): x for x in each_parameter(model) if is_plain(x)}
         nonfinite: list[tuple[Keys, Tensor]] = []
         for keys, given in tensors_in(save.content):
-            address = _address(given)
-            if address is not None and address in finite:
-                continue
-            x = given if address is None else shared.get((*address, given.dtype), given)
+            x = owners.get(_memory(given), given) if owners else given
             if not self._is_finite(x):
                 nonfinite.append((keys, x))
-            elif address is not None:
-                finite.add(address)
         own: list[Record] = []
         others: list[Record] = []
         known = _Known([*self._model_tensors(), *self._states()]) if nonfinite else None
@@ -158,10 +154,11 @@ class CheckpointGuard:
         if not holds_fractions(x):
             return True
         if is_plain(x) and x.is_contiguous() and x.nbytes >= _SMALL:
-            # Nothing tells of a write through `.data`, as some averages of weights make it.
-            if not all(abs_range(part).isfinite for part in _sample(x)):
-                return False
+            before = self._recorder.counters["bytes_read"]
             known = self._recorder.is_finite(x)
+            if known and self._recorder.counters["bytes_read"] == before:
+                # Nothing tells of a write through `.data`, as some averages of weights make it.
+                return all(abs_range(part).isfinite for part in _sample(x))
             if known is not None:
                 return known
         return read(x, "", "weight").isfinite is not False
@@ -191,11 +188,6 @@ class CheckpointGuard:
                 if optimizer is self._reports.options.optimizer or any(id(x) in names for x in held):
                     for one in state_tensors(optimizer, names):
                         yield _Own(one.label, "weight" if one.is_parameter else "buffer", one.tensor)
-
-    def _shared_memory(self) -> dict[tuple[int, int, torch.dtype], Tensor]:
-        model = self._reports.model()
-        parameters = () if model is None else each_parameter(model)
-        return {(*address, x.dtype): x for x in parameters if (address := _address(x)) is not None}
 
     def _has_weights(self, save: Save) -> bool:
         known = _Known(list(self._model_tensors()))
@@ -335,9 +327,8 @@ def _storage(x: Tensor) -> int:
         return 0
 
 
-def _address(x: Tensor) -> tuple[int, int] | None:
-    """Return address and size of a tensor that is one piece of memory."""
-    return (x.data_ptr(), x.nbytes) if is_plain(x) and x.is_contiguous() and x.numel() else None
+def _memory(x: Tensor) -> tuple[int, int, torch.dtype]:
+    return x.data_ptr(), x.nbytes, x.dtype
 
 
 def _sample(x: Tensor) -> tuple[Tensor, Tensor]:
