@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_compiling
 
-from ..distributed.replica_bytes import Copy, measure
+from ..distributed.replica_bytes import bytes_of, measure
 from ..instrumentation.slot import CallWrapper, attach, detach
 from ..instrumentation.wrapped_names import named_modules
 from ..numerics import _extension
 from ..recording.events import WatchPart
 from ..report.hardware_suspect import HardwareSuspect
-from ..report.replica import Distance
 from ..util.job import rank
 from ..util.visible import suppressing
 
@@ -134,8 +133,8 @@ class Recheck(WatchPart):
             self._open[name] = suspect
 
     def _suspect(self, name: str, module: nn.Module, output: Tensor, again: Tensor) -> HardwareSuspect:
-        a, b = (Copy(self._batch, x.detach().cpu(), {}).bytes for x in (output, again))
-        distance = Distance(self._batch, *measure(a, b, output.dtype))
+        a, b = (bytes_of(x.detach().cpu()) for x in (output, again))
+        distance = measure(a, b, output.dtype, self._batch)
         device, kind = str(output.device), type(module).__name__
         if output.is_cuda:
             device += f" ({torch.cuda.get_device_name(output.device)})"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import blake2b
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,15 +31,10 @@ class Copy(NamedTuple):
     tensor: Tensor
     prints: dict[int, int]
 
-    @property
-    def bytes(self) -> Tensor:
-        """The elements as bytes, in their order."""
-        return self.tensor.contiguous().reshape(-1).view(torch.uint8)
-
 
 def compare(copy: Copy, exchange: Exchange) -> tuple[Distance | None, int | None]:
     """Return how far apart both sides are, and the first batch whose kept fingerprints differ, as far as known."""
-    mine = copy.bytes
+    mine = bytes_of(copy.tensor)
     size = max(_BLOCK, -(-len(mine) // _MOST_BLOCKS))
     size += -size % _BLOCK
     hashes = [_hash(mine[at : at + size]) for at in range(0, len(mine), size)]
@@ -60,9 +57,8 @@ def compare(copy: Copy, exchange: Exchange) -> tuple[Distance | None, int | None
     if found is None or len(found) != len(own):
         return None, began
     theirs_too = torch.frombuffer(bytearray(found), dtype=torch.uint8) if sent else own
-    distance = measure(own, theirs_too, copy.tensor.dtype)
-    whole = distance._replace(numel=copy.tensor.numel(), is_all=sent == differing)
-    return Distance(copy.step, *whole), began
+    distance = measure(own, theirs_too, copy.tensor.dtype, copy.step)
+    return replace(distance, numel=copy.tensor.numel(), is_all=sent == differing), began
 
 
 def _hash(block: Tensor) -> bytes:
@@ -70,37 +66,23 @@ def _hash(block: Tensor) -> bytes:
     return blake2b(data, digest_size=8).digest()
 
 
-class _Measured(NamedTuple):
-    num_differing: int
-    numel: int
-    largest: float | None
-    bits: tuple[int, ...]
-    num_bits: int
-    is_all: bool = True
+def bytes_of(x: Tensor) -> Tensor:
+    """Return the elements as bytes, in their order."""
+    return x.contiguous().reshape(-1).view(torch.uint8)
 
 
-def measure(a: Tensor, b: Tensor, dtype: torch.dtype) -> _Measured:
+def measure(a: Tensor, b: Tensor, dtype: torch.dtype, step: int) -> Distance:
     """Compare the bytes of elements of this dtype."""
     width = dtype.itemsize
     flipped = (a ^ b).reshape(-1, width)
     is_other = (flipped != 0).any(1)
-    flipped = flipped[is_other]
-    bits = [
-        (8 * byte + bit, count)
-        for byte in range(width)
-        for bit in range(8)
-        if (count := int(((flipped[:, byte] >> bit) & 1).sum()))
-    ]
-    wide: list[Tensor] = [
-        one.reshape(-1, width)[is_other].contiguous().view(-1).view(dtype).to(torch.float64)
-        for one in (a, b)
-        if not dtype.is_complex
-    ]
-    gap = (wide[0] - wide[1]).abs().max() if wide and len(wide[0]) else torch.tensor(torch.nan)
-    largest = float(gap) if gap.isfinite() else None
-    return _Measured(
-        len(flipped), len(is_other), largest, tuple(bit for bit, _ in bits), sum(n for _, n in bits)
-    )
+    bits = [at for at in range(8 * width) if ((flipped[:, at // 8] >> at % 8) & 1).any()]
+    largest = None
+    if bits and not dtype.is_complex:
+        x, y = (one.reshape(-1, width)[is_other].contiguous().view(-1).view(dtype).double() for one in (a, b))
+        gap = float((x - y).abs().max())
+        largest = gap if isfinite(gap) else None
+    return Distance(step, int(is_other.sum()), len(is_other), largest, tuple(bits))
 
 
 def write(folder: Path, rank: int, name: str, tensor: Tensor) -> str:
@@ -110,11 +92,3 @@ def write(folder: Path, rank: int, name: str, tensor: Tensor) -> str:
     path = folder / f"rank-{rank}-{spelt}.pt"
     torch.save({"name": name, "rank": rank, "tensor": tensor}, path)
     return str(path)
-
-
-def to_document(distance: Distance | None, began: int | None, files: list[str]) -> dict[str, Any]:
-    """Return what the pair tells the other ranks."""
-    fields = None
-    if distance is not None:
-        fields = {name: getattr(distance, name) for name in Distance.__dataclass_fields__}
-    return {"distance": fields, "began": began, "files": files}

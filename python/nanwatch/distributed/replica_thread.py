@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -27,7 +27,7 @@ from ..report.replica import Distance, ReplicaDifference
 from ..util.job import rank_and_world_size, store_key
 from ..util.visible import suppressed, suppressing
 from .consensus import _own_store, default_store
-from .replica_bytes import Copy, compare, to_document, write
+from .replica_bytes import Copy, compare, write
 from .replica_store import Prints, ReplicaProtocol, digest
 from .replicas import Fingerprints, Ranks
 
@@ -258,8 +258,9 @@ class ReplicaThread:
                     return self._wait(partial(protocol.get, f"{name}/{other}"), until)
 
                 distance, began = compare(copy[0], exchange)
-                told = json.dumps(to_document(distance, began, files)).encode()
-                protocol.set(f"distance/{self._rank}", told)
+                apart = None if distance is None else asdict(distance)
+                told = {"distance": apart, "began": began, "files": files}
+                protocol.set(f"distance/{self._rank}", json.dumps(told).encode())
         for one in (self._rank, *pair):
             packed = self._wait(partial(protocol.get, f"distance/{one}"), until) if one in pair else None
             if packed is not None:

@@ -14,7 +14,7 @@ class Distance:
 
     `num_differing` of `numel` elements differ, at least so many unless `is_all`. `largest` is the largest absolute
     difference, None where one side is not a number. `bits` are the numbers of the bits that differ in any element,
-    counted from 0, the lowest; `num_bits` counts them over all elements.
+    counted from 0, the lowest.
     """
 
     step: int
@@ -22,7 +22,6 @@ class Distance:
     numel: int
     largest: float | None
     bits: tuple[int, ...]
-    num_bits: int
     is_all: bool = True
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ from nanwatch.report.replica import Distance, ReplicaDifference
 ONE = ReplicaDifference(
     20, 10, ("0.weight",), 1, (3,), 1, ("node-7",), 8, 8, is_majority=True, pair=(3, 0), batch=21
 )
-APART = Distance(23, 1, 4096, 0.5, (20, 21), 2)
+APART = Distance(23, 1, 4096, 0.5, (20, 21))
 
 
 @pytest.mark.parametrize(
