@@ -289,6 +289,8 @@ def test_an_unchanged_large_weight_is_read_once(tmp_path):
         model.weight.requires_grad_(False)[0, 0] = 1.0
         torch.save(model.state_dict(), tmp_path / "a.pt")
         assert watch.counters["bytes_read"] == before + 2**22
+        model(torch.ones(1, 1024))  # which would read the weight if the guard had not
+        assert watch.counters["bytes_read"] < before + 2**22 + 2**20
         model.weight.data.fill_(torch.inf)  # without a sign
         with pytest.raises(nanwatch.NonFiniteError):
             torch.save(model.state_dict(), tmp_path / "a.pt")
