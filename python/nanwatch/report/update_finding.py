@@ -51,6 +51,10 @@ KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Freeze before the optimizer is made and give it only what is trained, or set .grad to None when freezing:"
             " an old gradient, momentum and weight decay go on.",
         ),
+        "frozen-moved:statistics": (
+            "has frozen weights, and its running statistics go on",
+            "Call .eval() on the frozen part after each model.train().",
+        ),
         "tie-broken": (
             "is a second copy of a weight that was tied",
             "Assign the same Parameter to both modules (model.tie_weights()), after loading and before the optimizer is"
@@ -68,6 +72,18 @@ KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "is not trained: the optimizer holds the weights of another module of the same shapes",
             "Make the optimizer from the parameters of the model that computes the loss, after every copy, .to() of a"
             " copy, or wrapper.",
+        ),
+        "other-module-trained:copy": (
+            "is an equal copy of the module beside it, which is called and trained in its place",
+            "Call the copy, or freeze it with requires_grad_(False) if it is a backup.",
+        ),
+        "wrong-update:made-anew": (
+            "has optimizer number {times:.0f} of the same kind, each without the state of the one before",
+            "Make the optimizer once, before the loop over epochs, or load the state of the one before.",
+        ),
+        "averaged-twice": (
+            "has a mean loss that is divided by the {ranks:.0f} ranks, and DDP averages the gradients over them",
+            "Leave the division to DistributedDataParallel, and divide only what is logged.",
         ),
         "wrong-update": (
             "is moved by {ratio:.3g} times what the optimizer's rule gives, {error:.0%} of it wrong",

@@ -27,7 +27,8 @@ from ...report.update_finding import UpdateFinding, update_finding
 from ...util.place import Place
 from ...util.visible import spell, suppressed, warn_user
 from . import blame
-from .copies import Masters, equal_ends, parted
+from .copies import Masters, equal_ends, equal_twins, idle_twins, parted
+from .lives import Life, Lives
 from .modes import depends_on_mode, modes
 from .never_moved import never_moved
 from .not_meant import not_meant
@@ -95,6 +96,7 @@ class _Track:
         self.calls_before = 0  # of all calls, those before this window
         self.masters = Masters()
         self.differing: dict[Key, float] = {}
+        self.life: Life | None = None
 
 
 class UpdateAudit(WatchPart):
@@ -121,6 +123,8 @@ class UpdateAudit(WatchPart):
         self._tracks: weakref.WeakKeyDictionary[Optimizer, _Track] = weakref.WeakKeyDictionary()
         self._modes: dict[str, bool] = {}  # modules that have been in training mode at an audit
         self._ends: list[tuple[str, str]] | None = None
+        self._twins: list[tuple[str, str]] = []
+        self._lives = Lives()
         self._evaluations = self._num_evaluated = self._num_trained = 0
         self._told: set[tuple[str, str, str | None]] = set()
         self._window = Window(recorder)
@@ -212,6 +216,7 @@ class UpdateAudit(WatchPart):
         track = self._tracks.get(optimizer)
         if track is None:
             track = self._tracks[optimizer] = _Track()
+            track.life = self._lives.begin(optimizer)
         track.open, track.is_repeated = None, False
         self._evaluations = 0
         if not self._is_due(track, track.step + 1):
@@ -225,6 +230,9 @@ class UpdateAudit(WatchPart):
         track.is_own = _is_relevant(model, optimizer)
         if not track.is_own:
             return None
+        if track.step == 1 and (life := track.life) is not None and life.is_anew:
+            fault = Fault("wrong-update:made-anew", "", None, 1, {"times": life.number})
+            self._add(self._finding(life.steps_before + 1, fault, lambda: blame.where_made(optimizer)))
         changed = with_check_after_closure(optimizer, args, kwargs, lambda: self._begin(optimizer, track))
         if changed is None:
             self._begin(optimizer, track)
@@ -255,6 +263,7 @@ class UpdateAudit(WatchPart):
         track.differing = track.masters.differing(model, optimizer, track.step)
         if self._ends is None:
             self._ends = equal_ends(model) if track.step == 1 else []
+            self._twins = equal_twins(model) if track.step == 1 else []
 
     @_harmless
     @_past_dynamo
@@ -262,6 +271,8 @@ class UpdateAudit(WatchPart):
         track = self._tracks.get(optimizer)
         if track is None or not track.is_own:
             return
+        if track.life is not None:
+            track.life.stepped(optimizer)
         found: list[UpdateFinding | None] = []
         samples, model, track.open = track.open, self._model(), None
         if samples is not None and model is not None and not track.is_repeated:
@@ -269,7 +280,7 @@ class UpdateAudit(WatchPart):
             expect(samples)
             view = self._view(model, optimizer, track, samples)
             suspects = [*never_moved(view), *not_meant(view), *wrong(view), *modes(view, self._modes)]
-            suspects += parted(samples, self._ends or ())
+            suspects += [*parted(samples, self._ends or ()), *idle_twins(view, self._twins)]
             for name, _, module in named_modules(model):
                 self._modes[name] = self._modes.get(name, False) or module.training
             trained = {one.key: one.size for one in samples.weights if one.is_trained}
@@ -307,6 +318,7 @@ class UpdateAudit(WatchPart):
             scale=scale,
             is_scaled=scale is not None and is_taken_scaled(optimizer),
             casts=frozenset(self._window.casts),
+            called=frozenset(self._window.called),
             mastered=track.masters.keys,
             masters=track.differing,
         )
@@ -343,21 +355,23 @@ def _is_relevant(model: nn.Module, optimizer: Optimizer) -> bool:
 
 def _blamed(fault: Fault, view: StepView) -> Callable[[], Place | None]:
     """Return what looks for the line that is to blame."""
-    if fault.kind == "frozen-moved":
+    kind = fault.kind.partition(":")[0]
+    if kind == "frozen-moved":
         return blame.where_frozen
-    if fault.kind == "clipping" and view.clips:
+    if kind == "clipping" and view.clips:
         return lambda: view.clips[-1].place
-    if fault.kind in (
+    if kind in (
         "missing-zero-grad",
         "accumulation",
         "no-gradient",
         "zero-gradient",
         "train-mode-wrong",
+        "averaged-twice",
     ):
         lines = (own.place for probe in view.probes for own, _, _ in probe.arrivals)
         line = next((one for one in lines if one is not None), None)
         return lambda: line
-    if fault.kind in ("not-unscaled", "skipped-step", "compiled-step-skipped"):
+    if kind in ("not-unscaled", "skipped-step", "compiled-step-skipped"):
         frame = sys._getframe(1)
         return lambda: blame.place_of(frame)
     return lambda: blame.where_made(view.optimizer)

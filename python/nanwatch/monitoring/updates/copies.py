@@ -12,8 +12,8 @@ from torch.optim.optimizer import Optimizer
 from ...instrumentation.wrapped_names import named_modules
 from ...numerics.readable import only_our_dispatch
 from ...util.modules import each_parameter
-from .samples import Key, StepSamples, each_weight, plain, sample
-from .view import Suspect
+from .samples import Key, StepSamples, each_weight, plain, same_bits, sample
+from .view import StepView, Suspect, is_in
 
 # A share of elements that may differ by how the copy was rounded.
 _ROUNDED = 0.01
@@ -99,3 +99,37 @@ def equal_ends(model: nn.Module) -> list[tuple[str, str]]:
                 ):
                     found.append((name, other))
     return found
+
+
+def equal_twins(model: nn.Module) -> list[tuple[str, str]]:
+    """Return children of one module with equal weights apart: a module and its copy. Lists have layers made alike."""
+    found: list[tuple[str, str]] = []
+    for name, _, module in named_modules(model):
+        children = [(label, list(own.parameters())) for label, own in module.named_children()]
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            continue
+        for place, (label, weights) in enumerate(children):
+            above = f"{name}." if name else ""
+            for other, copies in children[place + 1 :]:
+                if weights and len(weights) == len(copies) and all(map(_is_copy, weights, copies)):
+                    found += [(above + label, above + other), (above + other, above + label)]
+    return found
+
+
+def _is_copy(x: Tensor, other: Tensor) -> bool:
+    own, copy = plain(x), plain(other)
+    if own is None or copy is None or own.shape != copy.shape or own.device != copy.device:
+        return False
+    is_apart = own.data_ptr() != copy.data_ptr() and own.dtype == copy.dtype
+    return is_apart and same_bits(sample(own), sample(copy)) and torch.equal(own, copy)
+
+
+def idle_twins(view: StepView, twins: Sequence[tuple[str, str]]) -> Iterator[Suspect]:
+    """Yield the weights of a copy that the optimizer holds and nobody calls, while the original is trained."""
+    for name, other in twins:
+        is_used = any(is_in(one.module, other) and one.grad == "some" for one in view.trained())
+        if not is_used or any(is_in(call, name) for call in view.called):
+            continue
+        for one in view.trained():
+            if is_in(one.module, name) and one.grad == "none" and one.has_moved is False:
+                yield Suspect("other-module-trained:copy", one.module, one.label)

@@ -39,6 +39,7 @@ def modes(view: StepView, trained_before: Mapping[str, bool]) -> Iterator[Suspec
     """Yield what may have a fault of these kinds; `trained_before` has the modules that were in training mode once."""
     yield from _train_mode(view, trained_before)
     yield from _autocast(view)
+    yield from _counting(view)
 
 
 def _train_mode(view: StepView, trained_before: Mapping[str, bool]) -> Iterator[Suspect]:
@@ -60,9 +61,11 @@ def _train_mode(view: StepView, trained_before: Mapping[str, bool]) -> Iterator[
 
 
 def _autocast(view: StepView) -> Iterator[Suspect]:
-    layers = [call for call in view.calls if call.cast_to]
+    layers = [call for call in view.calls if call.is_cast]
     if not view.casts or len(layers) < _LEAST_LAYERS:
         return
+    if any(call.cast_to != "float32" for call in layers):
+        yield from _projections(view)
     wide = [call for call in layers if call.cast_to == "float32"]
     if 2 * len(wide) > len(layers) and _is_wide(view.model):
         if len(wide) == len(layers):
@@ -70,6 +73,34 @@ def _autocast(view: StepView) -> Iterator[Suspect]:
         else:
             for name in dict.fromkeys(call.module for call in wide):
                 yield Suspect("autocast-not-applied", name, "weight")
+
+
+def _projections(view: StepView) -> Iterator[Suspect]:
+    """Yield float32 layers of own classes between others that autocast runs in 16 bits: no router and no head."""
+    modules = {name: module for name, _, module in named_modules(view.model)}
+    last = max(place for place, call in enumerate(view.calls) if call.is_cast and call.cast_to != "float32")
+    for call in view.calls[:last]:
+        own = modules.get(call.module)
+        is_wide = call.takes_16 and call.cast_to == "float32" and not call.is_cast
+        if is_wide and isinstance(own, nn.Linear) and own.out_features >= own.in_features:
+            yield Suspect("autocast-not-applied", call.module, "weight")
+
+
+def _counting(view: StepView) -> Iterator[Suspect]:
+    """Yield batch norms that no optimizer trains, and whose statistics are not frozen with their weights."""
+    called = {call.module for call in view.calls}
+    frozen = {name: module for name, _, module in named_modules(view.model) if _is_frozen_norm(module)}
+    counting = [name for name, module in frozen.items() if module.training and name in called]
+    if counting and view.is_first:
+        held = view.others() | {id(x) for group in view.optimizer.param_groups for x in group["params"]}
+        for name in counting:
+            if not any(id(x) in held for x in frozen[name].parameters()):
+                yield Suspect("frozen-moved:statistics", name, None)
+
+
+def _is_frozen_norm(module: nn.Module) -> bool:
+    weights = list(module._parameters.values())
+    return takes_statistics(module) and not any(x is None or x.requires_grad for x in weights)
 
 
 def _is_wide(model: nn.Module) -> bool:

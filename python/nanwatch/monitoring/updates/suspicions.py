@@ -18,6 +18,7 @@ _NEEDED = {
     "skipped-step": 3,
     "not-in-optimizer": 3,
     "other-module-trained": 3,
+    "other-module-trained:copy": 3,
     "wrong-update": 3,
     "train-mode-wrong": 3,
 }

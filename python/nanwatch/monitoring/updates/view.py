@@ -30,20 +30,24 @@ class Call(NamedTuple):
     inputs: frozenset[Values]
     outputs: frozenset[Values]
     is_empty: bool  # called with a tensor without elements
-    cast_to: str  # the dtype of the output of a layer that autocast runs in 16 bits, else ""
+    cast_to: str  # the dtype of the output
+    is_cast: bool  # a layer that autocast runs in 16 bits
+    takes_16: bool  # an input has 16 bits
 
 
 def call_of(frame: Frame) -> Call:
     """Return what the audit needs of a frame."""
     sides: dict[str, set[Values]] = {"input": set(), "output": set()}
-    is_empty, cast_to = False, ""
+    is_empty, cast_to, takes_16 = False, "", False
     for row in frame.records:
         if row.role in sides and row.shape is not None:
             sides[row.role].add((row.shape, row.abs_min, row.abs_max))
             is_empty = is_empty or (row.role == "input" and 0 in row.shape)
-            if row.role == "output" and frame.class_name in _CAST:
+            takes_16 = takes_16 or (row.role == "input" and row.dtype in ("bfloat16", "float16"))
+            if row.role == "output":
                 cast_to = row.dtype
-    return Call(frame.name, frozenset(sides["input"]), frozenset(sides["output"]), is_empty, cast_to)
+    ends = frozenset(sides["input"]), frozenset(sides["output"])
+    return Call(frame.name, *ends, is_empty, cast_to, frame.class_name in _CAST, takes_16)
 
 
 def is_in(module: str, above: str) -> bool:
@@ -114,6 +118,7 @@ class StepView:
         default_factory=dict
     )  # share of elements that differ from their master
     casts: frozenset[str] = frozenset()  # device types under autocast in the forward
+    called: frozenset[str] = frozenset()  # modules, without grad mode too
 
     def trained(self) -> Iterable[WeightSample]:
         """Return the weights that the optimizer is to train."""

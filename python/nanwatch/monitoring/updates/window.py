@@ -30,6 +30,7 @@ class Window:
 
     def __init__(self, recorder: Recorder) -> None:
         self.casts: set[str] = set()  # device types under autocast
+        self.called: set[str] = set()  # modules, without grad mode too
         self.num_calls = 0
         self._calls: deque[Call] = deque(maxlen=_MOST_CALLS)
         self._clips: deque[Clip] = deque(maxlen=_MOST_CLIPS)
@@ -50,6 +51,7 @@ class Window:
         self._probes.close()
         self._calls.clear()
         self.casts.clear()
+        self.called.clear()
 
     def remove(self) -> None:
         """Close for good."""
@@ -68,9 +70,11 @@ class Window:
 
     def on_frame(self, frame: Frame) -> None:
         """Take a recorded call."""
-        if self._frames.active and frame.phase == "forward" and frame.batch in self._batches:
-            self._calls.append(call_of(frame))
-            self.num_calls += 1
+        if self._frames.active and frame.phase == "forward":
+            self.called.add(frame.name)
+            if frame.batch in self._batches:
+                self._calls.append(call_of(frame))
+                self.num_calls += 1
 
     def batch_started(self, model: nn.Module, batch: int) -> None:
         """Take the start of a batch in grad mode."""

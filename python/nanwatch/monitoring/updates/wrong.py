@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
+from ...numerics._extension import instances_of
+from ...util.job import rank_and_world_size
 from ...util.place import Place
 from .backwards import Backward
 from .rules import spacing
@@ -33,6 +36,7 @@ def wrong(view: StepView) -> Iterator[Suspect]:
     yield from _stale(view)
     yield from _accumulated(view)
     yield from _clipped(view)
+    yield from _averaged_twice(view)
     if view.is_scaled and view.scale is not None:
         yield from _all(view, "not-unscaled", {"scale": view.scale})
     for (module, label), share in view.masters.items():
@@ -144,3 +148,15 @@ def _clipped(view: StepView) -> Iterator[Suspect]:
 
 def _is_ratio(a: float, b: float, ratio: float) -> bool:
     return b > 0 and abs(a / b / ratio - 1) < _GREW - 1
+
+
+def _averaged_twice(view: StepView) -> Iterator[Suspect]:
+    """Yield weights under DDP, whose one loss in a step is a mean that is divided by the number of ranks."""
+    ranks = rank_and_world_size()[1]
+    own = [probe.arrivals[0][0] for probe in view.probes if len(probe.arrivals) == 1]
+    if ranks < 2 or not any(one.is_mean and ranks in one.divisors for one in own):
+        return
+    reduced = {id(x) for ddp in instances_of(DistributedDataParallel) for x in ddp.parameters()}
+    for one in view.trained():
+        if id(one.tensor()) in reduced:
+            yield Suspect("averaged-twice", one.module, one.label, {"ranks": ranks})
