@@ -46,6 +46,10 @@ KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Keep the weights in float32 under torch.autocast, keep a float32 master copy, or round stochastically:"
             " {float32:.0%} of the elements would move in float32, {stochastic:.0%} a step with stochastic rounding.",
         ),
+        "absorbed:moment": (
+            "has a second moment that stays as it is in {absorbed:.0%} of the elements that should decay",
+            "Keep the optimizer's state in float32: 16 bits round each decay away, and the steps stay too small.",
+        ),
         "frozen-moved": (
             "is frozen (requires_grad=False), and the step writes it",
             "Freeze before the optimizer is made and give it only what is trained, or set .grad to None when freezing:"
@@ -67,6 +71,14 @@ KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "never-decayed": (
             "is a matrix, and does not decay, though another group of the optimizer has weight_decay",
             "Look at the test that sorts weights into groups: `if 'bias' or 'norm' in name` is always true.",
+        ),
+        "never-decayed:absorbed": (
+            "moves as if it had no weight decay: its share of {decay:.2g} a step rounds away in 16 bits",
+            "Add the decay to the float32 update, before it is rounded.",
+        ),
+        "eval-mode-wrong:dropout": (
+            "draws random numbers in evaluation mode",
+            "Pass the dropout rate only `if self.training`: functions as scaled_dot_product_attention always use it.",
         ),
         "other-module-trained": (
             "is not trained: the optimizer holds the weights of another module of the same shapes",

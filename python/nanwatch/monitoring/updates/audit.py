@@ -31,6 +31,7 @@ from .copies import Masters, equal_ends, equal_twins, idle_twins, parted
 from .lives import Life, Lives
 from .modes import depends_on_mode, modes
 from .never_moved import never_moved
+from .noise import Noise
 from .not_meant import not_meant
 from .rules import expect
 from .samples import Key, StepSamples, each_weight, sample_after, sample_step
@@ -128,6 +129,7 @@ class UpdateAudit(WatchPart):
         self._evaluations = self._num_evaluated = self._num_trained = 0
         self._told: set[tuple[str, str, str | None]] = set()
         self._window = Window(recorder)
+        self._noise = Noise(recorder)
         self._starts = recorder.subscribe(Event.BATCH_START)
         this = weakref.ref(self)
 
@@ -153,6 +155,7 @@ class UpdateAudit(WatchPart):
         self._hooks.remove()
         self._starts.remove()
         self._window.remove()
+        self._noise.frames.remove()
 
     def sum_up(self) -> None:
         """Warn of the findings after the first, in one line."""
@@ -168,6 +171,17 @@ class UpdateAudit(WatchPart):
     def on_frame(self, frame: Frame) -> None:
         """Take a recorded call."""
         self._window.on_frame(frame)
+        if self._noise.frames.active:
+            self._add(self._noisy(frame))
+
+    @_harmless
+    def _noisy(self, frame: Frame) -> UpdateFinding | None:
+        model = self._model()
+        name = None if model is None else self._noise.on_frame(frame, model)
+        if name is None:
+            return None
+        step = max(one.step for one in self._tracks.values())
+        return self._finding(step, Fault("eval-mode-wrong:dropout", name, None, 1, {}), lambda: None)
 
     def batch_started(self, batch: int, module: nn.Module | None) -> None:
         """Take the start of a batch, in the mode of its call."""
@@ -184,7 +198,10 @@ class UpdateAudit(WatchPart):
             if self._window.is_open:
                 self._window.batch_started(model, batch)
                 return self._unstepped(_UNSTEPPED, _UNSTEPPED - 2)
-        elif module is model and model.training and any(one.is_own for one in self._tracks.values()):
+        elif module is model and any(one.is_own for one in self._tracks.values()):
+            if not model.training:
+                self._noise.start(model, batch)
+                return None
             self._evaluations += 1
             self._num_evaluated += 1
             is_rare = (

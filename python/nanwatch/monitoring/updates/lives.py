@@ -1,4 +1,4 @@
-"""Optimizers that follow each other on the same weights, and whether each begins without the state of the one before."""
+"""Optimizers that follow each other on the same weights, each without the state of the one before."""
 
 from __future__ import annotations
 

@@ -96,20 +96,19 @@ _RULES: dict[str, tuple[Rule, frozenset[str], frozenset[str]]] = {
 
 def expect(samples: StepSamples) -> None:
     """Fill in what the optimizer's rule gives for each sampled weight."""
-    if samples.rule not in _RULES:
-        return
-    rule, needed, known = _RULES[samples.rule]
     for one in samples.of_optimizer():
-        group = samples.groups[one.group or 0]
-        if (
-            one.before is not None
-            and one.gradient is not None
-            and len(one.gradient) == len(one.before)
-            and needed <= group.keys()
-            and one.state.keys() <= known
-            and not group.get("differentiable")
-        ):
-            one.expected = rule(one.before.double(), one.gradient.double(), group, one.state)
+        one.expected = given(samples.rule, one, samples.groups[one.group or 0])
+
+
+def given(name: str, one: WeightSample, group: dict[str, Any]) -> Tensor | None:
+    """Return what the rule of this name gives for a weight, None where it does not apply."""
+    if name not in _RULES or one.before is None or one.gradient is None:
+        return None
+    rule, needed, known = _RULES[name]
+    is_whole = needed <= group.keys() and one.state.keys() <= known
+    if len(one.gradient) != len(one.before) or not is_whole or group.get("differentiable"):
+        return None
+    return rule(one.before.double(), one.gradient.double(), group, one.state)
 
 
 def is_known(kind: str) -> bool:

@@ -15,6 +15,7 @@ _NEEDED = {
     "zero-gradient": 6,
     "zero-lr": 5,
     "absorbed": 3,
+    "absorbed:moment": 3,
     "skipped-step": 3,
     "not-in-optimizer": 3,
     "other-module-trained": 3,

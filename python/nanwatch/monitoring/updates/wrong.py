@@ -14,7 +14,7 @@ from ...numerics._extension import instances_of
 from ...util.job import rank_and_world_size
 from ...util.place import Place
 from .backwards import Backward
-from .rules import spacing
+from .rules import given, is_known, spacing
 from .samples import WeightSample, number
 from .view import StepView, Suspect
 
@@ -26,6 +26,10 @@ _ELEMENTS, _ERROR = 0.05, 0.02
 _GREW = 1.01
 # Means over so unequal numbers of tokens do not add up to a mean. The last batch of an epoch may be smaller once.
 _UNEQUAL = 1.5
+# A second moment that does not decay does harm where it is so many times the squares of today's gradients.
+_SPIKE, _STAYS = 16.0, 0.75
+# How well the lost decay has to be known, as a share of it, and how near it has to be.
+_KNOWN, _NEAR = 0.15, 0.3
 
 
 def wrong(view: StepView) -> Iterator[Suspect]:
@@ -37,6 +41,9 @@ def wrong(view: StepView) -> Iterator[Suspect]:
     yield from _accumulated(view)
     yield from _clipped(view)
     yield from _averaged_twice(view)
+    for one in view.trained():
+        yield from _moment_stays(view, one)
+        yield from _decay_absorbed(view, one)
     if view.is_scaled and view.scale is not None:
         yield from _all(view, "not-unscaled", {"scale": view.scale})
     for (module, label), share in view.masters.items():
@@ -160,3 +167,43 @@ def _averaged_twice(view: StepView) -> Iterator[Suspect]:
     for one in view.trained():
         if id(one.tensor()) in reduced:
             yield Suspect("averaged-twice", one.module, one.label, {"ranks": ranks})
+
+
+def _moment_stays(view: StepView, one: WeightSample) -> Iterator[Suspect]:
+    """Yield a weight whose second moment should decay after larger gradients, and is rounded to what it was."""
+    before, group = view.before(one.key), view.samples.groups[one.group or 0]
+    old = None if before is None else before.state.get("exp_avg_sq")
+    new, betas = one.state.get("exp_avg_sq"), group.get("betas")
+    if before is None or before.gradient is None or betas is None or not isinstance(old, Tensor):
+        return
+    beta, steps = number(betas[1]), before.state.get("step")
+    if beta is None or not isinstance(new, Tensor) or not isinstance(steps, float) or steps < 1:
+        return
+    squares = before.gradient.double().square()
+    if not len(old) == len(new) == len(squares):
+        return
+    # A subnormal number does not decay in any format.
+    is_normal = old > torch.finfo(torch.float32).smallest_normal / (1 - beta or 1)
+    decays = is_normal & (beta * old.double() + (1 - beta) * squares < old.double())
+    count, stays = int(decays.sum()), int((decays & (new == old)).sum())
+    is_spike = float(old.double().mean()) > _SPIKE * (1 - beta**steps) * float(squares.mean())
+    if is_spike and count >= len(old) / 2 and stays >= _STAYS * count:
+        yield Suspect("absorbed:moment", one.module, one.label, {"absorbed": stays / count})
+
+
+def _decay_absorbed(view: StepView, one: WeightSample) -> Iterator[Suspect]:
+    """Yield a 16-bit weight that moves as the base class of its optimizer says, but for the decay."""
+    group: dict[str, Any] = view.samples.groups[one.group or 0]
+    decay = (number(group.get("lr")) or 0.0) * (number(group.get("weight_decay")) or 0.0)
+    bases = [own.__name__ for own in type(view.optimizer).__mro__]
+    rule = next((name for name in bases if is_known(name)), bases[0])
+    if not decay or rule == bases[0] or one.before is None or one.after is None:
+        return
+    expected, x = given(rule, one, group), one.before.double()
+    if expected is None or one.before.dtype not in (torch.bfloat16, torch.float16) or not bool(x.any()):
+        return
+    off = one.after.double() - expected
+    share = float(off.dot(x) / x.dot(x))  # of the weight that is too much: the slope of a regression
+    error = float(((off - share * x) * x).norm() / x.dot(x))
+    if error < _KNOWN * decay and abs(share - decay) < _NEAR * decay:
+        yield Suspect("never-decayed:absorbed", one.module, one.label, {"decay": decay})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -187,6 +189,106 @@ def _other_autocast(one: Training) -> None:
     one.forward = forward  # type: ignore[method-assign]
 
 
+def _frozen_norm(one: Training) -> None:
+    one.model[1].requires_grad_(False)
+    one.optimizer = torch.optim.AdamW([x for x in one.model.parameters() if x.requires_grad], lr=1e-3)
+
+
+def _made_anew(one: Training) -> None:
+    steps = itertools.count(1)
+
+    def epoch_ends() -> None:
+        if next(steps) % 2 == 0:
+            one.optimizer = torch.optim.AdamW(one.model.parameters(), lr=1e-3)
+
+    one.after_step = epoch_ends  # type: ignore[method-assign]
+
+
+class _Backup(nn.Module):
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.original, self.saved = original, copy.deepcopy(original)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.original(x)
+
+
+def _original_called(one: Training) -> None:
+    one.model[4] = _Backup(one.model[4])
+    one.optimizer = torch.optim.AdamW(one.model.parameters(), lr=1e-3)
+
+
+class _Wide(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.float())
+
+
+def _one_without_autocast(one: Training) -> None:
+    one.model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), _Wide(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    one.optimizer = torch.optim.AdamW(one.model.parameters(), lr=1e-3)
+
+    def forward() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return one.model(one.x)
+
+    one.forward = forward  # type: ignore[method-assign]
+
+
+class _Noisy(nn.Linear):
+    dropout: float = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), self.dropout)
+
+
+def _dropout_in_evaluation(one: Training) -> None:
+    one.model[0] = _Noisy(8, 16)
+    vars(one.model[0])["dropout"] = 0.1
+    one.optimizer = torch.optim.AdamW(one.model.parameters(), lr=1e-3)
+
+    def validate() -> None:
+        one.model.eval()
+        with torch.no_grad():
+            one.model(one.x)
+        one.model.train()
+
+    one.after_step = validate  # type: ignore[method-assign]
+
+
+def _moments_in_16_bits(one: Training) -> None:
+    one.factor = 200.0
+
+    def store() -> None:
+        one.factor = 1.0
+        for state in one.optimizer.state.values():
+            state["exp_avg_sq"].copy_(state["exp_avg_sq"].bfloat16())
+
+    one.after_step = store  # type: ignore[method-assign]
+
+
+class _RoundingAdamW(torch.optim.AdamW):
+    """Rounds the decay to the nearest bfloat16, and the update at random."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        wide = [x.detach().float().requires_grad_() for x in group["params"]]
+        inner = torch.optim.AdamW(wide, lr=group["lr"], weight_decay=0.0)
+        for x, y in zip(group["params"], wide, strict=True):
+            y.grad, inner.state[y] = x.grad.float(), self.state[x]
+        inner.step()
+        for x, y in zip(group["params"], wide, strict=True):
+            self.state[x] = inner.state[y]
+            noise = torch.randint(1 << 16, y.shape, dtype=torch.int32)
+            x.data.copy_(((y.data.view(torch.int32) + noise) & -65536).view(torch.float32))
+
+
+def _decay_in_16_bits(one: Training) -> None:
+    one.model = nn.Sequential(nn.Linear(8, 512), nn.Tanh(), nn.Linear(512, 4)).bfloat16()
+    one.x = one.x.bfloat16()
+    one.optimizer = _RoundingAdamW(one.model.parameters(), lr=1e-3, weight_decay=1.0)
+
+
 FAULTS: list[tuple[str, str, Callable[[Training], None]]] = [
     ("absorbed", "", _bfloat16),
     ("no-gradient", "0", _detached),
@@ -208,6 +310,13 @@ FAULTS: list[tuple[str, str, Callable[[Training], None]]] = [
     ("no-gradient", "", _all_frozen),
     ("train-mode-wrong", "", _evaluation_mode),
     ("eval-mode-wrong", "", _evaluated_in_training_mode),
+    ("frozen-moved", "1", _frozen_norm),
+    ("wrong-update", "", _made_anew),
+    ("other-module-trained", "4.saved", _original_called),
+    ("autocast-not-applied", "2", _one_without_autocast),
+    ("eval-mode-wrong", "0", _dropout_in_evaluation),
+    ("absorbed", "", _moments_in_16_bits),
+    ("never-decayed", "0", _decay_in_16_bits),
 ]
 
 
