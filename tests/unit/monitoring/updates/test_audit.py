@@ -332,6 +332,26 @@ def test_a_planted_fault_is_found(kind: str, module: str, fault: Callable[[Train
     assert 0 <= found[0].step <= 10
 
 
+def test_a_mean_loss_divided_by_the_ranks_under_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the same without DDP, whose gradients nobody averages."""
+    monkeypatch.setattr("nanwatch.monitoring.updates.wrong.rank_and_world_size", lambda: (0, 2))
+    training, alone = Training(), Training()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        replica = nn.parallel.DistributedDataParallel(training.model)
+        told = []
+        for one, forward in ((training, replica), (alone, alone.model)):
+            with watch(one.model, updates=1, black_box=False) as w:
+                for _ in range(4):
+                    one.zero()
+                    (nn.functional.cross_entropy(forward(one.x), one.y) / 2).backward()
+                    one.step()
+            told.append([(found.kind, found.module) for found in w.updates])
+    finally:
+        torch.distributed.destroy_process_group()
+    assert told == [[("averaged-twice", "")], []]
+
+
 def test_a_healthy_training_has_no_findings() -> None:
     """The training in which the faults are planted, audited at each step."""
     with warnings.catch_warnings():
