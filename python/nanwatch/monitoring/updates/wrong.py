@@ -27,7 +27,7 @@ _GREW = 1.01
 # Means over so unequal numbers of tokens do not add up to a mean. The last batch of an epoch may be smaller once.
 _UNEQUAL = 1.5
 # A second moment that does not decay does harm where it is so many times the squares of today's gradients.
-_SPIKE, _STAYS = 16.0, 0.75
+_SPIKE, _STAYS = 64.0, 0.75
 # How well the lost decay has to be known, as a share of it, and how near it has to be.
 _KNOWN, _NEAR = 0.15, 0.3
 
