@@ -10,7 +10,7 @@ judge. A trial is right if
 
 Where the folder refuses the file there is no black box, one warning, and the same end and output.
 
-    python benchmarks/judge_blackbox.py                        # 200 a fault, 20 jobs, 100,000 files: an hour
+    python benchmarks/judge_blackbox.py                        # 200 a fault, 20 jobs, 100,000 files: half an hour
     python benchmarks/judge_blackbox.py -k SIGKILL --times 20  # some of them
     python benchmarks/judge_blackbox.py --mutations 0 --json blackbox.json
 
