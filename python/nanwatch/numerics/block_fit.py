@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from math import inf, isnan, log2, log10, nan
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,9 +154,11 @@ def _fit(numbers: list[float], form: BlockFormat, dim: int, scale_shape: tuple[i
         if index >= 0
     )
     scales = (low, high) if low <= high else (nan, nan)
-    counts = map(int, numbers[:_SIGNAL])
-    in_order: list[Any] = [form.name, dim, *counts, signal, noise, scales, worst]
-    return BlockFit(*in_order)
+    elements, saturated, flushed, lost, nonfinite, blocks, flushed_blocks = map(int, numbers[:_SIGNAL])
+    return BlockFit(
+        form.name, dim, elements, saturated, flushed, lost, nonfinite, blocks, flushed_blocks, signal, noise, scales,
+        worst,
+    )  # fmt: skip
 
 
 def _native(cuts: Sequence[Matrices], forms: Sequence[BlockFormat], amax: float) -> list[list[Tensor] | None]:

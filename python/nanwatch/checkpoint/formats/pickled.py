@@ -217,7 +217,7 @@ def _tensor(made: Made, found: StoredTensor, places: dict[str, int], end: int) -
     if not (width := bytes_of(storage.dtype, 1)):
         return replace(found, unread=f"dtype {storage.dtype[:40]} has no value per byte")
     place, order = places.get(storage.key), _order(shape, strides)
-    # Of the third form the storage counts bytes.
+    # `numel` of the third form's storage is a number of bytes.
     held = storage.numel if dtype else storage.nbytes
     if offset * width + found.nbytes > held and found.numel and order is not None:
         return replace(found, lost=f"it needs more elements than the {storage.numel:,} of its storage")

@@ -64,9 +64,9 @@ def _autocast(view: StepView) -> Iterator[Suspect]:
     layers = [call for call in view.calls if call.is_cast]
     if not view.casts or len(layers) < _LEAST_LAYERS:
         return
-    if any(call.cast_to != "float32" for call in layers):
+    if any(call.dtype != "float32" for call in layers):
         yield from _projections(view)
-    wide = [call for call in layers if call.cast_to == "float32"]
+    wide = [call for call in layers if call.dtype == "float32"]
     if 2 * len(wide) > len(layers) and _is_wide(view.model):
         if len(wide) == len(layers):
             yield Suspect("autocast-not-applied", "", None)
@@ -78,10 +78,10 @@ def _autocast(view: StepView) -> Iterator[Suspect]:
 def _projections(view: StepView) -> Iterator[Suspect]:
     """Yield float32 layers of own classes between others that autocast runs in 16 bits: no router and no head."""
     modules = {name: module for name, _, module in named_modules(view.model)}
-    last = max(place for place, call in enumerate(view.calls) if call.is_cast and call.cast_to != "float32")
+    last = max(place for place, call in enumerate(view.calls) if call.is_cast and call.dtype != "float32")
     for call in view.calls[:last]:
         own = modules.get(call.module)
-        is_wide = call.takes_16 and call.cast_to == "float32" and not call.is_cast
+        is_wide = call.takes_16 and call.dtype == "float32" and not call.is_cast
         if is_wide and isinstance(own, nn.Linear) and own.out_features >= own.in_features:
             yield Suspect("autocast-not-applied", call.module, "weight")
 

@@ -30,7 +30,7 @@ class Call(NamedTuple):
     inputs: frozenset[Values]
     outputs: frozenset[Values]
     is_empty: bool  # called with a tensor without elements
-    cast_to: str  # the dtype of the output
+    dtype: str  # of the output
     is_cast: bool  # a layer that autocast runs in 16 bits
     takes_16: bool  # an input has 16 bits
 
@@ -38,16 +38,16 @@ class Call(NamedTuple):
 def call_of(frame: Frame) -> Call:
     """Return what the audit needs of a frame."""
     sides: dict[str, set[Values]] = {"input": set(), "output": set()}
-    is_empty, cast_to, takes_16 = False, "", False
+    is_empty, dtype, takes_16 = False, "", False
     for row in frame.records:
         if row.role in sides and row.shape is not None:
             sides[row.role].add((row.shape, row.abs_min, row.abs_max))
             is_empty = is_empty or (row.role == "input" and 0 in row.shape)
             takes_16 = takes_16 or (row.role == "input" and row.dtype in ("bfloat16", "float16"))
             if row.role == "output":
-                cast_to = row.dtype
+                dtype = row.dtype
     ends = frozenset(sides["input"]), frozenset(sides["output"])
-    return Call(frame.name, *ends, is_empty, cast_to, frame.class_name in _CAST, takes_16)
+    return Call(frame.name, *ends, is_empty, dtype, frame.class_name in _CAST, takes_16)
 
 
 def is_in(module: str, above: str) -> bool:
