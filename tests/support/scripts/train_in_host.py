@@ -223,6 +223,7 @@ def litgpt() -> nn.Module:
     from pathlib import Path
 
     from litgpt import Config
+    from litgpt import model as host
     from litgpt.args import EvalArgs, TrainArgs
     from litgpt.data import DataModule
     from litgpt.pretrain import setup
@@ -241,6 +242,17 @@ def litgpt() -> nn.Module:
 
         val_dataloader = train_dataloader
 
+    class Mlp(host.GptNeoxMLP):
+        """The tenth output is infinite if that is asked for."""
+
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += x.device.type == "cpu"  # litgpt counts operations with meta tensors
+            fails = "fault" in WORDS and self.calls == FAULT_AT
+            return super().forward(x) + float("inf") if fails else super().forward(x)
+
+    host.GptNeoxMLP = Mlp  # type: ignore[misc]
     config = Config(
         name="tiny",
         block_size=16,
