@@ -59,6 +59,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "monitoring/updates/wrong",
         "report/update_finding",
     ),
+    "unit/distributed/test_step_ranks.py": ("recording/step_weight",),
     "unit/session/test_optimizer_guard.py": ("instrumentation/grad_scaler",),
     "unit/session/test_optimizer_steps.py": ("instrumentation/step_closure",),
     # Parts of `nanwatch compare --engine`.

@@ -93,6 +93,19 @@ KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "has optimizer number {times:.0f} of the same kind, each without the state of the one before",
             "Make the optimizer once, before the loop over epochs, or load the state of the one before.",
         ),
+        "not-reduced": (
+            "was equal on all ranks, and is stepped with gradients that are not",
+            "Call the DistributedDataParallel wrapper and not the module in it, wrap after the last .to(), and look at"
+            " the process group and the list of weights that gradients are reduced over.",
+        ),
+        "rank-lost": (
+            "was equal on all ranks, and is stepped with a gradient of 0 on rank {rank:.0f}, unlike on others",
+            "Look at this rank's batch, and check its links: `torchrun -m nanwatch.netcheck`.",
+        ),
+        "clipping:one-rank": (
+            "was equal on all ranks, and its gradient has another norm on some of them",
+            "Clip or scale by one factor on all ranks: from the norm over all shards, after the reduction.",
+        ),
         "averaged-twice": (
             "has a mean loss that is divided by the {ranks:.0f} ranks, and DDP averages the gradients over them",
             "Leave the division to DistributedDataParallel, and divide only what is logged.",

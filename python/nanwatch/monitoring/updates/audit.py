@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from ...instrumentation.global_hooks import Handles, after_steps, before_steps
 from ...instrumentation.step_closure import with_check_after_closure
 from ...instrumentation.wrapped_names import named_modules
 from ...recording.events import Event, Recorder, WatchPart
+from ...recording.step_weight import StepComparison, StepWeight
 from ...records.record import Frame
 from ...report.update_finding import UpdateFinding, update_finding
 from ...util.place import Place
@@ -103,7 +104,8 @@ class _Track:
 class UpdateAudit(WatchPart):
     """Part of a Watch with `updates`. `tell` gets each finding. An exception in here ends the audit, not the run.
 
-    `is_frozen` says by the name of a weight or a module whether the user means it to stay as it is.
+    `is_frozen` says by the name of a weight or a module whether the user means it to stay as it is. `ranks` compares
+    the steps with those of other ranks.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class UpdateAudit(WatchPart):
         every: int,
         tell: Callable[[UpdateFinding], object],
         is_frozen: Callable[[str], bool] = lambda _: False,
+        ranks: StepComparison | None = None,
     ) -> None:
         self.findings: list[UpdateFinding] = []
         self.is_over = False
@@ -121,6 +124,8 @@ class UpdateAudit(WatchPart):
         self._every = every
         self._tell = tell
         self._is_frozen = is_frozen
+        self._ranks = ranks
+        self._small_group: weakref.ref[Any] | None = None  # the latest over which a gradient was reduced
         self._tracks: weakref.WeakKeyDictionary[Optimizer, _Track] = weakref.WeakKeyDictionary()
         self._modes: dict[str, bool] = {}  # modules that have been in training mode at an audit
         self._ends: list[tuple[str, str]] | None = None
@@ -148,6 +153,9 @@ class UpdateAudit(WatchPart):
         """Audit no more, and keep the findings. Find backwards that no step followed."""
         if not any(one.is_own for one in self._tracks.values()):
             self._add(self._unstepped(_UNSTEPPED_AT_END, 0))
+        if self._ranks is not None:
+            self._ranks.remove()
+            self._tell_of_ranks()
         self._drop()
 
     def _drop(self) -> None:
@@ -236,6 +244,7 @@ class UpdateAudit(WatchPart):
             track.life = self._lives.begin(optimizer)
         track.open, track.is_repeated = None, False
         self._evaluations = 0
+        self._tell_of_ranks()
         if not self._is_due(track, track.step + 1):
             track.step += 1
             return None
@@ -263,8 +272,36 @@ class UpdateAudit(WatchPart):
         return changed
 
     def _is_due(self, track: _Track, step: int) -> bool:
-        is_open = track.suspicions.is_open and track.in_a_row < _MORE
-        return step <= _FIRST or step % self._every == 0 or is_open
+        return self._is_regular(step) or (track.suspicions.is_open and track.in_a_row < _MORE)
+
+    def _is_regular(self, step: int) -> bool:
+        return step <= _FIRST or step % self._every == 0
+
+    def _step_weights(self, samples: StepSamples) -> Iterator[StepWeight]:
+        groups = self._window.groups()
+        for one in samples.of_optimizer():
+            x = one.tensor()
+            if x is not None and one.before is not None and one.is_trained:
+                group = None if x.grad is None else groups.get(id(x.grad))
+                self._small_group = self._small_group if group is None else weakref.ref(group)
+                name = f"{one.module}.{one.label}" if one.module else one.label
+                size = None if group is None else group.size()
+                yield StepWeight(name, x, one.before, one.gradient, size)
+
+    @_harmless
+    def _tell_of_ranks(self) -> None:
+        faults, model = [] if self._ranks is None else self._ranks.faults(), self._model()
+        if not faults or model is None:
+            return
+        keys = [(one.name.rpartition(".")[0], one.name.rpartition(".")[2]) for one in faults]
+        suspects = [
+            Suspect(one.kind, *key, {"rank": one.rank}) for one, key in zip(faults, keys, strict=True)
+        ]
+        trained = {(module, label): x.numel() for module, label, x in each_weight(model) if x.requires_grad}
+        group = None if self._small_group is None else self._small_group()
+        for fault in gathered(suspects, trained):
+            step = min(one.step for one in faults)
+            self._add(self._finding(step, fault, lambda: None if group is None else blame.where_made(group)))
 
     @_harmless
     @_past_dynamo
@@ -278,6 +315,10 @@ class UpdateAudit(WatchPart):
         track.open = sample_step(model, optimizer, track.step, still, self._is_frozen)
         track.clips = self._window.clips(optimizer)
         track.differing = track.masters.differing(model, optimizer, track.step)
+        # A step without a forward before it is some library's, which fills the optimizer's state on one rank.
+        is_comparable = self._is_regular(track.step) and self._recorder.latest_batch >= 0
+        if self._ranks is not None and is_comparable and not track.is_repeated:
+            self._ranks.check(track.step, list(self._step_weights(track.open)))
         if self._ends is None:
             self._ends = equal_ends(model) if track.step == 1 else []
             self._twins = equal_twins(model) if track.step == 1 else []

@@ -179,12 +179,8 @@ def _state(state: Mapping[str, Any], x: Tensor) -> dict[str, Tensor | float]:
     """Sample what an optimizer keeps for a weight; what has another shape is left out, so that no rule is applied."""
     found: dict[str, Tensor | float] = {}
     for key, value in state.items():
-        if (
-            isinstance(value, Tensor)
-            and value.shape == x.shape
-            and (own := plain(value)) is not None
-            and own.ndim
-        ):
+        own = plain(value) if isinstance(value, Tensor) else None
+        if own is not None and own.ndim and own.shape == x.shape:
             found[key] = sample(own)
         elif (scalar := number(value)) is not None:
             found[key] = scalar
