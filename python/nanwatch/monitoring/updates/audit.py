@@ -30,6 +30,7 @@ from ...util.visible import spell, suppressed, warn_user
 from . import blame
 from .copies import Masters, equal_ends, equal_twins, idle_twins, parted
 from .lives import Life, Lives
+from .matrix_rules import expect_after
 from .modes import depends_on_mode, modes
 from .never_moved import never_moved
 from .noise import Noise
@@ -336,6 +337,7 @@ class UpdateAudit(WatchPart):
         if samples is not None and model is not None and not track.is_repeated:
             sample_after(samples)
             expect(samples)
+            expect_after(samples, optimizer)
             view = self._view(model, optimizer, track, samples)
             suspects = [*never_moved(view), *not_meant(view), *wrong(view), *modes(view, self._modes)]
             suspects += [*parted(samples, self._ends or ()), *idle_twins(view, self._twins)]
