@@ -21,7 +21,7 @@ from ...numerics.readable import only_our_dispatch
 from ...util.place import Place
 from ...util.visible import suppressed
 from . import blame
-from .samples import Key, each_weight, number, plain
+from .samples import Key, each_weight, is_full, number
 
 _PROBES = 6
 _MAX_OPERATIONS = 16  # that a loss is followed through
@@ -119,7 +119,7 @@ class BackwardProbes:
         if self._latest[0] != task:
             self._latest = task, self.next
         with torch.no_grad(), only_our_dispatch():
-            probe.arrivals.append((self._latest[1], _is_full(x.grad), _is_full(gradient)))
+            probe.arrivals.append((self._latest[1], is_full(x.grad), is_full(gradient)))
 
 
 class _Hook:
@@ -134,11 +134,6 @@ class _Hook:
             probes.arrived(self._probe, gradient)
         except Exception:
             suppressed("a backward could not be audited")
-
-
-def _is_full(x: Tensor | None) -> bool:
-    values = None if x is None else plain(x)
-    return values is not None and bool(values.any())
 
 
 def backward_of(loss: object, batch: int) -> Backward:
