@@ -23,10 +23,11 @@ _STEPS, _AUDITS = 20, 5
 
 
 def gpt2() -> nn.Module:
-    """Return a GPT-2 that makes a step of 4x64 tokens in about 100 ms."""
+    """Return a GPT-2 that makes a step of 4x64 tokens in about 150 ms on a free core."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(n_layer=6, n_embd=256, n_head=4, vocab_size=30000, bos_token_id=None, eos_token_id=None))
+    sizes = {"n_layer": 6, "n_embd": 256, "n_head": 4, "vocab_size": 30000}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
 
 
 def turn(model: nn.Module, updates: int | None) -> float:
