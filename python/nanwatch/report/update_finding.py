@@ -144,6 +144,18 @@ KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "no longer equals its master copy in the optimizer",
             "Copy the master to the weight after each step, and load a checkpoint into both.",
         ),
+        "master-differs:at-first": (
+            "was replaced at the first step by a copy in the optimizer that had other values",
+            "Load a checkpoint before the optimizer copies the weights, or into both.",
+        ),
+        "data-order": (
+            "gets the samples in the order of the epoch before, as the sampler is still at epoch {epoch:.0f}",
+            "Call sampler.set_epoch(epoch) before each epoch.",
+        ),
+        "eval-mode-wrong:norm": (
+            "is evaluated with a spectral norm that no forward has estimated, and is {ratio:.3g} times too large",
+            "Make a forward in training mode first, or use torch.nn.utils.parametrizations.spectral_norm.",
+        ),
         "train-mode-wrong": (
             "is trained in evaluation mode: dropout and batch norm do not train",
             "Call model.train() after each evaluation, and after from_pretrained(), which returns a model in evaluation"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -22,19 +22,23 @@ from ...instrumentation.global_hooks import Handles, after_steps, before_steps
 from ...instrumentation.step_closure import with_check_after_closure
 from ...instrumentation.wrapped_names import named_modules
 from ...recording.events import Event, Recorder, WatchPart
-from ...recording.step_weight import StepComparison, StepWeight
+from ...recording.step_weight import StepComparison
 from ...records.record import Frame
 from ...report.update_finding import UpdateFinding, update_finding
 from ...util.place import Place
 from ...util.visible import spell, suppressed, warn_user
 from . import blame
 from .copies import Masters, equal_ends, equal_twins, idle_twins, parted
+from .culprits import line_of
+from .epochs import Epochs
+from .evaluations import Evaluations
 from .lives import Life, Lives
 from .matrix_rules import expect_after
-from .modes import depends_on_mode, modes
+from .modes import modes
 from .never_moved import never_moved
 from .noise import Noise
 from .not_meant import not_meant
+from .rank_steps import RankSteps
 from .rules import expect
 from .samples import Key, StepSamples, each_weight, sample_after, sample_step
 from .suspicions import Fault, Suspicions, gathered
@@ -49,9 +53,6 @@ _MORE = 10
 _MOST_FINDINGS = 64
 # Backwards without a step, each after the gradients of the one before were thrown away; and at the end of a run.
 _UNSTEPPED, _UNSTEPPED_AT_END = 8, 5
-# Calls of the model without grad mode, in training mode: in a row, or rarer than others. One may make the fake samples
-# of a GAN, and that for each batch.
-_EVALUATIONS = 2
 
 
 def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
@@ -125,17 +126,17 @@ class UpdateAudit(WatchPart):
         self._every = every
         self._tell = tell
         self._is_frozen = is_frozen
-        self._ranks = ranks
-        self._small_group: weakref.ref[Any] | None = None  # the latest over which a gradient was reduced
+        self._ranks = None if ranks is None else RankSteps(ranks)
         self._tracks: weakref.WeakKeyDictionary[Optimizer, _Track] = weakref.WeakKeyDictionary()
         self._modes: dict[str, bool] = {}  # modules that have been in training mode at an audit
         self._ends: list[tuple[str, str]] | None = None
         self._twins: list[tuple[str, str]] = []
         self._lives = Lives()
-        self._evaluations = self._num_evaluated = self._num_trained = 0
+        self._evaluations = Evaluations()
         self._told: set[tuple[str, str, str | None]] = set()
         self._window = Window(recorder)
         self._noise = Noise(recorder)
+        self._epochs = Epochs(self._step_in_training, self._order_repeats)
         self._starts = recorder.subscribe(Event.BATCH_START)
         this = weakref.ref(self)
 
@@ -165,6 +166,7 @@ class UpdateAudit(WatchPart):
         self._starts.remove()
         self._window.remove()
         self._noise.frames.remove()
+        self._epochs.remove()
 
     def sum_up(self) -> None:
         """Warn of the findings after the first, in one line."""
@@ -189,8 +191,7 @@ class UpdateAudit(WatchPart):
         name = None if model is None else self._noise.on_frame(frame, model)
         if name is None:
             return None
-        step = max(one.step for one in self._tracks.values())
-        return self._finding(step, Fault("eval-mode-wrong:dropout", name, None, 1, {}), lambda: None)
+        return self._finding(self._step, Fault("eval-mode-wrong:dropout", name, None, 1, {}), lambda: None)
 
     def batch_started(self, batch: int, module: nn.Module | None) -> None:
         """Take the start of a batch, in the mode of its call."""
@@ -202,27 +203,32 @@ class UpdateAudit(WatchPart):
         if model is None or self._recorder.paused:
             return None
         if torch.is_grad_enabled():
-            self._evaluations = 0
-            self._num_trained += 1
+            self._evaluations.trained()
             if self._window.is_open:
                 self._window.batch_started(model, batch)
                 return self._unstepped(_UNSTEPPED, _UNSTEPPED - 2)
-        elif module is model and any(one.is_own for one in self._tracks.values()):
-            if not model.training:
+        elif module is model:
+            has_stepped = any(one.is_own for one in self._tracks.values())
+            if has_stepped and not model.training:
                 self._noise.start(model, batch)
-                return None
-            self._evaluations += 1
-            self._num_evaluated += 1
-            is_rare = (
-                self._num_evaluated == _EVALUATIONS
-                and self._num_trained >= _EVALUATIONS * self._num_evaluated
-            )
-            if (is_rare or self._evaluations == _EVALUATIONS) and depends_on_mode(model):
-                frame = sys._getframe(2)
-                fault = Fault("eval-mode-wrong", "", None, 1, {})
-                step = max(one.step for one in self._tracks.values())
-                return self._finding(step, fault, lambda: blame.place_of(frame))
+            for fault, where in self._evaluations.faults(model, sys._getframe(2), has_stepped=has_stepped):
+                self._add(self._finding(self._step, fault, where))
         return None
+
+    def _step_in_training(self) -> int | None:
+        model = self._model()
+        is_trained = model is not None and model.training and torch.is_grad_enabled()
+        return self._step if is_trained else None
+
+    @_harmless
+    def _order_repeats(self, place: Place | None, epoch: int) -> None:
+        self._add(
+            self._finding(self._step, Fault("data-order", "", None, 1, {"epoch": epoch}), lambda: place)
+        )
+
+    @property
+    def _step(self) -> int:
+        return max((one.step for one in self._tracks.values() if one.is_own), default=0)
 
     @_harmless
     def _unstepped(self, least: int, resets: int) -> UpdateFinding | None:
@@ -244,7 +250,7 @@ class UpdateAudit(WatchPart):
             track = self._tracks[optimizer] = _Track()
             track.life = self._lives.begin(optimizer)
         track.open, track.is_repeated = None, False
-        self._evaluations = 0
+        self._evaluations.in_a_row = 0
         self._tell_of_ranks()
         if not self._is_due(track, track.step + 1):
             track.step += 1
@@ -278,31 +284,11 @@ class UpdateAudit(WatchPart):
     def _is_regular(self, step: int) -> bool:
         return step <= _FIRST or step % self._every == 0
 
-    def _step_weights(self, samples: StepSamples) -> Iterator[StepWeight]:
-        groups = self._window.groups()
-        for one in samples.of_optimizer():
-            x = one.tensor()
-            if x is not None and one.before is not None and one.is_trained:
-                group = None if x.grad is None else groups.get(id(x.grad))
-                self._small_group = self._small_group if group is None else weakref.ref(group)
-                name = f"{one.module}.{one.label}" if one.module else one.label
-                size = None if group is None else group.size()
-                yield StepWeight(name, x, one.before, one.gradient, size)
-
     @_harmless
     def _tell_of_ranks(self) -> None:
-        faults, model = [] if self._ranks is None else self._ranks.faults(), self._model()
-        if not faults or model is None:
-            return
-        keys = [(one.name.rpartition(".")[0], one.name.rpartition(".")[2]) for one in faults]
-        suspects = [
-            Suspect(one.kind, *key, {"rank": one.rank}) for one, key in zip(faults, keys, strict=True)
-        ]
-        trained = {(module, label): x.numel() for module, label, x in each_weight(model) if x.requires_grad}
-        group = None if self._small_group is None else self._small_group()
-        for fault in gathered(suspects, trained):
-            step = min(one.step for one in faults)
-            self._add(self._finding(step, fault, lambda: None if group is None else blame.where_made(group)))
+        if self._ranks is not None and (model := self._model()) is not None:
+            for step, fault in self._ranks.faults(model):
+                self._add(self._finding(step, fault, self._ranks.place))
 
     @_harmless
     @_past_dynamo
@@ -319,7 +305,7 @@ class UpdateAudit(WatchPart):
         # A step without a forward before it is some library's, which fills the optimizer's state on one rank.
         is_comparable = self._is_regular(track.step) and self._recorder.latest_batch >= 0
         if self._ranks is not None and is_comparable and not track.is_repeated:
-            self._ranks.check(track.step, list(self._step_weights(track.open)))
+            self._ranks.check(track.open, self._window)
         if self._ends is None:
             self._ends = equal_ends(model) if track.step == 1 else []
             self._twins = equal_twins(model) if track.step == 1 else []
@@ -346,7 +332,7 @@ class UpdateAudit(WatchPart):
             trained = {one.key: one.size for one in samples.weights if one.is_trained}
             every = {one.key: one.size for one in samples.weights}
             for fault in track.suspicions.add(suspects, trained, every):
-                found.append(self._finding(samples.step, fault, _blamed(fault, view)))
+                found.append(self._finding(samples.step, fault, line_of(fault, view)))
             track.in_a_row += 1
         else:
             track.in_a_row, samples = 0, None
@@ -381,6 +367,7 @@ class UpdateAudit(WatchPart):
             called=frozenset(self._window.called),
             mastered=track.masters.keys,
             masters=track.differing,
+            replaced=track.masters.replaced if samples.step == 2 else frozenset(),
         )
 
     def _finding(self, step: int, fault: Fault, where: Callable[[], Place | None]) -> UpdateFinding | None:
@@ -411,27 +398,3 @@ def _is_relevant(model: nn.Module, optimizer: Optimizer) -> bool:
         return bool(trained)
     others = held_by_others(optimizer)
     return any(x.grad is not None for x in trained) and not any(id(x) in others for x in trained)
-
-
-def _blamed(fault: Fault, view: StepView) -> Callable[[], Place | None]:
-    """Return what looks for the line that is to blame."""
-    kind = fault.kind.partition(":")[0]
-    if kind == "frozen-moved":
-        return blame.where_frozen
-    if kind == "clipping" and view.clips:
-        return lambda: view.clips[-1].place
-    if kind in (
-        "missing-zero-grad",
-        "accumulation",
-        "no-gradient",
-        "zero-gradient",
-        "train-mode-wrong",
-        "averaged-twice",
-    ):
-        lines = (own.place for probe in view.probes for own, _, _ in probe.arrivals)
-        line = next((one for one in lines if one is not None), None)
-        return lambda: line
-    if kind in ("not-unscaled", "skipped-step", "compiled-step-skipped"):
-        frame = sys._getframe(1)
-        return lambda: blame.place_of(frame)
-    return lambda: blame.where_made(view.optimizer)

@@ -64,26 +64,32 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
     return found
 
 
-def where_called(
-    names: frozenset[str], is_meant: Callable[[ast.Call], bool] = lambda _: True
-) -> Place | None:
-    """Return the line of the latest call of a function or method of these names in the files of the user's stack."""
-    for file in dict.fromkeys(frame.f_code.co_filename for frame in _users_frames()):
+def where_called(name: str, is_meant: Callable[[ast.Call], bool] = lambda _: True) -> Place | None:
+    """Return the line of a call of a function or method of this name: the latest before the line that runs."""
+    for file, now in _users_lines():
         found = [
             node.lineno
             for node in _walk(file)
-            if isinstance(node, ast.Call) and _called(node) in names and is_meant(node)
+            if isinstance(node, ast.Call) and _called(node) == name and is_meant(node)
         ]
         if found:
-            return Place(file, found[-1])
+            return Place(file, ([line for line in found if line <= now] or found)[-1])
     return None
+
+
+def _users_lines() -> Iterator[tuple[str, int]]:
+    """Yield the files of the user's stack, each with the line that runs there, in the outermost frame of the file."""
+    lines: dict[str, int] = {}
+    for frame in _users_frames():
+        lines[frame.f_code.co_filename] = frame.f_lineno
+    yield from lines.items()
 
 
 def where_frozen() -> Place | None:
     """Return the line that sets `requires_grad` to False in the files of the user's stack."""
-    if (found := where_called(frozenset({"requires_grad_"}), _says_false)) is not None:
+    if (found := where_called("requires_grad_", _says_false)) is not None:
         return found
-    for file in dict.fromkeys(frame.f_code.co_filename for frame in _users_frames()):
+    for file, _ in _users_lines():
         for node in _walk(file):
             if isinstance(node, ast.Assign) and _is_false(node.value):
                 named = [one for one in node.targets if isinstance(one, ast.Attribute)]

@@ -1,4 +1,4 @@
-"""Functions of PyTorch without a hook, which an audit has to see: backwards, clips and reductions of gradients.
+"""Functions of PyTorch without a hook, which an audit has to see: backwards, clips, reductions and epochs.
 
 Each ends in a function that it looks up in its module at every call. While somebody listens, a wrapper stands there.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.compiler import is_compiling
+from torch.utils.data.distributed import DistributedSampler
 
 from ...util.visible import suppressed
 
@@ -71,4 +72,5 @@ class Tap:
 backwards = Tap(torch.autograd, "backward", "backward_starts", is_before=True)
 clips = Tap(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", "clipped", is_before=False)
 reductions = Tap(torch.distributed, "all_reduce", "reduced", is_before=True)
+epochs = Tap(DistributedSampler, "__iter__", "epoch_begins", is_before=True)
 ALL = (backwards, clips, reductions)

@@ -117,6 +117,7 @@ class StepView:
     masters: Mapping[Key, float] = field(
         default_factory=dict
     )  # share of elements that differ from their master
+    replaced: frozenset[Key] = frozenset()  # by a master that was another weight before the first step
     casts: frozenset[str] = frozenset()  # device types under autocast in the forward
     called: frozenset[str] = frozenset()  # modules, without grad mode too
     _before: dict[Key, WeightSample] | None = None

@@ -46,6 +46,8 @@ def wrong(view: StepView) -> Iterator[Suspect]:
         yield from _decay_absorbed(view, one)
     if view.is_scaled and view.scale is not None:
         yield from _all(view, "not-unscaled", {"scale": view.scale})
+    for module, label in view.replaced:
+        yield Suspect("master-differs:at-first", module, label)
     for (module, label), share in view.masters.items():
         yield Suspect("master-differs", module, label, {"differs": share})
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import nanwatch
 
+pytestmark = pytest.mark.filterwarnings("ignore:the optimizer's step", "ignore:.*more finding")
 Change = Callable[[Any, dict[Tensor, Tensor]], object]
 
 
