@@ -443,6 +443,20 @@ def scaled_on_one_rank(run: Run) -> None:
     run.train(model, DistributedDataParallel(model), before=scale)
 
 
+@faulty("clipping")
+def scaled_on_one_replica(run: Run) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = mlp()
+    fully_shard(model, mesh=_mesh(2, 1))
+
+    def scale(_: int) -> None:
+        for x in model.parameters():
+            x.grad *= 1 + run.rank
+
+    run.train(model, before=scale)
+
+
 @faulty("rank-lost")
 def lost_on_one_rank(run: Run) -> None:
     model = mlp()

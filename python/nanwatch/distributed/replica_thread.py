@@ -80,6 +80,7 @@ class ReplicaThread:
     """The thread of one watch, from its construction to `stop()`."""
 
     protocol = ReplicaProtocol
+    key = "replicas"
     most_waiting = _KEPT // 2  # checks: where the store is slower than the run, only the latest are posted
 
     def __init__(self, every: int, timeout: float, output_dir: Path | None) -> None:
@@ -89,7 +90,7 @@ class ReplicaThread:
         self._rank, self._size = rank_and_world_size()
         self._job = weakref.ref(_world())
         self._store: Any = default_store()
-        self._prefix = f"nanwatch/replicas/{store_key(os.environ)}/{_next_name()}"
+        self._prefix = f"nanwatch/{self.key}/{store_key(os.environ)}/{_next_name()}"
         self._jobs: queue.SimpleQueue[tuple[int, int, Fingerprints] | None] = queue.SimpleQueue()
         self._protocols: dict[Ranks, ReplicaProtocol] = {}
         self._checks: deque[_Check] = deque(maxlen=_KEPT)

@@ -167,6 +167,7 @@ class _Protocol(ReplicaProtocol):
 
 class _Thread(ReplicaThread):
     protocol = _Protocol
+    key = "steps"
     most_waiting = _KEPT
 
     def __init__(self, timeout: float) -> None:
