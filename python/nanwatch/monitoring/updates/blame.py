@@ -65,13 +65,14 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
 
 
 def where_called(name: str, is_meant: Callable[[ast.Call], bool] = lambda _: True) -> Place | None:
-    """Return the line of a call of a function or method of this name: the latest before the line that runs."""
+    """Return the line of a call of a function or method of this name."""
+    return _latest(lambda node: isinstance(node, ast.Call) and _called(node) == name and is_meant(node))
+
+
+def _latest(is_meant: Callable[[ast.stmt | ast.expr], bool]) -> Place | None:
+    """Return the latest such line before the one that runs, in the files of the user's stack."""
     for file, now in _users_lines():
-        found = [
-            node.lineno
-            for node in _walk(file)
-            if isinstance(node, ast.Call) and _called(node) == name and is_meant(node)
-        ]
+        found = [node.lineno for node in _walk(file) if is_meant(node)]
         if found:
             return Place(file, ([line for line in found if line <= now] or found)[-1])
     return None
@@ -85,25 +86,26 @@ def _users_lines() -> Iterator[tuple[str, int]]:
     yield from lines.items()
 
 
-def where_frozen() -> Place | None:
-    """Return the line that sets `requires_grad` to False in the files of the user's stack."""
-    if (found := where_called("requires_grad_", _says_false)) is not None:
-        return found
-    for file, _ in _users_lines():
-        for node in _walk(file):
-            if isinstance(node, ast.Assign) and _is_false(node.value):
-                named = [one for one in node.targets if isinstance(one, ast.Attribute)]
-                if any(one.attr == "requires_grad" for one in named):
-                    return Place(file, node.lineno)
-    return None
+def where_frozen(*, is_frozen: bool = True) -> Place | None:
+    """Return the line that sets `requires_grad` to False, or to True."""
+    value = not is_frozen
+
+    def sets(node: ast.stmt | ast.expr) -> bool:
+        if isinstance(node, ast.Call):
+            return _called(node) == "requires_grad_" and _says(node, value)
+        named = node.targets if isinstance(node, ast.Assign) and _is_constant(node.value, value) else ()
+        return any(isinstance(one, ast.Attribute) and one.attr == "requires_grad" for one in named)
+
+    return _latest(sets)
 
 
-def _says_false(call: ast.Call) -> bool:
-    return any(map(_is_false, (*call.args, *(one.value for one in call.keywords))))
+def _says(call: ast.Call, value: bool) -> bool:
+    given = (*call.args, *(one.value for one in call.keywords))
+    return any(_is_constant(one, value) for one in given) or (value and not given)
 
 
-def _is_false(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is False
+def _is_constant(node: ast.expr, value: bool) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
 
 
 def _called(node: ast.Call) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ...util.place import Place
 from . import blame
 from .suspicions import Fault
-from .view import StepView
+from .view import StepView, is_in
 
 _NARROW = frozenset({"bfloat16", "float16", "half"})
 _AT_BACKWARD = frozenset(
@@ -42,7 +42,11 @@ def _cause(fault: Fault, view: StepView) -> Place | None:
     """Return the line of the call that did it, None where no kind of call is known to."""
     kind = fault.kind.partition(":")[0]
     if kind == "frozen-moved":
-        return blame.where_called("train") if fault.kind.endswith("statistics") else blame.where_frozen()
+        if fault.kind.endswith("statistics"):
+            return blame.where_called("train")
+        own = [one for one in view.samples.weights if is_in(one.module, fault.module)]
+        is_trained = any(one.is_trained and not one.is_meant for one in own)
+        return (is_trained and blame.where_frozen(is_frozen=False)) or blame.where_frozen()
     if kind in ("clipping", "not-unscaled") and view.clips:
         return view.clips[-1].place
     if kind == "absorbed":
@@ -58,7 +62,12 @@ def _cause(fault: Fault, view: StepView) -> Place | None:
     if kind == "no-gradient":
         own = [one for one in view.samples.of_optimizer() if fault.label in (None, one.label)]
         is_frozen = own and not any(one.is_trained for one in own)
-        return blame.where_frozen() if is_frozen else blame.where_called("checkpoint")
+        if is_frozen:
+            return blame.where_frozen()
+        # A loss is detached to be logged.
+        return blame.where_called("checkpoint") or blame.where_called(
+            "detach", lambda call: "loss" not in _owner(call)
+        )
     return None
 
 
@@ -68,6 +77,10 @@ def _narrows(call: ast.Call) -> bool:
 
 
 def _is_scheduler(call: ast.Call) -> bool:
+    return "sched" in _owner(call)
+
+
+def _owner(call: ast.Call) -> str:
+    """Return the name of the object whose method is called, in small letters."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-    name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
-    return "sched" in name.lower()
+    return str(owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")).lower()
