@@ -27,7 +27,7 @@ from ...records.record import Frame
 from ...report.update_finding import UpdateFinding, update_finding
 from ...util.place import Place
 from ...util.visible import spell, suppressed, warn_user
-from . import blame
+from . import blame, taps
 from .copies import Masters, equal_ends, equal_twins, idle_twins, parted
 from .culprits import line_of
 from .epochs import Epochs
@@ -136,7 +136,8 @@ class UpdateAudit(WatchPart):
         self._told: set[tuple[str, str, str | None]] = set()
         self._window = Window(recorder)
         self._noise = Noise(recorder)
-        self._epochs = Epochs(self._step_in_training, self._order_repeats)
+        self._epochs = Epochs()
+        taps.epochs.add(self)
         self._starts = recorder.subscribe(Event.BATCH_START)
         this = weakref.ref(self)
 
@@ -166,7 +167,7 @@ class UpdateAudit(WatchPart):
         self._starts.remove()
         self._window.remove()
         self._noise.frames.remove()
-        self._epochs.remove()
+        taps.epochs.remove(self)
 
     def sum_up(self) -> None:
         """Warn of the findings after the first, in one line."""
@@ -215,16 +216,15 @@ class UpdateAudit(WatchPart):
                 self._add(self._finding(self._step, fault, where))
         return None
 
-    def _step_in_training(self) -> int | None:
-        model = self._model()
-        is_trained = model is not None and model.training and torch.is_grad_enabled()
-        return self._step if is_trained else None
-
     @_harmless
-    def _order_repeats(self, place: Place | None, epoch: int) -> None:
-        self._add(
-            self._finding(self._step, Fault("data-order", "", None, 1, {"epoch": epoch}), lambda: place)
-        )
+    def epoch_begins(self, sampler: Any) -> None:
+        """Take the beginning of a DistributedSampler's epoch."""
+        model = self._model()
+        if model is None or not model.training or not torch.is_grad_enabled():
+            return
+        if (epoch := self._epochs.repeated(sampler, self._step)) is not None:
+            fault, frame = Fault("data-order", "", None, 1, {"epoch": epoch}), sys._getframe(1)
+            self._add(self._finding(self._step, fault, lambda: blame.place_of(frame)))
 
     @property
     def _step(self) -> int:
