@@ -47,6 +47,7 @@ class Backward(NamedTuple):
     is_mean: bool = False
     elements: float | None = None  # that the mean is over, where the loss knows it
     penalized: frozenset[int] = frozenset()
+    num_steps: int = 0  # of all optimizers, before it
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +76,7 @@ class BackwardProbes:
     def __init__(self, latest_batch: Callable[[], int]) -> None:
         self._latest_batch = latest_batch
         self.probes: list[Probe] = []
+        self.num_steps = 0  # of all optimizers
         self._handles: Handles | None = None
         self.next = Backward()
         self._latest: tuple[int, Backward] = -1, self.next
@@ -109,7 +111,7 @@ class BackwardProbes:
     def starts(self, loss: object) -> None:
         """Take the start of a backward."""
         if self._handles is not None:
-            self.next = backward_of(loss, self._latest_batch())
+            self.next = backward_of(loss, self._latest_batch())._replace(num_steps=self.num_steps)
 
     def arrived(self, probe: Probe, gradient: Tensor) -> None:
         """Take a gradient that is about to be added to a probe's `.grad`."""

@@ -64,6 +64,7 @@ class Window:
     def renew(self, optimizer: Optimizer) -> None:
         """Open, and forget the backwards and clips before a step of this optimizer."""
         self._frames.active = True
+        self._probes.num_steps += 1
         own = _ids(optimizer)
         for probe in self._probes.probes:
             if id(probe.weight()) in own:

@@ -112,6 +112,9 @@ def _accumulated(view: StepView) -> Iterator[Suspect]:
             count = len(backwards)
             if count < 2 or sum(own.place in lines for own, _, _ in probe.arrivals) != count:
                 continue
+            # A function that steps with any optimizer: one backward was for another model's.
+            if len({own.num_steps for own in backwards.values()}) > 1:
+                continue
             is_cleared = view.scale is None and probe.resets == len(probe.arrivals) - 1
             faults = [_factor_fault(own, count, view.scale) for own in backwards.values()]
             means = [own.elements or 0.0 for own in backwards.values()]
