@@ -204,6 +204,21 @@ def all_leave_out_a_step(run: Run) -> None:
 
 
 @healthy
+def one_rank_leaves_out_a_step(run: Run) -> None:
+    model = mlp()
+    run.train(model, before=average(model), skipped=1 if run.rank else -1)
+
+
+@healthy
+def one_rank_tries_a_batch(run: Run) -> None:
+    model = mlp()
+    parallel = DistributedDataParallel(model)
+    if run.rank == 0:
+        model(run.data(0)[0])
+    run.train(model, parallel)
+
+
+@healthy
 def accumulated(run: Run) -> None:
     model = mlp()
     parallel = DistributedDataParallel(model)

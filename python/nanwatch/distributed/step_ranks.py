@@ -71,8 +71,8 @@ class _Unequal(NamedTuple):
 class StepPrints(Fingerprints):
     """Hashes and sketches of the samples of one check, for ReplicaThread, which reads them."""
 
-    def __init__(self, step: int, weights: Sequence[tuple[StepWeight, Ranks]]) -> None:
-        self._step = step
+    def __init__(self, step: int, num_forwards: int, weights: Sequence[tuple[StepWeight, Ranks]]) -> None:
+        self._step = Print("state", step, writes=num_forwards)
         self._weights = [
             (one.name, ranks, tuple(one.tensor.shape), one.values.device) for one, ranks in weights
         ]
@@ -97,7 +97,7 @@ class StepPrints(Fingerprints):
             values, gradient = next(samples[device]).numpy(), next(samples[device]).numpy()
             now = self._hashes[name] = _hash(values, shape)
             old = before._hashes.get(name, now) if isinstance(before, StepPrints) else now
-            prints = found.setdefault(ranks, {"step ": Print("state", self._step)})
+            prints = found.setdefault(ranks, {"step ": self._step})
             prints[name] = Print("weight", now)
             prints[f"was {name}"] = Print("weight", old, is_kept=False)
             prints[f"gradient {name}"] = Print("state", _hash(gradient, shape))
@@ -125,8 +125,12 @@ def _unsketched(value: int) -> Any:
 
 def judge_steps(sides: list[Side]) -> dict[str, Any]:
     """Return the names that differ, weights and gradients as in a _Verdict, and whether ranks count differently."""
-    if len({side.prints["step "] for side in sides}) > 1:
+    if len({side.prints["step "].value for side in sides}) > 1:
         return {"names": [], "weights": [], "gradients": {}, "is_over": True}
+    if (
+        len({side.prints["step "] for side in sides}) > 1
+    ):  # some rank left out a step, or made a forward of its own
+        return {"names": []}
     names = dict.fromkeys(name for side in sides for name, one in side.prints.items() if one.is_kept)
     differing = [name for name in names if len({side.prints.get(name) for side in sides}) > 1]
     weights = [name for name in differing if " " not in name]
@@ -221,14 +225,14 @@ class StepRanks:
         self._pid = os.getpid()
         self._thread: _Thread | None = None
         self._is_over = False
-        self._number = 0
+        self._number = self._num_forwards = 0
         self._steps: dict[int, int] = {}  # of each check
         self._known: dict[str, _Known] = {}
         self._parted: dict[str, int] = {}  # weights, and the first check at which they were not equal
         self._unequal: dict[str, _Unequal] = {}
         self._told: set[str] = set()
 
-    def check(self, step: int, weights: Sequence[StepWeight]) -> None:
+    def check(self, step: int, num_forwards: int, weights: Sequence[StepWeight]) -> None:
         """Send what this rank is about to step with. Makes nothing outside a job of several ranks."""
         if self._is_over or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return
@@ -258,7 +262,9 @@ class StepRanks:
                 self._known[one.name] = _Known(one.name in said, is_directed, one.tensor.ndim > 1, is_small)
         if held:
             with torch.no_grad(), only_our_dispatch():
-                self._thread.put(self._number, 0, StepPrints(step, held), 1.0)
+                prints = StepPrints(step, num_forwards - self._num_forwards, held)
+                self._thread.put(self._number, 0, prints, 1.0)
+        self._num_forwards = num_forwards
 
     def _end(self) -> None:
         self._is_over = True

@@ -33,8 +33,11 @@ class RankFault(NamedTuple):
 class StepComparison(Protocol):
     """Comparison of steps over the ranks. No method but `remove` waits for another rank."""
 
-    def check(self, step: int, weights: Sequence[StepWeight]) -> None:
-        """Compare these weights, those of step `step` of their optimizer. Ranks make the same checks in one order."""
+    def check(self, step: int, num_forwards: int, weights: Sequence[StepWeight]) -> None:
+        """Compare these weights, those of step `step` of their optimizer, after so many forwards in grad mode.
+
+        Ranks make the same checks in one order.
+        """
 
     def faults(self) -> list[RankFault]:
         """Return the faults that became certain since the last call."""

@@ -305,7 +305,7 @@ class UpdateAudit(WatchPart):
         # A step without a forward before it is some library's, which fills the optimizer's state on one rank.
         is_comparable = self._is_regular(track.step) and self._recorder.latest_batch >= 0
         if self._ranks is not None and is_comparable and not track.is_repeated:
-            self._ranks.check(track.open, self._window)
+            self._ranks.check(track.open, self._window, self._evaluations.num_trained)
         if self._ends is None:
             self._ends = equal_ends(model) if track.step == 1 else []
             self._twins = equal_twins(model) if track.step == 1 else []

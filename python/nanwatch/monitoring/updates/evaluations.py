@@ -22,13 +22,13 @@ class Evaluations:
 
     def __init__(self) -> None:
         self.in_a_row = 0
-        self._number = self._num_trained = 0
+        self._number = self.num_trained = 0
         self._is_first = True
 
     def trained(self) -> None:
         """Take a call in grad mode."""
         self.in_a_row = 0
-        self._num_trained += 1
+        self.num_trained += 1
         self._is_first = False
 
     def faults(
@@ -43,6 +43,6 @@ class Evaluations:
         elif has_stepped:
             self.in_a_row += 1
             self._number += 1
-            is_rare = self._number == _LEAST and self._num_trained >= _LEAST * self._number
+            is_rare = self._number == _LEAST and self.num_trained >= _LEAST * self._number
             if (is_rare or self.in_a_row == _LEAST) and depends_on_mode(model):
                 yield Fault("eval-mode-wrong", "", None, 1, {}), lambda: blame.place_of(frame)

@@ -25,9 +25,9 @@ class RankSteps:
         self._group: weakref.ref[Any] | None = None  # the latest over which a gradient was reduced by hand
         self.remove = comparison.remove
 
-    def check(self, samples: StepSamples, window: Window) -> None:
+    def check(self, samples: StepSamples, window: Window, num_forwards: int) -> None:
         """Compare a step."""
-        self._comparison.check(samples.step, list(self._weights(samples, window)))
+        self._comparison.check(samples.step, num_forwards, list(self._weights(samples, window)))
 
     def _weights(self, samples: StepSamples, window: Window) -> Iterator[StepWeight]:
         groups = window.groups()
