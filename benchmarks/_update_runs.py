@@ -136,6 +136,26 @@ def gan(one: Healthy, *, critics: int = 1, apart: bool = False) -> tuple[UpdateF
     return w.updates
 
 
+def gan_by_one_function(one: Healthy) -> tuple[UpdateFinding, ...]:
+    """Train a generator and a critic, whose last bias falls out of its loss, by one function for both."""
+    both = nn.ModuleDict(
+        {"g": nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8)), "d": nn.Linear(8, 1)}
+    )
+    g, d = both["g"], both["d"]
+    opt_g, opt_d = (torch.optim.Adam(x.parameters(), lr=2e-4) for x in (g, d))
+
+    def update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    with watch(both, updates=1, black_box=False, forecast=False) as w:
+        for _ in range(STEPS):
+            update(opt_d, d(g(torch.randn(16, 4)).detach()).mean() - d(torch.randn(16, 8)).mean())
+            update(opt_g, -d(g(torch.randn(16, 4))).mean())
+    return w.updates
+
+
 def compiled(one: Healthy) -> tuple[UpdateFinding, ...]:
     """Train a model that torch.compile has compiled with the eager backend."""
     model = mlp()

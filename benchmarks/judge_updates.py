@@ -43,6 +43,7 @@ from _update_runs import (
     compiled,
     compiled_step,
     gan,
+    gan_by_one_function,
     reinforced,
     split,
     two_losses,
@@ -252,6 +253,7 @@ def trainings() -> Iterator[tuple[str, Healthy]]:
         Healthy(plain, lambda own: optim.AdamW(own, lr=1e-2), dtype=torch.bfloat16, scheduler=warm_up(40)),
     )
     yield "gan", Healthy(plain, run=gan)
+    yield "gan-by-one-function", Healthy(plain, run=gan_by_one_function)
     yield "gan-critics", Healthy(plain, run=lambda one: gan(one, critics=5))
     yield "gan-generator-alone", Healthy(plain, run=lambda one: gan(one, apart=True))
     yield "compiled-model", Healthy(plain, run=compiled)

@@ -46,6 +46,9 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "monitoring/updates/backwards",
         "monitoring/updates/blame",
         "monitoring/updates/copies",
+        "monitoring/updates/culprits",
+        "monitoring/updates/epochs",
+        "monitoring/updates/evaluations",
         "monitoring/updates/lives",
         "monitoring/updates/modes",
         "monitoring/updates/never_moved",
@@ -59,6 +62,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "monitoring/updates/wrong",
         "report/update_finding",
     ),
+    "unit/distributed/test_step_ranks.py": ("monitoring/updates/rank_steps", "recording/step_weight"),
     "unit/session/test_optimizer_guard.py": ("instrumentation/grad_scaler",),
     "unit/session/test_optimizer_steps.py": ("instrumentation/step_closure",),
     # Parts of `nanwatch compare --engine`.

@@ -82,7 +82,11 @@ class ReplicaProtocol:
     def judge(self) -> None:
         """Judge for all ranks, unless another one does or did."""
         if self._store.compare_set(self._key("judge"), "", str(self._rank)).decode() == str(self._rank):
-            self.set("verdict", json.dumps(judge(self._sides())).encode())
+            self.set("verdict", json.dumps(self.judged(self._sides())).encode())
+
+    def judged(self, sides: list[Side]) -> dict[str, Any]:
+        """Return the verdict on the sides of a difference."""
+        return judge(sides)
 
     def _sides(self) -> list[Side]:
         sides = []

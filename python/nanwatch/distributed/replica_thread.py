@@ -79,6 +79,10 @@ def _next_name() -> str:
 class ReplicaThread:
     """The thread of one watch, from its construction to `stop()`."""
 
+    protocol = ReplicaProtocol
+    key = "replicas"
+    most_waiting = _KEPT // 2  # checks: where the store is slower than the run, only the latest are posted
+
     def __init__(self, every: int, timeout: float, output_dir: Path | None) -> None:
         self.found: deque[ReplicaDifference] = deque()
         self.wanted: Wanted | None = None
@@ -86,7 +90,7 @@ class ReplicaThread:
         self._rank, self._size = rank_and_world_size()
         self._job = weakref.ref(_world())
         self._store: Any = default_store()
-        self._prefix = f"nanwatch/replicas/{store_key(os.environ)}/{_next_name()}"
+        self._prefix = f"nanwatch/{self.key}/{store_key(os.environ)}/{_next_name()}"
         self._jobs: queue.SimpleQueue[tuple[int, int, Fingerprints] | None] = queue.SimpleQueue()
         self._protocols: dict[Ranks, ReplicaProtocol] = {}
         self._checks: deque[_Check] = deque(maxlen=_KEPT)
@@ -150,20 +154,19 @@ class ReplicaThread:
             check = _Check(number, batch, prints.read(self._before, self._buffers))
             self._before = prints
             self._checks.append(check)
-            # Where the store is slower than the run, only the latest checks are posted.
-            if self._jobs.qsize() < _KEPT // 2:
+            if self._jobs.qsize() < self.most_waiting:
                 self._post(store, check)
             self._look()
             looks = [time.monotonic() + after for after in _LOOKS]
         for protocol in self._protocols.values():
             protocol.leave()
         for ranks, protocol in self._protocols.items():
-            while (
-                not self._look_at(ranks, protocol, is_over=True)
-                and not protocol.all_left()
-                and self._has_time()
-            ):
-                time.sleep(_PAUSES[0])
+            while self._has_time():
+                have_left = protocol.all_left()  # and before that, told of their differences
+                if not self._look_at(ranks, protocol, is_over=True):
+                    if have_left:
+                        break
+                    time.sleep(_PAUSES[0])
         if self._rank == 0 and self._protocols:
             time.sleep(5 * _PAUSES[0])  # its process may hold the store, and others ask it once more
 
@@ -180,9 +183,12 @@ class ReplicaThread:
 
                 named = ",".join(map(str, ranks)) if len(ranks) < 9 else f"{hash(ranks):x}"
                 own = PrefixStore(named, store)
-                protocol = self._protocols[ranks] = ReplicaProtocol(own, self._rank, len(ranks))
+                protocol = self._protocols[ranks] = self.protocol(own, self._rank, len(ranks))
             if not protocol.post(check.number, digest(prints, self._left_out.get(ranks, set()))):
-                protocol.tell_difference(check.number)
+                self._differs(ranks, protocol, check.number)
+
+    def _differs(self, ranks: Ranks, protocol: ReplicaProtocol, number: int) -> None:
+        protocol.tell_difference(number)
 
     def _look(self) -> None:
         for ranks, protocol in self._protocols.items():
@@ -197,8 +203,8 @@ class ReplicaThread:
         protocol.end()
         return True
 
-    def _settle(self, ranks: Ranks, protocol: ReplicaProtocol, number: int) -> None:
-        """Agree with the other ranks on a difference, and have it told."""
+    def _verdict(self, ranks: Ranks, protocol: ReplicaProtocol, number: int) -> dict[str, Any]:
+        """Return what `judge` says of a difference, no names where no rank has judged in time."""
         until = time.monotonic() + self._timeout
         prints = next((one.prints.get(ranks) for one in self._checks if one.number == number), None)
         spelt = "" if prints is None else digest(prints, self._left_out.get(ranks, set()))
@@ -208,7 +214,11 @@ class ReplicaThread:
         if packed is None:
             protocol.judge()
             packed = self._wait(lambda: protocol.get("verdict"), until + self._timeout / 3)
-        verdict = json.loads(packed) if packed is not None else {"names": []}
+        return dict(json.loads(packed)) if packed is not None else {"names": []}
+
+    def _settle(self, ranks: Ranks, protocol: ReplicaProtocol, number: int) -> None:
+        """Agree with the other ranks on a difference, and have it told."""
+        verdict = self._verdict(ranks, protocol, number)
         at = protocol.agreed("at", self.step + max(2, round(_MARGIN / self._seconds)))
         self._quiet[ranks] = -(-at // self._every)
         self._left_out.setdefault(ranks, set()).update(verdict["names"], verdict.get("own", ()))

@@ -80,15 +80,23 @@ class Replicas:
                 add(state.label, "state", state.tensor, state.parameter)
         return found
 
-    def _plain_groups(self, model: nn.Module) -> dict[int, Ranks]:
-        """Return the ranks that hold a plain tensor alike, by its id."""
+    def _wrappers(self) -> Iterator[DistributedDataParallel]:
         if self._parallel is None:
             self._parallel = [weakref.ref(one) for one in _extension.instances_of(DistributedDataParallel)]
+        yield from (one for reference in self._parallel if (one := reference()) is not None)
+
+    def are_local_steps(self) -> bool:
+        """Return whether ranks step by themselves for a while, as local SGD does, and average weights later."""
+        return any(
+            not one.require_backward_grad_sync
+            or any("local" in getattr(hook, "__name__", "").lower() for hook, _ in one._comm_hooks)
+            for one in self._wrappers()
+        )
+
+    def _plain_groups(self, model: nn.Module) -> dict[int, Ranks]:
+        """Return the ranks that hold a plain tensor alike, by its id."""
         found: dict[int, Ranks] = {}
-        for reference in self._parallel:
-            parallel = reference()
-            if parallel is None:
-                continue
+        for parallel in self._wrappers():
             ranks = tuple(torch.distributed.get_process_group_ranks(parallel.process_group))
             for name, x in (*parallel.module.named_parameters(), *parallel.module.named_buffers()):
                 if name not in parallel.parameters_to_ignore:

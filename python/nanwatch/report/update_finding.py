@@ -93,6 +93,19 @@ KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "has optimizer number {times:.0f} of the same kind, each without the state of the one before",
             "Make the optimizer once, before the loop over epochs, or load the state of the one before.",
         ),
+        "not-reduced": (
+            "was equal on all ranks, and is stepped with gradients that are not",
+            "Call the DistributedDataParallel wrapper and not the module in it, wrap after the last .to(), and look at"
+            " the process group and the list of weights that gradients are reduced over.",
+        ),
+        "rank-lost": (
+            "was equal on all ranks, and is stepped with a gradient of 0 on rank {rank:.0f}, unlike on others",
+            "Look at this rank's batch, and check its links: `torchrun -m nanwatch.netcheck`.",
+        ),
+        "clipping:one-rank": (
+            "was equal on all ranks, and its gradient has another norm on some of them",
+            "Clip or scale by one factor on all ranks: from the norm over all shards, after the reduction.",
+        ),
         "averaged-twice": (
             "has a mean loss that is divided by the {ranks:.0f} ranks, and DDP averages the gradients over them",
             "Leave the division to DistributedDataParallel, and divide only what is logged.",
@@ -130,6 +143,18 @@ KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "master-differs": (
             "no longer equals its master copy in the optimizer",
             "Copy the master to the weight after each step, and load a checkpoint into both.",
+        ),
+        "master-differs:at-first": (
+            "was replaced at the first step by a copy in the optimizer that had other values",
+            "Load a checkpoint before the optimizer copies the weights, or into both.",
+        ),
+        "data-order": (
+            "gets the samples in the order of the epoch before, as the sampler is still at epoch {epoch:.0f}",
+            "Call sampler.set_epoch(epoch) before each epoch.",
+        ),
+        "eval-mode-wrong:norm": (
+            "is evaluated with a spectral norm that no forward has estimated, and is {ratio:.3g} times too large",
+            "Make a forward in training mode first, or use torch.nn.utils.parametrizations.spectral_norm.",
         ),
         "train-mode-wrong": (
             "is trained in evaluation mode: dropout and batch norm do not train",

@@ -14,6 +14,7 @@ from ..blackbox.process import open_box
 from ..diagnosis.folder import write_spike
 from ..diagnosis.recheck import Recheck
 from ..distributed.replica_watch import ReplicaWatch
+from ..distributed.step_ranks import StepRanks
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
 from ..instrumentation.calls import Attachment
 from ..instrumentation.global_hooks import GlobalHooks
@@ -348,12 +349,13 @@ def optional_parts(
     """Yield the parts that the options ask for. The EventDispatch calls each, and the Watch removes it."""
     if not options.enabled:
         return
+    timeout = options.peer_timeout or PEER_TIMEOUT
     if options.replicas:
         recorder.subscribe(Event.BATCH_START | (Event.FRAME if options.fingerprints else 0))
-        timeout = options.peer_timeout or PEER_TIMEOUT
         yield ReplicaWatch(model, options.replicas, timeout, options.output_dir, sinks.on_replica_difference)
     if options.recheck:
         recorder.subscribe(Event.BATCH_START)
         yield Recheck(model, options.recheck, sinks.on_hardware_suspect)
     if options.updates:
-        yield UpdateAudit(model, recorder, options.updates, sinks.on_update, options.is_frozen)
+        ranks = StepRanks(model, timeout)
+        yield UpdateAudit(model, recorder, options.updates, sinks.on_update, options.is_frozen, ranks)

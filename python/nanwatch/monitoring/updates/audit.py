@@ -22,17 +22,23 @@ from ...instrumentation.global_hooks import Handles, after_steps, before_steps
 from ...instrumentation.step_closure import with_check_after_closure
 from ...instrumentation.wrapped_names import named_modules
 from ...recording.events import Event, Recorder, WatchPart
+from ...recording.step_weight import StepComparison
 from ...records.record import Frame
 from ...report.update_finding import UpdateFinding, update_finding
 from ...util.place import Place
 from ...util.visible import spell, suppressed, warn_user
-from . import blame
+from . import blame, taps
 from .copies import Masters, equal_ends, equal_twins, idle_twins, parted
+from .culprits import line_of
+from .epochs import Epochs
+from .evaluations import Evaluations
 from .lives import Life, Lives
-from .modes import depends_on_mode, modes
+from .matrix_rules import expect_after
+from .modes import modes
 from .never_moved import never_moved
 from .noise import Noise
 from .not_meant import not_meant
+from .rank_steps import RankSteps
 from .rules import expect
 from .samples import Key, StepSamples, each_weight, sample_after, sample_step
 from .suspicions import Fault, Suspicions, gathered
@@ -47,9 +53,6 @@ _MORE = 10
 _MOST_FINDINGS = 64
 # Backwards without a step, each after the gradients of the one before were thrown away; and at the end of a run.
 _UNSTEPPED, _UNSTEPPED_AT_END = 8, 5
-# Calls of the model without grad mode, in training mode: in a row, or rarer than others. One may make the fake samples
-# of a GAN, and that for each batch.
-_EVALUATIONS = 2
 
 
 def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
@@ -103,7 +106,8 @@ class _Track:
 class UpdateAudit(WatchPart):
     """Part of a Watch with `updates`. `tell` gets each finding. An exception in here ends the audit, not the run.
 
-    `is_frozen` says by the name of a weight or a module whether the user means it to stay as it is.
+    `is_frozen` says by the name of a weight or a module whether the user means it to stay as it is. `ranks` compares
+    the steps with those of other ranks.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class UpdateAudit(WatchPart):
         every: int,
         tell: Callable[[UpdateFinding], object],
         is_frozen: Callable[[str], bool] = lambda _: False,
+        ranks: StepComparison | None = None,
     ) -> None:
         self.findings: list[UpdateFinding] = []
         self.is_over = False
@@ -121,15 +126,18 @@ class UpdateAudit(WatchPart):
         self._every = every
         self._tell = tell
         self._is_frozen = is_frozen
+        self._ranks = None if ranks is None else RankSteps(ranks)
         self._tracks: weakref.WeakKeyDictionary[Optimizer, _Track] = weakref.WeakKeyDictionary()
         self._modes: dict[str, bool] = {}  # modules that have been in training mode at an audit
         self._ends: list[tuple[str, str]] | None = None
         self._twins: list[tuple[str, str]] = []
         self._lives = Lives()
-        self._evaluations = self._num_evaluated = self._num_trained = 0
+        self._evaluations = Evaluations()
         self._told: set[tuple[str, str, str | None]] = set()
         self._window = Window(recorder)
         self._noise = Noise(recorder)
+        self._epochs = Epochs()
+        taps.epochs.add(self)
         self._starts = recorder.subscribe(Event.BATCH_START)
         this = weakref.ref(self)
 
@@ -148,6 +156,9 @@ class UpdateAudit(WatchPart):
         """Audit no more, and keep the findings. Find backwards that no step followed."""
         if not any(one.is_own for one in self._tracks.values()):
             self._add(self._unstepped(_UNSTEPPED_AT_END, 0))
+        if self._ranks is not None:
+            self._ranks.remove()
+            self._tell_of_ranks()
         self._drop()
 
     def _drop(self) -> None:
@@ -156,6 +167,7 @@ class UpdateAudit(WatchPart):
         self._starts.remove()
         self._window.remove()
         self._noise.frames.remove()
+        taps.epochs.remove(self)
 
     def sum_up(self) -> None:
         """Warn of the findings after the first, in one line."""
@@ -180,8 +192,7 @@ class UpdateAudit(WatchPart):
         name = None if model is None else self._noise.on_frame(frame, model)
         if name is None:
             return None
-        step = max(one.step for one in self._tracks.values())
-        return self._finding(step, Fault("eval-mode-wrong:dropout", name, None, 1, {}), lambda: None)
+        return self._finding(self._step, Fault("eval-mode-wrong:dropout", name, None, 1, {}), lambda: None)
 
     def batch_started(self, batch: int, module: nn.Module | None) -> None:
         """Take the start of a batch, in the mode of its call."""
@@ -193,27 +204,31 @@ class UpdateAudit(WatchPart):
         if model is None or self._recorder.paused:
             return None
         if torch.is_grad_enabled():
-            self._evaluations = 0
-            self._num_trained += 1
+            self._evaluations.trained()
             if self._window.is_open:
                 self._window.batch_started(model, batch)
                 return self._unstepped(_UNSTEPPED, _UNSTEPPED - 2)
-        elif module is model and any(one.is_own for one in self._tracks.values()):
-            if not model.training:
+        elif module is model:
+            has_stepped = any(one.is_own for one in self._tracks.values())
+            if has_stepped and not model.training:
                 self._noise.start(model, batch)
-                return None
-            self._evaluations += 1
-            self._num_evaluated += 1
-            is_rare = (
-                self._num_evaluated == _EVALUATIONS
-                and self._num_trained >= _EVALUATIONS * self._num_evaluated
-            )
-            if (is_rare or self._evaluations == _EVALUATIONS) and depends_on_mode(model):
-                frame = sys._getframe(2)
-                fault = Fault("eval-mode-wrong", "", None, 1, {})
-                step = max(one.step for one in self._tracks.values())
-                return self._finding(step, fault, lambda: blame.place_of(frame))
+            for fault, where in self._evaluations.faults(model, sys._getframe(2), has_stepped=has_stepped):
+                self._add(self._finding(self._step, fault, where))
         return None
+
+    @_harmless
+    def epoch_begins(self, sampler: Any) -> None:
+        """Take the beginning of a DistributedSampler's epoch."""
+        model = self._model()
+        if model is None or not model.training or not torch.is_grad_enabled():
+            return
+        if (epoch := self._epochs.repeated(sampler, self._step)) is not None:
+            fault, frame = Fault("data-order", "", None, 1, {"epoch": epoch}), sys._getframe(1)
+            self._add(self._finding(self._step, fault, lambda: blame.place_of(frame)))
+
+    @property
+    def _step(self) -> int:
+        return max((one.step for one in self._tracks.values() if one.is_own), default=0)
 
     @_harmless
     def _unstepped(self, least: int, resets: int) -> UpdateFinding | None:
@@ -235,7 +250,8 @@ class UpdateAudit(WatchPart):
             track = self._tracks[optimizer] = _Track()
             track.life = self._lives.begin(optimizer)
         track.open, track.is_repeated = None, False
-        self._evaluations = 0
+        self._evaluations.in_a_row = 0
+        self._tell_of_ranks()
         if not self._is_due(track, track.step + 1):
             track.step += 1
             return None
@@ -263,8 +279,16 @@ class UpdateAudit(WatchPart):
         return changed
 
     def _is_due(self, track: _Track, step: int) -> bool:
-        is_open = track.suspicions.is_open and track.in_a_row < _MORE
-        return step <= _FIRST or step % self._every == 0 or is_open
+        return self._is_regular(step) or (track.suspicions.is_open and track.in_a_row < _MORE)
+
+    def _is_regular(self, step: int) -> bool:
+        return step <= _FIRST or step % self._every == 0
+
+    @_harmless
+    def _tell_of_ranks(self) -> None:
+        if self._ranks is not None and (model := self._model()) is not None:
+            for step, fault in self._ranks.faults(model):
+                self._add(self._finding(step, fault, self._ranks.place))
 
     @_harmless
     @_past_dynamo
@@ -278,6 +302,10 @@ class UpdateAudit(WatchPart):
         track.open = sample_step(model, optimizer, track.step, still, self._is_frozen)
         track.clips = self._window.clips(optimizer)
         track.differing = track.masters.differing(model, optimizer, track.step)
+        # A step without a forward before it is some library's, which fills the optimizer's state on one rank.
+        is_comparable = self._is_regular(track.step) and self._recorder.latest_batch >= 0
+        if self._ranks is not None and is_comparable and not track.is_repeated:
+            self._ranks.check(track.open, self._window, self._evaluations.num_trained)
         if self._ends is None:
             self._ends = equal_ends(model) if track.step == 1 else []
             self._twins = equal_twins(model) if track.step == 1 else []
@@ -295,6 +323,7 @@ class UpdateAudit(WatchPart):
         if samples is not None and model is not None and not track.is_repeated:
             sample_after(samples)
             expect(samples)
+            expect_after(samples, optimizer)
             view = self._view(model, optimizer, track, samples)
             suspects = [*never_moved(view), *not_meant(view), *wrong(view), *modes(view, self._modes)]
             suspects += [*parted(samples, self._ends or ()), *idle_twins(view, self._twins)]
@@ -303,7 +332,7 @@ class UpdateAudit(WatchPart):
             trained = {one.key: one.size for one in samples.weights if one.is_trained}
             every = {one.key: one.size for one in samples.weights}
             for fault in track.suspicions.add(suspects, trained, every):
-                found.append(self._finding(samples.step, fault, _blamed(fault, view)))
+                found.append(self._finding(samples.step, fault, line_of(fault, view)))
             track.in_a_row += 1
         else:
             track.in_a_row, samples = 0, None
@@ -338,6 +367,7 @@ class UpdateAudit(WatchPart):
             called=frozenset(self._window.called),
             mastered=track.masters.keys,
             masters=track.differing,
+            replaced=track.masters.replaced if samples.step == 2 else frozenset(),
         )
 
     def _finding(self, step: int, fault: Fault, where: Callable[[], Place | None]) -> UpdateFinding | None:
@@ -368,27 +398,3 @@ def _is_relevant(model: nn.Module, optimizer: Optimizer) -> bool:
         return bool(trained)
     others = held_by_others(optimizer)
     return any(x.grad is not None for x in trained) and not any(id(x) in others for x in trained)
-
-
-def _blamed(fault: Fault, view: StepView) -> Callable[[], Place | None]:
-    """Return what looks for the line that is to blame."""
-    kind = fault.kind.partition(":")[0]
-    if kind == "frozen-moved":
-        return blame.where_frozen
-    if kind == "clipping" and view.clips:
-        return lambda: view.clips[-1].place
-    if kind in (
-        "missing-zero-grad",
-        "accumulation",
-        "no-gradient",
-        "zero-gradient",
-        "train-mode-wrong",
-        "averaged-twice",
-    ):
-        lines = (own.place for probe in view.probes for own, _, _ in probe.arrivals)
-        line = next((one for one in lines if one is not None), None)
-        return lambda: line
-    if kind in ("not-unscaled", "skipped-step", "compiled-step-skipped"):
-        frame = sys._getframe(1)
-        return lambda: blame.place_of(frame)
-    return lambda: blame.where_made(view.optimizer)

@@ -21,7 +21,7 @@ from ...numerics.readable import only_our_dispatch
 from ...util.place import Place
 from ...util.visible import suppressed
 from . import blame
-from .samples import Key, each_weight, number, plain
+from .samples import Key, each_weight, is_full, number
 
 _PROBES = 6
 _MAX_OPERATIONS = 16  # that a loss is followed through
@@ -47,6 +47,7 @@ class Backward(NamedTuple):
     is_mean: bool = False
     elements: float | None = None  # that the mean is over, where the loss knows it
     penalized: frozenset[int] = frozenset()
+    num_steps: int = 0  # of all optimizers, before it
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +76,7 @@ class BackwardProbes:
     def __init__(self, latest_batch: Callable[[], int]) -> None:
         self._latest_batch = latest_batch
         self.probes: list[Probe] = []
+        self.num_steps = 0  # of all optimizers
         self._handles: Handles | None = None
         self.next = Backward()
         self._latest: tuple[int, Backward] = -1, self.next
@@ -109,7 +111,7 @@ class BackwardProbes:
     def starts(self, loss: object) -> None:
         """Take the start of a backward."""
         if self._handles is not None:
-            self.next = backward_of(loss, self._latest_batch())
+            self.next = backward_of(loss, self._latest_batch())._replace(num_steps=self.num_steps)
 
     def arrived(self, probe: Probe, gradient: Tensor) -> None:
         """Take a gradient that is about to be added to a probe's `.grad`."""
@@ -119,7 +121,7 @@ class BackwardProbes:
         if self._latest[0] != task:
             self._latest = task, self.next
         with torch.no_grad(), only_our_dispatch():
-            probe.arrivals.append((self._latest[1], _is_full(x.grad), _is_full(gradient)))
+            probe.arrivals.append((self._latest[1], is_full(x.grad), is_full(gradient)))
 
 
 class _Hook:
@@ -134,11 +136,6 @@ class _Hook:
             probes.arrived(self._probe, gradient)
         except Exception:
             suppressed("a backward could not be audited")
-
-
-def _is_full(x: Tensor | None) -> bool:
-    values = None if x is None else plain(x)
-    return values is not None and bool(values.any())
 
 
 def backward_of(loss: object, batch: int) -> Backward:

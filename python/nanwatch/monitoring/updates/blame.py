@@ -64,40 +64,48 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
     return found
 
 
-def where_called(
-    names: frozenset[str], is_meant: Callable[[ast.Call], bool] = lambda _: True
-) -> Place | None:
-    """Return the line of the latest call of a function or method of these names in the files of the user's stack."""
-    for file in dict.fromkeys(frame.f_code.co_filename for frame in _users_frames()):
-        found = [
-            node.lineno
-            for node in _walk(file)
-            if isinstance(node, ast.Call) and _called(node) in names and is_meant(node)
-        ]
+def where_called(name: str, is_meant: Callable[[ast.Call], bool] = lambda _: True) -> Place | None:
+    """Return the line of a call of a function or method of this name."""
+    return _latest(lambda node: isinstance(node, ast.Call) and _called(node) == name and is_meant(node))
+
+
+def _latest(is_meant: Callable[[ast.stmt | ast.expr], bool]) -> Place | None:
+    """Return the latest such line before the one that runs, in the files of the user's stack."""
+    for file, now in _users_lines():
+        found = [node.lineno for node in _walk(file) if is_meant(node)]
         if found:
-            return Place(file, found[-1])
+            return Place(file, ([line for line in found if line <= now] or found)[-1])
     return None
 
 
-def where_frozen() -> Place | None:
-    """Return the line that sets `requires_grad` to False in the files of the user's stack."""
-    if (found := where_called(frozenset({"requires_grad_"}), _says_false)) is not None:
-        return found
-    for file in dict.fromkeys(frame.f_code.co_filename for frame in _users_frames()):
-        for node in _walk(file):
-            if isinstance(node, ast.Assign) and _is_false(node.value):
-                named = [one for one in node.targets if isinstance(one, ast.Attribute)]
-                if any(one.attr == "requires_grad" for one in named):
-                    return Place(file, node.lineno)
-    return None
+def _users_lines() -> Iterator[tuple[str, int]]:
+    """Yield the files of the user's stack, each with the line that runs there, in the outermost frame of the file."""
+    lines: dict[str, int] = {}
+    for frame in _users_frames():
+        lines[frame.f_code.co_filename] = frame.f_lineno
+    yield from lines.items()
 
 
-def _says_false(call: ast.Call) -> bool:
-    return any(map(_is_false, (*call.args, *(one.value for one in call.keywords))))
+def where_frozen(*, is_frozen: bool = True) -> Place | None:
+    """Return the line that sets `requires_grad` to False, or to True."""
+    value = not is_frozen
+
+    def sets(node: ast.stmt | ast.expr) -> bool:
+        if isinstance(node, ast.Call):
+            return _called(node) == "requires_grad_" and _says(node, value)
+        named = node.targets if isinstance(node, ast.Assign) and _is_constant(node.value, value) else ()
+        return any(isinstance(one, ast.Attribute) and one.attr == "requires_grad" for one in named)
+
+    return _latest(sets)
 
 
-def _is_false(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is False
+def _says(call: ast.Call, value: bool) -> bool:
+    given = (*call.args, *(one.value for one in call.keywords))
+    return any(_is_constant(one, value) for one in given) or (value and not given)
+
+
+def _is_constant(node: ast.expr, value: bool) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
 
 
 def _called(node: ast.Call) -> str:

@@ -20,10 +20,11 @@ _ROUNDED = 0.01
 
 
 class Masters:
-    """Float32 copies of 16-bit weights that an optimizer has in their place, found by value at its first step."""
+    """Float32 copies of 16-bit weights that an optimizer has in their place, found by value at its first two steps."""
 
     def __init__(self) -> None:
         self._known: dict[Key, weakref.ref[Tensor]] = {}
+        self.replaced: frozenset[Key] = frozenset()  # by a master that was not equal before the first step
 
     @property
     def keys(self) -> frozenset[Key]:
@@ -37,8 +38,10 @@ class Masters:
         if not left:
             return {}
         with torch.no_grad(), only_our_dispatch():
-            if step == 1:
-                self._find(model, left)
+            if step <= 2:
+                found = self._find(model, left)
+                # The first step has written them: they were other weights before.
+                self.replaced = found if step == 2 else self.replaced
             weights = {(module, label): x for module, label, x in each_weight(model)}
             shares = {
                 key: share
@@ -49,15 +52,17 @@ class Masters:
             }
         return {key: share for key, share in shares.items() if share > _ROUNDED}
 
-    def _find(self, model: nn.Module, left: dict[int, Tensor]) -> None:
+    def _find(self, model: nn.Module, left: dict[int, Tensor]) -> frozenset[Key]:
+        before = self.keys
         for module, label, x in each_weight(model):
-            if x.dtype not in (torch.bfloat16, torch.float16):
+            if x.dtype not in (torch.bfloat16, torch.float16) or (module, label) in before:
                 continue
             for master in list(left.values()):
                 if master.dtype != x.dtype and _share(x, master) == 0:
                     self._known[module, label] = weakref.ref(master)
                     del left[id(master)]
                     break
+        return self.keys - before
 
 
 def _share(x: Tensor, master: Tensor) -> float | None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ...instrumentation.wrapped_names import named_modules
+from ...numerics.readable import only_our_dispatch, unreadable
 from .view import StepView, Suspect
 
 _DROPS = ("p", "dropout", "drop_prob", "dropout_p", "attention_dropout")
 # So many layers that compute in float32 under autocast are no exception that is meant, such as a router.
 _LEAST_LAYERS = 2
+# A spectral norm that a forward in training has estimated once is nearer than that.
+_FAR, _ITERATIONS = 1.5, 8
 
 
 def drops(module: nn.Module) -> bool:
@@ -33,6 +37,27 @@ def depends_on_mode(model: nn.Module) -> bool:
         one.module.training and (drops(one.module) or takes_statistics(one.module))
         for one in named_modules(model)
     )
+
+
+def unestimated(model: nn.Module) -> Iterator[tuple[str, float]]:
+    """Yield the modules whose torch.nn.utils.spectral_norm is far too small, with the factor: none has estimated it."""
+    for name, _, module in named_modules(model):
+        for norm in module._forward_pre_hooks.values():
+            if not isinstance(norm, SpectralNorm):
+                continue
+            own = [getattr(module, f"{norm.name}_{label}", None) for label in ("orig", "u", "v")]
+            kept = [one for one in own if isinstance(one, Tensor) and not unreadable(one)]
+            if len(kept) < len(own):
+                continue
+            whole, u, v = kept
+            with torch.no_grad(), only_our_dispatch():
+                matrix = norm.reshape_weight_to_matrix(whole).float()
+                estimate, better = float(u.float() @ matrix @ v.float()), v.float()
+                for _ in range(_ITERATIONS):
+                    better = nn.functional.normalize(matrix.T @ (matrix @ better), dim=0)
+                least = float((matrix @ better).norm())  # no vector gives more than the norm
+            if least > _FAR * abs(estimate):
+                yield name, least / max(abs(estimate), 1e-12)
 
 
 def modes(view: StepView, trained_before: Mapping[str, bool]) -> Iterator[Suspect]:

@@ -68,7 +68,7 @@ def _unmoved(view: StepView, one: WeightSample) -> Iterator[Suspect]:
     before = view.before(one.key)
     if one.grad == "zero":
         # A branch behind a factor of 0 gets its gradient once the factor has moved.
-        if before is not None and before.lr and not _is_idle(view, one):
+        if before is not None and before.lr and not _is_idle(view, one) and not _cancels(view, one):
             yield Suspect("zero-gradient", one.module, one.label)
         return
     if one.grad == "none":
@@ -116,6 +116,12 @@ def _absorbed(one: WeightSample) -> Iterator[Suspect]:
                 "lost": lost,
             },
         )
+
+
+def _cancels(view: StepView, one: WeightSample) -> bool:
+    """Return whether it is a bias beside a weight with a gradient: in a difference of outputs it falls out."""
+    beside = view.samples.of_optimizer() if one.label == "bias" else ()
+    return any(other.module == one.module and other.grad == "some" for other in beside)
 
 
 def _is_idle(view: StepView, one: WeightSample) -> bool:

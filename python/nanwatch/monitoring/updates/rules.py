@@ -105,7 +105,11 @@ def given(name: str, one: WeightSample, group: dict[str, Any]) -> Tensor | None:
     if name not in _RULES or one.before is None or one.gradient is None:
         return None
     rule, needed, known = _RULES[name]
-    is_whole = needed <= group.keys() and one.state.keys() <= known
+    is_whole = (
+        needed <= group.keys()
+        and one.state.keys() <= known
+        and all(x == x for x in one.state.values() if isinstance(x, float))
+    )
     if len(one.gradient) != len(one.before) or not is_whole or group.get("differentiable"):
         return None
     return rule(one.before.double(), one.gradient.double(), group, one.state)

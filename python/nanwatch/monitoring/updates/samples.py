@@ -111,21 +111,31 @@ def each_weight(model: nn.Module) -> Iterable[tuple[str, str, Tensor]]:
 
 
 def _grads(gradients: Sequence[Tensor | None]) -> list[Grad]:
-    """Say of each gradient whether it has an element that is not 0, in one read of each."""
-    found: list[Grad] = []
-    known: list[tuple[int, Tensor]] = []
-    for place, x in enumerate(gradients):
-        found.append("none" if x is None else "some")
-        if x is not None and x.numel() and (values := plain(x)) is not None:
-            known.append((place, values))
+    """Say of each gradient whether it has an element that is not 0. Most need no more than a look at their samples."""
+    found: list[Grad] = ["none" if x is None else "some" for x in gradients]
     by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
-    for place, x in known:
-        by_device.setdefault(x.device, []).append((place, x))
+    for place, x in enumerate(gradients):
+        if x is not None and x.numel() and (values := plain(x)) is not None:
+            by_device.setdefault(x.device, []).append((place, values))
     for own in by_device.values():
-        norms = torch._foreach_norm([x for _, x in own], float("inf"))
-        for (place, _), norm in zip(own, torch.stack([one.float() for one in norms]).tolist(), strict=True):
-            found[place] = "zero" if norm == 0 else "some"
+        sampled = _are_zero([sample(x) for _, x in own])
+        rest = [one for one, is_zero in zip(own, sampled, strict=True) if is_zero]
+        for (place, _), is_zero in zip(rest, _are_zero([x for _, x in rest]), strict=True):
+            found[place] = "zero" if is_zero else "some"
     return found
+
+
+def _are_zero(tensors: list[Tensor]) -> list[bool]:
+    if not tensors:
+        return []
+    norms = torch._foreach_norm(tensors, float("inf"))
+    return [one == 0 for one in torch.stack([one.float() for one in norms]).tolist()]
+
+
+def is_full(x: Tensor | None) -> bool:
+    """Return whether a tensor has an element that is not 0."""
+    values = None if x is None else plain(x)
+    return values is not None and (bool(sample(values).any()) or bool(values.any()))
 
 
 def sample_step(
@@ -179,12 +189,8 @@ def _state(state: Mapping[str, Any], x: Tensor) -> dict[str, Tensor | float]:
     """Sample what an optimizer keeps for a weight; what has another shape is left out, so that no rule is applied."""
     found: dict[str, Tensor | float] = {}
     for key, value in state.items():
-        if (
-            isinstance(value, Tensor)
-            and value.shape == x.shape
-            and (own := plain(value)) is not None
-            and own.ndim
-        ):
+        own = plain(value) if isinstance(value, Tensor) else None
+        if own is not None and own.ndim and own.shape == x.shape:
             found[key] = sample(own)
         elif (scalar := number(value)) is not None:
             found[key] = scalar

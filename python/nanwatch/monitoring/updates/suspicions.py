@@ -22,6 +22,7 @@ _NEEDED = {
     "other-module-trained:copy": 3,
     "wrong-update": 3,
     "train-mode-wrong": 3,
+    "master-differs:at-first": 1,
 }
 _NEEDED_ELSE = 2
 # Share of a module's elements that need not have a fault of the module: a bias of 0 takes any update.

@@ -1,4 +1,4 @@
-"""Functions of PyTorch without a hook, which an audit has to see: `Tensor.backward` and `clip_grad_norm_`.
+"""Functions of PyTorch without a hook, which an audit has to see: backwards, clips, reductions and epochs.
 
 Each ends in a function that it looks up in its module at every call. While somebody listens, a wrapper stands there.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.compiler import is_compiling
+from torch.utils.data.distributed import DistributedSampler
 
 from ...util.visible import suppressed
 
@@ -50,23 +51,26 @@ class Tap:
             if is_compiling():
                 return original(*args, **kwargs)
             if self._is_before:
-                self._tell(args)
+                self._tell(args, kwargs)
             found = original(*args, **kwargs)
             if not self._is_before:
-                self._tell(args)
+                self._tell(args, kwargs)
             return found
 
         call._nanwatch = original  # type: ignore[attr-defined]
         return call
 
-    def _tell(self, args: tuple[Any, ...]) -> None:
+    def _tell(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             for one in list(self._listeners):
                 if (listener := one()) is not None:
-                    getattr(listener, self._method)(*args)
+                    getattr(listener, self._method)(*args, **kwargs)
         except Exception:
             suppressed(f"a call of {self._name} could not be audited")
 
 
 backwards = Tap(torch.autograd, "backward", "backward_starts", is_before=True)
 clips = Tap(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", "clipped", is_before=False)
+reductions = Tap(torch.distributed, "all_reduce", "reduced", is_before=True)
+epochs = Tap(DistributedSampler, "__iter__", "epoch_begins", is_before=True)
+ALL = (backwards, clips, reductions)

@@ -117,8 +117,10 @@ class StepView:
     masters: Mapping[Key, float] = field(
         default_factory=dict
     )  # share of elements that differ from their master
+    replaced: frozenset[Key] = frozenset()  # by a master that was another weight before the first step
     casts: frozenset[str] = frozenset()  # device types under autocast in the forward
     called: frozenset[str] = frozenset()  # modules, without grad mode too
+    _before: dict[Key, WeightSample] | None = None
 
     def trained(self) -> Iterable[WeightSample]:
         """Return the weights that the optimizer is to train."""
@@ -126,5 +128,6 @@ class StepView:
 
     def before(self, key: Key) -> WeightSample | None:
         """Return a weight in the step before, None where that was not audited."""
-        found = () if self.previous is None else self.previous.weights
-        return next((one for one in found if one.key == key), None)
+        if self._before is None:
+            self._before = {one.key: one for one in (() if self.previous is None else self.previous.weights)}
+        return self._before.get(key)

@@ -37,8 +37,9 @@ class Window:
         self._batches: deque[int] = deque(maxlen=256)  # in grad mode
         self._probes = BackwardProbes(lambda: recorder.latest_batch)
         self._frames = recorder.subscribe(Event.FRAME)
-        taps.backwards.add(self)
-        taps.clips.add(self)
+        self._reduced: deque[tuple[weakref.ref[Tensor], weakref.ref[Any]]] = deque(maxlen=_MOST_CALLS)
+        for tap in taps.ALL:
+            tap.add(self)
 
     @property
     def is_open(self) -> bool:
@@ -52,21 +53,24 @@ class Window:
         self._calls.clear()
         self.casts.clear()
         self.called.clear()
+        self._reduced.clear()
 
     def remove(self) -> None:
         """Close for good."""
         self.close()
-        taps.backwards.remove(self)
-        taps.clips.remove(self)
+        for tap in taps.ALL:
+            tap.remove(self)
 
     def renew(self, optimizer: Optimizer) -> None:
         """Open, and forget the backwards and clips before a step of this optimizer."""
         self._frames.active = True
+        self._probes.num_steps += 1
         own = _ids(optimizer)
         for probe in self._probes.probes:
             if id(probe.weight()) in own:
                 probe.arrivals.clear()
         self._clips.clear()
+        self._reduced.clear()
 
     def on_frame(self, frame: Frame) -> None:
         """Take a recorded call."""
@@ -83,11 +87,11 @@ class Window:
             self.casts |= {one for one in ("cpu", "cuda") if torch.is_autocast_enabled(one)}
             self._probes.open(model)
 
-    def backward_starts(self, loss: object, *_: object) -> None:
+    def backward_starts(self, tensors: object, *_: object, **__: object) -> None:
         """Take a call of `Tensor.backward`."""
-        self._probes.starts(loss)
+        self._probes.starts(tensors)
 
-    def clipped(self, parameters: Any, max_norm: Any, *_: object) -> None:
+    def clipped(self, parameters: Any, max_norm: Any, *_: object, **__: object) -> None:
         """Take a call of clip_grad_norm_."""
         if self._frames.active:
             own = parameters if isinstance(parameters, list | tuple) else [parameters]
@@ -95,6 +99,15 @@ class Window:
             place = blame.place_of(sys._getframe(1))
             batch = self._probes.next.batch
             self._clips.append(Clip(weights, float(max_norm), norm_of(weights), place, batch))
+
+    def reduced(self, tensor: Tensor, op: object = None, group: Any = None, *_: object, **__: object) -> None:
+        """Take a call of torch.distributed.all_reduce. A group of None is that of all ranks."""
+        if self._frames.active and group is not None:
+            self._reduced.append((weakref.ref(tensor), weakref.ref(group)))
+
+    def groups(self) -> dict[int, Any]:
+        """Return the process group over which a tensor was reduced, by the tensor's id."""
+        return {id(x): own for one, group in self._reduced if (x := one()) is not None and (own := group())}
 
     def clips(self, optimizer: Optimizer) -> list[Clip]:
         """Return the clips with the norms that the step is about to take: of all, for a clip of nothing."""

@@ -46,6 +46,8 @@ def wrong(view: StepView) -> Iterator[Suspect]:
         yield from _decay_absorbed(view, one)
     if view.is_scaled and view.scale is not None:
         yield from _all(view, "not-unscaled", {"scale": view.scale})
+    for module, label in view.replaced:
+        yield Suspect("master-differs:at-first", module, label)
     for (module, label), share in view.masters.items():
         yield Suspect("master-differs", module, label, {"differs": share})
 
@@ -109,6 +111,9 @@ def _accumulated(view: StepView) -> Iterator[Suspect]:
             # Several losses of one forward are no accumulation.
             count = len(backwards)
             if count < 2 or sum(own.place in lines for own, _, _ in probe.arrivals) != count:
+                continue
+            # A function that steps with any optimizer: one backward was for another model's.
+            if len({own.num_steps for own in backwards.values()}) > 1:
                 continue
             is_cleared = view.scale is None and probe.resets == len(probe.arrivals) - 1
             faults = [_factor_fault(own, count, view.scale) for own in backwards.values()]

@@ -88,6 +88,18 @@ def test_a_rule_says_nothing_of_a_state_that_it_does_not_know() -> None:
     assert [one.expected is None for one in samples.weights] == [True, False]
 
 
+def test_a_rule_says_nothing_without_a_part_of_its_state() -> None:
+    """As of a shard whose mean could not be sampled."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.weight]["exp_avg"] = torch.zeros(7)
+    samples = sample_step(model, optimizer, 2, frozenset())
+    expect(samples)
+    assert [one.expected is None for one in samples.weights] == [True, False]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_spacing_is_the_distance_to_the_next_number(dtype: torch.dtype) -> None:
     """Over the magnitudes of a format."""

@@ -1,0 +1,92 @@
+"""The comparison of steps over ranks: its judgement here, and real ranks by benchmarks/judge_update_ranks.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanwatch.distributed.replica_store import Side
+from nanwatch.distributed.step_ranks import StepPrints, judge_steps
+from nanwatch.recording.step_weight import StepWeight
+from support.netcheck_ranks import rank_environment
+from support.paths import BENCHMARKS
+
+WEIGHT = torch.linspace(-1, 1, 24).reshape(4, 6)
+GRADIENT = torch.randn(24, generator=torch.Generator().manual_seed(3))
+RANKS = (0, 1, 2)
+
+
+def prints(step: int, weight: Tensor, gradient: Tensor | None, forwards: int = 1) -> StepPrints:
+    return StepPrints(step, forwards, [(StepWeight("w", weight, weight.flatten(), gradient), RANKS)])
+
+
+def side(
+    rank: int,
+    gradient: Tensor | None,
+    weight: Tensor = WEIGHT,
+    before: Tensor | None = None,
+    step: int = 2,
+    forwards: int = 1,
+) -> Side:
+    """One rank at a step, which had the weight `before` at the step before it."""
+    old = prints(step - 1, weight if before is None else before, None)
+    old.read(None, {})
+    return Side(1, [(rank, "host")], prints(step, weight, gradient, forwards).read(old, {})[RANKS])
+
+
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [
+        (GRADIENT, None),
+        (GRADIENT * 1.001, None),
+        (GRADIENT + 0.005 * GRADIENT.flip(0), None),
+        (GRADIENT * 2, ["norm", -1]),
+        (GRADIENT.flip(0), ["direction", -1]),
+        (-GRADIENT, ["direction", -1]),
+        (GRADIENT * 0, ["zero", 2]),
+        (None, ["zero", 2]),
+        (GRADIENT * torch.nan, None),
+    ],
+)
+def test_unequal_gradients_of_equal_weights_are_told_apart(
+    other: Tensor | None, found: list[object] | None
+) -> None:
+    """By zero, by norm and by direction. What kernels round otherwise is equal."""
+    verdict = judge_steps([side(0, GRADIENT), side(1, GRADIENT), side(2, other)])
+    assert verdict["weights"] == []
+    assert [list(one) for one in verdict["gradients"].values()] == ([] if found is None else [found])
+
+
+def test_a_weight_that_differs_is_no_cause() -> None:
+    verdict = judge_steps([side(0, GRADIENT), side(1, GRADIENT.flip(0), WEIGHT + 1)])
+    assert (verdict["weights"], verdict["gradients"], verdict["is_over"]) == (["w"], {}, False)
+
+
+def test_ranks_that_count_their_steps_differently_are_not_compared() -> None:
+    """By their numbers, or as one has a weight that it moved to what another had a step before."""
+    assert judge_steps([side(0, GRADIENT), side(1, GRADIENT, step=3)])["is_over"]
+    behind = side(1, GRADIENT, WEIGHT, before=WEIGHT - 1)
+    assert judge_steps([side(0, GRADIENT, WEIGHT + 1, before=WEIGHT), behind])["is_over"]
+    unmoved = side(1, GRADIENT, WEIGHT)
+    assert not judge_steps([side(0, GRADIENT, WEIGHT + 1, before=WEIGHT), unmoved])["is_over"]
+
+
+def test_a_check_after_more_forwards_on_a_rank_says_nothing() -> None:
+    """As when it left out a step: neither its weights nor its gradients are those of the others."""
+    assert judge_steps([side(0, GRADIENT), side(1, GRADIENT.flip(0), forwards=2)]) == {"names": []}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
+def test_faulty_ranks_are_named_and_healthy_ones_say_nothing() -> None:
+    """In DDP, by hand, sharded, with experts and after local steps; with the bits of a training without a watch."""
+    words = ["_rank", "around", "by_hand", "local_sgd_in", "of_one_seed", "fully_sharded", "tensor_parallel"]
+    command = [sys.executable, str(BENCHMARKS / "judge_update_ranks.py"), *words]
+    done = subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert "16 of 16" in done.stdout
