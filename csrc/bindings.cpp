@@ -12,6 +12,7 @@
 #include "bindings.h"
 #include "ops/plain_view.h"
 #include "cpu/block_fit.h"
+#include "cpu/file_health.h"
 #include "cpu/range_cpu.h"
 #include "recorder/watched_call.h"
 
@@ -176,6 +177,17 @@ std::optional<at::Tensor> block_fit(const at::Tensor& x, const std::vector<Forma
   return rows;
 }
 
+// The row of file_health_cpu, through a buffer of the numbers' dtype; nothing where the file cannot be read.
+std::vector<double> file_health(int file, int64_t offset, int64_t count, const at::Tensor& buffer) {
+  View view;
+  if (!plain_view(buffer, &view) || !buffer.is_contiguous() || view.numel == 0)
+    throw py::value_error("file_health: the buffer is to be a plain, contiguous tensor with elements");
+  std::vector<double> row(kHealthColumns);
+  const py::gil_scoped_release released;
+  if (!file_health_cpu(file, offset, count, view, row.data())) row.clear();
+  return row;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -209,6 +221,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("instances_of", &instances_of, py::arg("kind"),
         "The objects of that class, or of one derived from it, that gc knows.");
   m.def("block_fit", &block_fit, py::arg("x"), py::arg("formats"), "The errors of block formats, by units of work.");
+  m.def(
+      "file_health", &file_health, py::arg("file"), py::arg("offset"), py::arg("count"), py::arg("buffer"),
+      "The row of torch.ops.nanwatch.health of numbers in an open file, read through a buffer; [] where it cannot be.");
   m.def("cuda_compiled", &cuda_compiled, "Whether CUDA kernels are linked in.");
   bind_watched_call(m);
   bind_recorder(m);

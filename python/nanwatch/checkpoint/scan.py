@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import groupby
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
 from ..numerics._extension import explain_once
-from ..numerics.block_fit import BlockFit
 from ..numerics.block_formats import BLOCKS_BY_NAME
-from ..numerics.fit import FORMATS, would_fit
-from ..numerics.formats import BY_NAME, TensorHealth
+from ..numerics.fit import FORMATS
+from ..numerics.formats import TensorHealth
 from ..numerics.partial_health import PartialHealth
 from ..util.progress import Tell, silent
 from .against import compare
 from .encodings import ENCODINGS, scales_of
-from .findings import find
+from .findings import find, leaving
 from .formats import read_checkpoint
-from .result import FormatFit, Scan, TensorScan
+from .result import Scan, TensorScan
 from .stored import Contents, DamagedError, OpenFiles, StoredTensor
-from .streaming import CHUNK, Streamer, dead_lines, step_of
+from .streaming import CHUNK, Streamer, dead_lines, in_threads, step_of
 
 _TASK = 1 << 26  # bytes that a thread reads in one go
-# More only wait for one another: each chunk takes the interpreter lock for some microseconds.
-_MOST_THREADS = 16
+_MOST_THREADS = 16  # memory has no more bandwidth for more
 _GLANCE = 1 << 12  # bytes that tell tensors of the same range apart
 _SHOWN = 5  # dead rows whose numbers are kept
-_ROWS = 1 << 19  # bytes of the rows that a format is tried on at a time
-_MOST_ROW = 1 << 24
 
 
 def scan(
@@ -76,17 +71,17 @@ def scan(
     explain_once()
     count = min(threads or len(os.sched_getaffinity(0)), _MOST_THREADS)
     contents = _contents(paths)
-    tensors = list(_scanned(contents.tensors, count, tuple(to), tell, fingerprints=against is not None))
+    tensors = list(_scanned(contents.tensors, count, tell, fingerprints=against is not None))
     comparison = None
     if against is None:
         # Without another checkpoint a fingerprint only tells those apart that are alike in all else.
         alike = _alike(contents.tensors, tensors)
-        again = _scanned([contents.tensors[i] for i in alike], count, (), tell, fingerprints=True)
+        again = _scanned([contents.tensors[i] for i in alike], count, tell, fingerprints=True)
         for i, one in zip(alike, again, strict=True):
             tensors[i] = replace(tensors[i], fingerprint=one.fingerprint)
     else:
         other = _contents([against])
-        others = list(_scanned(other.tensors, count, (), tell, fingerprints=True))
+        others = list(_scanned(other.tensors, count, tell, fingerprints=True))
         comparison = compare(
             (contents.tensors, tensors),
             (other.tensors, others),
@@ -98,7 +93,7 @@ def scan(
         tuple(str(path) for path in paths),
         None if against is None else str(against),
         tuple(tensors),
-        tuple(find(contents, tensors)),
+        (*find(contents, tensors), *leaving(contents.tensors, tensors, to)),
         comparison,
     )
 
@@ -127,8 +122,16 @@ def _alike(stored: Sequence[StoredTensor], tensors: Sequence[TensorScan]) -> lis
     return sorted(i for alike in found.values() if len(alike) > 1 for i in alike)
 
 
+class _Piece(NamedTuple):
+    """Bytes of a tensor that are read in one go."""
+
+    tensor: StoredTensor
+    begin: int
+    end: int
+
+
 class _Part(NamedTuple):
-    """Result of reading a part: `bad_scales` counts those of an encoding that is not decoded."""
+    """Result of reading a piece: `bad_scales` counts those of an encoding that is not decoded."""
 
     health: PartialHealth
     raw: PartialHealth
@@ -136,74 +139,74 @@ class _Part(NamedTuple):
     error: str = ""
 
 
-_Task: TypeAlias = tuple[StoredTensor, int, int]  # and the bytes of it
-
-
-def _tasks(tensors: Sequence[StoredTensor]) -> Iterator[_Task]:
-    """Yield the parts of each tensor that can be read, at least one."""
+def _tasks(tensors: Sequence[StoredTensor]) -> list[list[_Piece]]:
+    """Return the pieces of all tensors in their order, at least one of each, in tasks of some MiB."""
+    tasks: list[list[_Piece]] = []
+    left = 0
     for one in tensors:
-        if one.lost or one.unread or one.source is None:
-            continue
-        step = max(one.nbytes, 1)
-        if not one.source.in_order:
+        size = 0 if one.lost or one.unread or one.source is None else one.nbytes
+        step = max(size, 1)
+        if one.source is not None and not one.source.in_order:
             step = min(step, _TASK // step_of(one, CHUNK) * step_of(one, CHUNK))
-        for begin in range(0, max(one.nbytes, 1), step):
-            yield one, begin, min(begin + step, one.nbytes)
+        for begin in range(0, max(size, 1), step):
+            if left <= 0:
+                tasks.append([])
+                left = _TASK
+            tasks[-1].append(_Piece(one, begin, min(begin + step, size)))
+            left -= step
+    return tasks
 
 
-def _read(task: _Task, fingerprints: bool) -> _Part:
-    tensor, begin, end = task
+def _read(task: Sequence[_Piece], fingerprints: bool) -> list[tuple[_Piece, _Part]]:
+    with OpenFiles() as files:
+        streamer = Streamer(files)
+        return [(piece, _read_piece(streamer, piece, fingerprints)) for piece in task]
+
+
+def _read_piece(streamer: Streamer, piece: _Piece, fingerprints: bool) -> _Part:
     found, bad = _Part(PartialHealth(), PartialHealth()), 0
-    encoding = ENCODINGS.get(tensor.dtype)
+    encoding = ENCODINGS.get(piece.tensor.dtype)
     try:
-        with OpenFiles() as files:
-            for chunk in Streamer(files).chunks(tensor, begin, end):
-                if encoding is not None and fingerprints:
-                    found.raw.add(chunk.raw, chunk.raw_start)
-                if chunk.values is not None:
-                    found.health.add(
-                        chunk.values, chunk.start, fingerprints=fingerprints or encoding is not None
-                    )
-                elif encoding is not None:
-                    blocks = chunk.raw.numpy().reshape(-1, encoding.bytes)
-                    bad += int((~np.isfinite(scales_of(encoding, blocks))).any(1).sum())
+        if not fingerprints and streamer.add_health(*piece, found.health):
+            return found
+        for chunk in streamer.chunks(*piece):
+            if encoding is not None and fingerprints:
+                found.raw.add(chunk.raw, chunk.raw_start)
+            if chunk.values is not None:
+                fingerprinted = fingerprints or encoding is not None
+                found.health.add(chunk.values, chunk.start, fingerprints=fingerprinted)
+            elif encoding is not None:
+                blocks = chunk.raw.numpy().reshape(-1, encoding.bytes)
+                bad += int((~np.isfinite(scales_of(encoding, blocks))).any(1).sum())
     except (DamagedError, OSError, MemoryError) as error:
         return found._replace(error=str(error)[:200] or type(error).__name__)
     return found._replace(bad_scales=bad)
 
 
 def _scanned(
-    tensors: Sequence[StoredTensor], threads: int, to: tuple[str, ...], tell: Tell, *, fingerprints: bool
+    tensors: Sequence[StoredTensor], threads: int, tell: Tell, *, fingerprints: bool
 ) -> Iterator[TensorScan]:
     """Yield the result of each tensor, in their order."""
+
+    def pieces() -> Iterator[tuple[_Piece, _Part]]:
+        done = 0
+        for task in in_threads(lambda task: _read(task, fingerprints), _tasks(tensors), threads):
+            done += sum(piece.end - piece.begin for piece, _ in task)
+            tell(f"reading {task[-1][0].tensor.file.name}", done >> 20, total, "MiB")
+            yield from task
+
     total = sum(one.nbytes for one in tensors if not one.lost) >> 20
-    done = 0
-    pool = ThreadPoolExecutor(threads)
-    try:
-        # A few tasks ahead: a large checkpoint has thousands.
-        source = _tasks(tensors)
-        tasks = deque((task, pool.submit(_read, task, fingerprints)) for task in islice(source, 4 * threads))
-        for tensor in tensors:
-            parts: list[_Part] = []
-            while tasks and tasks[0][0][0] is tensor:
-                (_, begin, end), future = tasks.popleft()
-                parts.append(future.result())
-                done += end - begin
-                tell(f"reading {tensor.file.name}", done >> 20, total, "MiB")
-                tasks.extend((more, pool.submit(_read, more, fingerprints)) for more in islice(source, 1))
-            yield _finished(tensor, parts, to, fingerprints=fingerprints)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    for _, group in groupby(pieces(), lambda one: id(one[0].tensor)):
+        found = list(group)
+        yield _finished(found[0][0].tensor, [part for _, part in found], fingerprints=fingerprints)
 
 
-def _finished(
-    tensor: StoredTensor, parts: Sequence[_Part], to: tuple[str, ...], *, fingerprints: bool
-) -> TensorScan:
+def _finished(tensor: StoredTensor, parts: Sequence[_Part], *, fingerprints: bool) -> TensorScan:
     found = TensorScan(
         tensor.name, str(tensor.file), tensor.dtype, tensor.shape, tensor.nbytes, tensor.unread, tensor.lost
     )
     error = next((one.error for one in parts if one.error), "")
-    if error or not parts:
+    if error or found.lost or found.unread or tensor.source is None:
         return replace(found, lost=found.lost or error)
     health, raw = PartialHealth(), PartialHealth()
     for one in parts:
@@ -221,7 +224,6 @@ def _finished(
     known = health.health(tensor.lying)
     try:
         rows, columns = dead_lines(tensor, known.num_zero, _SHOWN)
-        fits = tuple(_fit(tensor, name) for name in to if _may_be_matrix(tensor))
     except (DamagedError, OSError, MemoryError) as error:  # cut off since
         return replace(found, lost=str(error)[:200] or type(error).__name__)
     return replace(
@@ -231,7 +233,6 @@ def _finished(
         dead_columns=columns.total,
         first_dead_rows=rows.first,
         first_dead_columns=columns.first,
-        fits=fits,
     )
 
 
@@ -242,34 +243,3 @@ def _in_order(health: TensorHealth, tensor: StoredTensor) -> TensorHealth:
         return health
     index = dict(zip(tensor.order, first, strict=True))
     return health._replace(first_nonfinite=tuple(index[d] for d in range(len(first))))
-
-
-def _may_be_matrix(tensor: StoredTensor) -> bool:
-    form = BY_NAME.get(tensor.dtype)
-    return len(tensor.shape) > 1 and form is not None and form.has_sign_bit and tensor.order is None
-
-
-def _fit(tensor: StoredTensor, name: str) -> FormatFit:
-    """Try a format on the rows of a matrix, some at a time."""
-    width = tensor.shape[-1] * BY_NAME[tensor.dtype].bits // 8
-    form = BLOCKS_BY_NAME.get(name)
-    by_tensor = form is not None and (form.columns is None) == (form.rows is None) and form.rows is None
-    if (by_tensor and tensor.nbytes > _MOST_ROW) or width > _MOST_ROW:
-        return FormatFit(name, unread="its blocks are too large to be tried in a part of the tensor")
-    rows = form.rows if form is not None and form.rows else 1
-    step = tensor.nbytes if by_tensor else max(_ROWS // max(width * rows, 1), 1) * width * rows
-    numbers = lost = flushed = 0
-    signal = noise = 0.0
-    with OpenFiles() as files:
-        streamer = Streamer(files)
-        for at in range(0, tensor.nbytes, max(step, 1)):
-            values = streamer.read(tensor, at, min(step, tensor.nbytes - at)).values
-            assert values is not None
-            fit = would_fit(values.view(-1, tensor.shape[-1]), name)
-            numbers += fit.num_elements
-            if isinstance(fit, BlockFit):
-                lost, flushed = lost + fit.num_saturated + fit.num_lost, flushed + fit.num_flushed
-                signal, noise = signal + fit.signal, noise + fit.noise
-            else:
-                lost, flushed = lost + fit.num_overflow, flushed + fit.num_underflow
-    return FormatFit(name, numbers, lost, flushed, signal if form else None, noise if form else None)

@@ -6,22 +6,28 @@ the pages of a mapping would count as this process's memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..numerics.partial_health import BLOCK
+from ..numerics._extension import C
+from ..numerics.partial_health import BLOCK, PartialHealth
 from .encodings import ENCODINGS, Array, bytes_of, is_float
-from .stored import OpenFiles, StoredTensor
+from .stored import OpenFiles, Span, StoredTensor
 
 # In bytes. Of 384 KiB and more the kernels would share the work among PyTorch's threads, for which readers would wait.
 CHUNK = 352 << 10
 _SPAN = 1 << 16
 # A longer row is an embedding of 16 Mi columns, or no row.
 _MOST_LINE = 1 << 24
+_A = TypeVar("_A")
+_B = TypeVar("_B")
 _WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
@@ -63,15 +69,19 @@ class Streamer:
     def chunks(self, tensor: StoredTensor, begin: int = 0, end: int | None = None) -> Iterator[Chunk]:
         """Yield the chunks of bytes `begin` to `end` of a tensor. Raises DamagedError and OSError."""
         end, step = tensor.nbytes if end is None else end, step_of(tensor, self._size)
-        chunk = None
         for at in range(begin, end, step):
-            if chunk is None or chunk.values is None or tensor.dtype in ENCODINGS or end - at < step:
-                chunk = self.read(tensor, at, min(step, end - at))
-            else:  # the views of the last chunk still fit
-                assert tensor.source is not None
-                tensor.source.read(self._files, at, self._memory[:step])
-                chunk = Chunk(at // chunk.values.itemsize, chunk.raw, at, chunk.values)
-            yield chunk
+            yield self.read(tensor, at, min(step, end - at))
+
+    def add_health(self, tensor: StoredTensor, begin: int, end: int, health: PartialHealth) -> bool:
+        """Add bytes `begin` to `end` of a tensor in one compiled call. False where that cannot read them."""
+        source = tensor.source
+        if C is None or not isinstance(source, Span) or tensor.dtype in ENCODINGS:
+            return False
+        buffer = self._bytes.view(_dtype_of(tensor))
+        width, fd = buffer.itemsize, self._files.descriptor(source.path)
+        if row := C.file_health(fd, source.offset + begin, (end - begin) // width, buffer):
+            health.add_row(row, begin // width)
+        return bool(row)
 
     def read(self, tensor: StoredTensor, begin: int, nbytes: int) -> Chunk:
         """Return the chunk of these bytes, at most `size` or a `step` of them."""
@@ -83,8 +93,7 @@ class Streamer:
         raw = self._bytes[:nbytes]
         encoding = ENCODINGS.get(tensor.dtype)
         if encoding is None:
-            # A byte of a bool may hold anything.
-            dtype: torch.dtype = torch.uint8 if tensor.dtype == "bool" else getattr(torch, tensor.dtype)
+            dtype = _dtype_of(tensor)
             return Chunk(begin // dtype.itemsize, raw, begin, raw.view(dtype))
         count = nbytes // encoding.bytes
         values = None
@@ -96,6 +105,35 @@ class Streamer:
                 raw.numpy().reshape(count, encoding.bytes), values.numpy().reshape(count, encoding.elements)
             )
         return Chunk(begin // encoding.bytes * encoding.elements, raw, begin, values)
+
+    def values(self, tensor: StoredTensor, start: int, count: int) -> Tensor:
+        """Return some elements of a tensor that can be decoded, valid until the next are read."""
+        found = self.read(tensor, bytes_of(tensor.dtype, start), bytes_of(tensor.dtype, count)).values
+        assert found is not None
+        return found
+
+
+def _dtype_of(tensor: StoredTensor) -> torch.dtype:
+    # A byte of a bool may hold anything.
+    return torch.uint8 if tensor.dtype == "bool" else getattr(torch, tensor.dtype)
+
+
+def in_threads(call: Callable[[_A], _B], items: Iterable[_A], threads: int) -> Iterator[_B]:
+    """Yield the result for each item in their order, by threads that are a few items ahead."""
+    left = iter(items)
+    first = list(islice(left, 2))
+    if threads == 1 or len(first) < 2:
+        yield from map(call, chain(first, left))
+        return
+    pool = ThreadPoolExecutor(threads)
+    try:
+        # No more: a large checkpoint has thousands.
+        ahead = deque(pool.submit(call, one) for one in chain(first, islice(left, 4 * threads - 2)))
+        while ahead:
+            yield ahead.popleft().result()
+            ahead.extend(pool.submit(call, one) for one in islice(left, 1))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 class Dead(NamedTuple):

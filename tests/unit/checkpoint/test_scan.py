@@ -77,14 +77,19 @@ def test_a_tensor_of_many_tasks_and_chunks_is_read_once_and_whole(threads, tmp_p
     assert told[-1][1:3] == (2, 2)
 
 
-def test_formats_on_request_are_those_of_would_fit(layers, tmp_path):
-    layers["layers.0.w.weight"][0, 0] = 1e6
+def test_matrices_that_leave_a_format_are_those_of_would_fit(layers, tmp_path):
+    name = "layers.0.w.weight"
+    layers[name][:, 0] = 1e6
     save_file(layers, tmp_path / "x.safetensors")
-    result = nanwatch.scan(tmp_path / "x.safetensors", to=["float16", "mxfp8"])
-    plain, block = next(one.fits for one in result.tensors if one.name == "layers.0.w.weight")
-    assert plain.overflow == nanwatch.would_fit(layers["layers.0.w.weight"], "float16").num_overflow == 1
-    assert block.sqnr == pytest.approx(nanwatch.would_fit(layers["layers.0.w.weight"], "mxfp8").sqnr)
-    assert "As mxfp8" in result.to_text()
+    result = nanwatch.scan(tmp_path / "x.safetensors", to=["float16", "mxfp8", "mxfp4"])
+    found = [one for one in result.findings if one.kind == "range" and "become zero" in one.text]
+    plain, mxfp8, mxfp4 = (nanwatch.would_fit(layers[name], form) for form in ("float16", "mxfp8", "mxfp4"))
+    assert [one.text for one in found] == [
+        f"{plain.overflow:.3%} overflow and {plain.underflow:.3%} become zero in float16",
+        f"0.000% overflow and {mxfp8.flushed:.3%} become zero in mxfp8",
+        f"0.000% overflow and {mxfp4.flushed:.3%} become zero in mxfp4",
+    ]
+    assert {one.tensors for one in found} == {(name,)}
     with pytest.raises(ValueError, match="mxfp99"):
         nanwatch.scan(tmp_path / "x.safetensors", to=["mxfp99"])
 

@@ -1,0 +1,48 @@
+#include "cpu/file_health.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+
+namespace nanwatch {
+namespace {
+
+// Fills the memory. False where the file ends before, and at an error.
+bool read_fully(int file, int64_t offset, char* memory, int64_t bytes) {
+  while (bytes > 0) {
+    const ssize_t n = pread(file, memory, size_t(bytes), offset);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return false;
+    memory += n;
+    offset += n;
+    bytes -= n;
+  }
+  return true;
+}
+
+}  // namespace
+
+bool file_health_cpu(int file, int64_t offset, int64_t count, const View& buffer, double* row) {
+  const auto width = int64_t(word_size(buffer.format));
+  const auto kernel = current_kernels().health[int(buffer.format)];
+  auto* const memory = static_cast<char*>(const_cast<void*>(buffer.data));
+  HealthBits bits;
+  int64_t first = -1, n = 0;
+  const int64_t stride = 1;
+  const View part{memory, buffer.format, 0, 1, &n, &stride};
+  for (int64_t done = 0; done < count; done += n) {
+    n = std::min(buffer.numel, count - done);
+    if (!read_fully(file, offset + done * width, memory, n * width)) return false;
+    kernel({memory, n, 1, 1, 0}, &bits);
+    if (first >= 0 || bits.num_nonfinite() == 0) continue;
+    write_health(part, bits, 1, row);
+    first = done + int64_t(row[column::first_nonfinite]);
+  }
+  n = 0;
+  write_health(part, bits, 1, row);
+  row[column::first_nonfinite] = double(first);
+  return true;
+}
+
+}  // namespace nanwatch
