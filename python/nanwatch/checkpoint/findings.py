@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
+from functools import lru_cache
 from statistics import median
 
 from ..numerics.block_fit import BlockFit
 from ..numerics.block_formats import BLOCKS_BY_NAME
-from ..numerics.fit import edges, would_fit
+from ..numerics.fit import Edges, edges, would_fit
 from ..numerics.formats import BY_NAME, TensorHealth
 from ..records.siblings import apart_from_siblings
 from .encodings import ENCODINGS
@@ -82,16 +83,21 @@ def _of_values(one: TensorScan, health: TensorHealth) -> Iterator[Finding]:
     if health.num_subnormal >= _MANY_SUBNORMALS * numel:
         share = health.num_subnormal / numel
         yield Finding("subnormal", False, f"{share:.1%} of {numel:,} are subnormal in {one.dtype}", names)
-    form, largest = BY_NAME.get(one.dtype), health.finite_abs_max
-    for target in _TARGETS:
-        if form is None or form.ends.largest <= BY_NAME[target].ends.largest:
-            continue
-        ends = edges(target)
+    largest = health.finite_abs_max
+    for target, ends in _narrower(one.dtype):
         if largest >= ends.overflows_from:
             yield Finding("range", False, f"abs max {largest:.4g} overflows in {target}", names)
         elif 0 < largest < ends.normal_from:
             text = f"abs max {largest:.4g}: every element would be subnormal or zero in {target}"
             yield Finding("range", False, text, names)
+
+
+@lru_cache
+def _narrower(dtype: str) -> list[tuple[str, Edges]]:
+    """Return the formats whose range is narrower, with their edges."""
+    form = BY_NAME.get(dtype)
+    narrower = [one for one in _TARGETS if form and form.ends.largest > BY_NAME[one].ends.largest]
+    return [(one, edges(one)) for one in narrower]
 
 
 def _apart(tensors: Sequence[TensorScan]) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import groupby
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -111,7 +111,7 @@ def _alike(stored: Sequence[StoredTensor], tensors: Sequence[TensorScan]) -> lis
     for i, (one, scanned) in enumerate(zip(stored, tensors, strict=True)):
         health = scanned.health
         if one.source is not None and health is not None and health.abs_min != health.abs_max:
-            groups[one.dtype, one.shape, str(health)].setdefault(one.source.key, i)
+            groups[one.dtype, one.shape, health[2:]].setdefault(one.source.key, i)
     found: dict[Hashable, list[int]] = defaultdict(list)
     with OpenFiles() as files:
         for key, group in groups.items():
@@ -202,38 +202,33 @@ def _scanned(
 
 
 def _finished(tensor: StoredTensor, parts: Sequence[_Part], *, fingerprints: bool) -> TensorScan:
-    found = TensorScan(
-        tensor.name, str(tensor.file), tensor.dtype, tensor.shape, tensor.nbytes, tensor.unread, tensor.lost
-    )
-    error = next((one.error for one in parts if one.error), "")
-    if error or found.lost or found.unread or tensor.source is None:
-        return replace(found, lost=found.lost or error)
-    health, raw = PartialHealth(), PartialHealth()
-    for one in parts:
-        health.merge(one.health)
-        raw.merge(one.raw)
-    if (encoding := ENCODINGS.get(tensor.dtype)) is not None:
-        if fingerprints:
-            found = replace(found, fingerprint=raw.fingerprint("uint8", (tensor.nbytes,)))
-        if encoding.decode is None:
-            bad = sum(one.bad_scales for one in parts)
-            why = f"{tensor.dtype} is not decoded; its scales are read"
-            return replace(found, unread=why, bad_blocks=bad)
-    elif tensor.order is None and fingerprints:
-        found = replace(found, fingerprint=health.fingerprint(tensor.dtype, tensor.shape))
-    known = health.health(tensor.lying)
-    try:
-        rows, columns = dead_lines(tensor, known.num_zero, _SHOWN)
-    except (DamagedError, OSError, MemoryError) as error:  # cut off since
-        return replace(found, lost=str(error)[:200] or type(error).__name__)
-    return replace(
-        found,
-        health=_in_order(known, tensor),
-        dead_rows=rows.total,
-        dead_columns=columns.total,
-        first_dead_rows=rows.first,
-        first_dead_columns=columns.first,
-    )
+    unread, lost = tensor.unread, tensor.lost or next((one.error for one in parts if one.error), "")
+    is_read = not (unread or lost) and tensor.source is not None
+    found: dict[str, Any] = {}
+    if is_read:
+        health, raw = parts[0].health, parts[0].raw
+        for one in parts[1:]:
+            health.merge(one.health)
+            raw.merge(one.raw)
+        encoding = ENCODINGS.get(tensor.dtype)
+        if fingerprints and encoding is not None:
+            found["fingerprint"] = raw.fingerprint("uint8", (tensor.nbytes,))
+        elif fingerprints and tensor.order is None:
+            found["fingerprint"] = health.fingerprint(tensor.dtype, tensor.shape)
+        if encoding is not None and encoding.decode is None:
+            unread = f"{tensor.dtype} is not decoded; its scales are read"
+            found["bad_blocks"] = sum(one.bad_scales for one in parts)
+        else:
+            known = health.health(tensor.lying)
+            try:
+                rows, columns = dead_lines(tensor, known.num_zero, _SHOWN)
+                found["health"] = _in_order(known, tensor)
+                found |= {"dead_rows": rows.total, "first_dead_rows": rows.first}
+                found |= {"dead_columns": columns.total, "first_dead_columns": columns.first}
+            except (DamagedError, OSError, MemoryError) as error:  # cut off since
+                lost = str(error)[:200] or type(error).__name__
+    of_file = tensor.name, str(tensor.file), tensor.dtype, tensor.shape, tensor.nbytes
+    return TensorScan(*of_file, unread, lost, **found)
 
 
 def _in_order(health: TensorHealth, tensor: StoredTensor) -> TensorHealth:

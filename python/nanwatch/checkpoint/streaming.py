@@ -150,7 +150,7 @@ def dead_lines(tensor: StoredTensor, zeros: int, most: int) -> tuple[Dead, Dead]
     dimension, the columns all others together. Vectors, integers and matrices of longer rows have none.
     """
     shape, none = tensor.lying, Dead(0, ())
-    if not is_float(tensor.dtype) or len(shape) < 2 or not tensor.numel or (tensor.order and len(shape) > 2):
+    if not (zeros and is_float(tensor.dtype)) or len(shape) < 2 or (tensor.order and len(shape) > 2):
         return none, none
     rows, width = shape[0], tensor.numel // shape[0]
     if not (1 < min(rows, width) <= zeros and max(rows, width) <= _MOST_LINE):
