@@ -35,17 +35,14 @@ def compare(a: Side, b: Side, problems: Sequence[str], threads: int, tell: Tell)
         tell("comparing", done, len(pairs), "tensors")
         changes.append(change)
     matched = {id(one) for pair in pairs for one in (*pair.a, *pair.b)}
-    only, only_other = ([one for one in side[0] if id(one) not in matched] for side in (a, b))
-    by_name = {one.name: one for one in only_other}
-    for one in list(only):
-        if (other := by_name.get(one.name)) is not None:
-            why = _why_not(one, scans[id(one)]) or _why_not(other, scans[id(other)])
-            text = why or f"{list(one.shape)} is no {list(other.shape)}"
-            changes.append(Change((one.name,), (other.name,), "not compared", text))
-            only.remove(one)
-            only_other.remove(other)
-    names, others = (tuple(one.name for one in left) for left in (only, only_other))
-    return CheckpointComparison(tuple(changes), names, others, tuple(problems))
+    alone = [{one.name: one for one in side[0] if id(one) not in matched} for side in (a, b)]
+    both = [name for name in alone[0] if name in alone[1]]
+    for name in both:
+        one, other = (side.pop(name) for side in alone)
+        why = _why_not(one, scans[id(one)]) or _why_not(other, scans[id(other)])
+        text = why or f"{list(one.shape)} is no {list(other.shape)}"
+        changes.append(Change((name,), (name,), "not compared", text))
+    return CheckpointComparison(tuple(changes), tuple(alone[0]), tuple(alone[1]), tuple(problems))
 
 
 def _why_not(one: StoredTensor, scanned: TensorScan) -> str:
@@ -63,11 +60,9 @@ class _Distance:
     def add(self, a: Tensor, b: Tensor, start: int, *, is_exact: bool) -> None:
         """Add elements; `start` is the number of the first one."""
         if is_exact:
-            nearest = a.to(b.dtype)
-            same = (nearest.float() if b.element_size() == 1 else nearest) == (
-                b.float() if b.element_size() == 1 else b
-            )
-            self.unrounded += int((~(same | (a.isnan() & b.isnan()))).sum() if not bool(same.all()) else 0)
+            # PyTorch does not compare numbers of 8 bits.
+            nearest, given = (one.float() if b.element_size() == 1 else one for one in (a.to(b.dtype), b))
+            self.unrounded += int(((nearest != given) & ~(nearest.isnan() & given.isnan())).sum())
         wide = torch.float32 if max(a.element_size(), b.element_size()) < 4 else torch.float64
         x, y = a.to(wide), b.to(wide)
         apart = y - x

@@ -171,7 +171,7 @@ def _shares(tensor: StoredTensor, name: str) -> tuple[float, float]:
     with OpenFiles() as files:
         streamer = Streamer(files)
         for at in range(0, tensor.nbytes, max(step, 1)):
-            values = streamer.read(tensor, at, min(step, tensor.nbytes - at)).values
+            _, values = streamer.read(tensor, at, min(step, tensor.nbytes - at))
             assert values is not None
             fit = would_fit(values.view(-1, tensor.shape[-1]), name)
             if isinstance(fit, BlockFit):

@@ -117,7 +117,7 @@ def _alike(stored: Sequence[StoredTensor], tensors: Sequence[TensorScan]) -> lis
         for key, group in groups.items():
             for i in group.values() if len(group) > 1 else ():
                 with suppress(DamagedError, OSError):
-                    first = next(Streamer(files, _GLANCE).chunks(stored[i])).raw
+                    first, _ = Streamer(files, 0).read(stored[i], 0, min(_GLANCE, stored[i].nbytes))
                     found[key, first.numpy().tobytes()].append(i)
     return sorted(i for alike in found.values() if len(alike) > 1 for i in alike)
 
@@ -169,15 +169,15 @@ def _read_piece(streamer: Streamer, piece: _Piece, fingerprints: bool) -> _Part:
     try:
         if not fingerprints and streamer.add_health(*piece, found.health):
             return found
-        for chunk in streamer.chunks(*piece):
+        for at, raw, values in streamer.chunks(*piece):
             if encoding is not None and fingerprints:
-                found.raw.add(chunk.raw, chunk.raw_start)
-            if chunk.values is not None:
-                fingerprinted = fingerprints or encoding is not None
-                found.health.add(chunk.values, chunk.start, fingerprints=fingerprinted)
+                found.raw.add(raw, at)
+            if values is not None:
+                start = at * len(values) // len(raw)
+                found.health.add(values, start, fingerprints=fingerprints or encoding is not None)
             elif encoding is not None:
-                blocks = chunk.raw.numpy().reshape(-1, encoding.bytes)
-                bad += int((~np.isfinite(scales_of(encoding, blocks))).any(1).sum())
+                scales = scales_of(encoding, raw.numpy().reshape(-1, encoding.bytes))
+                bad += int((~np.isfinite(scales)).any(1).sum())
     except (DamagedError, OSError, MemoryError) as error:
         return found._replace(error=str(error)[:200] or type(error).__name__)
     return found._replace(bad_scales=bad)

@@ -23,23 +23,11 @@ from .stored import OpenFiles, Span, StoredTensor
 
 # In bytes. Of 384 KiB and more the kernels would share the work among PyTorch's threads, for which readers would wait.
 CHUNK = 352 << 10
-_SPAN = 1 << 16
 # A longer row is an embedding of 16 Mi columns, or no row.
 _MOST_LINE = 1 << 24
 _A = TypeVar("_A")
 _B = TypeVar("_B")
 _WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
-
-
-class Chunk(NamedTuple):
-    """Elements of a tensor from number `start` on, valid until the next one is read."""
-
-    start: int
-    raw: Tensor
-    """Its bytes, from number `raw_start` of the tensor on."""
-    raw_start: int
-    values: Tensor | None
-    """Its numbers, float32 where they were decoded; None where the encoding is not decoded."""
 
 
 def step_of(tensor: StoredTensor, size: int) -> int:
@@ -50,27 +38,21 @@ def step_of(tensor: StoredTensor, size: int) -> int:
     return max(size // unit, 1) * unit
 
 
-def buffer_of(x: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor, for writing."""
-    array: Any = x.view(torch.uint8).numpy()
-    return memoryview(array)
-
-
 class Streamer:
     """Reader of chunks, for one thread."""
 
     def __init__(self, files: OpenFiles, size: int = CHUNK) -> None:
         self._files = files
-        self._size = size
         self._bytes = torch.empty(size, dtype=torch.uint8)
-        self._memory = buffer_of(self._bytes)
         self._decoded = torch.empty(0)
 
-    def chunks(self, tensor: StoredTensor, begin: int = 0, end: int | None = None) -> Iterator[Chunk]:
-        """Yield the chunks of bytes `begin` to `end` of a tensor. Raises DamagedError and OSError."""
-        end, step = tensor.nbytes if end is None else end, step_of(tensor, self._size)
+    def chunks(
+        self, tensor: StoredTensor, begin: int, end: int
+    ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """Yield places between two bytes of a tensor, with what `read` returns there."""
+        step = step_of(tensor, len(self._bytes))
         for at in range(begin, end, step):
-            yield self.read(tensor, at, min(step, end - at))
+            yield at, *self.read(tensor, at, min(step, end - at))
 
     def add_health(self, tensor: StoredTensor, begin: int, end: int, health: PartialHealth) -> bool:
         """Add bytes `begin` to `end` of a tensor in one compiled call. False where that cannot read them."""
@@ -83,32 +65,32 @@ class Streamer:
             health.add_row(row, begin // width)
         return bool(row)
 
-    def read(self, tensor: StoredTensor, begin: int, nbytes: int) -> Chunk:
-        """Return the chunk of these bytes, at most `size` or a `step` of them."""
+    def read(self, tensor: StoredTensor, begin: int, nbytes: int) -> tuple[Tensor, Tensor | None]:
+        """Return some bytes, and their numbers: float32 where they were decoded, None where the encoding is not.
+
+        Both are valid until the next ones are read. Raises DamagedError and OSError.
+        """
         assert tensor.source is not None
-        if nbytes > len(self._memory):
+        if nbytes > len(self._bytes):
             self._bytes = torch.empty(nbytes, dtype=torch.uint8)
-            self._memory = buffer_of(self._bytes)
-        tensor.source.read(self._files, begin, self._memory[:nbytes])
         raw = self._bytes[:nbytes]
-        encoding = ENCODINGS.get(tensor.dtype)
-        if encoding is None:
-            dtype = _dtype_of(tensor)
-            return Chunk(begin // dtype.itemsize, raw, begin, raw.view(dtype))
-        count = nbytes // encoding.bytes
-        values = None
-        if encoding.decode is not None:
-            if self._decoded.numel() < count * encoding.elements:
-                self._decoded = torch.empty(count * encoding.elements)
-            values = self._decoded[: count * encoding.elements]
-            encoding.decode(
-                raw.numpy().reshape(count, encoding.bytes), values.numpy().reshape(count, encoding.elements)
-            )
-        return Chunk(begin // encoding.bytes * encoding.elements, raw, begin, values)
+        memory: Any = raw.numpy()
+        tensor.source.read(self._files, begin, memoryview(memory))
+        if (encoding := ENCODINGS.get(tensor.dtype)) is None:
+            return raw, raw.view(_dtype_of(tensor))
+        if encoding.decode is None:
+            return raw, None
+        blocks = memory.reshape(-1, encoding.bytes)
+        count = len(blocks) * encoding.elements
+        if self._decoded.numel() < count:
+            self._decoded = torch.empty(count)
+        values = self._decoded[:count]
+        encoding.decode(blocks, values.numpy().reshape(-1, encoding.elements))
+        return raw, values
 
     def values(self, tensor: StoredTensor, start: int, count: int) -> Tensor:
         """Return some elements of a tensor that can be decoded, valid until the next are read."""
-        found = self.read(tensor, bytes_of(tensor.dtype, start), bytes_of(tensor.dtype, count)).values
+        _, found = self.read(tensor, bytes_of(tensor.dtype, start), bytes_of(tensor.dtype, count))
         assert found is not None
         return found
 
@@ -156,13 +138,12 @@ def dead_lines(tensor: StoredTensor, zeros: int, most: int) -> tuple[Dead, Dead]
     if not (1 < min(rows, width) <= zeros and max(rows, width) <= _MOST_LINE):
         return none, none
     live, columns = np.zeros(rows, dtype=bool), np.zeros(width, dtype=bool)
-    row, band = bytes_of(tensor.dtype, width), max(1, CHUNK // max(bytes_of(tensor.dtype, width), 1))
+    band = max(1, CHUNK // bytes_of(tensor.dtype, width))
     with OpenFiles() as files:
         streamer = Streamer(files)
         for at in range(0, rows if zeros < tensor.numel else 0, band):
             count = min(band, rows - at)
-            values = streamer.read(tensor, at * row, count * row).values
-            assert values is not None
+            values = streamer.values(tensor, at * width, count * width)
             words = values.view(_WORDS[values.itemsize]).numpy().reshape(count, width)
             magnitude = words.dtype.type((1 << (8 * words.itemsize - 1)) - 1)
             live[at : at + count] = (np.bitwise_or.reduce(words, 1) & magnitude) != 0
@@ -172,10 +153,9 @@ def dead_lines(tensor: StoredTensor, zeros: int, most: int) -> tuple[Dead, Dead]
 
 
 def _dead(live: Array, most: int) -> Dead:
-    # A large matrix may have millions, whose numbers would take more memory than the scan.
-    first: list[int] = []
-    for begin in range(0, len(live), _SPAN):
-        if len(first) >= most:
-            break
-        first += (np.flatnonzero(~live[begin : begin + _SPAN]) + begin).tolist()
-    return Dead(len(live) - int(np.count_nonzero(live)), tuple(first[:most]))
+    # One by one: a large matrix may have millions, whose numbers would take more memory than the scan.
+    total, first = len(live) - int(np.count_nonzero(live)), list[int]()
+    while len(first) < min(most, total):
+        at = first[-1] + 1 if first else 0
+        first.append(at + int(live[at:].argmin()))
+    return Dead(total, tuple(first))
