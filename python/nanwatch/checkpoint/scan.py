@@ -7,12 +7,10 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from ..numerics._extension import explain_once
 from ..numerics.block_formats import BLOCKS_BY_NAME
@@ -21,12 +19,12 @@ from ..numerics.formats import TensorHealth
 from ..numerics.partial_health import PartialHealth
 from ..util.progress import Tell, silent
 from .against import compare
-from .encodings import ENCODINGS, scales_of
+from .encodings import ENCODINGS, bad_scales
 from .findings import find, leaving
 from .formats import read_checkpoint
 from .result import Scan, TensorScan
 from .stored import Contents, DamagedError, OpenFiles, StoredTensor
-from .streaming import CHUNK, Streamer, dead_lines, in_threads, step_of
+from .streaming import CHUNK, Dead, Streamer, dead_lines, in_threads, step_of
 
 _TASK = 1 << 26  # bytes that a thread reads in one go
 _MOST_THREADS = 16  # memory has no more bandwidth for more
@@ -131,12 +129,13 @@ class _Piece(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Result of reading a piece: `bad_scales` counts those of an encoding that is not decoded."""
+    """Result of reading a piece: `bad_scales` counts those of an encoding that is not decoded, `dead` has dead rows."""
 
     health: PartialHealth
     raw: PartialHealth
     bad_scales: int = 0
     error: str = ""
+    dead: Dead | None = None
 
 
 def _tasks(tensors: Sequence[StoredTensor]) -> list[list[_Piece]]:
@@ -167,8 +166,8 @@ def _read_piece(streamer: Streamer, piece: _Piece, fingerprints: bool) -> _Part:
     found, bad = _Part(PartialHealth(), PartialHealth()), 0
     encoding = ENCODINGS.get(piece.tensor.dtype)
     try:
-        if not fingerprints and streamer.add_health(*piece, found.health):
-            return found
+        if not fingerprints and (dead := streamer.add_health(*piece, found.health)) is not None:
+            return found._replace(dead=dead)
         for at, raw, values in streamer.chunks(*piece):
             if encoding is not None and fingerprints:
                 found.raw.add(raw, at)
@@ -176,8 +175,7 @@ def _read_piece(streamer: Streamer, piece: _Piece, fingerprints: bool) -> _Part:
                 start = at * len(values) // len(raw)
                 found.health.add(values, start, fingerprints=fingerprints or encoding is not None)
             elif encoding is not None:
-                scales = scales_of(encoding, raw.numpy().reshape(-1, encoding.bytes))
-                bad += int((~np.isfinite(scales)).any(1).sum())
+                bad += bad_scales(encoding, raw.numpy().reshape(-1, encoding.bytes))
     except (DamagedError, OSError, MemoryError) as error:
         return found._replace(error=str(error)[:200] or type(error).__name__)
     return found._replace(bad_scales=bad)
@@ -221,7 +219,10 @@ def _finished(tensor: StoredTensor, parts: Sequence[_Part], *, fingerprints: boo
         else:
             known = health.health(tensor.lying)
             try:
-                rows, columns = dead_lines(tensor, known.num_zero, _SHOWN)
+                dead = [one.dead for one in parts if one.dead is not None and one.dead.total >= 0]
+                first = tuple(chain.from_iterable(one.first for one in dead))[:_SHOWN]
+                found_rows = Dead(sum(one.total for one in dead), first) if len(dead) == len(parts) else None
+                rows, columns = dead_lines(tensor, known.num_zero, _SHOWN, found_rows)
                 found["health"] = _in_order(known, tensor)
                 found |= {"dead_rows": rows.total, "first_dead_rows": rows.first}
                 found |= {"dead_columns": columns.total, "first_dead_columns": columns.first}

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
+from math import lcm, prod
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -31,11 +32,20 @@ _WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 def step_of(tensor: StoredTensor, size: int) -> int:
-    """Return the bytes of a chunk of about `size`: whole elements or blocks, and whole blocks of a fingerprint."""
+    """Return the bytes of a part of about `size`: whole elements, blocks of a fingerprint, and rows if they fit."""
     unit = BLOCK
     if (encoding := ENCODINGS.get(tensor.dtype)) is not None:
         unit *= encoding.bytes
+    with_rows = lcm(unit, bytes_of(tensor.dtype, prod(tensor.lying[1:])))
+    unit = with_rows if 0 < with_rows <= size else unit
     return max(size // unit, 1) * unit
+
+
+class Dead(NamedTuple):
+    """Rows or columns that are all zero: how many, and the numbers of the first."""
+
+    total: int
+    first: tuple[int, ...]
 
 
 class Streamer:
@@ -54,16 +64,25 @@ class Streamer:
         for at in range(begin, end, step):
             yield at, *self.read(tensor, at, min(step, end - at))
 
-    def add_health(self, tensor: StoredTensor, begin: int, end: int, health: PartialHealth) -> bool:
-        """Add bytes `begin` to `end` of a tensor in one compiled call. False where that cannot read them."""
-        source = tensor.source
+    def add_health(self, tensor: StoredTensor, begin: int, end: int, health: PartialHealth) -> Dead | None:
+        """Add bytes `begin` to `end` of a tensor in one compiled call, and return the dead ones of their rows.
+
+        Their number is -1 where the call did not see whole rows. None if it could not read: nothing was added.
+        """
+        source, (rows, width) = tensor.source, _lines(tensor)
         if C is None or not isinstance(source, Span) or tensor.dtype in ENCODINGS:
-            return False
+            return None
         buffer = self._bytes.view(_dtype_of(tensor))
-        width, fd = buffer.itemsize, self._files.descriptor(source.path)
-        if row := C.file_health(fd, source.offset + begin, (end - begin) // width, buffer):
-            health.add_row(row, begin // width)
-        return bool(row)
+        size, fd = buffer.itemsize, self._files.descriptor(source.path)
+        start = begin // size
+        is_seen = rows == 0 or (width <= len(buffer) and start % width == 0)
+        width = width if is_seen else 0
+        found = C.file_health(fd, source.offset + begin, (end - begin) // size, width, buffer)
+        if found is None:
+            return None
+        row, total, first = found
+        health.add_row(row, start)
+        return Dead(total if is_seen else -1, tuple(start // width + one for one in first))
 
     def read(self, tensor: StoredTensor, begin: int, nbytes: int) -> tuple[Tensor, Tensor | None]:
         """Return some bytes, and their numbers: float32 where they were decoded, None where the encoding is not.
@@ -118,37 +137,41 @@ def in_threads(call: Callable[[_A], _B], items: Iterable[_A], threads: int) -> I
         pool.shutdown(cancel_futures=True)
 
 
-class Dead(NamedTuple):
-    """Rows or columns that are all zero: how many, and the numbers of the first."""
+def _lines(tensor: StoredTensor) -> tuple[int, int]:
+    """Return how many rows a matrix has, and how long they are; (0, 0) where they are not looked at."""
+    lying = tensor.lying
+    width = prod(lying[1:])
+    is_matrix = len(lying) > 1 and min(lying[0], width) > 1 and not (tensor.order and len(lying) > 2)
+    if not is_matrix or not is_float(tensor.dtype) or max(lying[0], width) > _MOST_LINE:
+        return 0, 0
+    return lying[0], width
 
-    total: int
-    first: tuple[int, ...]
 
-
-def dead_lines(tensor: StoredTensor, zeros: int, most: int) -> tuple[Dead, Dead]:
+def dead_lines(tensor: StoredTensor, zeros: int, most: int, known: Dead | None = None) -> tuple[Dead, Dead]:
     """Return the rows and the columns that are all zero, with the numbers of the first `most`.
 
-    `zeros` elements of the tensor are zero: with fewer than a row has, nothing is read. The rows are those of the first
-    dimension, the columns all others together. Vectors, integers and matrices of longer rows have none.
+    `zeros` elements of the tensor are zero: with fewer than a line has, nothing is read. `known` has the rows, if they
+    are. The rows are those of the first dimension, the columns all others together. Vectors, integers and matrices of
+    longer rows have none.
     """
-    shape, none = tensor.lying, Dead(0, ())
-    if not (zeros and is_float(tensor.dtype)) or len(shape) < 2 or (tensor.order and len(shape) > 2):
+    none, (rows, width) = Dead(0, ()), _lines(tensor)
+    if not 0 < min(rows, width) <= zeros:
         return none, none
-    rows, width = shape[0], tensor.numel // shape[0]
-    if not (1 < min(rows, width) <= zeros and max(rows, width) <= _MOST_LINE):
-        return none, none
-    live, columns = np.zeros(rows, dtype=bool), np.zeros(width, dtype=bool)
-    band = max(1, CHUNK // bytes_of(tensor.dtype, width))
+    live, columns = np.zeros(rows, dtype=bool), np.full(width, zeros < rows)
+    # Nearly always a few rows show that no column is dead.
+    band = max(1, (CHUNK if known is None else CHUNK // 8) // bytes_of(tensor.dtype, width))
     with OpenFiles() as files:
         streamer = Streamer(files)
         for at in range(0, rows if zeros < tensor.numel else 0, band):
+            if known is not None and columns.all():
+                break
             count = min(band, rows - at)
             values = streamer.values(tensor, at * width, count * width)
             words = values.view(_WORDS[values.itemsize]).numpy().reshape(count, width)
             magnitude = words.dtype.type((1 << (8 * words.itemsize - 1)) - 1)
             live[at : at + count] = (np.bitwise_or.reduce(words, 1) & magnitude) != 0
             columns |= (np.bitwise_or.reduce(words, 0) & magnitude) != 0
-    found = _dead(live, most), _dead(columns, most)
+    found = known or _dead(live, most), _dead(columns, most)
     return found if tensor.order is None else (found[1], found[0])
 
 
