@@ -9,20 +9,21 @@ from statistics import median
 
 from ..numerics.block_fit import BlockFit
 from ..numerics.block_formats import BLOCKS_BY_NAME
-from ..numerics.fit import Edges, edges, would_fit
+from ..numerics.fit import FORMATS, Edges, edges, would_fit
 from ..numerics.formats import BY_NAME, TensorHealth
 from ..records.siblings import apart_from_siblings
 from .encodings import ENCODINGS
 from .result import Finding, TensorScan
 from .stored import Contents, DamagedError, OpenFiles, StoredTensor
-from .streaming import Streamer
+from .streaming import Streamer, lines_of
 
 _MANY_ZEROS = 0.1
 _MANY_SUBNORMALS = 0.01
 _MANY_FLUSHED = 0.25  # to blocks of 4 bits a matrix of random numbers loses up to 17 %
-_TARGETS = ("float16", "bfloat16")
-_ROWS = 1 << 19  # bytes of the rows that a format is tried on at a time
-_MOST_ROW = 1 << 24
+_CASTS = ("float16", "bfloat16")
+_ELEMENTS = 1 << 17  # that a format is tried on at a time
+TARGETS = (*FORMATS, *(name for name, form in BLOCKS_BY_NAME.items() if form.rows or form.columns))
+"""Formats in which some rows of a matrix can be tried without the others."""
 
 
 def find(contents: Contents, tensors: Sequence[TensorScan]) -> Iterator[Finding]:
@@ -96,7 +97,7 @@ def _of_values(one: TensorScan, health: TensorHealth) -> Iterator[Finding]:
 def _narrower(dtype: str) -> list[tuple[str, Edges]]:
     """Return the formats whose range is narrower, with their edges."""
     form = BY_NAME.get(dtype)
-    narrower = [one for one in _TARGETS if form and form.ends.largest > BY_NAME[one].ends.largest]
+    narrower = [one for one in _CASTS if form and form.ends.largest > BY_NAME[one].ends.largest]
     return [(one, edges(one)) for one in narrower]
 
 
@@ -140,13 +141,12 @@ def leaving(
 ) -> Iterator[Finding]:
     """Yield the matrices that leave a number format: read again, and tried in it."""
     for tensor, one in zip(stored, tensors, strict=True):
-        is_matrix = (
-            len(one.shape) > 1 and one.is_float and one.dtype not in ENCODINGS and tensor.order is None
-        )
-        for name in formats if is_matrix and one.health is not None else ():
+        is_tried = one.health is not None and lines_of(tensor) != (0, 0)
+        is_plain = tensor.dtype not in ENCODINGS and tensor.order is None
+        for name in formats if is_tried and is_plain else ():
             try:
                 overflow, underflow = _shares(tensor, name)
-            except (DamagedError, OSError, MemoryError, _TooWideError) as error:  # cut off since
+            except (DamagedError, OSError) as error:  # cut off since
                 yield Finding("not checked", False, f"in {name}: {str(error)[:200]}", (one.name,))
                 continue
             if overflow or underflow >= (_MANY_FLUSHED if name in BLOCKS_BY_NAME else _MANY_SUBNORMALS):
@@ -154,29 +154,21 @@ def leaving(
                 yield Finding("range", False, text, (one.name,))
 
 
-class _TooWideError(ValueError):
-    """Error for blocks that cannot be tried in a part of the tensor."""
-
-
 def _shares(tensor: StoredTensor, name: str) -> tuple[float, float]:
     """Return the shares of elements that overflow in a format, and that become zero. Reads some rows at a time."""
-    width = tensor.shape[-1] * BY_NAME[tensor.dtype].bits // 8
-    form = BLOCKS_BY_NAME.get(name)
-    by_tensor = form is not None and form.rows is None and form.columns is None
-    rows = (form.rows if form is not None else None) or 1
-    step = tensor.nbytes if by_tensor else max(_ROWS // max(width * rows, 1), 1) * width * rows
-    if (tensor.nbytes if by_tensor else width) > _MOST_ROW:
-        raise _TooWideError("its blocks are too large to be tried in a part of the tensor")
+    form, width = BLOCKS_BY_NAME.get(name), tensor.shape[-1]
+    blocks = width * ((form and form.rows) or 1)
+    step = max(_ELEMENTS // blocks, 1) * blocks
     counts = [0, 0, 0]
     with OpenFiles() as files:
         streamer = Streamer(files)
-        for at in range(0, tensor.nbytes, max(step, 1)):
-            _, values = streamer.read(tensor, at, min(step, tensor.nbytes - at))
-            assert values is not None
-            fit = would_fit(values.view(-1, tensor.shape[-1]), name)
-            if isinstance(fit, BlockFit):
-                more = fit.num_elements, fit.num_lost, fit.num_flushed
-            else:
-                more = fit.num_elements, fit.num_overflow, fit.num_underflow
-            counts = [a + b for a, b in zip(counts, more, strict=True)]
+        for at in range(0, tensor.numel, step):
+            values = streamer.values(tensor, at, min(step, tensor.numel - at))
+            fit = would_fit(values.view(-1, width), name)
+            lost = (
+                (fit.num_lost, fit.num_flushed)
+                if isinstance(fit, BlockFit)
+                else (fit.num_overflow, fit.num_underflow)
+            )
+            counts = [a + b for a, b in zip(counts, (fit.num_elements, *lost), strict=True)]
     return counts[1] / max(counts[0], 1), counts[2] / max(counts[0], 1)

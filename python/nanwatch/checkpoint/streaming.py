@@ -7,9 +7,9 @@ the pages of a mapping would count as this process's memory.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, islice
+from itertools import islice
 from math import lcm, prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -69,7 +69,7 @@ class Streamer:
 
         Their number is -1 where the call did not see whole rows. None if it could not read: nothing was added.
         """
-        source, (rows, width) = tensor.source, _lines(tensor)
+        source, (rows, width) = tensor.source, lines_of(tensor)
         if C is None or not isinstance(source, Span) or tensor.dtype in ENCODINGS:
             return None
         buffer = self._bytes.view(_dtype_of(tensor))
@@ -119,17 +119,16 @@ def _dtype_of(tensor: StoredTensor) -> torch.dtype:
     return torch.uint8 if tensor.dtype == "bool" else getattr(torch, tensor.dtype)
 
 
-def in_threads(call: Callable[[_A], _B], items: Iterable[_A], threads: int) -> Iterator[_B]:
+def in_threads(call: Callable[[_A], _B], items: Sequence[_A], threads: int) -> Iterator[_B]:
     """Yield the result for each item in their order, by threads that are a few items ahead."""
-    left = iter(items)
-    first = list(islice(left, 2))
-    if threads == 1 or len(first) < 2:
-        yield from map(call, chain(first, left))
+    if threads == 1 or len(items) < 2:
+        yield from map(call, items)
         return
     pool = ThreadPoolExecutor(threads)
     try:
+        left = iter(items)
         # No more: a large checkpoint has thousands.
-        ahead = deque(pool.submit(call, one) for one in chain(first, islice(left, 4 * threads - 2)))
+        ahead = deque(pool.submit(call, one) for one in islice(left, 4 * threads))
         while ahead:
             yield ahead.popleft().result()
             ahead.extend(pool.submit(call, one) for one in islice(left, 1))
@@ -137,7 +136,7 @@ def in_threads(call: Callable[[_A], _B], items: Iterable[_A], threads: int) -> I
         pool.shutdown(cancel_futures=True)
 
 
-def _lines(tensor: StoredTensor) -> tuple[int, int]:
+def lines_of(tensor: StoredTensor) -> tuple[int, int]:
     """Return how many rows a matrix has, and how long they are; (0, 0) where they are not looked at."""
     lying = tensor.lying
     width = prod(lying[1:])
@@ -154,7 +153,7 @@ def dead_lines(tensor: StoredTensor, zeros: int, most: int, known: Dead | None =
     are. The rows are those of the first dimension, the columns all others together. Vectors, integers and matrices of
     longer rows have none.
     """
-    none, (rows, width) = Dead(0, ()), _lines(tensor)
+    none, (rows, width) = Dead(0, ()), lines_of(tensor)
     if not 0 < min(rows, width) <= zeros:
         return none, none
     live, columns = np.zeros(rows, dtype=bool), np.full(width, zeros < rows)
