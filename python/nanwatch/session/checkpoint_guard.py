@@ -128,14 +128,11 @@ class CheckpointGuard:
 
     def _faults(self, save: Save) -> tuple[list[Record], list[Record]]:
         """Return the rows of what is not finite: of the watched model, and of others."""
-        model = self._reports.model() if save.is_raw else None
-        # Raw memory has no version, but the parameter that owns it does.
-        owners = {} if model is None else {_memory(x): x for x in each_parameter(model) if is_plain(x)}
-        nonfinite: list[tuple[Keys, Tensor]] = []
-        for keys, given in tensors_in(save.content):
-            x = owners.get(_memory(given), given) if owners else given
-            if not self._is_finite(x):
-                nonfinite.append((keys, x))
+        if save.is_raw and (model := self._reports.model()) is not None:
+            # Raw memory has no version, but the parameter that owns it does.
+            plain = filter(is_plain, each_parameter(model))
+            save.owners = {(x.data_ptr(), x.nbytes, x.dtype): x for x in plain}
+        nonfinite = [(keys, x) for keys, x in tensors_in(save.content) if not self._is_finite(x)]
         own: list[Record] = []
         others: list[Record] = []
         known = _Known([*self._model_tensors(), *self._states()]) if nonfinite else None
@@ -329,10 +326,6 @@ def _storage(x: Tensor) -> int:
     except Exception:
         suppressed("a tensor in a checkpoint has no storage")
         return 0
-
-
-def _memory(x: Tensor) -> tuple[int, int, torch.dtype]:
-    return x.data_ptr(), x.nbytes, x.dtype
 
 
 def _sample(x: Tensor) -> tuple[Tensor, Tensor]:
