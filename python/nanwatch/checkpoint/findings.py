@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
+from itertools import product
 from statistics import median
 
 from ..numerics.block_fit import BlockFit
@@ -140,18 +141,17 @@ def leaving(
     stored: Sequence[StoredTensor], tensors: Sequence[TensorScan], formats: Sequence[str]
 ) -> Iterator[Finding]:
     """Yield the matrices that leave a number format: read again, and tried in it."""
-    for tensor, one in zip(stored, tensors, strict=True):
-        is_tried = one.health is not None and lines_of(tensor) != (0, 0)
-        is_plain = tensor.dtype not in ENCODINGS and tensor.order is None
-        for name in formats if is_tried and is_plain else ():
-            try:
-                overflow, underflow = _shares(tensor, name)
-            except (DamagedError, OSError) as error:  # cut off since
-                yield Finding("not checked", False, f"in {name}: {str(error)[:200]}", (one.name,))
-                continue
-            if overflow or underflow >= (_MANY_FLUSHED if name in BLOCKS_BY_NAME else _MANY_SUBNORMALS):
-                text = f"{overflow:.3%} overflow and {underflow:.3%} become zero in {name}"
-                yield Finding("range", False, text, (one.name,))
+    for name, (tensor, one) in product(formats, zip(stored, tensors, strict=True)):
+        if one.health is None or tensor.dtype in ENCODINGS or tensor.order or lines_of(tensor) == (0, 0):
+            continue
+        try:
+            overflow, underflow = _shares(tensor, name)
+        except (DamagedError, OSError) as error:  # cut off since
+            yield Finding("not checked", False, f"in {name}: {str(error)[:200]}", (one.name,))
+            continue
+        if overflow or underflow >= (_MANY_FLUSHED if name in BLOCKS_BY_NAME else _MANY_SUBNORMALS):
+            text = f"{overflow:.3%} overflow and {underflow:.3%} become zero in {name}"
+            yield Finding("range", False, text, (one.name,))
 
 
 def _shares(tensor: StoredTensor, name: str) -> tuple[float, float]:

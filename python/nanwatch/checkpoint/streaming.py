@@ -75,7 +75,7 @@ class Streamer:
         buffer = self._bytes.view(_dtype_of(tensor))
         size, fd = buffer.itemsize, self._files.descriptor(source.path)
         start = begin // size
-        is_seen = rows == 0 or (width <= len(buffer) and start % width == 0)
+        is_seen = rows == 0 or (width <= buffer.numel() and start % width == 0)
         width = width if is_seen else 0
         found = C.file_health(fd, source.offset + begin, (end - begin) // size, width, buffer)
         if found is None:
@@ -153,7 +153,7 @@ def dead_lines(tensor: StoredTensor, zeros: int, most: int, known: Dead | None =
     are. The rows are those of the first dimension, the columns all others together. Vectors, integers and matrices of
     longer rows have none.
     """
-    none, (rows, width) = Dead(0, ()), lines_of(tensor)
+    none, (rows, width) = Dead(0, ()), lines_of(tensor) if zeros else (0, 0)
     if not 0 < min(rows, width) <= zeros:
         return none, none
     live, columns = np.zeros(rows, dtype=bool), np.full(width, zeros < rows)
