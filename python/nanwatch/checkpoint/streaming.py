@@ -70,7 +70,7 @@ class Streamer:
         Their number is -1 where the call did not see whole rows. None if it could not read: nothing was added.
         """
         source, (rows, width) = tensor.source, lines_of(tensor)
-        if C is None or not isinstance(source, Span) or tensor.dtype in ENCODINGS:
+        if begin == end or C is None or not isinstance(source, Span) or tensor.dtype in ENCODINGS:
             return None
         buffer = self._bytes.view(_dtype_of(tensor))
         size, fd = buffer.itemsize, self._files.descriptor(source.path)

@@ -121,6 +121,23 @@ def test_the_command_has_its_statuses_and_forms(layers, tmp_path, capsys):
     assert "no checkpoint that nanwatch reads" in capsys.readouterr().err
 
 
+def test_what_cannot_be_read_stands_beside_what_can(tmp_path):
+    entries = {"a": ("F4", [4, 4], 8), "b": ("new", [2], 0), "c": ("C64", [2, 2], 32), "d": ("BOOL", [2], 2)}
+    entries |= {"e": ("F32", [0, 3], 0), "f": ("F32", [9], 36)}
+    header, at = {}, 0
+    for name, (dtype, shape, size) in entries.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"\1" * (at - 4))  # the end is missing
+    result = nanwatch.scan(path)
+    assert [one.name for one in result.tensors if one.unread] == ["a", "b"]
+    assert [one.name for one in result.tensors if one.lost] == ["f"]
+    assert [one.name for one in result.tensors if one.health is not None] == ["c", "d", "e"]
+    assert not nanwatch.scan(path, against=path).comparison.is_faithful
+
+
 def test_names_from_strangers_are_made_visible(tmp_path):
     save_file({"a\x1b[31m": torch.tensor([torch.nan])}, tmp_path / "x.safetensors")
     assert "\x1b" not in nanwatch.scan(tmp_path / "x.safetensors").to_text()
