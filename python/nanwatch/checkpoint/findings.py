@@ -122,7 +122,7 @@ def _copies(stored: Sequence[StoredTensor], tensors: Sequence[TensorScan]) -> It
     places: dict[Hashable, list[TensorScan]] = defaultdict(list)
     for one, tensor in zip(stored, tensors, strict=True):
         if one.source is not None and not one.lost and one.nbytes:
-            places[one.source.key, one.dtype, one.shape, one.order].append(tensor)
+            places[one.source, one.dtype, one.shape, one.order].append(tensor)
     equal: dict[Hashable, list[TensorScan]] = defaultdict(list)
     for group in places.values():
         if len(group) > 1:

@@ -21,7 +21,7 @@ from .encodings import ENCODINGS, bad_scales
 from .findings import TARGETS, find, leaving
 from .formats import read_checkpoint
 from .result import Scan, TensorScan
-from .stored import Contents, DamagedError, OpenFiles, StoredTensor
+from .stored import Contents, DamagedError, OpenFiles, Source, StoredTensor
 from .streaming import CHUNK, Dead, Streamer, dead_lines, in_threads, step_of
 
 _TASK = 1 << 26  # bytes that a thread reads in one go
@@ -96,11 +96,11 @@ def _contents(paths: Sequence[str | PathLike[str]]) -> Contents:
 
 def _alike(stored: Sequence[StoredTensor], tensors: Sequence[TensorScan]) -> list[int]:
     """Return the numbers of the tensors that may be equal to others; of those that are tied only that of the first."""
-    groups: dict[Hashable, dict[Hashable, int]] = defaultdict(dict)
+    groups: dict[Hashable, dict[Source, int]] = defaultdict(dict)
     for i, (one, scanned) in enumerate(zip(stored, tensors, strict=True)):
         health = scanned.health
         if one.source is not None and health is not None and health.abs_min != health.abs_max:
-            groups[one.dtype, one.shape, health[2:]].setdefault(one.source.key, i)
+            groups[one.dtype, one.shape, health[2:]].setdefault(one.source, i)
     found: dict[Hashable, list[int]] = defaultdict(list)
     with OpenFiles() as files:
         for key, group in groups.items():

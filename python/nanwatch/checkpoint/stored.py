@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -61,15 +61,11 @@ def open_regular(path: Path) -> int:
 
 
 class Source(Protocol):
-    """Where the bytes of a tensor are, in C order. Tensors of one `key` are one."""
+    """Where the bytes of a tensor are, in C order. Tensors of equal sources are one."""
 
     @property
     def in_order(self) -> bool:
         """Whether the bytes have to be read from the first to the last."""
-
-    @property
-    def key(self) -> Hashable:
-        """The place."""
 
     def read(self, files: OpenFiles, begin: int, into: memoryview) -> None:
         """Fill the buffer with the bytes from `begin` on."""
@@ -82,11 +78,6 @@ class Span:
     path: Path
     offset: int
     in_order = False
-
-    @property
-    def key(self) -> Hashable:
-        """The place."""
-        return self.path, self.offset
 
     def read(self, files: OpenFiles, begin: int, into: memoryview) -> None:
         """Fill the buffer with the bytes from `begin` on."""
@@ -119,11 +110,6 @@ class Boxes:
         if covered != prod(shape) or not is_inside:
             raise DamagedError(f"its {len(boxes)} parts hold {covered:,} of {prod(shape):,} elements")
 
-    @property
-    def key(self) -> Hashable:
-        """The place."""
-        return self._boxes[0][2].key
-
     def read(self, files: OpenFiles, begin: int, into: memoryview) -> None:
         """Fill the buffer with the bytes from `begin` on, a run of each part after the other."""
         while into:
@@ -153,11 +139,6 @@ class Transposed:
     width: int
     in_order = False
 
-    @property
-    def key(self) -> Hashable:
-        """The place."""
-        return self.source.key
-
     def read(self, files: OpenFiles, begin: int, into: memoryview) -> None:
         """Fill the buffer with the bytes from `begin` on: as much of each column as they touch."""
         start, end = begin // self.width, (begin + len(into)) // self.width
@@ -177,7 +158,6 @@ class Deflated:
     in_order = True
 
     def __init__(self, path: Path, info: zipfile.ZipInfo, skip: int = 0) -> None:
-        self.key: Hashable = (path, info.header_offset)
         self._path, self._info, self._skip = path, info, skip
         self._stream: Any = None
         self._at = 0
