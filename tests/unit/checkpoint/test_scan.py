@@ -57,6 +57,15 @@ def test_planted_faults_are_named_with_their_place(layers, tmp_path):
     assert len([one for one in result.findings if one.tensors == ("big",) and one.kind == "range"]) == 2
 
 
+def test_one_tensor_under_two_names_is_tied_and_a_copy_is_a_duplicate(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    torch.save({"a": x, "b": x, "c": x.clone(), "d": x[4:], "e": torch.randn(8, 4)}, tmp_path / "x.pt")
+    result = nanwatch.scan(tmp_path / "x.pt")
+    assert found(result, "tied") == [("a", "b")]
+    assert found(result, "duplicate") == [("a", "c")]
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_tensor_of_many_tasks_and_chunks_is_read_once_and_whole(threads, tmp_path, monkeypatch):
     monkeypatch.setattr(scan_module, "_TASK", 1 << 19)
