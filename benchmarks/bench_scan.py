@@ -1,9 +1,11 @@
 """Bandwidth of `nanwatch.scan` beside a plain read of the same file, in one process, and its peak memory.
 
-    python benchmarks/bench_scan.py [--gib 1] [--rounds 5] [--folder /tmp] [--cold]
+    python benchmarks/bench_scan.py [--gib 1] [--tensor-mib 64] [--rounds 9] [--folder /tmp] [--cold]
 
-The plain read is `pread` into a buffer of 512 KiB and numpy's sum of it, by as many threads. The two take turns, and
-the ratio is the median over the rounds. `--cold` drops the file from the page cache before each.
+The plain read is `pread` into a buffer of 512 KiB and numpy's sum of it, by as many threads. Plain read, scan and plain
+read take turns. The ratios are medians over the rounds: of the time that passes and of that of the processor, which
+holds on a machine that does something else besides. Those of the two plain reads are the floor of what can be told
+apart. `--cold` drops the file from the page cache before each.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ import nanwatch
 _CHUNK = 1 << 19
 
 
-def _write(path: Path, gib: float) -> None:
-    """Write a bfloat16 checkpoint of matrices of 64 MiB."""
-    count, rows = max(1, int(gib * 16)), 8192
+def _write(path: Path, gib: float, mib: float) -> None:
+    """Write a bfloat16 checkpoint of matrices of so many MiB."""
+    rows = int(mib * 128)
     size = rows * 4096 * 2
+    count = max(1, int(gib * 2**30) // size)
     header = {
         f"layers.{i}.weight": {
             "dtype": "BF16",
@@ -64,15 +67,16 @@ def _plain(path: Path, threads: int) -> None:
         list(pool.map(read, range(threads)))
 
 
-def _timed(path: Path, read: Callable[[], object], *, cold: bool) -> float:
+def _timed(path: Path, read: Callable[[], object], *, cold: bool) -> tuple[float, float]:
+    """Return the seconds that pass, and those of the processor, of all threads."""
     if cold:
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     read()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - used
 
 
 def main() -> None:
@@ -81,24 +85,36 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gib", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tensor-mib", type=float, default=64.0)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--cold", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         path = Path(folder, "model.safetensors")
-        _write(path, options.gib)
+        _write(path, options.gib, options.tensor_mib)
         size = path.stat().st_size
         for threads in (1, len(os.sched_getaffinity(0))):
-            pairs = []
+            rounds = []
             for _ in range(options.rounds):
-                plain = _timed(path, lambda: _plain(path, threads), cold=options.cold)  # noqa: B023
-                own = _timed(path, lambda: nanwatch.scan(path, threads=threads), cold=options.cold)  # noqa: B023
-                pairs.append((plain, own))
-            plain, own = (median(column) for column in zip(*pairs, strict=True))
-            ratio = median(a / b for a, b in pairs)
+                rounds.append(
+                    [
+                        _timed(path, read, cold=options.cold)
+                        for read in (
+                            lambda: _plain(path, threads),  # noqa: B023
+                            lambda: nanwatch.scan(path, threads=threads),  # noqa: B023
+                            lambda: _plain(path, threads),  # noqa: B023
+                        )
+                    ]
+                )
+            passed, used, floor, floor_used = (
+                median(one[0][of] / one[to][of] for one in rounds) for to in (1, 2) for of in (0, 1)
+            )
+            plain, own = (size / median(one[of][0] for one in rounds) / 1e9 for of in (0, 1))
             print(
-                f"{threads} threads: plain {size / plain / 1e9:.1f} GB/s, scan {size / own / 1e9:.1f}: {ratio:.2f}"
+                f"{threads} threads: plain {plain:.1f} GB/s, scan {own:.1f}: {passed:.2f} (floor {floor:.2f}),"
+                f" of processor time {used:.2f} (floor {floor_used:.2f})",
+                flush=True,
             )
     print(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB, writing the file included")
 

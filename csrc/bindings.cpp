@@ -12,6 +12,7 @@
 #include "bindings.h"
 #include "ops/plain_view.h"
 #include "cpu/block_fit.h"
+#include "cpu/file_health.h"
 #include "cpu/range_cpu.h"
 #include "recorder/watched_call.h"
 
@@ -176,6 +177,21 @@ std::optional<at::Tensor> block_fit(const at::Tensor& x, const std::vector<Forma
   return rows;
 }
 
+// The row of file_health_cpu, the number of dead rows and the first of them; nothing where the file cannot be read
+// through this buffer, which has the dtype of the numbers.
+std::optional<std::tuple<std::vector<double>, int64_t, std::vector<int64_t>>> file_health(int file, int64_t offset,
+                                                                                          int64_t count, int64_t width,
+                                                                                          const at::Tensor& buffer) {
+  View view;
+  if (!plain_view(buffer, &view) || !buffer.is_contiguous() || view.numel <= 0 || width > view.numel)
+    return std::nullopt;
+  std::vector<double> row(kHealthColumns);
+  DeadRows dead;
+  const py::gil_scoped_release released;
+  if (!file_health_cpu(file, offset, count, width, view, row.data(), &dead)) return std::nullopt;
+  return {{row, dead.total, dead.first}};
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -209,6 +225,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("instances_of", &instances_of, py::arg("kind"),
         "The objects of that class, or of one derived from it, that gc knows.");
   m.def("block_fit", &block_fit, py::arg("x"), py::arg("formats"), "The errors of block formats, by units of work.");
+  m.def("file_health", &file_health, py::arg("file"), py::arg("offset"), py::arg("count"), py::arg("width"),
+        py::arg("buffer"), "The health of numbers in an open file, and their dead rows of that width.");
   m.def("cuda_compiled", &cuda_compiled, "Whether CUDA kernels are linked in.");
   bind_watched_call(m);
   bind_recorder(m);

@@ -27,7 +27,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "unit/instrumentation/test_attention.py": ("instrumentation/call_readers",),
     "unit/cli/test_replay.py": ("session/replay",),
     "unit/checkpoint/test_scan.py": (
-        "checkpoint/encodings",
         "checkpoint/findings",
         "checkpoint/result",
         "checkpoint/stored",

@@ -13,6 +13,7 @@ import numpy as np
 from ..numerics.formats import BY_NAME
 
 Array = np.ndarray[Any, np.dtype[Any]]
+_INF = 0x7C00  # the exponent of a float16 that is no number
 
 
 class Encoding(NamedTuple):
@@ -57,10 +58,10 @@ ENCODINGS = {one.name: one for one in _TABLE}
 """Encodings by their names."""
 
 
-def scales_of(encoding: Encoding, blocks: Array) -> Array:
-    """Return the scales of blocks (n, bytes) in float32, (n, scales)."""
-    columns = [np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16) for at in encoding.scales]
-    return np.concatenate(columns, axis=1).astype(np.float32)
+def bad_scales(encoding: Encoding, blocks: Array) -> int:
+    """Return how many of the blocks (n, bytes) have a scale of nan or inf."""
+    words = blocks.view(np.uint16)[:, [at // 2 for at in encoding.scales]]
+    return int((words & _INF == _INF).any(1).sum())
 
 
 def bytes_of(dtype: str, elements: int) -> int:

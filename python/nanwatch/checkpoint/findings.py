@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
+from functools import lru_cache
+from itertools import product
 from statistics import median
 
-from ..numerics.fit import edges
+from ..numerics.block_fit import BlockFit
+from ..numerics.block_formats import BLOCKS_BY_NAME
+from ..numerics.fit import FORMATS, Edges, edges, would_fit
 from ..numerics.formats import BY_NAME, TensorHealth
 from ..records.siblings import apart_from_siblings
+from .encodings import ENCODINGS
 from .result import Finding, TensorScan
-from .stored import Contents, StoredTensor
+from .stored import Contents, DamagedError, OpenFiles, StoredTensor
+from .streaming import Streamer, lines_of
 
 _MANY_ZEROS = 0.1
 _MANY_SUBNORMALS = 0.01
-_TARGETS = ("float16", "bfloat16")
+_MANY_FLUSHED = 0.25  # to blocks of 4 bits a matrix of random numbers loses up to 17 %
+_CASTS = ("float16", "bfloat16")
+_ELEMENTS = 1 << 17  # that a format is tried on at a time
+TARGETS = (*FORMATS, *(name for name, form in BLOCKS_BY_NAME.items() if form.rows or form.columns))
+"""Formats in which some rows of a matrix can be tried without the others."""
 
 
 def find(contents: Contents, tensors: Sequence[TensorScan]) -> Iterator[Finding]:
@@ -75,16 +85,21 @@ def _of_values(one: TensorScan, health: TensorHealth) -> Iterator[Finding]:
     if health.num_subnormal >= _MANY_SUBNORMALS * numel:
         share = health.num_subnormal / numel
         yield Finding("subnormal", False, f"{share:.1%} of {numel:,} are subnormal in {one.dtype}", names)
-    form, largest = BY_NAME.get(one.dtype), health.finite_abs_max
-    for target in _TARGETS:
-        if form is None or form.ends.largest <= BY_NAME[target].ends.largest:
-            continue
-        ends = edges(target)
+    largest = health.finite_abs_max
+    for target, ends in _narrower(one.dtype):
         if largest >= ends.overflows_from:
             yield Finding("range", False, f"abs max {largest:.4g} overflows in {target}", names)
         elif 0 < largest < ends.normal_from:
             text = f"abs max {largest:.4g}: every element would be subnormal or zero in {target}"
             yield Finding("range", False, text, names)
+
+
+@lru_cache
+def _narrower(dtype: str) -> list[tuple[str, Edges]]:
+    """Return the formats whose range is narrower, with their edges."""
+    form = BY_NAME.get(dtype)
+    narrower = [one for one in _CASTS if form and form.ends.largest > BY_NAME[one].ends.largest]
+    return [(one, edges(one)) for one in narrower]
 
 
 def _apart(tensors: Sequence[TensorScan]) -> Iterator[Finding]:
@@ -107,7 +122,7 @@ def _copies(stored: Sequence[StoredTensor], tensors: Sequence[TensorScan]) -> It
     places: dict[Hashable, list[TensorScan]] = defaultdict(list)
     for one, tensor in zip(stored, tensors, strict=True):
         if one.source is not None and not one.lost and one.nbytes:
-            places[one.source.key, one.dtype, one.shape, one.order].append(tensor)
+            places[one.source, one.dtype, one.shape, one.order].append(tensor)
     equal: dict[Hashable, list[TensorScan]] = defaultdict(list)
     for group in places.values():
         if len(group) > 1:
@@ -120,3 +135,40 @@ def _copies(stored: Sequence[StoredTensor], tensors: Sequence[TensorScan]) -> It
     for group in equal.values():
         if len(group) > 1:
             yield Finding("duplicate", False, "equal to the bit", tuple(one.name for one in group))
+
+
+def leaving(
+    stored: Sequence[StoredTensor], tensors: Sequence[TensorScan], formats: Sequence[str]
+) -> Iterator[Finding]:
+    """Yield the matrices that leave a number format: read again, and tried in it."""
+    for name, (tensor, one) in product(formats, zip(stored, tensors, strict=True)):
+        if one.health is None or tensor.dtype in ENCODINGS or tensor.order or lines_of(tensor) == (0, 0):
+            continue
+        try:
+            overflow, underflow = _shares(tensor, name)
+        except (DamagedError, OSError) as error:  # cut off since
+            yield Finding("not checked", False, f"in {name}: {str(error)[:200]}", (one.name,))
+            continue
+        if overflow or underflow >= (_MANY_FLUSHED if name in BLOCKS_BY_NAME else _MANY_SUBNORMALS):
+            text = f"{overflow:.3%} overflow and {underflow:.3%} become zero in {name}"
+            yield Finding("range", False, text, (one.name,))
+
+
+def _shares(tensor: StoredTensor, name: str) -> tuple[float, float]:
+    """Return the shares of elements that overflow in a format, and that become zero. Reads some rows at a time."""
+    form, width = BLOCKS_BY_NAME.get(name), tensor.shape[-1]
+    blocks = width * ((form and form.rows) or 1)
+    step = max(_ELEMENTS // blocks, 1) * blocks
+    counts = [0, 0, 0]
+    with OpenFiles() as files:
+        streamer = Streamer(files)
+        for at in range(0, tensor.numel, step):
+            values = streamer.values(tensor, at, min(step, tensor.numel - at))
+            fit = would_fit(values.view(-1, width), name)
+            lost = (
+                (fit.num_lost, fit.num_flushed)
+                if isinstance(fit, BlockFit)
+                else (fit.num_overflow, fit.num_underflow)
+            )
+            counts = [a + b for a, b in zip(counts, (fit.num_elements, *lost), strict=True)]
+    return counts[1] / max(counts[0], 1), counts[2] / max(counts[0], 1)

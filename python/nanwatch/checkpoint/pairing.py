@@ -8,7 +8,8 @@ Here only the first, the middle and the last row are read.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -16,12 +17,13 @@ from torch import Tensor
 
 from ..equivalence.matching import SAME_WEIGHT, row_marks, same_marks
 from ..util.visible import without_wrappers
-from .encodings import ENCODINGS, bytes_of, is_float
-from .stored import DamagedError, OpenFiles, StoredTensor
+from .encodings import ENCODINGS, is_float
+from .stored import DamagedError, OpenFiles, StoredTensor, transposed
 from .streaming import Streamer
 
 _LONGEST = 1 << 16  # elements of a row that are read
 _OF_VECTOR = 64
+_NEAREST = 4
 TOLERANCES = {"q4_0": 0.2}
 """Relative error of an encoding; others stay within that of `nanwatch compare`."""
 
@@ -36,17 +38,18 @@ class Pair(NamedTuple):
 
     a: tuple[StoredTensor, ...]
     b: tuple[StoredTensor, ...]
-    transposed: bool = False
+    turned: bool = False
+    """Whether the second lies transposed."""
 
 
 class Pairing:
     """Search over two lists of tensors, all of which can be read."""
 
     def __init__(self, a: Sequence[StoredTensor], b: Sequence[StoredTensor], files: OpenFiles) -> None:
-        self._left = {id(one): one for one in (*a, *b)}
+        self._left = {id(one) for one in (*a, *b)}
         self._a, self._b = a, b
         self._streamer = Streamer(files, 1 << 10)
-        self._marks: dict[tuple[int, int, int, bool], Tensor | None] = {}
+        self._marks: dict[tuple[StoredTensor, int, int], Tensor | None] = {}
         self.pairs: list[Pair] = []
 
     def match(self) -> list[Pair]:
@@ -59,120 +62,87 @@ class Pairing:
                 if alike or one.shape == other.shape[::-1]:
                     # An order of dimensions is only known for one that is no C order, and matters for two alone.
                     self._add((one,), (other,), (not alike) ^ ((one.order is None) != (other.order is None)))
-        self._match_values(transposed=False)
-        self._match_values(transposed=True)
-        self._match_fused(self._free(self._a), self._free(self._b), swapped=False)
-        self._match_fused(self._free(self._b), self._free(self._a), swapped=True)
+        for turned in (False, True):
+            for parts, whole in self._search(self._a, self._b, turned):
+                self._add(parts, (whole,), turned)
+        for parts, whole in self._search(self._b, self._a, turned=False):
+            self._add((whole,), parts)
         return self.pairs
 
-    def _add(
-        self, a: tuple[StoredTensor, ...], b: tuple[StoredTensor, ...], transposed: bool = False
-    ) -> None:
-        self.pairs.append(Pair(a, b, transposed))
-        for one in (*a, *b):
-            del self._left[id(one)]
+    def _add(self, a: tuple[StoredTensor, ...], b: tuple[StoredTensor, ...], turned: bool = False) -> None:
+        self.pairs.append(Pair(a, b, turned))
+        self._left.difference_update(map(id, (*a, *b)))
 
     def _free(self, tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
         return [one for one in tensors if id(one) in self._left and one.numel > 1 and _is_float(one)]
 
-    def _match_values(self, *, transposed: bool) -> None:
-        groups: dict[tuple[int, ...], list[tuple[StoredTensor, Tensor]]] = defaultdict(list)
-        left = self._free(self._a)
-        shapes = {one.lying[::-1] if transposed else one.lying for one in left}
-        for other in self._free(self._b):
-            if (
-                other.lying in shapes
-                and (mark := self._mark(other, 0, other.lying[0], transposed)) is not None
-            ):
-                groups[other.lying].append((other, mark))
-        for one in left:
-            shape = one.lying
-            if transposed and len(shape) != 2:
+    def _search(
+        self, ones: Sequence[StoredTensor], wholes: Sequence[StoredTensor], turned: bool
+    ) -> Iterator[tuple[tuple[StoredTensor, ...], StoredTensor]]:
+        """Yield one of `wholes` with those of `ones` that lie in it one below the other, or with the one that it is."""
+        groups: dict[tuple[int, ...], dict[int, list[StoredTensor]]] = defaultdict(lambda: defaultdict(list))
+        for one in self._free(ones):
+            if self._mark(one, 0, one.lying[0]) is not None:
+                groups[one.lying[1:]][one.lying[0]].append(one)
+        for whole in self._free(wholes):
+            if turned and (len(whole.shape) != 2 or whole.dtype in ENCODINGS):
                 continue
-            group = groups.get(shape[::-1] if transposed else shape)
-            mark = self._mark(one, 0, shape[0], False) if group else None
-            if mark is None or not group:
-                continue
-            near = (torch.cat([mark_of for _, mark_of in group]) - mark).norm(dim=1)
-            for i in near.argsort()[:4].tolist():
-                other = group[i][0]
-                if id(other) in self._left and self._same(one, other, 0, transposed):
-                    self._add((one,), (other,), transposed)
-                    break
-
-    def _match_fused(self, parts: list[StoredTensor], wholes: list[StoredTensor], *, swapped: bool) -> None:
-        groups: dict[tuple[int, ...], list[tuple[StoredTensor, Tensor]]] = defaultdict(list)
-        for one in parts:
-            if (mark := self._mark(one, 0, one.lying[0], False)) is not None:
-                groups[one.lying[1:]].append((one, mark))
-        for whole in wholes:
+            seen = transposed(whole) if turned else whole
+            rows, by_rows = seen.lying[0], groups.get(seen.lying[1:], {})
             found: list[StoredTensor] = []
-            at, rows, group = 0, whole.lying[0], groups.get(whole.lying[1:], [])
+            at = 0
+            # The largest first, so that one is the whole before several are. Of a transposed one no part is looked for.
+            sizes = sorted((n for n in by_rows if n == rows or not turned), reverse=True)
             while at < rows:
                 fits = (
                     one
-                    for one, _ in group
-                    if id(one) in self._left
-                    and one not in found
-                    and at + one.lying[0] <= rows
-                    and self._same(one, whole, at, False)
+                    for n in sizes
+                    if at + n <= rows
+                    for one in self._nearest(by_rows[n], seen, at)
+                    if one not in found and one.dtype == (*found, one)[0].dtype and self._same(one, seen, at)
                 )
                 if (part := next(fits, None)) is None:
                     break
                 found.append(part)
                 at += part.lying[0]
-            if at == rows and len(found) > 1:
-                self._add(*(((whole,), tuple(found)) if swapped else (tuple(found), (whole,))))
+            if at == rows:
+                yield tuple(found), whole
 
-    def _same(self, one: StoredTensor, other: StoredTensor, at: int, transposed: bool) -> bool:
-        """Return whether the first, the middle and the last row of `one` are those of `other` from row `at` on."""
-        rows = one.lying[0]
-        tolerance = tolerance_of(one, other)
-        for row in (0,) if transposed else sorted({0, rows // 2, rows - 1}):
-            mark, other_mark = (
-                self._mark(one, row, rows, False),
-                self._mark(other, at + row, at + rows, transposed),
-            )
-            if mark is None or other_mark is None:
-                if row == 0 or (mark is None) != (other_mark is None):
+    def _nearest(self, ones: Sequence[StoredTensor], whole: StoredTensor, at: int) -> list[StoredTensor]:
+        """Return those of `ones`, which have one shape, whose first row is nearest to row `at`."""
+        free = [one for one in ones if id(one) in self._left]
+        mark = self._mark(whole, at, at + ones[0].lying[0])
+        marks = [first for one in free if (first := self._mark(one, 0, one.lying[0])) is not None]
+        if mark is None or not marks:
+            return []
+        near = (torch.cat(marks) - mark).norm(dim=1)
+        return [free[i] for i in near.argsort()[:_NEAREST].tolist()]
+
+    def _same(self, one: StoredTensor, whole: StoredTensor, at: int) -> bool:
+        """Return whether the first, the middle and the last row of `one` are those of `whole` from row `at` on."""
+        rows, tolerance = one.lying[0], tolerance_of(one, whole)
+        for row in sorted({0, rows // 2, rows - 1}):
+            mark, other = self._mark(one, row, rows), self._mark(whole, at + row, at + rows)
+            if mark is None or other is None:
+                if row == 0 or (mark is None) != (other is None):
                     return False
-            elif not same_marks(mark, other_mark, 2 * tolerance if tolerance > SAME_WEIGHT else tolerance):
+            elif not same_marks(mark, other, 2 * tolerance if tolerance > SAME_WEIGHT else tolerance):
                 return False
         return True
 
-    def _mark(self, tensor: StoredTensor, row: int, end: int, transposed: bool) -> Tensor | None:
-        """Return the mark of a row, or of a column; of a vector that of some elements before `end`."""
-        key = (id(tensor), row, end if len(tensor.shape) == 1 else 0, transposed)
+    def _mark(self, tensor: StoredTensor, row: int, end: int) -> Tensor | None:
+        """Return the mark of a row; of a vector that of some elements before `end`."""
+        is_vector = len(tensor.shape) == 1
+        key = tensor, row, end if is_vector else 0
         if key not in self._marks:
-            try:
-                values = self._row(tensor, row, end, transposed)
-                self._marks[key] = None if values is None else row_marks(values[None])
-            except (DamagedError, OSError):
-                self._marks[key] = None
+            width = tensor.numel // tensor.lying[0]
+            begin, count = row * width, min(_OF_VECTOR, end - row) if is_vector else min(width, _LONGEST)
+            self._marks[key] = None
+            if not (is_vector and tensor.dtype in ENCODINGS):
+                with suppress(DamagedError, OSError):
+                    values = self._streamer.values(tensor, begin, count)
+                    self._marks[key] = row_marks(values[None].to(torch.float32))
         return self._marks[key]
-
-    def _row(self, tensor: StoredTensor, row: int, end: int, transposed: bool) -> Tensor | None:
-        shape = tensor.lying
-        width = tensor.numel // shape[0]
-        if transposed:
-            if tensor.dtype in ENCODINGS or len(shape) != 2:
-                return None
-            places = range(row, min(shape[0], _LONGEST) * width, width)
-            found = [self._values(tensor, at, 1) for at in places]
-            return torch.cat(found)
-        begin, count = row * width, min(width, _LONGEST)
-        if len(shape) == 1:
-            if tensor.dtype in ENCODINGS:
-                return None
-            begin, count = row, min(_OF_VECTOR, end - row)
-        return self._values(tensor, begin, count)
-
-    def _values(self, tensor: StoredTensor, begin: int, count: int) -> Tensor:
-        values = self._streamer.read(
-            tensor, bytes_of(tensor.dtype, begin), bytes_of(tensor.dtype, count)
-        ).values
-        assert values is not None
-        return values.to(torch.float32, copy=True)
 
 
 def _is_float(tensor: StoredTensor) -> bool:

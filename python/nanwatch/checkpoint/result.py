@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import log10
-from typing import Any
+from dataclasses import dataclass, replace
+from math import hypot
 
 from ..numerics.formats import TensorHealth
 from ..report.notebook import InNotebook
-from ..report.page import NUMBER, TEXT, Section, Table, page
+from ..report.page import NUMBER, TEXT, Table, page
 from ..util.reading import plain
 from ..util.visible import visible
 from .encodings import is_float
@@ -20,30 +20,6 @@ SCHEMA, VERSION = "nanwatch.scan", 1
 _MOST_LINES = 10  # of one kind in the text
 _MOST_NAMES = 4
 _MOST_ROWS = 2000  # of a table of the page
-
-
-@dataclass(frozen=True, slots=True)
-class FormatFit:
-    """Effect of a number format on one tensor. `unread` says why it was not tried.
-
-    `overflow` counts elements that overflow, saturate or become nan, `underflow` those that become zero. `signal` and
-    `noise` are the sums of squares of a block format, None for others.
-    """
-
-    format: str
-    num_elements: int = 0
-    overflow: int = 0
-    underflow: int = 0
-    signal: float | None = None
-    noise: float | None = None
-    unread: str = ""
-
-    @property
-    def sqnr(self) -> float | None:
-        """Ratio of signal to noise of a block format, in dB."""
-        if not self.signal or self.noise is None:
-            return None
-        return float("inf") if self.noise == 0 else 10 * log10(self.signal / self.noise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +45,6 @@ class TensorScan:
     first_dead_rows: tuple[int, ...] = ()
     first_dead_columns: tuple[int, ...] = ()
     bad_blocks: int = 0
-    fits: tuple[FormatFit, ...] = ()
 
     @property
     def is_float(self) -> bool:
@@ -110,6 +85,17 @@ class Change:
     at: int = -1
     norm: float = 0.0
 
+    def __str__(self) -> str:
+        names, others = " + ".join(self.names), " + ".join(self.others)
+        named = names if names == others else f"{names} -> {others}"
+        return f"{named} ({self.text})" if self.text else named
+
+
+def _relative(changes: Sequence[Change]) -> float:
+    """Return the relative difference of several tensors together."""
+    norm = hypot(*(one.norm for one in changes))
+    return hypot(*(one.relative * one.norm for one in changes if one.norm)) / (norm or 1.0)
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointComparison:
@@ -125,6 +111,40 @@ class CheckpointComparison:
         """Whether the other has all tensors, equal or as exact as its formats allow."""
         kinds = {one.kind for one in self.changes}
         return not (kinds & {"changed", "not compared"} or self.only or self.only_other or self.problems)
+
+    @property
+    def verdict(self) -> str:
+        """Whether it is faithful, and how many tensors are of which kind, in words."""
+        counts = Counter(one.kind for one in self.changes)
+        counts.update({"missing there": len(self.only), "only there": len(self.only_other)})
+        said = ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
+        return f"{'faithful' if self.is_faithful else 'not the same'}: {said or 'nothing to compare'}"
+
+    def tables(self) -> list[Table]:
+        """Return what changed, the largest change first: by layers if there are several, and each tensor."""
+        changed = sorted((one for one in self.changes if one.kind != "equal"), key=lambda one: -one.relative)
+        layers: dict[str, list[Change]] = defaultdict(list)
+        for one in changed:
+            layers[layer_of(one.names[0])].append(one)
+        found = [
+            (_relative(ones), max(one.largest for one in ones), str(len(ones)), layer)
+            for layer, ones in layers.items()
+        ]
+        each = [(one.relative, one.largest, one.kind, str(one)) for one in changed]
+        sizes = {"relative": NUMBER, "largest": NUMBER}
+        return [
+            Table(
+                title.lower(),
+                title,
+                {**sizes, **columns},
+                [(f"{a:.3g}", f"{b:.3g}", *row) for a, b, *row in rows],
+            )
+            for title, columns, rows in (
+                ("Layers", {"tensors": NUMBER, "layer": TEXT}, sorted(found, reverse=True)),
+                ("Changes", {"kind": TEXT, "tensor": TEXT}, each),
+            )
+            if len(rows) > (title == "Layers")
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,58 +193,41 @@ class Scan(InNotebook):
                 lines += ["", f"{title}:"]
             for kind, count in Counter(one.kind for one in found).items():
                 shown = [one for one in found if one.kind == kind][:_MOST_LINES]
-                lines += [f"  {kind:<12} {_names(one.tensors)}{one.text}" for one in shown]
+                lines += [f"  {kind:<12} {_names(one.tensors, ': ')}{one.text}" for one in shown]
                 if count > len(shown):
                     lines.append(f"  {kind:<12} and {count - len(shown):,} more (--json has them all)")
-        lines += self._fit_lines()
-        if self.comparison is not None:
-            lines += ["", *_comparison_lines(self.comparison, self.against or "")]
+        if (found_there := self.comparison) is not None:
+            lines += ["", f"Against {self.against}: {found_there.verdict}", *found_there.problems]
+            for table in found_there.tables():
+                lines += ["", *(_line(row) for row in (list(table.columns), *table.rows[:_MOST_LINES]))]
+                if (left := len(table.rows) - _MOST_LINES) > 0:
+                    lines.append(f"  and {left:,} more (--json has them all)")
+            for what, alone in (("missing there", found_there.only), ("only there", found_there.only_other)):
+                lines += [f"  {what}: {_names(alone)}"] if alone else []
         return "\n".join(map(visible, lines))
-
-    def _fit_lines(self) -> list[str]:
-        fits = [(one.name, fit) for one in self.tensors for fit in one.fits]
-        lines = []
-        for name in dict.fromkeys(fit.format for _, fit in fits):
-            of_format = [(tensor, fit) for tensor, fit in fits if fit.format == name]
-            worst = sorted(of_format, key=lambda pair: _badness(pair[1]))[:_MOST_LINES]
-            lines += ["", f"As {name}, the worst of {len(of_format)} matrices:"]
-            lines += [f"  {_fit_words(fit)}  {tensor}" for tensor, fit in worst]
-        return lines
 
     def to_html(self) -> str:
         """Return the result as one page. Raises ImportError without jinja2."""
-        sections: list[Section] = []
-        if self.findings:
-            rows = [(one.kind, ", ".join(one.tensors[:_MOST_NAMES]), one.text) for one in self.findings]
-            columns = {"kind": TEXT, "tensors": TEXT, "what": TEXT}
-            sections.append(Table("findings", "Findings", columns, rows[:_MOST_ROWS], after=_left(rows)))
-        if self.comparison is not None:
-            changed = [one for one in self.comparison.changes if one.kind != "equal"]
-            rows_of = [
-                (
-                    one.kind,
-                    " + ".join(one.names),
-                    " + ".join(one.others),
-                    f"{one.relative:.3g}",
-                    f"{one.largest:.3g}",
-                )
-                for one in sorted(changed, key=lambda one: -one.relative)
-            ]
-            columns = {"": TEXT, "tensor": TEXT, "other": TEXT, "relative": NUMBER, "largest": NUMBER}
-            sections.append(Table("changes", "Changes", columns, rows_of[:_MOST_ROWS], after=_left(rows_of)))
-        table = [(one.name, one.dtype, str(list(one.shape)), *_cells(one.health)) for one in self.tensors]
-        columns = {"tensor": TEXT, "dtype": TEXT, "shape": TEXT, "abs max": NUMBER, "zeros": NUMBER}
-        columns["not finite"] = NUMBER
-        sections.append(Table("tensors", "Tensors", columns, table[:_MOST_ROWS], after=_left(table)))
+        columns = {"kind": TEXT, "tensor": TEXT, "what": TEXT}
+        said = [(one.kind, _names(one.tensors), one.text) for one in self.findings]
+        tables = [Table("findings", "Findings", columns, said)] if said else []
         facts = []
         if self.comparison is not None:
-            facts = [("Against", f"{self.against}: {_verdict(self.comparison)}")]
-        return page("Scan.to_html", self.headline, self.amount, facts, sections, is_bad=not self.is_sound)
+            facts = [("Against", f"{self.against}: {self.comparison.verdict}")]
+            tables += self.comparison.tables()
+        columns = {"tensor": TEXT, "dtype": TEXT, "shape": TEXT}
+        columns |= {"abs max": NUMBER, "zeros": NUMBER, "not finite": NUMBER}
+        rows = [(one.name, one.dtype, str(list(one.shape)), *_cells(one.health)) for one in self.tensors]
+        tables.append(Table("tensors", "Tensors", columns, rows))
+        for i, one in enumerate(tables):
+            if (left := len(one.rows) - _MOST_ROWS) > 0:
+                after = f"and {left:,} more (the JSON document has them all)"
+                tables[i] = replace(one, rows=one.rows[:_MOST_ROWS], after=after)
+        return page("Scan.to_html", self.headline, self.amount, facts, tables, is_bad=not self.is_sound)
 
 
-def _left(rows: Sequence[Any]) -> str:
-    left = len(rows) - _MOST_ROWS
-    return f"and {left:,} more (the JSON document has them all)" if left > 0 else ""
+def _line(row: Sequence[str]) -> str:
+    return f"  {' '.join(f'{cell:>9}' for cell in row[:-1])}  {row[-1]}"
 
 
 def _cells(health: TensorHealth | None) -> tuple[str, str, str]:
@@ -234,72 +237,12 @@ def _cells(health: TensorHealth | None) -> tuple[str, str, str]:
     return f"{health.finite_abs_max:.4g}", f"{health.num_zero:,}", f"{bad:,}" if bad else ""
 
 
-def _names(names: tuple[str, ...]) -> str:
-    if not names:
-        return ""
+def _names(names: Sequence[str], end: str = "") -> str:
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + f"{more}: "
-
-
-def _badness(fit: FormatFit) -> tuple[float, float]:
-    lost = (fit.overflow + fit.underflow) / max(fit.num_elements, 1)
-    return (fit.sqnr if fit.sqnr is not None else 0.0, -lost)
-
-
-def _fit_words(fit: FormatFit) -> str:
-    if fit.unread:
-        return f"not tried: {fit.unread}"
-    count = max(fit.num_elements, 1)
-    sqnr = "" if fit.sqnr is None else f"SQNR {fit.sqnr:5.1f} dB, "
-    return f"{sqnr}{fit.overflow / count:.3%} overflow, {fit.underflow / count:.3%} become zero"
-
-
-def _verdict(found: CheckpointComparison) -> str:
-    counts = Counter(one.kind for one in found.changes)
-    said = [f"{count:,} {kind}" for kind, count in counts.items()]
-    said += [f"{len(found.only):,} missing there"] if found.only else []
-    said += [f"{len(found.only_other):,} only there"] if found.only_other else []
-    return f"{'faithful' if found.is_faithful else 'not the same'}: {', '.join(said) or 'nothing to compare'}"
-
-
-def _comparison_lines(found: CheckpointComparison, other: str) -> list[str]:
-    lines = [f"Against {other}: {_verdict(found)}", *(f"  {one}" for one in found.problems)]
-    layers: dict[str, tuple[float, float, float, int]] = {}
-    for one in found.changes:
-        if one.kind != "equal":
-            noise, norm, largest, count = layers.get(layer := layer_of(one.names[0]), (0.0, 0.0, 0.0, 0))
-            square = one.norm**2
-            layers[layer] = (
-                noise + one.relative**2 * square,
-                norm + square,
-                max(largest, one.largest),
-                count + 1,
-            )
-    if len(layers) > 1:
-        lines += ["", f"  {'relative':>9} {'largest':>9} {'tensors':>8}  layer"]
-        ordered = sorted(layers.items(), key=lambda pair: -pair[1][0] / (pair[1][1] or 1.0))
-        for name, (noise, norm, largest, count) in ordered[:_MOST_LINES]:
-            lines.append(f"  {(noise / (norm or 1.0)) ** 0.5:>9.3g} {largest:>9.3g} {count:>8}  {name}")
-        if (left := len(ordered) - _MOST_LINES) > 0:
-            lines.append(f"  and {left} more layers (--json has them all)")
-    worst = sorted((one for one in found.changes if one.kind != "equal"), key=lambda one: -one.relative)
-    if worst:
-        lines += ["", f"  {'relative':>9} {'largest':>9} {'':<12} tensor"]
-    for one in worst[:_MOST_LINES]:
-        names = " + ".join(one.names)
-        named = names if one.names == one.others else f"{names} -> {' + '.join(one.others)}"
-        text = f" ({one.text})" if one.text else ""
-        lines.append(f"  {one.relative:>9.3g} {one.largest:>9.3g} {one.kind:<12} {named}{text}")
-    for what, alone in (("missing there", found.only), ("only there", found.only_other)):
-        if alone:
-            lines.append(f"  {what}: {_names(alone)[:-2]}")
-    return lines
+    return ", ".join(names[:_MOST_NAMES]) + more + end if names else ""
 
 
 def layer_of(name: str) -> str:
     """Return the layer of a tensor: "model.layers.3" of "model.layers.3.mlp.up_proj.weight", else its module."""
-    parts = name.split(".")
-    for i, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: i + 1])
-    return ".".join(parts[:-1]) or name
+    numbered = re.match(r"(?:.*?\.)??\d+(?=\.|$)", name)
+    return numbered.group() if numbered else name.rpartition(".")[0] or name

@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, groupby
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from ..numerics._extension import explain_once
-from ..numerics.block_fit import BlockFit
-from ..numerics.block_formats import BLOCKS_BY_NAME
-from ..numerics.fit import FORMATS, would_fit
-from ..numerics.formats import BY_NAME, TensorHealth
+from ..numerics.formats import TensorHealth
 from ..numerics.partial_health import PartialHealth
 from ..util.progress import Tell, silent
 from .against import compare
-from .encodings import ENCODINGS, scales_of
-from .findings import find
+from .encodings import ENCODINGS, bad_scales
+from .findings import TARGETS, find, leaving
 from .formats import read_checkpoint
-from .result import FormatFit, Scan, TensorScan
-from .stored import Contents, DamagedError, OpenFiles, StoredTensor
-from .streaming import CHUNK, Streamer, dead_lines, step_of
+from .result import Scan, TensorScan
+from .stored import Contents, DamagedError, OpenFiles, Source, StoredTensor
+from .streaming import CHUNK, Dead, Streamer, dead_lines, in_threads, step_of
 
 _TASK = 1 << 26  # bytes that a thread reads in one go
-# More only wait for one another: each chunk takes the interpreter lock for some microseconds.
-_MOST_THREADS = 16
+_MOST_THREADS = 16  # memory has no more bandwidth for more
 _GLANCE = 1 << 12  # bytes that tell tensors of the same range apart
 _SHOWN = 5  # dead rows whose numbers are kept
-_ROWS = 1 << 19  # bytes of the rows that a format is tried on at a time
-_MOST_ROW = 1 << 24
 
 
 def scan(
@@ -53,7 +44,7 @@ def scan(
     the result then says which tensors differ and how far. `to`: number formats ("float16", "mxfp8") that each matrix of
     floating point is tried in, which takes another, slower read. `threads`: the default is one a core, at most 16.
 
-    Takes about 60 MiB beside PyTorch's own, whatever the size of the files. Damaged files are problems of the result.
+    Takes about 20 MiB beside PyTorch's own, whatever the size of the files. Damaged files are problems of the result.
     Raises OSError for a path that is not there, ValueError for one that is no checkpoint and for an unknown format.
 
     Examples:
@@ -67,38 +58,31 @@ def scan(
     if not paths:
         raise ValueError("scan got no path; pass the file or the folder of a checkpoint")
     for name in to:
-        if name not in BLOCKS_BY_NAME and name not in FORMATS:
-            raise ValueError(
-                f"scan got the format {name!r}; accepted are {', '.join((*FORMATS, *BLOCKS_BY_NAME))}"
-            )
+        if name not in TARGETS:
+            raise ValueError(f"scan got the format {name!r}; accepted are {', '.join(TARGETS)}")
     if threads is not None and threads < 1:
         raise ValueError(f"scan got threads={threads!r}; accepted is a number above 0")
     explain_once()
     count = min(threads or len(os.sched_getaffinity(0)), _MOST_THREADS)
     contents = _contents(paths)
-    tensors = list(_scanned(contents.tensors, count, tuple(to), tell, fingerprints=against is not None))
+    tensors = list(_scanned(contents.tensors, count, tell, fingerprints=against is not None))
     comparison = None
     if against is None:
         # Without another checkpoint a fingerprint only tells those apart that are alike in all else.
         alike = _alike(contents.tensors, tensors)
-        again = _scanned([contents.tensors[i] for i in alike], count, (), tell, fingerprints=True)
+        again = _scanned([contents.tensors[i] for i in alike], count, tell, fingerprints=True)
         for i, one in zip(alike, again, strict=True):
             tensors[i] = replace(tensors[i], fingerprint=one.fingerprint)
     else:
         other = _contents([against])
-        others = list(_scanned(other.tensors, count, (), tell, fingerprints=True))
-        comparison = compare(
-            (contents.tensors, tensors),
-            (other.tensors, others),
-            [text for _, text in other.problems],
-            count,
-            tell,
-        )
+        others = list(_scanned(other.tensors, count, tell, fingerprints=True))
+        sides = (contents.tensors, tensors), (other.tensors, others)
+        comparison = compare(*sides, [text for _, text in other.problems], count, tell)
     return Scan(
         tuple(str(path) for path in paths),
         None if against is None else str(against),
         tuple(tensors),
-        tuple(find(contents, tensors)),
+        (*find(contents, tensors), *leaving(contents.tensors, tensors, to)),
         comparison,
     )
 
@@ -112,127 +96,131 @@ def _contents(paths: Sequence[str | PathLike[str]]) -> Contents:
 
 def _alike(stored: Sequence[StoredTensor], tensors: Sequence[TensorScan]) -> list[int]:
     """Return the numbers of the tensors that may be equal to others; of those that are tied only that of the first."""
-    groups: dict[Hashable, dict[Hashable, int]] = defaultdict(dict)
+    groups: dict[Hashable, dict[Source, int]] = defaultdict(dict)
     for i, (one, scanned) in enumerate(zip(stored, tensors, strict=True)):
         health = scanned.health
         if one.source is not None and health is not None and health.abs_min != health.abs_max:
-            groups[one.dtype, one.shape, str(health)].setdefault(one.source.key, i)
+            groups[one.dtype, one.shape, health[2:]].setdefault(one.source, i)
     found: dict[Hashable, list[int]] = defaultdict(list)
     with OpenFiles() as files:
         for key, group in groups.items():
             for i in group.values() if len(group) > 1 else ():
                 with suppress(DamagedError, OSError):
-                    first = next(Streamer(files, _GLANCE).chunks(stored[i])).raw
+                    first, _ = Streamer(files, 0).read(stored[i], 0, min(_GLANCE, stored[i].nbytes))
                     found[key, first.numpy().tobytes()].append(i)
     return sorted(i for alike in found.values() if len(alike) > 1 for i in alike)
 
 
+class _Piece(NamedTuple):
+    """Bytes of a tensor that are read in one go."""
+
+    tensor: StoredTensor
+    begin: int
+    end: int
+
+
 class _Part(NamedTuple):
-    """Result of reading a part: `bad_scales` counts those of an encoding that is not decoded."""
+    """Result of reading a piece: `bad_scales` counts those of an encoding that is not decoded, `dead` has dead rows."""
 
     health: PartialHealth
     raw: PartialHealth
     bad_scales: int = 0
     error: str = ""
+    dead: Dead | None = None
 
 
-_Task: TypeAlias = tuple[StoredTensor, int, int]  # and the bytes of it
-
-
-def _tasks(tensors: Sequence[StoredTensor]) -> Iterator[_Task]:
-    """Yield the parts of each tensor that can be read, at least one."""
+def _tasks(tensors: Sequence[StoredTensor]) -> list[list[_Piece]]:
+    """Return the pieces of all tensors in their order, at least one of each, in tasks of some MiB."""
+    tasks: list[list[_Piece]] = []
+    left = 0
     for one in tensors:
-        if one.lost or one.unread or one.source is None:
-            continue
-        step = max(one.nbytes, 1)
-        if not one.source.in_order:
+        size = 0 if one.lost or one.unread or one.source is None else one.nbytes
+        step = max(size, 1)
+        if one.source is not None and not one.source.in_order:
             step = min(step, _TASK // step_of(one, CHUNK) * step_of(one, CHUNK))
-        for begin in range(0, max(one.nbytes, 1), step):
-            yield one, begin, min(begin + step, one.nbytes)
+        for begin in range(0, max(size, 1), step):
+            if left <= 0:
+                tasks.append([])
+                left = _TASK
+            tasks[-1].append(_Piece(one, begin, min(begin + step, size)))
+            left -= step
+    return tasks
 
 
-def _read(task: _Task, fingerprints: bool) -> _Part:
-    tensor, begin, end = task
+def _read(task: Sequence[_Piece], fingerprints: bool) -> list[tuple[_Piece, _Part]]:
+    with OpenFiles() as files:
+        streamer = Streamer(files)
+        return [(piece, _read_piece(streamer, piece, fingerprints)) for piece in task]
+
+
+def _read_piece(streamer: Streamer, piece: _Piece, fingerprints: bool) -> _Part:
     found, bad = _Part(PartialHealth(), PartialHealth()), 0
-    encoding = ENCODINGS.get(tensor.dtype)
+    encoding = ENCODINGS.get(piece.tensor.dtype)
     try:
-        with OpenFiles() as files:
-            for chunk in Streamer(files).chunks(tensor, begin, end):
-                if encoding is not None and fingerprints:
-                    found.raw.add(chunk.raw, chunk.raw_start)
-                if chunk.values is not None:
-                    found.health.add(
-                        chunk.values, chunk.start, fingerprints=fingerprints or encoding is not None
-                    )
-                elif encoding is not None:
-                    blocks = chunk.raw.numpy().reshape(-1, encoding.bytes)
-                    bad += int((~np.isfinite(scales_of(encoding, blocks))).any(1).sum())
+        if not fingerprints and (dead := streamer.add_health(*piece, found.health)) is not None:
+            return found._replace(dead=dead)
+        for at, raw, values in streamer.chunks(*piece):
+            if encoding is not None and fingerprints:
+                found.raw.add(raw, at)
+            if values is not None:
+                start = at * len(values) // len(raw)
+                found.health.add(values, start, fingerprints=fingerprints or encoding is not None)
+            elif encoding is not None:
+                bad += bad_scales(encoding, raw.numpy().reshape(-1, encoding.bytes))
     except (DamagedError, OSError, MemoryError) as error:
         return found._replace(error=str(error)[:200] or type(error).__name__)
     return found._replace(bad_scales=bad)
 
 
 def _scanned(
-    tensors: Sequence[StoredTensor], threads: int, to: tuple[str, ...], tell: Tell, *, fingerprints: bool
+    tensors: Sequence[StoredTensor], threads: int, tell: Tell, *, fingerprints: bool
 ) -> Iterator[TensorScan]:
     """Yield the result of each tensor, in their order."""
+
+    def pieces() -> Iterator[tuple[_Piece, _Part]]:
+        done = 0
+        for task in in_threads(lambda task: _read(task, fingerprints), _tasks(tensors), threads):
+            done += sum(piece.end - piece.begin for piece, _ in task)
+            tell(f"reading {task[-1][0].tensor.file.name}", done >> 20, total, "MiB")
+            yield from task
+
     total = sum(one.nbytes for one in tensors if not one.lost) >> 20
-    done = 0
-    pool = ThreadPoolExecutor(threads)
-    try:
-        # A few tasks ahead: a large checkpoint has thousands.
-        source = _tasks(tensors)
-        tasks = deque((task, pool.submit(_read, task, fingerprints)) for task in islice(source, 4 * threads))
-        for tensor in tensors:
-            parts: list[_Part] = []
-            while tasks and tasks[0][0][0] is tensor:
-                (_, begin, end), future = tasks.popleft()
-                parts.append(future.result())
-                done += end - begin
-                tell(f"reading {tensor.file.name}", done >> 20, total, "MiB")
-                tasks.extend((more, pool.submit(_read, more, fingerprints)) for more in islice(source, 1))
-            yield _finished(tensor, parts, to, fingerprints=fingerprints)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    for _, group in groupby(pieces(), lambda one: id(one[0].tensor)):
+        found = list(group)
+        yield _finished(found[0][0].tensor, [part for _, part in found], fingerprints=fingerprints)
 
 
-def _finished(
-    tensor: StoredTensor, parts: Sequence[_Part], to: tuple[str, ...], *, fingerprints: bool
-) -> TensorScan:
-    found = TensorScan(
-        tensor.name, str(tensor.file), tensor.dtype, tensor.shape, tensor.nbytes, tensor.unread, tensor.lost
-    )
-    error = next((one.error for one in parts if one.error), "")
-    if error or not parts:
-        return replace(found, lost=found.lost or error)
-    health, raw = PartialHealth(), PartialHealth()
-    for one in parts:
-        health.merge(one.health)
-        raw.merge(one.raw)
-    if (encoding := ENCODINGS.get(tensor.dtype)) is not None:
-        if fingerprints:
-            found = replace(found, fingerprint=raw.fingerprint("uint8", (tensor.nbytes,)))
-        if encoding.decode is None:
-            bad = sum(one.bad_scales for one in parts)
-            why = f"{tensor.dtype} is not decoded; its scales are read"
-            return replace(found, unread=why, bad_blocks=bad)
-    elif tensor.order is None and fingerprints:
-        found = replace(found, fingerprint=health.fingerprint(tensor.dtype, tensor.shape))
-    known = health.health(tensor.lying)
-    try:
-        rows, columns = dead_lines(tensor, known.num_zero, _SHOWN)
-        fits = tuple(_fit(tensor, name) for name in to if _may_be_matrix(tensor))
-    except (DamagedError, OSError, MemoryError) as error:  # cut off since
-        return replace(found, lost=str(error)[:200] or type(error).__name__)
-    return replace(
-        found,
-        health=_in_order(known, tensor),
-        dead_rows=rows.total,
-        dead_columns=columns.total,
-        first_dead_rows=rows.first,
-        first_dead_columns=columns.first,
-        fits=fits,
-    )
+def _finished(tensor: StoredTensor, parts: Sequence[_Part], *, fingerprints: bool) -> TensorScan:
+    unread, lost = tensor.unread, tensor.lost or next((one.error for one in parts if one.error), "")
+    is_read = not (unread or lost) and tensor.source is not None
+    found: dict[str, Any] = {}
+    if is_read:
+        health, raw = parts[0].health, parts[0].raw
+        for one in parts[1:]:
+            health.merge(one.health)
+            raw.merge(one.raw)
+        encoding = ENCODINGS.get(tensor.dtype)
+        if fingerprints and encoding is not None:
+            found["fingerprint"] = raw.fingerprint("uint8", (tensor.nbytes,))
+        elif fingerprints and tensor.order is None:
+            found["fingerprint"] = health.fingerprint(tensor.dtype, tensor.shape)
+        if encoding is not None and encoding.decode is None:
+            unread = f"{tensor.dtype} is not decoded; its scales are read"
+            found["bad_blocks"] = sum(one.bad_scales for one in parts)
+        else:
+            known = health.health(tensor.lying)
+            try:
+                dead = [one.dead for one in parts if one.dead is not None and one.dead.total >= 0]
+                first = tuple(chain.from_iterable(one.first for one in dead))[:_SHOWN]
+                found_rows = Dead(sum(one.total for one in dead), first) if len(dead) == len(parts) else None
+                rows, columns = dead_lines(tensor, known.num_zero, _SHOWN, found_rows)
+                found["health"] = _in_order(known, tensor)
+                found |= {"dead_rows": rows.total, "first_dead_rows": rows.first}
+                found |= {"dead_columns": columns.total, "first_dead_columns": columns.first}
+            except (DamagedError, OSError, MemoryError) as error:  # cut off since
+                lost = str(error)[:200] or type(error).__name__
+    of_file = tensor.name, str(tensor.file), tensor.dtype, tensor.shape, tensor.nbytes
+    return TensorScan(*of_file, unread, lost, **found)
 
 
 def _in_order(health: TensorHealth, tensor: StoredTensor) -> TensorHealth:
@@ -242,34 +230,3 @@ def _in_order(health: TensorHealth, tensor: StoredTensor) -> TensorHealth:
         return health
     index = dict(zip(tensor.order, first, strict=True))
     return health._replace(first_nonfinite=tuple(index[d] for d in range(len(first))))
-
-
-def _may_be_matrix(tensor: StoredTensor) -> bool:
-    form = BY_NAME.get(tensor.dtype)
-    return len(tensor.shape) > 1 and form is not None and form.has_sign_bit and tensor.order is None
-
-
-def _fit(tensor: StoredTensor, name: str) -> FormatFit:
-    """Try a format on the rows of a matrix, some at a time."""
-    width = tensor.shape[-1] * BY_NAME[tensor.dtype].bits // 8
-    form = BLOCKS_BY_NAME.get(name)
-    by_tensor = form is not None and (form.columns is None) == (form.rows is None) and form.rows is None
-    if (by_tensor and tensor.nbytes > _MOST_ROW) or width > _MOST_ROW:
-        return FormatFit(name, unread="its blocks are too large to be tried in a part of the tensor")
-    rows = form.rows if form is not None and form.rows else 1
-    step = tensor.nbytes if by_tensor else max(_ROWS // max(width * rows, 1), 1) * width * rows
-    numbers = lost = flushed = 0
-    signal = noise = 0.0
-    with OpenFiles() as files:
-        streamer = Streamer(files)
-        for at in range(0, tensor.nbytes, max(step, 1)):
-            values = streamer.read(tensor, at, min(step, tensor.nbytes - at)).values
-            assert values is not None
-            fit = would_fit(values.view(-1, tensor.shape[-1]), name)
-            numbers += fit.num_elements
-            if isinstance(fit, BlockFit):
-                lost, flushed = lost + fit.num_saturated + fit.num_lost, flushed + fit.num_flushed
-                signal, noise = signal + fit.signal, noise + fit.noise
-            else:
-                lost, flushed = lost + fit.num_overflow, flushed + fit.num_underflow
-    return FormatFit(name, numbers, lost, flushed, signal if form else None, noise if form else None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,12 +37,17 @@ class OpenFiles:
         while self._open:
             os.close(self._open.popitem()[1])
 
-    def read(self, path: Path, offset: int, into: memoryview) -> None:
-        """Fill the buffer from the file. Raises DamagedError where the file ends before."""
+    def descriptor(self, path: Path) -> int:
+        """Return the file's descriptor, valid until the next call. Raises OSError."""
         if (fd := self._open.get(path)) is None:
             if len(self._open) == _MOST_OPEN:
                 self.__exit__()
             fd = self._open[path] = open_regular(path)
+        return fd
+
+    def read(self, path: Path, offset: int, into: memoryview) -> None:
+        """Fill the buffer from the file. Raises DamagedError where the file ends before."""
+        fd = self.descriptor(path)
         while into:
             if (count := os.preadv(fd, [into], offset)) == 0:
                 raise DamagedError(f"{path.name} ends at byte {offset:,}")
@@ -56,15 +61,11 @@ def open_regular(path: Path) -> int:
 
 
 class Source(Protocol):
-    """Where the bytes of a tensor are, in C order. Tensors of one `key` are one."""
+    """Where the bytes of a tensor are, in C order. Tensors of equal sources are one."""
 
     @property
     def in_order(self) -> bool:
         """Whether the bytes have to be read from the first to the last."""
-
-    @property
-    def key(self) -> Hashable:
-        """The place."""
 
     def read(self, files: OpenFiles, begin: int, into: memoryview) -> None:
         """Fill the buffer with the bytes from `begin` on."""
@@ -77,11 +78,6 @@ class Span:
     path: Path
     offset: int
     in_order = False
-
-    @property
-    def key(self) -> Hashable:
-        """The place."""
-        return self.path, self.offset
 
     def read(self, files: OpenFiles, begin: int, into: memoryview) -> None:
         """Fill the buffer with the bytes from `begin` on."""
@@ -114,11 +110,6 @@ class Boxes:
         if covered != prod(shape) or not is_inside:
             raise DamagedError(f"its {len(boxes)} parts hold {covered:,} of {prod(shape):,} elements")
 
-    @property
-    def key(self) -> Hashable:
-        """The place."""
-        return self._boxes[0][2].key
-
     def read(self, files: OpenFiles, begin: int, into: memoryview) -> None:
         """Fill the buffer with the bytes from `begin` on, a run of each part after the other."""
         while into:
@@ -138,13 +129,35 @@ class Boxes:
         raise DamagedError("its parts overlap and leave gaps")
 
 
+@dataclass(frozen=True, slots=True)
+class Transposed:
+    """Matrix of `rows` and `columns` whose columns lie in the file, with elements of `width` bytes."""
+
+    source: Source
+    rows: int
+    columns: int
+    width: int
+    in_order = False
+
+    def read(self, files: OpenFiles, begin: int, into: memoryview) -> None:
+        """Fill the buffer with the bytes from `begin` on: as much of each column as they touch."""
+        start, end = begin // self.width, (begin + len(into)) // self.width
+        row, column = divmod(start, self.columns)
+        rows = -(-end // self.columns) - row
+        columns = range(column, column + end - start) if rows == 1 else range(self.columns)
+        found = np.empty((len(columns), rows, self.width), np.uint8)
+        for i, one in enumerate(columns):
+            self.source.read(files, (one * self.rows + row) * self.width, memoryview(found[i].reshape(-1)))
+        skip = 0 if rows == 1 else column * self.width
+        into[:] = memoryview(found.swapaxes(0, 1).reshape(-1)[skip : skip + len(into)])
+
+
 class Deflated:
     """Compressed member of a zip archive, behind a header of `skip` bytes. Each read goes on where the last ended."""
 
     in_order = True
 
     def __init__(self, path: Path, info: zipfile.ZipInfo, skip: int = 0) -> None:
-        self.key: Hashable = (path, info.header_offset)
         self._path, self._info, self._skip = path, info, skip
         self._stream: Any = None
         self._at = 0
@@ -216,3 +229,24 @@ def whole(path: Path, offset: int, nbytes: int, size: int) -> str:
     """Return "" where a file of `size` bytes has these, else why they are lost."""
     end = offset + nbytes
     return "" if end <= size else f"it needs bytes up to {end:,}, and {path.name} has {size:,}"
+
+
+def transposed(matrix: StoredTensor) -> StoredTensor:
+    """Return a view of a matrix that has its rows as columns."""
+    columns, rows = matrix.lying
+    assert matrix.source is not None
+    source = Transposed(matrix.source, rows, columns, bytes_of(matrix.dtype, 1))
+    return replace(matrix, shape=(rows, columns), order=None, source=source)
+
+
+def joined(parts: Sequence[StoredTensor]) -> StoredTensor:
+    """Return tensors of one width and dtype as one, their rows one below the other."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    width, boxes, at = first.nbytes // first.lying[0], list[Box](), 0
+    for one in parts:
+        assert one.source is not None
+        boxes.append(Box((at, 0), (one.lying[0], width), one.source))
+        at += one.lying[0]
+    return replace(first, shape=(at, *first.lying[1:]), order=None, source=Boxes((at, width), 1, boxes))

@@ -6,96 +6,39 @@ the pages of a mapping would count as this process's memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from math import lcm, prod
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..numerics.partial_health import BLOCK
+from ..numerics._extension import C
+from ..numerics.partial_health import BLOCK, PartialHealth
 from .encodings import ENCODINGS, Array, bytes_of, is_float
-from .stored import OpenFiles, StoredTensor
+from .stored import OpenFiles, Span, StoredTensor
 
 # In bytes. Of 384 KiB and more the kernels would share the work among PyTorch's threads, for which readers would wait.
 CHUNK = 352 << 10
-_SPAN = 1 << 16
 # A longer row is an embedding of 16 Mi columns, or no row.
 _MOST_LINE = 1 << 24
+_A = TypeVar("_A")
+_B = TypeVar("_B")
 _WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
-class Chunk(NamedTuple):
-    """Elements of a tensor from number `start` on, valid until the next one is read."""
-
-    start: int
-    raw: Tensor
-    """Its bytes, from number `raw_start` of the tensor on."""
-    raw_start: int
-    values: Tensor | None
-    """Its numbers, float32 where they were decoded; None where the encoding is not decoded."""
-
-
 def step_of(tensor: StoredTensor, size: int) -> int:
-    """Return the bytes of a chunk of about `size`: whole elements or blocks, and whole blocks of a fingerprint."""
+    """Return the bytes of a part of about `size`: whole elements, blocks of a fingerprint, and rows if they fit."""
     unit = BLOCK
     if (encoding := ENCODINGS.get(tensor.dtype)) is not None:
         unit *= encoding.bytes
+    with_rows = lcm(unit, bytes_of(tensor.dtype, prod(tensor.lying[1:])))
+    unit = with_rows if 0 < with_rows <= size else unit
     return max(size // unit, 1) * unit
-
-
-def buffer_of(x: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor, for writing."""
-    array: Any = x.view(torch.uint8).numpy()
-    return memoryview(array)
-
-
-class Streamer:
-    """Reader of chunks, for one thread."""
-
-    def __init__(self, files: OpenFiles, size: int = CHUNK) -> None:
-        self._files = files
-        self._size = size
-        self._bytes = torch.empty(size, dtype=torch.uint8)
-        self._memory = buffer_of(self._bytes)
-        self._decoded = torch.empty(0)
-
-    def chunks(self, tensor: StoredTensor, begin: int = 0, end: int | None = None) -> Iterator[Chunk]:
-        """Yield the chunks of bytes `begin` to `end` of a tensor. Raises DamagedError and OSError."""
-        end, step = tensor.nbytes if end is None else end, step_of(tensor, self._size)
-        chunk = None
-        for at in range(begin, end, step):
-            if chunk is None or chunk.values is None or tensor.dtype in ENCODINGS or end - at < step:
-                chunk = self.read(tensor, at, min(step, end - at))
-            else:  # the views of the last chunk still fit
-                assert tensor.source is not None
-                tensor.source.read(self._files, at, self._memory[:step])
-                chunk = Chunk(at // chunk.values.itemsize, chunk.raw, at, chunk.values)
-            yield chunk
-
-    def read(self, tensor: StoredTensor, begin: int, nbytes: int) -> Chunk:
-        """Return the chunk of these bytes, at most `size` or a `step` of them."""
-        assert tensor.source is not None
-        if nbytes > len(self._memory):
-            self._bytes = torch.empty(nbytes, dtype=torch.uint8)
-            self._memory = buffer_of(self._bytes)
-        tensor.source.read(self._files, begin, self._memory[:nbytes])
-        raw = self._bytes[:nbytes]
-        encoding = ENCODINGS.get(tensor.dtype)
-        if encoding is None:
-            # A byte of a bool may hold anything.
-            dtype: torch.dtype = torch.uint8 if tensor.dtype == "bool" else getattr(torch, tensor.dtype)
-            return Chunk(begin // dtype.itemsize, raw, begin, raw.view(dtype))
-        count = nbytes // encoding.bytes
-        values = None
-        if encoding.decode is not None:
-            if self._decoded.numel() < count * encoding.elements:
-                self._decoded = torch.empty(count * encoding.elements)
-            values = self._decoded[: count * encoding.elements]
-            encoding.decode(
-                raw.numpy().reshape(count, encoding.bytes), values.numpy().reshape(count, encoding.elements)
-            )
-        return Chunk(begin // encoding.bytes * encoding.elements, raw, begin, values)
 
 
 class Dead(NamedTuple):
@@ -105,39 +48,136 @@ class Dead(NamedTuple):
     first: tuple[int, ...]
 
 
-def dead_lines(tensor: StoredTensor, zeros: int, most: int) -> tuple[Dead, Dead]:
+class Streamer:
+    """Reader of chunks, for one thread."""
+
+    def __init__(self, files: OpenFiles, size: int = CHUNK) -> None:
+        self._files = files
+        self._bytes = torch.empty(size, dtype=torch.uint8)
+        self._decoded = torch.empty(0)
+
+    def chunks(
+        self, tensor: StoredTensor, begin: int, end: int
+    ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """Yield places between two bytes of a tensor, with what `read` returns there."""
+        step = step_of(tensor, len(self._bytes))
+        for at in range(begin, end, step):
+            yield at, *self.read(tensor, at, min(step, end - at))
+
+    def add_health(self, tensor: StoredTensor, begin: int, end: int, health: PartialHealth) -> Dead | None:
+        """Add bytes `begin` to `end` of a tensor in one compiled call, and return the dead ones of their rows.
+
+        Their number is -1 where the call did not see whole rows. None if it could not read: nothing was added.
+        """
+        source, (rows, width) = tensor.source, lines_of(tensor)
+        if begin == end or C is None or not isinstance(source, Span) or tensor.dtype in ENCODINGS:
+            return None
+        buffer = self._bytes.view(_dtype_of(tensor))
+        size, fd = buffer.itemsize, self._files.descriptor(source.path)
+        start = begin // size
+        is_seen = rows == 0 or (width <= buffer.numel() and start % width == 0)
+        width = width if is_seen else 0
+        found = C.file_health(fd, source.offset + begin, (end - begin) // size, width, buffer)
+        if found is None:
+            return None
+        row, total, first = found
+        health.add_row(row, start)
+        return Dead(total if is_seen else -1, tuple(start // width + one for one in first))
+
+    def read(self, tensor: StoredTensor, begin: int, nbytes: int) -> tuple[Tensor, Tensor | None]:
+        """Return some bytes, and their numbers: float32 where they were decoded, None where the encoding is not.
+
+        Both are valid until the next ones are read. Raises DamagedError and OSError.
+        """
+        assert tensor.source is not None
+        if nbytes > len(self._bytes):
+            self._bytes = torch.empty(nbytes, dtype=torch.uint8)
+        raw = self._bytes[:nbytes]
+        memory: Any = raw.numpy()
+        tensor.source.read(self._files, begin, memoryview(memory))
+        if (encoding := ENCODINGS.get(tensor.dtype)) is None:
+            return raw, raw.view(_dtype_of(tensor))
+        if encoding.decode is None:
+            return raw, None
+        blocks = memory.reshape(-1, encoding.bytes)
+        count = len(blocks) * encoding.elements
+        if self._decoded.numel() < count:
+            self._decoded = torch.empty(count)
+        values = self._decoded[:count]
+        encoding.decode(blocks, values.numpy().reshape(-1, encoding.elements))
+        return raw, values
+
+    def values(self, tensor: StoredTensor, start: int, count: int) -> Tensor:
+        """Return some elements of a tensor that can be decoded, valid until the next are read."""
+        _, found = self.read(tensor, bytes_of(tensor.dtype, start), bytes_of(tensor.dtype, count))
+        assert found is not None
+        return found
+
+
+def _dtype_of(tensor: StoredTensor) -> torch.dtype:
+    # A byte of a bool may hold anything.
+    return torch.uint8 if tensor.dtype == "bool" else getattr(torch, tensor.dtype)
+
+
+def in_threads(call: Callable[[_A], _B], items: Sequence[_A], threads: int) -> Iterator[_B]:
+    """Yield the result for each item in their order, by threads that are a few items ahead."""
+    if threads == 1 or len(items) < 2:
+        yield from map(call, items)
+        return
+    pool = ThreadPoolExecutor(threads)
+    try:
+        left = iter(items)
+        # No more: a large checkpoint has thousands.
+        ahead = deque(pool.submit(call, one) for one in islice(left, 4 * threads))
+        while ahead:
+            yield ahead.popleft().result()
+            ahead.extend(pool.submit(call, one) for one in islice(left, 1))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def lines_of(tensor: StoredTensor) -> tuple[int, int]:
+    """Return how many rows a matrix has, and how long they are; (0, 0) where they are not looked at."""
+    lying = tensor.lying
+    width = prod(lying[1:])
+    is_matrix = len(lying) > 1 and min(lying[0], width) > 1 and not (tensor.order and len(lying) > 2)
+    if not is_matrix or not is_float(tensor.dtype) or max(lying[0], width) > _MOST_LINE:
+        return 0, 0
+    return lying[0], width
+
+
+def dead_lines(tensor: StoredTensor, zeros: int, most: int, known: Dead | None = None) -> tuple[Dead, Dead]:
     """Return the rows and the columns that are all zero, with the numbers of the first `most`.
 
-    `zeros` elements of the tensor are zero: with fewer than a row has, nothing is read. The rows are those of the first
-    dimension, the columns all others together. Vectors, integers and matrices of longer rows have none.
+    `zeros` elements of the tensor are zero: with fewer than a line has, nothing is read. `known` has the rows, if they
+    are. The rows are those of the first dimension, the columns all others together. Vectors, integers and matrices of
+    longer rows have none.
     """
-    shape, none = tensor.lying, Dead(0, ())
-    if not is_float(tensor.dtype) or len(shape) < 2 or not tensor.numel or (tensor.order and len(shape) > 2):
+    none, (rows, width) = Dead(0, ()), lines_of(tensor) if zeros else (0, 0)
+    if not 0 < min(rows, width) <= zeros:
         return none, none
-    rows, width = shape[0], tensor.numel // shape[0]
-    if not (1 < min(rows, width) <= zeros and max(rows, width) <= _MOST_LINE):
-        return none, none
-    live, columns = np.zeros(rows, dtype=bool), np.zeros(width, dtype=bool)
-    row, band = bytes_of(tensor.dtype, width), max(1, CHUNK // max(bytes_of(tensor.dtype, width), 1))
+    live, columns = np.zeros(rows, dtype=bool), np.full(width, zeros < rows)
+    # Nearly always a few rows show that no column is dead.
+    band = max(1, (CHUNK if known is None else CHUNK // 8) // bytes_of(tensor.dtype, width))
     with OpenFiles() as files:
         streamer = Streamer(files)
         for at in range(0, rows if zeros < tensor.numel else 0, band):
+            if known is not None and columns.all():
+                break
             count = min(band, rows - at)
-            values = streamer.read(tensor, at * row, count * row).values
-            assert values is not None
+            values = streamer.values(tensor, at * width, count * width)
             words = values.view(_WORDS[values.itemsize]).numpy().reshape(count, width)
             magnitude = words.dtype.type((1 << (8 * words.itemsize - 1)) - 1)
             live[at : at + count] = (np.bitwise_or.reduce(words, 1) & magnitude) != 0
             columns |= (np.bitwise_or.reduce(words, 0) & magnitude) != 0
-    found = _dead(live, most), _dead(columns, most)
+    found = known or _dead(live, most), _dead(columns, most)
     return found if tensor.order is None else (found[1], found[0])
 
 
 def _dead(live: Array, most: int) -> Dead:
-    # A large matrix may have millions, whose numbers would take more memory than the scan.
-    first: list[int] = []
-    for begin in range(0, len(live), _SPAN):
-        if len(first) >= most:
-            break
-        first += (np.flatnonzero(~live[begin : begin + _SPAN]) + begin).tolist()
-    return Dead(len(live) - int(np.count_nonzero(live)), tuple(first[:most]))
+    # One by one: a large matrix may have millions, whose numbers would take more memory than the scan.
+    total, first = len(live) - int(np.count_nonzero(live)), list[int]()
+    while len(first) < min(most, total):
+        at = first[-1] + 1 if first else 0
+        first.append(at + int(live[at:].argmin()))
+    return Dead(total, tuple(first))

@@ -38,15 +38,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--to", metavar="FORMATS", help="try these number formats on each matrix, such as float16,mxfp8"
     )
-    parser.add_argument(
-        "--threads", type=int, metavar="N", help="threads that read (default: one a core, up to 16)"
-    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page too")
     options = parser.parse_args(arguments)
 
     def find(tell: Tell) -> tuple[str, int]:
         to = options.to.split(",") if options.to else ()
-        found = scan(*options.files, against=options.against, to=to, threads=options.threads, tell=tell)
+        found = scan(*options.files, against=options.against, to=to, tell=tell)
         differs = found.comparison is not None and not found.comparison.is_faithful
         return rendered(found, options, tell), 3 if not found.is_sound else int(differs)
 

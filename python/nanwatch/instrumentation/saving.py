@@ -16,7 +16,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -84,6 +84,8 @@ class Save:
         self._seam = seam
         self._bound = bound
         self._proceed = proceed
+        self.owners: Mapping[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        """Tensors by address, bytes and dtype that `content` has in place of views of the same memory."""
 
     @property
     def function(self) -> str:
@@ -96,7 +98,7 @@ class Save:
         arguments = self._bound.arguments
         found = arguments.get(self._seam.content)
         if self.is_raw and isinstance(found, dict):
-            return {name: _tensor_of(spec) for name, spec in found.items()}
+            return {name: _tensor_of(spec, self.owners) for name, spec in found.items()}
         return arguments.get("self") if found is None else found
 
     @property
@@ -186,8 +188,8 @@ class Save:
             return self._proceed(*bound.args, **bound.kwargs)
 
 
-def _tensor_of(spec: Any) -> torch.Tensor | None:
-    """Return a view of the memory that safetensors is to write: an address, or in older versions bytes."""
+def _tensor_of(spec: Any, owners: Mapping[tuple[int, int, torch.dtype], torch.Tensor]) -> torch.Tensor | None:
+    """Return the owner or a view of the memory that safetensors is to write: an address, or in older versions bytes."""
     is_bytes = isinstance(spec, dict)
     name = spec["dtype"] if is_bytes else spec.dtype
     dtype: torch.dtype | None = getattr(torch, SAFETENSORS.get(name, name), None)
@@ -198,6 +200,8 @@ def _tensor_of(spec: Any) -> torch.Tensor | None:
     )
     if not size or dtype is None or not (dtype.is_floating_point or dtype.is_complex):
         return None  # an integer is always finite
+    if (owner := owners.get((address, size, dtype))) is not None:
+        return owner
     flat = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype)
     shape = tuple(spec["shape"] if is_bytes else spec.shape)
     return flat.view(shape) if flat.numel() == math.prod(shape) else flat

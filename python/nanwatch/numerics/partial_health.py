@@ -47,8 +47,12 @@ class PartialHealth:
             row, blocks = _extension.part_health(x, start * x.element_size() // BLOCK)
         else:
             row, blocks = _extension.health(x), 0
-        _, _, _, low, high, *counts, first = row.tolist()
-        self._add(low, high, [int(n) for n in counts], int(first) + start if first >= 0 else -1, int(blocks))
+        self.add_row(row.tolist(), start, int(blocks))
+
+    def add_row(self, row: Sequence[float], start: int, blocks: int = 0) -> None:
+        """Add a part whose row of `torch.ops.nanwatch.health` is known."""
+        _, _, _, low, high, *counts, first = row
+        self._add(low, high, [int(n) for n in counts], int(first) + start if first >= 0 else -1, blocks)
 
     def merge(self, other: PartialHealth) -> None:
         """Add the parts that another one has read."""

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from ..instrumentation.wrapped_names import named_modules, parameter_names
 from ..numerics._extension import instances_of
 from ..numerics.ranges import abs_range
 from ..numerics.readable import is_plain, local_shard, only_our_dispatch
-from ..recording.observe import holds_fractions, observe, read
+from ..recording.observe import observe, read
 from ..recording.optimizer_state import state_tensors
 from ..records.record import Frame, Record, Role
 from ..report.finding import find
@@ -127,14 +128,11 @@ class CheckpointGuard:
 
     def _faults(self, save: Save) -> tuple[list[Record], list[Record]]:
         """Return the rows of what is not finite: of the watched model, and of others."""
-        model = self._reports.model() if save.is_raw else None
-        # Raw memory has no version, but the parameter that owns it does.
-        owners = {} if model is None else {_memory(x): x for x in each_parameter(model) if is_plain(x)}
-        nonfinite: list[tuple[Keys, Tensor]] = []
-        for keys, given in tensors_in(save.content):
-            x = owners.get(_memory(given), given) if owners else given
-            if not self._is_finite(x):
-                nonfinite.append((keys, x))
+        if save.is_raw and (model := self._reports.model()) is not None:
+            # Raw memory has no version, but the parameter that owns it does.
+            plain = filter(is_plain, each_parameter(model))
+            save.owners = {(x.data_ptr(), x.nbytes, x.dtype): x for x in plain}
+        nonfinite = [(keys, x) for keys, x in tensors_in(save.content) if not self._is_finite(x)]
         own: list[Record] = []
         others: list[Record] = []
         known = _Known([*self._model_tensors(), *self._states()]) if nonfinite else None
@@ -151,9 +149,12 @@ class CheckpointGuard:
         return own, others
 
     def _is_finite(self, x: Tensor) -> bool:
-        if not holds_fractions(x):
+        if not (x.is_floating_point() or x.is_complex()):
             return True
-        if is_plain(x) and x.is_contiguous() and x.nbytes >= _SMALL:
+        if is_plain(x) and x.is_cpu and x.nbytes < _SMALL:
+            with suppress(Exception):  # a record takes ten times as long, and says why nothing could be read
+                return abs_range(x).isfinite
+        elif is_plain(x) and x.is_contiguous() and x.nbytes >= _SMALL:
             before = self._recorder.counters["bytes_read"]
             known = self._recorder.is_finite(x)
             if known and self._recorder.counters["bytes_read"] == before:
@@ -325,10 +326,6 @@ def _storage(x: Tensor) -> int:
     except Exception:
         suppressed("a tensor in a checkpoint has no storage")
         return 0
-
-
-def _memory(x: Tensor) -> tuple[int, int, torch.dtype]:
-    return x.data_ptr(), x.nbytes, x.dtype
 
 
 def _sample(x: Tensor) -> tuple[Tensor, Tensor]:

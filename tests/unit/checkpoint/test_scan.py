@@ -57,6 +57,15 @@ def test_planted_faults_are_named_with_their_place(layers, tmp_path):
     assert len([one for one in result.findings if one.tensors == ("big",) and one.kind == "range"]) == 2
 
 
+def test_one_tensor_under_two_names_is_tied_and_a_copy_is_a_duplicate(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    torch.save({"a": x, "b": x, "c": x.clone(), "d": x[4:], "e": torch.randn(8, 4)}, tmp_path / "x.pt")
+    result = nanwatch.scan(tmp_path / "x.pt")
+    assert found(result, "tied") == [("a", "b")]
+    assert found(result, "duplicate") == [("a", "c")]
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_tensor_of_many_tasks_and_chunks_is_read_once_and_whole(threads, tmp_path, monkeypatch):
     monkeypatch.setattr(scan_module, "_TASK", 1 << 19)
@@ -77,14 +86,19 @@ def test_a_tensor_of_many_tasks_and_chunks_is_read_once_and_whole(threads, tmp_p
     assert told[-1][1:3] == (2, 2)
 
 
-def test_formats_on_request_are_those_of_would_fit(layers, tmp_path):
-    layers["layers.0.w.weight"][0, 0] = 1e6
+def test_matrices_that_leave_a_format_are_those_of_would_fit(layers, tmp_path):
+    name = "layers.0.w.weight"
+    layers[name][:, 0] = 1e6
     save_file(layers, tmp_path / "x.safetensors")
-    result = nanwatch.scan(tmp_path / "x.safetensors", to=["float16", "mxfp8"])
-    plain, block = next(one.fits for one in result.tensors if one.name == "layers.0.w.weight")
-    assert plain.overflow == nanwatch.would_fit(layers["layers.0.w.weight"], "float16").num_overflow == 1
-    assert block.sqnr == pytest.approx(nanwatch.would_fit(layers["layers.0.w.weight"], "mxfp8").sqnr)
-    assert "As mxfp8" in result.to_text()
+    result = nanwatch.scan(tmp_path / "x.safetensors", to=["float16", "mxfp8", "mxfp4"])
+    found = [one for one in result.findings if one.kind == "range" and "become zero" in one.text]
+    plain, mxfp8, mxfp4 = (nanwatch.would_fit(layers[name], form) for form in ("float16", "mxfp8", "mxfp4"))
+    assert [one.text for one in found] == [
+        f"{plain.overflow:.3%} overflow and {plain.underflow:.3%} become zero in float16",
+        f"0.000% overflow and {mxfp8.flushed:.3%} become zero in mxfp8",
+        f"0.000% overflow and {mxfp4.flushed:.3%} become zero in mxfp4",
+    ]
+    assert {one.tensors for one in found} == {(name,)}
     with pytest.raises(ValueError, match="mxfp99"):
         nanwatch.scan(tmp_path / "x.safetensors", to=["mxfp99"])
 
@@ -114,6 +128,23 @@ def test_the_command_has_its_statuses_and_forms(layers, tmp_path, capsys):
     (tmp_path / "x.txt").write_text("text")
     assert main(["scan", str(tmp_path / "x.txt")]) == 2
     assert "no checkpoint that nanwatch reads" in capsys.readouterr().err
+
+
+def test_what_cannot_be_read_stands_beside_what_can(tmp_path):
+    entries = {"a": ("F4", [4, 4], 8), "b": ("new", [2], 0), "c": ("C64", [2, 2], 32), "d": ("BOOL", [2], 2)}
+    entries |= {"e": ("F32", [0, 3], 0), "f": ("F32", [9], 36)}
+    header, at = {}, 0
+    for name, (dtype, shape, size) in entries.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"\1" * (at - 4))  # the end is missing
+    result = nanwatch.scan(path)
+    assert [one.name for one in result.tensors if one.unread] == ["a", "b"]
+    assert [one.name for one in result.tensors if one.lost] == ["f"]
+    assert [one.name for one in result.tensors if one.health is not None] == ["c", "d", "e"]
+    assert not nanwatch.scan(path, against=path).comparison.is_faithful
 
 
 def test_names_from_strangers_are_made_visible(tmp_path):

@@ -33,6 +33,35 @@ def test_dead_lines_are_those_that_numpy_finds(shape, chunk, share, tmp_path, mo
     ]
 
 
+@pytest.mark.native
+@pytest.mark.parametrize("shape", [(200, 3), (7, 700), (40, 33), (3, 5000)])
+def test_dead_rows_of_the_compiled_call_are_those_that_numpy_finds(shape, tmp_path):
+    from nanwatch.checkpoint.stored import OpenFiles
+    from nanwatch.numerics.partial_health import PartialHealth
+
+    random = np.random.default_rng(0)
+    x = random.standard_normal(shape).astype(np.float16)
+    x[random.random(shape) < 0.4] = -0.0
+    x[[1, shape[0] - 1]] = 0.0
+    path = tmp_path / "x"
+    x.tofile(path)
+    tensor = StoredTensor("x", "float16", shape, path, Span(path, 0))
+    health, row = PartialHealth(), shape[1] * 2
+    with OpenFiles() as files:
+        streamer = streaming.Streamer(files, 4096)
+        found = [streamer.add_health(tensor, at * row, at * row + row, health) for at in range(shape[0])]
+        whole = streamer.add_health(tensor, 0, x.nbytes, PartialHealth())
+        cut = streamer.add_health(tensor, 0, x.nbytes + 1000, PartialHealth())
+    expected = np.flatnonzero(~x.any(1)).tolist()
+    assert health.health(shape).num_zero == int((x == 0).sum())
+    assert cut is None
+    if row > 4096:
+        assert whole.total == -1
+    else:
+        assert (whole.total, list(whole.first)) == (len(expected), expected[:5])
+        assert [number for one in found for number in one.first] == expected
+
+
 def test_vectors_and_integers_have_no_lines():
     for dtype, shape in (("float32", (9,)), ("int8", (9, 9))):
         tensor = StoredTensor("x", dtype, shape, Path("x"))

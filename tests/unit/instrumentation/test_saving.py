@@ -53,7 +53,7 @@ def test_memory_for_safetensors_is_seen_as_its_tensor(seen, tmp_path, dtype):
 def test_bytes_of_an_older_safetensors_are_seen_as_their_tensor():
     data = np.arange(6, dtype=np.float32)
     spec = {"dtype": "float32", "shape": [2, 3], "data": data.tobytes()}
-    assert torch.equal(saving._tensor_of(spec), torch.from_numpy(data).view(2, 3))
+    assert torch.equal(saving._tensor_of(spec, {}), torch.from_numpy(data).view(2, 3))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -34,17 +33,17 @@ def read(path: Path) -> Contents:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        tensor = StoredTensor(name, "unknown", (), path)
         try:
             dtype, shape, begin, end = _entry(entry)
         except ValueError as error:
-            found.tensors.append(replace(tensor, lost=f"its entry is damaged: {error}"))
+            lost = f"its entry is damaged: {error}"
+            found.tensors.append(StoredTensor(name, "unknown", (), path, lost=lost))
             continue
         spans.append((begin, end, name))
         unread = "" if dtype in SAFETENSORS else f"dtype {shorten(dtype)} has no value per byte"
         lost = whole(path, start + begin, end - begin, size)
-        tensor = replace(tensor, dtype=SAFETENSORS.get(dtype, dtype), shape=shape, unread=unread, lost=lost)
-        found.tensors.append(replace(tensor, source=Span(path, start + begin)))
+        source, dtype = Span(path, start + begin), SAFETENSORS.get(dtype, dtype)
+        found.tensors.append(StoredTensor(name, dtype, shape, path, source, None, unread, lost))
     found.problems += [(path, text) for text in _gaps(sorted(spans), size - start)]
     return found
 
