@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ...util.progress import Tell, silent
 from ...util.visible import close_names
 from .forwards import ALL, Forwards, LossFunction, Outcome
 from .result import TORCHAO, TRANSFORMER_ENGINE, LayerRecipe, Recipe, Trial
-from .search import Formats, cheapest, path
+from .search import Formats, beside, cheapest, path
 
 # Runs beside two for each format of each layer.
 _SPARE = 20
@@ -59,7 +59,8 @@ def recipe(
 
     A format costs the bits of its elements, relative to bfloat16, for each multiplication of the layer. Formats that
     are no cheaper than the layer's own dtype are not tried. At most two runs for each format of each layer are made,
-    and 20 more: each layer alone in each format, all layers in each format, and the runs of the search.
+    and 20 more: each layer alone in each format, all layers in each format, a first search, each layer beside the
+    formats that it has found for the others, and the search again.
 
     Raises ValueError where an argument is wrong, the model has no nn.Linear, the batch gives no loss, or the loss of
     the model as it is is not finite.
@@ -113,7 +114,7 @@ class _Search:
         cheaper = {name: [t for t in self._targets if costs[name][t] < costs[name][""]] for name in costs}
         number = sum(map(len, cheaper.values()))
         most = 2 * number + _SPARE
-        forwards.expected = number + len(self._targets) + 12
+        forwards.expected = number + len(self._targets) + len(costs) + 16
         alone = {
             name: {target: forwards.outcome({name: target}) for target in targets}
             for name, targets in cheaper.items()
@@ -129,14 +130,29 @@ class _Search:
             name: {t: one.damage for t, one in found.items() if _size(one) <= self._budget}
             for name, found in trials.items()
         }
-        kept = cheapest(
-            path(within, costs),
-            damages,
-            lambda formats: _size(self._trial(forwards.outcome(formats))),
-            self._budget,
-            lambda: forwards.made < most,
-        )
-        return self._result(kept, alone, together)
+
+        def search(factors: Mapping[str, float], most: int) -> Formats:
+            """Return the formats that the search finds when layers damage by these factors more than alone."""
+            scaled, scaled_within = (
+                {name: {t: x * factors.get(name, 1.0) for t, x in by.items()} for name, by in found.items()}
+                for found in (damages, within)
+            )
+            return cheapest(
+                path(scaled_within, costs),
+                scaled,
+                lambda formats: _size(self._trial(forwards.outcome(formats))),
+                self._budget,
+                lambda: forwards.made < most,
+            )
+
+        # Half of the spare runs, for a first recipe; one for each layer beside the others in it; the rest.
+        first = search({}, forwards.made + _SPARE // 2)
+        factors = beside(within, first, costs, lambda formats: self._trial(forwards.outcome(formats)).damage)
+        kept = min((first, search(factors, most)), key=self._cost)
+        return self._result(kept, alone, together, factors)
+
+    def _cost(self, formats: Formats) -> float:
+        return sum(costs[formats.get(name, "")] for name, costs in self._costs.items())
 
     def _trial(self, outcome: Outcome) -> Trial:
         """Return what a run has shown, relative to the loss; infinity where a number is not finite."""
@@ -150,7 +166,11 @@ class _Search:
         )
 
     def _result(
-        self, kept: Formats, alone: dict[str, dict[str, Outcome]], together: dict[str, float]
+        self,
+        kept: Formats,
+        alone: dict[str, dict[str, Outcome]],
+        together: dict[str, float],
+        factors: Mapping[str, float],
     ) -> Recipe:
         outcome = self._forwards.outcome(kept) if kept else self._base
         whole = self._trial(outcome)
@@ -162,6 +182,7 @@ class _Search:
                 share,
                 {t: self._trial(one) for t, one in alone[name].items()},
                 outcome.gradients.get(name),
+                factors.get(name, 1.0),
             )
             for name, share in self._shares.items()
         )
@@ -202,8 +223,8 @@ class _Search:
             error=whole.error,
             divergence=whole.divergence,
             loss_budget=self._budget,
-            cost=sum(self._costs[name][kept.get(name, "")] for name in self._shares),
-            cost_before=sum(cost[""] for cost in self._costs.values()),
+            cost=self._cost(kept),
+            cost_before=self._cost({}),
             layers=layers,
             together=together,
             forwards=self._forwards.made,

@@ -65,7 +65,7 @@ class LayerRecipe:
     """One linear layer: the format that it is given, its own one, and how each format does alone.
 
     `share` is its share of all layers' multiplications. `gradients` is the distance of its weight's gradient under the
-    whole recipe.
+    whole recipe. `beside` is how much more its format damages beside those of the others than alone.
     """
 
     name: str
@@ -74,6 +74,7 @@ class LayerRecipe:
     share: float
     alone: dict[str, Trial]
     gradients: Distance | None = None
+    beside: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

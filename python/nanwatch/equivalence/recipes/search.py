@@ -45,6 +45,33 @@ def path(changes: Mapping[str, Mapping[str, float]], costs: Mapping[str, Mapping
     return sorted(moves, key=lambda move: move.damage / move.saved)
 
 
+def beside(
+    damages: Mapping[str, Mapping[str, float]],
+    kept: Formats,
+    costs: Mapping[str, Mapping[str, float]],
+    measured: Callable[[Formats], float],
+) -> dict[str, float]:
+    """Return a factor for each layer: how much more its format damages beside the others' formats than alone.
+
+    Args:
+        damages: what each format of each layer does alone.
+        kept: the formats of the others.
+        costs: those of each format. A layer that is not in `kept` is tried in its cheapest one.
+        measured: return the damage of these formats together.
+
+    Errors of two layers may cancel or add. The factor is the mean of 1 and of the measured ratio, because the layers
+    that are added to `kept` or taken from it meet fewer or more of the others.
+    """
+    factors = {}
+    for layer, alone in damages.items():
+        target = kept.get(layer) or min(alone, key=costs[layer].__getitem__, default="")
+        others = {name: one for name, one in kept.items() if name != layer}
+        if alone.get(target) and others:
+            added = measured({**others, layer: target}) - measured(others)
+            factors[layer] = (1 + max(added, 0.0) / alone[target]) / 2
+    return factors
+
+
 def cheapest(
     moves: Sequence[Move],
     changes: Mapping[str, Mapping[str, float]],

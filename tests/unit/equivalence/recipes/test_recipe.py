@@ -103,7 +103,7 @@ def test_an_interrupted_call_goes_on(tmp_path: Path) -> None:
     assert (resumed.change, resumed.together) == (whole.change, whole.together)
     again = Regression()
     nanwatch.recipe(again, batch(), journal=journal, **{**options, "loss_budget": 0.03})
-    assert again.calls < 5  # another budget is another search over the same measurements
+    assert again.calls < 8  # another budget is another search over the same measurements
 
 
 def test_runs_that_are_not_repeatable() -> None:

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from nanwatch.equivalence.recipes.search import Formats, cheapest, path
+from nanwatch.equivalence.recipes.search import Formats, beside, cheapest, path
 
 BITS = {"": 2.0, "bfloat16": 1.0, "mxfp8": 0.5, "nvfp4": 0.25}
 
@@ -63,3 +63,17 @@ def test_what_is_measured_together_decides() -> None:
 
     assert cheapest(moves, changes, measured, 0.5, lambda: True) == {"a": "mxfp8"}
     assert cheapest(moves, changes, measured, 0.5, lambda: False) == {}
+
+
+def test_layers_whose_errors_cancel_count_less_beside_each_other() -> None:
+    """The damage is the square of a sum of errors. A layer outside is tried on top, and one alone stays as it is."""
+    errors = {"a": 1.0, "b": -1.0, "c": 2.0, "d": 1.0}
+    alone = {name: {"mxfp8": error**2} for name, error in errors.items()}
+
+    def measured(formats: Formats) -> float:
+        return sum(errors[name] for name in formats) ** 2
+
+    kept = dict.fromkeys("abc", "mxfp8")
+    # a: 4 - 1 = 3 of 1; b: 4 - 9 < 0; c: 4 - 0 = 4 of 4; d: 9 - 4 = 5 of 1.
+    assert beside(alone, kept, costs(errors), measured) == {"a": 2.0, "b": 0.5, "c": 1.0, "d": 3.0}
+    assert beside(alone, {}, costs(errors), measured) == {}
