@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,13 +142,14 @@ def make(folder: Path, form: str) -> Path:
     return folder / form
 
 
-def in_process(request: RunRequest, _: str) -> list[RecordedRun]:
+def in_process(requests: Sequence[RunRequest], _: str) -> list[RecordedRun]:
     """Make the runs in this process, through the same files."""
-    record = (vllm_run if request.engine == "vllm" else transformers_run).record
-    with tempfile.TemporaryDirectory() as folder:
-        for number, run in enumerate(record(request)):
-            run.save(Path(folder, str(number)))
-        return [RecordedRun.load(Path(folder, str(number))) for number in range(len(request.runs))]
+    record = (vllm_run if requests[0].engine == "vllm" else transformers_run).record
+    with tempfile.TemporaryFile() as file:
+        torch.save([*record(requests)], file)
+        file.seek(0)
+        found: list[RecordedRun] = torch.load(file, weights_only=False)
+    return found
 
 
 def judge(case: Case, found: EngineComparison) -> bool:
@@ -167,7 +169,7 @@ def main() -> None:
     parser.add_argument("--text", action="store_true", help="print the whole results")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    engine_compare._made = in_process
+    engine_compare.recorded_runs = in_process
     start, rows = time.perf_counter(), []
     with tempfile.TemporaryDirectory() as folder:
         for case in cases():

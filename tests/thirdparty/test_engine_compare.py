@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import nanwatch
 from nanwatch.equivalence.recorded_run import RecordedRun
 from nanwatch.integrations import engine_compare, run_request
-from nanwatch.integrations.run_request import AskedRun, RunRequest
+from nanwatch.integrations.run_request import RunRequest
 
 transformers: Any = pytest.importorskip("transformers")
 PROMPTS = [[3, 14, 15, 9, 2, 6], [5, 3, 5, 8]]
@@ -45,14 +46,13 @@ def model(tmp_path: Path) -> Any:
 def in_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Make the runs without processes of their own, through the same files."""
 
-    def made(request: RunRequest, _: str) -> list[RecordedRun]:
-        place = tmp_path / "runs"
-        place.mkdir(exist_ok=True)
-        (place / "request.json").write_text(request.to_json())
-        assert run_request.main(str(place)) == 0
-        return [RecordedRun.load(place / f"{number}.pt") for number in range(len(request.runs))]
+    def made(requests: Sequence[RunRequest], _: str) -> list[RecordedRun]:
+        torch.save(requests, tmp_path / "requests")
+        assert run_request.main(str(tmp_path)) == 0
+        found: list[RecordedRun] = torch.load(tmp_path / "runs", weights_only=False)
+        return found
 
-    monkeypatch.setattr(engine_compare, "_made", made)
+    monkeypatch.setattr(engine_compare, "recorded_runs", made)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -109,32 +109,45 @@ def test_each_side_is_a_process_of_its_own(tmp_path: Path) -> None:
     assert found.gap.tokens == 4
 
 
+def refused(engine: str, tmp_path: Path) -> str:
+    torch.save([RunRequest(engine, "model", "float32", [[5]])], tmp_path / "requests")
+    assert run_request.main(str(tmp_path)) == 1
+    return (tmp_path / "error").read_text()
+
+
 def test_an_engine_that_is_absent_says_how_to_name_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And which versions were tried."""
     monkeypatch.setitem(sys.modules, "vllm", None)
-    request = RunRequest("vllm", "model", [AskedRun("float32")], [[5]])
-    (tmp_path / "request.json").write_text(request.to_json())
-    assert run_request.main(str(tmp_path)) == 1
-    why = engine_compare._why(request, "python", tmp_path / "error.json", "")
+    why = refused("vllm", tmp_path)
     assert "--engine-python" in why
     assert "tried with vllm 0.32.0" in why
 
 
-def test_an_engine_that_refuses_or_is_another_one_says_its_version(tmp_path: Path) -> None:
+def test_an_engine_that_refuses_or_is_another_one_says_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An engine that died has its last line."""
-    request = RunRequest("vllm", "model", [AskedRun("float32")], [[5]])
-    file = tmp_path / "error.json"
-    assert "ended in python: killed" in engine_compare._why(request, "python", file, "…\nkilled\n")
+    assert "ended in python: killed" in run_request.ended("vllm", "python", "…\nkilled\n")
     absent = "python: … (ModuleNotFoundError: No module named 'nanwatch')"
-    assert "install it there too" in engine_compare._why(request, "python", file, absent)
-    file.write_text(
-        json.dumps({"error": "ValueError: no MambaForCausalLM", "version": "0.19.1", "is_absent": False})
-    )
-    why = engine_compare._why(request, "python", file, "")
-    assert why.startswith("vllm 0.19.1 does not run model: ValueError: no MambaForCausalLM")
+    assert "install it there too" in run_request.ended("vllm", "python", absent)
+    other = ModuleType("vllm")
+    other.__version__ = "0.19.1"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", other)
+    why = refused("vllm", tmp_path)
+    assert why.startswith("vllm 0.19.1 does not run model: ModuleNotFoundError: ")
     assert "0.32.0. This is 0.19.1" in why
+    assert "does not run model: OSError" in refused("transformers", tmp_path)
+
+
+@pytest.mark.usefixtures("in_process", "model")
+def test_a_version_that_was_not_tried_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compared as others are."""
+    monkeypatch.setitem(run_request.TRIED, "transformers", ("3.0",))
+    found = nanwatch.compare_engine(tmp_path / "model", PROMPTS, "transformers", max_tokens=1)
+    assert found.equal is True
+    assert any("was tried with 3.0" in one for one in found.remarks)
 
 
 @pytest.mark.parametrize(

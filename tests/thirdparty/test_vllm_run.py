@@ -13,7 +13,7 @@ import torch
 
 import nanwatch
 from nanwatch.cli.equivalence import compare_main
-from nanwatch.integrations.engine_compare import EngineError
+from nanwatch.integrations.run_request import EngineError
 
 pytest.importorskip("vllm")
 transformers: Any = pytest.importorskip("transformers")

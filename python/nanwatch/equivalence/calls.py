@@ -192,7 +192,7 @@ class CallLog:
             parent.is_leaf = False
         key = (path, self._occurrences[path])
         self._occurrences[path] += 1
-        start, inputs = next(self._clock), self._keep(module, found)
+        start, inputs = next(self._clock), self._keep(None, found)
         call = ModuleCall(key, type(module).__name__, module, parent, start, inputs=inputs)
         weight = weight_of(module)
         call.weight_shape = () if weight is None else tuple(weight.shape)

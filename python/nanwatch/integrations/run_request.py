@@ -1,69 +1,64 @@
-"""Request for recorded runs, which travels as JSON to a process of another environment; and that process."""
+"""Requests for recorded runs, which travel to a process of another environment; and that process."""
 
 from __future__ import annotations
 
-import json
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ..equivalence.recorded_run import RecordedRun
 from ..util.visible import spell
 
+# Versions that the recording was tried with.
+TRIED = {"vllm": ("0.32.0",), "transformers": ("5.19.0", "5.24.0")}
+# Settings of a config that say nothing of numbers.
+_QUIET = ("transformers_version", "_name_or_path", "torch_dtype", "architectures", "use_cache")
 
-@dataclass
-class AskedRun:
-    """One run: its dtype, and the tokens to read, of which the last `sampled` of each request are answers.
 
-    Without tokens, they are sampled.
-    """
-
-    dtype: str
-    tokens: list[list[int]] | None = None
-    sampled: list[int] = field(default_factory=list)
+class EngineError(RuntimeError):
+    """An engine that is absent, does not take the model, or failed; the text names the versions tried."""
 
 
 @dataclass
 class RunRequest:
-    """Request to a process: the folder of the model, prompts as token ids or as text, and runs.
+    """Request for a run of the model in a folder over `prompts`, which are token ids or text.
 
-    `options` are the engine's own. `patch` is PKG.MOD:NAME of a function that is called with the model once it has its
-    weights.
+    The last `sampled` tokens of each are answers. Without `sampled`, the engine samples `max_tokens`. `options` are the
+    engine's own. `patch` is PKG.MOD:NAME of a function that is called with the model once it has its weights.
     """
 
     engine: str
     model: str
-    runs: list[AskedRun]
-    prompts: list[Any] = field(default_factory=list)
-    max_tokens: int = 8
-    seed: int = 0
+    dtype: str
+    prompts: list[Any]
+    sampled: list[int] | None = None
+    max_tokens: int = 0
     most_bytes: int = 1 << 30
     options: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
     patch: str = ""
 
-    def to_json(self) -> str:
-        """Return the request as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> RunRequest:
-        """Read what `to_json` has written."""
-        read = json.loads(text)
-        return cls(**{**read, "runs": [AskedRun(**one) for one in read["runs"]]})
-
     def tokenize(self) -> None:
         """Replace prompts that are text by their token ids."""
         if any(isinstance(one, str) for one in self.prompts):
-            from transformers import AutoTokenizer
+            ids = import_module("transformers").AutoTokenizer.from_pretrained(self.model)
+            self.prompts = [ids(one)["input_ids"] if isinstance(one, str) else one for one in self.prompts]
 
-            tokenizer = AutoTokenizer.from_pretrained(self.model)
-            self.prompts = [
-                tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in self.prompts
-            ]
+    def plant(self, model: Any) -> None:
+        """Call the function of `patch`, which may lie in the current folder."""
+        if self.patch:
+            module, _, name = self.patch.partition(":")
+            sys.path.insert(0, os.getcwd())
+            plant: Callable[[Any], Any] = getattr(import_module(module), name)
+            plant(model)
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -72,39 +67,72 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, one in config.items():
         if isinstance(one, Mapping):
             found |= flat(one, f"{prefix}{name}.")
-        elif isinstance(one, bool | int | float | str | type(None)):
+        elif isinstance(one, bool | int | float | str | type(None)) and name not in _QUIET:
             found[f"{prefix}{name}"] = one
     return found
 
 
-def patch_of(place: str) -> Callable[[Any], Any]:
-    """Return the function that PKG.MOD:NAME names, also from the current folder."""
-    module, _, name = place.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    found: Callable[[Any], Any] = getattr(import_module(module), name)
-    return found
+def recorded_runs(requests: Sequence[RunRequest], python: str) -> list[RecordedRun]:
+    """Make the runs, all of one engine, in a process of their own. Raises EngineError."""
+    with tempfile.TemporaryDirectory(prefix="nanwatch-engine-") as folder:
+        runs, error = Path(folder, "runs"), Path(folder, "error")
+        torch.save(requests, Path(folder, "requests"))
+        # A watch of its own would be inside the recorded calls.
+        environment = {"NANWATCH": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        command = [python, "-m", __name__, folder]
+        try:
+            done = subprocess.run(
+                command,
+                env=os.environ | environment,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
+            )
+        except OSError as why:
+            raise EngineError(
+                f"{python} does not start: {why}; name an interpreter with --engine-python"
+            ) from None
+        if done.returncode == 0:
+            found: list[RecordedRun] = torch.load(runs, weights_only=False)
+            return found
+        if error.exists():
+            raise EngineError(error.read_text(encoding="utf-8"))
+        raise EngineError(ended(requests[0].engine, python, done.stderr))
+
+
+def ended(engine: str, python: str, stderr: str) -> str:
+    """Return in words why a process ended that could not say it."""
+    last = stderr.strip().rpartition("\n")[2] or "it printed nothing"
+    why = f"{engine} ended in {python}: {last}"
+    if "nanwatch" in last and "No module named" in last:
+        why = f"{python} has no nanwatch: install it there too, or set PYTHONPATH"
+    return f"{why}; {_tried(engine)}"
+
+
+def _tried(engine: str) -> str:
+    return f"tried with {engine} {', '.join(TRIED[engine])}"
 
 
 def main(folder: str) -> int:
-    """Make the runs that `request.json` in the folder asks for. Write them there, or `error.json`."""
-    place = Path(folder)
-    request = RunRequest.from_json((place / "request.json").read_text(encoding="utf-8"))
-    version = ""
+    """Make the runs of the `requests` in the folder. Write them to `runs`, or why not to `error`."""
+    requests: list[RunRequest] = torch.load(Path(folder, "requests"), weights_only=False)
+    engine, version = requests[0].engine, ""
     try:
-        if request.engine != "transformers":
-            version = getattr(import_module(request.engine), "__version__", "")
-        request.tokenize()
-        record = import_module(f".{request.engine}_run", __package__).record
-        for number, run in enumerate(record(request)):
-            run.save(place / f"{number}.pt")
+        version = getattr(import_module(engine), "__version__", "")
+        record = import_module(f".{engine}_run", __package__).record
+        torch.save([*record(requests)], Path(folder, "runs"))
     except Exception as error:
         import traceback
 
         traceback.print_exc()
-        is_absent = isinstance(error, ImportError) and not version and request.engine != "transformers"
-        said = {"error": spell(error), "version": version, "is_absent": is_absent}
-        (place / "error.json").write_text(json.dumps(said), encoding="utf-8")
+        why = f"{engine} {version} does not run {requests[0].model}: {spell(error)}; {_tried(engine)}"
+        if isinstance(error, ImportError) and not version:
+            why = f"{engine} is not in the environment of {sys.executable} ({spell(error)}): name the interpreter that"
+            why += f" has it with --engine-python, engine_python=; {_tried(engine)}"
+        elif version and version not in TRIED[engine]:
+            why += f". This is {version}"
+        Path(folder, "error").write_text(why, encoding="utf-8")
         return 1
     return 0
 

@@ -1,18 +1,21 @@
-"""Run of a transformers model for `nanwatch compare --engine`: as the trainer on given tokens, or as an engine."""
+"""Run of a transformers model over requests: in one forward each, as a trainer, or decoding with a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..equivalence.packed import STRIDE, PackedRun, Places
+from ..equivalence.packed import PackedRun, Places
 from ..equivalence.recorded_run import RecordedRun, fingerprints
+from ..instrumentation.execution_context import RngState
 from ..util.imports import needed
-from .run_request import RunRequest, flat, patch_of
+from .run_request import RunRequest, flat
 
 # Settings of an engine that a trainer lacks, so a trainer always runs with these values.
 _TRAINERS = {"kv_cache_dtype": "auto", "quantization": None, "temperature": 1.0, "top_p": 1.0, "top_k": 0,
@@ -20,63 +23,70 @@ _TRAINERS = {"kv_cache_dtype": "auto", "quantization": None, "temperature": 1.0,
              "logprobs_mode": "raw_logprobs"}  # fmt: skip
 
 
-def record(request: RunRequest) -> Iterator[RecordedRun]:
-    """Yield a run for each that is asked for. Those without tokens sample them, prefill and then token by token."""
+def record(requests: Sequence[RunRequest]) -> Iterator[RecordedRun]:
+    """Yield a run for each request. One without sampled tokens samples them as it decodes."""
     transformers: Any = needed("transformers", "nanwatch compare --engine", "transformers")
-    for asked in request.runs:
-        dtype = getattr(torch, asked.dtype)
+    for request in requests:
+        request.tokenize()
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            request.model, dtype=dtype, **request.options
+            request.model, dtype=getattr(torch, request.dtype), **request.options
         )
-        model.eval().requires_grad_(False)
-        if request.patch:
-            patch_of(request.patch)(model)
-        settings = {**_TRAINERS, **flat(model.config.to_dict()), "dtype": asked.dtype}
-        found = RecordedRun(
-            f"transformers {transformers.__version__}", dtype, settings=settings, prints=fingerprints(model)
+        model.eval()
+        request.plant(model)
+        settings = {**_TRAINERS, **flat(model.config.to_dict()), "dtype": request.dtype}
+        name, prints = f"transformers {transformers.__version__}", fingerprints(model)
+        found = RecordedRun(name, model.dtype, settings=settings, prints=prints)
+        sampled, samples = request.sampled or [0] * len(request.prompts), request.max_tokens
+        yield run_over(
+            model, found, request.prompts, sampled, request.most_bytes, samples, decodes=samples > 0
         )
-        run = PackedRun(request.most_bytes, lead=1)
-        with torch.no_grad(), run.recording(model):
-            if asked.tokens is None:
-                _sample(model, request, found, run)
-            else:
-                found.tokens, found.sampled = asked.tokens, asked.sampled
-                for number, (tokens, count) in enumerate(zip(found.tokens, found.sampled, strict=True)):
-                    _forward(model, run, number, tokens, count)
-        found.take_calls(run)
-        yield found
 
 
-def _forward(model: nn.Module, run: PackedRun, number: int, tokens: list[int], count: int) -> None:
-    """Read a request as a training step does, with logits for the sampled tokens where the model can do less."""
-    places = Places.of([(number, 0, len(tokens))])
-    asked = torch.arange(max(len(tokens) - count - 1, 0), len(tokens) - 1 if count else len(tokens))
-    more: dict[str, Any] = {}
-    if "logits_to_keep" in signature(model.forward).parameters:
-        more, places = {"logits_to_keep": asked}, places._replace(last=number * STRIDE + asked)
-    run.step_begins(lambda: places)
-    model(input_ids=torch.tensor([tokens]), use_cache=False, **more)
-    run.step_ended()
+def run_over(
+    model: nn.Module,
+    found: RecordedRun,
+    tokens: Sequence[Sequence[int]],
+    sampled: Sequence[int],
+    most_bytes: int = 0,
+    samples: int = 0,
+    *,
+    decodes: bool = False,
+) -> RecordedRun:
+    """Run the requests, the last `sampled` tokens of each one by one if it `decodes`.
 
-
-def _sample(model: nn.Module, request: RunRequest, found: RecordedRun, run: PackedRun) -> None:
-    for number, prompt in enumerate(request.prompts):
-        generator = torch.Generator().manual_seed(request.seed)
-        tokens, new, cache = list(prompt), list(prompt), None
-        logs: list[float] = []
-        for _ in range(request.max_tokens):
-            places = Places.of([(number, len(tokens) - len(new), len(new))])
-            found.steps |= dict.fromkeys(places.tokens.tolist(), len(logs))
-            run.step_begins(lambda places=places: places)  # type: ignore[misc]
-            output = model(
-                input_ids=torch.tensor([new]), past_key_values=cache, use_cache=True, logits_to_keep=1
-            )
-            run.step_ended()
-            cache = output.past_key_values
-            chances = output.logits[0, -1].double().log_softmax(-1)
-            new = torch.multinomial(chances.exp(), 1, generator=generator).tolist()
-            tokens += new
-            logs.append(float(chances[new[0]]))
-        found.tokens.append(tokens)
-        found.sampled.append(len(logs))
-        found.logprobs.append(logs)
+    Calls are recorded if there are bytes for them. With `samples`, as many tokens are sampled and appended. The model
+    stays in its mode, and random states are as before. Gradients are off.
+    """
+    run, random = PackedRun(most_bytes, lead=1), RngState.capture(others=True)
+    can_keep = "logits_to_keep" in signature(model.forward).parameters
+    device = next(model.parameters()).device
+    with ExitStack() as after:
+        after.callback(random.restore)
+        after.enter_context(torch.no_grad())
+        if most_bytes:
+            after.enter_context(run.recording(model))
+        for number, (given, count) in enumerate(zip(tokens, sampled, strict=True)):
+            generator = torch.Generator().manual_seed(0)
+            own, first, cache, at = list(given), len(given) - count, None, 0
+            logs, end = list[float](), len(given) - 1 + samples
+            while at < end:
+                stop = (at + 1 if at else first) if decodes else end
+                keep = stop - max(at, first - 1)
+                run.step_begins(partial(Places.of, [(number, at, stop - at)], keep))
+                output = model(
+                    input_ids=torch.tensor([own[at:stop]], device=device),
+                    past_key_values=cache,
+                    use_cache=decodes,
+                    **({"logits_to_keep": keep} if can_keep else {}),
+                )
+                run.step_ended()
+                cache, at = output.past_key_values if decodes else None, stop
+                chances = output.logits[0, -keep:].double().log_softmax(-1).cpu()
+                if stop == len(own):
+                    own += torch.multinomial(chances[-1].exp(), 1, generator=generator).tolist()
+                asked = torch.tensor(own[stop - keep + 1 : stop + 1])
+                logs += chances.gather(1, asked[:, None])[:, 0].tolist()
+            found.tokens.append(own)
+            found.sampled.append(count + samples)
+            found.logprobs.append(logs)
+    return found.take_calls(run) if most_bytes else found

@@ -14,19 +14,17 @@ from torch import Tensor
 
 from ..equivalence.engine_comparison import EngineComparison
 from ..equivalence.probability_gap import ProbabilityGap, probability_gap
-from ..equivalence.recorded_run import fingerprints, stale
 from ..util.imports import needed
 from ..util.visible import suppressing, visible
 from .decoding import compare_decoding, decoding_gap
 from .engine_compare import compare_engine
+from .vllm_run import stale_weights
 
 _TrainerCallback: Any = needed(
     "transformers.trainer_callback", "nanwatch.integrations.trl", "transformers"
 ).TrainerCallback
 _MOST_PROMPTS = 4
 _T = TypeVar("_T")
-# Tokens of some prompts with their answers, and how many of the last ones each answer has.
-Answers = tuple[list[list[int]], list[int]]
 # Looks before the present one that a jump is measured against.
 _HISTORY = 20
 
@@ -78,76 +76,52 @@ class EngineGapCallback(_TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look at the batch of this step, if it is one of those."""
-        if state.global_step % self._every:
-            return
-        with suppressing("the gap to vLLM could not be measured"):
-            batches = [
-                one for one in self._trainer._buffered_inputs or () if "sampling_per_token_logps" in one
-            ]
-            gap = gap_of(batches)
-            answers = None
-            if gap is None and getattr(self._trainer, "use_vllm", True) is False and args.world_size == 1:
-                batches = list(self._trainer._buffered_inputs or ())
-                answers = answers_of(batches)
-                gap = self._decoding(decoding_gap, answers)
-            if gap is None:
-                return
-            before = [one.mean for one in self.history[-_HISTORY:]]
-            self.history.append(gap)
-            self._tell(gap)
-            if before and gap.mean > max(self._least, self._jump * median(before)):
-                self._look(
-                    gap, median(before), state.global_step, batches, answers, is_alone=args.world_size == 1
-                )
+        if state.global_step % self._every == 0:
+            with suppressing("the gap to vLLM could not be measured"):
+                self._look(state.global_step, is_alone=args.world_size == 1)
 
-    def _tell(self, gap: ProbabilityGap) -> None:
+    def _look(self, step: int, *, is_alone: bool) -> None:
+        batches = list(self._trainer._buffered_inputs or ())
+        sampler, gap = "vLLM", gap_of(one for one in batches if "sampling_per_token_logps" in one)
+        if gap is None and getattr(self._trainer, "use_vllm", True) is False and is_alone:
+            sampler, gap = "decoding", self._decoding(decoding_gap, batches)
+        if gap is None:
+            return
+        before = [one.mean for one in self.history[-_HISTORY:]]
+        self.history.append(gap)
         entry = {"mean": gap.mean, "max": gap.largest, "kl": gap.kl, "effective": gap.effective}
         for name, number in entry.items():
             self._trainer._metrics["train"][f"nanwatch/gap_{name}"].append(number)
-
-    def _look(
-        self,
-        gap: ProbabilityGap,
-        before: float,
-        step: int,
-        batches: list[Mapping[str, Any]],
-        answers: Answers | None,
-        *,
-        is_alone: bool,
-    ) -> None:
-        sampler = "vLLM" if answers is None else "decoding"
+        if not before or gap.mean <= max(self._least, self._jump * median(before)):
+            return
         words = [
-            f"step {step}: the gap to {sampler} jumps from {before:.2g} to {gap.mean:.2g} nats in the mean ({gap})"
+            f"step {step}: the gap to {sampler} jumps from {median(before):.2g} to {gap.mean:.2g} nats in the mean"
+            f" ({gap})"
         ]
-        with suppressing("the weights of vLLM could not be compared"):
-            if off := self._stale():
+        engine = getattr(getattr(self._trainer, "vllm_generation", None), "llm", None)  # None in a server
+        if engine is not None:
+            with suppressing("the weights of vLLM could not be compared"):
+                off = stale_weights(self._trainer.accelerator.unwrap_model(self._trainer.model), engine)
                 more = f" and {len(off) - 4} more" if len(off) > 4 else ""
-                words.append(f"stale in vLLM: {', '.join(off[:4])}{more}")
+                words += [f"stale in vLLM: {', '.join(off[:4])}{more}"] if off else []
         if callable(self._compare) and is_alone:
             with suppressing("the engine could not be compared with the policy"):
+                is_own = sampler == "decoding"
                 self.found = (
-                    self._compare(self._trainer, list(prompts_of(batches)))
-                    if answers is None
-                    else self._decoding(compare_decoding, answers)
+                    self._decoding(compare_decoding, batches)
+                    if is_own
+                    else self._compare(self._trainer, prompts_of(batches))
                 )
                 words.append(self.found.comparison.headline)
         self._log.warning("nanwatch: %s", visible("; ".join(words)))
 
-    def _decoding(self, look: Callable[..., _T], answers: Answers) -> _T:
+    def _decoding(self, look: Callable[..., _T], batches: Iterable[Mapping[str, Any]]) -> _T:
         """Look at the model as TRL generates with it, without gradient checkpointing."""
         prepared = needed("trl.models.utils", "nanwatch.integrations.trl", "trl").unwrap_model_for_generation
         trainer = self._trainer
         more = {"gradient_checkpointing_kwargs": trainer.args.gradient_checkpointing_kwargs}
         with prepared(trainer.model_wrapped, trainer.accelerator, **more) as model:
-            return look(model, *answers)
-
-    def _stale(self) -> list[str]:
-        engine = getattr(getattr(self._trainer, "vllm_generation", None), "llm", None)
-        if engine is None:
-            return []  # in a server
-        dtype = engine.llm_engine.vllm_config.model_config.dtype
-        ours = fingerprints(self._trainer.accelerator.unwrap_model(self._trainer.model), dtype)
-        return [name for theirs in engine.apply_model(fingerprints) for name in stale(ours, theirs)]
+            return look(model, *answers_of(batches))
 
     def _saved(self, trainer: Any, prompts: list[list[int]]) -> EngineComparison:
         with tempfile.TemporaryDirectory(prefix="nanwatch-policy-") as folder:
@@ -162,30 +136,29 @@ def gap_of(batches: Iterable[Mapping[str, Any]]) -> ProbabilityGap | None:
         policy: Tensor = batch["old_per_token_logps"]
         engine: Tensor = batch["sampling_per_token_logps"]
         is_known = batch["completion_mask"].bool() & torch.isfinite(policy) & torch.isfinite(engine)
-        for row in range(len(policy)):
-            ours.append(policy[row][is_known[row]].double().tolist())
-            theirs.append(engine[row][is_known[row]].double().tolist())
+        for found, logs in ((ours, policy), (theirs, engine)):
+            found += [row[known].double().tolist() for row, known in zip(logs, is_known, strict=True)]
     return probability_gap(ours, theirs)
 
 
-def prompts_of(batches: Iterable[Mapping[str, Any]]) -> Iterable[list[int]]:
+def _rows(batch: Mapping[str, Any], kind: str) -> list[list[int]]:
+    """Return the tokens of each row, without padding."""
+    both = zip(batch[f"{kind}_ids"], batch[f"{kind}_mask"], strict=True)
+    return [ids[mask.bool()].tolist() for ids, mask in both]
+
+
+def prompts_of(batches: Iterable[Mapping[str, Any]]) -> list[list[int]]:
     """Return the first different prompts, without padding."""
-    known = dict.fromkeys(
-        tuple(ids[mask.bool()].tolist())
+    known = dict.fromkeys(tuple(row) for batch in batches for row in _rows(batch, "prompt"))
+    return [list(one) for one in known][:_MOST_PROMPTS]
+
+
+def answers_of(batches: Iterable[Mapping[str, Any]]) -> tuple[list[list[int]], list[int]]:
+    """Return the first different prompts with their answers, without padding, and the lengths of these answers."""
+    known = {
+        (*prompt, *answer): len(answer)
         for batch in batches
-        for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
-    )
-    return [list(one) for one in list(known)[:_MOST_PROMPTS]]
-
-
-def answers_of(batches: Iterable[Mapping[str, Any]]) -> Answers:
-    """Return the first different answers with their prompts, without padding."""
-    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-    known: dict[tuple[int, ...], int] = {}
-    for batch in batches:
-        for ids, mask, answer, answer_mask in zip(*(batch[name] for name in names), strict=True):
-            own = answer[answer_mask.bool()].tolist()
-            if own and mask.any():
-                known.setdefault((*ids[mask.bool()].tolist(), *own), len(own))
-    first = list(known)[:_MOST_PROMPTS]
-    return [list(one) for one in first], [known[one] for one in first]
+        for prompt, answer in zip(_rows(batch, "prompt"), _rows(batch, "completion"), strict=True)
+        if prompt and answer
+    }
+    return [list(one) for one in known][:_MOST_PROMPTS], [*known.values()][:_MOST_PROMPTS]
