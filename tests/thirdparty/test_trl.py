@@ -53,7 +53,8 @@ class Trainer:
 def steps(callback: Any, trainer: Trainer, gaps: list[float], world_size: int = 1) -> None:
     for step, gap in enumerate(gaps, 1):
         trainer.sample(gap)
-        callback.on_step_end(SimpleNamespace(world_size=world_size), SimpleNamespace(global_step=step), None)
+        state = SimpleNamespace(global_step=step - 1)
+        callback.on_pre_optimizer_step(SimpleNamespace(world_size=world_size), state, None)
 
 
 def test_the_gap_is_logged_every_few_steps() -> None:
@@ -101,9 +102,9 @@ def test_batches_without_an_engine_are_left_alone() -> None:
     """As those before the first generation, and without vLLM."""
     trainer = Trainer()
     callback = trl.EngineGapCallback(trainer, every=1)
-    callback.on_step_end(SimpleNamespace(world_size=1), SimpleNamespace(global_step=1), None)
-    trainer._buffered_inputs = [{"old_per_token_logps": torch.zeros(1, 1)}]
-    callback.on_step_end(SimpleNamespace(world_size=1), SimpleNamespace(global_step=2), None)
+    for given in (None, [{"old_per_token_logps": torch.zeros(1, 1)}]):
+        trainer._buffered_inputs = given
+        callback.on_pre_optimizer_step(SimpleNamespace(world_size=1), SimpleNamespace(global_step=0), None)
     assert not callback.history
     with pytest.raises(ValueError, match="every should be"):
         trl.EngineGapCallback(trainer, every=0)

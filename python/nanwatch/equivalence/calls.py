@@ -116,7 +116,7 @@ def is_sum(values: Sequence[KeptTensor]) -> bool:
 def value(calls: Sequence[ModuleCall], kind: str, pick: tuple[int, ...]) -> KeptTensor | None:
     """Return a value of the call, or the sum of two; those of several calls, which had one input, side by side."""
     found = [getattr(one, kind) for one in (calls if kind == "outputs" else calls[:1])]
-    if any(pick[-1] >= len(values) for values in found):
+    if any(pick[-1] >= len(values) or len({values[i].shape for i in pick}) > 1 for values in found):
         return None
     sums = [total([values[i] for i in pick]) for values in found]
     return sums[0] if len(sums) == 1 else side_by_side(sums)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -13,7 +12,6 @@ from torch import nn
 
 from ..equivalence.packed import PackedRun, Places
 from ..equivalence.recorded_run import RecordedRun, fingerprints
-from ..instrumentation.execution_context import RngState
 from ..util.imports import needed
 from .run_request import RunRequest, flat
 
@@ -28,65 +26,51 @@ def record(requests: Sequence[RunRequest]) -> Iterator[RecordedRun]:
     transformers: Any = needed("transformers", "nanwatch compare --engine", "transformers")
     for request in requests:
         request.tokenize()
+        dtype = getattr(torch, request.dtype)
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            request.model, dtype=getattr(torch, request.dtype), **request.options
+            request.model, dtype=dtype, **request.options
         )
         model.eval()
         request.plant(model)
         settings = {**_TRAINERS, **flat(model.config.to_dict()), "dtype": request.dtype}
         name, prints = f"transformers {transformers.__version__}", fingerprints(model)
-        found = RecordedRun(name, model.dtype, settings=settings, prints=prints)
-        sampled, samples = request.sampled or [0] * len(request.prompts), request.max_tokens
-        yield run_over(
-            model, found, request.prompts, sampled, request.most_bytes, samples, decodes=samples > 0
+        found, run = (
+            RecordedRun(name, dtype, settings=settings, prints=prints),
+            PackedRun(request.most_bytes, lead=1),
         )
+        with torch.no_grad(), run.recording(model):
+            for number, tokens in enumerate(request.prompts):
+                answer = request.sampled[number] if request.sampled else 0
+                _follow(model, run, found, number, [*tokens], answer, request.max_tokens)
+        yield found.take_calls(run)
 
 
-def run_over(
+def _follow(
     model: nn.Module,
+    run: PackedRun,
     found: RecordedRun,
-    tokens: Sequence[Sequence[int]],
-    sampled: Sequence[int],
-    most_bytes: int = 0,
-    samples: int = 0,
-    *,
-    decodes: bool = False,
-) -> RecordedRun:
-    """Run the requests, the last `sampled` tokens of each one by one if it `decodes`.
-
-    Calls are recorded if there are bytes for them. With `samples`, as many tokens are sampled and appended. The model
-    stays in its mode, and random states are as before. Gradients are off.
-    """
-    run, random = PackedRun(most_bytes, lead=1), RngState.capture(others=True)
+    number: int,
+    tokens: list[int],
+    answer: int,
+    samples: int,
+) -> None:
+    """Read a request at once for the logits of its last tokens, the answer. Or sample that token by token."""
+    generator = torch.Generator().manual_seed(0)
     can_keep = "logits_to_keep" in signature(model.forward).parameters
-    device = next(model.parameters()).device
-    with ExitStack() as after:
-        after.callback(random.restore)
-        after.enter_context(torch.no_grad())
-        if most_bytes:
-            after.enter_context(run.recording(model))
-        for number, (given, count) in enumerate(zip(tokens, sampled, strict=True)):
-            generator = torch.Generator().manual_seed(0)
-            own, first, cache, at = list(given), len(given) - count, None, 0
-            logs, end = list[float](), len(given) - 1 + samples
-            while at < end:
-                stop = (at + 1 if at else first) if decodes else end
-                keep = stop - max(at, first - 1)
-                run.step_begins(partial(Places.of, [(number, at, stop - at)], keep))
-                output = model(
-                    input_ids=torch.tensor([own[at:stop]], device=device),
-                    past_key_values=cache,
-                    use_cache=decodes,
-                    **({"logits_to_keep": keep} if can_keep else {}),
-                )
-                run.step_ended()
-                cache, at = output.past_key_values if decodes else None, stop
-                chances = output.logits[0, -keep:].double().log_softmax(-1).cpu()
-                if stop == len(own):
-                    own += torch.multinomial(chances[-1].exp(), 1, generator=generator).tolist()
-                asked = torch.tensor(own[stop - keep + 1 : stop + 1])
-                logs += chances.gather(1, asked[:, None])[:, 0].tolist()
-            found.tokens.append(own)
-            found.sampled.append(count + samples)
-            found.logprobs.append(logs)
-    return found.take_calls(run) if most_bytes else found
+    logs, cache, at, end, keep = list[float](), None, 0, len(tokens) - 1 + samples, answer or 1
+    while at < end:
+        stop = (at + 1 if at else len(tokens)) if samples else end
+        run.step_begins(partial(Places.of, [(number, at, stop - at)], keep))
+        more = {"logits_to_keep": keep} if can_keep else {}
+        new = torch.tensor([tokens[at:stop]])
+        output = model(input_ids=new, past_key_values=cache, use_cache=samples > 0, **more)
+        run.step_ended()
+        cache, at = output.past_key_values if samples else None, stop
+        chances = output.logits[0, -keep:].double().log_softmax(-1)
+        if samples:
+            tokens += torch.multinomial(chances[-1].exp(), 1, generator=generator).tolist()
+        asked = torch.tensor(tokens[stop - keep + 1 : stop + 1])
+        logs += chances.gather(1, asked[:, None])[:, 0].tolist()
+    found.tokens.append(tokens)
+    found.sampled.append(answer + samples)
+    found.logprobs.append(logs)

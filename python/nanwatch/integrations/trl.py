@@ -1,4 +1,4 @@
-"""Callback for TRL's GRPOTrainer: the gap between the policy's training step and what samples for it."""
+"""Callback for TRL's GRPOTrainer: the gap between the policy and the vLLM that samples for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from ..equivalence.engine_comparison import EngineComparison
 from ..equivalence.probability_gap import ProbabilityGap, probability_gap
 from ..util.imports import needed
 from ..util.visible import suppressing, visible
-from .decoding import compare_decoding, decoding_gap
 from .engine_compare import compare_engine
 from .vllm_run import stale_weights
 
@@ -24,7 +23,6 @@ _TrainerCallback: Any = needed(
     "transformers.trainer_callback", "nanwatch.integrations.trl", "transformers"
 ).TrainerCallback
 _MOST_PROMPTS = 4
-_T = TypeVar("_T")
 # Looks before the present one that a jump is measured against.
 _HISTORY = 20
 
@@ -34,12 +32,8 @@ class EngineGapCallback(_TrainerCallback):  # type: ignore[misc]
 
     Add it to a GRPOTrainer with `use_vllm=True`: `trainer.add_callback(EngineGapCallback(trainer))`. With TRL's metrics
     it logs "nanwatch/gap_mean", "nanwatch/gap_max", "nanwatch/gap_kl" and "nanwatch/gap_effective". At a jump it warns,
-    names the weights of an engine in this process that are stale, and runs `compare`. In a job of several processes it
-    warns alone, because saving the model there needs all of them.
-
-    With `use_vllm=False` the model samples itself. Then the gap is that between one forward over a few answers and
-    decoding them with a cache, both computed again at temperature 1, and a jump names the module in this process. That
-    needs a job of one process.
+    names the weights of an engine in this process that are stale since the sync of this step, and runs `compare`. In a
+    job of several processes it warns alone, because saving the model there needs all of them.
 
     Args:
         trainer: the GRPOTrainer.
@@ -74,54 +68,38 @@ class EngineGapCallback(_TrainerCallback):  # type: ignore[misc]
         self.history: list[ProbabilityGap] = []
         self.found: EngineComparison | None = None
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Look at the batch of this step, if it is one of those."""
-        if state.global_step % self._every == 0:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Look at the batch of this step, if it is one of those, while the policy is as it was synced."""
+        if (state.global_step + 1) % self._every == 0:
             with suppressing("the gap to vLLM could not be measured"):
                 self._look(state.global_step, is_alone=args.world_size == 1)
 
-    def _look(self, step: int, *, is_alone: bool) -> None:
-        batches = list(self._trainer._buffered_inputs or ())
-        sampler, gap = "vLLM", gap_of(one for one in batches if "sampling_per_token_logps" in one)
-        if gap is None and getattr(self._trainer, "use_vllm", True) is False and is_alone:
-            sampler, gap = "decoding", self._decoding(decoding_gap, batches)
+    def _look(self, done: int, *, is_alone: bool) -> None:
+        trainer = self._trainer
+        batches = [one for one in trainer._buffered_inputs or () if "sampling_per_token_logps" in one]
+        gap = gap_of(batches)
         if gap is None:
             return
         before = [one.mean for one in self.history[-_HISTORY:]]
         self.history.append(gap)
         entry = {"mean": gap.mean, "max": gap.largest, "kl": gap.kl, "effective": gap.effective}
         for name, number in entry.items():
-            self._trainer._metrics["train"][f"nanwatch/gap_{name}"].append(number)
+            trainer._metrics["train"][f"nanwatch/gap_{name}"].append(number)
         if not before or gap.mean <= max(self._least, self._jump * median(before)):
             return
-        words = [
-            f"step {step}: the gap to {sampler} jumps from {median(before):.2g} to {gap.mean:.2g} nats in the mean"
-            f" ({gap})"
-        ]
-        engine = getattr(getattr(self._trainer, "vllm_generation", None), "llm", None)  # None in a server
-        if engine is not None:
+        jump = f"from {median(before):.2g} to {gap.mean:.2g} nats in the mean"
+        words = [f"step {done + 1}: the gap to vLLM jumps {jump} ({gap})"]
+        engine = getattr(getattr(trainer, "vllm_generation", None), "llm", None)  # None in a server
+        if engine is not None and getattr(trainer, "_last_loaded_step", done) == done:
             with suppressing("the weights of vLLM could not be compared"):
-                off = stale_weights(self._trainer.accelerator.unwrap_model(self._trainer.model), engine)
+                off = stale_weights(trainer.accelerator.unwrap_model(trainer.model), engine)
                 more = f" and {len(off) - 4} more" if len(off) > 4 else ""
                 words += [f"stale in vLLM: {', '.join(off[:4])}{more}"] if off else []
         if callable(self._compare) and is_alone:
             with suppressing("the engine could not be compared with the policy"):
-                is_own = sampler == "decoding"
-                self.found = (
-                    self._decoding(compare_decoding, batches)
-                    if is_own
-                    else self._compare(self._trainer, prompts_of(batches))
-                )
-                words.append(self.found.comparison.headline)
+                self.found = self._compare(trainer, prompts_of(batches))
+                words.append(f"with the weights saved: {self.found.comparison.headline}")
         self._log.warning("nanwatch: %s", visible("; ".join(words)))
-
-    def _decoding(self, look: Callable[..., _T], batches: Iterable[Mapping[str, Any]]) -> _T:
-        """Look at the model as TRL generates with it, without gradient checkpointing."""
-        prepared = needed("trl.models.utils", "nanwatch.integrations.trl", "trl").unwrap_model_for_generation
-        trainer = self._trainer
-        more = {"gradient_checkpointing_kwargs": trainer.args.gradient_checkpointing_kwargs}
-        with prepared(trainer.model_wrapped, trainer.accelerator, **more) as model:
-            return look(model, *answers_of(batches))
 
     def _saved(self, trainer: Any, prompts: list[list[int]]) -> EngineComparison:
         with tempfile.TemporaryDirectory(prefix="nanwatch-policy-") as folder:
@@ -141,24 +119,11 @@ def gap_of(batches: Iterable[Mapping[str, Any]]) -> ProbabilityGap | None:
     return probability_gap(ours, theirs)
 
 
-def _rows(batch: Mapping[str, Any], kind: str) -> list[list[int]]:
-    """Return the tokens of each row, without padding."""
-    both = zip(batch[f"{kind}_ids"], batch[f"{kind}_mask"], strict=True)
-    return [ids[mask.bool()].tolist() for ids, mask in both]
-
-
 def prompts_of(batches: Iterable[Mapping[str, Any]]) -> list[list[int]]:
     """Return the first different prompts, without padding."""
-    known = dict.fromkeys(tuple(row) for batch in batches for row in _rows(batch, "prompt"))
-    return [list(one) for one in known][:_MOST_PROMPTS]
-
-
-def answers_of(batches: Iterable[Mapping[str, Any]]) -> tuple[list[list[int]], list[int]]:
-    """Return the first different prompts with their answers, without padding, and the lengths of these answers."""
-    known = {
-        (*prompt, *answer): len(answer)
+    known = dict.fromkeys(
+        tuple(ids[mask.bool()].tolist())
         for batch in batches
-        for prompt, answer in zip(_rows(batch, "prompt"), _rows(batch, "completion"), strict=True)
-        if prompt and answer
-    }
-    return [list(one) for one in known][:_MOST_PROMPTS], [*known.values()][:_MOST_PROMPTS]
+        for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
+    )
+    return [list(one) for one in known][:_MOST_PROMPTS]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanwatch.equivalence.calls import ModuleCall
+from nanwatch.equivalence.calls import ModuleCall, value
 from nanwatch.equivalence.differences import sketches
 from nanwatch.equivalence.packed import STRIDE, PackedRun, PackedStore, PackedTokens, Places, block_sizes
 
@@ -153,3 +153,11 @@ def test_tokens_are_compared_in_the_places_that_both_have() -> None:
     assert pair is not None
     assert pair[0].shape == (2, 3)
     assert torch.equal(*pair)
+
+
+def test_values_of_other_shapes_are_no_sum() -> None:
+    """A run that measures the noise may be given other tensors than hidden and residual."""
+    call = served([[(0, 0, 4)]])["model.layer"]
+    call.inputs.append(call.outputs[0])
+    assert value([call], "inputs", (0, 0)) is not None
+    assert value([call], "inputs", (0, 1)) is None
