@@ -14,7 +14,7 @@ import torch
 import nanwatch
 from nanwatch.equivalence.recorded_run import RecordedRun
 from nanwatch.integrations import engine_compare, run_request
-from nanwatch.integrations.run_request import RunRequest
+from nanwatch.integrations.run_request import EngineError, RunRequest
 
 transformers: Any = pytest.importorskip("transformers")
 PROMPTS = [[3, 14, 15, 9, 2, 6], [5, 3, 5, 8]]
@@ -118,27 +118,36 @@ def refused(engine: str, tmp_path: Path) -> str:
 def test_an_engine_that_is_absent_says_how_to_name_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And which versions were tried."""
+    """The versions tried are told with each error."""
     monkeypatch.setitem(sys.modules, "vllm", None)
-    why = refused("vllm", tmp_path)
-    assert "--engine-python" in why
-    assert "tried with vllm 0.32.0" in why
+    assert "--engine-python" in refused("vllm", tmp_path)
 
 
 def test_an_engine_that_refuses_or_is_another_one_says_its_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that died has its last line."""
-    assert "ended in python: killed" in run_request.ended("vllm", "python", "…\nkilled\n")
+    assert "ended in python: killed" in run_request.ended("python", "…\nkilled\n")
     absent = "python: … (ModuleNotFoundError: No module named 'nanwatch')"
-    assert "install it there too" in run_request.ended("vllm", "python", absent)
+    assert "install it there too" in run_request.ended("python", absent)
     other = ModuleType("vllm")
     other.__version__ = "0.19.1"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", other)
     why = refused("vllm", tmp_path)
     assert why.startswith("vllm 0.19.1 does not run model: ModuleNotFoundError: ")
-    assert "0.32.0. This is 0.19.1" in why
     assert "does not run model: OSError" in refused("transformers", tmp_path)
+
+
+@pytest.mark.usefixtures("model")
+def test_an_environment_that_fails_is_told_with_the_versions_tried(tmp_path: Path) -> None:
+    """An interpreter that does not exist, and one that ends."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho Illegal instruction >&2\nexit 132\n")
+    python.chmod(0o755)
+    with pytest.raises(EngineError, match=r"ended in .*: Illegal instruction; tried with vllm 0\.32\.0"):
+        nanwatch.compare_engine(tmp_path / "model", PROMPTS, engine_python=str(python))
+    with pytest.raises(EngineError, match="does not start"):
+        nanwatch.compare_engine(tmp_path / "model", PROMPTS, engine_python=str(tmp_path / "none"))
 
 
 @pytest.mark.usefixtures("in_process", "model")

@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from ..instrumentation.slot import TemporaryWrapper, attached
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..util.modules import each_module
-from ..util.visible import module_name
+from ..util.visible import first_few, module_name
 from .differences import KeptTensor, Store, relative_errors, side_by_side, total, weight_of
 
 
@@ -85,8 +85,7 @@ def alone(calls: list[ModuleCall], pairs: list[CallPair], start: int, end: int) 
     known = {id(one) for pair in pairs for one in (*pair.a, *pair.b)}
     between = [one for one in calls if start < one.start and one.end < end and one.is_leaf]
     found = [one for one in between if id(one) not in known and _has_parameters(one.module)]
-    rest = f" and {len(found) - 2} more" if len(found) > 2 else ""
-    return ", ".join(module_name(one.path) for one in found[:2]) + rest
+    return first_few([module_name(one.path) for one in found], 2)
 
 
 def _has_parameters(module: nn.Module | None) -> bool:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..numerics.readable import dtype_name
 from ..report.notebook import InNotebook
-from ..report.page import TEXT, Table, page
+from ..report.page import page
+from ..util.visible import first_few
 from .calls import CallPair, ModuleCall, value
 from .compare import with_copies
 from .comparison import Comparison, ModuleError
@@ -68,33 +69,20 @@ class EngineComparison(InNotebook):
     def to_text(self) -> str:
         """Return the result for people."""
         lines = [f"A: {self.engines[0]}   B: {self.engines[1]}", *self.comparison.to_text().split("\n"), ""]
-        for head, body in self._facts():
-            lines += wrapped(f"{head}:", body)
+        lines += [line for head, body in self._facts() for line in wrapped(f"{head}:", body)]
         return as_text(lines, self.remarks)
 
     def to_html(self) -> str:
         """Return a page that opens offline. Needs `jinja2`; write it as UTF-8."""
-        found, facts = self.comparison, [*self._facts(), *(("Note", one) for one in self.remarks)]
-        sections = found.sections()
-        if self.stale:
-            rows = [[one] for one in self.stale]
-            sections.append(
-                Table("stale", "Stale weights", {"weight of B": TEXT}, rows, "Other bits than in A.")
-            )
-        is_bad = not self.equal
-        return page(
-            "EngineComparison.to_html()", found.headline, " | ".join(self.engines), [*found.facts(), *facts], sections,
-            is_bad=is_bad,
-        )  # fmt: skip
+        found, engines, is_bad = self.comparison, " | ".join(self.engines), not self.equal
+        facts = [*found.facts(), *self._facts(), *(("Note", one) for one in self.remarks)]
+        name = "EngineComparison.to_html()"
+        return page(name, found.headline, engines, facts, found.sections(), is_bad=is_bad)
 
     def _facts(self) -> list[tuple[str, str]]:
-        facts = [("Tokens", self.tokens), ("Depth", self.depth), ("Settings", "; ".join(self.settings))]
-        more = f" and {len(self.stale) - 4} more" if len(self.stale) > 4 else ""
-        facts.append(("Stale", ", ".join(self.stale[:4]) + more))
-        return [
-            *((head, body) for head, body in facts if body),
-            ("Gap", str(self.gap or "no token was sampled")),
-        ]
+        facts = {"Tokens": self.tokens, "Depth": self.depth, "Settings": "; ".join(self.settings)}
+        facts |= {"Stale": first_few(self.stale), "Gap": str(self.gap or "no token was sampled")}
+        return [one for one in facts.items() if one[1]]
 
 
 _SAMPLER = "the logits agree and the log-probabilities do not"

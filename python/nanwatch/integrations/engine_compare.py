@@ -101,15 +101,17 @@ def compare_engine(
 def _check(
     model: str, prompts: Sequence[Any], engine: str, dtype: str, max_tokens: int, factor: float
 ) -> None:
-    if engine not in TRIED:
-        raise ValueError(f"engine should be one of {', '.join(TRIED)}, got {engine!r}")
-    if not os.path.isfile(os.path.join(model, "config.json")):
-        raise ValueError(
-            f"{model} should be a folder with config.json and weights, as save_pretrained writes it"
-        )
-    if isinstance(prompts, str) or not prompts or not all(prompts):
-        raise ValueError("prompts should be a list of texts or of lists of token ids, none of them empty")
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype should be float32, bfloat16 or float16, got {dtype!r}")
-    if max_tokens < 1 or not factor > 1:
-        raise ValueError(f"max_tokens should be at least 1 and factor above 1, got {max_tokens} and {factor}")
+    is_folder, dtypes = os.path.isfile(os.path.join(model, "config.json")), ("float32", "bfloat16", "float16")
+    for is_right, words in (
+        (engine in TRIED, f"engine should be one of {', '.join(TRIED)}, got {engine!r}"),
+        (is_folder, f"{model} should be a folder with config.json and weights, as save_pretrained writes it"),
+        (
+            not isinstance(prompts, str) and prompts and all(prompts),
+            "prompts should be a list of texts or of lists of token ids, none of them empty",
+        ),
+        (dtype in dtypes, f"dtype should be {', '.join(dtypes)}, got {dtype!r}"),
+        (max_tokens > 0, f"max_tokens should be at least 1, got {max_tokens}"),
+        (factor > 1, f"factor should be above 1, the noise floor itself, got {factor}"),
+    ):
+        if not is_right:
+            raise ValueError(words)

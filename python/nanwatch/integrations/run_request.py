@@ -89,29 +89,21 @@ def recorded_runs(requests: Sequence[RunRequest], python: str) -> list[RecordedR
                 errors="replace",
                 check=False,
             )
-        except OSError as why:
-            raise EngineError(
-                f"{python} does not start: {why}; name an interpreter with --engine-python"
-            ) from None
+        except OSError as refused:
+            raise EngineError(f"{python} does not start: {refused}; name one with --engine-python") from None
         if done.returncode == 0:
             found: list[RecordedRun] = torch.load(runs, weights_only=False)
             return found
-        if error.exists():
-            raise EngineError(error.read_text(encoding="utf-8"))
-        raise EngineError(ended(requests[0].engine, python, done.stderr))
+        why = error.read_text(encoding="utf-8") if error.exists() else ended(python, done.stderr)
+        raise EngineError(f"{why}; tried with {requests[0].engine} {', '.join(TRIED[requests[0].engine])}")
 
 
-def ended(engine: str, python: str, stderr: str) -> str:
+def ended(python: str, stderr: str) -> str:
     """Return in words why a process ended that could not say it."""
     last = stderr.strip().rpartition("\n")[2] or "it printed nothing"
-    why = f"{engine} ended in {python}: {last}"
     if "nanwatch" in last and "No module named" in last:
-        why = f"{python} has no nanwatch: install it there too, or set PYTHONPATH"
-    return f"{why}; {_tried(engine)}"
-
-
-def _tried(engine: str) -> str:
-    return f"tried with {engine} {', '.join(TRIED[engine])}"
+        return f"{python} has no nanwatch: install it there too, or set PYTHONPATH"
+    return f"the engine ended in {python}: {last}"
 
 
 def main(folder: str) -> int:
@@ -126,12 +118,10 @@ def main(folder: str) -> int:
         import traceback
 
         traceback.print_exc()
-        why = f"{engine} {version} does not run {requests[0].model}: {spell(error)}; {_tried(engine)}"
+        why = f"{engine} {version} does not run {requests[0].model}: {spell(error)}"
         if isinstance(error, ImportError) and not version:
             why = f"{engine} is not in the environment of {sys.executable} ({spell(error)}): name the interpreter that"
-            why += f" has it with --engine-python, engine_python=; {_tried(engine)}"
-        elif version and version not in TRIED[engine]:
-            why += f". This is {version}"
+            why += " has it with --engine-python, engine_python="
         Path(folder, "error").write_text(why, encoding="utf-8")
         return 1
     return 0

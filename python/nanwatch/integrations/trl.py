@@ -15,7 +15,7 @@ from torch import Tensor
 from ..equivalence.engine_comparison import EngineComparison
 from ..equivalence.probability_gap import ProbabilityGap, probability_gap
 from ..util.imports import needed
-from ..util.visible import suppressing, visible
+from ..util.visible import first_few, suppressing, visible
 from .engine_compare import compare_engine
 from .vllm_run import stale_weights
 
@@ -93,8 +93,7 @@ class EngineGapCallback(_TrainerCallback):  # type: ignore[misc]
         if engine is not None and getattr(trainer, "_last_loaded_step", done) == done:
             with suppressing("the weights of vLLM could not be compared"):
                 off = stale_weights(trainer.accelerator.unwrap_model(trainer.model), engine)
-                more = f" and {len(off) - 4} more" if len(off) > 4 else ""
-                words += [f"stale in vLLM: {', '.join(off[:4])}{more}"] if off else []
+                words += [f"stale in vLLM: {first_few(off)}"] if off else []
         if callable(self._compare) and is_alone:
             with suppressing("the engine could not be compared with the policy"):
                 self.found = self._compare(trainer, prompts_of(batches))
