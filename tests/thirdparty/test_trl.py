@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,9 @@ class Trainer:
         synced.load_state_dict(self.model.state_dict())
         self.vllm_generation = SimpleNamespace(llm=Engine(synced.bfloat16()))
 
+    def save_model(self, folder: str) -> None:
+        Path(folder, "policy").touch()
+
     def sample(self, gap: float) -> None:
         logs = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -2.0, 0.0]])
         engine = logs + gap
@@ -60,21 +64,24 @@ def steps(callback: Any, trainer: Trainer, gaps: list[float], world_size: int = 
 def test_the_gap_is_logged_every_few_steps() -> None:
     """Without padding, and without a log-probability that vLLM has not."""
     trainer = Trainer()
-    callback = trl.EngineGapCallback(trainer, every=2, compare=None)
+    callback = trl.EngineGapCallback(trainer, every=2)
     steps(callback, trainer, [0.5, 0.25, 0.5, 0.25])
     assert trainer._metrics["train"]["nanwatch/gap_mean"] == pytest.approx([0.25, 0.25])
     assert [one.tokens for one in callback.history] == [4, 4]
 
 
-def test_a_jump_names_stale_weights_and_the_module(caplog: pytest.LogCaptureFixture) -> None:
-    """Once; the comparison is given the prompts without padding."""
+def test_a_jump_names_stale_weights_and_the_module(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once; the comparison is given the prompts without padding, and the policy in a folder."""
     trainer, asked = Trainer(), list[Any]()
 
-    def compare(trainer: Any, prompts: Any) -> Any:
-        asked.append(prompts)
+    def compare(folder: str, prompts: Any, **options: Any) -> Any:
+        asked.append((Path(folder, "policy").exists(), prompts, options))
         return SimpleNamespace(comparison=SimpleNamespace(headline="Differ first in model.layers.3.mlp"))
 
-    callback = trl.EngineGapCallback(trainer, every=1, compare=compare)
+    monkeypatch.setattr(trl, "compare_engine", compare)
+    callback = trl.EngineGapCallback(trainer, every=1, max_tokens=2)
     with caplog.at_level(logging.WARNING, "nanwatch.trl"):
         steps(callback, trainer, [0.01, 0.012, 0.011])
         assert not caplog.messages
@@ -85,14 +92,14 @@ def test_a_jump_names_stale_weights_and_the_module(caplog: pytest.LogCaptureFixt
     assert "jumps from 0.011 to 0.2" in message
     assert "stale in vLLM: bias;" in message
     assert "Differ first in model.layers.3.mlp" in message
-    assert asked == [[[5, 6], [7, 8, 9]]]
+    assert asked == [(True, [[5, 6], [7, 8, 9]], {"max_tokens": 2})]
     assert callback.found is not None
 
 
 def test_several_processes_are_only_warned(caplog: pytest.LogCaptureFixture) -> None:
     """One of them alone cannot save the model."""
     trainer = Trainer()
-    callback = trl.EngineGapCallback(trainer, every=1, compare=lambda *_: pytest.fail("compared"))
+    callback = trl.EngineGapCallback(trainer, every=1, nonsense="not asked for")
     steps(callback, trainer, [0.01, 0.2], world_size=2)
     assert "jumps" in caplog.text
     assert "stale" not in caplog.text

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
@@ -32,16 +31,16 @@ class EngineGapCallback(_TrainerCallback):  # type: ignore[misc]
 
     Add it to a GRPOTrainer with `use_vllm=True`: `trainer.add_callback(EngineGapCallback(trainer))`. With TRL's metrics
     it logs "nanwatch/gap_mean", "nanwatch/gap_max", "nanwatch/gap_kl" and "nanwatch/gap_effective". At a jump it warns,
-    names the weights of an engine in this process that are stale since the sync of this step, and runs `compare`. In a
-    job of several processes it warns alone, because saving the model there needs all of them.
+    names the weights of an engine in this process that are stale since the sync of this step, and compares the two.
+    In a job of several processes it warns alone, because saving the model there needs all of them.
 
     Args:
         trainer: the GRPOTrainer.
         every: steps between two looks.
         jump: how many times the median of the looks before, at most 20 of them, the mean gap must be.
         least: mean gap in nats below which nothing is a jump.
-        compare: called with the trainer and some prompts as token ids; names the module. None: not looked for.
-        options: those of `nanwatch.compare_engine` for the default `compare`, which saves the policy to a folder.
+        compare: at a jump, save the policy to a folder and compare it with the engine there.
+        options: those of `nanwatch.compare_engine`.
 
     Raises ValueError for numbers that make no sense.
     """
@@ -53,7 +52,7 @@ class EngineGapCallback(_TrainerCallback):  # type: ignore[misc]
         every: int = 10,
         jump: float = 3.0,
         least: float = 1e-3,
-        compare: Callable[[Any, list[list[int]]], EngineComparison] | str | None = "saved",
+        compare: bool = True,
         **options: Any,
     ) -> None:
         if every < 1 or not jump > 1 or not least >= 0:
@@ -62,8 +61,7 @@ class EngineGapCallback(_TrainerCallback):  # type: ignore[misc]
             )
         self._trainer = trainer
         self._every, self._jump, self._least = every, jump, least
-        self._compare = self._saved if compare == "saved" else compare
-        self._options = {"engine_python": sys.executable, **options}
+        self._compare, self._options = compare, options
         self._log = logging.getLogger("nanwatch.trl")
         self.history: list[ProbabilityGap] = []
         self.found: EngineComparison | None = None
@@ -94,16 +92,15 @@ class EngineGapCallback(_TrainerCallback):  # type: ignore[misc]
             with suppressing("the weights of vLLM could not be compared"):
                 off = stale_weights(trainer.accelerator.unwrap_model(trainer.model), engine)
                 words += [f"stale in vLLM: {first_few(off)}"] if off else []
-        if callable(self._compare) and is_alone:
-            with suppressing("the engine could not be compared with the policy"):
-                self.found = self._compare(trainer, prompts_of(batches))
+        if self._compare and is_alone:
+            with (
+                suppressing("the engine could not be compared with the policy"),
+                tempfile.TemporaryDirectory(prefix="nanwatch-policy-") as folder,
+            ):
+                trainer.save_model(folder)
+                self.found = compare_engine(folder, prompts_of(batches), **self._options)
                 words.append(f"with the weights saved: {self.found.comparison.headline}")
         self._log.warning("nanwatch: %s", visible("; ".join(words)))
-
-    def _saved(self, trainer: Any, prompts: list[list[int]]) -> EngineComparison:
-        with tempfile.TemporaryDirectory(prefix="nanwatch-policy-") as folder:
-            trainer.save_model(folder)
-            return compare_engine(folder, prompts, **self._options)
 
 
 def gap_of(batches: Iterable[Mapping[str, Any]]) -> ProbabilityGap | None:

@@ -74,7 +74,7 @@ def main() -> None:
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("nanwatch.trl").addHandler(handler)
-    trainer.add_callback(EngineGapCallback(trainer, every=2, compare=None))
+    trainer.add_callback(EngineGapCallback(trainer, every=2, compare=False))
     trainer.train()
     gaps = [[entry[OURS], entry[TRLS]] for entry in trainer.state.log_history if OURS in entry]
     print(json.dumps({"gaps": gaps, "told": told}))  # noqa: T201
