@@ -88,13 +88,16 @@ def stale_word(model: Any) -> None:
 
 
 def positions_from_zero(model: Any) -> None:
-    """Count the positions of a step from 0, which are others in a later chunk, and behind a cached prefix."""
+    """Count the positions of each part of a prompt from 0: wrong in a later chunk, and behind a cached part."""
     rotary = _layer(model).self_attn.rotary_emb
     forward = rotary.forward
 
     def from_zero(positions: Any, *args: Any) -> Any:
-        is_prefill = len(positions) > 8
-        return forward(positions - positions[0] if is_prefill else positions, *args)
+        is_start = torch.ones_like(positions, dtype=torch.bool)
+        is_start[1:] = positions.diff() != 1
+        part = is_start.cumsum(0) - 1
+        is_prefill = part.bincount()[part] > 1
+        return forward(positions - is_prefill * positions[is_start][part], *args)
 
     rotary.forward = from_zero
 

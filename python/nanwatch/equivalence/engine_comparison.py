@@ -222,14 +222,13 @@ def compare_runs(*runs: tuple[RecordedRun, RecordedRun, Measure], factor: float 
 
 
 def _shared_places(a: RecordedRun, b: RecordedRun, remarks: list[str]) -> Tensor:
-    ends = []
+    ends, parted = [], []
     for request, both in enumerate(zip(a.tokens, b.tokens, strict=True)):
         length = min(map(len, both))
         ends.append(next((i for i, (x, y) in enumerate(zip(*both, strict=False)) if x != y), length))
-        if ends[-1] < length:
-            remarks.append(
-                f"the tokens of request {request} part at position {ends[-1]}; later ones are not compared"
-            )
+        parted += [f"request {request} from position {ends[-1]} on"] * (ends[-1] < length)
+    if parted:
+        remarks.append(f"A and B have other tokens in {first_few(parted)}, which are not compared")
     ours, theirs = ({one for one in run.steps if one % STRIDE < ends[one // STRIDE]} for run in (a, b))
     if not ours & theirs:
         raise ValueError("the two runs have no token in common that both have computed")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -119,13 +120,12 @@ class PackedRun:
 
     def step_begins(self, ask: Callable[[], Places]) -> None:
         """Begin a step. Its places are asked for when the first tensor comes."""
-        known: list[Places] = []
 
+        @cache
         def places() -> Places:
-            if not known:
-                known.append(ask())
-                self.steps |= {one: self._count for one in known[0].tokens.tolist() if one not in self.steps}
-            return known[0]
+            found = ask()
+            self.steps = dict.fromkeys(found.tokens.tolist(), self._count) | self.steps
+            return found
 
         self._store.ask = places
 

@@ -85,27 +85,20 @@ def _made(name: str, state: dict[str, Any]) -> nn.Module:
 def _stand_in(module: nn.Module) -> nn.Module:
     state = {name: one for name, one in vars(module).items() if type(one) in (bool, int, float, str)}
     state |= {"output_sizes": block_sizes(module), "_parameters": {}, "_buffers": {}}
-    for name, x in {**own_tensors(module), **_packed(module)}.items():
-        whole = unpadded(module, x)
-        is_wide = whole.ndim > 1 and whole[0].numel() > WIDTH
-        rows = sketches(whole.flatten(1)).to(torch.float32) if is_wide else whole
+    for name, x in {**own_tensors(module), **_weight(module)}.items():
+        is_wide = x.ndim > 1 and x[0].numel() > WIDTH
+        rows = sketches(x.flatten(1)).to(torch.float32) if is_wide else x
         state["_parameters" if name in module._parameters else "_buffers"][name] = rows.cpu()
     return _made(type(module).__name__, state)
 
 
-def _packed(module: nn.Module) -> dict[str, Tensor]:
-    """Return the weight that vLLM has packed on a CPU, which leaves an empty one: the products with unit vectors."""
+def _weight(module: nn.Module) -> dict[str, Tensor]:
+    """Return a weight that vLLM has padded, without that, or packed on a CPU, by its products with unit vectors."""
     weight, linear = module._parameters.get("weight"), getattr(module, "cpu_linear", None)
-    if weight is None or weight.numel() or linear is None:
-        return {}
-    width: Any = module.input_size_per_partition
-    return {"weight": linear(torch.eye(width, dtype=weight.dtype), weight, None).t()}
-
-
-def unpadded(module: nn.Module, x: Tensor) -> Tensor:
-    """Return the rows of words alone: vLLM's vocabularies are padded."""
-    words = getattr(module, "org_vocab_size", None)
-    return x[:words] if isinstance(words, int) and x.ndim > 1 and len(x) > words else x
+    words, width = (getattr(module, name, None) for name in ("org_vocab_size", "input_size_per_partition"))
+    if weight is not None and not weight.numel() and linear is not None and width:
+        return {"weight": linear(torch.eye(width, dtype=weight.dtype), weight, None).t()}
+    return {"weight": weight.detach()[:words]} if weight is not None and isinstance(words, int) else {}
 
 
 def fingerprints(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, list[int]]:
@@ -113,10 +106,10 @@ def fingerprints(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str
     found = {}
     for path, module in each_module(model):
         sizes = block_sizes(module)
-        for name, x in {**module._parameters, **_packed(module)}.items():
+        for name, x in {**module._parameters, **_weight(module)}.items():
             if x is None or x.is_meta or not x.numel():
                 continue
-            whole = unpadded(module, x.detach() if dtype is None else x.detach().to(dtype))
+            whole = x.detach().to(dtype or x.dtype)
             parts = whole.split(sizes) if sum(sizes) == len(whole) else [whole]
             found[".".join(filter(None, (path, name)))] = [fingerprint(one) for one in parts]
     return found

@@ -72,34 +72,32 @@ def record(requests: Sequence[RunRequest]) -> Iterator[RecordedRun]:
     base_loader: Any = import_module("vllm.model_executor.model_loader.base_loader")
     import_module(WORKER_MODULE)
     patch()
-    process = base_loader.process_weights_after_loading
     for request in requests:
         request.tokenize()
-        found = RecordedRun(f"vllm {vllm.__version__}", getattr(torch, request.dtype))
-
-        def processed(
-            model: Any, *args: Any, request: RunRequest = request, found: RecordedRun = found
-        ) -> None:
-            """Read the weights before vLLM packs them."""
-            request.plant(model)
-            found.prints = fingerprints(model)
-            process(model, *args)
-
-        base_loader.process_weights_after_loading = processed
-        try:
-            yield _recorded(vllm, request, found)
-        finally:
-            base_loader.process_weights_after_loading = process
+        yield _recorded(vllm, base_loader, request)
         gc.collect()
 
 
-def _recorded(vllm: Any, request: RunRequest, found: RecordedRun) -> RecordedRun:
+def _recorded(vllm: Any, loader: Any, request: RunRequest) -> RecordedRun:
+    found = RecordedRun(f"vllm {vllm.__version__}", getattr(torch, request.dtype))
     longest = max(map(len, request.prompts)) + request.max_tokens
     options = {"enforce_eager": True, "seed": 0, "max_model_len": longest + 1, "dtype": request.dtype}
     if not torch.cuda.is_available():
         options |= {"kv_cache_memory_bytes": _CPU_CACHE}
     options |= {"max_num_seqs": max(len(request.prompts), 8), "disable_log_stats": True, **request.options}
-    engine = vllm.LLM(request.model, skip_tokenizer_init=True, **options)
+    process = loader.process_weights_after_loading
+
+    def processed(model: Any, *args: Any) -> None:
+        """Read the weights before vLLM packs them."""
+        request.plant(model)
+        found.prints = fingerprints(model)
+        process(model, *args)
+
+    loader.process_weights_after_loading = processed
+    try:
+        engine = vllm.LLM(request.model, skip_tokenizer_init=True, **options)
+    finally:
+        loader.process_weights_after_loading = process
     run = PackedRun(request.most_bytes)
 
     def follow(worker: Any) -> None:

@@ -253,7 +253,7 @@ def test_tokens_after_a_parting_and_those_of_a_cache_are_not_compared(tmp_path: 
 
     found = compared(tmp_path, change=change)
     assert found.equal is True
-    assert any("part at position 5" in one for one in found.remarks)
+    assert any("request 0 from position 5 on" in one for one in found.remarks)
     assert any("2 tokens from its prefix cache" in one for one in found.remarks)
 
 
