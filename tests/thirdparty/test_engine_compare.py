@@ -91,6 +91,28 @@ def test_two_settings_of_one_engine(tmp_path: Path) -> None:
     assert found.equal is True, found.to_text()
 
 
+@pytest.mark.usefixtures("in_process")
+def test_a_soft_cap_that_the_trainer_drops_is_told(tmp_path: Path) -> None:
+    """Transformers runs SDPA without."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+        "head_dim": 16,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attn_logit_softcapping": 0.5}
+    torch.manual_seed(0)
+    found = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, **heads, initializer_range=0.3))
+    found.save_pretrained(tmp_path / "model")
+    eager, sdpa = {"attn_implementation": "eager"}, {"attn_implementation": "sdpa"}
+    own = {"options": eager, "trainer_options": sdpa, "max_tokens": 1}
+    said = nanwatch.compare_engine(tmp_path / "model", PROMPTS, "transformers", **own)
+    assert said.first is not None
+    assert said.first.module_a == "model.layers.0.self_attn"
+    assert "attn_logit_softcapping is None in A and 0.5 in B" in said.comparison.likely
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("model")
 def test_each_side_is_a_process_of_its_own(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ def record(requests: Sequence[RunRequest]) -> Iterator[RecordedRun]:
         model.eval()
         request.plant(model)
         settings = {**_TRAINERS, **flat(model.config.to_dict()), "dtype": request.dtype}
+        if model.config._attn_implementation == "sdpa" and settings.get("attn_logit_softcapping"):
+            settings["attn_logit_softcapping"] = None  # transformers runs SDPA without
         name, prints = f"transformers {transformers.__version__}", fingerprints(model)
         found, run = (
             RecordedRun(name, dtype, settings=settings, prints=prints),
