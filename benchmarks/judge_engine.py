@@ -237,6 +237,10 @@ def main() -> None:
             except Exception as error:  # of an engine that refuses: counts as wrong, and is told
                 found, is_right, said = None, False, f"{type(error).__name__}: {error}".split("\n")[0]
             rows.append({"case": name, "kind": kind, "dtype": case.dtype, "right": is_right, "said": said})
+            if options.json:  # by each case: an engine may end the process
+                known = json.loads(options.json.read_text()) if options.json.exists() else []
+                made = {row["case"]: row for row in [*known, rows[-1]]}
+                options.json.write_text(json.dumps([*made.values()], indent=1) + "\n")
             if not (options.wrong and is_right):
                 print(f"{'right' if is_right else 'WRONG'}  {name}: {said}", flush=True)
             if options.text and found is not None:
@@ -245,10 +249,6 @@ def main() -> None:
     for kind in dict.fromkeys(row["kind"] for row in rows):
         of = [row["right"] for row in rows if row["kind"] == kind]
         print(f"{kind:<22} {sum(of)} of {len(of)} {'silent' if kind.startswith('equal') else 'named'}")
-    if options.json:
-        known = json.loads(options.json.read_text()) if options.json.exists() else []
-        made = {row["case"]: row for row in [*known, *rows]}
-        options.json.write_text(json.dumps([*made.values()], indent=1) + "\n")
 
 
 if __name__ == "__main__":
