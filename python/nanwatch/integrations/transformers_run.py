@@ -35,7 +35,7 @@ def record(requests: Sequence[RunRequest]) -> Iterator[RecordedRun]:
         settings = {**_TRAINERS, **flat(model.config.to_dict()), "dtype": request.dtype}
         if model.config._attn_implementation == "sdpa" and settings.get("attn_logit_softcapping"):
             settings["attn_logit_softcapping"] = None  # transformers runs SDPA without
-        name, prints = f"transformers {transformers.__version__}", fingerprints(model)
+        name, prints = f"transformers {transformers.__version__}", fingerprints(model, dtype)
         found, run = (
             RecordedRun(name, dtype, settings=settings, prints=prints),
             PackedRun(request.most_bytes, lead=1),

@@ -87,11 +87,11 @@ def _recorded(vllm: Any, loader: Any, request: RunRequest) -> RecordedRun:
     options |= {"max_num_seqs": max(len(request.prompts), 8), "disable_log_stats": True, **request.options}
     process = loader.process_weights_after_loading
 
-    def processed(model: Any, *args: Any) -> None:
+    def processed(model: Any, config: Any, *args: Any) -> None:
         """Read the weights before vLLM packs them."""
         request.plant(model)
-        found.prints = fingerprints(model)
-        process(model, *args)
+        found.prints = fingerprints(model, config.dtype)
+        process(model, config, *args)
 
     loader.process_weights_after_loading = processed
     try:
