@@ -15,6 +15,7 @@ from torch import nn
 pytest.importorskip("transformers")
 trl = pytest.importorskip("nanwatch.integrations.trl")
 from nanwatch.equivalence.recorded_run import fingerprints  # noqa: E402
+from nanwatch.integrations.vllm_run import stale_weights  # noqa: E402
 
 
 class Engine:
@@ -22,7 +23,8 @@ class Engine:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
+        sizes, dtype = SimpleNamespace(world_size=1), SimpleNamespace(dtype=torch.bfloat16)
+        config = SimpleNamespace(model_config=dtype, parallel_config=sizes)
         self.llm_engine = SimpleNamespace(vllm_config=config)
 
     def apply_model(self, function: Any) -> list[Any]:
@@ -97,8 +99,9 @@ def test_a_jump_names_stale_weights_and_the_module(
 
 
 def test_several_processes_are_only_warned(caplog: pytest.LogCaptureFixture) -> None:
-    """One of them alone cannot save the model."""
+    """One of them alone cannot save the model, and may have a part of it."""
     trainer = Trainer()
+    nn.init.zeros_(trainer.model.bias)
     callback = trl.EngineGapCallback(trainer, every=1, nonsense="not asked for")
     steps(callback, trainer, [0.01, 0.2], world_size=2)
     assert "jumps" in caplog.text
@@ -122,3 +125,11 @@ def test_fingerprints_of_another_dtype_are_those_of_a_cast() -> None:
     model = nn.Linear(3, 3)
     cast = fingerprints(model, torch.bfloat16)
     assert cast == fingerprints(model.bfloat16())
+
+
+def test_an_engine_in_parts_is_refused() -> None:
+    """Each process has parts of the weights."""
+    engine = Engine(nn.Linear(2, 2))
+    engine.llm_engine.vllm_config.parallel_config.world_size = 2
+    with pytest.raises(ValueError, match="several processes"):
+        stale_weights(nn.Linear(2, 2), engine)

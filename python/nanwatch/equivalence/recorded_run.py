@@ -41,10 +41,10 @@ class RecordedRun:
     def take_calls(self, run: PackedRun) -> RecordedRun:
         """Take the calls of a run in steps, with modules that can be sent to another process."""
         self.calls, self.steps = run.calls(), run.steps
-        known = dict[int, nn.Module]()
+        modules = {id(one.module): one.module for one in self.calls if one.module is not None}
+        stand_ins = {key: _stand_in(one) for key, one in modules.items()}
         for call in self.calls:
-            if call.module is not None:
-                call.module = known.setdefault(id(call.module), _stand_in(call.module))
+            call.module = stand_ins.get(id(call.module))
             weight = weight_of(call.module)
             call.weight_shape = () if weight is None else tuple(weight.shape)
         floats = (kept.rows.dtype for one in self.calls for kept in one.outputs if not kept.is_sketch)

@@ -32,7 +32,7 @@ class EngineGapCallback(_TrainerCallback):  # type: ignore[misc]
     Add it to a GRPOTrainer with `use_vllm=True`: `trainer.add_callback(EngineGapCallback(trainer))`. With TRL's metrics
     it logs "nanwatch/gap_mean", "nanwatch/gap_max", "nanwatch/gap_kl" and "nanwatch/gap_effective". At a jump it warns,
     names the weights of an engine in this process that are stale since the sync of this step, and compares the two.
-    In a job of several processes it warns alone, because saving the model there needs all of them.
+    In a job of several processes it warns alone, because the model may be in parts there.
 
     Args:
         trainer: the GRPOTrainer.
@@ -87,10 +87,13 @@ class EngineGapCallback(_TrainerCallback):  # type: ignore[misc]
             return
         jump = f"from {median(before):.2g} to {gap.mean:.2g} nats in the mean"
         words = [f"step {done + 1}: the gap to vLLM jumps {jump} ({gap})"]
+        policy = trainer.accelerator.unwrap_model(trainer.model)
         engine = getattr(getattr(trainer, "vllm_generation", None), "llm", None)  # None in a server
-        if engine is not None and getattr(trainer, "_last_loaded_step", done) == done:
+        is_synced = getattr(trainer, "_last_loaded_step", done) == done
+        # An adapter is merged for the sync alone, and other ranks may have parts of a weight.
+        if engine is not None and is_alone and is_synced and not hasattr(policy, "peft_config"):
             with suppressing("the weights of vLLM could not be compared"):
-                off = stale_weights(trainer.accelerator.unwrap_model(trainer.model), engine)
+                off = stale_weights(policy, engine)
                 words += [f"stale in vLLM: {first_few(off)}"] if off else []
         if self._compare and is_alone:
             with (

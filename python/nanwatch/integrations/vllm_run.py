@@ -133,17 +133,15 @@ def _recorded(vllm: Any, loader: Any, request: RunRequest) -> RecordedRun:
 def stale_weights(model: nn.Module, engine: Any) -> list[str]:
     """Return the names of the weights of vLLM's `LLM` whose bits are not those of the trainer's model, in its dtype.
 
-    A part of a fused weight is told by its number. Where the engine runs in processes of its own, it needs
-    VLLM_ALLOW_INSECURE_SERIALIZATION=1.
+    A part of a fused weight is told by its number. Where the engine runs in a process of its own, it needs
+    VLLM_ALLOW_INSECURE_SERIALIZATION=1. Raises ValueError for an engine of several.
 
     >>> from nanwatch.integrations.vllm_run import stale_weights
     >>> stale_weights(trainer.model, llm)  # doctest: +SKIP
     ['model.layers.3.self_attn.qkv_proj.weight (part 1 of 3)']
     """
-    dtype = engine.llm_engine.vllm_config.model_config.dtype
-    ours = fingerprints(model, dtype)
-    return [
-        one
-        for theirs in engine.apply_model(partial(fingerprints, dtype=dtype))
-        for one in stale(ours, theirs)
-    ]
+    config = engine.llm_engine.vllm_config
+    if config.parallel_config.world_size > 1:
+        raise ValueError("the engine has parts of its weights in several processes, which cannot be compared")
+    [theirs] = engine.apply_model(partial(fingerprints, dtype=config.model_config.dtype))
+    return stale(fingerprints(model, config.model_config.dtype), theirs)
