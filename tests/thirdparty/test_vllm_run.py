@@ -92,9 +92,11 @@ def test_a_stale_part_of_a_fused_weight_is_named(model: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_that_vllm_refuses_is_an_error_with_the_versions(model: Path, tmp_path: Path) -> None:
-    """Here for an option that it does not know."""
-    with pytest.raises(EngineError, match=r"vllm 0\..*nonsense.*tried with vllm 0\.32\.0"):
-        nanwatch.compare_engine(model / "model", PROMPTS, options={"nonsense": 1})
+    """It says which architecture."""
+    config = json.loads((model / "model/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["FooForCausalLM"]}))
+    with pytest.raises(EngineError, match=r"^vllm 0\..*FooForCausalLM.*; tried with vllm 0\.32\.0$"):
+        nanwatch.compare_engine(tmp_path, PROMPTS)
 
 
 @pytest.mark.slow

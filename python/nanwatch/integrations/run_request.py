@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 
 from ..equivalence.recorded_run import RecordedRun
-from ..util.visible import spell
 
 # Versions that the recording was tried with.
 TRIED = {"vllm": ("0.32.0",), "transformers": ("5.19.0", "5.24.0")}
@@ -118,10 +118,11 @@ def main(folder: str) -> int:
         import traceback
 
         traceback.print_exc()
-        why = f"{engine} {version} does not run {requests[0].model}: {spell(error)}"
+        said = textwrap.shorten(f"{type(error).__name__}: {error}", 300)  # pydantic's first line says nothing
+        why = f"{engine} {version} does not run {requests[0].model}: {said}"
         if isinstance(error, ImportError) and not version:
-            why = f"{engine} is not in the environment of {sys.executable} ({spell(error)}): name the interpreter that"
-            why += " has it with --engine-python, engine_python="
+            why = f"{engine} is not in the environment of {sys.executable} ({said}): name the interpreter that has it"
+            why += " with --engine-python, engine_python="
         Path(folder, "error").write_text(why, encoding="utf-8")
         return 1
     return 0
