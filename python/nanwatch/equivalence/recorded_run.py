@@ -130,11 +130,8 @@ def stale(a: Mapping[str, Sequence[int]], b: Mapping[str, Sequence[int]]) -> lis
     for name, prints in b.items():
         is_fused = len(prints) > 1
         ours = a.get(name) or (beside.get(_around(name)) if is_fused else None) or ()
-        off = [
-            i
-            for i, one in enumerate(prints)
-            if (one != ours[i] if len(ours) == len(prints) else one not in known)
-        ]
+        wanted = [{one} for one in ours] if len(ours) == len(prints) else [known] * len(prints)
+        off = [i for i, one in enumerate(prints) if one not in wanted[i]]
         part = f" (part {', '.join(map(str, off))} of {len(prints)})" if is_fused else ""
         found += [name + part] if off else []
     return found

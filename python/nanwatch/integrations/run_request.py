@@ -19,6 +19,9 @@ from ..equivalence.recorded_run import RecordedRun
 
 # Versions that the recording was tried with.
 TRIED = {"vllm": ("0.32.0",), "transformers": ("5.19.0", "5.24.0")}
+# Sampling parameters that change log-probabilities, and the values that leave them as they are.
+SAMPLER = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
+           "presence_penalty": 0.0, "frequency_penalty": 0.0}  # fmt: skip
 # Settings of a config that say nothing of numbers.
 _QUIET = ("transformers_version", "_name_or_path", "torch_dtype", "architectures", "use_cache")
 

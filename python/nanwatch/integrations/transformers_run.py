@@ -13,12 +13,10 @@ from torch import nn
 from ..equivalence.packed import PackedRun, Places
 from ..equivalence.recorded_run import RecordedRun, fingerprints
 from ..util.imports import needed
-from .run_request import RunRequest, flat
+from .run_request import SAMPLER, RunRequest, flat
 
 # Settings of an engine that a trainer lacks, so a trainer always runs with these values.
-_TRAINERS = {"kv_cache_dtype": "auto", "quantization": None, "temperature": 1.0, "top_p": 1.0, "top_k": 0,
-             "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-             "logprobs_mode": "raw_logprobs"}  # fmt: skip
+_TRAINERS = {**SAMPLER, "kv_cache_dtype": "auto", "quantization": None, "logprobs_mode": "raw_logprobs"}
 
 
 def record(requests: Sequence[RunRequest]) -> Iterator[RecordedRun]:
@@ -27,36 +25,26 @@ def record(requests: Sequence[RunRequest]) -> Iterator[RecordedRun]:
     for request in requests:
         request.tokenize()
         dtype = getattr(torch, request.dtype)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            request.model, dtype=dtype, **request.options
-        )
-        model.eval()
+        made = transformers.AutoModelForCausalLM.from_pretrained
+        model = made(request.model, dtype=dtype, **request.options).eval()
         request.plant(model)
         settings = {**_TRAINERS, **flat(model.config.to_dict()), "dtype": request.dtype}
         if model.config._attn_implementation == "sdpa" and settings.get("attn_logit_softcapping"):
             settings["attn_logit_softcapping"] = None  # transformers runs SDPA without
-        name, prints = f"transformers {transformers.__version__}", fingerprints(model, dtype)
-        found, run = (
-            RecordedRun(name, dtype, settings=settings, prints=prints),
-            PackedRun(request.most_bytes, lead=1),
+        prints, run = fingerprints(model, dtype), PackedRun(request.most_bytes, lead=1)
+        found = RecordedRun(
+            f"transformers {transformers.__version__}", dtype, settings=settings, prints=prints
         )
         with torch.no_grad(), run.recording(model):
-            for number, tokens in enumerate(request.prompts):
-                answer = request.sampled[number] if request.sampled else 0
-                _follow(model, run, found, number, [*tokens], answer, request.max_tokens)
+            for number in range(len(request.prompts)):
+                _follow(model, run, found, request, number)
         yield found.take_calls(run)
 
 
-def _follow(
-    model: nn.Module,
-    run: PackedRun,
-    found: RecordedRun,
-    number: int,
-    tokens: list[int],
-    answer: int,
-    samples: int,
-) -> None:
+def _follow(model: nn.Module, run: PackedRun, found: RecordedRun, request: RunRequest, number: int) -> None:
     """Read a request at once for the logits of its last tokens, the answer. Or sample that token by token."""
+    tokens, samples = [*request.prompts[number]], request.max_tokens
+    answer = request.sampled[number] if request.sampled else 0
     generator = torch.Generator().manual_seed(0)
     can_keep = "logits_to_keep" in signature(model.forward).parameters
     logs, cache, at, end, keep = list[float](), None, 0, len(tokens) - 1 + samples, answer or 1

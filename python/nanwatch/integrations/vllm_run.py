@@ -14,7 +14,7 @@ from torch import nn
 
 from ..equivalence.packed import PackedRun, Places
 from ..equivalence.recorded_run import RecordedRun, fingerprints, stale
-from .run_request import RunRequest, flat
+from .run_request import SAMPLER, RunRequest, flat
 from .serving import Share
 from .vllm import WORKER_MODULE, StepShares, patch
 
@@ -27,15 +27,6 @@ _SETTINGS = {
     "cache_config": ("cache_dtype", "enable_prefix_caching", "block_size"),
     "scheduler_config": ("enable_chunked_prefill", "max_num_batched_tokens", "max_num_seqs"),
 }
-_SAMPLER = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 
 
 class _RecordedSteps(StepShares):
@@ -53,12 +44,12 @@ class _RecordedSteps(StepShares):
 
     def step_begins(self, ask: Callable[[], Sequence[Share]]) -> None:
         """Begin a step of the run."""
-        # vLLM numbers the requests of an engine from 0, and puts letters of its own behind.
-        self._run.step_begins(
-            lambda: Places.of(
-                [(int(one.request.split("-")[0]), one.position, one.num_tokens) for one in ask()]
-            )
-        )
+
+        def part(one: Share) -> tuple[int, int, int]:
+            # vLLM numbers the requests of an engine from 0, and puts letters of its own behind.
+            return int(one.request.split("-")[0]), one.position, one.num_tokens
+
+        self._run.step_begins(lambda: Places.of([*map(part, ask())]))
 
     def step_ended(self, *outputs: object) -> None:
         """End the step."""
@@ -109,10 +100,9 @@ def _recorded(vllm: Any, loader: Any, request: RunRequest) -> RecordedRun:
     torch.manual_seed(0)
     sampling = {"temperature": 1.0, "max_tokens": request.max_tokens, "ignore_eos": True, **request.sampling}
     asked = vllm.SamplingParams(**{"detokenize": False, "logprobs": 0, **sampling})
+    prompts = [{"prompt_token_ids": one} for one in request.prompts]
     with run.recording(model):
-        outputs = engine.generate(
-            [{"prompt_token_ids": one} for one in request.prompts], asked, use_tqdm=False
-        )
+        outputs = engine.generate(prompts, asked, use_tqdm=False)
     for one in outputs:
         [answer] = one.outputs
         found.tokens.append([*one.prompt_token_ids, *answer.token_ids])
@@ -122,7 +112,7 @@ def _recorded(vllm: Any, loader: Any, request: RunRequest) -> RecordedRun:
     config = engine.llm_engine.vllm_config
     found.settings = {
         **flat(config.model_config.hf_text_config.to_dict()),
-        **{name: getattr(asked, name) for name in _SAMPLER},
+        **{name: getattr(asked, name) for name in SAMPLER},
         **{name: getattr(getattr(config, part), name) for part, names in _SETTINGS.items() for name in names},
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
     }
