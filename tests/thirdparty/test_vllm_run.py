@@ -14,7 +14,7 @@ import torch
 
 import nanwatch
 from nanwatch.cli.equivalence import compare_main
-from nanwatch.integrations.run_request import EngineError
+from nanwatch.integrations.engine_compare import EngineError
 from nanwatch.integrations.vllm_run import stale_weights
 from support.paths import SCRIPTS
 

@@ -11,7 +11,9 @@ from typing import Any
 from ..equivalence.engine_comparison import EngineComparison, compare_runs
 from ..numerics.readable import dtype_name
 from ..util.progress import Tell, silent
-from .run_request import TRIED, RunRequest, recorded_runs
+from .run_request import TRIED, EngineError, RunRequest, recorded_runs
+
+__all__ = ["EngineError", "compare_engine"]
 
 
 def compare_engine(
