@@ -5,7 +5,8 @@
 Runs in the environment of `make test-vllm`. Both sides run in this process, one after the other, because vLLM takes
 seconds to start. A fault in the model counts as named when the first module is one of the right ones, a fault in a
 setting when that setting is told, or for weights when they are stale. A pair that computes the same counts as silent
-when it is called equal, with no setting and no weight told.
+when it is called equal, with no setting and no weight told. Two settings of vLLM have a fault in B's model that shows
+in its setting alone; there no other setting may be told. `--json` replaces the rows of a file that were run again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,12 +46,22 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # 70 tokens in common, so that a prefix cache has hits: its blocks are of 32 tokens on a CPU.
 PREFIX = [(7 * i) % 240 + 3 for i in range(70)]
-PROMPTS = [[*PREFIX, *((17 * i + 5 * j) % 240 + 3 for j in range(9 + 3 * i))] for i in range(4)]
+PROMPTS = [[*PREFIX, *((17 * i + 5 * j) % 240 + 3 for j in range(9 + 3 * i))] for i in range(8)]
 PLAIN = {"enable_prefix_caching": False}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
     "prefix cache, chunks": {"enable_prefix_caching": True, "block_size": 32, "max_num_batched_tokens": 48},
     "batch of 1": {**PLAIN, "max_num_seqs": 1},
+}
+# Options of B, and of A, where both are vLLM.
+TWO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "compiled": ({**PLAIN, "enforce_eager": False}, {"enforce_eager": True}),
+    "prefix cache": ({"enable_prefix_caching": True, "block_size": 32}, {"enable_prefix_caching": False}),
+    "batch of 8": ({**PLAIN, "max_num_seqs": 8}, {"max_num_seqs": 1}),
+    "chunks": (
+        {**PLAIN, "enable_chunked_prefill": True, "max_num_batched_tokens": 48},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048},
+    ),
 }
 
 
@@ -63,6 +75,7 @@ class Case(NamedTuple):
     options: dict[str, Any] = PLAIN
     sampling: dict[str, Any] | None = None
     patch: str = ""
+    against: dict[str, Any] | None = None
 
 
 _L = "model.layers.1"
@@ -115,6 +128,24 @@ def _in_settings() -> list[Case]:
     ]  # fmt: skip
 
 
+def _between_settings() -> list[Case]:
+    def case(name: str, form: str, dtype: str = "float32", patch: str = "", *right: str) -> Case:
+        (options, against), plant = TWO[name], patch and f"_engine_run_faults:{patch}"
+        said = f"{patch.replace('_', ' ')} ({name})" if patch else name
+        return Case(said, form, right, dtype, options, None, plant, against)
+
+    rotary = "model.layers.0.self_attn.rotary_emb"
+    dtypes = ("float32", "bfloat16")
+    return [
+        *(case("compiled", "llama", dtype) for dtype in dtypes),
+        *(case(name, "gemma3", dtype) for name in [*TWO][1:] for dtype in dtypes),
+        case("compiled", "llama", "float32", "eps", "", "model"),
+        case("prefix cache", "qwen3", "float32", "positions_from_zero", rotary),
+        case("batch of 8", "llama", "float32", "rows_of_a_batch", f"{_L}.post_attention_layernorm"),
+        case("chunks", "llama", "float32", "positions_from_zero", rotary),
+    ]  # fmt: skip
+
+
 def cases() -> list[Case]:
     """Return all cases: those of a form after each other, because vLLM looks at each class in a process of its own."""
     equal = [
@@ -123,7 +154,8 @@ def cases() -> list[Case]:
         for dtype in ("float32", "bfloat16")
         for name, options in SETTINGS.items()
     ]
-    return sorted([*_in_model(), *_in_settings(), *equal], key=lambda one: [*FORMS].index(one.form))
+    every = [*_in_model(), *_in_settings(), *equal, *_between_settings()]
+    return sorted(every, key=lambda one: [*FORMS].index(one.form))
 
 
 def make(folder: Path, form: str) -> Path:
@@ -141,23 +173,35 @@ def make(folder: Path, form: str) -> Path:
     return folder / form
 
 
-def in_process(request: RunRequest, _: str) -> list[RecordedRun]:
+def in_process(requests: Sequence[RunRequest], _: str) -> list[RecordedRun]:
     """Make the runs in this process, through the same files."""
-    record = (vllm_run if request.engine == "vllm" else transformers_run).record
-    with tempfile.TemporaryDirectory() as folder:
-        for number, run in enumerate(record(request)):
-            run.save(Path(folder, str(number)))
-        return [RecordedRun.load(Path(folder, str(number))) for number in range(len(request.runs))]
+    record = (vllm_run if requests[0].engine == "vllm" else transformers_run).record
+    with tempfile.TemporaryFile() as file:
+        torch.save([*record(requests)], file)
+        file.seek(0)
+        found: list[RecordedRun] = torch.load(file, weights_only=False)
+    return found
+
+
+def kind_of(case: Case) -> str:
+    """Return the kind of a case, under which it is counted."""
+    if case.against is not None:
+        return "fault between settings" if case.right else "equal settings"
+    if not case.right:
+        return "equal"
+    return "model" if case.patch and "stale" not in case.right else "setting"
 
 
 def judge(case: Case, found: EngineComparison) -> bool:
     """Return whether a case comes out right."""
+    told = [one.split(" is ")[0] for one in found.settings]
+    is_meant = not {*told} - {*(case.against or ()), "block_size", "max_num_batched_tokens"}
     if not case.right:
-        return found.equal is True and not found.settings and not found.stale
-    if case.name.startswith(("config", "engine", "temperature", "penalty", "top", "weight")):
-        names = [one.split(" is ")[0] for one in found.settings] + (["stale"] if found.stale else [])
-        return case.right[0] in names
-    return found.equal is False and found.first is not None and found.first.module_a in case.right
+        return found.equal is True and is_meant and not found.stale
+    if kind_of(case) == "setting":
+        return case.right[0] in told + (["stale"] if found.stale else [])
+    is_named = found.equal is False and found.first is not None and found.first.module_a in case.right
+    return is_named and (is_meant or case.against is None)
 
 
 def main() -> None:
@@ -167,17 +211,11 @@ def main() -> None:
     parser.add_argument("--text", action="store_true", help="print the whole results")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    engine_compare._made = in_process
+    engine_compare.recorded_runs = in_process
     start, rows = time.perf_counter(), []
     with tempfile.TemporaryDirectory() as folder:
         for case in cases():
-            kind = (
-                "equal"
-                if not case.right
-                else "model"
-                if case.patch and "stale" not in case.right
-                else "setting"
-            )
+            kind = kind_of(case)
             name = f"{kind} {case.form} {case.dtype}: {case.name}"
             if options.only not in name:
                 continue
@@ -188,6 +226,7 @@ def main() -> None:
                 "sampling": case.sampling,
                 "patch": case.patch,
                 "dtype": case.dtype,
+                "against": case.against,
                 # SDPA has no soft cap.
                 "trainer_options": {"attn_implementation": "eager"} if case.form == "gemma2" else {},
             }
@@ -198,6 +237,10 @@ def main() -> None:
             except Exception as error:  # of an engine that refuses: counts as wrong, and is told
                 found, is_right, said = None, False, f"{type(error).__name__}: {error}".split("\n")[0]
             rows.append({"case": name, "kind": kind, "dtype": case.dtype, "right": is_right, "said": said})
+            if options.json:  # by each case: an engine may end the process
+                known = json.loads(options.json.read_text()) if options.json.exists() else []
+                made = {row["case"]: row for row in [*known, rows[-1]]}
+                options.json.write_text(json.dumps([*made.values()], indent=1) + "\n")
             if not (options.wrong and is_right):
                 print(f"{'right' if is_right else 'WRONG'}  {name}: {said}", flush=True)
             if options.text and found is not None:
@@ -205,9 +248,7 @@ def main() -> None:
     print(f"\n{len(rows)} cases in {time.perf_counter() - start:.0f} s")
     for kind in dict.fromkeys(row["kind"] for row in rows):
         of = [row["right"] for row in rows if row["kind"] == kind]
-        print(f"{kind:<8} {sum(of)} of {len(of)} {'silent' if kind == 'equal' else 'named'}")
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        print(f"{kind:<22} {sum(of)} of {len(of)} {'silent' if kind.startswith('equal') else 'named'}")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "unit/session/test_optimizer_guard.py": ("instrumentation/grad_scaler",),
     "unit/session/test_optimizer_steps.py": ("instrumentation/step_closure",),
     # Parts of `nanwatch compare --engine`.
-    "unit/equivalence/test_engine_comparison.py": ("equivalence/run_gap",),
     "thirdparty/test_engine_compare.py": ("integrations/run_request", "integrations/transformers_run"),
 }
 # Modules that are found by their folder: what each must do is tested for all of them.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import nanwatch
 from nanwatch.equivalence.recorded_run import RecordedRun
 from nanwatch.integrations import engine_compare, run_request
-from nanwatch.integrations.run_request import AskedRun, RunRequest
+from nanwatch.integrations.run_request import EngineError, RunRequest
 
 transformers: Any = pytest.importorskip("transformers")
 PROMPTS = [[3, 14, 15, 9, 2, 6], [5, 3, 5, 8]]
@@ -45,14 +46,13 @@ def model(tmp_path: Path) -> Any:
 def in_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Make the runs without processes of their own, through the same files."""
 
-    def made(request: RunRequest, _: str) -> list[RecordedRun]:
-        place = tmp_path / "runs"
-        place.mkdir(exist_ok=True)
-        (place / "request.json").write_text(request.to_json())
-        assert run_request.main(str(place)) == 0
-        return [RecordedRun.load(place / f"{number}.pt") for number in range(len(request.runs))]
+    def made(requests: Sequence[RunRequest], _: str) -> list[RecordedRun]:
+        torch.save(requests, tmp_path / "requests")
+        assert run_request.main(str(tmp_path)) == 0
+        found: list[RecordedRun] = torch.load(tmp_path / "runs", weights_only=False)
+        return found
 
-    monkeypatch.setattr(engine_compare, "_made", made)
+    monkeypatch.setattr(engine_compare, "recorded_runs", made)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -91,6 +91,28 @@ def test_two_settings_of_one_engine(tmp_path: Path) -> None:
     assert found.equal is True, found.to_text()
 
 
+@pytest.mark.usefixtures("in_process")
+def test_a_soft_cap_that_the_trainer_drops_is_told(tmp_path: Path) -> None:
+    """Transformers runs SDPA without."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+        "head_dim": 16,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attn_logit_softcapping": 0.5}
+    torch.manual_seed(0)
+    found = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, **heads, initializer_range=0.3))
+    found.save_pretrained(tmp_path / "model")
+    eager, sdpa = {"attn_implementation": "eager"}, {"attn_implementation": "sdpa"}
+    own = {"options": eager, "trainer_options": sdpa, "max_tokens": 1}
+    said = nanwatch.compare_engine(tmp_path / "model", PROMPTS, "transformers", **own)
+    assert said.first is not None
+    assert said.first.module_a == "model.layers.0.self_attn"
+    assert "attn_logit_softcapping is None in A and 0.5 in B" in said.comparison.likely
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("model")
 def test_each_side_is_a_process_of_its_own(tmp_path: Path) -> None:
@@ -109,32 +131,54 @@ def test_each_side_is_a_process_of_its_own(tmp_path: Path) -> None:
     assert found.gap.tokens == 4
 
 
+def refused(engine: str, tmp_path: Path) -> str:
+    torch.save([RunRequest(engine, "model", "float32", [[5]])], tmp_path / "requests")
+    assert run_request.main(str(tmp_path)) == 1
+    return (tmp_path / "error").read_text()
+
+
 def test_an_engine_that_is_absent_says_how_to_name_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And which versions were tried."""
+    """The versions tried are told with each error."""
     monkeypatch.setitem(sys.modules, "vllm", None)
-    request = RunRequest("vllm", "model", [AskedRun("float32")], [[5]])
-    (tmp_path / "request.json").write_text(request.to_json())
-    assert run_request.main(str(tmp_path)) == 1
-    why = engine_compare._why(request, "python", tmp_path / "error.json", "")
-    assert "--engine-python" in why
-    assert "tried with vllm 0.32.0" in why
+    assert "--engine-python" in refused("vllm", tmp_path)
 
 
-def test_an_engine_that_refuses_or_is_another_one_says_its_version(tmp_path: Path) -> None:
+def test_an_engine_that_refuses_or_is_another_one_says_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An engine that died has its last line."""
-    request = RunRequest("vllm", "model", [AskedRun("float32")], [[5]])
-    file = tmp_path / "error.json"
-    assert "ended in python: killed" in engine_compare._why(request, "python", file, "…\nkilled\n")
+    assert "ended in python: killed" in run_request.ended("python", "…\nkilled\n")
     absent = "python: … (ModuleNotFoundError: No module named 'nanwatch')"
-    assert "install it there too" in engine_compare._why(request, "python", file, absent)
-    file.write_text(
-        json.dumps({"error": "ValueError: no MambaForCausalLM", "version": "0.19.1", "is_absent": False})
-    )
-    why = engine_compare._why(request, "python", file, "")
-    assert why.startswith("vllm 0.19.1 does not run model: ValueError: no MambaForCausalLM")
-    assert "0.32.0. This is 0.19.1" in why
+    assert "install it there too" in run_request.ended("python", absent)
+    other = ModuleType("vllm")
+    other.__version__ = "0.19.1"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", other)
+    why = refused("vllm", tmp_path)
+    assert why.startswith("vllm 0.19.1 does not run model: ModuleNotFoundError: ")
+    assert "does not run model: OSError" in refused("transformers", tmp_path)
+
+
+@pytest.mark.usefixtures("model")
+def test_an_environment_that_fails_is_told_with_the_versions_tried(tmp_path: Path) -> None:
+    """An interpreter that does not exist, and one that ends."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho Illegal instruction >&2\nexit 132\n")
+    python.chmod(0o755)
+    with pytest.raises(EngineError, match=r"ended in .*: Illegal instruction; tried with vllm 0\.32\.0"):
+        nanwatch.compare_engine(tmp_path / "model", PROMPTS, engine_python=str(python))
+    with pytest.raises(EngineError, match="does not start"):
+        nanwatch.compare_engine(tmp_path / "model", PROMPTS, engine_python=str(tmp_path / "none"))
+
+
+@pytest.mark.usefixtures("in_process", "model")
+def test_a_version_that_was_not_tried_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compared as others are."""
+    monkeypatch.setitem(run_request.TRIED, "transformers", ("3.0",))
+    found = nanwatch.compare_engine(tmp_path / "model", PROMPTS, "transformers", max_tokens=1)
+    assert found.equal is True
+    assert any("was tried with 3.0" in one for one in found.remarks)
 
 
 @pytest.mark.parametrize(

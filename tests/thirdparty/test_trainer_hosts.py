@@ -107,22 +107,6 @@ def test_the_callback_of_transformers_is_the_one_of_trl(host: str, tmp_path: Pat
     assert json.loads(report.read_text())["finding"]["module"] == "model.layers.1.mlp.act_fn"
 
 
-def test_the_gap_of_grpo_to_its_own_decoding_names_the_module(tmp_path: Path) -> None:
-    """The fault begins in the tenth step, for tokens that are decoded alone. The looks change no weight."""
-    if not is_installed("trl"):
-        pytest.skip("trl is not installed")
-    found = []
-    for words in (["gap"], ["gap", "fault"]):
-        run(tmp_path, SCRIPT, "grpo", f"{len(words)}.pt", *words)
-        found.append(json.loads((tmp_path / "gap.json").read_text()))
-    run(tmp_path, SCRIPT, "grpo", "unwatched.pt")
-    assert equal(tmp_path / "unwatched.pt", tmp_path / "1.pt")
-    assert max(found[0]["gaps"]) < 1e-6
-    assert found[0]["first"] is None
-    assert found[1]["gaps"][0] < 1e-6 < 1e-4 < found[1]["gaps"][1]
-    assert found[1]["first"] == "model.layers.1.mlp.act_fn (Decoder)"
-
-
 def test_accelerate_launch_starts_the_script_watched(tmp_path: Path) -> None:
     """Between the launcher and the script stands `-m nanwatch run`."""
     pytest.importorskip("accelerate")

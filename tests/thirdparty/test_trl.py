@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 pytest.importorskip("transformers")
 trl = pytest.importorskip("nanwatch.integrations.trl")
 from nanwatch.equivalence.recorded_run import fingerprints  # noqa: E402
+from nanwatch.integrations.vllm_run import stale_weights  # noqa: E402
 
 
 class Engine:
@@ -21,7 +23,8 @@ class Engine:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
+        sizes, dtype = SimpleNamespace(world_size=1), SimpleNamespace(dtype=torch.bfloat16)
+        config = SimpleNamespace(model_config=dtype, parallel_config=sizes)
         self.llm_engine = SimpleNamespace(vllm_config=config)
 
     def apply_model(self, function: Any) -> list[Any]:
@@ -40,6 +43,9 @@ class Trainer:
         synced.load_state_dict(self.model.state_dict())
         self.vllm_generation = SimpleNamespace(llm=Engine(synced.bfloat16()))
 
+    def save_model(self, folder: str) -> None:
+        Path(folder, "policy").touch()
+
     def sample(self, gap: float) -> None:
         logs = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -2.0, 0.0]])
         engine = logs + gap
@@ -53,27 +59,31 @@ class Trainer:
 def steps(callback: Any, trainer: Trainer, gaps: list[float], world_size: int = 1) -> None:
     for step, gap in enumerate(gaps, 1):
         trainer.sample(gap)
-        callback.on_step_end(SimpleNamespace(world_size=world_size), SimpleNamespace(global_step=step), None)
+        state = SimpleNamespace(global_step=step - 1)
+        callback.on_pre_optimizer_step(SimpleNamespace(world_size=world_size), state, None)
 
 
 def test_the_gap_is_logged_every_few_steps() -> None:
     """Without padding, and without a log-probability that vLLM has not."""
     trainer = Trainer()
-    callback = trl.EngineGapCallback(trainer, every=2, compare=None)
+    callback = trl.EngineGapCallback(trainer, every=2)
     steps(callback, trainer, [0.5, 0.25, 0.5, 0.25])
     assert trainer._metrics["train"]["nanwatch/gap_mean"] == pytest.approx([0.25, 0.25])
     assert [one.tokens for one in callback.history] == [4, 4]
 
 
-def test_a_jump_names_stale_weights_and_the_module(caplog: pytest.LogCaptureFixture) -> None:
-    """Once; the comparison is given the prompts without padding."""
+def test_a_jump_names_stale_weights_and_the_module(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once; the comparison is given the prompts without padding, and the policy in a folder."""
     trainer, asked = Trainer(), list[Any]()
 
-    def compare(trainer: Any, prompts: Any) -> Any:
-        asked.append(prompts)
+    def compare(folder: str, prompts: Any, **options: Any) -> Any:
+        asked.append((Path(folder, "policy").exists(), prompts, options))
         return SimpleNamespace(comparison=SimpleNamespace(headline="Differ first in model.layers.3.mlp"))
 
-    callback = trl.EngineGapCallback(trainer, every=1, compare=compare)
+    monkeypatch.setattr(trl, "compare_engine", compare)
+    callback = trl.EngineGapCallback(trainer, every=1, max_tokens=2)
     with caplog.at_level(logging.WARNING, "nanwatch.trl"):
         steps(callback, trainer, [0.01, 0.012, 0.011])
         assert not caplog.messages
@@ -84,14 +94,15 @@ def test_a_jump_names_stale_weights_and_the_module(caplog: pytest.LogCaptureFixt
     assert "jumps from 0.011 to 0.2" in message
     assert "stale in vLLM: bias;" in message
     assert "Differ first in model.layers.3.mlp" in message
-    assert asked == [[[5, 6], [7, 8, 9]]]
+    assert asked == [(True, [[5, 6], [7, 8, 9]], {"max_tokens": 2})]
     assert callback.found is not None
 
 
 def test_several_processes_are_only_warned(caplog: pytest.LogCaptureFixture) -> None:
-    """One of them alone cannot save the model."""
+    """One of them alone cannot save the model, and may have a part of it."""
     trainer = Trainer()
-    callback = trl.EngineGapCallback(trainer, every=1, compare=lambda *_: pytest.fail("compared"))
+    nn.init.zeros_(trainer.model.bias)
+    callback = trl.EngineGapCallback(trainer, every=1, nonsense="not asked for")
     steps(callback, trainer, [0.01, 0.2], world_size=2)
     assert "jumps" in caplog.text
     assert "stale" not in caplog.text
@@ -101,9 +112,9 @@ def test_batches_without_an_engine_are_left_alone() -> None:
     """As those before the first generation, and without vLLM."""
     trainer = Trainer()
     callback = trl.EngineGapCallback(trainer, every=1)
-    callback.on_step_end(SimpleNamespace(world_size=1), SimpleNamespace(global_step=1), None)
-    trainer._buffered_inputs = [{"old_per_token_logps": torch.zeros(1, 1)}]
-    callback.on_step_end(SimpleNamespace(world_size=1), SimpleNamespace(global_step=2), None)
+    for given in (None, [{"old_per_token_logps": torch.zeros(1, 1)}]):
+        trainer._buffered_inputs = given
+        callback.on_pre_optimizer_step(SimpleNamespace(world_size=1), SimpleNamespace(global_step=0), None)
     assert not callback.history
     with pytest.raises(ValueError, match="every should be"):
         trl.EngineGapCallback(trainer, every=0)
@@ -114,3 +125,11 @@ def test_fingerprints_of_another_dtype_are_those_of_a_cast() -> None:
     model = nn.Linear(3, 3)
     cast = fingerprints(model, torch.bfloat16)
     assert cast == fingerprints(model.bfloat16())
+
+
+def test_an_engine_in_parts_is_refused() -> None:
+    """Each process has parts of the weights."""
+    engine = Engine(nn.Linear(2, 2))
+    engine.llm_engine.vllm_config.parallel_config.world_size = 2
+    with pytest.raises(ValueError, match="several processes"):
+        stale_weights(nn.Linear(2, 2), engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 import nanwatch
 from nanwatch.cli.equivalence import compare_main
 from nanwatch.integrations.engine_compare import EngineError
+from nanwatch.integrations.vllm_run import stale_weights
+from support.paths import SCRIPTS
 
 pytest.importorskip("vllm")
 transformers: Any = pytest.importorskip("transformers")
@@ -89,6 +92,68 @@ def test_a_stale_part_of_a_fused_weight_is_named(model: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_that_vllm_refuses_is_an_error_with_the_versions(model: Path, tmp_path: Path) -> None:
-    """Here for an option that it does not know."""
-    with pytest.raises(EngineError, match=r"vllm 0\..*nonsense.*tried with vllm 0\.32\.0"):
-        nanwatch.compare_engine(model / "model", PROMPTS, options={"nonsense": 1})
+    """It says which architecture."""
+    config = json.loads((model / "model/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["FooForCausalLM"]}))
+    with pytest.raises(EngineError, match=r"^vllm 0\..*FooForCausalLM.*; tried with vllm 0\.32\.0$"):
+        nanwatch.compare_engine(tmp_path, PROMPTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_weight_that_a_sync_left_out_is_named_in_a_live_engine(
+    dtype: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though vLLM has packed it on a CPU. Before the sync all weights are stale, of the fused ones each part."""
+    vllm: Any = pytest.importorskip("vllm")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    trainer = transformers.AutoModelForCausalLM.from_pretrained(model / "model", dtype=torch.float32)
+    sizes = {"max_model_len": 64, "kv_cache_memory_bytes": 1 << 26, "skip_tokenizer_init": True}
+    engine = vllm.LLM(str(model / "model"), dtype=dtype, enforce_eager=True, **sizes)
+    assert stale_weights(trainer, engine) == []
+    old = {name: x.clone() for name, x in trainer.state_dict().items()}
+    with torch.no_grad():
+        for x in trainer.parameters():
+            x.mul_(1.5)
+    assert "model.layers.0.mlp.gate_up_proj.weight (part 0, 1 of 2)" in stale_weights(trainer, engine)
+    left_out = "model.layers.1.self_attn.k_proj.weight"
+    synced = [(name, old[name] if name == left_out else x) for name, x in trainer.state_dict().items()]
+    engine.collective_rpc("reload_weights", kwargs={"weights_iterator": synced})
+    assert stale_weights(trainer, engine) == ["model.layers.1.self_attn.qkv_proj.weight (part 1 of 3)"]
+
+
+@pytest.mark.slow
+def test_grpo_logs_its_gap_and_names_the_stale_weight_at_a_jump(tmp_path: Path) -> None:
+    """The gap is the one that TRL measures. Synced weights are not stale, though the optimizer changes them after."""
+    pytest.importorskip("trl")
+    command = [sys.executable, str(SCRIPTS / "grpo_with_vllm.py"), "6", "6"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.strip().rpartition("\n")[2])
+    assert len(found["gaps"]) == 3
+    assert all(ours == pytest.approx(trls, rel=1e-4) for ours, trls in found["gaps"])
+    [told] = found["told"]
+    assert told.startswith("nanwatch: step 6: the gap to vLLM jumps")
+    assert told.endswith("; stale in vLLM: model.layers.1.post_attention_layernorm.weight")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "against"),
+    [
+        ({"enforce_eager": False}, {"enforce_eager": True}),
+        ({"enable_prefix_caching": True, "block_size": 32}, {"enable_prefix_caching": False}),
+        ({"max_num_seqs": 8}, {"max_num_seqs": 1}),
+        ({"max_num_batched_tokens": 40}, {"max_num_batched_tokens": 2048}),
+    ],
+)
+def test_two_settings_of_vllm_compute_the_same(
+    options: dict[str, Any], against: dict[str, Any], model: Path
+) -> None:
+    """And the setting is told. A compiled model has its root and its logits alone."""
+    own = {"enable_prefix_caching": False, **options}
+    found = nanwatch.compare_engine(model / "model", PROMPTS, options=own, against=against, max_tokens=3)
+    assert found.equal is True, found.to_text()
+    assert any(one.startswith(next(iter(against))) for one in found.settings)
+    is_compiled, is_cached = "enforce_eager" in against, "block_size" in options
+    assert (len(found.comparison.modules) < 4) is is_compiled
+    assert any("B took" in one for one in found.remarks) is is_cached

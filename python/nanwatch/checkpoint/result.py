@@ -13,7 +13,7 @@ from ..numerics.formats import TensorHealth
 from ..report.notebook import InNotebook
 from ..report.page import NUMBER, TEXT, Table, page
 from ..util.reading import plain
-from ..util.visible import visible
+from ..util.visible import first_few, visible
 from .encodings import is_float
 
 SCHEMA, VERSION = "nanwatch.scan", 1
@@ -238,8 +238,7 @@ def _cells(health: TensorHealth | None) -> tuple[str, str, str]:
 
 
 def _names(names: Sequence[str], end: str = "") -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more + end if names else ""
+    return first_few(names, _MOST_NAMES) + end if names else ""
 
 
 def layer_of(name: str) -> str:

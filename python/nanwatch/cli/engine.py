@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from ..equivalence.engine_comparison import EngineComparison
-from ..integrations.engine_compare import TRIED, compare_engine
+from ..integrations.engine_compare import compare_engine
+from ..integrations.run_request import TRIED
 from ..util.progress import Tell
 from .commands import EQUAL_STATUS, UseError, answered, command_parser, rendered
 
@@ -38,74 +37,51 @@ def engine_main(arguments: list[str]) -> int:
     )
     parser.add_argument("model", metavar="MODEL_DIR", help="folder with config and weights")
     parser.add_argument("prompts", metavar="PROMPTS", type=Path, help="file with a prompt in each line")
-    parser.add_argument("--engine", choices=[*TRIED], required=True, help="the engine")
-    parser.add_argument(
-        "--engine-python", metavar="PATH", default=sys.executable, help="its interpreter (default: this one)"
-    )
-    parser.add_argument("--engine-model", metavar="DIR", help="another folder of weights for the engine")
-    parser.add_argument("--dtype", default="float32", help="of both sides (default: %(default)s)")
-    pairs: dict[str, Any] = {"type": _setting, "metavar": "NAME=VALUE", "nargs": "+", "action": "extend"}
-    parser.add_argument(
-        "--option", **pairs, default=[], help="arguments of the engine; a value is JSON or a word"
-    )
-    parser.add_argument("--against", **pairs, help="compare with the engine under these arguments")
-    parser.add_argument("--sampling", **pairs, default=[], help="sampling parameters of the engine")
-    parser.add_argument(
-        "--trainer-option", **pairs, default=[], help="arguments of transformers' from_pretrained"
-    )
-    parser.add_argument(
-        "--patch", metavar="PKG.MOD:NAME", default="", help="function to call with the engine's model"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=8, metavar="N", help="tokens to sample (default: 8)"
-    )
-    parser.add_argument(
-        "--factor", type=float, default=8.0, help="noise floors a difference must have (default: 8)"
-    )
+    # Without a value, the default of compare_engine counts.
+    words = {"argument_default": argparse.SUPPRESS}
+    given = parser.add_argument_group("what is compared", **words)
+    given.add_argument("--engine", choices=[*TRIED], required=True, help="the engine")
+    given.add_argument("--engine-python", metavar="PATH", help="its interpreter (default: this one)")
+    given.add_argument("--engine-model", metavar="DIR", help="another folder of weights for the engine")
+    given.add_argument("--dtype", help="of both sides (default: float32)")
+    for name, what in (
+        ("--option", "arguments of the engine; a value is JSON or a word"),
+        ("--against", "compare with the engine under these arguments"),
+        ("--sampling", "sampling parameters of the engine"),
+        ("--trainer-option", "arguments of transformers' from_pretrained"),
+    ):
+        dest = name.strip("-").replace("-", "_") + "s" * name.endswith("option")
+        given.add_argument(
+            name, dest=dest, type=_setting, metavar="NAME=VALUE", nargs="+", action="extend", help=what
+        )
+    given.add_argument("--patch", metavar="PKG.MOD:NAME", help="function to call with the engine's model")
+    given.add_argument("--max-tokens", type=int, metavar="N", help="tokens to sample (default: 8)")
+    given.add_argument("--factor", type=float, help="noise floors a difference must have (default: 8)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page with charts there")
     options = parser.parse_args(arguments)
+    asked = {name: one for name, one in vars(options).items() if name not in ("prompts", "json", "html")}
+    asked |= {name: dict(one) for name, one in asked.items() if isinstance(one, list)}
 
     def find(tell: Tell) -> tuple[str, int]:
-        found: EngineComparison = compare_engine(
-            options.model,
-            read_prompts(options.prompts),
-            options.engine,
-            engine_python=options.engine_python,
-            engine_model=options.engine_model,
-            dtype=options.dtype,
-            options=dict(options.option),
-            against=None if options.against is None else dict(options.against),
-            sampling=dict(options.sampling),
-            trainer_options=dict(options.trainer_option),
-            patch=options.patch,
-            max_tokens=options.max_tokens,
-            factor=options.factor,
-            tell=tell,
-        )
+        found = compare_engine(prompts=read_prompts(options.prompts), tell=tell, **asked)
         return rendered(found, options, tell), EQUAL_STATUS[found.equal]
 
     return answered("compare", find, errors=(TypeError, RuntimeError))
 
 
 def read_prompts(path: Path) -> list[str | list[int]]:
-    """Return the prompts of a file, one of each line that is not empty."""
+    """Return the prompts of a file, one of each line that is not empty: token ids where it is a JSON list."""
     found: list[str | list[int]] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        if not line.lstrip().startswith("["):
-            found.append(line)
-            continue
         try:
-            ids = json.loads(line)
+            ids = json.loads(line) if line.lstrip().startswith("[") else line
         except ValueError:
-            found.append(line)  # text that begins with a bracket
-            continue
-        if not ids or not all(type(one) is int and one >= 0 for one in ids):
+            ids = line  # text that begins with a bracket
+        if not isinstance(ids, str) and not (ids and all(type(one) is int and one >= 0 for one in ids)):
             raise UseError(
                 f"{path}, line {number}: token ids should be numbers from 0, as [5, 17, 3], got {line}"
             )
-        found.append(ids)
+        found += [ids] if line.strip() else []
     if not found:
         raise UseError(
             f"{path} has no prompt: write one in each line, as text or as token ids like [5, 17, 3]"

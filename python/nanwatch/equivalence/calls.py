@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from ..instrumentation.slot import TemporaryWrapper, attached
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..util.modules import each_module
-from ..util.visible import module_name
+from ..util.visible import first_few, module_name
 from .differences import KeptTensor, Store, relative_errors, side_by_side, total, weight_of
 
 
@@ -85,8 +85,7 @@ def alone(calls: list[ModuleCall], pairs: list[CallPair], start: int, end: int) 
     known = {id(one) for pair in pairs for one in (*pair.a, *pair.b)}
     between = [one for one in calls if start < one.start and one.end < end and one.is_leaf]
     found = [one for one in between if id(one) not in known and _has_parameters(one.module)]
-    rest = f" and {len(found) - 2} more" if len(found) > 2 else ""
-    return ", ".join(module_name(one.path) for one in found[:2]) + rest
+    return first_few([module_name(one.path) for one in found], 2)
 
 
 def _has_parameters(module: nn.Module | None) -> bool:
@@ -116,7 +115,7 @@ def is_sum(values: Sequence[KeptTensor]) -> bool:
 def value(calls: Sequence[ModuleCall], kind: str, pick: tuple[int, ...]) -> KeptTensor | None:
     """Return a value of the call, or the sum of two; those of several calls, which had one input, side by side."""
     found = [getattr(one, kind) for one in (calls if kind == "outputs" else calls[:1])]
-    if any(pick[-1] >= len(values) for values in found):
+    if any(pick[-1] >= len(values) or len({values[i].shape for i in pick}) > 1 for values in found):
         return None
     sums = [total([values[i] for i in pick]) for values in found]
     return sums[0] if len(sums) == 1 else side_by_side(sums)
@@ -192,7 +191,7 @@ class CallLog:
             parent.is_leaf = False
         key = (path, self._occurrences[path])
         self._occurrences[path] += 1
-        start, inputs = next(self._clock), self._keep(module, found)
+        start, inputs = next(self._clock), self._keep(None, found)
         call = ModuleCall(key, type(module).__name__, module, parent, start, inputs=inputs)
         weight = weight_of(module)
         call.weight_shape = () if weight is None else tuple(weight.shape)

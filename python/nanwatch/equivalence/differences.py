@@ -5,7 +5,7 @@ A tensor is kept whole while there is room, else as a sketch of each row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -31,6 +31,13 @@ class KeptTensor(NamedTuple):
     rows: Tensor
     is_sketch: bool
     places: Tensor | None = None
+
+    def at(self, places: Tensor) -> KeptTensor:
+        """Return the rows of those places."""
+        if self.places is None or bool((at := torch.isin(self.places, places)).all()):
+            return self
+        shape = (int(at.sum()), *self.shape[1:])
+        return self._replace(shape=shape, rows=self.rows[at], places=self.places[at])
 
 
 class Errors(NamedTuple):
@@ -207,7 +214,7 @@ def by_token(rows: Tensor, shape: Sequence[int]) -> Tensor | None:
 
 def module_differences(a: nn.Module, b: nn.Module, *, is_leaf: bool) -> list[str]:
     """Return in words which settings and own parameters two modules do not have alike."""
-    found = _settings_apart(a, b)
+    found = settings_apart(_settings(a), _settings(b))
     has_bias = [module._parameters.get("bias") is not None for module in (a, b)]
     if is_leaf and has_bias[0] != has_bias[1]:
         found["bias"] = f"only {'A' if has_bias[0] else 'B'} has a bias"
@@ -220,7 +227,8 @@ def parameter_differences(ours: Sequence[nn.Module], theirs: Sequence[nn.Module]
 
     Modules of two kinds or settings may keep a weight in two ways, and a buffer may have been rounded.
     """
-    found = _settings_apart(ours[0], theirs[0]) if len(ours) == len(theirs) else {}
+    is_one = len(ours) == len(theirs)
+    found = settings_apart(_settings(ours[0]), _settings(theirs[0])) if is_one else {}
     apart = gaps(ours, theirs) if are_of_a_kind(ours, theirs) and not found.keys() - {"eps"} else {}
     return [words for name, words in found.items() if name == "eps"] + [
         f"its {name} is {gap.error:.2g} apart"
@@ -313,9 +321,8 @@ def weight_of(module: nn.Module | None) -> Tensor | None:
     return found.t() if type(module).__name__ == "Conv1D" and found.ndim == 2 else found  # transformers' own
 
 
-def _settings_apart(a: nn.Module, b: nn.Module) -> dict[str, str]:
-    """Return in words, by name, the numbers and words that two modules keep and have not alike."""
-    ours, theirs = _settings(a), _settings(b)
+def settings_apart(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, str]:
+    """Return in words, by name, the settings that both sides have and have not alike."""
     apart = [name for name in ours if name in theirs and ours[name] != theirs[name]]
     return {name: f"{name} is {ours[name]} in A and {theirs[name]} in B" for name in apart}
 

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from ..numerics.readable import dtype_name
 from ..report.notebook import InNotebook
-from ..report.page import TEXT, Table, page
+from ..report.page import page
+from ..util.visible import first_few
 from .calls import CallPair, ModuleCall, value
 from .compare import with_copies
 from .comparison import Comparison, ModuleError
-from .differences import Errors
+from .differences import Errors, settings_apart
 from .engine import Comparer, Event
 from .matching import CallMatcher
 from .model_runs import Runs
 from .packed import STRIDE, PackedTokens, block_sizes
-from .probability_gap import ProbabilityGap
+from .probability_gap import ProbabilityGap, run_gap
 from .recorded_run import RecordedRun, stale
 from .results import as_json, as_text, wrapped
-from .run_gap import run_gap
-from .run_words import growth, settings_apart, which_tokens
+from .run_words import growth, which_tokens
 
 # Returns a run of transformers on given tokens in a dtype.
 Measure = Callable[[torch.dtype], RecordedRun]
@@ -69,33 +69,20 @@ class EngineComparison(InNotebook):
     def to_text(self) -> str:
         """Return the result for people."""
         lines = [f"A: {self.engines[0]}   B: {self.engines[1]}", *self.comparison.to_text().split("\n"), ""]
-        for head, body in self._facts():
-            lines += wrapped(f"{head}:", body)
+        lines += [line for head, body in self._facts() for line in wrapped(f"{head}:", body)]
         return as_text(lines, self.remarks)
 
     def to_html(self) -> str:
         """Return a page that opens offline. Needs `jinja2`; write it as UTF-8."""
-        found, facts = self.comparison, [*self._facts(), *(("Note", one) for one in self.remarks)]
-        sections = found.sections()
-        if self.stale:
-            rows = [[one] for one in self.stale]
-            sections.append(
-                Table("stale", "Stale weights", {"weight of B": TEXT}, rows, "Other bits than in A.")
-            )
-        is_bad = not self.equal
-        return page(
-            "EngineComparison.to_html()", found.headline, " | ".join(self.engines), [*found.facts(), *facts], sections,
-            is_bad=is_bad,
-        )  # fmt: skip
+        found, engines, is_bad = self.comparison, " | ".join(self.engines), not self.equal
+        facts = [*found.facts(), *self._facts(), *(("Note", one) for one in self.remarks)]
+        name = "EngineComparison.to_html()"
+        return page(name, found.headline, engines, facts, found.sections(), is_bad=is_bad)
 
     def _facts(self) -> list[tuple[str, str]]:
-        facts = [("Tokens", self.tokens), ("Depth", self.depth), ("Settings", "; ".join(self.settings))]
-        more = f" and {len(self.stale) - 4} more" if len(self.stale) > 4 else ""
-        facts.append(("Stale", ", ".join(self.stale[:4]) + more))
-        return [
-            *((head, body) for head, body in facts if body),
-            ("Gap", str(self.gap or "no token was sampled")),
-        ]
+        facts = {"Tokens": self.tokens, "Depth": self.depth, "Settings": "; ".join(self.settings)}
+        facts |= {"Stale": first_few(self.stale), "Gap": str(self.gap or "no token was sampled")}
+        return [one for one in facts.items() if one[1]]
 
 
 _SAMPLER = "the logits agree and the log-probabilities do not"
@@ -136,7 +123,8 @@ class _RunComparer(Comparer):
         super().__init__((a, b), PackedTokens(), factor)
         self._runs = (a, b)
         self._run_in = measure
-        self._largest: float | None = None
+        self._largest = 0.0
+        self.tokens = ""
 
     def _match(self) -> list[CallPair]:
         a, b = self._runs
@@ -147,8 +135,18 @@ class _RunComparer(Comparer):
         high = torch.float64 if low is torch.float32 else torch.float32
         runs: list[Runs] = [{one.key: one for one in self._run_in(dtype).calls} for dtype in (low, high)]
         self._measured.append((0, runs[0], runs[1]))
-        self._largest = max((self._own_noise(key) for key in runs[0]), default=None)
+        for one in runs[0].values():
+            own = super()._noise(self._measured, "outputs", CallPair((one,), (one,)), ((0,), (0,)))
+            self._largest = max([self._largest, *(noise.total for noise in own)])
         return f"rounding error of transformers, run in {dtype_name(low)} and again in {dtype_name(high)}"
+
+    def _noise(
+        self, measured: Any, kind: str, pair: CallPair, picks: Sequence[tuple[int, ...]]
+    ) -> list[Errors]:
+        """Return the noise, for a module that transformers has not that of the noisiest module."""
+        found = super()._noise(measured, kind, pair, picks)
+        is_known = found or not measured or not self._largest
+        return found if is_known else [Errors(self._largest, torch.full((1,), self._largest))]
 
     def _first(self, pairs: list[CallPair]) -> tuple[bool | None, Event | None, Event | None, str]:
         equal, event, last, why = super()._first(pairs)
@@ -166,134 +164,77 @@ class _RunComparer(Comparer):
                 return other
         return super()._gone(event)
 
-    def _own_noise(self, key: tuple[str, int]) -> float:
-        _, low, high = self._measured[0]
-        pair = CallPair((low[key],), (low[key],))
-        found = super()._noise([(0, low, high)], "outputs", pair, ((0,), (0,)))
-        return max((one.total for one in found), default=0.0)
-
-    def _noise(
-        self, measured: Any, kind: str, pair: CallPair, picks: Sequence[tuple[int, ...]]
-    ) -> list[Errors]:
-        """Return the noise, for a module that transformers has not that of the noisiest module."""
-        found = super()._noise(measured, kind, pair, picks)
-        if not found and measured and self._largest is not None:
-            return [Errors(self._largest, torch.full((1,), self._largest))]
-        return found
+    def _looks_like(self, event: Event, pair: CallPair) -> list[str]:
+        seen, errors = self._events[event], self._by_place(event)
+        if seen is not None and errors:
+            limit = max(self._factor * seen.floor, 1e-3 * max(errors.values()))
+            off = [place for place, error in errors.items() if error > limit]
+            self.tokens = which_tokens(off, list(errors), self._runs[1])
+        return super()._looks_like(event, pair)
 
     def _module_error(self, pair: CallPair) -> ModuleError:
-        found, errors = super()._module_error(pair), self.errors_by_place(("outputs", pair))
-        if not errors:
-            return found
-        along = [0.0] * (1 + max(place % STRIDE for place in errors))
-        for place, error in errors.items():
-            along[place % STRIDE] = max(along[place % STRIDE], error)
-        return replace(found, tokens=tuple(along) if len(along) > 1 else ())
+        along: dict[int, float] = {}
+        for place, error in self._by_place(("outputs", pair)).items():
+            along[place % STRIDE] = max(along.get(place % STRIDE, 0.0), error)
+        tokens = tuple(along.get(at, 0.0) for at in range(1 + max(along, default=0)))
+        return replace(super()._module_error(pair), tokens=tokens if len(tokens) > 1 else ())
 
-    def errors_by_place(self, event: Event) -> dict[int, float]:
+    def _by_place(self, event: Event) -> dict[int, float]:
         """Return the error of each token that both sides have computed."""
-        seen = self._events.get(event)
-        if seen is None:
-            return {}
-        kept = [
-            value(side, event[0], pick)
-            for side, pick in zip((event[1].a, event[1].b), seen.picks, strict=True)
-        ]
-        a, b = (None if one is None else one.places for one in kept)
-        if a is None or b is None:
+        (kind, pair), seen = event, self._events.get(event)
+        kept = [] if seen is None else map(value, (pair.a, pair.b), (kind, kind), seen.picks)
+        a, b = [None if one is None else one.places for one in kept] or (None, None)
+        if seen is None or a is None or b is None:
             return {}
         return dict(zip(a[torch.isin(a, b)].tolist(), seen.errors.rows.tolist(), strict=False))
 
-    def tokens_of_first(self, found: Comparison) -> str:
-        """Return in words which tokens differ at the first event beyond the floor."""
-        if found.first is None:
-            return ""
-        _, event, _, _ = self._first(list(dict.fromkeys(pair for _, pair in self._events)))
-        seen = None if event is None else self._events[event]
-        if event is None or seen is None:
-            return ""
-        errors = self.errors_by_place(event)
-        limit = max(self._factor * seen.floor, 1e-3 * max(errors.values(), default=0.0))
-        return which_tokens(
-            [one for one, error in errors.items() if error > limit], list(errors), self._runs[1]
-        )
 
-
-def compare_runs(
-    a: RecordedRun,
-    b: RecordedRun,
-    measure: Measure,
-    *,
-    factor: float = 8.0,
-    copies: Callable[[], tuple[RecordedRun, RecordedRun, Measure]] | None = None,
-) -> EngineComparison:
+def compare_runs(*runs: tuple[RecordedRun, RecordedRun, Measure], factor: float = 8.0) -> EngineComparison:
     """Compare two runs in the places that both have computed with the same tokens before them.
 
-    `measure` returns a run of transformers on B's tokens in a dtype. `copies` returns the same three in float32.
+    Each of `runs` is A, B, and a function that returns a run of transformers on B's tokens in a dtype. The second of
+    them, for runs in 16 bits, is the same in float32.
     """
+    a, b, measure = runs[0]
     remarks: list[str] = []
-    settings = settings_apart(a.settings, b.settings)
-    gap = run_gap(a, b)  # before rows are forgotten
-    comparer, found = _compared(a, b, measure, factor, remarks)
-    if copies is not None:
-        precise_comparer, precise = _compared(*copies(), factor, [])
-        joined = with_copies(found, precise, dtype_name(comparer.coarse))
-        comparer, found = (precise_comparer if joined.equal_in else comparer), joined
+    settings = tuple(settings_apart(a.settings, b.settings).values())
+    gap, off = run_gap(a, b) or (None, 0.0)  # before rows are forgotten
+    made = []
+    for i, (one, other, measure_one) in enumerate(runs):
+        places = _shared_places(one, other, [] if i else remarks)
+        one.restrict(places)
+        other.restrict(places)
+        comparer = _RunComparer(one, other, measure_one, factor)
+        made.append((comparer, comparer.compare()))
+    (comparer, found), (precise_comparer, precise) = made[0], made[-1]
+    if len(made) > 1:
+        found = with_copies(found, precise, dtype_name(comparer.coarse))
+        comparer = precise_comparer if found.equal_in else comparer
+    if found.equal and off > _SAME_LOGPROB:
+        remarks.append(f"{_SAMPLER}, by up to {off:.2g}: look at the settings of the sampler")
+    likely = (*found.likely, *settings) if found.equal is False else found.likely
     # A cast makes other bits of each weight.
-    off = stale((a if a.dtype is b.dtype else measure(b.dtype)).prints, b.prints)
-    if found.equal and gap is not None and gap[1] > _SAME_LOGPROB:
-        remarks.append(f"{_SAMPLER}, by up to {gap[1]:.2g}: look at the settings of the sampler")
-    found = replace(found, likely=(*found.likely, *settings)) if found.equal is False else found
+    prints = (a if a.dtype is b.dtype else measure(b.dtype)).prints
     return EngineComparison(
-        (a.engine, b.engine), found, comparer.tokens_of_first(found), growth(found.modules), tuple(settings),
-        tuple(off), None if gap is None else gap[0], tuple(remarks),
+        (a.engine, b.engine), replace(found, likely=likely), comparer.tokens, growth(found.modules), settings,
+        tuple(stale(prints, b.prints)), gap, tuple(remarks),
     )  # fmt: skip
 
 
-def _compared(
-    a: RecordedRun,
-    b: RecordedRun,
-    measure: Measure,
-    factor: float,
-    remarks: list[str],
-) -> tuple[_RunComparer, Comparison]:
-    places = _shared_places(a, b, remarks)
-    a.restrict(places)
-    b.restrict(places)
-    comparer = _RunComparer(a, b, measure, factor)
-    return comparer, comparer.compare()
-
-
-def _computed(run: RecordedRun) -> Tensor:
-    """Return the places that a run has computed: those of the call with most of them."""
-    kept = [one.places for call in run.calls for one in call.outputs if one.places is not None]
-    if not kept:
-        raise ValueError(f"{run.engine} recorded no tensor with a row for each token")
-    return max(kept, key=len)
-
-
 def _shared_places(a: RecordedRun, b: RecordedRun, remarks: list[str]) -> Tensor:
-    ours, theirs = _computed(a), _computed(b)
-    both = ours[torch.isin(ours, theirs)]
-    end = {}
-    for request, (one, other) in enumerate(zip(a.tokens, b.tokens, strict=True)):
-        same = next(
-            (i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other))
-        )
-        end[request] = same
-        if same < min(len(one), len(other)):
-            remarks.append(
-                f"the tokens of request {request} part at position {same}; later ones are not compared"
-            )
-    both = torch.tensor([place for place in both.tolist() if place % STRIDE < end.get(place // STRIDE, 0)])
-    if not len(both):
+    ends, parted = [], []
+    for request, both in enumerate(zip(a.tokens, b.tokens, strict=True)):
+        length = min(map(len, both))
+        ends.append(next((i for i, (x, y) in enumerate(zip(*both, strict=False)) if x != y), length))
+        parted += [f"request {request} from position {ends[-1]} on"] * (ends[-1] < length)
+    if parted:
+        remarks.append(f"A and B have other tokens in {first_few(parted)}, which are not compared")
+    ours, theirs = ({one for one in run.steps if one % STRIDE < ends[one // STRIDE]} for run in (a, b))
+    if not ours & theirs:
         raise ValueError("the two runs have no token in common that both have computed")
-    known = {*theirs.tolist()}
-    # The last sampled token is never computed.
-    ends = {request: min(same, len(b.tokens[request]) - 1) for request, same in end.items()}
-    cached = sum(place % STRIDE < ends[place // STRIDE] and place not in known for place in ours.tolist())
-    if cached:
-        remarks.append(
-            f"B took {cached} tokens from its prefix cache, which are compared where they were computed"
-        )
-    return both
+    for name, cached in (("A", theirs - ours), ("B", ours - theirs)):
+        if cached:
+            remarks.append(
+                f"{name} took {len(cached)} tokens from its prefix cache, which are compared where they were computed"
+            )
+    return torch.tensor(sorted(ours & theirs))

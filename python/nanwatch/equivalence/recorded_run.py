@@ -1,10 +1,9 @@
-"""Run of a model by a trainer or an engine, with calls, weights, tokens and settings, and its file."""
+"""Run of a model by a trainer or an engine, with calls, weights, tokens and settings, for another process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from ..numerics._fingerprint import WIDTH
 from ..numerics.ranges import fingerprint
 from ..util.modules import each_module
 from .calls import ModuleCall
-from .differences import KeptTensor, own_tensors, sketches, weight_of
+from .differences import own_tensors, sketches, weight_of
 from .model_runs import most_common
 from .packed import STRIDE, PackedRun, block_sizes
 
@@ -39,11 +38,18 @@ class RecordedRun:
     settings: dict[str, Any] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
 
-    def take_calls(self, run: PackedRun) -> None:
-        """Take the calls of a run in steps."""
-        self.calls = run.calls()
+    def take_calls(self, run: PackedRun) -> RecordedRun:
+        """Take the calls of a run in steps, with modules that can be sent to another process."""
+        self.calls, self.steps = run.calls(), run.steps
+        modules = {id(one.module): one.module for one in self.calls if one.module is not None}
+        stand_ins = {key: _stand_in(one) for key, one in modules.items()}
+        for call in self.calls:
+            call.module = stand_ins.get(id(call.module))
+            weight = weight_of(call.module)
+            call.weight_shape = () if weight is None else tuple(weight.shape)
         floats = (kept.rows.dtype for one in self.calls for kept in one.outputs if not kept.is_sketch)
         self.dtype = most_common(floats, self.dtype)
+        return self
 
     @property
     def sampled_places(self) -> list[int]:
@@ -54,114 +60,45 @@ class RecordedRun:
             for at in range(len(tokens) - count, len(tokens))
         ]
 
-    def save(self, path: Path) -> None:
-        """Write the run as tensors and plain values, which `load` reads without running code of the file."""
-        number = {id(call): i for i, call in enumerate(self.calls)}
-        calls = [
-            {
-                **{name: getattr(call, name) for name in _CALL},
-                "parent": None if call.parent is None else number[id(call.parent)],
-                "inputs": [tuple(one) for one in call.inputs],
-                "outputs": [tuple(one) for one in call.outputs],
-                "module": None if call.module is None else _portable(call.module),
-            }
-            for call in self.calls
-        ]
-        torch.save({**vars(self), "calls": calls}, path)
-
-    @classmethod
-    def load(cls, path: Path) -> RecordedRun:
-        """Read what `save` has written."""
-        read = torch.load(path, weights_only=True)
-        known: dict[tuple[Any, ...], KeptTensor] = {}
-
-        def kept(values: tuple[Any, ...]) -> KeptTensor:
-            one = KeptTensor(*values)
-            # Calls that were given one tensor are known by it.
-            return known.setdefault((one.shape, one.is_sketch, fingerprint(one.rows)), one)
-
-        found = cls(**{**read, "calls": []})
-        for call in read["calls"]:
-            found.calls.append(
-                ModuleCall(
-                    **{name: call[name] for name in _CALL},
-                    parent=None,
-                    inputs=[kept(one) for one in call["inputs"]],
-                    outputs=[kept(one) for one in call["outputs"]],
-                    module=None if call["module"] is None else stand_in(call["module"]),
-                )
-            )
-        for one, call in zip(found.calls, read["calls"], strict=True):
-            weight = weight_of(one.module)
-            one.weight_shape = () if weight is None else tuple(weight.shape)
-            one.parent = None if call["parent"] is None else found.calls[call["parent"]]
-        return found
-
     def restrict(self, places: Tensor) -> None:
         """Forget the rows of other places."""
-        known: dict[int, KeptTensor] = {}
+        known = {id(one): one.at(places) for call in self.calls for one in (*call.inputs, *call.outputs)}
         for call in self.calls:
-            for values in (call.inputs, call.outputs):
-                values[:] = [known.setdefault(id(one), _at(one, places)) for one in values]
+            call.inputs, call.outputs = (
+                [known[id(one)] for one in kept] for kept in (call.inputs, call.outputs)
+            )
 
 
-_CALL = ("key", "class_name", "start", "end", "is_leaf", "weight_shape")
+class _StandIn(nn.Module):
+    """Module without code, with the class name, the settings and the tensors of another, as sketches of their rows."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (type(self).__name__, vars(self))
 
 
-def _at(kept: KeptTensor, places: Tensor) -> KeptTensor:
-    if kept.places is None:
-        return kept
-    at = torch.isin(kept.places, places)
-    if bool(at.all()):
-        return kept
-    return kept._replace(shape=(int(at.sum()), *kept.shape[1:]), rows=kept.rows[at], places=kept.places[at])
-
-
-def _portable(module: nn.Module) -> dict[str, Any]:
-    """Return what another process needs of a module: its class, settings, and its tensors as sketches of their rows."""
-    known: dict[str, Any] | None = vars(module).get("_nanwatch_portable")
-    if known is not None:
-        return known
-    settings = {name: one for name, one in vars(module).items() if type(one) in (bool, int, float, str)}
-    tensors = {
-        name: (_narrow(unpadded(module, x)), name in module._parameters)
-        for name, x in own_tensors(module).items()
-    }
-    return {
-        "class": type(module).__name__,
-        "settings": settings,
-        "tensors": tensors,
-        "blocks": block_sizes(module),
-    }
-
-
-def keep_portable(model: nn.Module) -> None:
-    """Remember the weights of all modules as they are now: an engine may pack them, and leave nothing to read."""
-    for _, module in each_module(model):
-        vars(module)["_nanwatch_portable"] = _portable(module)
-
-
-def _narrow(x: Tensor) -> Tensor:
-    if x.ndim < 2:
-        return x.cpu()
-    rows = x.flatten(1)
-    return (sketches(rows).to(torch.float32) if rows.shape[1] > WIDTH else rows).cpu()
-
-
-def stand_in(portable: Mapping[str, Any]) -> nn.Module:
-    """Return a module of that class name, with those settings, and with sketches in place of its weights."""
-    found: nn.Module = type(portable["class"], (nn.Module,), {})()
-    vars(found).update(portable["settings"], output_sizes=portable["blocks"])
-    for name, (x, is_parameter) in portable["tensors"].items():
-        own = found._parameters if is_parameter else found._buffers
-        own[name] = x
+def _made(name: str, state: dict[str, Any]) -> nn.Module:
+    found: nn.Module = type(name, (_StandIn,), {})()
+    vars(found).update(state)
     return found
 
 
-def unpadded(module: nn.Module, x: Tensor) -> Tensor:
-    """Return the rows of words alone: vLLM's vocabularies are padded."""
-    words = getattr(module, "org_vocab_size", None)
-    return x[:words] if isinstance(words, int) and x.ndim > 1 and len(x) > words else x
+def _stand_in(module: nn.Module) -> nn.Module:
+    state = {name: one for name, one in vars(module).items() if type(one) in (bool, int, float, str)}
+    state |= {"output_sizes": block_sizes(module), "_parameters": {}, "_buffers": {}}
+    for name, x in {**own_tensors(module), **_weight(module)}.items():
+        is_wide = x.ndim > 1 and x[0].numel() > WIDTH
+        rows = sketches(x.flatten(1)).to(torch.float32) if is_wide else x
+        state["_parameters" if name in module._parameters else "_buffers"][name] = rows.cpu()
+    return _made(type(module).__name__, state)
+
+
+def _weight(module: nn.Module) -> dict[str, Tensor]:
+    """Return a weight that vLLM has padded, without that, or packed on a CPU, by its products with unit vectors."""
+    weight, linear = module._parameters.get("weight"), getattr(module, "cpu_linear", None)
+    words, width = (getattr(module, name, None) for name in ("org_vocab_size", "input_size_per_partition"))
+    if weight is not None and not weight.numel() and linear is not None and width:
+        return {"weight": linear(torch.eye(width, dtype=weight.dtype), weight, None).t()}
+    return {"weight": weight.detach()[:words]} if weight is not None and isinstance(words, int) else {}
 
 
 def fingerprints(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, list[int]]:
@@ -169,29 +106,38 @@ def fingerprints(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str
     found = {}
     for path, module in each_module(model):
         sizes = block_sizes(module)
-        for name, x in module._parameters.items():
+        for name, x in {**module._parameters, **_weight(module)}.items():
             if x is None or x.is_meta or not x.numel():
                 continue
-            whole = unpadded(module, x.detach() if dtype is None else x.detach().to(dtype))
-            parts: Iterable[Tensor] = whole.split(sizes) if sum(sizes) == len(whole) else [whole]
+            whole = x.detach().to(dtype or x.dtype)
+            parts = whole.split(sizes) if sum(sizes) == len(whole) else [whole]
             found[".".join(filter(None, (path, name)))] = [fingerprint(one) for one in parts]
     return found
 
 
 def stale(a: Mapping[str, Sequence[int]], b: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return the names of the weights of B of which a part has bits that no weight of A has.
+    """Return the names of the weights of B of which a part has other bits than in A.
 
-    A name that both have, with as many parts, is held to its own weight. A fused weight is held to all: its parts have
-    other names there.
+    A weight is held to that of its name, and the parts of a fused one to those beside it in A that B has not, in their
+    order. Where their numbers differ, A should have these bits anywhere.
     """
+    beside: dict[tuple[str, str], list[int]] = {}
+    for name, prints in a.items():
+        if name not in b:
+            beside.setdefault(_around(name), []).extend(prints)
     known = {one for prints in a.values() for one in prints}
     found = []
     for name, prints in b.items():
-        ours = a.get(name)
-        if ours is not None and len(ours) == len(prints):
-            found += [] if list(ours) == list(prints) else [name]
-        else:
-            off = [i for i, one in enumerate(prints) if one not in known]
-            part = f" (part {', '.join(str(i) for i in off)} of {len(prints)})" if len(prints) > 1 else ""
-            found += [name + part] if off else []
+        is_fused = len(prints) > 1
+        ours = a.get(name) or (beside.get(_around(name)) if is_fused else None) or ()
+        wanted = [{one} for one in ours] if len(ours) == len(prints) else [known] * len(prints)
+        off = [i for i, one in enumerate(prints) if one not in wanted[i]]
+        part = f" (part {', '.join(map(str, off))} of {len(prints)})" if is_fused else ""
+        found += [name + part] if off else []
     return found
+
+
+def _around(name: str) -> tuple[str, str]:
+    """Return the module around that of a weight, and the weight's own name."""
+    path, _, own = name.rpartition(".")
+    return path.rpartition(".")[0], own

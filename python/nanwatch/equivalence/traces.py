@@ -19,7 +19,7 @@ import torch
 from ..numerics.readable import dtype_name
 from ..records.fields import sizes
 from ..trace.trace_file import Trace, sketches
-from ..util.visible import module_name
+from ..util.visible import first_few, module_name
 from .calls import CallPair, ModuleCall
 from .comparison import Comparison
 from .differences import KeptTensor, Tokens, relative_errors
@@ -234,8 +234,7 @@ class _TraceComparer(Comparer):
             if start < one.start and one.end < time and one.is_leaf and id(one) not in matched
         ]
         if skipped:
-            rest = f" and {len(skipped) - 4} more" if len(skipped) > 4 else ""
-            self._remarks.insert(0, f"before it, nothing was compared of {', '.join(skipped[:4])}{rest}")
+            self._remarks.insert(0, f"before it, nothing was compared of {first_few(skipped)}")
         return equal, event, last, why
 
 

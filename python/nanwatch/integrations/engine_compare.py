@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from ..equivalence.engine_comparison import EngineComparison, Measure, compare_runs
-from ..equivalence.recorded_run import RecordedRun
+from ..equivalence.engine_comparison import EngineComparison, compare_runs
 from ..numerics.readable import dtype_name
 from ..util.progress import Tell, silent
-from .run_request import AskedRun, RunRequest
+from .run_request import TRIED, EngineError, RunRequest, recorded_runs
 
-# Versions that the recording was tried with.
-TRIED = {"vllm": ("0.32.0",), "transformers": ("5.19.0", "5.24.0")}
-
-
-class EngineError(RuntimeError):
-    """An engine that is absent, does not take the model, or failed; the text names the versions tried."""
+__all__ = ["EngineError", "compare_engine"]
 
 
 def compare_engine(
@@ -57,7 +47,7 @@ def compare_engine(
         against: run the engine on both sides, A with these options in place of transformers.
         sampling: the engine's sampling parameters. By default temperature 1, with `against` 0.
         trainer_options: arguments of transformers' `from_pretrained`, such as `{"attn_implementation": "eager"}`.
-        patch: PKG.MOD:NAME of a function to call with the engine's model once it has its weights.
+        patch: PKG.MOD:NAME of a function to call with the engine's model, that of B, once it has its weights.
         max_tokens: tokens to sample for each prompt.
         factor: how many times the noise floor a difference must have.
         most_bytes: memory for copies of tensors, per run. Beyond it rows are kept as sketches of 32 numbers.
@@ -74,99 +64,56 @@ def compare_engine(
     (True, 1.0)
     """
     _check(str(model), prompts, engine, dtype, max_tokens, factor)
-    high = {"float32": "float64"}
-    dtypes = [dtype] if dtype == "float32" else [dtype, "float32"]
-    request = RunRequest(engine, str(engine_model or model), [AskedRun(one) for one in dtypes])
-    request.prompts, request.max_tokens, request.most_bytes = list(prompts), max_tokens, most_bytes
-    request.options, request.patch = {**(options or {})}, patch
-    request.sampling = {**({} if against is None else {"temperature": 0.0}), **(sampling or {})}
+    sampling = {**({} if against is None else {"temperature": 0.0}), **(sampling or {})}
+    request = RunRequest(
+        engine, str(engine_model or model), dtype, [*prompts], None, max_tokens, most_bytes, {**(options or {})},
+        sampling, patch,
+    )  # fmt: skip
+    requests = [replace(request, dtype=one) for one in dict.fromkeys([dtype, "float32"])]
     tell(f"running {engine}")
-    served = _made(request, engine_python)
-    wanted = [
-        (i, name)
+    served = recorded_runs(requests, engine_python)
+    trainer = replace(
+        request, engine="transformers", model=str(model), options={**(trainer_options or {})}, patch=""
+    )
+    # In its own precision, in that of the engine, whose options may say another, and for the floor in a higher one.
+    asked = {
+        (i, name): replace(trainer, dtype=name, prompts=run.tokens, sampled=run.sampled, max_tokens=0)
         for i, run in enumerate(served)
         for own in [dtype_name(run.dtype)]
-        for name in dict.fromkeys([dtypes[i], own, high.get(own, "float32")])
-    ]
+        for name in (requests[i].dtype, own, "float64" if own == "float32" else "float32")
+    }
     tell("running transformers")
-    runs = [AskedRun(name, served[i].tokens, served[i].sampled) for i, name in wanted]
-    trainer = RunRequest("transformers", str(model), runs, most_bytes=most_bytes)
-    trainer.options = {**(trainer_options or {})}
-    read = _made(trainer, sys.executable)
-    trained = dict(zip(wanted, read, strict=True))
-    reference = [trained[i, name] for i, name in enumerate(dtypes)]
+    read = dict(zip(asked, recorded_runs([*asked.values()], sys.executable), strict=True))
+    reference = [read[i, one.dtype] for i, one in enumerate(requests)]
     if against is not None:
         tell(f"running {engine} with other settings")
-        reference = _made(replace(request, patch="", options={**request.options, **against}), engine_python)
-
-    def of(i: int) -> tuple[RecordedRun, RecordedRun, Measure]:
-        return reference[i], served[i], lambda kind: trained[i, dtype_name(kind)]
-
+        others = [replace(one, options={**one.options, **against}, patch="") for one in requests]
+        reference = recorded_runs(others, engine_python)
     tell("comparing")
-    return compare_runs(*of(0), factor=factor, copies=(lambda: of(1)) if len(dtypes) > 1 else None)
+    found = compare_runs(
+        *((reference[i], run, lambda kind, i=i: read[i, dtype_name(kind)]) for i, run in enumerate(served)),
+        factor=factor,
+    )
+    if served[0].engine.split()[1] in TRIED[engine]:
+        return found
+    untried = f"B is {served[0].engine}, and this was tried with {', '.join(TRIED[engine])}"
+    return replace(found, remarks=(*found.remarks, untried))
 
 
 def _check(
     model: str, prompts: Sequence[Any], engine: str, dtype: str, max_tokens: int, factor: float
 ) -> None:
-    if engine not in TRIED:
-        raise ValueError(f"engine should be one of {', '.join(TRIED)}, got {engine!r}")
-    if not os.path.isfile(os.path.join(model, "config.json")):
-        raise ValueError(
-            f"{model} should be a folder with config.json and weights, as save_pretrained writes it"
-        )
-    if isinstance(prompts, str) or not prompts or not all(prompts):
-        raise ValueError("prompts should be a list of texts or of lists of token ids, none of them empty")
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype should be float32, bfloat16 or float16, got {dtype!r}")
-    if max_tokens < 1 or not factor > 1:
-        raise ValueError(f"max_tokens should be at least 1 and factor above 1, got {max_tokens} and {factor}")
-
-
-def _made(request: RunRequest, python: str) -> list[RecordedRun]:
-    """Make the runs in a process of their own."""
-    with tempfile.TemporaryDirectory(prefix="nanwatch-engine-") as folder:
-        place = Path(folder)
-        (place / "request.json").write_text(request.to_json(), encoding="utf-8")
-        # A watch of its own would be inside the recorded calls.
-        environment = {
-            **os.environ,
-            "NANWATCH": "0",
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        command = [python, "-m", "nanwatch.integrations.run_request", folder]
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, errors="replace", check=False
-            )
-        except OSError as error:
-            raise EngineError(
-                f"{python} does not start: {error}; name an interpreter with --engine-python"
-            ) from None
-        if done.returncode:
-            raise EngineError(_why(request, python, place / "error.json", done.stderr))
-        return [RecordedRun.load(place / f"{number}.pt") for number in range(len(request.runs))]
-
-
-def _why(request: RunRequest, python: str, file: Path, stderr: str) -> str:
-    tried = f"tried with {request.engine} {', '.join(TRIED[request.engine])}"
-    if not file.exists():
-        last = stderr.strip().rpartition("\n")[2] or "it printed nothing"
-        if "nanwatch" in last and "No module named" in last:
-            return f"{python} has no nanwatch: install it there too, or set PYTHONPATH; {tried}"
-        return f"{request.engine} ended in {python}: {last}; {tried}"
-    said = json.loads(file.read_text(encoding="utf-8"))
-    if said["is_absent"]:
-        return (
-            f"{request.engine} is not in the environment of {python} ({said['error']}): name the interpreter that has"
-            f" it with --engine-python, engine_python=; {tried}"
-        )
-    version = said["version"]
-    is_other = version and version not in TRIED[request.engine]
-    other = f" This is {version}." if is_other else ""
-    return (
-        f"{request.engine} {version} does not run {request.model}: {said['error']}; {tried}.{other}".rstrip(
-            "."
-        )
-    )
+    is_folder, dtypes = os.path.isfile(os.path.join(model, "config.json")), ("float32", "bfloat16", "float16")
+    for is_right, words in (
+        (engine in TRIED, f"engine should be one of {', '.join(TRIED)}, got {engine!r}"),
+        (is_folder, f"{model} should be a folder with config.json and weights, as save_pretrained writes it"),
+        (
+            not isinstance(prompts, str) and prompts and all(prompts),
+            "prompts should be a list of texts or of lists of token ids, none of them empty",
+        ),
+        (dtype in dtypes, f"dtype should be {', '.join(dtypes)}, got {dtype!r}"),
+        (max_tokens > 0, f"max_tokens should be at least 1, got {max_tokens}"),
+        (factor > 1, f"factor should be above 1, the noise floor itself, got {factor}"),
+    ):
+        if not is_right:
+            raise ValueError(words)

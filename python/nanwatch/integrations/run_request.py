@@ -1,69 +1,67 @@
-"""Request for recorded runs, which travels as JSON to a process of another environment; and that process."""
+"""Requests for recorded runs, which travel to a process of another environment; and that process."""
 
 from __future__ import annotations
 
-import json
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+import tempfile
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..util.visible import spell
+import torch
+
+from ..equivalence.recorded_run import RecordedRun
+
+# Versions that the recording was tried with.
+TRIED = {"vllm": ("0.32.0",), "transformers": ("5.19.0", "5.24.0")}
+# Sampling parameters that change log-probabilities, and the values that leave them as they are.
+SAMPLER = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
+           "presence_penalty": 0.0, "frequency_penalty": 0.0}  # fmt: skip
+# Settings of a config that say nothing of numbers.
+_QUIET = ("transformers_version", "_name_or_path", "torch_dtype", "architectures", "use_cache")
 
 
-@dataclass
-class AskedRun:
-    """One run: its dtype, and the tokens to read, of which the last `sampled` of each request are answers.
-
-    Without tokens, they are sampled.
-    """
-
-    dtype: str
-    tokens: list[list[int]] | None = None
-    sampled: list[int] = field(default_factory=list)
+class EngineError(RuntimeError):
+    """An engine that is absent, does not take the model, or failed; the text names the versions tried."""
 
 
 @dataclass
 class RunRequest:
-    """Request to a process: the folder of the model, prompts as token ids or as text, and runs.
+    """Request for a run of the model in a folder over `prompts`, which are token ids or text.
 
-    `options` are the engine's own. `patch` is PKG.MOD:NAME of a function that is called with the model once it has its
-    weights.
+    The last `sampled` tokens of each are answers. Without `sampled`, the engine samples `max_tokens`. `options` are the
+    engine's own. `patch` is PKG.MOD:NAME of a function that is called with the model once it has its weights.
     """
 
     engine: str
     model: str
-    runs: list[AskedRun]
-    prompts: list[Any] = field(default_factory=list)
-    max_tokens: int = 8
-    seed: int = 0
+    dtype: str
+    prompts: list[Any]
+    sampled: list[int] | None = None
+    max_tokens: int = 0
     most_bytes: int = 1 << 30
     options: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
     patch: str = ""
 
-    def to_json(self) -> str:
-        """Return the request as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> RunRequest:
-        """Read what `to_json` has written."""
-        read = json.loads(text)
-        return cls(**{**read, "runs": [AskedRun(**one) for one in read["runs"]]})
-
     def tokenize(self) -> None:
         """Replace prompts that are text by their token ids."""
         if any(isinstance(one, str) for one in self.prompts):
-            from transformers import AutoTokenizer
+            ids = import_module("transformers").AutoTokenizer.from_pretrained(self.model)
+            self.prompts = [ids(one)["input_ids"] if isinstance(one, str) else one for one in self.prompts]
 
-            tokenizer = AutoTokenizer.from_pretrained(self.model)
-            self.prompts = [
-                tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in self.prompts
-            ]
+    def plant(self, model: Any) -> None:
+        """Call the function of `patch`, which may lie in the current folder."""
+        if self.patch:
+            module, _, name = self.patch.partition(":")
+            sys.path.insert(0, os.getcwd())
+            plant: Callable[[Any], Any] = getattr(import_module(module), name)
+            plant(model)
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -72,39 +70,63 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, one in config.items():
         if isinstance(one, Mapping):
             found |= flat(one, f"{prefix}{name}.")
-        elif isinstance(one, bool | int | float | str | type(None)):
+        elif isinstance(one, bool | int | float | str | type(None)) and name not in _QUIET:
             found[f"{prefix}{name}"] = one
     return found
 
 
-def patch_of(place: str) -> Callable[[Any], Any]:
-    """Return the function that PKG.MOD:NAME names, also from the current folder."""
-    module, _, name = place.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    found: Callable[[Any], Any] = getattr(import_module(module), name)
-    return found
+def recorded_runs(requests: Sequence[RunRequest], python: str) -> list[RecordedRun]:
+    """Make the runs, all of one engine, in a process of their own. Raises EngineError."""
+    with tempfile.TemporaryDirectory(prefix="nanwatch-engine-") as folder:
+        runs, error = Path(folder, "runs"), Path(folder, "error")
+        torch.save(requests, Path(folder, "requests"))
+        # A watch of its own would be inside the recorded calls.
+        environment = {"NANWATCH": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        command = [python, "-m", __name__, folder]
+        try:
+            done = subprocess.run(
+                command,
+                env=os.environ | environment,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
+            )
+        except OSError as refused:
+            raise EngineError(f"{python} does not start: {refused}; name one with --engine-python") from None
+        if done.returncode == 0:
+            found: list[RecordedRun] = torch.load(runs, weights_only=False)
+            return found
+        why = error.read_text(encoding="utf-8") if error.exists() else ended(python, done.stderr)
+        raise EngineError(f"{why}; tried with {requests[0].engine} {', '.join(TRIED[requests[0].engine])}")
+
+
+def ended(python: str, stderr: str) -> str:
+    """Return in words why a process ended that could not say it."""
+    last = stderr.strip().rpartition("\n")[2] or "it printed nothing"
+    if "nanwatch" in last and "No module named" in last:
+        return f"{python} has no nanwatch: install it there too, or set PYTHONPATH"
+    return f"the engine ended in {python}: {last}"
 
 
 def main(folder: str) -> int:
-    """Make the runs that `request.json` in the folder asks for. Write them there, or `error.json`."""
-    place = Path(folder)
-    request = RunRequest.from_json((place / "request.json").read_text(encoding="utf-8"))
-    version = ""
+    """Make the runs of the `requests` in the folder. Write them to `runs`, or why not to `error`."""
+    requests: list[RunRequest] = torch.load(Path(folder, "requests"), weights_only=False)
+    engine, version = requests[0].engine, ""
     try:
-        if request.engine != "transformers":
-            version = getattr(import_module(request.engine), "__version__", "")
-        request.tokenize()
-        record = import_module(f".{request.engine}_run", __package__).record
-        for number, run in enumerate(record(request)):
-            run.save(place / f"{number}.pt")
+        version = getattr(import_module(engine), "__version__", "")
+        record = import_module(f".{engine}_run", __package__).record
+        torch.save([*record(requests)], Path(folder, "runs"))
     except Exception as error:
         import traceback
 
         traceback.print_exc()
-        is_absent = isinstance(error, ImportError) and not version and request.engine != "transformers"
-        said = {"error": spell(error), "version": version, "is_absent": is_absent}
-        (place / "error.json").write_text(json.dumps(said), encoding="utf-8")
+        said = textwrap.shorten(f"{type(error).__name__}: {error}", 300)  # pydantic's first line says nothing
+        why = f"{engine} {version} does not run {requests[0].model}: {said}"
+        if isinstance(error, ImportError) and not version:
+            why = f"{engine} is not in the environment of {sys.executable} ({said}): name the interpreter that has it"
+            why += " with --engine-python, engine_python="
+        Path(folder, "error").write_text(why, encoding="utf-8")
         return 1
     return 0
 

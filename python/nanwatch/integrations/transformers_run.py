@@ -1,82 +1,66 @@
-"""Run of a transformers model for `nanwatch compare --engine`: as the trainer on given tokens, or as an engine."""
+"""Run of a transformers model over requests: in one forward each, as a trainer, or decoding with a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..equivalence.packed import STRIDE, PackedRun, Places
+from ..equivalence.packed import PackedRun, Places
 from ..equivalence.recorded_run import RecordedRun, fingerprints
 from ..util.imports import needed
-from .run_request import RunRequest, flat, patch_of
+from .run_request import SAMPLER, RunRequest, flat
 
 # Settings of an engine that a trainer lacks, so a trainer always runs with these values.
-_TRAINERS = {"kv_cache_dtype": "auto", "quantization": None, "temperature": 1.0, "top_p": 1.0, "top_k": 0,
-             "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-             "logprobs_mode": "raw_logprobs"}  # fmt: skip
+_TRAINERS = {**SAMPLER, "kv_cache_dtype": "auto", "quantization": None, "logprobs_mode": "raw_logprobs"}
 
 
-def record(request: RunRequest) -> Iterator[RecordedRun]:
-    """Yield a run for each that is asked for. Those without tokens sample them, prefill and then token by token."""
+def record(requests: Sequence[RunRequest]) -> Iterator[RecordedRun]:
+    """Yield a run for each request. One without sampled tokens samples them as it decodes."""
     transformers: Any = needed("transformers", "nanwatch compare --engine", "transformers")
-    for asked in request.runs:
-        dtype = getattr(torch, asked.dtype)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            request.model, dtype=dtype, **request.options
-        )
-        model.eval().requires_grad_(False)
-        if request.patch:
-            patch_of(request.patch)(model)
-        settings = {**_TRAINERS, **flat(model.config.to_dict()), "dtype": asked.dtype}
+    for request in requests:
+        request.tokenize()
+        dtype = getattr(torch, request.dtype)
+        made = transformers.AutoModelForCausalLM.from_pretrained
+        model = made(request.model, dtype=dtype, **request.options).eval()
+        request.plant(model)
+        settings = {**_TRAINERS, **flat(model.config.to_dict()), "dtype": request.dtype}
+        if model.config._attn_implementation == "sdpa" and settings.get("attn_logit_softcapping"):
+            settings["attn_logit_softcapping"] = None  # transformers runs SDPA without
+        prints, run = fingerprints(model, dtype), PackedRun(request.most_bytes, lead=1)
         found = RecordedRun(
-            f"transformers {transformers.__version__}", dtype, settings=settings, prints=fingerprints(model)
+            f"transformers {transformers.__version__}", dtype, settings=settings, prints=prints
         )
-        run = PackedRun(request.most_bytes, lead=1)
         with torch.no_grad(), run.recording(model):
-            if asked.tokens is None:
-                _sample(model, request, found, run)
-            else:
-                found.tokens, found.sampled = asked.tokens, asked.sampled
-                for number, (tokens, count) in enumerate(zip(found.tokens, found.sampled, strict=True)):
-                    _forward(model, run, number, tokens, count)
-        found.take_calls(run)
-        yield found
+            for number in range(len(request.prompts)):
+                _follow(model, run, found, request, number)
+        yield found.take_calls(run)
 
 
-def _forward(model: nn.Module, run: PackedRun, number: int, tokens: list[int], count: int) -> None:
-    """Read a request as a training step does, with logits for the sampled tokens where the model can do less."""
-    places = Places.of([(number, 0, len(tokens))])
-    asked = torch.arange(max(len(tokens) - count - 1, 0), len(tokens) - 1 if count else len(tokens))
-    more: dict[str, Any] = {}
-    if "logits_to_keep" in signature(model.forward).parameters:
-        more, places = {"logits_to_keep": asked}, places._replace(last=number * STRIDE + asked)
-    run.step_begins(lambda: places)
-    model(input_ids=torch.tensor([tokens]), use_cache=False, **more)
-    run.step_ended()
-
-
-def _sample(model: nn.Module, request: RunRequest, found: RecordedRun, run: PackedRun) -> None:
-    for number, prompt in enumerate(request.prompts):
-        generator = torch.Generator().manual_seed(request.seed)
-        tokens, new, cache = list(prompt), list(prompt), None
-        logs: list[float] = []
-        for _ in range(request.max_tokens):
-            places = Places.of([(number, len(tokens) - len(new), len(new))])
-            found.steps |= dict.fromkeys(places.tokens.tolist(), len(logs))
-            run.step_begins(lambda places=places: places)  # type: ignore[misc]
-            output = model(
-                input_ids=torch.tensor([new]), past_key_values=cache, use_cache=True, logits_to_keep=1
-            )
-            run.step_ended()
-            cache = output.past_key_values
-            chances = output.logits[0, -1].double().log_softmax(-1)
-            new = torch.multinomial(chances.exp(), 1, generator=generator).tolist()
-            tokens += new
-            logs.append(float(chances[new[0]]))
-        found.tokens.append(tokens)
-        found.sampled.append(len(logs))
-        found.logprobs.append(logs)
+def _follow(model: nn.Module, run: PackedRun, found: RecordedRun, request: RunRequest, number: int) -> None:
+    """Read a request at once for the logits of its last tokens, the answer. Or sample that token by token."""
+    tokens, samples = [*request.prompts[number]], request.max_tokens
+    answer = request.sampled[number] if request.sampled else 0
+    generator = torch.Generator().manual_seed(0)
+    can_keep = "logits_to_keep" in signature(model.forward).parameters
+    logs, cache, at, end, keep = list[float](), None, 0, len(tokens) - 1 + samples, answer or 1
+    while at < end:
+        stop = (at + 1 if at else len(tokens)) if samples else end
+        run.step_begins(partial(Places.of, [(number, at, stop - at)], keep))
+        more = {"logits_to_keep": keep} if can_keep else {}
+        new = torch.tensor([tokens[at:stop]])
+        output = model(input_ids=new, past_key_values=cache, use_cache=samples > 0, **more)
+        run.step_ended()
+        cache, at = output.past_key_values if samples else None, stop
+        chances = output.logits[0, -keep:].double().log_softmax(-1)
+        if samples:
+            tokens += torch.multinomial(chances[-1].exp(), 1, generator=generator).tolist()
+        asked = torch.tensor(tokens[stop - keep + 1 : stop + 1])
+        logs += chances.gather(1, asked[:, None])[:, 0].tolist()
+    found.tokens.append(tokens)
+    found.sampled.append(answer + samples)
+    found.logprobs.append(logs)

@@ -13,7 +13,7 @@ from ..util import reading
 from ..util.imports import needed
 from ..util.job import Attempt, current_attempt, rank
 from ..util.progress import Tell, silent, wants_color
-from ..util.visible import module_name, suppressed, visible
+from ..util.visible import first_few, module_name, suppressed, visible
 from . import text
 from .finding import Finding, Origin
 from .finding_text import Explanation, explain
@@ -267,11 +267,10 @@ def _suspicion_lines(report: Report) -> list[str]:
     """Return the lines on modules that nobody called, and on suspect weights."""
     lines = [str(fact) for suspect in report.suspects for fact in suspect.facts()]
     if names := report.never_called:
-        named = ", ".join(map(module_name, names[:_MOST_NAMED]))
-        more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
+        named = first_few([*map(module_name, names)], _MOST_NAMED)
         lines.insert(
             0,
-            f"Never called as modules, though their weights are trained: {named}{more}."
+            f"Never called as modules, though their weights are trained: {named}."
             " What they compute is seen only where a watched module receives it.",
         )
     return lines

@@ -16,7 +16,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -67,6 +67,12 @@ def without_wrappers(name: str) -> str:
 def module_name(name: str) -> str:
     """Return the name of a module for prose. The root has none of its own."""
     return visible(name) or "the root module"
+
+
+def first_few(names: Sequence[str], most: int = 4) -> str:
+    """Return the first `most` names, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep

@@ -1,17 +1,14 @@
-"""Trains a small model for 20 steps in a host, unwatched: `train_in_host.py HOST WEIGHTS [callback] [gap] [fault]`.
+"""Trains a small model for 20 steps in a host, unwatched: `train_in_host.py HOST WEIGHTS [callback] [fault]`.
 
-It saves the weights. With `fault` an activation becomes infinite in its tenth call. With `gap`, for GRPO, its fault is
-in decoding only, and the callback of nanwatch writes to gap.json what it logs and finds.
+It saves the weights. With `fault` an activation becomes infinite in its tenth call.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,19 +29,6 @@ class Activation(nn.Module):
         self.calls += 1
         fails = "fault" in WORDS and self.calls == FAULT_AT
         return x.relu() + float("inf") if fails else x.relu()
-
-
-class Decoder(nn.Module):
-    """ReLU, which is 1.5 times as large for a token that is decoded alone from the tenth optimizer step on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += torch.is_grad_enabled()
-        fails = "fault" in WORDS and self.steps > FAULT_AT and x.shape[-2] == 1
-        return x.relu() * 1.5 if fails else x.relu()
 
 
 class Net(nn.Module):
@@ -111,31 +95,14 @@ def grpo() -> nn.Module:
         report_to=[], seed=0, save_strategy="no", disable_tqdm=True, gradient_checkpointing=False,
         max_completion_length=4,
     )  # fmt: skip
-    if "gap" in WORDS:
-        model.model.layers[1].mlp.act_fn = Decoder()
-    trainer = GRPOTrainer(
+    GRPOTrainer(
         model,
         reward_funcs=lambda completions, **rest: [float(len(text) % 5) for text in completions],
         args=args,
         train_dataset=data.remove_columns("text"),
         processing_class=tokenizer,
         callbacks=callbacks(),
-    )
-    if "gap" in WORDS:
-        from nanwatch.integrations.trl import EngineGapCallback
-
-        callback = EngineGapCallback(trainer, every=4, least=1e-5)
-        trainer.add_callback(callback)
-        trainer.train()
-        found = callback.found and callback.found.comparison
-        gaps = [
-            entry["nanwatch/gap_mean"] for entry in trainer.state.log_history if "nanwatch/gap_mean" in entry
-        ]
-        Path("gap.json").write_text(
-            json.dumps({"gaps": gaps, "first": found and found.first and found.first.name})
-        )
-    else:
-        trainer.train()
+    ).train()
     return model
 
 

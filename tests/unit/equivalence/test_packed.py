@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nanwatch.equivalence.calls import ModuleCall
+from nanwatch.equivalence.calls import ModuleCall, value
+from nanwatch.equivalence.differences import sketches
 from nanwatch.equivalence.packed import STRIDE, PackedRun, PackedStore, PackedTokens, Places, block_sizes
 
 TOKENS = torch.arange(24.0).reshape(2, 6, 2)
@@ -56,8 +58,7 @@ def served(steps: Sequence[Sequence[tuple[int, int, int]]]) -> dict[str, ModuleC
     model, run = Engine(), PackedRun(1 << 20)
     with torch.no_grad(), run.recording(model):
         for parts in steps:
-            places = Places.of(parts)
-            run.step_begins(lambda places=places: places)  # type: ignore[misc]
+            run.step_begins(partial(Places.of, parts))
             hidden = model(torch.cat([TOKENS[r, first : first + n] for r, first, n in parts]))
             ends = torch.tensor([n for _, _, n in parts]).cumsum(0) - 1
             model.processor(model.lm_head, hidden[ends])
@@ -90,7 +91,7 @@ def test_what_has_no_row_for_a_token_is_not_kept() -> None:
     """Nor is an integer, nor anything outside a step."""
     store = PackedStore(1 << 20)
     assert store.keep(torch.ones(3, 2)) is None
-    store.begin(lambda: Places.of([(0, 0, 3)]))
+    store.ask = lambda: Places.of([(0, 0, 3)])
     assert store.keep(torch.ones(2, 2)) is None
     assert store.keep(torch.ones(3, 2, dtype=torch.int64)) is None
     padded = store.keep(torch.ones(8, 2))
@@ -101,7 +102,7 @@ def test_what_has_no_row_for_a_token_is_not_kept() -> None:
 def test_a_batch_of_one_with_heads_has_the_rows_of_an_engine() -> None:
     """Heads before tokens and after them make the same row."""
     store = PackedStore(1 << 20, lead=1)
-    store.begin(lambda: Places.of([(0, 0, 5)]))
+    store.ask = lambda: Places.of([(0, 0, 5)])
     x = torch.randn(1, 5, 2, 3)
     one, other = store.keep(x), store.keep(x.transpose(1, 2))
     assert one is not None
@@ -116,13 +117,32 @@ def test_sketches_of_a_fused_projection_are_those_of_its_parts() -> None:
     fused.output_sizes = [100, 60, 40]  # type: ignore[assignment]
     assert block_sizes(fused) == [100, 60, 40]
     store = PackedStore(0)
-    store.begin(lambda: Places.of([(0, 0, 4)]))
+    store.ask = lambda: Places.of([(0, 0, 4)])
     x = torch.randn(4, 200)
     whole = store.keep(x, fused)
     parts = [store.keep(one) for one in x.split([100, 60, 40], -1)]
     assert whole is not None
     assert torch.equal(whole.rows, torch.cat([one.rows for one in parts if one is not None], -1))
     assert whole.rows.shape == (4, 96)
+
+
+def test_rows_of_steps_before_the_memory_ended_are_sketched_with_the_others() -> None:
+    """Block by block, so that a merged call has the sketches of its parts alone."""
+    torch.manual_seed(0)
+    fused = nn.Linear(4, 100)
+    fused.output_sizes = [60, 40]  # type: ignore[assignment]
+    run, x = PackedRun(2 * 116 * 4), torch.randn(3, 4)
+    with torch.no_grad(), run.recording(fused):
+        for first, count in ((0, 2), (2, 1)):
+            run.step_begins(partial(Places.of, [(0, first, count)]))
+            fused(x[first : first + count])
+            run.step_ended()
+    [call] = run.calls()
+    kept = call.outputs[0]
+    assert kept.is_sketch
+    expected = torch.cat([sketches(one) for one in fused(x).detach().split([60, 40], -1)], -1)
+    torch.testing.assert_close(kept.rows, expected)
+    assert run.steps == {0: 0, 1: 0, 2: 1}
 
 
 def test_tokens_are_compared_in_the_places_that_both_have() -> None:
@@ -133,3 +153,11 @@ def test_tokens_are_compared_in_the_places_that_both_have() -> None:
     assert pair is not None
     assert pair[0].shape == (2, 3)
     assert torch.equal(*pair)
+
+
+def test_values_of_other_shapes_are_no_sum() -> None:
+    """A run that measures the noise may be given other tensors than hidden and residual."""
+    call = served([[(0, 0, 4)]])["model.layer"]
+    call.inputs.append(call.outputs[0])
+    assert value([call], "inputs", (0, 0)) is not None
+    assert value([call], "inputs", (0, 1)) is None

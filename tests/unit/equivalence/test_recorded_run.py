@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 import nanwatch
 from nanwatch.equivalence.differences import sketches
 from nanwatch.equivalence.packed import STRIDE, PackedRun, Places
-from nanwatch.equivalence.recorded_run import RecordedRun, fingerprints, keep_portable, stale
+from nanwatch.equivalence.recorded_run import RecordedRun, fingerprints, stale
 
 
 def recorded(model: nn.Module) -> RecordedRun:
@@ -22,16 +23,15 @@ def recorded(model: nn.Module) -> RecordedRun:
     found = RecordedRun(
         "engine 1", tokens=[[5, 6, 7]], sampled=[1], logprobs=[[-1.0]], settings={"eps": 1e-5}
     )
-    found.take_calls(run)
-    return found
+    return found.take_calls(run)
 
 
 def test_a_file_gives_back_the_run(tmp_path: Path) -> None:
     """Calls of one input share it, and modules stand in with class, settings and narrow weights as they are."""
     model = nn.Sequential(nn.LayerNorm(4, eps=1e-3), nn.Linear(4, 40), nn.Linear(40, 2))
     run = recorded(model)
-    run.save(tmp_path / "run.pt")
-    read = RecordedRun.load(tmp_path / "run.pt")
+    torch.save(run, tmp_path / "run.pt")
+    read = torch.load(tmp_path / "run.pt", weights_only=False)
     assert (
         [one.key for one in read.calls]
         == [one.key for one in run.calls]
@@ -51,15 +51,15 @@ def test_a_file_gives_back_the_run(tmp_path: Path) -> None:
     assert read.sampled_places == [1]
 
 
-def test_weights_that_an_engine_packs_are_those_before(tmp_path: Path) -> None:
-    """It leaves an empty parameter behind."""
+def test_weights_that_vllm_packs_are_read_by_their_products() -> None:
+    """Bit for bit, though it leaves an empty parameter behind."""
     model = nn.Sequential(nn.Linear(4, 6))
-    keep_portable(model)
-    weight, model[0].cpu = model[0].weight.detach(), None
-    run = recorded(model)
-    model[0].weight = nn.Parameter(torch.empty(0))
-    run.save(tmp_path / "run.pt")
-    module = RecordedRun.load(tmp_path / "run.pt").calls[1].module
+    prints, weight, layer = fingerprints(model), model[0].weight.detach(), cast(Any, model[0])
+    layer.cpu_linear = lambda x, _, bias: nn.functional.linear(x, weight, bias)
+    layer.input_size_per_partition, layer.weight = 4, nn.Parameter(torch.empty(0))
+    layer.forward = lambda x: layer.cpu_linear(x, None, layer.bias)
+    assert fingerprints(model) == prints
+    module = recorded(model).calls[1].module
     assert module is not None
     assert torch.equal(module._parameters["weight"], weight)  # type: ignore[arg-type]
 
@@ -91,3 +91,14 @@ def test_stale_weights_are_named_by_their_bits() -> None:
         fused.weight[5, 0] += 1
         padded.weight[4, 0] += 1
     assert stale(ours, fingerprints(engine)) == ["qk.weight (part 1 of 2)", "words.weight"]
+
+
+def test_a_part_is_held_to_the_weight_in_its_place() -> None:
+    """Though the bits of another layer's are in the trainer too."""
+    ours = {"0.q.w": [1], "0.k.w": [2], "0.o.w": [3], "1.q.w": [4], "1.k.w": [5], "1.o.w": [6]}
+    assert stale(ours, {"0.qk.w": [1, 2], "0.o.w": [3], "1.qk.w": [4, 5]}) == []
+    assert stale(ours, {"0.qk.w": [1, 5], "0.o.w": [6], "1.qk.w": [2, 5], "1.o.w": [6]}) == [
+        "0.qk.w (part 1 of 2)",
+        "0.o.w",
+        "1.qk.w (part 0 of 2)",
+    ]

@@ -104,3 +104,9 @@ def test_an_outer_exception_stays_the_context() -> None:
     with pytest.raises(KeyboardInterrupt), visible.suppressing("a test"):
         raise KeyboardInterrupt
     assert visible.counts["a test"] == 1
+
+
+def test_names_beyond_the_first_few_are_counted() -> None:
+    """Two of three are named."""
+    assert visible.first_few(["a", "b", "c"], 2) == "a, b and 1 more"
+    assert visible.first_few(["a", "b"], 2) == "a, b"
