@@ -65,7 +65,7 @@ class LayerRecipe:
     """One linear layer: the format that it is given, its own one, and how each format does alone.
 
     `share` is its share of all layers' multiplications. `gradients` is the distance of its weight's gradient under the
-    whole recipe. `beside` is how much more its format damages beside those of the others than alone.
+    whole recipe. `beside` is the factor by which the cheapest one damages more beside the others' formats than alone.
     """
 
     name: str

@@ -51,12 +51,12 @@ def beside(
     costs: Mapping[str, Mapping[str, float]],
     measured: Callable[[Formats], float],
 ) -> dict[str, float]:
-    """Return a factor for each layer: how much more its format damages beside the others' formats than alone.
+    """Return a factor for each layer: how much more its cheapest format damages beside the others' than alone.
 
     Args:
         damages: what each format of each layer does alone.
         kept: the formats of the others.
-        costs: those of each format. A layer that is not in `kept` is tried in its cheapest one.
+        costs: those of each format.
         measured: return the damage of these formats together.
 
     Errors of two layers may cancel or add. The factor is the mean of 1 and of the measured ratio, because the layers
@@ -64,7 +64,7 @@ def beside(
     """
     factors = {}
     for layer, alone in damages.items():
-        target = kept.get(layer) or min(alone, key=costs[layer].__getitem__, default="")
+        target = min(alone, key=costs[layer].__getitem__, default="")
         others = {name: one for name, one in kept.items() if name != layer}
         if alone.get(target) and others:
             added = measured({**others, layer: target}) - measured(others)
