@@ -68,7 +68,7 @@ def beside(
         others = {name: one for name, one in kept.items() if name != layer}
         if alone.get(target) and others:
             added = measured({**others, layer: target}) - measured(others)
-            factors[layer] = (1 + max(added, 0.0) / alone[target]) / 2
+            factors[layer] = max(1 + added / alone[target], 0.0) / 2
     return factors
 
 

@@ -75,5 +75,5 @@ def test_layers_whose_errors_cancel_count_less_beside_each_other() -> None:
 
     kept = dict.fromkeys("abc", "mxfp8")
     # a: 4 - 1 = 3 of 1; b: 4 - 9 < 0; c: 4 - 0 = 4 of 4; d: 9 - 4 = 5 of 1.
-    assert beside(alone, kept, costs(errors), measured) == {"a": 2.0, "b": 0.5, "c": 1.0, "d": 3.0}
+    assert beside(alone, kept, costs(errors), measured) == {"a": 2.0, "b": 0.0, "c": 1.0, "d": 3.0}
     assert beside(alone, {}, costs(errors), measured) == {}
