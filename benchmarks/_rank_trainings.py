@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _rank_models import Expert, Sharded, Step, alone, average, mlp
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +22,6 @@ import nanwatch
 STEPS = 8
 HEALTHY: dict[str, Callable[[Run], object]] = {}
 FAULTY: dict[str, tuple[str, Callable[[Run], object]]] = {}
-Step = Callable[[int], object]
 
 
 def nothing(_: int) -> None:
@@ -53,6 +53,20 @@ class Run:
         generator = torch.Generator().manual_seed(77 * step + (0 if same else self.rank))
         return torch.randn(rows, 8, generator=generator), torch.randn(rows, 4, generator=generator)
 
+    def backward(
+        self,
+        call: Callable[[Tensor], Tensor],
+        optimizer: Any,
+        step: int,
+        rows: int = 8,
+        *,
+        same: bool = False,
+    ) -> None:
+        """Make the gradients of one batch."""
+        x, y = self.data(step, rows, same=same)
+        optimizer.zero_grad()
+        mse_loss(call(x), y).backward()
+
     def train(
         self,
         model: nn.Module,
@@ -69,9 +83,7 @@ class Run:
         optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
         with self.watch(model):
             for step in range(STEPS):
-                x, y = self.data(step, rows, same=same)
-                optimizer.zero_grad()
-                mse_loss((call or model)(x), y).backward()
+                self.backward(call or model, optimizer, step, rows, same=same)
                 before(step)
                 if step != skipped:
                     optimizer.step()
@@ -94,84 +106,6 @@ def faulty(kind: str) -> Callable[[Callable[[Run], object]], Callable[[Run], obj
     return enter
 
 
-def mlp(seed: int = 0) -> nn.Sequential:
-    """Return a seeded model with a norm."""
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 4))
-
-
-def average(model: nn.Module, but: nn.Module | None = None) -> Step:
-    """Return what averages the gradients over the ranks, but not those of a part."""
-    own = set() if but is None else {id(x) for x in but.parameters()}
-
-    def reduce(_: int) -> None:
-        for x in model.parameters():
-            if id(x) not in own and x.grad is not None:
-                dist.all_reduce(x.grad)
-                x.grad /= dist.get_world_size()
-
-    return reduce
-
-
-def alone() -> Any:
-    """Return the group of this rank alone."""
-    return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-
-
-class Summed(torch.autograd.Function):
-    """Sums over the ranks in the forward or in the backward, as tensor parallelism does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, now: bool) -> Tensor:
-        """Sum now, or else in the backward."""
-        ctx.now, x = now, x.clone()
-        if now:
-            dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """Sum what the forward did not."""
-        gradient = gradient.clone()
-        if not ctx.now:
-            dist.all_reduce(gradient)
-        return gradient, None
-
-
-class Sharded(nn.Module):
-    """A column and a row shard between replicated norms. Shards of one seed begin alike on all ranks."""
-
-    def __init__(self, seed: int, dropout: float = 0.0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.norm, self.tail = nn.LayerNorm(8), nn.LayerNorm(4)
-        self.column, self.row = nn.Linear(8, 8), nn.Linear(8, 4, bias=False)
-        self.dropout = nn.Dropout(dropout)
-        torch.manual_seed(dist.get_rank())  # for the dropout
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute with the shards of all ranks."""
-        hidden = self.dropout(torch.relu(self.column(Summed.apply(self.norm(x), False))))
-        return self.tail(Summed.apply(self.row(hidden), True))
-
-
-class Expert(nn.Module):
-    """A shared trunk, and an expert a rank with a norm of its own."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.trunk, self.gate, self.head = nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(8, 4)
-        torch.manual_seed(seed)
-        self.expert = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add the experts of all ranks, by the gate."""
-        hidden = self.trunk(x)
-        share = self.gate(hidden).softmax(-1)[:, dist.get_rank() :][:, :1]
-        return self.head(hidden + Summed.apply(share * self.expert(hidden), True))
-
-
 @healthy
 def ddp(run: Run) -> None:
     model = mlp()
@@ -191,9 +125,7 @@ def uneven_inputs(run: Run) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with run.watch(model), parallel.join():
         for step in range(4 + 4 * run.rank):
-            x, y = run.data(step)
-            optimizer.zero_grad()
-            mse_loss(parallel(x), y).backward()
+            run.backward(parallel, optimizer, step)
             optimizer.step()
 
 
@@ -258,9 +190,7 @@ def one_rank_makes_the_state(run: Run) -> None:
                 x.grad = torch.zeros_like(x)
             optimizer.step()
         for step in range(STEPS):
-            x, y = run.data(step)
-            optimizer.zero_grad()
-            mse_loss(parallel(x), y).backward()
+            run.backward(parallel, optimizer, step)
             optimizer.step()
 
 

@@ -204,6 +204,11 @@ def run(trial: Trial, is_watched: bool, top: Path) -> Outcome:
     return Outcome(statuses.get(victim) if is_met else None, others, len(left), seconds, output)
 
 
+def become_subreaper() -> None:
+    """Let processes whose parent was killed become children of this one."""
+    ctypes.CDLL(None).prctl(_BECOME_SUBREAPER, 1, 0, 0, 0)
+
+
 def is_running(pid: int) -> bool:
     """Return whether a process has not ended."""
     try:
@@ -229,8 +234,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     nanwatch.watch(nn.Identity(), enabled=False)  # imports what a watch needs
-    # Processes whose parent was killed become children of this one.
-    ctypes.CDLL(None).prctl(_BECOME_SUBREAPER, 1, 0, 0, 0)
+    become_subreaper()
     gc.freeze()  # else each process ends with a collection of all that is imported here
     top = Path(tempfile.mkdtemp())
     wrong, hangs, slowest = 0, 0, [0.0, 0.0]

@@ -11,7 +11,6 @@ right if the same processes have ended within the bound, the program with the sa
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import random
 import signal
@@ -22,12 +21,11 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from judge_shutdown import children, is_running
+from judge_shutdown import become_subreaper, children, is_running
 
 _BOUND = 30.0  # seconds
 _NAN_ROW = 100
 _ENDED = 7
-_BECOME_SUBREAPER = 36
 VICTIMS = ("worker", "worker", "worker", "engine", "program")
 
 
@@ -94,7 +92,7 @@ def run(folder: Path, output: Path, chance: random.Random, is_watched: bool) -> 
     (folder / "ready").unlink(missing_ok=True)
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
     environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    environment |= {"NANWATCH": "1"} if is_watched else {}
+    environment["NANWATCH"] = str(int(is_watched))
     victim, death, moment = (
         chance.choice(VICTIMS),
         chance.choice(("SIGKILL", "SIGTERM")),
@@ -143,7 +141,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.serve:
         serve(options.serve)
-    ctypes.CDLL(None).prctl(_BECOME_SUBREAPER, 1, 0, 0, 0)
+    become_subreaper()
     num_wrong = num_told = num_hung = 0
     slowest = [0.0, 0.0]
     with tempfile.TemporaryDirectory() as top:

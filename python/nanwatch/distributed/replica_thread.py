@@ -38,7 +38,7 @@ _LOOKS = (0.1, 0.5, 2.0)
 _INTERVAL, _MOST_QUESTIONS = 5.0, 2000.0
 _PAUSES = (0.02, 0.5)  # the first and the longest pause while ranks report
 # Checks whose fingerprints are kept: the thread may be late, and another rank later.
-_KEPT = 8
+KEPT = 8
 # Seconds from a verdict until both sides copy the tensor: by then all have heard of it.
 _MARGIN = 1.5
 FAREWELL = 2.0  # seconds that a watch waits at its end for the others' last check
@@ -81,7 +81,7 @@ class ReplicaThread:
 
     protocol = ReplicaProtocol
     key = "replicas"
-    most_waiting = _KEPT // 2  # checks: where the store is slower than the run, only the latest are posted
+    most_waiting = KEPT // 2  # checks: where the store is slower than the run, only the latest are posted
 
     def __init__(self, every: int, timeout: float, output_dir: Path | None) -> None:
         self.found: deque[ReplicaDifference] = deque()
@@ -93,7 +93,7 @@ class ReplicaThread:
         self._prefix = f"nanwatch/{self.key}/{store_key(os.environ)}/{_next_name()}"
         self._jobs: queue.SimpleQueue[tuple[int, int, Fingerprints] | None] = queue.SimpleQueue()
         self._protocols: dict[Ranks, ReplicaProtocol] = {}
-        self._checks: deque[_Check] = deque(maxlen=_KEPT)
+        self._checks: deque[_Check] = deque(maxlen=KEPT)
         self._before: Fingerprints | None = None
         self._buffers: dict[str, int] = {}
         # Known to differ. They are left out from the check `quiet` on, when all ranks know it, and none is made before.

@@ -24,7 +24,7 @@ from ..numerics.readable import Numbers, local_shard, only_our_dispatch
 from ..recording.step_weight import RankFault, StepWeight
 from ..util.job import rank_and_world_size
 from .replica_store import Prints, ReplicaProtocol, Side
-from .replica_thread import _KEPT, FAREWELL, ReplicaThread
+from .replica_thread import FAREWELL, KEPT, ReplicaThread
 from .replicas import Fingerprints, Print, Ranks, Replicas
 
 # Gradients count as unequal when their directions or their norms are so far apart. Kernels that are not deterministic
@@ -127,9 +127,8 @@ def judge_steps(sides: list[Side]) -> dict[str, Any]:
     """Return the names that differ, weights and gradients as in a _Verdict, and whether ranks count differently."""
     if len({side.prints["step "].value for side in sides}) > 1:
         return {"names": [], "weights": [], "gradients": {}, "is_over": True}
-    if (
-        len({side.prints["step "] for side in sides}) > 1
-    ):  # some rank left out a step, or made a forward of its own
+    # A rank left out a step, or made a forward of its own.
+    if len({side.prints["step "] for side in sides}) > 1:
         return {"names": []}
     names = dict.fromkeys(name for side in sides for name, one in side.prints.items() if one.is_kept)
     differing = [name for name in names if len({side.prints.get(name) for side in sides}) > 1]
@@ -172,7 +171,7 @@ class _Protocol(ReplicaProtocol):
 class _Thread(ReplicaThread):
     protocol = _Protocol
     key = "steps"
-    most_waiting = _KEPT
+    most_waiting = KEPT
 
     def __init__(self, timeout: float) -> None:
         self.verdicts: deque[_Verdict] = deque()

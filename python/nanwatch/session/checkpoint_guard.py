@@ -26,7 +26,7 @@ from ..instrumentation.wrapped_names import named_modules, parameter_names
 from ..numerics._extension import instances_of
 from ..numerics.ranges import abs_range
 from ..numerics.readable import is_plain, local_shard, only_our_dispatch
-from ..recording.observe import observe, read
+from ..recording.observe import holds_fractions, observe, read
 from ..recording.optimizer_state import state_tensors
 from ..records.record import Frame, Record, Role
 from ..report.finding import find
@@ -149,7 +149,7 @@ class CheckpointGuard:
         return own, others
 
     def _is_finite(self, x: Tensor) -> bool:
-        if not (x.is_floating_point() or x.is_complex()):
+        if not holds_fractions(x):
             return True
         if is_plain(x) and x.is_cpu and x.nbytes < _SMALL:
             with suppress(Exception):  # a record takes ten times as long, and says why nothing could be read

@@ -7,6 +7,7 @@ Written from the algorithms in torch's documentation (SGD, Adam, AdamW) and from
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isnan
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ def given(name: str, one: WeightSample, group: dict[str, Any]) -> Tensor | None:
     is_whole = (
         needed <= group.keys()
         and one.state.keys() <= known
-        and all(x == x for x in one.state.values() if isinstance(x, float))
+        and not any(isnan(x) for x in one.state.values() if isinstance(x, float))
     )
     if len(one.gradient) != len(one.before) or not is_whole or group.get("differentiable"):
         return None

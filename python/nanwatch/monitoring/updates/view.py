@@ -120,7 +120,7 @@ class StepView:
     replaced: frozenset[Key] = frozenset()  # by a master that was another weight before the first step
     casts: frozenset[str] = frozenset()  # device types under autocast in the forward
     called: frozenset[str] = frozenset()  # modules, without grad mode too
-    _before: dict[Key, WeightSample] | None = None
+    _before: dict[Key, WeightSample] | None = field(default=None, init=False, repr=False)
 
     def trained(self) -> Iterable[WeightSample]:
         """Return the weights that the optimizer is to train."""

@@ -71,7 +71,7 @@ def test_an_epoch_in_the_order_of_the_one_before(
 def test_an_evaluation_with_a_norm_that_nothing_has_estimated(
     norm: Any, is_trained_before: bool, found: list[tuple[str, str]]
 ) -> None:
-    """As the check of a trainer before its first epoch."""
+    """A trainer checks its validation loop before the first epoch."""
     torch.manual_seed(0)
     model = nn.Sequential(norm(nn.Linear(24, 24)), nn.Tanh(), nn.Linear(24, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -89,7 +89,7 @@ def test_a_rule_says_nothing_of_a_state_that_it_does_not_know() -> None:
 
 
 def test_a_rule_says_nothing_without_a_part_of_its_state() -> None:
-    """As of a shard whose mean could not be sampled."""
+    """The mean of a shard could not be sampled, and is nan."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
