@@ -30,7 +30,7 @@ def record(requests: Sequence[RunRequest]) -> Iterator[RecordedRun]:
         request.plant(model)
         settings = {**_TRAINERS, **flat(model.config.to_dict()), "dtype": request.dtype}
         if model.config._attn_implementation == "sdpa" and settings.get("attn_logit_softcapping"):
-            settings["attn_logit_softcapping"] = None  # transformers runs SDPA without
+            settings["attn_logit_softcapping"] = None  # transformers < 5.24 runs SDPA without
         prints, run = fingerprints(model, dtype), PackedRun(request.most_bytes, lead=1)
         found = RecordedRun(
             f"transformers {transformers.__version__}", dtype, settings=settings, prints=prints
