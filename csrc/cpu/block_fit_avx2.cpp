@@ -61,6 +61,9 @@ struct BlocksAvx2 {
   static void count_unequal(Count* count, F a, F b) {
     *count = _mm256_sub_epi32(*count, bits(_mm256_cmp_ps(a, b, _CMP_NEQ_UQ)));
   }
+  static D widened(F x) {
+    return _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(x)), _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
+  }
   static void add_squares(F x, D* low, D* high) {
     const D a = _mm256_cvtps_pd(_mm256_castps256_ps128(x)), b = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
     *low = _mm256_fmadd_pd(a, a, *low);
@@ -82,6 +85,10 @@ struct BlocksAvx2 {
     const D low = _mm256_hadd_pd(sums[0], sums[1]), high = _mm256_hadd_pd(sums[2], sums[3]);
     const D swapped = _mm256_permute2f128_pd(low, high, 0x21);
     _mm256_storeu_pd(out, _mm256_add_pd(swapped, _mm256_blend_pd(low, high, 0xc)));
+  }
+  static void totals(const F* sums, double* out) {
+    const F pairs = _mm256_hadd_ps(_mm256_hadd_ps(sums[0], sums[1]), _mm256_hadd_ps(sums[2], sums[3]));
+    _mm256_storeu_pd(out, widened(pairs));
   }
   static void greatest(const I* words, uint32_t* out) {
     const I low = max(_mm256_unpacklo_epi32(words[0], words[1]), _mm256_unpackhi_epi32(words[0], words[1]));

@@ -64,6 +64,9 @@ struct BlocksAvx512 {
   static void count_unequal(Count* count, F a, F b) {
     *count += __builtin_popcount(_mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ));
   }
+  static D widened(F x) {
+    return _mm512_add_pd(_mm512_cvtps_pd(_mm512_castps512_ps256(x)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)));
+  }
   static void add_squares(F x, D* low, D* high) {
     const D a = _mm512_cvtps_pd(_mm512_castps512_ps256(x)), b = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
     *low = _mm512_fmadd_pd(a, a, *low);
@@ -73,6 +76,9 @@ struct BlocksAvx512 {
   static double total(D x) { return _mm512_reduce_add_pd(x); }
   static void totals(const D* sums, double* out) {
     for (int k = 0; k < 4; ++k) out[k] = total(sums[k]);
+  }
+  static void totals(const F* sums, double* out) {
+    for (int k = 0; k < 4; ++k) out[k] = double(_mm512_reduce_add_ps(sums[k]));
   }
   static void greatest(const I* words, uint32_t* out) {
     for (int k = 0; k < 4; ++k) out[k] = uint32_t(_mm512_reduce_max_epi32(words[k]));

@@ -22,6 +22,7 @@ constexpr int64_t kTile = 128;            // rows and columns of a block with a 
 constexpr double kFloat8Eps = 1e-12;      // _FLOAT8_EPS in block_reference.py
 // Beyond, a product might leave float32 or become subnormal.
 constexpr float kMost = 1e37f, kLeast = 1e-29f;
+constexpr int32_t kMostBits = 0x7cf0bdc2;  // of kMost
 
 const BlockKernels* block_kernels() {
 #if defined(__x86_64__)
@@ -41,13 +42,6 @@ int64_t pieces(int64_t size, int64_t piece) {
   return (size + piece - 1) / piece;
 }
 
-// The nearest float8_e4m3fn of a number between 2^-6 and 448, ties to even.
-float as_e4m3(float number) {
-  uint32_t bits;
-  std::memcpy(&bits, &number, sizeof(bits));
-  return as_float((bits + 0x7ffff + (bits >> 20 & 1)) & ~uint32_t(0xfffff));
-}
-
 // The row of one format and one unit.
 class FitRow {
  public:
@@ -59,16 +53,21 @@ class FitRow {
 
   void add(fit_item::Item item, int64_t number) { items_[item] += double(number); }
 
-  // A block. One of zeros shows no scale.
-  void block(int64_t index, bool is_zero, bool is_flushed, double scale, double signal, double noise) {
-    items_[fit_item::blocks] += 1;
-    if (is_zero) return;
-    items_[fit_item::flushed_blocks] += is_flushed;
-    items_[fit_item::lowest_scale] = std::min(items_[fit_item::lowest_scale], scale);
-    items_[fit_item::highest_scale] = std::max(items_[fit_item::highest_scale], scale);
-    items_[fit_item::signal] += signal;
-    items_[fit_item::noise] += noise;
-    if (noise < likely_ * signal || !(noise > 0)) return;
+  // Blocks from number `first` on. One of zeros shows no scale.
+  void blocks(const BlockKernels& kernels, int64_t first, int64_t count, const BlockArrays& blocks) {
+    const BlockSums sums = kernels.sum_blocks(blocks, count);
+    add(fit_item::blocks, count);
+    items_[fit_item::signal] += sums.signal;
+    items_[fit_item::noise] += sums.noise;
+    if (sums.highest == 0) return;
+    items_[fit_item::lowest_scale] = std::min(items_[fit_item::lowest_scale], double(as_float(sums.lowest)));
+    items_[fit_item::highest_scale] = std::max(items_[fit_item::highest_scale], double(as_float(sums.highest)));
+    for (int64_t i = 0; (i = kernels.next_noisy(blocks, i, count, likely_)) < count; ++i)
+      may_be_worst(first + i, blocks.signal[i], blocks.noise[i]);
+  }
+
+ private:
+  void may_be_worst(int64_t index, double signal, double noise) {
     const double ratio = noise / signal;
     int place = kWorstBlocks;
     for (; place > 0 && is_worse(ratio, index, place - 1); --place) {
@@ -83,7 +82,6 @@ class FitRow {
     likely_ = ratios_[kWorstBlocks - 1] * (1 - 1e-14);  // a product is rounded otherwise than a quotient
   }
 
- private:
   double* worst(int place) { return items_ + fit_item::worst + 3 * place; }
   bool is_worse(double ratio, int64_t index, int place) {
     return ratio > ratios_[place] || (ratio == ratios_[place] && double(index) < *worst(place));
@@ -97,8 +95,7 @@ class FitRow {
 struct Segment {
   const float* x;
   int64_t columns;
-  const uint32_t* amax;  // bits
-  const double* signal;
+  Granules granules;
   int64_t zeros;
 };
 
@@ -110,8 +107,8 @@ struct WideBlock {
 
   void gather(const Segment& segment, int64_t first, int64_t columns) {
     for (int64_t i = first / 16; i < pieces(first + columns, 16); ++i) {
-      amax = std::max(amax, segment.amax[i]);
-      signal += segment.signal[i];
+      amax = std::max(amax, segment.granules.amax[i]);
+      signal += segment.granules.signal[i];
     }
   }
 };
@@ -129,6 +126,7 @@ class UnitReader {
     factor_.resize(blocks);
     value_.resize(blocks);
     signal_.resize(blocks);
+    sums_.resize(blocks);
     noise_.resize(blocks);
   }
 
@@ -136,6 +134,7 @@ class UnitReader {
   bool read(int64_t first, int64_t last, int64_t begin, int64_t end, std::vector<FitRow>* out) {
     for (; begin < end; begin += longest_) {
       const int64_t columns = std::min(longest_, end - begin);
+      is_wide_ = false;
       if (is_tall_) {
         tiles_.assign(size_t(pieces(columns, kTile)), WideBlock{});
         for (int64_t row = first; row < last; ++row) {
@@ -148,7 +147,7 @@ class UnitReader {
       }
       const bool is_prepared_once = is_tall_ && formats_.size() == 1 && !copies_;
       for (int64_t row = first; row < last; ++row) {
-        Segment segment{at(row, begin), columns, nullptr, nullptr, 0};
+        Segment segment{at(row, begin), columns, {}, 0};
         if (!is_prepared_once) segment = prepare(row, begin, columns);
         for (size_t i = 0; i < formats_.size(); ++i)
           if (!read(formats_[i], segment, row, begin, &(*out)[i])) return false;
@@ -168,9 +167,9 @@ class UnitReader {
     const int64_t place = row * matrices_.columns + column;
     const char* const p =
         static_cast<const char*>(matrices_.data) + place * (matrices_.word == FloatWord::float32 ? 4 : 2);
-    Segment segment{copies_ ? copy_.data() : at(row, column), columns, amax_.data(), signal_.data(), 0};
-    kernels_.prepare(p, matrices_.word, columns, copies_ ? copy_.data() : nullptr, amax_.data(), signal_.data(),
-                     &segment.zeros);
+    Segment segment{copies_ ? copy_.data() : at(row, column), columns, {amax_.data(), signal_.data()}, 0};
+    is_wide_ |= kernels_.prepare(p, matrices_.word, columns, copies_ ? copy_.data() : nullptr, amax_.data(),
+                                 signal_.data(), &segment.zeros);
     zeros_ += segment.zeros;
     return segment;
   }
@@ -190,16 +189,19 @@ class UnitReader {
     int64_t zeros = -segment.zeros;
     const bool is_power = format.scale == BlockScale::power;
     if (is_power || format.scale == BlockScale::two_level) {
-      if (!(is_power ? make_powers(format, segment, blocks) : make_levels(format, segment, blocks))) return false;
-      RoundCounts counts;
-      (is_power ? kernels_.power : kernels_.two_level)(segment.x, blocks, factor_.data(), value_.data(), element,
-                                                       noise_.data(), &counts);
-      for (int64_t i = 0; i < blocks; ++i) {
-        const double signal = is_power ? segment.signal[2 * i] + segment.signal[2 * i + 1] : segment.signal[i];
-        // The largest element of an MX block never becomes zero.
-        const bool is_flushed = !is_power && as_float(segment.amax[i]) * factor_[size_t(i)] <= 0.25f;
-        out->block(start + i, signal == 0, is_flushed, value_[size_t(i)], signal, noise_[size_t(i)]);
+      const BlockArrays arrays{factor_.data(), value_.data(), sums_.data(), noise_.data()};
+      if (is_power) {
+        if (!kernels_.powers(segment.granules, blocks, format.largest, kMostBits, arrays)) return false;
+      } else {
+        if (format.amax < kLeast || format.amax > kMost) return false;
+        const float of_tensor = format.amax / (448 * format.largest);
+        out->add(fit_item::flushed_blocks,
+                 kernels_.levels(segment.granules, blocks, format.largest, of_tensor, arrays));
       }
+      RoundCounts counts;
+      const auto kernel = is_power ? kernels_.power : kernels_.two_level[is_wide_];
+      kernel(segment.x, blocks, arrays.factor, arrays.value, element, arrays.noise, &counts);
+      out->blocks(kernels_, start, blocks, arrays);
       out->add(fit_item::saturated, counts.saturated);
       zeros += counts.zeros - (blocks * width - segment.columns);
     } else {
@@ -217,30 +219,6 @@ class UnitReader {
     return true;
   }
 
-  bool make_powers(const BlockFormat& format, const Segment& segment, int64_t blocks) {
-    const int32_t emax = std::ilogb(format.largest);
-    bool is_known = true;
-    for (int64_t i = 0; i < blocks; ++i) {
-      const uint32_t amax = std::max(segment.amax[2 * i], segment.amax[2 * i + 1]);
-      const int32_t code = amax == 0 ? 127 : int32_t(amax >> 23) - emax;
-      is_known &= code >= 1 && as_float(amax) <= kMost;
-      factor_[size_t(i)] = as_float(uint32_t(254 - code) << 23);
-      value_[size_t(i)] = as_float(uint32_t(code) << 23);
-    }
-    return is_known;
-  }
-
-  bool make_levels(const BlockFormat& format, const Segment& segment, int64_t blocks) {
-    const float of_tensor = format.amax / (448 * format.largest), reciprocal = 1 / of_tensor;
-    for (int64_t i = 0; i < blocks; ++i) {
-      const float wanted = as_float(segment.amax[i]) / format.largest / of_tensor;
-      const float stored = as_e4m3(std::min(std::max(wanted, 0.015625f), 448.0f));
-      factor_[size_t(i)] = reciprocal / stored;
-      value_[size_t(i)] = of_tensor * stored;
-    }
-    return format.amax >= kLeast && format.amax <= kMost;
-  }
-
   static float factor_of(const BlockFormat& format, const WideBlock& block) {
     return float(double(format.largest) / std::max(double(as_float(block.amax)), kFloat8Eps));
   }
@@ -250,15 +228,17 @@ class UnitReader {
              int64_t width, WideBlock* block) {
     const int64_t count = pieces(std::min(width, segment.columns - first), 16) * 16;
     const float factor = factor_of(format, *block);
-    const auto kernel = format.scale == BlockScale::divisor ? kernels_.divisor : kernels_.factor;
+    const auto kernel = (format.scale == BlockScale::divisor ? kernels_.divisor : kernels_.factor)[is_wide_];
     block->noise += kernel(segment.x + first, count, factor, 1 / factor, element, &block->zeros);
     block->rounded += count;
     return as_float(block->amax) <= kMost;
   }
 
   void finish(const BlockFormat& format, const WideBlock& block, int64_t index, FitRow* out) {
-    const float factor = factor_of(format, block);
-    out->block(index, block.amax == 0, block.zeros == block.rounded, 1 / factor, block.signal, block.noise);
+    float factor = factor_of(format, block), scale = 1 / factor;
+    double signal = block.signal, noise = block.noise;
+    out->blocks(kernels_, index, 1, {&factor, &scale, &signal, &noise});
+    out->add(fit_item::flushed_blocks, block.amax != 0 && block.zeros == block.rounded);
   }
 
   void finish_tiles(const BlockFormat& format, int64_t first, int64_t last, int64_t begin, int64_t columns,
@@ -284,10 +264,11 @@ class UnitReader {
   const bool is_tall_;
   const int64_t longest_;
   bool copies_;
-  int64_t zeros_ = 0;  // that were prepared since tiles were finished
+  bool is_wide_ = false;  // since `begin`: some squares leave float32
+  int64_t zeros_ = 0;     // that were prepared since tiles were finished
   std::vector<float> copy_, factor_, value_;
   std::vector<uint32_t> amax_;
-  std::vector<double> signal_, noise_;
+  std::vector<double> signal_, sums_, noise_;
   std::vector<WideBlock> tiles_;
 };
 

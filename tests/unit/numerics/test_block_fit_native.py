@@ -1,4 +1,4 @@
-"""The compiled loops of would_fit against plain torch: counts and worst blocks equal, sums to 1e-12."""
+"""The compiled loops of would_fit against plain torch: counts and worst blocks equal, sums to 1e-6."""
 
 from __future__ import annotations
 
@@ -57,14 +57,12 @@ def check(x: torch.Tensor, names: list[str], *, has_ties: bool = False) -> None:
         for field in (*exact, "num_nonfinite", "num_flushed_blocks"):
             assert getattr(ours, field) == getattr(theirs, field), (ours.format, field)
         assert ours.scales == pytest.approx(theirs.scales, rel=0, nan_ok=True), ours.format
-        assert ours.signal == pytest.approx(theirs.signal, rel=1e-12), ours.format
-        assert ours.noise == pytest.approx(theirs.noise, rel=1e-12), ours.format
-        assert [one.sqnr for one in ours.worst] == pytest.approx([one.sqnr for one in theirs.worst], abs=1e-9)
+        assert ours.signal == pytest.approx(theirs.signal, rel=1e-6), ours.format
+        assert ours.noise == pytest.approx(theirs.noise, rel=1e-6), ours.format
+        assert [one.sqnr for one in ours.worst] == pytest.approx([one.sqnr for one in theirs.worst], abs=1e-5)
         if not has_ties:
             assert [one.block for one in ours.worst] == [one.block for one in theirs.worst], ours.format
-        assert [one.sqnr for one in ours.worst] == pytest.approx(
-            [one.sqnr for one in theirs.worst], rel=1e-10
-        )
+        assert [one.sqnr for one in ours.worst] == pytest.approx([one.sqnr for one in theirs.worst], rel=1e-6)
 
 
 def rough(*shape: int) -> torch.Tensor:
@@ -117,7 +115,7 @@ def test_every_step_of_an_element() -> None:
         for scale in (1.0, 0.3, 2.0**-20, 7.77e3):
             x = torch.cat([near, -near]) * scale
             x = torch.cat([x.repeat(32, 1), torch.full((32, 1), element.ends.largest * scale)], 1)
-            check(x.contiguous(), [name])
+            check(x.contiguous(), [name], has_ties=True)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, 1e-38, 1e-45])
