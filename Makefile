@@ -2,7 +2,7 @@
 #
 #   make test           lint, and the quick tests of every room
 #   make test-all       lint, and every test that needs no GPU; CI runs it
-#   make test-pure      the quick tests without the compiled part; CI runs it too
+#   make test-pure      the quick tests of what reads tensors, without the compiled part; CI runs it too
 #   make test-gpu       the tests that need a GPU
 #   make test-torchao   the tests that compare block formats with torchao; CI runs it too
 #   make test-vllm      the tests of the plugin in vLLM, of a comparison with it, and of TRL with it
@@ -81,9 +81,19 @@ test-all: $(if $(filter 1,$(OFFLINE)),,$(STAMPS)/engines)
 test test-all: lint
 	OMP_WAIT_POLICY=passive $(PY) -m pytest -m "$(MARKS)" $(PARALLEL) --durations=10 $(ARGS)
 
-# All quick tests but those of C++, with reductions, slot and recorder in Python (tests/integration/test_fallback.py).
+# Quick tests with reductions, slot and recorder in Python, of the rooms that use the compiled part and of whole programs
+# (tests/integration/test_fallback.py). Left out is what proves the same with it and without: tests of documents, pages,
+# commands, benchmarks and other libraries, and the exhaustive tests of the reference, which is called by name there.
+PURE_ROOMS := capsule checkpoint diagnosis equivalence instrumentation monitoring numerics recording session
+PURE_FILES := blackbox/test_errors cli/test_doctor distributed/test_replicas
+PURE_TESTS := tests/compile tests/integration $(PURE_ROOMS:%=tests/unit/%) $(PURE_FILES:%=tests/unit/%.py) \
+  tests/thirdparty/test_serving.py
+NOT_PURE := $(addprefix integration/test_,architecture bench bench_call bench_step black_box cuda_bench cuda_bench_step \
+  cure_models cures_applied docs docstrings errors_travel gpu_day patch_git schemas silent_trainings strangers_files visible) \
+  unit/numerics/test_ranges_blocks unit/numerics/test_ranges_exhaustive
 test-pure: $(TOOLS)
-	NANWATCH_EXT=0 OMP_WAIT_POLICY=passive $(PY) -m pytest -m "not cuda and not slow and not native" $(PARALLEL) $(ARGS)
+	NANWATCH_EXT=0 OMP_WAIT_POLICY=passive $(PY) -m pytest $(PURE_TESTS) $(NOT_PURE:%=--ignore=tests/%.py) \
+	  -m "not cuda and not slow and not native" $(PARALLEL) $(ARGS)
 
 # Apart from all others, as transformers would find torchao too.
 TORCHAO_TESTS := $(addprefix tests/unit/,$(addsuffix .py,numerics/test_scaled_torchao numerics/test_block_reference_torchao \
