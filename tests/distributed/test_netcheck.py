@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from support.netcheck_ranks import HOST, MARGIN, free_port, rank_environment, step, why
+from support.processes import forking_python
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was 
 def test_four_healthy_ranks_under_torchrun():
     """Each says OK in a line of its own, rank 0 says versions and devices once, and the status is 0."""
     torchrun = (
-        sys.executable,
+        forking_python(),
         "-m",
         "torch.distributed.run",
         "--nproc_per_node",
@@ -47,7 +47,7 @@ def test_four_healthy_ranks_under_torchrun():
             "8",
             "64KiB",
         ],
-        env=rank_environment(),
+        env=rank_environment(PYTHON_EXEC=forking_python()),
         capture_output=True,
         text=True,
         timeout=300,
@@ -155,7 +155,7 @@ def test_a_rank_killed_in_the_middle_is_named_by_the_others(ranks, victim):
 def test_a_rank_that_is_stopped_is_named_when_the_time_is_over(ranks):
     """A stopped rank does not answer, and the summary says which rank said nothing."""
     for rank in range(2):
-        ranks.start(rank, 2, "--rounds", "100000", "--timeout", "6", "--json")
+        ranks.start(rank, 2, "--rounds", "100000", "--timeout", "6", "--json", is_forked=rank == 0)
     time.sleep(0.5)
     errors = ranks.started[0].stderr
     assert errors is not None
@@ -206,7 +206,7 @@ with clock.step("a native call"):
 def guarded(library: str) -> subprocess.CompletedProcess[str]:
     script = _GUARDED.format(library=library)
     return subprocess.run(
-        [sys.executable, "-c", script], env=rank_environment(), capture_output=True, text=True, timeout=50
+        [forking_python(), "-c", script], env=rank_environment(), capture_output=True, text=True, timeout=50
     )
 
 
@@ -243,7 +243,7 @@ def test_a_link_that_is_broken_is_no_consequence_of_earlier_news(error, follows)
     """If two ranks cannot reach each other, both are broken, whichever reported it first."""
     script = _NEWS.format(error=error)
     done = subprocess.run(
-        [sys.executable, "-c", script], env=rank_environment(), capture_output=True, text=True, timeout=50
+        [forking_python(), "-c", script], env=rank_environment(), capture_output=True, text=True, timeout=50
     )
     assert done.returncode == 1
     assert f"follows={follows}" in done.stdout
@@ -253,7 +253,7 @@ def test_a_link_that_is_broken_is_no_consequence_of_earlier_news(error, follows)
 def test_without_a_launcher_it_says_how_to_start_it():
     """Status 2, and torchrun's command line."""
     done = subprocess.run(
-        [sys.executable, "-m", "nanwatch.netcheck"],
+        [forking_python(), "-m", "nanwatch.netcheck"],
         env=rank_environment(),
         capture_output=True,
         text=True,

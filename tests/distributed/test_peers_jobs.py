@@ -7,7 +7,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from nanwatch import Report
 from nanwatch.distributed.merge import merge
 from support.netcheck_ranks import free_port, rank_environment, run_ranks
 from support.paths import SCRIPTS
+from support.processes import forking_python
 
 _SCRIPT = SCRIPTS / "rank_scenarios.py"
 _GUILTY = re.compile(
@@ -73,10 +73,10 @@ def launch(
     """torchrun with these options, when it has ended; with the status that the last scenario makes."""
     given = folder / "scenarios.json"
     given.write_text(json.dumps(scenarios))
-    line = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world_size}", *options]
+    line = [forking_python(), "-m", "torch.distributed.run", f"--nproc_per_node={world_size}", *options]
     done = subprocess.run(
         [*line, str(_SCRIPT), str(given), str(folder)],
-        env=rank_environment(),
+        env=rank_environment(PYTHON_EXEC=forking_python()),
         capture_output=True,
         text=True,
         timeout=60 + 30 * len(scenarios),
@@ -215,12 +215,12 @@ def test_launchers_that_count_restarts_for_themselves_have_one_verdict(tmp_path)
     launchers = [
         subprocess.Popen(
             [
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"),
+                *(forking_python(), "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"),
                 *("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=job7"),
                 *(f"--max_restarts={restarts}", "--local_addr=127.0.0.1"),
                 *(str(_SCRIPT.with_name("elastic_node.py")), name, str(tmp_path)),
             ],
-            env=rank_environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            env=rank_environment(PYTHON_EXEC=forking_python(), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from nanwatch.netcheck.meeting import Arrival
-from support.processes import PYTHONPATH
+from support.processes import PYTHONPATH, forking_python
 
 HOST = socket.gethostname()
 MARGIN = 30  # seconds beyond the timeout: a busy machine takes long to import torch in several processes
@@ -39,7 +39,7 @@ def run_ranks(
     """Python with this command, a process a rank and no launcher; what each of them left when all had ended."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, *command],
+            [forking_python(), *command],
             env=rank_environment(RANK=str(rank), WORLD_SIZE=str(world_size)),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -66,8 +66,15 @@ class Ranks:
         self.port = free_port()
 
     def start(
-        self, rank: int, world_size: int, *arguments: str, before: tuple[str, ...] = (), **changes: str
+        self,
+        rank: int,
+        world_size: int,
+        *arguments: str,
+        before: tuple[str, ...] = (),
+        is_forked: bool = True,
+        **changes: str,
     ) -> subprocess.Popen[str]:
+        """Start a rank. What stands before Python, such as `ip netns exec`, does not reach a fork, nor does SIGSTOP."""
         env = rank_environment(
             **{
                 "RANK": str(rank),
@@ -78,7 +85,8 @@ class Ranks:
                 **changes,
             }
         )
-        line = [*before, sys.executable, "-m", "nanwatch.netcheck", *_SMALL, *arguments]
+        python = forking_python() if is_forked and not before else sys.executable
+        line = [*before, python, "-m", "nanwatch.netcheck", *_SMALL, *arguments]
         self.started[rank] = subprocess.Popen(
             line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

@@ -14,14 +14,19 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import nanwatch
 from support.paths import SCRIPTS, TESTS
 
 PYTHONPATH = os.pathsep.join([str(Path(nanwatch.__file__).parents[1]), str(TESTS)])
 
-_IMPORTED = "nanwatch.__main__", "nanwatch.cli.commands"
+# With nanwatch.session.api, which brings most of nanwatch, and what ranks import, a process is 1 to 3 s shorter.
+_IMPORTED = (
+    *("nanwatch.__main__", "nanwatch.cli.commands", "nanwatch.cli.equivalence", "nanwatch.session.api"),
+    *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"),
+    *("torch.nn.parallel", "torch.distributed.launcher.api"),
+)
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -58,7 +63,7 @@ def forked(
         stderr = stdout if stderr == subprocess.STDOUT else err.fileno()
         descriptors = [given.fileno(), stdout, stderr, writer]
         socket.send_fds(
-            _server(*(_IMPORTED if imported else ())), [json.dumps(request).encode()], descriptors
+            _server(*(_IMPORTED if imported else ())).channel, [json.dumps(request).encode()], descriptors
         )
         os.close(writer)
         with open(reader, encoding="ascii") as answers:
@@ -83,23 +88,50 @@ def _text(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
+def forking_python() -> str:
+    """Return the path of a program that does as `python` does, in a fork as those of `forked`.
+
+    It takes the arguments that `forked` takes. Where PYTHON_EXEC has its path too, the processes that torchrun starts
+    are forks, and so are those that a program starts by `sys.executable`. SIGSTOP does not reach a fork.
+    """
+    return str(_server(*_IMPORTED).python)
+
+
+class _Server(NamedTuple):
+    """The socket to a process that forks, and a program that asks the process for a fork."""
+
+    channel: socket.socket
+    python: Path
+
+
 @functools.cache
-def _server(*names: str) -> socket.socket:
+def _server(*names: str) -> _Server:
     """Start the process that forks. It ends when the socket is closed, at the latest by the end of this process."""
+    folder = tempfile.TemporaryDirectory(prefix="forks-")
+    python, path = Path(folder.name, "python"), Path(folder.name, "socket")
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "{SCRIPTS / "fork_client.py"}" "{path}" "$@"\n')
+    python.chmod(0o755)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-    with theirs:
+    clients = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    clients.bind(str(path))
+    clients.listen()
+    with theirs, clients:
+        descriptors = [theirs.fileno(), clients.fileno()]
         server = subprocess.Popen(
-            [sys.executable, str(SCRIPTS / "command_forks.py"), str(theirs.fileno()), *names],
+            [sys.executable, str(SCRIPTS / "command_forks.py"), *map(str, descriptors), *names],
             env=environment(OMP_NUM_THREADS="1", PYTHONUNBUFFERED=""),
-            pass_fds=[theirs.fileno()],
+            pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
-    atexit.register(_end, ours, server)
-    return ours
+    atexit.register(_end, ours, server, folder)
+    return _Server(ours, python)
 
 
-def _end(channel: socket.socket, server: subprocess.Popen[bytes]) -> None:
+def _end(
+    channel: socket.socket, server: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]
+) -> None:
     channel.close()
     server.wait(60)
+    folder.cleanup()

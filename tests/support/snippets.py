@@ -21,9 +21,7 @@ import doctest
 import io
 import math
 import re
-import shlex
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ import torch
 from torch import nn
 
 import nanwatch
-from support.processes import environment, forked
+from support.processes import environment, forking_python
 
 _PIECE = re.compile(
     r"^<!-- test: (?P<word>skip|setup)(?P<rest>.*?)-->\n"
@@ -46,9 +44,9 @@ _NUMBER = re.compile(
 _ABS_MIN = re.compile(r"^(?=\d\.\d\de[-+]\d\d +(?:\d\.\d\de[-+]\d\d|inf|nan) )", re.MULTILINE)
 _SECONDS = 240
 _ENVIRONMENT = {"COLUMNS": "80", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-_SHELL = f"""python() {{ {sys.executable} "$@"; }}
-nanwatch() {{ {sys.executable} -m nanwatch "$@"; }}
-torchrun() {{ {sys.executable} -m torch.distributed.run "$@"; }}
+_SHELL = """python() { "$PYTHON_EXEC" "$@"; }
+nanwatch() { "$PYTHON_EXEC" -m nanwatch "$@"; }
+torchrun() { "$PYTHON_EXEC" -m torch.distributed.run "$@"; }
 """
 
 
@@ -94,24 +92,16 @@ def snippets(page: str) -> list[Snippet]:
 
 def run_command(command: str, folder: Path) -> tuple[int, str]:
     """Return the exit status of a command, and what it wrote to stdout and stderr."""
-    words = shlex.split(command, comments=True)
-    is_python = words[0] == "nanwatch" or (words[0] == "python" and words[1].endswith(".py"))
-    if is_python and not set(command) & set(";|&<>$"):
-        words = ["-m", *words] if words[0] == "nanwatch" else words[1:]
-        done = forked(
-            *words, cwd=folder, env=environment(**_ENVIRONMENT), stderr=subprocess.STDOUT, timeout=_SECONDS
-        )
-    else:
-        done = subprocess.run(
-            ["bash", "-c", _SHELL + command],
-            cwd=folder,
-            env=environment(**_ENVIRONMENT),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            timeout=_SECONDS,
-        )
+    done = subprocess.run(
+        ["bash", "-c", _SHELL + command],
+        cwd=folder,
+        env=environment(**_ENVIRONMENT, PYTHON_EXEC=forking_python()),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        timeout=_SECONDS,
+    )
     return done.returncode, done.stdout
 
 

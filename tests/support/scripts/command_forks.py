@@ -1,8 +1,10 @@
 """Run Python programs in forks of this process, which has imported torch: each then starts at once.
 
-The words behind the number of the socket are more modules to import. A message on the socket has a program as JSON and
-the descriptors of its stdin, stdout and stderr. The last descriptor gets the number of its process and, when it has
-ended, its exit status.
+    python command_forks.py DESCRIPTOR DESCRIPTOR MODULE...
+
+The modules are imported too. A message on the first socket has a program as JSON and the descriptors of its stdin,
+stdout and stderr. The last descriptor gets the number of its process and, when it has ended, its exit status. The
+second socket listens: each process that connects, such as fork_client.py, sends one message of the same form.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ import importlib
 import json
 import os
 import runpy
+import select
+import signal
 import socket
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -27,29 +32,50 @@ OWN_PYTHONPATH = os.environ["PYTHONPATH"].split(os.pathsep)
 
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
-    for name in sys.argv[2:]:
+    clients = socket.socket(fileno=int(sys.argv[2]))
+    for name in sys.argv[3:]:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # or each fork would look through all of it, and so copy it, at its end
     while True:
-        request, descriptors, *_ = socket.recv_fds(channel, 1 << 20, 4)
-        if not request:
-            return
-        if os.fork() == 0:
-            channel.close()
-            child = os.fork()
-            if child == 0:
-                begin(descriptors, **json.loads(request))
+        for ready in select.select([channel, clients], [], [])[0]:
+            given = channel if ready is channel else clients.accept()[0]
+            request, descriptors, *_ = socket.recv_fds(given, 1 << 20, 4)
+            if given is not channel:
+                given.close()
+            elif not request:
                 return
-            os.write(descriptors[3], f"{child}\n".encode())
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            os.write(descriptors[3], f"{status}\n".encode())
-            os._exit(0)
-        for descriptor in descriptors:
-            os.close(descriptor)
+            if request and os.fork() == 0:
+                channel.close()
+                clients.close()
+                child = os.fork()
+                if child == 0:
+                    begin(descriptors, **json.loads(request))
+                    return
+                answer(descriptors[3], child)
+                answer(descriptors[3], status_of(child, descriptors[3]))
+                os._exit(0)
+            for descriptor in descriptors:
+                os.close(descriptor)
         with contextlib.suppress(ChildProcessError):  # none is left
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+
+
+def answer(answers: int, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        os.write(answers, f"{number}\n".encode())
+
+
+def status_of(child: int, answers: int) -> int:
+    """Return the exit status of the child, which is killed when nobody waits for the answer any more."""
+    ended = os.pidfd_open(child)
+    waiting = select.poll()
+    waiting.register(ended, select.POLLIN)
+    waiting.register(answers, 0)  # that nobody reads it is always told
+    if all(descriptor != ended for descriptor, _ in waiting.poll()):
+        os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def begin(descriptors: list[int], folder: str, environment: dict[str, str], words: list[str]) -> None:
@@ -58,6 +84,9 @@ def begin(descriptors: list[int], folder: str, environment: dict[str, str], word
     os.environ.clear()
     os.environ.update(environment)
     torch.default_generator.seed()  # as in each new process
+    if job := sys.modules.get("nanwatch.util.job"):
+        job._BEGUN = time.time()
+    sys.executable = environment.get("PYTHON_EXEC", sys.executable)
     given = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[1:] = [*given, *(path for path in sys.path[1:] if path not in OWN_PYTHONPATH)]
     for number, descriptor in enumerate(descriptors[:3]):
@@ -65,7 +94,11 @@ def begin(descriptors: list[int], folder: str, environment: dict[str, str], word
     for descriptor in descriptors:
         os.close(descriptor)
     sys.stdout.reconfigure(line_buffering=bool(environment.get("PYTHONUNBUFFERED")))
-    while words[0] == "-W":
+    while words[0] in ("-u", "-W"):
+        if words[0] == "-u":
+            sys.stdout.reconfigure(write_through=True)
+            words = words[1:]
+            continue
         action, _, category = words[1].partition("::")
         warnings.simplefilter(action, getattr(builtins, category or "Warning"))  # type: ignore[arg-type]
         words = words[2:]
@@ -77,6 +110,11 @@ def begin(descriptors: list[int], folder: str, environment: dict[str, str], word
         sys.argv = ["-c", *words[2:]]
         sys.path[0] = ""
         exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        return
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path[0] = folder
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
     sys.argv = words
     sys.path[0] = str(Path(words[0]).resolve().parent)

@@ -113,7 +113,9 @@ def test_a_source_of_chance_of_a_script_is_named(
 ) -> None:
     """Tensor, operation, cause, and the cure that was tried."""
     script = SCRIPTS[name]
-    if name not in OF_THE_INTERPRETER:
+    if name in OF_THE_INTERPRETER:  # 3 s a run, and each trial takes two
+        monkeypatch.setattr(equivalence, "TRIALS", {"hash": equivalence.TRIALS["hash"]})
+    else:
         request.getfixturevalue("forks")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
@@ -132,6 +134,7 @@ def test_a_source_of_chance_of_a_script_is_named(
     assert script.cure in "".join(cured)
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_repeatable_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

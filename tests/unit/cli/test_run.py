@@ -38,15 +38,8 @@ HF = [
 HF += ["--save_strategy", "no", "--disable_tqdm", "true", "--output_dir", "out"]
 
 
-def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments],
-        env=ENVIRONMENT, cwd=cwd, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-
-
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return python("-m", "nanwatch", "run", *arguments, cwd=cwd)
+    return forked("-W", "ignore", "-m", "nanwatch", "run", *arguments, cwd=cwd, env=ENVIRONMENT)
 
 
 def both(*arguments: str, cwd: Path) -> tuple[subprocess.CompletedProcess[str], ...]:
@@ -124,16 +117,14 @@ def test_the_module_is_the_one_that_hooks_find(tmp_path, monkeypatch):
     assert finding.module == first_fault(model, scope["main"])
 
 
-@pytest.mark.slow
 def test_the_script_sees_what_it_would_see(tmp_path):
     """sys.argv, __name__, __file__, sys.path[0] and __main__ are those of `python SCRIPT` and `python -m MODULE`."""
-    body = "import os\nprint(sys.argv, __name__, os.path.realpath(__file__), sys.path[0])\n"
+    body = "import os, sys\nx = []\nprint(sys.argv, __name__, os.path.realpath(__file__), sys.path[0])\n"
     body += "print(sys.modules['__main__'].x is x)\n"
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
-    script(tmp_path, body)
-    script(tmp_path / "package", body, "mod.py")
-    script(tmp_path / "package", body, "__main__.py")
+    for name in ("script.py", "package/mod.py", "package/__main__.py"):
+        (tmp_path / name).write_text(body)
     for arguments in (
         ["script.py"],
         [str(tmp_path / "script.py")],
@@ -142,7 +133,9 @@ def test_the_script_sees_what_it_would_see(tmp_path):
         ["-m", "package"],
     ):
         arguments = [*arguments, "--every", "x", "-m"]
-        watched, plain = run(*arguments, cwd=tmp_path), python(*arguments, cwd=tmp_path)
+        command = [sys.executable, *arguments]
+        plain = subprocess.run(command, env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True)
+        watched = run(*arguments, cwd=tmp_path)
         assert watched.stdout == plain.stdout
         assert plain.stdout
         assert watched.returncode == 0, watched.stderr
@@ -205,7 +198,9 @@ def test_in_a_process_group_the_report_is_shown_once(tmp_path, capsys, hook):
 def test_a_warning_without_a_line_of_the_users_names_no_file_of_nanwatchs(tmp_path):
     """The sum of `nanwatch run` comes when the script has ended."""
     arguments = ["run", "--on-nonfinite", "warn", script(tmp_path, "net(x * torch.nan)\n")]
-    done = python("-W", "default", "-m", "nanwatch", *arguments, cwd=tmp_path)
+    # No fork, whose callers are lines of a file too.
+    line = [sys.executable, "-W", "default", "-m", "nanwatch", *arguments]
+    done = subprocess.run(line, env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True)
     warned = [line.partition(": RuntimeWarning: ") for line in done.stderr.splitlines() if "Warning" in line]
     places = [(Path(place).name, text.split()[0]) for place, _, text in warned]
     assert [place.partition(":")[0] for place, _ in places] == ["script.py", "nanwatch"]
