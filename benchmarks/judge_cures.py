@@ -5,7 +5,8 @@
 The models of `cures/models` come from public threads. Those of `cures/taste.py` have a form that a reviewer wants and a
 value in float64; half of them are held back from tuning. Those of `cures/overflows.py` leave float16's range, and the
 cures expected of each, a wider format or a clamp, stand beside it. Prints some lines for each model, how often each
-rule cures one, and the scores.
+rule cures one, and the scores. Exit status 1 where a cure is told that does not work, where fewer than nine of ten
+models are cured, or where a search takes too long.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from cures import overflows
-from cures.judge import facts, judge, table
+from cures.judge import broken_promises, facts, judge, table
 from cures.table import CURES
 from cures.taste import TASTES
 from cures.taste_judge import judge_taste, lines
 
 
-def main() -> None:
-    """Judge the models of the command line, all by default."""
+def main() -> int:
+    """Judge the models of the command line, all by default. Return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -59,7 +60,7 @@ def main() -> None:
         opinions = judge_taste(few, folder / "taste", options.jobs) if few and not options.json else []
     if options.json:
         sys.stdout.write(json.dumps([facts(one) for one in verdicts]))
-        return
+        return 0
     for found in (table(verdicts) if verdicts else (), lines(opinions) if opinions else ()):
         sys.stdout.writelines(f"{line}\n" for line in found)
     if options.only in (None, "formats") and not options.names and not options.half:
@@ -68,7 +69,12 @@ def main() -> None:
             f"{'WRONG' if text else 'right'} {name} {text}\n" for name, text in wrong.items()
         )
         sys.stdout.write(f"formats: {sum(not text for text in wrong.values())} of {len(wrong)} right\n")
+    broken = broken_promises([facts(one) for one in verdicts])
+    if verdicts and not options.names and sum(one.is_patched for one in verdicts) < 60:
+        broken.append("fewer than 60 patches work")
+    sys.stdout.writelines(f"BROKEN {one}\n" for one in broken)
+    return int(bool(broken))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -31,6 +31,7 @@ from nanwatch.report.finding import Finding
 COMMAND = Path(__file__).parents[1] / "judge_cures.py"
 # Healthy values may move by this part of their norm, or by as much as the cure that the thread chose moves them.
 _MOST_CHANGE = 0.01
+_MOST_RUNS, _MOST_LINES = 8, 39
 
 
 @dataclass
@@ -357,6 +358,22 @@ def judged(*names: str) -> list[dict[str, Any]]:
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
+
+
+def broken_promises(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Return what the facts of these verdicts break, in words: nothing where all promises hold.
+
+    At most eight forwards beyond the training's own, a text that fits a screen, no cure that does not work, and for
+    nine models of ten one that works.
+    """
+    broken = [f"{one['name']}: {one['trouble']}" for one in found if one["trouble"]]
+    broken += [f"{one['name']}: {fault}" for one in found for fault in one["faults"]]
+    broken += [f"{one['name']}: {one['runs']} forwards" for one in found if one["runs"] > _MOST_RUNS]
+    broken += [
+        f"{one['name']}: {one['text_lines']} lines" for one in found if one["text_lines"] > _MOST_LINES
+    ]
+    cured = sum(one["works"] for one in found)
+    return broken + [f"{cured} of {len(found)} are cured"] * (cured < 0.9 * len(found))
 
 
 def facts(verdict: Verdict) -> dict[str, Any]:

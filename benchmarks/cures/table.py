@@ -2109,3 +2109,5 @@ FAMILIES = {
     "indexed loss": "mse_missing_targets",
     "option of a module": "ctc_short_input",
 }
+# Those of the quick tests.
+QUICK_FAMILIES = ("division", "logarithm", "masked softmax", "loss by hand")
