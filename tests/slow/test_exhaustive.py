@@ -10,6 +10,20 @@ from support.corruptions import missed
 from support.implementations import IMPLEMENTATIONS, active, missing
 from support.oracle import assert_rows
 
+_INF = 0x7F80_0000  # the pattern of infinity: those below are finite, those above are nan
+_NORMAL = 0x0080_0000  # of the smallest normal number
+
+
+def _ranges(magnitudes: np.ndarray, block: int) -> np.ndarray:
+    """Return the range of each block of patterns that follow each other, the first of which is given.
+
+    IEEE 754 orders magnitudes as the integers that are their patterns: the first is the least and the last the largest.
+    """
+    last = magnitudes + np.uint32(block - 1)
+    is_nan, is_finite = last > _INF, last < _INF
+    ends = [np.where(is_nan, np.nan, one.view(np.float32)) for one in (magnitudes, last)]
+    return np.stack([*ends, is_finite], axis=1).astype(np.float64)
+
 
 def test_all_fp32_patterns() -> None:
     """All 2^32 patterns of fp32: the range of shuffled blocks of 16384, and the counts of each 2^24."""
@@ -17,19 +31,26 @@ def test_all_fp32_patterns() -> None:
     names = [name for name in IMPLEMENTATIONS if not missing(name)]
     # Odd, so a bijection of the block: what is a neighbour in the format is not one in memory.
     shuffle = (np.arange(block, dtype=np.uint32) * 1517) % block
+    starts = np.arange(0, chunk, block, dtype=np.uint32)
+    first_chunk = starts[:, None] + shuffle
+    patterns = np.empty_like(first_chunk)
+    x = torch.from_numpy(patterns.view(np.float32))
     for start in range(0, 1 << 32, chunk):
-        patterns = np.arange(start, start + chunk, block, dtype=np.uint32)[:, None] + shuffle
-        values = patterns.view(np.float32)
-        size, finite = np.abs(values), np.isfinite(values)
-        want = np.stack([size.min(axis=1), size.max(axis=1), finite.all(axis=1)], axis=1).astype(np.float64)
+        np.add(first_chunk, np.uint32(start), out=patterns)
+        magnitude = start & 0x7FFF_FFFF
+        want = _ranges(starts + np.uint32(magnitude), block)
+
+        def count(low: int, high: int, magnitude: int = magnitude) -> int:
+            return len(range(max(low, magnitude), min(high, magnitude + chunk)))
+
+        infs, is_negative = count(_INF, _INF + 1), start >= 1 << 31
         counts = (
-            np.isnan(values).sum(),
-            (values == np.inf).sum(),
-            (values == -np.inf).sum(),
-            (values == 0).sum(),
-            ((patterns & 0x7FFF_FFFF) < 0x0080_0000).sum() - (values == 0).sum(),
+            count(_INF + 1, 1 << 31),
+            0 if is_negative else infs,
+            infs if is_negative else 0,
+            count(0, 1),
+            count(1, _NORMAL),
         )
-        x = torch.from_numpy(values)
         for name in names:
             with active(name) as implementation:
                 placed = implementation.place(x)
