@@ -11,9 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.implementations import Implementation
+from support.implementations import IMPLEMENTATIONS, active, missing
 from support.oracle import DTYPES, FORMATS, expected, from_patterns, same
 
+# In one test, as the oracle takes longer than all of them.
+HOST = tuple(name for name in IMPLEMENTATIONS if name != "cuda")
 BLOCK = 16 << 10  # bytes; kBlockBytes of csrc/cpu/range_loop_impl.h
 BYTES = 4 * BLOCK + 200
 PLACES = st.sampled_from(
@@ -48,10 +50,13 @@ def ordinary(dtype: torch.dtype, count: int, shift: int) -> np.ndarray:
     [(BYTES, PLACES), pytest.param(STREAMS_BYTES, STREAM_PLACES, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.bool])
+@pytest.mark.parametrize(
+    "names", [HOST, pytest.param(("cuda",), marks=pytest.mark.cuda)], ids=["host", "cuda"]
+)
 @given(data=st.data())
 @settings(max_examples=25)
 def test_specials_among_ordinary_numbers(
-    implementation: Implementation,
+    names: tuple[str, ...],
     dtype: torch.dtype,
     num_bytes: int,
     places: st.SearchStrategy[int],
@@ -64,12 +69,17 @@ def test_specials_among_ordinary_numbers(
     for place, pattern in data.draw(st.lists(placed, max_size=4)):
         words[place // dtype.itemsize] = pattern
     offset = data.draw(st.integers(0, 3))
-    x = implementation.place(from_patterns(words, dtype)[offset:])
-    want = expected(x.cpu())
+    given_words = from_patterns(words, dtype)[offset:]
+    want = expected(given_words)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # each of two would have too little to read it at several places
     try:
-        assert same(implementation.abs_range(x), want[:3])
-        assert same(implementation.tensor_health(x), want)
+        for name in names:
+            if missing(name):
+                continue
+            with active(name) as implementation:
+                x = implementation.place(given_words)
+                assert same(implementation.abs_range(x), want[:3]), name
+                assert same(implementation.tensor_health(x), want), name
     finally:
         torch.set_num_threads(threads)
