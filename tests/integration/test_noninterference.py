@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
 from typing import Any
@@ -16,7 +17,7 @@ from nanwatch.session.api import watch
 from support.architectures import ARCHITECTURES, built, inputs_of
 from support.training import assert_same_bits, loss_of
 
-STEPS = 20
+STEPS = 10
 
 
 def with_dropout(model: nn.Module) -> nn.Module:
@@ -30,7 +31,7 @@ def with_dropout(model: nn.Module) -> nn.Module:
 def train(
     name: str, watched: bool, how: str, checkpointing: bool, **options: Any
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Twenty steps from the same seed: the losses, and all that is left at the end."""
+    """Ten steps from the same seed: the losses, and all that is left at the end."""
     model = with_dropout(copy.deepcopy(built(name)))
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -53,6 +54,11 @@ def train(
     return losses, end
 
 
+@functools.cache
+def unwatched(name: str, how: str, checkpointing: bool) -> tuple[list[Tensor], dict[str, Any]]:
+    return train(name, False, how, checkpointing)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("how", ["foreach", "fused"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -62,7 +68,7 @@ def test_a_watched_training_ends_with_the_same_bits(name: str, how: str) -> None
     A checkpoint runs a forward again, which has nothing to do with how the step is made after it.
     """
     checkpointing = how == "fused" and bool(getattr(built(name), "supports_gradient_checkpointing", False))
-    assert_same_bits(train(name, True, how, checkpointing), train(name, False, how, checkpointing))
+    assert_same_bits(train(name, True, how, checkpointing), unwatched(name, how, checkpointing))
 
 
 @pytest.mark.slow
@@ -72,7 +78,7 @@ def test_a_training_whose_gradients_are_watched_ends_with_the_same_bits(name: st
     """The same with gradients=True, fused and, where the architecture can, checkpointed."""
     checkpointing = bool(getattr(built(name), "supports_gradient_checkpointing", False))
     watched = train(name, True, "fused", checkpointing, gradients=True)
-    assert_same_bits(watched, train(name, False, "fused", checkpointing))
+    assert_same_bits(watched, unwatched(name, "fused", checkpointing))
 
 
 class _Lives(TorchDispatchMode):

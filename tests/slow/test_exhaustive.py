@@ -26,7 +26,7 @@ def _ranges(magnitudes: np.ndarray, block: int) -> np.ndarray:
 
 
 def test_all_fp32_patterns() -> None:
-    """All 2^32 patterns of fp32: the range of shuffled blocks of 16384, and the counts of each 2^24."""
+    """All 2^32 patterns of fp32 in each native level: the range of shuffled blocks of 16384, the counts of each 2^24."""
     block, chunk = 1 << 14, 1 << 24
     names = [name for name in IMPLEMENTATIONS if not missing(name)]
     # Odd, so a bijection of the block: what is a neighbour in the format is not one in memory.
@@ -52,13 +52,14 @@ def test_all_fp32_patterns() -> None:
             count(1, _NORMAL),
         )
         for name in names:
+            # The reference has no tricks with bits, and takes 1 s a chunk: some chunks, and both ends of each sign.
+            if name == "reference" and (start // chunk) % 16 not in (0, 15):
+                continue
             with active(name) as implementation:
                 placed = implementation.place(x)
                 what = f"{name} from {start:#x}"
                 assert_rows(implementation.abs_ranges(list(placed.unbind())), want, what)
-                # The reference's counts take 0.5 s a chunk: some chunks and both ends of each sign.
-                if name != "reference" or (start // chunk) % 16 in (0, 15):
-                    assert implementation.tensor_health(placed)[5:10] == counts, what
+                assert implementation.tensor_health(placed)[5:10] == counts, what
 
 
 def test_a_million_corruptions_are_seen() -> None:
