@@ -26,7 +26,7 @@ def _ranges(magnitudes: np.ndarray, block: int) -> np.ndarray:
 
 
 def test_all_fp32_patterns() -> None:
-    """All 2^32 patterns of fp32 in each native level: the range of shuffled blocks of 16384, the counts of each 2^24."""
+    """All 2^32 patterns of fp32 in each native level: the range of shuffled blocks of 16384, counts of each 2^24."""
     block, chunk = 1 << 14, 1 << 24
     names = [name for name in IMPLEMENTATIONS if not missing(name)]
     # Odd, so a bijection of the block: what is a neighbour in the format is not one in memory.
