@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -321,23 +322,34 @@ def test_nothing_grows_while_a_part_is_frozen_and_thawed(recorder: str) -> None:
     # The forecasts keep numbers of the latest batches.
     with watched(model, recorder, gradients=True, forecast=False):
         # A call takes more than 50 bytes, and there are 25 in each step.
-        assert_no_growth(run, 100, 25 * 10)
+        assert_no_growth(run, 50, 25 * 10)
 
 
 # torch.compile
 
 
+@functools.cache
+def trained_compiled(case: str, backend: str) -> Any:
+    """Return what a training of the compiled model leaves that nobody watches."""
+    torch._dynamo.reset()
+    return train(torch.compile(CASES[case].built(), backend=backend, fullgraph=True), WORDS[:3], loss_of)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize(
-    "case", ["the embedding", "a whole block in the middle", "all but the head", "all but adapters"]
+    ("case", "backend"),
+    [
+        ("the embedding", "aot_eager"),
+        ("a whole block in the middle", "aot_eager"),
+        ("all but the head", "eager"),
+        ("all but adapters", "eager"),
+        ("all but adapters", "aot_eager"),
+    ],
 )
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_compiled_model_with_frozen_parts(recorder: str, case: str, backend: str) -> None:
     """One graph, trained as it would be unwatched; each trained weight has its record, no other has one."""
-    torch._dynamo.reset()
-    plain, ours = CASES[case].built(), CASES[case].built()
-    expected = train(torch.compile(plain, backend=backend, fullgraph=True), WORDS[:3], loss_of)
+    expected, ours = trained_compiled(case, backend), CASES[case].built()
     torch._dynamo.reset()
     compiled = torch.compile(ours, backend=backend, fullgraph=True)
     with (

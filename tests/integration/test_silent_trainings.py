@@ -17,15 +17,11 @@ from silent.tools.protocol import Finding
 from support.paths import BENCHMARKS
 
 CASES = load()
-QUICK = ("frozen_but_norms", "tie_lost_on_meta", "reduced_over_one_rank")
-EACH = pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case.name in QUICK else pytest.mark.slow) for case in CASES],
-    ids=lambda case: case.name,
-)
+# `benchmarks/silent/run.py --oracle` looks at all of them, and its exit status says whether they hold.
+FEW = ("frozen_but_norms", "tie_lost_on_meta", "reduced_over_one_rank")
 
 
-@EACH
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in FEW], ids=lambda case: case.name)
 def test_the_faulty_form_has_the_effect_and_the_healthy_ones_have_not(case: Case) -> None:
     runs = effects.collect(case)
     assert effects.faults(case, runs) == []

@@ -13,11 +13,11 @@ from support.processes import environment
 
 
 @pytest.mark.parametrize(
-    "script", ["stress_threads.py 25", "stress_threads.py 20 1", "watches_come_and_go.py 6"]
+    "script", ["stress_threads.py 12", "stress_threads.py 10 1", "watches_come_and_go.py 4"]
 )
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "python"])
 def test_threads_for_a_while(script: str, compiled: bool) -> None:
-    """A minute and a half in all; a longer run is `stress_threads.py 1200`. Odd seeds watch gradients."""
+    """A minute in all; a longer run is `stress_threads.py 1200`. Odd seeds watch gradients."""
     if compiled and _extension.C is None:
         pytest.skip(f"no compiled part: {_extension.reason}")
     # Freed memory holds other bytes than it had.
