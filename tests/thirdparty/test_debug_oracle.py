@@ -90,14 +90,14 @@ def _grow(model: nn.Module, where: str, dtype: torch.dtype | None) -> None:
 
 
 def cases() -> Iterator[Any]:
-    """Yield each model, format and place of an overflow twice: once in training, and once in either mode.
+    """Yield each model, format and place of an overflow in one of the four ways, which take turns.
 
-    The first is left to `make test` and takes the four ways in turn, the second is the other way.
+    In float32 the opposite way is left to `make test-all`.
     """
     places = enumerate(("none", "first", "middle", "last"))
     for (i, name), (j, dtype), (k, where) in product(enumerate(NAMES), enumerate(DTYPES), places):
         way = (i + j + k) % 4
-        for one, marks in ((way, []), (way ^ 3, [pytest.mark.slow])):
+        for one, marks in ((way, []), (way ^ 3, [pytest.mark.slow]))[: 2 if dtype == "fp32" else 1]:
             training, mode = bool(one // 2), ("detect", "trace")[one % 2]
             label = f"{name}-{dtype}-{'train' if training else 'eval'}-{where}-{mode}"
             yield pytest.param(name, dtype, training, where, mode, id=label, marks=marks)
@@ -110,12 +110,11 @@ def test_stdout_is_the_same(
     training: bool,
     where: str,
     mode: str,
-    request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both classes print the same bytes and end the run alike, detecting and tracing."""
-    # A re-run takes 0.4 s. Those in float32, and of `make test-all`, show that it prints nothing.
-    if dtype != "fp32" and request.node.get_closest_marker("slow") is None:
+    # A re-run takes 0.4 s. Those in float32 show that it prints nothing.
+    if dtype != "fp32":
         monkeypatch.setattr(rerun, "examine", lambda *_, **__: None)
     model = built(name).train(training)
     # After an overflow in a traced batch the oracle raises in the next untraced one, clean or not: that difference

@@ -84,6 +84,8 @@ def begin(descriptors: list[int], folder: str, environment: dict[str, str], word
     os.environ.clear()
     os.environ.update(environment)
     torch.default_generator.seed()  # as in each new process
+    # Not ignored, as a shell script's `make test &` would have it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if job := sys.modules.get("nanwatch.util.job"):
         job._BEGUN = time.time()
     sys.executable = environment.get("PYTHON_EXEC", sys.executable)

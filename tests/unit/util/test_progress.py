@@ -29,6 +29,7 @@ from nanwatch.report.report import Report
 from nanwatch.session.api import watch
 from nanwatch.trace.trace_file import Trace
 from nanwatch.util import progress
+from support.processes import forking_python
 from support.terminal import VARIABLES, Screen, Terminal, on_terminal
 from support.toys import mlp
 
@@ -120,7 +121,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def slowly(*arguments: str) -> list[str]:
-    return [sys.executable, "-c", SLOWLY, *arguments]
+    return [forking_python(), "-c", SLOWLY, *arguments]
 
 
 COMMANDS = {
