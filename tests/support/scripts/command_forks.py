@@ -96,14 +96,14 @@ def begin(descriptors: list[int], folder: str, environment: dict[str, str], word
     for descriptor in descriptors:
         os.close(descriptor)
     sys.stdout.reconfigure(line_buffering=bool(environment.get("PYTHONUNBUFFERED")))
-    while words[0] in ("-u", "-W"):
-        if words[0] == "-u":
+    while words[0][:2] in ("-B", "-W", "-u"):
+        flag, *words = words
+        if flag == "-u":
             sys.stdout.reconfigure(write_through=True)
-            words = words[1:]
-            continue
-        action, _, category = words[1].partition("::")
-        warnings.simplefilter(action, getattr(builtins, category or "Warning"))  # type: ignore[arg-type]
-        words = words[2:]
+        elif flag.startswith("-W"):
+            wanted, words = (flag[2:], words) if flag[2:] else (words[0], words[1:])
+            action, _, category = wanted.partition("::")
+            warnings.simplefilter(action, getattr(builtins, category or "Warning"))  # type: ignore[arg-type]
     if words[:2] == ["-m", "nanwatch"]:
         sys.argv = words[1:]
         sys.path[0] = folder
