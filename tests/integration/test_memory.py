@@ -92,32 +92,24 @@ def test_what_is_held_longer_would_be_counted() -> None:
     assert held - plain == left == size
 
 
-# In processes of their own, whose peaks begin at the size of the one that has imported what they need.
+# In a process of its own: the peak of another test would hide this one's.
 PEAK = """
-import os, sys, torch
+import sys, torch
 from nanwatch.session.api import watch
 from support.heap import resident_peak
 from support.sized_models import gpt2
 
-def steps(is_watched):
-    torch.manual_seed(0)
-    model, inputs = gpt2(width=256, rows=4)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    before = resident_peak()
-    w = watch(model.train()) if is_watched else None
-    for _ in range(4):
-        model(**inputs).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    print(before, resident_peak(), flush=True)
-
 torch.set_num_threads(1)
-for is_watched in (False, False, True, True):
-    child = os.fork()
-    if child == 0:
-        steps(is_watched)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+torch.manual_seed(0)
+model, inputs = gpt2(width=256, rows=4)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+before = resident_peak()
+w = watch(model.train()) if sys.argv[1] == "watched" else None
+for _ in range(4):
+    model(**inputs).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(before, resident_peak())
 """
 
 
@@ -131,14 +123,16 @@ def test_the_peak_of_the_process_grows_by_less_than_a_hundredth() -> None:
     Where glibc's heap holds them too, peaks of one and the same program differ by 4 % from run to run.
     """
 
-    allocator = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000"}
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK], capture_output=True, text=True, env=environment(**allocator)
-    )
-    assert done.returncode == 0, done.stderr
-    peaks = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-    grown = [most - before for before, most in peaks]
+    def peak(case: str) -> tuple[int, int]:
+        allocator = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000"}
+        command = [sys.executable, "-c", PEAK, case]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, env=environment(**allocator)
+        )
+        before, most = map(int, done.stdout.split())
+        return most - before, most
+
     # The least of two: what else the process does by the way only adds.
-    plain, watched = min(grown[:2]), min(grown[2:])
-    assert plain > peaks[0][1] / 4  # the steps are what makes the peak
+    (plain, whole), (watched, _) = (min(peak(case), peak(case)) for case in ("plain", "watched"))
+    assert plain > whole / 4  # the steps are what makes the peak
     assert watched < 1.01 * plain
