@@ -114,7 +114,8 @@ def test_a_source_of_chance_of_a_script_is_named(
     """Tensor, operation, cause, and the cure that was tried."""
     script = SCRIPTS[name]
     if name in OF_THE_INTERPRETER:  # 3 s a run, and each trial takes two
-        monkeypatch.setattr(equivalence, "TRIALS", {"hash": equivalence.TRIALS["hash"]})
+        cures = {"hash": equivalence.TRIALS["hash"]} if script.cure else {}
+        monkeypatch.setattr(equivalence, "TRIALS", cures)
     else:
         request.getfixturevalue("forks")
     monkeypatch.chdir(tmp_path)
