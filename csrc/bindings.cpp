@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <torch/version.h>
 
+#include <array>
 #include <cstring>
 #include <map>
 #include <optional>
@@ -177,19 +178,31 @@ std::optional<at::Tensor> block_fit(const at::Tensor& x, const std::vector<Forma
   return rows;
 }
 
-// The row of file_health_cpu, the number of dead rows and the first of them; nothing where the file cannot be read
-// through this buffer, which has the dtype of the numbers.
-std::optional<std::tuple<std::vector<double>, int64_t, std::vector<int64_t>>> file_health(int file, int64_t offset,
-                                                                                          int64_t count, int64_t width,
-                                                                                          const at::Tensor& buffer) {
-  View view;
-  if (!plain_view(buffer, &view) || !buffer.is_contiguous() || view.numel <= 0 || width > view.numel)
-    return std::nullopt;
-  std::vector<double> row(kHealthColumns);
-  DeadRows dead;
+// The row of file_health_cpu, the number of dead rows and the first of them; nothing where the file cannot be read.
+using FileHealth = std::optional<std::tuple<std::vector<double>, int64_t, std::vector<int64_t>>>;
+
+// Those of runs of numbers in one file: the byte where each begins, its numbers, their format, and the width of its
+// rows.
+std::vector<FileHealth> file_health(int file, const std::vector<std::array<int64_t, 4>>& runs,
+                                    const at::Tensor& buffer) {
+  View bytes;
+  if (!plain_view(buffer, &bytes) || !buffer.is_contiguous() || bytes.format != Format::u8)
+    throw py::value_error("file_health: the buffer is no contiguous tensor of uint8");
+  std::vector<FileHealth> found(runs.size());
   const py::gil_scoped_release released;
-  if (!file_health_cpu(file, offset, count, width, view, row.data(), &dead)) return std::nullopt;
-  return {{row, dead.total, dead.first}};
+  for (size_t i = 0; i < runs.size(); ++i) {
+    const auto [offset, count, format, width] = runs[i];
+    if (format < 0 || format >= kNumFormats) continue;
+    View view = bytes;
+    view.format = Format(format);
+    view.numel = bytes.numel / int64_t(word_size(view.format));
+    if (view.numel <= 0 || width > view.numel) continue;
+    std::vector<double> row(kHealthColumns);
+    DeadRows dead;
+    if (file_health_cpu(file, offset, count, width, view, row.data(), &dead))
+      found[i].emplace(std::move(row), dead.total, std::move(dead.first));
+  }
+  return found;
 }
 
 }  // namespace
@@ -225,8 +238,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("instances_of", &instances_of, py::arg("kind"),
         "The objects of that class, or of one derived from it, that gc knows.");
   m.def("block_fit", &block_fit, py::arg("x"), py::arg("formats"), "The errors of block formats, by units of work.");
-  m.def("file_health", &file_health, py::arg("file"), py::arg("offset"), py::arg("count"), py::arg("width"),
-        py::arg("buffer"), "The health of numbers in an open file, and their dead rows of that width.");
+  m.def("file_health", &file_health, py::arg("file"), py::arg("runs"), py::arg("buffer"),
+        "The health of runs of numbers in an open file, and their dead rows.");
   m.def("cuda_compiled", &cuda_compiled, "Whether CUDA kernels are linked in.");
   bind_watched_call(m);
   bind_recorder(m);

@@ -21,8 +21,8 @@ from .encodings import ENCODINGS, bad_scales
 from .findings import TARGETS, find, leaving
 from .formats import read_checkpoint
 from .result import Scan, TensorScan
-from .stored import Contents, DamagedError, OpenFiles, Source, StoredTensor
-from .streaming import CHUNK, Dead, Streamer, dead_lines, in_threads, step_of
+from .stored import Contents, DamagedError, Deflated, OpenFiles, Source, StoredTensor
+from .streaming import CHUNK, Dead, Piece, Streamer, dead_lines, in_threads, step_of
 
 _TASK = 1 << 26  # bytes that a thread reads in one go
 _MOST_THREADS = 16  # memory has no more bandwidth for more
@@ -111,65 +111,60 @@ def _alike(stored: Sequence[StoredTensor], tensors: Sequence[TensorScan]) -> lis
     return sorted(i for alike in found.values() if len(alike) > 1 for i in alike)
 
 
-class _Piece(NamedTuple):
-    """Bytes of a tensor that are read in one go."""
-
-    tensor: StoredTensor
-    begin: int
-    end: int
-
-
 class _Part(NamedTuple):
-    """Result of reading a piece: `bad_scales` counts those of an encoding that is not decoded, `dead` has dead rows."""
+    """Result of reading a piece: `bits` has its fingerprint, `bad_scales` counts those of what is not decoded."""
 
     health: PartialHealth
-    raw: PartialHealth
+    bits: PartialHealth
+    dead: Dead | None = None
+    """Dead rows, None where they were not looked for."""
     bad_scales: int = 0
     error: str = ""
-    dead: Dead | None = None
 
 
-def _tasks(tensors: Sequence[StoredTensor]) -> list[list[_Piece]]:
+def _tasks(tensors: Sequence[StoredTensor]) -> list[list[Piece]]:
     """Return the pieces of all tensors in their order, at least one of each, in tasks of some MiB."""
-    tasks: list[list[_Piece]] = []
+    tasks: list[list[Piece]] = []
     left = 0
     for one in tensors:
         size = 0 if one.lost or one.unread or one.source is None else one.nbytes
         step = max(size, 1)
-        if one.source is not None and not one.source.in_order:
-            step = min(step, _TASK // step_of(one, CHUNK) * step_of(one, CHUNK))
+        if size > _TASK and not isinstance(one.source, Deflated):
+            step = _TASK // step_of(one, CHUNK) * step_of(one, CHUNK)
         for begin in range(0, max(size, 1), step):
             if left <= 0:
                 tasks.append([])
                 left = _TASK
-            tasks[-1].append(_Piece(one, begin, min(begin + step, size)))
+            tasks[-1].append(Piece(one, begin, min(begin + step, size)))
             left -= step
     return tasks
 
 
-def _read(task: Sequence[_Piece], fingerprints: bool) -> list[tuple[_Piece, _Part]]:
+def _read(task: Sequence[Piece], fingerprints: bool) -> list[tuple[Piece, _Part]]:
     with OpenFiles() as files:
         streamer = Streamer(files)
-        return [(piece, _read_piece(streamer, piece, fingerprints)) for piece in task]
+        known = [None] * len(task) if fingerprints else streamer.healths(task)
+        return [
+            (piece, _read_piece(streamer, piece, fingerprints) if one is None else _Part(one[0], *one))
+            for piece, one in zip(task, known, strict=True)
+        ]
 
 
-def _read_piece(streamer: Streamer, piece: _Piece, fingerprints: bool) -> _Part:
-    found, bad = _Part(PartialHealth(), PartialHealth()), 0
-    encoding = ENCODINGS.get(piece.tensor.dtype)
+def _read_piece(streamer: Streamer, piece: Piece, fingerprints: bool) -> _Part:
+    health, bad, encoding = PartialHealth(), 0, ENCODINGS.get(piece.tensor.dtype)
+    bits = health if encoding is None else PartialHealth()
     try:
-        if not fingerprints and (dead := streamer.add_health(*piece, found.health)) is not None:
-            return found._replace(dead=dead)
         for at, raw, values in streamer.chunks(*piece):
             if encoding is not None and fingerprints:
-                found.raw.add(raw, at)
+                bits.add(raw, at)
             if values is not None:
                 start = at * len(values) // len(raw)
-                found.health.add(values, start, fingerprints=fingerprints or encoding is not None)
+                health.add(values, start, fingerprints=fingerprints or encoding is not None)
             elif encoding is not None:
                 bad += bad_scales(encoding, raw.numpy().reshape(-1, encoding.bytes))
     except (DamagedError, OSError, MemoryError) as error:
-        return found._replace(error=str(error)[:200] or type(error).__name__)
-    return found._replace(bad_scales=bad)
+        return _Part(health, bits, error=_told(error))
+    return _Part(health, bits, bad_scales=bad)
 
 
 def _scanned(
@@ -177,7 +172,7 @@ def _scanned(
 ) -> Iterator[TensorScan]:
     """Yield the result of each tensor, in their order."""
 
-    def pieces() -> Iterator[tuple[_Piece, _Part]]:
+    def pieces() -> Iterator[tuple[Piece, _Part]]:
         done = 0
         for task in in_threads(lambda task: _read(task, fingerprints), _tasks(tensors), threads):
             done += sum(piece.end - piece.begin for piece, _ in task)
@@ -195,32 +190,45 @@ def _finished(tensor: StoredTensor, parts: Sequence[_Part], *, fingerprints: boo
     is_read = not (unread or lost) and tensor.source is not None
     found: dict[str, Any] = {}
     if is_read:
-        health, raw = parts[0].health, parts[0].raw
+        health, bits = parts[0].health, parts[0].bits
         for one in parts[1:]:
             health.merge(one.health)
-            raw.merge(one.raw)
+            if bits is not health:
+                bits.merge(one.bits)
         encoding = ENCODINGS.get(tensor.dtype)
         if fingerprints and encoding is not None:
-            found["fingerprint"] = raw.fingerprint("uint8", (tensor.nbytes,))
+            found["fingerprint"] = bits.fingerprint("uint8", (tensor.nbytes,))
         elif fingerprints and tensor.order is None:
-            found["fingerprint"] = health.fingerprint(tensor.dtype, tensor.shape)
+            found["fingerprint"] = bits.fingerprint(tensor.dtype, tensor.shape)
         if encoding is not None and encoding.decode is None:
             unread = f"{tensor.dtype} is not decoded; its scales are read"
             found["bad_blocks"] = sum(one.bad_scales for one in parts)
         else:
             known = health.health(tensor.lying)
+            found["health"] = _in_order(known, tensor)
             try:
-                dead = [one.dead for one in parts if one.dead is not None and one.dead.total >= 0]
-                first = tuple(chain.from_iterable(one.first for one in dead))[:_SHOWN]
-                found_rows = Dead(sum(one.total for one in dead), first) if len(dead) == len(parts) else None
-                rows, columns = dead_lines(tensor, known.num_zero, _SHOWN, found_rows)
-                found["health"] = _in_order(known, tensor)
-                found |= {"dead_rows": rows.total, "first_dead_rows": rows.first}
-                found |= {"dead_columns": columns.total, "first_dead_columns": columns.first}
+                if known.num_zero:
+                    rows, columns = dead_lines(tensor, known.num_zero, _SHOWN, _dead_rows(parts))
+                    found |= {"dead_rows": rows.total, "first_dead_rows": rows.first}
+                    found |= {"dead_columns": columns.total, "first_dead_columns": columns.first}
             except (DamagedError, OSError, MemoryError) as error:  # cut off since
-                lost = str(error)[:200] or type(error).__name__
+                lost, found["health"] = _told(error), None
     of_file = tensor.name, str(tensor.file), tensor.dtype, tensor.shape, tensor.nbytes
     return TensorScan(*of_file, unread, lost, **found)
+
+
+def _dead_rows(parts: Sequence[_Part]) -> Dead | None:
+    """Return the dead rows of all parts; None unless each was looked at for them."""
+    dead = [one.dead for one in parts if one.dead is not None]
+    if len(dead) < len(parts):
+        return None
+    return Dead(
+        sum(one.total for one in dead), tuple(chain.from_iterable(one.first for one in dead))[:_SHOWN]
+    )
+
+
+def _told(error: Exception) -> str:
+    return str(error)[:200] or type(error).__name__
 
 
 def _in_order(health: TensorHealth, tensor: StoredTensor) -> TensorHealth:

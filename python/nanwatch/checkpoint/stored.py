@@ -6,10 +6,10 @@ import os
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -63,29 +63,22 @@ def open_regular(path: Path) -> int:
 class Source(Protocol):
     """Where the bytes of a tensor are, in C order. Tensors of equal sources are one."""
 
-    @property
-    def in_order(self) -> bool:
-        """Whether the bytes have to be read from the first to the last."""
-
     def read(self, files: OpenFiles, begin: int, into: memoryview) -> None:
         """Fill the buffer with the bytes from `begin` on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Bytes of a file from `offset` on."""
 
     path: Path
     offset: int
-    in_order = False
 
     def read(self, files: OpenFiles, begin: int, into: memoryview) -> None:
         """Fill the buffer with the bytes from `begin` on."""
         files.read(self.path, self.offset + begin, into)
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """Part of a tensor: the elements from `offsets` on, `sizes` of them in each dimension."""
 
     offsets: tuple[int, ...]
@@ -95,8 +88,6 @@ class Box:
 
 class Boxes:
     """Tensor of several parts, which together cover it, each in C order. An element has `width` bytes."""
-
-    in_order = False
 
     def __init__(self, shape: Sequence[int], width: int, boxes: Sequence[Box]) -> None:
         # The last dimension that parts divide: behind it, the elements of a part follow one another in the tensor too.
@@ -129,15 +120,13 @@ class Boxes:
         raise DamagedError("its parts overlap and leave gaps")
 
 
-@dataclass(frozen=True, slots=True)
-class Transposed:
+class Transposed(NamedTuple):
     """Matrix of `rows` and `columns` whose columns lie in the file, with elements of `width` bytes."""
 
     source: Source
     rows: int
     columns: int
     width: int
-    in_order = False
 
     def read(self, files: OpenFiles, begin: int, into: memoryview) -> None:
         """Fill the buffer with the bytes from `begin` on: as much of each column as they touch."""
@@ -154,8 +143,6 @@ class Transposed:
 
 class Deflated:
     """Compressed member of a zip archive, behind a header of `skip` bytes. Each read goes on where the last ended."""
-
-    in_order = True
 
     def __init__(self, path: Path, info: zipfile.ZipInfo, skip: int = 0) -> None:
         self._path, self._info, self._skip = path, info, skip
@@ -177,8 +164,7 @@ class Deflated:
             raise DamagedError(f"its compressed bytes are damaged ({error})") from None
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """One tensor of a checkpoint. `unread` says why its values cannot be checked, `lost` why they are not there.
 
     `dtype` is the name of a number format ("float16") or of an encoding ("q8_0"). `order` has the dimensions in the
@@ -236,7 +222,7 @@ def transposed(matrix: StoredTensor) -> StoredTensor:
     columns, rows = matrix.lying
     assert matrix.source is not None
     source = Transposed(matrix.source, rows, columns, bytes_of(matrix.dtype, 1))
-    return replace(matrix, shape=(rows, columns), order=None, source=source)
+    return matrix._replace(shape=(rows, columns), order=None, source=source)
 
 
 def joined(parts: Sequence[StoredTensor]) -> StoredTensor:
@@ -249,4 +235,4 @@ def joined(parts: Sequence[StoredTensor]) -> StoredTensor:
         assert one.source is not None
         boxes.append(Box((at, 0), (one.lying[0], width), one.source))
         at += one.lying[0]
-    return replace(first, shape=(at, *first.lying[1:]), order=None, source=Boxes((at, width), 1, boxes))
+    return first._replace(shape=(at, *first.lying[1:]), order=None, source=Boxes((at, width), 1, boxes))

@@ -6,18 +6,21 @@ the pages of a mapping would count as this process's memory.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from math import lcm, prod
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..numerics._extension import C
+from ..numerics.formats import BY_NAME
 from ..numerics.partial_health import BLOCK, PartialHealth
 from .encodings import ENCODINGS, Array, bytes_of, is_float
 from .stored import OpenFiles, Span, StoredTensor
@@ -28,6 +31,8 @@ CHUNK = 352 << 10
 _MOST_LINE = 1 << 24
 _A = TypeVar("_A")
 _B = TypeVar("_B")
+_NUMBERS = {name: form.number for name, form in BY_NAME.items() if form.kind != "complex"}
+_NUMBERS["bool"] = _NUMBERS["uint8"]  # a byte of a bool may hold anything
 _WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
@@ -39,6 +44,14 @@ def step_of(tensor: StoredTensor, size: int) -> int:
     with_rows = lcm(unit, bytes_of(tensor.dtype, prod(tensor.lying[1:])))
     unit = with_rows if 0 < with_rows <= size else unit
     return max(size // unit, 1) * unit
+
+
+class Piece(NamedTuple):
+    """Bytes of a tensor that are read in one go."""
+
+    tensor: StoredTensor
+    begin: int
+    end: int
 
 
 class Dead(NamedTuple):
@@ -64,25 +77,31 @@ class Streamer:
         for at in range(begin, end, step):
             yield at, *self.read(tensor, at, min(step, end - at))
 
-    def add_health(self, tensor: StoredTensor, begin: int, end: int, health: PartialHealth) -> Dead | None:
-        """Add bytes `begin` to `end` of a tensor in one compiled call, and return the dead ones of their rows.
+    def healths(self, pieces: Sequence[Piece]) -> list[tuple[PartialHealth, Dead | None] | None]:
+        """Return the health of each piece and the dead ones of its rows, by one compiled call for those of a file.
 
-        Their number is -1 where the call did not see whole rows. None if it could not read: nothing was added.
+        None for a piece that the call could not read, and in place of the rows where it did not see whole ones.
         """
-        source, (rows, width) = tensor.source, lines_of(tensor)
-        if begin == end or C is None or not isinstance(source, Span) or tensor.dtype in ENCODINGS:
-            return None
-        buffer = self._bytes.view(_dtype_of(tensor))
-        size, fd = buffer.itemsize, self._files.descriptor(source.path)
-        start = begin // size
-        is_seen = rows == 0 or (width <= buffer.numel() and start % width == 0)
-        width = width if is_seen else 0
-        found = C.file_health(fd, source.offset + begin, (end - begin) // size, width, buffer)
-        if found is None:
-            return None
-        row, total, first = found
-        health.add_row(row, start)
-        return Dead(total if is_seen else -1, tuple(start // width + one for one in first))
+        found: list[tuple[PartialHealth, Dead | None] | None] = [None] * len(pieces)
+        by_file: dict[Path, list[tuple[int, int, bool, tuple[int, int, int, int]]]] = defaultdict(list)
+        for i, (tensor, begin, end) in enumerate(pieces if C is not None else ()):
+            source, number = tensor.source, _NUMBERS.get(tensor.dtype)
+            if begin < end and number is not None and isinstance(source, Span):
+                size, (rows, width) = BY_NAME[tensor.dtype].bits // 8, lines_of(tensor)
+                start = begin // size
+                is_seen = rows == 0 or (width * size <= len(self._bytes) and start % width == 0)
+                run = source.offset + begin, (end - begin) // size, number, width if is_seen else 0
+                by_file[source.path].append((i, start, is_seen, run))
+        for path, asked in by_file.items():
+            with suppress(OSError):
+                fd, runs = self._files.descriptor(path), [run for *_, run in asked]
+                answers = cast(Any, C).file_health(fd, runs, self._bytes)
+                for (i, start, is_seen, (*_, width)), answer in zip(asked, answers, strict=True):
+                    if answer is not None:
+                        row, total, first = answer
+                        dead = Dead(total, tuple([start // width + one for one in first]))
+                        found[i] = PartialHealth(row, start), dead if is_seen else None
+        return found
 
     def read(self, tensor: StoredTensor, begin: int, nbytes: int) -> tuple[Tensor, Tensor | None]:
         """Return some bytes, and their numbers: float32 where they were decoded, None where the encoding is not.

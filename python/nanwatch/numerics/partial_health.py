@@ -13,7 +13,7 @@ from ._fingerprint import sealed
 from .formats import TensorHealth
 from .ranges import health_of
 
-_NAN, _POSINF, _NEGINF = range(3)
+_EMPTY = (inf, 0.0, 1.0, inf, 0.0, 0, 0, 0, 0, 0, -1)  # the row of a tensor without elements
 
 
 class PartialHealth:
@@ -29,13 +29,13 @@ class PartialHealth:
         (True, 1)
     """
 
-    __slots__ = ("_blocks", "_counts", "_first", "_high", "_low")
+    __slots__ = ("_blocks", "_row")
 
-    def __init__(self) -> None:
-        self._low, self._high = inf, 0.0
-        self._counts = [0] * 5
-        self._first = -1
+    def __init__(self, row: Sequence[float] = _EMPTY, start: int = 0) -> None:
+        """Begin with a part whose row of `torch.ops.nanwatch.health` is known, from element `start` on."""
+        self._row: Sequence[float] = _EMPTY
         self._blocks = 0
+        self._add(row, start, 0)
 
     def add(self, x: Tensor, start: int, *, fingerprints: bool = True) -> None:
         """Read a part that begins at element `start` of the tensor, in C order, and at a whole number of BLOCK bytes.
@@ -47,35 +47,32 @@ class PartialHealth:
             row, blocks = _extension.part_health(x, start * x.element_size() // BLOCK)
         else:
             row, blocks = _extension.health(x), 0
-        self.add_row(row.tolist(), start, int(blocks))
+        self._add(row.tolist(), start, int(blocks))
 
-    def add_row(self, row: Sequence[float], start: int, blocks: int = 0) -> None:
-        """Add a part whose row of `torch.ops.nanwatch.health` is known."""
-        _, _, _, low, high, *counts, first = row
-        self._add(low, high, [int(n) for n in counts], int(first) + start if first >= 0 else -1, blocks)
+    def _add(self, row: Sequence[float], start: int, blocks: int) -> None:
+        if start and row[-1] >= 0:
+            row = [*row[:-1], row[-1] + start]
+        self._row = row if self._row is _EMPTY else _together(self._row, row)
+        self._blocks += blocks
 
     def merge(self, other: PartialHealth) -> None:
         """Add the parts that another one has read."""
-        self._add(other._low, other._high, other._counts, other._first, other._blocks)
-
-    def _add(self, low: float, high: float, counts: Sequence[int], first: int, blocks: int) -> None:
-        self._low, self._high = min(self._low, low), max(self._high, high)
-        self._counts = [a + b for a, b in zip(self._counts, counts, strict=True)]
-        if first >= 0 and (self._first < 0 or first < self._first):
-            self._first = first
-        self._blocks += blocks
+        self._add(other._row, 0, other._blocks)
 
     def health(self, shape: Sequence[int]) -> TensorHealth:
         """Return the health of the tensor, whose parts have all been read."""
-        low, high = self._low, self._high
-        counts = self._counts
-        if counts[_NAN]:
-            low = high = nan
-        elif counts[_POSINF] or counts[_NEGINF]:
-            high = inf
-        is_finite = self._first < 0
-        return health_of([low, high, is_finite, self._low, self._high, *counts, self._first], shape)
+        return health_of(self._row, shape)
 
     def fingerprint(self, dtype_name: str, shape: Sequence[int]) -> int:
         """Return `nanwatch.fingerprint` of the tensor, whose parts have all been read."""
         return sealed(self._blocks, dtype_name, shape)
+
+
+def _together(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    """Return the row of two parts."""
+    low, high = min(a[3], b[3]), max(a[4], b[4])
+    counts = [one + other for one, other in zip(a[5:10], b[5:10], strict=True)]
+    nans, posinfs, neginfs, *_ = counts
+    first = min((one for one in (a[10], b[10]) if one >= 0), default=-1)
+    ends = (nan, nan) if nans else (low, inf if posinfs or neginfs else high)
+    return [*ends, first < 0, low, high, *counts, first]

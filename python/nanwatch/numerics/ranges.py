@@ -138,12 +138,12 @@ def _to_range(row: list[float]) -> AbsRange:
     return AbsRange(abs_min, abs_max, isfinite != 0.0)
 
 
-def health_of(row: list[float], shape: Sequence[int]) -> TensorHealth:
+def health_of(row: Sequence[float], shape: Sequence[int]) -> TensorHealth:
     """Return the health of a tensor of this shape from the columns of `torch.ops.nanwatch.health`."""
     return _health(row, prod(shape), lambda flat: _index_in(shape, flat))
 
 
-def _health(row: list[float], numel: int, index_of: Callable[[int], tuple[int, ...]]) -> TensorHealth:
+def _health(row: Sequence[float], numel: int, index_of: Callable[[int], tuple[int, ...]]) -> TensorHealth:
     low, high, isfinite, finite_low, finite_high, *counts, first = row
     nans, posinfs, neginfs, zeros, subnormals = map(int, counts)
     index = None if first < 0 else index_of(int(first))

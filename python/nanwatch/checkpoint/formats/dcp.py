@@ -6,7 +6,6 @@ Each part is a file of torch.save inside a .distcp file. Parts of one tensor are
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +36,9 @@ def read(folder: Path) -> Contents:
             tensor = _tensor(folder, tensor, one, places[tensor.name])
         except FileNotFoundError as error:
             missing.add(Path(error.filename).name)
-            tensor = replace(tensor, lost=f"{Path(error.filename).name} is missing")
+            tensor = tensor._replace(lost=f"{Path(error.filename).name} is missing")
         except (DamagedError, OSError, ValueError) as error:
-            tensor = replace(tensor, lost=str(error)[:200])
+            tensor = tensor._replace(lost=str(error)[:200])
         found.tensors.append(tensor)
     if missing:
         shown = f"{', '.join(sorted(missing)[:5])}{', ...' if len(missing) > 5 else ''}"
@@ -64,9 +63,9 @@ def _tensor(
     folder: Path, tensor: StoredTensor, one: Made, places: dict[tuple[int, ...], _Place]
 ) -> StoredTensor:
     dtype = next((x for x in _properties(one["properties"]) if x in BY_NAME), "unknown")
-    tensor = replace(tensor, dtype=dtype, shape=_numbers(one["size"]))
+    tensor = tensor._replace(dtype=dtype, shape=_numbers(one["size"]))
     if dtype == "unknown":
-        return replace(tensor, unread="its dtype has no value per byte")
+        return tensor._replace(unread="its dtype has no value per byte")
     boxes = []
     for chunk in one["chunks"]:
         offsets, sizes = _numbers(chunk["offsets"]), _numbers(chunk["sizes"])
@@ -76,7 +75,7 @@ def _tensor(
         boxes.append(Box(offsets, sizes, _part(folder, place, dtype, sizes)))
     is_one = len(boxes) == 1 and boxes[0].sizes == tensor.shape
     source = boxes[0].source if is_one else Boxes(tensor.shape, BY_NAME[dtype].bits // 8, boxes)
-    return replace(tensor, source=source)
+    return tensor._replace(source=source)
 
 
 def _part(folder: Path, place: _Place, dtype: str, shape: tuple[int, ...]) -> Source:

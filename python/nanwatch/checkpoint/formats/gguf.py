@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import struct
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import IO
@@ -82,7 +81,7 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: in
     lost = whole(path, offset, tensor.nbytes, size)
     if (encoding := ENCODINGS.get(dtype)) and prod(shape[-1:]) % encoding.elements:
         lost = f"its rows are no whole blocks of {encoding.elements}"
-    return replace(tensor, lost=lost)
+    return tensor._replace(lost=lost)
 
 
 class _Header:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from tokenize import TokenError
 
@@ -53,22 +52,22 @@ def _array(path: Path, member: Member, end: int) -> tuple[StoredTensor, int]:
         version = np.lib.format.read_magic(head)
         shape, is_fortran, dtype = _READERS[version](head, max_header_size=_MOST_HEADER)
     except (ValueError, KeyError, TypeError, SyntaxError, RecursionError, MemoryError, TokenError) as error:
-        return replace(lost, lost=f"its header is damaged: {str(error)[:100]}"), 0
+        return lost._replace(lost=f"its header is damaged: {str(error)[:100]}"), 0
     if len(shape) > 64 or not all(type(one) is int and 0 <= one < 1 << 62 for one in shape):
-        return replace(lost, lost="its header is damaged: a shape that no array has"), 0
+        return lost._replace(lost="its header is damaged: a shape that no array has"), 0
     order = tuple(reversed(range(len(shape)))) if is_fortran and len(shape) > 1 else None
-    tensor = replace(lost, dtype=str(dtype.name)[:40], shape=shape, order=order)
+    tensor = lost._replace(dtype=str(dtype.name)[:40], shape=shape, order=order)
     skip = head.tell()
     if dtype.name not in BY_NAME or dtype.hasobject or not dtype.isnative:
         why = "pickled objects are not read" if dtype.hasobject else f"dtype {dtype.str[:40]} is not read"
-        return replace(tensor, order=None, unread=why), skip
+        return tensor._replace(order=None, unread=why), skip
     if (info := member.info) is None:
         source = Span(path, member.begin + skip)
-        return replace(tensor, source=source, lost=whole(path, source.offset, tensor.nbytes, end)), skip
+        return tensor._replace(source=source, lost=whole(path, source.offset, tensor.nbytes, end)), skip
     why = ""
     if skip + tensor.nbytes > info.file_size:
         why = f"it needs {tensor.nbytes:,} bytes, and the archive has {info.file_size - skip:,} of it"
-    return replace(tensor, source=Deflated(path, info, skip), lost=why), skip
+    return tensor._replace(source=Deflated(path, info, skip), lost=why), skip
 
 
 def _beginning(path: Path, member: Member) -> io.BytesIO:

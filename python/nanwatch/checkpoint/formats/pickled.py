@@ -7,7 +7,6 @@ are taken. So it also reads checkpoints that torch.load(weights_only=True) refus
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -205,30 +204,30 @@ def _tensor(made: Made, found: StoredTensor, places: dict[str, int], end: int) -
             inner = Made(arguments[0], arguments[2]) if isinstance(arguments[0], Global) else None
         return None if inner is None or inner is made else _tensor(inner, found, places, end)
     if call not in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-        return replace(found, unread=f"made by {call[:60]}")
+        return found._replace(unread=f"made by {call[:60]}")
     dtype = str(arguments[6]).removeprefix("torch.") if call.endswith("v3") and len(arguments) > 6 else ""
     storage = _storage(arguments[0], dtype) if arguments else None
     if storage is None or len(arguments) < 4 or not all(map(_sizes, (arguments[1:2], *arguments[2:4]))):
-        return replace(found, unread="its description is damaged")
+        return found._replace(unread="its description is damaged")
     offset, shape, strides = arguments[1:4]
     if len(shape) != len(strides):
-        return replace(found, unread="its description is damaged")
-    found = replace(found, dtype=storage.dtype, shape=shape)
+        return found._replace(unread="its description is damaged")
+    found = found._replace(dtype=storage.dtype, shape=shape)
     if not (width := bytes_of(storage.dtype, 1)):
-        return replace(found, unread=f"dtype {storage.dtype[:40]} has no value per byte")
+        return found._replace(unread=f"dtype {storage.dtype[:40]} has no value per byte")
     place, order = places.get(storage.key), _order(shape, strides)
     # `numel` of the third form's storage is a number of bytes.
     held = storage.numel if dtype else storage.nbytes
     if offset * width + found.nbytes > held and found.numel and order is not None:
-        return replace(found, lost=f"it needs more elements than the {storage.numel:,} of its storage")
+        return found._replace(lost=f"it needs more elements than the {storage.numel:,} of its storage")
     if place is None:
-        return replace(found, lost=f"its storage {storage.key[:40]} is not in the file")
+        return found._replace(lost=f"its storage {storage.key[:40]} is not in the file")
     if order is None:
-        return replace(found, unread=f"a view with strides {strides}")
+        return found._replace(unread=f"a view with strides {strides}")
     source = Span(path := found.file, place + offset * width)
     if order == tuple(range(len(order))):
         order = None
-    return replace(found, source=source, lost=whole(path, source.offset, found.nbytes, end), order=order)
+    return found._replace(source=source, lost=whole(path, source.offset, found.nbytes, end), order=order)
 
 
 def _sizes(value: Any) -> bool:
