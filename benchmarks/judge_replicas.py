@@ -215,7 +215,10 @@ def train(one: dict[str, Any], rank: int, *, is_watched: bool = True) -> dict[st
             flip(chosen(list(model.parameters()), one["place"]), one["bit"], one["place"])
         if is_now and one["site"] == "state":
             inner = getattr(optimizer, "optim", optimizer)
-            held = [x for state in inner.state.values() for x in state.values() if isinstance(x, Tensor)]
+            states = [item for state in inner.state.values() for item in state.items()]
+            held = [x for _, x in states if isinstance(x, Tensor)]
+            if one["bit"] == 31:  # Adam raises where its number of steps is below 0
+                held = [x for name, x in states if isinstance(x, Tensor) and name != "step"]
             if held:
                 flip(chosen(held, one["place"]), one["bit"], one["place"])
     weights = {name: local(p.detach()).clone() for name, p in model.named_parameters()}

@@ -29,17 +29,20 @@ class Encoding(NamedTuple):
     """Writes the float32 values of blocks (n, bytes) to (n, elements)."""
 
 
+def _scales(blocks: Array) -> Array:
+    return blocks.view(np.float16)[:, :1].astype(np.float32)
+
+
 def _q8_0(blocks: Array, out: Array) -> None:
-    scales = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
-    np.multiply(blocks[:, 2:].view(np.int8), scales, out=out)
+    out[:] = blocks[:, 2:].view(np.int8)
+    out *= _scales(blocks)
 
 
 def _q4_0(blocks: Array, out: Array) -> None:
-    scales = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
     packed = blocks[:, 2:]
     out[:, :16], out[:, 16:] = packed & 15, packed >> 4
     out -= 8
-    out *= scales
+    out *= _scales(blocks)
 
 
 _TABLE = (
@@ -54,6 +57,7 @@ _TABLE = (
     Encoding("q5_k", 13, 256, 176, (0, 2)),
     Encoding("q6_k", 14, 256, 210, (208,)),
 )
+_BITS = {name: form.bits for name, form in BY_NAME.items()}
 ENCODINGS = {one.name: one for one in _TABLE}
 """Encodings by their names."""
 
@@ -68,7 +72,7 @@ def bytes_of(dtype: str, elements: int) -> int:
     """Return the bytes of so many elements of a number format or an encoding, 0 for a dtype that is not known."""
     if (encoding := ENCODINGS.get(dtype)) is not None:
         return elements // encoding.elements * encoding.bytes
-    return 0 if (form := BY_NAME.get(dtype)) is None else elements * form.bits // 8
+    return elements * _BITS.get(dtype, 0) // 8
 
 
 def is_float(dtype: str) -> bool:

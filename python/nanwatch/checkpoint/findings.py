@@ -121,7 +121,7 @@ def _copies(stored: Sequence[StoredTensor], tensors: Sequence[TensorScan]) -> It
     """Yield the tensors that share their bytes, and those that have equal ones."""
     places: dict[Hashable, list[TensorScan]] = defaultdict(list)
     for one, tensor in zip(stored, tensors, strict=True):
-        if one.source is not None and not one.lost and one.nbytes:
+        if one.source is not None and not one.lost and tensor.nbytes:
             places[one.source, one.dtype, one.shape, one.order].append(tensor)
     equal: dict[Hashable, list[TensorScan]] = defaultdict(list)
     for group in places.values():

@@ -7,10 +7,11 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, groupby
+from functools import reduce
+from itertools import groupby
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..numerics._extension import explain_once
 from ..numerics.formats import TensorHealth
@@ -21,8 +22,8 @@ from .encodings import ENCODINGS, bad_scales
 from .findings import TARGETS, find, leaving
 from .formats import read_checkpoint
 from .result import Scan, TensorScan
-from .stored import Contents, DamagedError, Deflated, OpenFiles, Source, StoredTensor
-from .streaming import CHUNK, Dead, Piece, Streamer, dead_lines, in_threads, step_of
+from .stored import Contents, DamagedError, Deflated, OpenFiles, StoredTensor
+from .streaming import CHUNK, NONE, Dead, Piece, Streamer, dead_lines, in_threads, step_of
 
 _TASK = 1 << 26  # bytes that a thread reads in one go
 _MOST_THREADS = 16  # memory has no more bandwidth for more
@@ -96,15 +97,16 @@ def _contents(paths: Sequence[str | PathLike[str]]) -> Contents:
 
 def _alike(stored: Sequence[StoredTensor], tensors: Sequence[TensorScan]) -> list[int]:
     """Return the numbers of the tensors that may be equal to others; of those that are tied only that of the first."""
-    groups: dict[Hashable, dict[Source, int]] = defaultdict(dict)
+    groups: dict[Hashable, list[int]] = defaultdict(list)
     for i, (one, scanned) in enumerate(zip(stored, tensors, strict=True)):
         health = scanned.health
         if one.source is not None and health is not None and health.abs_min != health.abs_max:
-            groups[one.dtype, one.shape, health[2:]].setdefault(one.source, i)
+            groups[one.dtype, one.shape, health[2:]].append(i)
     found: dict[Hashable, list[int]] = defaultdict(list)
     with OpenFiles() as files:
         for key, group in groups.items():
-            for i in group.values() if len(group) > 1 else ():
+            first_of = {stored[i].source: i for i in reversed(group)} if len(group) > 1 else {}
+            for i in first_of.values() if len(first_of) > 1 else ():
                 with suppress(DamagedError, OSError):
                     first, _ = Streamer(files, 0).read(stored[i], 0, min(_GLANCE, stored[i].nbytes))
                     found[key, first.numpy().tobytes()].append(i)
@@ -174,57 +176,49 @@ def _scanned(
 
     def pieces() -> Iterator[tuple[Piece, _Part]]:
         done = 0
-        for task in in_threads(lambda task: _read(task, fingerprints), _tasks(tensors), threads):
+        for task in in_threads(lambda task: _read(task, fingerprints), tasks, threads):
             done += sum(piece.end - piece.begin for piece, _ in task)
             tell(f"reading {task[-1][0].tensor.file.name}", done >> 20, total, "MiB")
             yield from task
 
-    total = sum(one.nbytes for one in tensors if not one.lost) >> 20
+    tasks = _tasks(tensors)
+    total = sum(piece.end - piece.begin for task in tasks for piece in task) >> 20
     for _, group in groupby(pieces(), lambda one: id(one[0].tensor)):
-        found = list(group)
-        yield _finished(found[0][0].tensor, [part for _, part in found], fingerprints=fingerprints)
+        (piece, part), *rest = group
+        yield _finished(piece.tensor, reduce(_together, (one for _, one in rest), part), fingerprints)
 
 
-def _finished(tensor: StoredTensor, parts: Sequence[_Part], *, fingerprints: bool) -> TensorScan:
-    unread, lost = tensor.unread, tensor.lost or next((one.error for one in parts if one.error), "")
-    is_read = not (unread or lost) and tensor.source is not None
-    found: dict[str, Any] = {}
-    if is_read:
-        health, bits = parts[0].health, parts[0].bits
-        for one in parts[1:]:
-            health.merge(one.health)
-            if bits is not health:
-                bits.merge(one.bits)
-        encoding = ENCODINGS.get(tensor.dtype)
+def _together(a: _Part, b: _Part) -> _Part:
+    """Return the result of two pieces of a tensor; that of the first is part of it from now on."""
+    a.health.merge(b.health)
+    if a.bits is not a.health:
+        a.bits.merge(b.bits)
+    dead = None
+    if a.dead is not None and b.dead is not None:
+        dead = Dead(a.dead.total + b.dead.total, (*a.dead.first, *b.dead.first)[:_SHOWN])
+    return _Part(a.health, a.bits, dead, a.bad_scales + b.bad_scales, a.error or b.error)
+
+
+def _finished(tensor: StoredTensor, part: _Part, fingerprints: bool) -> TensorScan:
+    unread, lost, encoding = tensor.unread, tensor.lost or part.error, ENCODINGS.get(tensor.dtype)
+    health, fingerprint, bad_blocks, rows, columns = None, None, 0, NONE, NONE
+    if not (unread or lost) and tensor.source is not None:
         if fingerprints and encoding is not None:
-            found["fingerprint"] = bits.fingerprint("uint8", (tensor.nbytes,))
+            fingerprint = part.bits.fingerprint("uint8", (tensor.nbytes,))
         elif fingerprints and tensor.order is None:
-            found["fingerprint"] = bits.fingerprint(tensor.dtype, tensor.shape)
+            fingerprint = part.bits.fingerprint(tensor.dtype, tensor.shape)
         if encoding is not None and encoding.decode is None:
             unread = f"{tensor.dtype} is not decoded; its scales are read"
-            found["bad_blocks"] = sum(one.bad_scales for one in parts)
+            bad_blocks = part.bad_scales
         else:
-            known = health.health(tensor.lying)
-            found["health"] = _in_order(known, tensor)
+            health = _in_order(part.health.health(tensor.lying), tensor)
             try:
-                if known.num_zero:
-                    rows, columns = dead_lines(tensor, known.num_zero, _SHOWN, _dead_rows(parts))
-                    found |= {"dead_rows": rows.total, "first_dead_rows": rows.first}
-                    found |= {"dead_columns": columns.total, "first_dead_columns": columns.first}
+                rows, columns = dead_lines(tensor, health.num_zero, _SHOWN, part.dead)
             except (DamagedError, OSError, MemoryError) as error:  # cut off since
-                lost, found["health"] = _told(error), None
-    of_file = tensor.name, str(tensor.file), tensor.dtype, tensor.shape, tensor.nbytes
-    return TensorScan(*of_file, unread, lost, **found)
-
-
-def _dead_rows(parts: Sequence[_Part]) -> Dead | None:
-    """Return the dead rows of all parts; None unless each was looked at for them."""
-    dead = [one.dead for one in parts if one.dead is not None]
-    if len(dead) < len(parts):
-        return None
-    return Dead(
-        sum(one.total for one in dead), tuple(chain.from_iterable(one.first for one in dead))[:_SHOWN]
-    )
+                health, lost = None, _told(error)
+    of_file = tensor.name, str(tensor.file), tensor.dtype, tensor.shape, tensor.nbytes, unread, lost
+    dead = rows.total, columns.total, rows.first, columns.first
+    return TensorScan(*of_file, health, fingerprint, *dead, bad_blocks)
 
 
 def _told(error: Exception) -> str:

@@ -61,6 +61,9 @@ class Dead(NamedTuple):
     first: tuple[int, ...]
 
 
+NONE = Dead(0, ())
+
+
 class Streamer:
     """Reader of chunks, for one thread."""
 
@@ -172,9 +175,9 @@ def dead_lines(tensor: StoredTensor, zeros: int, most: int, known: Dead | None =
     are. The rows are those of the first dimension, the columns all others together. Vectors, integers and matrices of
     longer rows have none.
     """
-    none, (rows, width) = Dead(0, ()), lines_of(tensor) if zeros else (0, 0)
+    rows, width = lines_of(tensor) if zeros else (0, 0)
     if not 0 < min(rows, width) <= zeros:
-        return none, none
+        return NONE, NONE
     live, columns = np.zeros(rows, dtype=bool), np.full(width, zeros < rows)
     # Nearly always a few rows show that no column is dead.
     band = max(1, (CHUNK if known is None else CHUNK // 8) // bytes_of(tensor.dtype, width))

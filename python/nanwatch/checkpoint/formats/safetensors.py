@@ -76,8 +76,9 @@ def _entry(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise fail("it", "an object with dtype, shape and data_offsets", entry)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [None]
-    if not isinstance(dtype, str) or not all(type(one) is int and 0 <= one < 1 << 62 for one in numbers):
+    numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else []
+    are_integers = set(map(type, numbers)) == {int}
+    if not isinstance(dtype, str) or not are_integers or min(numbers) < 0 or max(numbers) >= 1 << 62:
         raise fail("it", "a dtype, sizes and offsets", entry)
     if len(offsets) != 2 or len(shape) > 64:
         raise fail("data_offsets", "two numbers", offsets)
