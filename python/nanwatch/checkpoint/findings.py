@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from itertools import product
 from statistics import median
+from typing import NamedTuple
 
-from ..numerics.block_fit import BlockFit
+import torch
+
+from ..numerics.block_fit import block_fits, decibel
 from ..numerics.block_formats import BLOCKS_BY_NAME
 from ..numerics.fit import FORMATS, Edges, edges, would_fit
 from ..numerics.formats import BY_NAME, TensorHealth
@@ -23,6 +26,7 @@ _MANY_SUBNORMALS = 0.01
 _MANY_FLUSHED = 0.25  # to blocks of 4 bits a matrix of random numbers loses up to 17 %
 _CASTS = ("float16", "bfloat16")
 _ELEMENTS = 1 << 17  # that a format is tried on at a time
+_SHOWN = 4  # matrices of the lowest SQNR
 TARGETS = (*FORMATS, *(name for name, form in BLOCKS_BY_NAME.items() if form.rows or form.columns))
 """Formats in which some rows of a matrix can be tried without the others."""
 
@@ -137,38 +141,59 @@ def _copies(stored: Sequence[StoredTensor], tensors: Sequence[TensorScan]) -> It
             yield Finding("duplicate", False, "equal to the bit", tuple(one.name for one in group))
 
 
-def leaving(
-    stored: Sequence[StoredTensor], tensors: Sequence[TensorScan], formats: Sequence[str]
-) -> Iterator[Finding]:
-    """Yield the matrices that leave a number format: read again, and tried in it."""
-    for name, (tensor, one) in product(formats, zip(stored, tensors, strict=True)):
+def tried(stored: Sequence[StoredTensor], tensors: list[TensorScan], name: str) -> Iterator[Finding]:
+    """Yield the matrices that leave a number format: read again, and tried in it.
+
+    Of a block format, also yield the SQNR of all together, and give each of `tensors` its own.
+    """
+    errors: list[tuple[float, _Loss, str]] = []
+    for i, (tensor, one) in enumerate(zip(stored, tensors, strict=True)):
         if one.health is None or tensor.dtype in ENCODINGS or tensor.order or lines_of(tensor) == (0, 0):
             continue
         try:
-            overflow, underflow = _shares(tensor, name)
+            loss = _loss(tensor, name, one.health.abs_max)
         except (DamagedError, OSError) as error:  # cut off since
             yield Finding("not checked", False, f"in {name}: {str(error)[:200]}", (one.name,))
             continue
+        overflow, underflow = (count / max(loss.num_elements, 1) for count in (loss.over, loss.under))
         if overflow or underflow >= (_MANY_FLUSHED if name in BLOCKS_BY_NAME else _MANY_SUBNORMALS):
             text = f"{overflow:.3%} overflow and {underflow:.3%} become zero in {name}"
             yield Finding("range", False, text, (one.name,))
+        if name in BLOCKS_BY_NAME and loss.signal:
+            sqnr = decibel(loss.signal, loss.noise)
+            tensors[i] = replace(one, sqnr={**(one.sqnr or {}), name: sqnr})
+            errors.append((sqnr, loss, one.name))
+    if errors:
+        errors.sort(key=lambda error: error[0])
+        total = decibel(*(sum(parts) for parts in zip(*(loss[-2:] for _, loss, _ in errors), strict=True)))
+        text = f"{total:.1f} dB in {name} over {len(errors):,} matrices, {errors[0][0]:.1f} dB in the lowest"
+        yield Finding("sqnr", False, text, tuple(named for *_, named in errors[:_SHOWN]))
 
 
-def _shares(tensor: StoredTensor, name: str) -> tuple[float, float]:
-    """Return the shares of elements that overflow in a format, and that become zero. Reads some rows at a time."""
+class _Loss(NamedTuple):
+    """Counts of elements, of those that overflow, and of those that become zero; of blocks also signal and noise."""
+
+    num_elements: int
+    over: int
+    under: int
+    signal: float
+    noise: float
+
+
+def _loss(tensor: StoredTensor, name: str, abs_max: float) -> _Loss:
+    """Return what a tensor loses in a format. Reads some rows at a time."""
     form, width = BLOCKS_BY_NAME.get(name), tensor.shape[-1]
     blocks = width * ((form and form.rows) or 1)
     step = max(_ELEMENTS // blocks, 1) * blocks
-    counts = [0, 0, 0]
+    losses = []
     with OpenFiles() as files:
         streamer = Streamer(files)
         for at in range(0, tensor.numel, step):
-            values = streamer.values(tensor, at, min(step, tensor.numel - at))
-            fit = would_fit(values.view(-1, width), name)
-            lost = (
-                (fit.num_lost, fit.num_flushed)
-                if isinstance(fit, BlockFit)
-                else (fit.num_overflow, fit.num_underflow)
-            )
-            counts = [a + b for a, b in zip(counts, (fit.num_elements, *lost), strict=True)]
-    return counts[1] / max(counts[0], 1), counts[2] / max(counts[0], 1)
+            values = streamer.values(tensor, at, min(step, tensor.numel - at)).view(-1, width)
+            if form is None:
+                plain = would_fit(values, getattr(torch, name))
+                losses.append(_Loss(plain.num_elements, plain.num_overflow, plain.num_underflow, 0.0, 0.0))
+            else:
+                (fit,) = block_fits(values, [form], -1, abs_max)
+                losses.append(_Loss(fit.num_elements, fit.num_lost, fit.num_flushed, fit.signal, fit.noise))
+    return _Loss(*(sum(parts) for parts in zip(*losses, strict=True)))

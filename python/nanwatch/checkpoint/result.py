@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import hypot
 
@@ -28,6 +28,7 @@ class TensorScan:
 
     `fingerprint` is `nanwatch.fingerprint` of the tensor, of an encoded one (GGUF) that of its bytes. It is None of one
     that lies transposed, and where nothing needs it: without `against`, of one that no other tensor is like.
+    `sqnr` has the ratio of signal to quantization noise in dB by the block formats that a matrix was tried in.
     `bad_blocks` counts blocks with a scale of nan or inf, of an encoding that is not decoded.
     """
 
@@ -45,6 +46,7 @@ class TensorScan:
     first_dead_rows: tuple[int, ...] = ()
     first_dead_columns: tuple[int, ...] = ()
     bad_blocks: int = 0
+    sqnr: Mapping[str, float] | None = None
 
     @property
     def is_float(self) -> bool:
@@ -57,7 +59,7 @@ class Finding:
     """Something that a scan found. A fault makes a checkpoint unsound, anything else is worth a look.
 
     `kind` is "file", "lost", "non-finite", "mask", "remark", "all zero", "zeros", "dead", "subnormal", "range",
-    "outlier", "tied", "duplicate" or "not checked".
+    "sqnr", "outlier", "tied", "duplicate" or "not checked".
     """
 
     kind: str

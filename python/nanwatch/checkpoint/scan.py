@@ -19,7 +19,7 @@ from ..numerics.partial_health import PartialHealth
 from ..util.progress import Tell, silent
 from .against import compare
 from .encodings import ENCODINGS, bad_scales
-from .findings import TARGETS, find, leaving
+from .findings import TARGETS, find, tried
 from .formats import read_checkpoint
 from .result import Scan, TensorScan
 from .stored import Contents, DamagedError, Deflated, OpenFiles, StoredTensor
@@ -79,13 +79,11 @@ def scan(
         others = list(_scanned(other.tensors, count, tell, fingerprints=True))
         sides = (contents.tensors, tensors), (other.tensors, others)
         comparison = compare(*sides, [text for _, text in other.problems], count, tell)
-    return Scan(
-        tuple(str(path) for path in paths),
-        None if against is None else str(against),
-        tuple(tensors),
-        (*find(contents, tensors), *leaving(contents.tensors, tensors, to)),
-        comparison,
-    )
+    findings = list(find(contents, tensors))
+    for name in to:
+        findings += tried(contents.tensors, tensors, name)
+    other_path = None if against is None else str(against)
+    return Scan(tuple(map(str, paths)), other_path, tuple(tensors), tuple(findings), comparison)
 
 
 def _contents(paths: Sequence[str | PathLike[str]]) -> Contents:

@@ -89,7 +89,7 @@ class BlockFit:
     @property
     def sqnr(self) -> float:
         """Return the ratio of signal to quantization noise in dB: inf where all is exact, nan without an element."""
-        return _decibel(self.signal, self.noise)
+        return decibel(self.signal, self.noise)
 
     @property
     def saturated(self) -> float:
@@ -120,8 +120,13 @@ class BlockFit:
         )
 
 
-def block_fits(x: Tensor, forms: Sequence[BlockFormat], dim: int) -> tuple[BlockFit, ...]:
-    """Measure the effect of block formats on a tensor; `would_fit` has the description."""
+def block_fits(
+    x: Tensor, forms: Sequence[BlockFormat], dim: int, amax: float | None = None
+) -> tuple[BlockFit, ...]:
+    """Measure the effect of block formats on a tensor; `would_fit` has the description.
+
+    `amax`: the largest magnitude of the tensor that `x` is a part of, for a format with a scale for all of it.
+    """
     _extension.explain_once()
     with only_our_dispatch(), torch.no_grad():
         x = readable(x, "would_fit")
@@ -133,8 +138,9 @@ def block_fits(x: Tensor, forms: Sequence[BlockFormat], dim: int) -> tuple[Block
         dim = dim % max(x.ndim, 1) if -x.ndim <= dim < max(x.ndim, 1) else dim
         last = x.movedim(dim, -1) if x.ndim else x
         last = (last if last.dtype in _NATIVE else last.float()).contiguous()
-        needs_amax = any(form.rows is None or form.has_tensor_scale for form in forms)
-        amax = float(_extension.abs_range(last)[1]) if needs_amax else nan
+        if amax is None:
+            needs_amax = any(form.rows is None or form.has_tensor_scale for form in forms)
+            amax = float(_extension.abs_range(last)[1]) if needs_amax else nan
         cuts = [matrices_of(last, form, -1, "would_fit") for form in forms]
         native = _native(cuts, forms, amax)
         return tuple(
@@ -149,7 +155,7 @@ def block_fits(x: Tensor, forms: Sequence[BlockFormat], dim: int) -> tuple[Block
 def _fit(numbers: list[float], form: BlockFormat, dim: int, scale_shape: tuple[int, ...]) -> BlockFit:
     signal, noise, low, high = numbers[_SIGNAL:HEAD]
     worst = tuple(
-        BlockError(_place(int(index), scale_shape), _decibel(power, error))
+        BlockError(_place(int(index), scale_shape), decibel(power, error))
         for index, power, error in zip(*(iter(numbers[HEAD:]),) * 3, strict=True)
         if index >= 0
     )
@@ -289,7 +295,8 @@ def _place(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(place))
 
 
-def _decibel(signal: float, noise: float) -> float:
+def decibel(signal: float, noise: float) -> float:
+    """Return the ratio of two sums of squares in dB: inf without noise, nan without either."""
     if noise == 0:
         return inf if signal else nan
     return 10 * log10(signal / noise)

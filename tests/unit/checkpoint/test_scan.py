@@ -1,6 +1,7 @@
 """`nanwatch.scan` and `nanwatch scan`: what they find in planted checkpoints, and their forms."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -101,6 +102,26 @@ def test_matrices_that_leave_a_format_are_those_of_would_fit(layers, tmp_path):
     assert {one.tensors for one in found} == {(name,)}
     with pytest.raises(ValueError, match="mxfp99"):
         nanwatch.scan(tmp_path / "x.safetensors", to=["mxfp99"])
+
+
+def test_matrices_have_the_sqnr_that_would_fit_has_for_all_of_them(tmp_path):
+    torch.manual_seed(0)
+    weights = {"large": torch.randn(300, 1000).bfloat16(), "low": torch.randn(64, 128).exp().pow(3)}
+    save_file({**weights, "bias": torch.randn(9)}, tmp_path / "x.safetensors")
+    formats = ["nvfp4", "mxfp8", "float8_block128x128", "float16"]
+    result = nanwatch.scan(tmp_path / "x.safetensors", to=formats)
+    for one in result.tensors:
+        fits = nanwatch.would_fit(weights[one.name], formats[:3]) if one.name in weights else []
+        assert one.sqnr == (pytest.approx({fit.format: fit.sqnr for fit in fits}) if fits else None)
+    found = [one for one in result.findings if one.kind == "sqnr"]
+    both = [nanwatch.would_fit(x, "nvfp4") for x in weights.values()]
+    total = 10 * math.log10(sum(fit.signal for fit in both) / sum(fit.noise for fit in both))
+    lowest = min(both, key=lambda fit: fit.sqnr)
+    assert found[0].text == f"{total:.1f} dB in nvfp4 over 2 matrices, {lowest.sqnr:.1f} dB in the lowest"
+    assert found[0].tensors == (("large", "low") if lowest is both[0] else ("low", "large"))
+    assert len(found) == 3
+    saved = {one["name"]: one["sqnr"] for one in json.loads(result.to_json())["tensors"]}
+    assert saved["low"].keys() == set(formats[:3])
 
 
 def test_the_command_has_its_statuses_and_forms(layers, tmp_path, capsys):
