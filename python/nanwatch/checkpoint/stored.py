@@ -211,6 +211,12 @@ class Contents:
         self.remarks += other.remarks
 
 
+def are_sizes(values: Any) -> bool:
+    """Return whether it is a tuple of sizes, strides or offsets that a tensor may have."""
+    is_short = isinstance(values, tuple) and len(values) <= 64
+    return is_short and all(type(one) is int and 0 <= one < 1 << 62 for one in values)
+
+
 def whole(path: Path, offset: int, nbytes: int, size: int) -> str:
     """Return "" where a file of `size` bytes has these, else why they are lost."""
     end = offset + nbytes

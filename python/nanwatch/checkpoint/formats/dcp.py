@@ -11,7 +11,7 @@ from typing import Any
 
 from ...numerics.formats import BY_NAME
 from ..inert_pickle import Made, load
-from ..stored import Box, Boxes, Contents, DamagedError, Source, StoredTensor, whole
+from ..stored import Box, Boxes, Contents, DamagedError, Source, StoredTensor, are_sizes, whole
 from ..zips import opened
 from . import pickled
 
@@ -104,6 +104,6 @@ def _properties(made: Any) -> list[str]:
 def _numbers(size: Any) -> tuple[int, ...]:
     """Return the sizes of a torch.Size."""
     values = size.arguments[0] if isinstance(size, Made) and size.arguments else size
-    if not isinstance(values, tuple) or not all(type(one) is int and 0 <= one < 1 << 62 for one in values):
+    if not are_sizes(values):
         raise DamagedError(f"{METADATA} is damaged: sizes that are no numbers")
-    return values
+    return tuple(values)

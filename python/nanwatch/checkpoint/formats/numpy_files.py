@@ -10,7 +10,7 @@ from tokenize import TokenError
 import numpy as np
 
 from ...numerics.formats import BY_NAME
-from ..stored import Contents, DamagedError, Deflated, OpenFiles, Span, StoredTensor, whole
+from ..stored import Contents, DamagedError, Deflated, OpenFiles, Span, StoredTensor, are_sizes, whole
 from ..zips import MAGIC, Member, members, opened, walked
 
 _MAGIC = b"\x93NUMPY"
@@ -53,7 +53,7 @@ def _array(path: Path, member: Member, end: int) -> tuple[StoredTensor, int]:
         shape, is_fortran, dtype = _READERS[version](head, max_header_size=_MOST_HEADER)
     except (ValueError, KeyError, TypeError, SyntaxError, RecursionError, MemoryError, TokenError) as error:
         return lost._replace(lost=f"its header is damaged: {str(error)[:100]}"), 0
-    if len(shape) > 64 or not all(type(one) is int and 0 <= one < 1 << 62 for one in shape):
+    if not are_sizes(shape):
         return lost._replace(lost="its header is damaged: a shape that no array has"), 0
     order = tuple(reversed(range(len(shape)))) if is_fortran and len(shape) > 1 else None
     tensor = lost._replace(dtype=str(dtype.name)[:40], shape=shape, order=order)

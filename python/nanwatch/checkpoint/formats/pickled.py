@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ...numerics.formats import NUMBER_FORMATS
 from ..encodings import bytes_of
 from ..inert_pickle import Global, Made, load
-from ..stored import Contents, DamagedError, Span, StoredTensor, whole
+from ..stored import Contents, DamagedError, Span, StoredTensor, are_sizes, whole
 from ..zips import MAGIC, Member, members, opened, walked
 
 _LEGACY = 0x1950A86A20F9469CFC6C
@@ -169,7 +169,7 @@ def _storages(root: Any) -> Iterator[_Storage]:
 def _storage(made: Any, dtype: str = "") -> _Storage | None:
     """Return the storage that a persistent name stands for."""
     pid = made.arguments[0] if isinstance(made, Made) and made.of == "persistent" else ()
-    if not isinstance(pid, tuple) or len(pid) < 5 or not _sizes(pid[4:5]):
+    if not isinstance(pid, tuple) or len(pid) < 5 or not are_sizes(pid[4:5]):
         return None
     kind = str(pid[1]).rpartition(".")[2].removesuffix("Storage")
     return _Storage(str(pid[2])[:200], dtype or _STORAGES.get(kind, "uint8"), pid[4])
@@ -207,7 +207,7 @@ def _tensor(made: Made, found: StoredTensor, places: dict[str, int], end: int) -
         return found._replace(unread=f"made by {call[:60]}")
     dtype = str(arguments[6]).removeprefix("torch.") if call.endswith("v3") and len(arguments) > 6 else ""
     storage = _storage(arguments[0], dtype) if arguments else None
-    if storage is None or len(arguments) < 4 or not all(map(_sizes, (arguments[1:2], *arguments[2:4]))):
+    if storage is None or len(arguments) < 4 or not all(map(are_sizes, (arguments[1:2], *arguments[2:4]))):
         return found._replace(unread="its description is damaged")
     offset, shape, strides = arguments[1:4]
     if len(shape) != len(strides):
@@ -228,8 +228,3 @@ def _tensor(made: Made, found: StoredTensor, places: dict[str, int], end: int) -
     if order == tuple(range(len(order))):
         order = None
     return found._replace(source=source, lost=whole(path, source.offset, found.nbytes, end), order=order)
-
-
-def _sizes(value: Any) -> bool:
-    is_short = isinstance(value, tuple) and len(value) <= 64
-    return is_short and all(type(one) is int and 0 <= one < 1 << 62 for one in value)
