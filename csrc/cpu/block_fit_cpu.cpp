@@ -193,7 +193,7 @@ class UnitReader {
       if (is_power) {
         if (!kernels_.powers(segment.granules, blocks, format.largest, kMostBits, arrays)) return false;
       } else {
-        if (format.amax < kLeast || format.amax > kMost) return false;
+        if (!(format.amax >= kLeast && format.amax <= kMost)) return false;  // nan too
         const float of_tensor = format.amax / (448 * format.largest);
         out->add(fit_item::flushed_blocks,
                  kernels_.levels(segment.granules, blocks, format.largest, of_tensor, arrays));
