@@ -25,6 +25,7 @@ from ..instrumentation.wrapped_names import module_names
 from ..recording.observe import observe
 from ..records.record import Frame
 from ..report.finding import Finding, value_of
+from ..util.program_code import SKIPPED_FILES
 from ..util.visible import spell, suppressed
 from .batch_snapshot import BatchSnapshot, is_narrow, no_second_run
 from .diagnosis import Diagnosis, Expression, bad_rows
@@ -40,7 +41,6 @@ from .experiment import (
     without_hooks,
 )
 from .patching.rules import DERIVATIVE_POLES, POLES, operation_name
-from .program_code import SKIPPED_FILES
 from .provenance import ProvenanceMode, Step
 
 if TYPE_CHECKING:

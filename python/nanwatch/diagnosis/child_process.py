@@ -29,10 +29,10 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..util.program_code import is_library
 from ..util.visible import spell
 from . import outside
 from .own_memory import own_shared_memory
-from .program_code import is_library
 
 # Seconds that each run may take: at least these, and these times the batch's own.
 LEAST_SECONDS, TIMES_BATCH = 5.0, 20.0

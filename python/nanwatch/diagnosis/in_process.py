@@ -27,9 +27,9 @@ import torch
 from torch import nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ..util.program_code import is_library
 from . import outside
 from .outside import NotRepeatableError, users_line
-from .program_code import is_library
 
 # Ends a run in the main thread; a lock that the run waits for lets a signal through. Ignored by default.
 _ENDS_RUN = signal.SIGURG

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from ..instrumentation.execution_context import Autocast, RngState
+from ..util.program_code import SKIPPED_FILES, frame_values
 from .loss_slice import RESULT, Caller, Cut, Refused, body_of, call_under_way, cut_of
 from .operation import tensors_in
 from .outside import repeatable
 from .patching.code_swap import Probe, compiled_with, find_target
 from .patching.source import SourceFile, Span, Target, called_name, path_to
-from .program_code import SKIPPED_FILES, frame_values
 from .program_state import ProgramState
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from .program_code import is_library
+from ..util.program_code import is_library
 
 # Events of Python's audit hooks by which code acts outside the process. An `open` is looked at by its flags.
 _EVENTS = frozenset({

@@ -25,10 +25,10 @@ from ..recording.observe import read
 from ..records.note import Note
 from ..records.record import Record
 from ..report.histogram import StoredHistogram
+from ..util.program_code import SKIPPED_FILES
 from ..util.visible import spell
 from .diagnosis import BadRows, Expression, bad_rows
 from .operation import Operands, Operation, StorageWriteLog, operation_of
-from .program_code import SKIPPED_FILES
 
 _MASK = Note("mask")
 _HANDLERS = ("__torch_dispatch__", "__torch_function__")

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ..util.modules import each_module
+from ..util.program_code import frame_values, is_library, names_of
 from .places import DEFAULTS, Root, attributes_of
-from .program_code import frame_values, is_library, names_of
 
 # Functions of the program that are read, and values that are visited, so that a plan takes no longer than 0.1 s.
 _MOST_FUNCTIONS, _MOST_VALUES = 2000, 20_000

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
-from ..diagnosis.program_code import SKIPPED_FILES
 from ..instrumentation.execution_context import RngState
 from ..numerics._extension import instances_of
 from ..numerics.ranges import fingerprint
 from ..recording.walk import leaves
 from ..util.modules import each_module
+from ..util.program_code import SKIPPED_FILES, is_library
 from ..util.visible import suppressing
 
 Restore = Callable[[], object]
@@ -369,13 +369,11 @@ def _refill(one: Any, content: Any) -> None:
 
 def _caches() -> list[Any]:
     """Return the functions under functools.lru_cache that are neither PyTorch's nor another library's."""
-    found = []
-    for one in instances_of(functools._lru_cache_wrapper):
-        code = getattr(getattr(one, "__wrapped__", None), "__code__", None)
-        file = getattr(code, "co_filename", _PYTHON)
-        if not file.startswith((*_TORCH, _PYTHON)) and not _is_installed(file):
-            found.append(one)
-    return found
+    known = [
+        (getattr(getattr(one, "__wrapped__", None), "__code__", None), one)
+        for one in instances_of(functools._lru_cache_wrapper)
+    ]
+    return [one for code, one in known if code is not None and not is_library(code.co_filename)]
 
 
 def digest(value: Any) -> str:

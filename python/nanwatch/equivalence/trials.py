@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ..diagnosis.program_code import SKIPPED_FILES
 from ..diagnosis.provenance import program_frame
 from ..util.place import Place
+from ..util.program_code import SKIPPED_FILES, is_library
 from .operations import OUTSIDE, UNWRITTEN, OperationDifference
 from .state import temporarily
 
@@ -155,11 +155,7 @@ def note_call(name: str, note: Note) -> None:
     frame = program_frame(None)
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY) and frame.f_back is not None:
         frame = frame.f_back
-    if (
-        frame is not None
-        and not frame.f_code.co_filename.startswith("<frozen importlib")
-        and ("site-packages" not in frame.f_code.co_filename)
-    ):
+    if frame is not None and not is_library(frame.f_code.co_filename):
         note(f"{name} at {frame.f_code.co_filename}:{frame.f_lineno}")
 
 

@@ -85,7 +85,7 @@ def warn_user(message: str, *, may_raise: bool = True) -> None:
     as in a thread of nanwatch's, or would take the place of another exception: the message then goes to stderr.
     """
     message = visible(message)
-    frame = _users_frame()
+    frame = _warned_frame()
     # None when the script of `nanwatch run` has ended.
     file, line = ("nanwatch", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
     held: dict[str, Any] = {} if frame is None else frame.f_globals
@@ -98,16 +98,17 @@ def warn_user(message: str, *, may_raise: bool = True) -> None:
         sys.stderr.write(f"{message}\n")
 
 
-def _users_frame() -> FrameType | None:
+def _warned_frame() -> FrameType | None:
     """Return the innermost frame outside nanwatch and torch; in a thread without one, the main thread's."""
-    found = _outside(sys._getframe(1))
+    found = users_frame(sys._getframe(1))
     main = threading.main_thread().ident
     if found is None and main is not None and main != threading.get_ident():
-        found = _outside(sys._current_frames().get(main))
+        found = users_frame(sys._current_frames().get(main))
     return found
 
 
-def _outside(frame: FrameType | None) -> FrameType | None:
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame outside nanwatch and torch, from this one outwards."""
     torch = sys.modules.get("torch")  # a trace is also written, and a verdict reached, without it
     torchs = os.path.dirname(str(torch.__file__)) + os.sep if torch is not None else _OWN
     skipped = (_OWN, torchs, threading.__file__, "<frozen ")  # the last are importlib and runpy

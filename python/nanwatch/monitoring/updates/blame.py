@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import linecache
-import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import FrameType
-from typing import Any
-
-import torch
 
 from ...util.place import Place
-from ...util.visible import suppressed
+from ...util.program_code import frame_values, is_library
+from ...util.visible import suppressed, users_frame
 
-_OWN = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
-_TORCHS = os.path.dirname(str(torch.__file__)) + os.sep
-_INSTALLED = os.path.dirname(os.__file__) + os.sep
 _MAX_FRAMES = 64
-
-
-def users_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame outside nanwatch and torch, from this one outwards."""
-    while frame is not None and frame.f_code.co_filename.startswith((_OWN, _TORCHS, "<frozen ")):
-        frame = frame.f_back
-    return frame
 
 
 def place_of(frame: FrameType | None) -> Place | None:
@@ -47,21 +33,12 @@ def _tree(file: str) -> ast.Module | None:
 def where_made(value: object) -> Place | None:
     """Return the line at which a variable got this object: the latest assignment before the line that runs."""
     for frame in _users_frames():
-        inner = locals_of(frame)
+        inner = frame_values(frame)
         for names in (inner, frame.f_globals, getattr(inner.get("self"), "__dict__", {})):
             own = {name for name, held in list(names.items()) if held is value}
             if own and (found := _assignment(frame, own)) is not None:
                 return found
     return None
-
-
-def locals_of(frame: FrameType) -> dict[str, Any]:
-    """Return a copy of a frame's variables. Python before 3.13 would keep one in the frame, with all its tensors."""
-    inner = frame.f_locals
-    found = dict(inner)
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        inner.clear()
-    return found
 
 
 def where_called(name: str, is_meant: Callable[[ast.Call], bool] = lambda _: True) -> Place | None:
@@ -143,10 +120,7 @@ def _users_frames() -> Iterator[FrameType]:
         if frame is None:
             return
         # A trainer's source has no line that the user could mend.
-        if (
-            not frame.f_code.co_filename.startswith(_INSTALLED)
-            and "site-packages" not in frame.f_code.co_filename
-        ):
+        if not is_library(frame.f_code.co_filename):
             yield frame
         frame = users_frame(frame.f_back)
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from nanwatch.diagnosis.program_code import frame_values, is_library, names_of
+from nanwatch.util.program_code import frame_values, is_library, names_of
 
 SOURCE = """
 total = 0
