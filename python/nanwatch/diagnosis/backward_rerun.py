@@ -25,6 +25,7 @@ from ..instrumentation.wrapped_names import module_names
 from ..recording.observe import observe
 from ..records.record import Frame
 from ..report.finding import Finding, value_of
+from ..util.modules import is_in
 from ..util.program_code import SKIPPED_FILES
 from ..util.visible import spell, suppressed
 from .batch_snapshot import BatchSnapshot, is_narrow, no_second_run
@@ -98,8 +99,8 @@ def rerun_backward(
         if probe is not None and probe.gradients:
             return replace(probe.found, start=BackwardStart(name, probe.call, probe.gradients))
         if found := _from_outputs(snapshot, module_names(model)):
-            is_inside = found.made_in is not None and f"{found.made_in}.".startswith(f"{name}.")
-            return replace(found, made_in=None) if is_inside or not name else found
+            is_inside = found.made_in is None or is_in(found.made_in, name)
+            return replace(found, made_in=None) if is_inside else found
         if probe is not None and (step := probe.provenance.first()) is not None:
             return _of_forward(step, _KEPT_ELSEWHERE, is_unseen=True)
     except Exception as error:

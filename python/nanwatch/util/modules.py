@@ -39,6 +39,11 @@ def each_parameter(root: nn.Module) -> Iterator[Tensor]:
                 yield x
 
 
+def is_in(module: str, above: str) -> bool:
+    """Return whether a module is the other one or inside it, by their names."""
+    return not above or f"{module}.".startswith(f"{above}.")
+
+
 class WeakIdentityDict(Generic[_T]):
     """Values by objects, which are compared by identity, for as long as the objects live."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ...instrumentation.attention import BOUND, LARGEST
 from ...report.spike import Cause, Departure
+from ...util.modules import is_in
 from ..peaks import OF_CALL
 
 LOGITS = (LARGEST, BOUND)
@@ -51,7 +52,7 @@ def cause_of(evidence: Evidence) -> tuple[Cause, Departure | None]:
     if first is not None and all(_TARGET.match(one.label) for one in calls):
         return "loss", first
     # A batch is drawn without regard to weights. In a GAN, the input of one model is what another has made.
-    if any(all(_is_inside(module, one.module) for module in makers) for one in evidence.inputs):
+    if any(all(is_in(module, one.module) for module in makers) for one in evidence.inputs):
         return "input", taken[0]
     if evidence.rates is not None:
         return "learning rate", first
@@ -60,7 +61,7 @@ def cause_of(evidence: Evidence) -> tuple[Cause, Departure | None]:
     if evidence.optimizer is not None:
         return "optimizer", evidence.optimizer
     found = next((one for one in calls if one.label in LOGITS), logits)
-    if found is not None and (first is None or _is_inside(first.module, found.module)):
+    if found is not None and (first is None or is_in(first.module, found.module)):
         return "attention", found
     weight = _weight_of(evidence, calls, set(makers) - {one.module for one in taken})
     if weight is not None:
@@ -85,7 +86,3 @@ def _weight_of(evidence: Evidence, calls: Sequence[Departure], makers: set[str])
     if found is None and now and (not calls or forward.index(now[0]) < forward.index(calls[0])):
         found = now[0]
     return found
-
-
-def _is_inside(module: str, other: str) -> bool:
-    return not other or f"{module}.".startswith(f"{other}.")

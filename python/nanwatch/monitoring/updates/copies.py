@@ -11,9 +11,9 @@ from torch.optim.optimizer import Optimizer
 
 from ...instrumentation.wrapped_names import named_modules
 from ...numerics.readable import only_our_dispatch
-from ...util.modules import each_parameter
+from ...util.modules import each_parameter, is_in
 from .samples import Key, StepSamples, each_weight, plain, same_bits, sample
-from .view import StepView, Suspect, is_in
+from .view import StepView, Suspect
 
 # A share of elements that may differ by how the copy was rounded.
 _ROUNDED = 0.01

@@ -6,10 +6,11 @@ import ast
 import sys
 from collections.abc import Callable
 
+from ...util.modules import is_in
 from ...util.place import Place
 from . import blame
 from .suspicions import Fault
-from .view import StepView, is_in
+from .view import StepView
 
 _NARROW = frozenset({"bfloat16", "float16", "half"})
 _AT_BACKWARD = frozenset(

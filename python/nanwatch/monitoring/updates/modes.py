@@ -11,6 +11,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ...instrumentation.wrapped_names import named_modules
 from ...numerics.readable import only_our_dispatch, unreadable
+from ...util.modules import is_in
 from .view import StepView, Suspect
 
 _DROPS = ("p", "dropout", "drop_prob", "dropout_p", "attention_dropout")
@@ -75,7 +76,7 @@ def _train_mode(view: StepView, trained_before: Mapping[str, bool]) -> Iterator[
         for name, _, module in named_modules(view.model):
             parent = name.rpartition(".")[0]
             is_off = not module.training and trained_before.get(name) and name in called
-            if is_off and drops(module) and any(f"{own}.".startswith(f"{parent}.") for own in moving):
+            if is_off and drops(module) and any(is_in(own, parent) for own in moving):
                 yield Suspect("train-mode-wrong", parent, None)
         return
     for name, _, module in named_modules(view.model):

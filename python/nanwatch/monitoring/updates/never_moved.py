@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
+from ...util.modules import is_in
 from .rules import float32_moves, spacing
 from .samples import WeightSample, same_bits
-from .view import StepView, Suspect, ancestors, is_in
+from .view import StepView, Suspect, ancestors
 
 # A weight has a fault when so much of its update is lost, by elements and by magnitude.
 _ABSORBED, _LOST = 0.75, 0.5

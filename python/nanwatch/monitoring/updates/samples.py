@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 from ...instrumentation.wrapped_names import named_modules
 from ...numerics.ranges import fingerprint
 from ...numerics.readable import is_plain, local_shard, only_our_dispatch, unreadable
+from ...util.modules import is_in
 
 ELEMENTS = 1024
 Key: TypeAlias = tuple[str, str]  # module and label
@@ -160,7 +161,7 @@ def sample_step(
         for (name, label, x), grad in zip(named, grads, strict=True):
             one = WeightSample(name, label, weakref.ref(x), x.requires_grad, grad, shape=tuple(x.shape))
             weights.append(one)
-            is_said = any(not above or f"{name}.".startswith(f"{above}.") for above in frozen)
+            is_said = any(is_in(name, above) for above in frozen)
             one.is_meant = not (is_said or is_frozen(name) or is_frozen(f"{name}.{label}"))
             values = plain(x)
             if values is None or not values.numel():

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from ...util.modules import is_in
 from .samples import Key
-from .view import Suspect, ancestors, is_in
+from .view import Suspect, ancestors
 
 # Audits in a row in which a weight must be suspected. A head that the loss leaves out, an expert without tokens, a
 # branch behind a gain of 0 and a learning rate that warms up are no fault, and are over in fewer.

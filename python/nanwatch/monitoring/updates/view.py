@@ -50,11 +50,6 @@ def call_of(frame: Frame) -> Call:
     return Call(frame.name, *ends, is_empty, dtype, frame.class_name in _CAST, takes_16)
 
 
-def is_in(module: str, above: str) -> bool:
-    """Return whether a module is the other one or in it, by their names."""
-    return not above or f"{module}.".startswith(f"{above}.")
-
-
 def ancestors(module: str) -> Iterator[str]:
     """Yield the name of the module and of all that it is in, up to the root."""
     while module:
