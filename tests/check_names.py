@@ -51,7 +51,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "monitoring/updates/lives",
         "monitoring/updates/modes",
         "monitoring/updates/never_moved",
-        "monitoring/updates/noise",
         "monitoring/updates/not_meant",
         "monitoring/updates/samples",
         "monitoring/updates/suspicions",

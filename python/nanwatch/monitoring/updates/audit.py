@@ -28,15 +28,13 @@ from ...report.update_finding import UpdateFinding, update_finding
 from ...util.place import Place
 from ...util.visible import spell, suppressed, warn_user
 from . import blame, taps
-from .copies import Masters, equal_ends, equal_twins, idle_twins, parted
+from .copies import Masters, equal_ends, equal_twins, idle_twins, parted, ties
 from .culprits import line_of
 from .epochs import Epochs
 from .evaluations import Evaluations
 from .lives import Life, Lives
-from .matrix_rules import expect_after
 from .modes import modes
 from .never_moved import never_moved
-from .noise import Noise
 from .not_meant import not_meant
 from .rank_steps import RankSteps
 from .rules import expect
@@ -132,10 +130,9 @@ class UpdateAudit(WatchPart):
         self._ends: list[tuple[str, str]] | None = None
         self._twins: list[tuple[str, str]] = []
         self._lives = Lives()
-        self._evaluations = Evaluations()
+        self._evaluations = Evaluations(recorder)
         self._told: set[tuple[str, str, str | None]] = set()
         self._window = Window(recorder)
-        self._noise = Noise(recorder)
         self._epochs = Epochs()
         taps.epochs.add(self)
         self._starts = recorder.subscribe(Event.BATCH_START)
@@ -166,7 +163,7 @@ class UpdateAudit(WatchPart):
         self._hooks.remove()
         self._starts.remove()
         self._window.remove()
-        self._noise.frames.remove()
+        self._evaluations.frames.remove()
         taps.epochs.remove(self)
 
     def sum_up(self) -> None:
@@ -183,16 +180,14 @@ class UpdateAudit(WatchPart):
     def on_frame(self, frame: Frame) -> None:
         """Take a recorded call."""
         self._window.on_frame(frame)
-        if self._noise.frames.active:
-            self._add(self._noisy(frame))
+        if self._evaluations.frames.active:
+            self._add(self._drawn(frame))
 
     @_harmless
-    def _noisy(self, frame: Frame) -> UpdateFinding | None:
+    def _drawn(self, frame: Frame) -> UpdateFinding | None:
         model = self._model()
-        name = None if model is None else self._noise.on_frame(frame, model)
-        if name is None:
-            return None
-        return self._finding(self._step, Fault("eval-mode-wrong:dropout", name, None, 1, {}), lambda: None)
+        fault = None if model is None else self._evaluations.drawn(frame, model)
+        return None if fault is None else self._finding(self._step, fault, lambda: None)
 
     def batch_started(self, batch: int, module: nn.Module | None) -> None:
         """Take the start of a batch, in the mode of its call."""
@@ -210,9 +205,8 @@ class UpdateAudit(WatchPart):
                 return self._unstepped(_UNSTEPPED, _UNSTEPPED - 2)
         elif module is model:
             has_stepped = any(one.is_own for one in self._tracks.values())
-            if has_stepped and not model.training:
-                self._noise.start(model, batch)
-            for fault, where in self._evaluations.faults(model, sys._getframe(2), has_stepped=has_stepped):
+            frame = sys._getframe(2)
+            for fault, where in self._evaluations.faults(model, batch, frame, has_stepped=has_stepped):
                 self._add(self._finding(self._step, fault, where))
         return None
 
@@ -322,11 +316,10 @@ class UpdateAudit(WatchPart):
         samples, model, track.open = track.open, self._model(), None
         if samples is not None and model is not None and not track.is_repeated:
             sample_after(samples)
-            expect(samples)
-            expect_after(samples, optimizer)
+            expect(samples, optimizer)
             view = self._view(model, optimizer, track, samples)
             suspects = [*never_moved(view), *not_meant(view), *wrong(view), *modes(view, self._modes)]
-            suspects += [*parted(samples, self._ends or ()), *idle_twins(view, self._twins)]
+            suspects += [*ties(view), *parted(samples, self._ends or ()), *idle_twins(view, self._twins)]
             for name, _, module in named_modules(model):
                 self._modes[name] = self._modes.get(name, False) or module.training
             trained = {one.key: one.size for one in samples.weights if one.is_trained}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 from ...instrumentation.wrapped_names import named_modules
 from ...numerics.readable import only_our_dispatch
 from ...util.modules import each_parameter, is_in
-from .samples import Key, StepSamples, each_weight, plain, same_bits, sample
+from .samples import Key, StepSamples, each_weight, is_full, plain, same_bits, sample
 from .view import StepView, Suspect
 
 # A share of elements that may differ by how the copy was rounded.
@@ -73,6 +74,41 @@ def _share(x: Tensor, master: Tensor) -> float | None:
     return float((sample(copy).to(own.dtype) != sample(own)).double().mean())
 
 
+def ties(view: StepView) -> Iterator[Suspect]:
+    """Yield second weights of what shares memory, or is said to be tied."""
+    if not view.is_first:
+        return
+    shared: dict[tuple[Any, ...], str] = {}
+    for module, label, x in each_weight(view.model):
+        values = plain(x) if x.requires_grad else None
+        if values is not None and values.numel() and values.untyped_storage().nbytes():
+            place = (values.device, values.data_ptr(), tuple(values.shape), values.stride())
+            if place in shared:
+                yield Suspect("tie-broken", module, label)
+            shared[place] = module
+    if (pair := _said_to_be_tied(view.model)) is not None:
+        (name, weight), (_, other) = pair
+        if weight is not other and weight.shape == other.shape and weight.requires_grad:
+            yield Suspect("tie-broken", name, "weight")
+
+
+def _said_to_be_tied(model: nn.Module) -> tuple[tuple[str, Tensor], tuple[str, Tensor]] | None:
+    """Return the output and the input embedding of a model whose configuration says that they are one weight."""
+    for _, _, module in named_modules(model):
+        config = getattr(module, "config", None)
+        if getattr(config, "tie_word_embeddings", False) is True and hasattr(module, "get_output_embeddings"):
+            whole: Any = module
+            ends = whole.get_output_embeddings(), whole.get_input_embeddings()
+            found = [
+                (one.name, one.module) for end in ends for one in named_modules(model) if one.module is end
+            ]
+            weights = [
+                (name, own) for name, end in found if isinstance(own := end._parameters.get("weight"), Tensor)
+            ]
+            return (weights[0], weights[1]) if len(weights) == 2 else None
+    return None
+
+
 def parted(samples: StepSamples, ends: Sequence[tuple[str, str]]) -> Iterator[Suspect]:
     """Yield the copies of once tied weights that the steps have made different."""
     after = {one.module: one.after for one in samples.weights if one.label == "weight"}
@@ -88,21 +124,12 @@ def equal_ends(model: nn.Module) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for name, _, module in named_modules(model):
         weight = module._parameters.get("weight")
-        values = None if weight is None or not weight.requires_grad else plain(weight)
-        if values is None or values.ndim != 2:
+        if weight is None or not weight.requires_grad:
             continue
         if isinstance(module, nn.Embedding):
-            tables.append((name, values))
-        elif isinstance(module, nn.Linear):
-            for other, table in tables:
-                if (
-                    table.shape == values.shape
-                    and table.data_ptr() != values.data_ptr()
-                    and table.device == values.device
-                    and bool(values.any())
-                    and torch.equal(table, values)
-                ):
-                    found.append((name, other))
+            tables.append((name, weight))
+        elif isinstance(module, nn.Linear) and is_full(weight):
+            found += [(name, other) for other, table in tables if _is_copy(weight, table)]
     return found
 
 

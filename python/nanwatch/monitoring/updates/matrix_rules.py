@@ -12,28 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer
 
-from ...numerics.readable import local_shard, only_our_dispatch
-from .samples import StepSamples, WeightSample, number, plain, sample
+from ...numerics.readable import local_shard
+from .samples import WeightSample, number, plain, sample
 
 # The size of Adafactor's update is a norm of the whole matrix, estimated from a sample. The one that fits the step is
 # taken if it is that near, and what is checked then is the direction.
 _NEAR = 4.0
 
 
-def expect_after(samples: StepSamples, optimizer: Optimizer) -> None:
-    """Fill in what the rule gives for each sampled weight of an Adafactor or a Muon. Call it after the step."""
-    rule = _RULES.get(samples.rule)
-    if rule is None:
-        return
-    with torch.no_grad(), only_our_dispatch():
-        for one in samples.of_optimizer():
-            x, state = one.tensor(), {}
-            if x is not None and one.gradient is not None and local_shard(x) is None and plain(x) is not None:
-                state = optimizer.state.get(x, {})
-            if state and x is not None and one.before is not None and one.after is not None:
-                one.expected = rule(one, x, samples.groups[one.group or 0], state)
+def whole_weight(one: WeightSample) -> Tensor | None:
+    """Return the weight, where this process holds all of it and it was sampled with its gradient."""
+    x = one.tensor()
+    is_sampled = one.before is not None and one.after is not None and one.gradient is not None
+    return x if x is not None and is_sampled and local_shard(x) is None and plain(x) is not None else None
 
 
 def _adafactor(one: WeightSample, x: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Tensor | None:
@@ -137,4 +129,4 @@ def _orthogonal(x: Tensor, factors: tuple[float, float, float], steps: int, leas
 
 
 _Rule = Callable[[WeightSample, Tensor, dict[str, Any], dict[str, Any]], "Tensor | None"]
-_RULES: dict[str, _Rule] = {"Adafactor": _adafactor, "Muon": _muon}
+MATRIX_RULES: dict[str, _Rule] = {"Adafactor": _adafactor, "Muon": _muon}

@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
+from ...numerics.readable import only_our_dispatch
+from .matrix_rules import MATRIX_RULES, whole_weight
 from .samples import StepSamples, WeightSample, number
 
 _State = dict[str, Tensor | float]
@@ -95,10 +98,16 @@ _RULES: dict[str, tuple[Rule, frozenset[str], frozenset[str]]] = {
 }
 
 
-def expect(samples: StepSamples) -> None:
-    """Fill in what the optimizer's rule gives for each sampled weight."""
-    for one in samples.of_optimizer():
-        one.expected = given(samples.rule, one, samples.groups[one.group or 0])
+def expect(samples: StepSamples, optimizer: Optimizer) -> None:
+    """Fill in what the optimizer's rule gives for each sampled weight. Call it after the step."""
+    of_matrix = MATRIX_RULES.get(samples.rule)
+    with torch.no_grad(), only_our_dispatch():
+        for one in samples.of_optimizer():
+            group = samples.groups[one.group or 0]
+            if of_matrix is None:
+                one.expected = given(samples.rule, one, group)
+            elif (x := whole_weight(one)) is not None and (state := optimizer.state.get(x, {})):
+                one.expected = of_matrix(one, x, group, state)
 
 
 def given(name: str, one: WeightSample, group: dict[str, Any]) -> Tensor | None:

@@ -16,7 +16,7 @@ from ...numerics.readable import only_our_dispatch
 from ...records.record import Frame
 from ...util.place import Place
 from .backwards import Probe
-from .samples import Key, StepSamples, WeightSample, plain
+from .samples import Key, StepSamples, WeightSample, number, plain
 
 # Kinds of modules that autocast runs in 16 bits.
 _CAST = ("Linear", "Conv1d", "Conv2d", "Conv3d")
@@ -120,6 +120,10 @@ class StepView:
     def trained(self) -> Iterable[WeightSample]:
         """Return the weights that the optimizer is to train."""
         return (one for one in self.samples.of_optimizer() if one.is_trained)
+
+    def option(self, one: WeightSample, key: str) -> float:
+        """Return a number of the weight's group in the optimizer, 0 where it has none."""
+        return 0.0 if one.group is None else number(self.samples.groups[one.group].get(key)) or 0.0
 
     def before(self, key: Key) -> WeightSample | None:
         """Return a weight in the step before, None where that was not audited."""

@@ -70,8 +70,7 @@ def _against_rule(view: StepView, one: WeightSample) -> Iterator[Suspect]:
     error = float((after - expected).norm()) / norm if norm else 1.0
     if int(off.sum()) < max(1, _ELEMENTS * len(off)) or error < _ERROR:
         return
-    group: dict[str, Any] = view.samples.groups[one.group or 0]
-    decay = (number(group.get("lr")) or 0.0) * (number(group.get("weight_decay")) or 0.0) * before
+    decay = view.option(one, "lr") * view.option(one, "weight_decay") * before
     for kind, sign in (("decayed-twice", 1), ("never-decayed", -1)):
         if bool(decay.any()) and bool(((after - expected + sign * decay).abs() <= room).all()):
             yield Suspect(kind, one.module, one.label)
@@ -199,7 +198,7 @@ def _moment_stays(view: StepView, one: WeightSample) -> Iterator[Suspect]:
 def _decay_absorbed(view: StepView, one: WeightSample) -> Iterator[Suspect]:
     """Yield a 16-bit weight that moves as the base class of its optimizer says, but for the decay."""
     group: dict[str, Any] = view.samples.groups[one.group or 0]
-    decay = (number(group.get("lr")) or 0.0) * (number(group.get("weight_decay")) or 0.0)
+    decay = view.option(one, "lr") * view.option(one, "weight_decay")
     bases = [own.__name__ for own in type(view.optimizer).__mro__]
     rule = next((name for name in bases if is_known(name)), bases[0])
     if not decay or rule == bases[0] or one.before is None or one.after is None:

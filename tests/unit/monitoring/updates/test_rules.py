@@ -43,7 +43,7 @@ def steps(
         samples = sample_step(model, optimizer, step, frozenset())
         optimizer.step()
         sample_after(samples)
-        expect(samples)
+        expect(samples, optimizer)
         for one in samples.weights:
             assert one.expected is not None
             assert one.after is not None
@@ -84,7 +84,7 @@ def test_a_rule_says_nothing_of_a_state_that_it_does_not_know() -> None:
     optimizer.step()
     optimizer.state[model.weight]["compensation"] = torch.zeros_like(model.weight)
     samples = sample_step(model, optimizer, 2, frozenset())
-    expect(samples)
+    expect(samples, optimizer)
     assert [one.expected is None for one in samples.weights] == [True, False]
 
 
@@ -96,7 +96,7 @@ def test_a_rule_says_nothing_without_a_part_of_its_state() -> None:
     optimizer.step()
     optimizer.state[model.weight]["exp_avg"] = torch.zeros(7)
     samples = sample_step(model, optimizer, 2, frozenset())
-    expect(samples)
+    expect(samples, optimizer)
     assert [one.expected is None for one in samples.weights] == [True, False]
 
 
