@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nanwatch.numerics.block_reference import encoded
+from support.block_codes import encoded
 
 
 class Wrapper(torch.Tensor):

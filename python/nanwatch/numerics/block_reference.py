@@ -42,16 +42,6 @@ class Scales(NamedTuple):
     of_tensor: Tensor | None = None
 
 
-class Encoded(NamedTuple):
-    """A tensor in a block format."""
-
-    codes: Tensor
-    """uint8, one code an element, in the shape of the tensor."""
-    scales: Tensor
-    """In the scale's dtype, one a block: the tensor's shape with the axis last, counted in blocks."""
-    tensor_scale: Tensor | None
-
-
 def quantized(x: Tensor, name: str, dim: int = -1, *, generator: torch.Generator | None = None) -> Tensor:
     """Return the values, in float32, that `x` has after conversion to the block format `name` and back.
 
@@ -62,30 +52,11 @@ def quantized(x: Tensor, name: str, dim: int = -1, *, generator: torch.Generator
     """
     form = block_format(name, "quantized")
     with torch.no_grad():
-        matrices, elements, scales = _converted(x, form, dim, generator, "quantized")
+        matrices = matrices_of(x, form, dim, "quantized")
+        blocks = cut(matrices.values, form.rows, form.columns)
+        scales = block_scales(amax_of(blocks), form)
+        elements = rounded(blocks * scales.factor, form.element, generator)
         return matrices.joined(read_back(elements, scales, form))
-
-
-def encoded(x: Tensor, name: str, dim: int = -1, *, generator: torch.Generator | None = None) -> Encoded:
-    """Return the codes and scales of `x` in the block format `name`; the arguments are those of `quantized`.
-
-    The codes of a block whose scale is nan have no meaning.
-    """
-    form = block_format(name, "encoded")
-    with torch.no_grad():
-        matrices, elements, scales = _converted(x, form, dim, generator, "encoded")
-        codes = matrices.joined(codes_of(elements, form.element))
-        return Encoded(codes, scales.stored.reshape(matrices.scale_shape), scales.of_tensor)
-
-
-def _converted(
-    x: Tensor, form: BlockFormat, dim: int, generator: torch.Generator | None, caller: str
-) -> tuple[Matrices, Tensor, Scales]:
-    """Return a tensor as matrices, its elements in blocks, and the scales of the blocks."""
-    matrices = matrices_of(x, form, dim, caller)
-    blocks = cut(matrices.values, form.rows, form.columns)
-    scales = block_scales(amax_of(blocks), form)
-    return matrices, rounded(blocks * scales.factor, form.element, generator), scales
 
 
 class Matrices(NamedTuple):
@@ -203,17 +174,6 @@ def rounded(scaled: Tensor, element: NumberFormat, generator: torch.Generator | 
         chance = torch.rand(steps.shape, generator=generator, device=steps.device)
         steps = lower + (chance < steps - lower)
     return (steps * step).copysign(scaled)
-
-
-def codes_of(elements: Tensor, element: NumberFormat) -> Tensor:
-    """Return the words of numbers of an element format, as uint8."""
-    if element.bits == 8:
-        return elements.to(getattr(torch, element.name)).view(torch.uint8)
-    magnitudes = torch.tensor(
-        [element.value_of(word) for word in range(element.largest_word + 1)], device=elements.device
-    )
-    words = torch.bucketize(elements.abs().nan_to_num(0.0), magnitudes)
-    return (words + (elements.signbit() << (element.bits - 1))).to(torch.uint8)
 
 
 def read_back(elements: Tensor, scales: Scales, form: BlockFormat) -> Tensor:

@@ -78,8 +78,7 @@ class Need:
     `abs_max` is the largest magnitude; `abs_min` the smallest that is not zero among the smallest magnitudes of the
     records, None when each was zero: then what is smallest above zero is not known. `fits` is the narrowest of FORMATS
     that has this verdict, see `Holding`. `holds_all` is the narrowest in which nothing overflows or falls below the
-    normal numbers, `holds_largest` the narrowest in which `abs_max` does not overflow; None where there is none, as
-    with a nan or an inf. `has_zero`: a record had a zero.
+    normal numbers; None where there is none, as with a nan or an inf. `has_zero`: a record had a zero.
     """
 
     module: str
@@ -91,7 +90,6 @@ class Need:
     has_zero: bool
     fits: str | None
     holds_all: str | None
-    holds_largest: str | None
 
 
 def fits(
@@ -120,8 +118,11 @@ def fits(
                 isfinite=good,
                 has_zero=bool(seen.has_zero[i]),
                 fits=next((name for name in FORMATS if holdings[name][i].fits), None),
-                holds_all=_narrowest(least, most, margin_bits) if good else None,
-                holds_largest=_narrowest(None, most, margin_bits) if good else None,
+                holds_all=narrowest(
+                    (least or 0.0, most), margin_bits=margin_bits, subnormals=False, formats=FORMATS
+                )
+                if good
+                else None,
             )
         )
     return tuple(found)
@@ -139,10 +140,6 @@ def holdings(
             f"{dtype!r} is no format that a trace is judged by; accepted are {', '.join(FORMATS)}"
         )
     return tuple(_Seen.of(trace, margin_bits, lost).holdings(dtype))
-
-
-def _narrowest(abs_min: float | None, abs_max: float, margin_bits: float) -> str | None:
-    return narrowest((abs_min or 0.0, abs_max), margin_bits=margin_bits, subnormals=False, formats=FORMATS)
 
 
 class _Seen:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from nanwatch.numerics.block_formats import BLOCK_FORMATS, BLOCKS_BY_NAME
-from nanwatch.numerics.block_reference import encoded, quantized
+from nanwatch.numerics.block_reference import quantized
+from support.block_codes import encoded
 
 INF, NAN = math.inf, math.nan
 NAMES = tuple(BLOCKS_BY_NAME)

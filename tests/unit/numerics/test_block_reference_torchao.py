@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from nanwatch.numerics.block_formats import BLOCKS_BY_NAME
-from nanwatch.numerics.block_reference import encoded, quantized
+from nanwatch.numerics.block_reference import quantized
+from support.block_codes import encoded
 from support.oracle import from_patterns
 
 pytest.importorskip("torchao")

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from nanwatch.numerics.block_formats import BLOCKS_BY_NAME
-from nanwatch.numerics.block_reference import encoded, quantized
+from nanwatch.numerics.block_reference import quantized
 from nanwatch.recording.observe import observe
 from nanwatch.records.headroom import headroom_bits
+from support.block_codes import encoded
 
 pytest.importorskip("torchao")
 from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8

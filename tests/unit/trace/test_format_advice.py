@@ -59,7 +59,7 @@ def test_parts_zeros_and_faults(tmp_path: Path) -> None:
     assert weights.holds_all == "float8_e4m3fn"
     relu = found["1", "outputs"]
     assert (relu.has_zero, relu.abs_min, relu.abs_max) == (True, None, 7.0)
-    assert found["2", "outputs"].holds_largest is None
+    assert found["2", "outputs"].holds_all is None
     assert not found["2", "outputs"].isfinite
     assert [one.module for one in fits(tmp_path / "run.parquet")] == ["0", "0", "1", "2", ""]
 
