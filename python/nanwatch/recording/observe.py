@@ -36,21 +36,8 @@ _CAPTURING = "in a CUDA graph capture"
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
 
 
-class Parts(Protocol):
-    """The choice of tensors of a call that are read."""
-
-    @property
-    def weights(self) -> bool: ...  # noqa: D102
-    @property
-    def buffers(self) -> bool: ...  # noqa: D102
-    @property
-    def inputs(self) -> bool: ...  # noqa: D102
-    @property
-    def outputs(self) -> bool: ...  # noqa: D102
-
-
 def call_values(
-    wanted: Parts,
+    wanted: Settings,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -117,21 +104,8 @@ class Observe(Protocol):
     ) -> Record: ...
 
 
-class Extras(Protocol):
-    """The options that say what a row has besides the range."""
-
-    @property
-    def counts(self) -> bool: ...  # noqa: D102
-    @property
-    def fingerprints(self) -> bool: ...  # noqa: D102
-    @property
-    def sketches(self) -> int: ...  # noqa: D102
-    @property
-    def statistics(self) -> int: ...  # noqa: D102
-
-
-def observe_with(wanted: Extras) -> Observe:
-    """Return `observe` for these options."""
+def observe_with(wanted: Settings) -> Observe:
+    """Return `observe` for these settings."""
     return partial(observe, wanted=wanted)
 
 
@@ -145,7 +119,7 @@ def observe(
     allow_inf: bool | MaskedScores = False,
     batch: int | None = None,
     *,
-    wanted: Extras = _NOTHING,
+    wanted: Settings = _NOTHING,
 ) -> Record:
     """Return the row of `value`: its range when it is a tensor that can be read, else the note with the reason.
 

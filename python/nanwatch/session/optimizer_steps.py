@@ -278,7 +278,7 @@ class OptimizerSteps:
             return
         model = self._model()
         names = {} if model is None else parameter_names(model)
-        rows = state_rows(optimizer, names, observe_with(self._options))
+        rows = state_rows(optimizer, names, observe_with(self._options.recorder_settings()))
         self._recorder.add_frame(batch, self._node, rows)
         if not any(row.is_fault for row in rows):
             return

@@ -288,7 +288,7 @@ class Options:
         """Return the sinks that `sinks` means, each with its name for the user."""
         return [(f"the sink {_name_of(target)}", sink_for(target)) for target in self.sinks]
 
-    def recorder_settings(self, max_frames: int, **more: bool) -> Settings:
+    def recorder_settings(self, max_frames: int = 1, **more: bool) -> Settings:
         """Return the settings of a recorder for these options; it may hold more frames than are shown."""
         shared = {one.name: getattr(self, one.name) for one in fields(Settings) if hasattr(self, one.name)}
         return Settings(**{**shared, **more, "max_frames": max_frames, "traced": tuple(self.trace_batches)})

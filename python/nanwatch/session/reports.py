@@ -125,10 +125,11 @@ class Reports:
         }
         own = [(names[id(call.module)], call) for call in calls if id(call.module) in names]
         callers = [*(name for name, _ in own[1:]), None]
-        frames, observe_own = [], observe_with(self.options)
+        settings = self.options.recorder_settings()
+        frames, observe_own = [], observe_with(settings)
         for (name, call), caller in zip(own, callers, strict=False):
             allowed = self.options.allows_inf(name, call.module)
-            values = call_values(self.options, *call)
+            values = call_values(settings, *call)
             rows = [observe_own(x, label, role, allowed) for role, label, x in values]
             frames.append(Frame(batch, name, type(call.module).__name__, tuple(rows)))
             if any(row.is_fault for row in rows):
