@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..instrumentation.execution_context import Autocast, RngState
 from ..numerics import _extension
+from ..numerics.readable import type_name
 from ..report.finding import Finding
 from ..util import reading
 from ..util.visible import module_name, visible
@@ -208,9 +209,7 @@ class _Entries:
         if found is None:
             reason = files.why_not(x)
             found = (
-                self.leave_out(LeftOut(label, tree.type_name(x), None, reason))
-                if reason
-                else self.keep(label, x)
+                self.leave_out(LeftOut(label, type_name(x), None, reason)) if reason else self.keep(label, x)
             )
             self._names[key] = found
             self._asked.append(x)

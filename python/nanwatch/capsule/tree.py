@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from ..numerics.readable import type_name
 from ..recording.walk import spell_key
 from ..util import reading
 from ..util.reading import fail, shorten
@@ -108,12 +109,6 @@ def _field_names(kind: type) -> tuple[str, ...] | None:
         return tuple(field.name for field in fields(kind))
     names = getattr(kind, "_fields", None) if issubclass(kind, tuple) else None
     return names if isinstance(names, tuple) and all(isinstance(name, str) for name in names) else None
-
-
-def type_name(value: object) -> str:
-    """Return `torch.Tensor`, `transformers.cache_utils.DynamicCache`, `set`."""
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 class Writer:

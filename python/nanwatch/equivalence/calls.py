@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 
 from ..instrumentation.slot import TemporaryWrapper, attached
 from ..recording.walk import Leaf, call_leaves, leaves
-from ..util.modules import each_module
+from ..util.modules import each_module, has_parameters
 from ..util.visible import first_few, module_name
 from .differences import KeptTensor, Store, relative_errors, side_by_side, total, weight_of
 
@@ -84,12 +84,12 @@ def alone(calls: list[ModuleCall], pairs: list[CallPair], start: int, end: int) 
     """Name the modules with parameters that one side calls between two times and that match none of the other's."""
     known = {id(one) for pair in pairs for one in (*pair.a, *pair.b)}
     between = [one for one in calls if start < one.start and one.end < end and one.is_leaf]
-    found = [one for one in between if id(one) not in known and _has_parameters(one.module)]
+    found = [
+        one
+        for one in between
+        if id(one) not in known and one.module is not None and has_parameters(one.module)
+    ]
     return first_few([module_name(one.path) for one in found], 2)
-
-
-def _has_parameters(module: nn.Module | None) -> bool:
-    return module is not None and any(True for _ in module.parameters())
 
 
 def part_of_difference(parts: Sequence[ModuleCall], a: Tensor, b: Tensor, limit: float) -> list[str]:

@@ -21,7 +21,7 @@ from ..instrumentation.slot import default_call, set_default_call
 from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
 from ..recording.walk import call_leaves, leaves
-from ..util.modules import WeakIdentityDict, each_module
+from ..util.modules import WeakIdentityDict, each_module, has_parameters
 from ..util.visible import spell
 from .operations import OperationLog, OperationRecord
 from .results import FirstDifference, RunTensor
@@ -240,7 +240,7 @@ class Recorder:
 
     def _begin(self, module: nn.Module) -> None:
         self._hooks.clear()
-        if self._model is None and any(True for _ in module.parameters()):
+        if self._model is None and has_parameters(module):
             self._model = module
         if module is self._model:
             if self.recording.batches == self._most_batches:

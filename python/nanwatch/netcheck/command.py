@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    seconds = _within(float, 1, 86400, "seconds should be from 1 to 86400")
+    seconds = _up_to(86400, float, "seconds should be from 1 to 86400")
     add("--timeout", type=seconds, default=30.0, metavar="SECONDS", help="for each step (default: 30)")
     add("--backend", choices=steps.BACKENDS, help="default: nccl where torch sees a GPU, gloo otherwise")
     memory = "taken on each device (default: 64MiB)"
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     usual = [8, 64 << 10, 1 << 20, 16 << 20]
     add("--sizes", type=_size, nargs="*", default=usual, metavar="SIZE", help=sizes)
     rounds = "how often to check, for a fault that comes and goes"
-    count = _within(int, 1, 10**9, "a number from 1 on was expected")
+    count = _up_to(10**9, int, "a number from 1 on was expected")
     add("--rounds", type=count, default=1, metavar="N", help=rounds)
     pairs = f"connect every pair of ranks; by default so up to {steps.ALL_PAIRS} ranks, and beyond at the distances"
     add("--all-pairs", action="store_true", help=f"{pairs} 1, 2, 4, ...")
@@ -88,12 +88,12 @@ def _size(given: str) -> int:
     return size
 
 
-def _within(read: Callable[[str], float], least: float, most: float, words: str) -> Callable[[str], float]:
-    """Return an argparse type for the numbers between two."""
+def _up_to(most: float, read: Callable[[str], float], words: str) -> Callable[[str], float]:
+    """Return an argparse type for the numbers from 1 to `most`."""
 
     def checked(given: str) -> float:
         with contextlib.suppress(ValueError):
-            if least <= (number := read(given)) <= most:
+            if 1 <= (number := read(given)) <= most:
                 return number
         raise argparse.ArgumentTypeError(f"{words}, got {given!r}")
 

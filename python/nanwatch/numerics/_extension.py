@@ -54,10 +54,12 @@ def _minor(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
-def _file_for(version: str, folder: Path = _PACKAGE) -> Path | None:
+def _file_for(version: str) -> Path | None:
     """Return the module that fits this version of PyTorch: the wheel's for its minor version, or the only one."""
     names = (f"_C-torch{_minor(version)}", "_C")
-    paths = [folder / (name + suffix) for name in names for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    paths = [
+        _PACKAGE / (name + suffix) for name in names for suffix in importlib.machinery.EXTENSION_SUFFIXES
+    ]
     return next((path for path in paths if path.exists()), None)
 
 
@@ -71,10 +73,10 @@ def _import_from(path: Path) -> ModuleType:
     return module
 
 
-def _is_stale(folder: Path = _PACKAGE) -> bool:
+def _is_stale() -> bool:
     """Return whether the build was made for other declarations than those of now, such as other fields of a record."""
     try:
-        stub = folder.joinpath("_C.pyi").read_bytes()
+        stub = _PACKAGE.joinpath("_C.pyi").read_bytes()
     except OSError:  # left out of an installation: then nobody has edited it
         return False
     return build.get("stub", digest := hashlib.sha256(stub).hexdigest()) != digest

@@ -155,7 +155,7 @@ def only_our_dispatch() -> Iterator[None]:
 def type_name(x: object) -> str:
     """Return the class of `x` with its module, without that of builtins."""
     kind = type(x)
-    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from ..instrumentation.global_hooks import Handles, after_steps
 from ..instrumentation.slot import default_call, set_default_call
 from ..numerics._extension import instances_of
+from ..util.modules import has_parameters
 from ..util.visible import spell, warn_user
 from .watch import Watch, watch_starts
 
@@ -81,10 +82,6 @@ def is_inside_a_call(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code is not _CALL:
         frame = frame.f_back
     return frame is not None
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
 
 
 class ModelFinder:
@@ -163,7 +160,7 @@ class ModelFinder:
             return
         name = type(model).__name__
         if type(watch) is Watch:
-            if _has_parameters(model):  # a callback checks its options on a module without
+            if has_parameters(model):  # a callback checks its options on a module without
                 self.watched_already[name] = None
         elif self._class_name is None or fnmatchcase(name, self._class_name):
             self._take(model, model)
@@ -189,7 +186,7 @@ class ModelFinder:
             is_model = fnmatchcase(type(module).__name__, self._class_name)
             if is_model:
                 self._awaits_candidate = False
-            elif self._awaits_candidate and _has_parameters(module):
+            elif self._awaits_candidate and has_parameters(module):
                 self._awaits_candidate = False
                 self._check_class_name(self._class_name)
         else:
@@ -216,7 +213,7 @@ class ModelFinder:
         if any(fnmatchcase(type(one).__name__, class_name) for one in alive):
             return
         held = {id(child) for one in alive for child in one._modules.values()}
-        whole = (one for one in alive if id(one) not in held and _has_parameters(one))
+        whole = (one for one in alive if id(one) not in held and has_parameters(one))
         self._unmatched(sorted({type(one).__name__ for one in whole}))
 
     def _optimized(self, module: nn.Module) -> set[int]:

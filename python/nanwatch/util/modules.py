@@ -39,6 +39,11 @@ def each_parameter(root: nn.Module) -> Iterator[Tensor]:
                 yield x
 
 
+def has_parameters(module: nn.Module) -> bool:
+    """Return whether the module, or one inside it, has a parameter."""
+    return any(True for _ in module.parameters())
+
+
 def is_in(module: str, above: str) -> bool:
     """Return whether a module is the other one or inside it, by their names."""
     return not above or f"{module}.".startswith(f"{above}.")

@@ -104,17 +104,15 @@ class StepView:
     clips: Sequence[Clip]
     others: Callable[[], frozenset[int]]  # ids of weights in other optimizers
     is_first: bool  # the first optimizer of the model
-    previous: StepSamples | None = None  # the step before, where it was audited too
-    is_compiled: bool = False
-    scale: float | None = None  # of a GradScaler in use
-    is_scaled: bool = False  # the gradients of the step still have it
-    mastered: frozenset[Key] = frozenset()  # weights with a master in the optimizer
-    masters: Mapping[Key, float] = field(
-        default_factory=dict
-    )  # share of elements that differ from their master
-    replaced: frozenset[Key] = frozenset()  # by a master that was another weight before the first step
-    casts: frozenset[str] = frozenset()  # device types under autocast in the forward
-    called: frozenset[str] = frozenset()  # modules, without grad mode too
+    previous: StepSamples | None  # the step before, where it was audited too
+    is_compiled: bool
+    scale: float | None  # of a GradScaler in use
+    is_scaled: bool  # the gradients of the step still have it
+    mastered: frozenset[Key]  # weights with a master in the optimizer
+    masters: Mapping[Key, float]  # share of elements that differ from their master
+    replaced: frozenset[Key]  # by a master that was another weight before the first step
+    casts: frozenset[str]  # device types under autocast in the forward
+    called: frozenset[str]  # modules, without grad mode too
     _before: dict[Key, WeightSample] | None = field(default=None, init=False, repr=False)
 
     def trained(self) -> Iterable[WeightSample]:
