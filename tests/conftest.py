@@ -116,7 +116,7 @@ def small_heap() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def patient_reruns() -> Iterator[None]:
-    """Let re-runs take a minute: in a process of thousands of tests, on a busy machine, one took more than 5 s."""
+    """Let re-runs take a minute: on a busy machine one may take more than 5 s."""
     with mock.patch.object(rerun_policy, "LEAST_SECONDS", 60.0):
         yield
 
