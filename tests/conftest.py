@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, settings
 
 import nanwatch.instrumentation.calls  # noqa: F401 - its classes need the compiled part, which a fixture hides
 from nanwatch.numerics import _extension
-from nanwatch.session import rerun_policy
 from support.implementations import IMPLEMENTATIONS, Implementation, Place, active, missing, placed
 from support.netcheck_ranks import Ranks
 from support.paths import GOLDEN, TESTS
@@ -112,13 +111,6 @@ def small_heap() -> None:
     """Exempt all that is there from garbage collection: `gc.collect()` over thousands of tests took 2 s."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def patient_reruns() -> Iterator[None]:
-    """Let re-runs take a minute: on a busy machine one may take more than 5 s."""
-    with mock.patch.object(rerun_policy, "LEAST_SECONDS", 60.0):
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,16 @@ from nanwatch.records.record import Phase
 from nanwatch.report.finding import Cure, Finding, OriginKind, working_first
 from nanwatch.report.finding_text import Explanation, explain
 from nanwatch.report.report import Report
+from nanwatch.session import rerun_policy
 from support.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
+
+
+@pytest.fixture(autouse=True)
+def patient_reruns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let re-runs take a minute: on a busy machine one may take more than 5 s."""
+    monkeypatch.setattr(rerun_policy, "LEAST_SECONDS", 60.0)
 
 
 def lines_of(report: Report) -> dict[str, str]:
