@@ -132,7 +132,7 @@ def _ranges(w: Watch) -> list[float]:
     [
         ("nested", "eager"),
         ("nested", "aot_eager"),
-        # Of the backends Inductor takes all that the others do, and of a real model each takes 5 to 15 s.
+        # Inductor compiles all that the other backends do. Each backend takes 5 to 15 s for a real model.
         *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in MODELS),
     ],
 )

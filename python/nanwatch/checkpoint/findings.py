@@ -144,7 +144,7 @@ def _copies(stored: Sequence[StoredTensor], tensors: Sequence[TensorScan]) -> It
 def tried(stored: Sequence[StoredTensor], tensors: list[TensorScan], name: str) -> Iterator[Finding]:
     """Yield the matrices that leave a number format: read again, and tried in it.
 
-    Of a block format, also yield the SQNR of all together, and give each of `tensors` its own.
+    For a block format, also yield one SQNR over all matrices, and set `sqnr` in each of `tensors`.
     """
     errors: list[tuple[float, _Loss, str]] = []
     for i, (tensor, one) in enumerate(zip(stored, tensors, strict=True)):

@@ -38,7 +38,7 @@ def members(path: Path) -> list[Member]:
         try:
             with zipfile.ZipFile(file) as archive:
                 infos = archive.infolist()
-        # zipfile raises NotImplementedError for a compression that it does not know.
+        # The third is for a compression that zipfile does not know.
         except (zipfile.BadZipFile, ValueError, NotImplementedError, RecursionError, EOFError) as error:
             raise DamagedError(f"its directory is damaged or cut off: {str(error)[:100]}") from None
         for one in infos:
