@@ -229,7 +229,8 @@ def falls(batches: Floats, headroom: Floats) -> tuple[Floats, Floats, Floats, Fl
 
     def median(first: int | Numbers) -> tuple[Floats, Floats]:
         """Return the median of five points from this one, and their mean batch."""
-        rows = np.clip(np.add.outer(np.arange(_FEW), first), 0, len(headroom) - 1)
+        # np.clip asks for the ends of the dtype, which takes as long as the rest of this.
+        rows = np.minimum(np.maximum(np.add.outer(np.arange(_FEW), first), 0), len(headroom) - 1)
         points = rows if rows.ndim == 1 else (rows, np.arange(rows.shape[1]))
         return np.sort(headroom[points], axis=0)[_FEW // 2], at[points].mean(axis=0)
 

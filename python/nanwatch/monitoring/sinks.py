@@ -164,6 +164,9 @@ def _deliver(name: str, sink: Sink, event: str, args: tuple[Any, ...]) -> bool:
         return False
 
 
+_NO_SUMMARY = BatchSummary(-1)
+
+
 class SinkStream(Sink):
     """The events of one Watch, each handed to the sinks that take it.
 
@@ -185,7 +188,7 @@ class SinkStream(Sink):
         self._every = every
         self._log_every = log_every
         self._next = 0  # the batch to sum up
-        self._summary = BatchSummary(-1)
+        self._summary = _NO_SUMMARY
         self._told_of: int | None = None  # the latest batch that was told to be non-finite
         # A forked child has the sinks but not their threads: what is put in a queue would stay there, and block.
         self._process = os.getpid()
@@ -227,9 +230,10 @@ class SinkStream(Sink):
 
     def batch_ended(self, batch: int) -> None:
         """Take the end of a finite batch."""
-        summary, self._summary = self._summary, BatchSummary(-1)
+        summary = self._summary
         # A sink that had no time at the first frame gets no half of a summary.
         if summary.batch == batch:
+            self._summary = _NO_SUMMARY
             self._next = batch + self._log_every
             self._tell("on_batch", summary)
 
