@@ -13,41 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from _chance_sources import SOURCES, Source
+from judge_twice import training, wrong
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import nanwatch
 from nanwatch.equivalence.trials import explain, note_call
-from support.not_repeatable import SOURCES, Source
-
-
-def training(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], torch.Tensor]:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 def test_a_source_of_chance_is_named(source: Source) -> None:
     """Module, operation, line, cause and cure."""
-    model = nn.Sequential(nn.Linear(4, 4), source.part(), nn.Linear(4, 1))
-    step = training(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with source.around():
-        found = nanwatch.twice(step, batches=[torch.randn(3, 4) for _ in range(2)])
-    difference, text = found.difference, found.to_text()
-    assert difference is not None
-    assert (difference.operation_module, difference.operation) == (source.module, source.operation), text
-    assert difference.code.endswith("# part"), text
-    assert source.words in difference.cause, text
-    cured = [one.change for one in found.tried if one.outcome == "equal"]
-    assert len(cured) == bool(source.cure), text
-    assert source.cure in "".join(cured), text
+    assert not list(wrong(source))
 
 
 def mlp() -> Callable[..., Any]:
