@@ -98,9 +98,7 @@ COMMANDS = {
     ),
     "diff": Command("where two traces, or two batches of one, part", ".files:diff_main"),
     "doctor": Command("what is installed, what serves which device, and what is missing", ".doctor:main"),
-    "formats": Command(
-        "the narrowest format that holds what each module makes, by a trace", ".files:formats_main"
-    ),
+    "formats": Command("the narrowest format that holds what each module makes, by a trace", ".formats:main"),
     "merge": Command("the reports of all ranks of a job as one", ".files:merge_main"),
     "netcheck": Command(
         "can the ranks of a job reach each other? Start it with torchrun",

@@ -1,0 +1,81 @@
+"""`python -m nanwatch formats`: verdicts and losses, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanwatch import __main__ as command
+from nanwatch.session.api import watch
+from support.toys import mlp
+
+pytest.importorskip("pyarrow")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a trace of two batches, which measured two block formats, as the current one."""
+    monkeypatch.chdir(tmp_path)
+    model = mlp()
+    with watch(model, trace="a.parquet", formats=["nvfp4", "mxfp8"], formats_every=1):
+        for batch in (1.0, 2.0):
+            model(torch.full((2, 3), batch))
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = command.main(list(arguments))
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+def test_formats_for_people_and_programs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line a module and part; as JSON the same."""
+    status, out, _ = run(capsys, "formats", "a.parquet", "--json")
+    found = json.loads(out)
+    assert (status, found["margin_bits"]) == (0, 1.0)
+    parts = [(one["module"], one["part"]) for one in found["modules"]]
+    weights = [("0", "weights"), ("2", "weights")]
+    assert sorted(parts) == sorted(weights + [(name, "outputs") for name in ("0", "1", "2", "")])
+    status, out, _ = run(capsys, "formats", "a.parquet")
+    assert status == 0
+    assert len([line for line in out.splitlines() if " of " in line and "(float32)" in line]) == 6
+
+
+def test_formats_answers_whether_one_fits(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A verdict first, the status with it; where it does not fit, the modules; as JSON the same."""
+    status, out, _ = run(capsys, "formats", "a.parquet", "--for", "float16")
+    assert (status, out.splitlines()[0]) == (
+        0, "float16: fits all 6 outputs and weights of modules. Nothing overflows, with 1 bit to spare."
+    )  # fmt: skip
+    status, out, _ = run(capsys, "formats", "a.parquet", "--for", "float16", "--margin-bits", "40")
+    assert status == 1
+    assert out.startswith("float16: does not fit 6 of 6 outputs and weights of modules.")
+    assert len([line for line in out.splitlines() if " no room " in line and "(float32)" in line]) == 6
+    status, out, _ = run(capsys, "formats", "a.parquet", "--for", "float16", "--json")
+    found = json.loads(out)
+    assert (status, found["format"], found["fits"], found["lost"]) == (0, "float16", True, 0.01)
+    assert {one["verdict"] for one in found["modules"]} == {"fits"}
+    assert all(one["overflow"] == [0.0, 0.0] for one in found["modules"])
+
+
+def test_losses_in_block_formats(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line an operand with a group of numbers a format, in the order of the table of formats; as JSON the same."""
+    status, out, _ = run(capsys, "formats", "a.parquet", "--to", "nvfp4,mxfp8")
+    head, units, *lines = out.splitlines()
+    assert (status, head.split()) == (0, ["mxfp8", "nvfp4"])
+    assert units.split() == ["SQNR", "saturate", "zero"] * 2 + ["of"]
+    assert lines[-1] == "The worst of 2 batches, in dB and shares of elements."
+    status, out, _ = run(capsys, "formats", "a.parquet", "--to", "nvfp4,mxfp8", "--json")
+    losses = {(one["operand"], one["module"], one["format"]): one for one in json.loads(out)["operands"]}
+    assert len(losses) == 8
+    for line in lines[:-2]:
+        operand, module = line.split()[-3::2]
+        sqnr = [f"{losses[operand, module, name]['sqnr']:.1f}" for name in ("mxfp8", "nvfp4")]
+        assert [line.split()[0], line.split()[6]] == sqnr
+    status, _, error = run(capsys, "formats", "a.parquet", "--to", "mxfp4")
+    assert (status, error.count("\n")) == (2, 1)
+    assert "it has nvfp4, mxfp8. Record a run" in error
