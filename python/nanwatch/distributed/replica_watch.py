@@ -59,7 +59,7 @@ class ReplicaWatch(WatchPart):
         self._begun = 0.0
         self._batch = 0
         self._history: dict[int, dict[str, int]] = {}
-        self._is_off = False
+        self._is_off = self._has_warned = False
         self._thread: ReplicaThread | None = None
         this = weakref.ref(self)
 
@@ -112,15 +112,24 @@ class ReplicaWatch(WatchPart):
 
     def _check(self, batch: int) -> None:
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            self._warn_of_none("torch.distributed is not initialized in this process")
             return
         held = self._replicas.held(list(self._optimizers))
         if not held:
+            self._warn_of_none(
+                "neither DistributedDataParallel nor a replicated DTensor says which ranks hold the same"
+            )
             return
         if self._thread is None or self._thread.is_gone():
             self._thread = ReplicaThread(self._every, self._timeout, self._output_dir)
             weakref.finalize(self, self._thread.stop).atexit = False
         seconds = max(1e-6, (time.monotonic() - self._begun) / self._step)
         self._thread.put(self._step // self._every, batch, Fingerprints(held), seconds)
+
+    def _warn_of_none(self, why: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn_user(f"nanwatch compares no replicas so far, as {why}", may_raise=False)
 
     def _copy_wanted(self, thread: ReplicaThread, *, at_end: bool = False) -> None:
         """Copy the tensor that the thread waits for, if this is the step of it, or the run ends."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 import weakref
 
+import pytest
 import torch
 
 from nanwatch.distributed.replica_watch import ReplicaWatch
 from nanwatch.report.replica import ReplicaDifference
 
 
-def test_a_watch_outside_a_job_starts_no_thread_and_lets_go() -> None:
+def test_a_watch_outside_a_job_says_so_once_starts_no_thread_and_lets_go(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
     """Nothing is compared, and the model may go."""
     model = torch.nn.Linear(2, 2)
     told: list[ReplicaDifference] = []
@@ -22,6 +25,8 @@ def test_a_watch_outside_a_job_starts_no_thread_and_lets_go() -> None:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     watch.remove()
+    (warned,) = recwarn
+    assert "compares no replicas so far, as torch.distributed is not initialized" in str(warned.message)
     assert told == []
     assert not any(thread.name == "nanwatch replicas" for thread in threading.enumerate())
     gone = weakref.ref(model)
