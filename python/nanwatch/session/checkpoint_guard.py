@@ -6,6 +6,7 @@ the name that was asked for, and is a failure like any other.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -219,7 +220,9 @@ class CheckpointGuard:
         other = save.beside(place)
         saved = save.write_to(other, now=is_raised)
         self._keeps = True
-        self._act(incident, f"{said}: the checkpoint is in {other}, and {place} is untouched")
+        # To open a file for writing empties it, before any save.
+        left = "untouched" if path is not None else f"open, with {os.path.getsize(place):,} bytes in it"
+        self._act(incident, f"{said}: the checkpoint is in {other}, and {place} is {left}")
         return saved
 
     def _divert_with_peers(

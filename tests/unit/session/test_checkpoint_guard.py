@@ -214,8 +214,9 @@ def test_an_open_file_gets_no_byte_of_a_bad_checkpoint(run):
     buffer, path = io.BytesIO(), run.folder / "a.pt"
     with run.watch(), path.open("wb") as file:
         for target in (buffer, file):
-            with pytest.raises(nanwatch.NonFiniteError):
+            with pytest.raises(nanwatch.NonFiniteError) as raised:
                 torch.save(run.model.state_dict(), target)
+    assert f"{path} is open, with 0 bytes in it" in str(raised.value)
     assert buffer.getvalue() == path.read_bytes() == b""
     assert torch.load(run.folder / "a.nonfinite.pt")["0.weight"].isnan().any()
 
