@@ -104,10 +104,12 @@ def _alike(stored: Sequence[StoredTensor], tensors: Sequence[TensorScan]) -> lis
     with OpenFiles() as files:
         for key, group in groups.items():
             first_of = {stored[i].source: i for i in reversed(group)} if len(group) > 1 else {}
-            for i in first_of.values() if len(first_of) > 1 else ():
+            for source, i in first_of.items() if len(first_of) > 1 else ():
                 with suppress(DamagedError, OSError):
-                    first, _ = Streamer(files, 0).read(stored[i], 0, min(_GLANCE, stored[i].nbytes))
-                    found[key, first.numpy().tobytes()].append(i)
+                    assert source is not None
+                    first = bytearray(min(_GLANCE, stored[i].nbytes))
+                    source.read(files, 0, memoryview(first))
+                    found[key, bytes(first)].append(i)
     return sorted(i for alike in found.values() if len(alike) > 1 for i in alike)
 
 

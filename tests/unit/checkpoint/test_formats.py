@@ -29,21 +29,12 @@ TENSORS = {
 }
 
 
-def gguf_bytes():
-    """Return a GGUF file made by hand: an F32 matrix, a Q8_0 and a Q4_0 one."""
+def gguf_bytes(entries):
+    """Return a GGUF file made by hand: of each tensor its name, sizes, type and bytes."""
 
     def text(value):
         return struct.pack("<Q", len(value)) + value.encode()
 
-    values = TENSORS["layers.0.weight"].numpy().tobytes()
-    q8 = b"".join(struct.pack("<e32b", 0.5 + i, *range(-16, 16)) for i in range(4))
-    q4 = struct.pack("<e16B", 2.0, *(i | (15 - i) << 4 for i in range(16)))
-    entries = [
-        ("w", (10, 6), 0, values),
-        ("q8", (64, 2), 8, q8),
-        ("q4", (32, 1), 2, q4),
-        ("k", (256, 1), 12, b"\0" * 144),
-    ]
     head = b"GGUF" + struct.pack("<IQQ", 3, len(entries), 2)
     head += text("general.alignment") + struct.pack("<II", 4, 64)
     head += text("tokens") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("bc")
@@ -52,6 +43,19 @@ def gguf_bytes():
         head += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, len(data))
         data += stored + b"\0" * (-len(stored) % 64)
     return head + b"\0" * (-len(head) % 64) + data
+
+
+def gguf_entries():
+    """Return an F32 matrix, a Q8_0 and a Q4_0 one, and one that is not decoded."""
+    values = TENSORS["layers.0.weight"].numpy().tobytes()
+    q8 = b"".join(struct.pack("<e32b", 0.5 + i, *range(-16, 16)) for i in range(4))
+    q4 = struct.pack("<e16B", 2.0, *(i | (15 - i) << 4 for i in range(16)))
+    return [
+        ("w", (10, 6), 0, values),
+        ("q8", (64, 2), 8, q8),
+        ("q4", (32, 1), 2, q4),
+        ("k", (256, 1), 12, b"\0" * 144),
+    ]
 
 
 def write(kind, folder):
@@ -69,7 +73,7 @@ def write(kind, folder):
         save = np.savez if kind == "npz" else np.savez_compressed
         save(path, **{name: x.numpy() for name, x in expected.items()})
     elif kind == "gguf":
-        path.write_bytes(gguf_bytes())
+        path.write_bytes(gguf_bytes(gguf_entries()))
         q8 = torch.arange(-16.0, 16).repeat(4, 1) * torch.tensor([[0.5], [1.5], [2.5], [3.5]])
         q4 = torch.cat([torch.arange(-8.0, 8), torch.arange(7.0, -9, -1)]) * 2
         expected = {"w": TENSORS["layers.0.weight"], "q8": q8.reshape(2, 64), "q4": q4[None]}
@@ -93,6 +97,18 @@ def test_each_format_has_the_tensors_that_were_written(kind, tmp_path):
             assert found[name].fingerprint == nanwatch.fingerprint(x)
     if kind == "gguf":
         assert "not decoded" in found["k"].unread
+
+
+def test_copies_among_encoded_tensors_are_duplicates(tmp_path):
+    def q8(seed):
+        chance = random.Random(seed)
+        return b"".join(struct.pack("<e", 0.5) + chance.randbytes(32) for _ in range(256))
+
+    entries = [(name, (1024, 8), 8, q8(seed)) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(entries))
+    duplicates = [one.tensors for one in nanwatch.scan(path).findings if one.kind == "duplicate"]
+    assert duplicates == [("a", "b")]
 
 
 @pytest.mark.parametrize("kind", KINDS)
