@@ -181,8 +181,7 @@ std::optional<at::Tensor> block_fit(const at::Tensor& x, const std::vector<Forma
 // The row of file_health_cpu, the number of dead rows and the first of them; nothing where the file cannot be read.
 using FileHealth = std::optional<std::tuple<std::vector<double>, int64_t, std::vector<int64_t>>>;
 
-// Those of runs of numbers in one file: the byte where each begins, its numbers, their format, and the width of its
-// rows.
+// Those of runs of numbers in one file.
 std::vector<FileHealth> file_health(int file, const std::vector<std::array<int64_t, 4>>& runs,
                                     const at::Tensor& buffer) {
   View bytes;
@@ -191,15 +190,11 @@ std::vector<FileHealth> file_health(int file, const std::vector<std::array<int64
   std::vector<FileHealth> found(runs.size());
   const py::gil_scoped_release released;
   for (size_t i = 0; i < runs.size(); ++i) {
-    const auto [offset, count, format, width] = runs[i];
-    if (format < 0 || format >= kNumFormats) continue;
-    View view = bytes;
-    view.format = Format(format);
-    view.numel = bytes.numel / int64_t(word_size(view.format));
-    if (view.numel <= 0 || width > view.numel) continue;
+    const auto [offset, count, kind, width] = runs[i];
     std::vector<double> row(kHealthColumns);
     DeadRows dead;
-    if (file_health_cpu(file, offset, count, width, view, row.data(), &dead))
+    auto* const memory = static_cast<char*>(const_cast<void*>(bytes.data));
+    if (file_health_cpu(file, {offset, count, kind, width}, memory, bytes.numel, row.data(), &dead))
       found[i].emplace(std::move(row), dead.total, std::move(dead.first));
   }
   return found;

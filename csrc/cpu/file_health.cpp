@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cerrno>
 
+#include "cpu/gguf_blocks.h"
+
 namespace nanwatch {
 namespace {
 
@@ -21,48 +23,71 @@ bool read_fully(int file, int64_t offset, char* memory, int64_t bytes) {
   return true;
 }
 
-// A few numbers first: one of them is not zero in nearly every row.
-bool is_dead(const char* row, int64_t width, Format format) {
-  constexpr int64_t few = 32;
-  for (const int64_t n : {std::min(few, width), width}) {
-    RangeBits bits;
-    current_kernels().range[int(format)]({row, n, 1, 1, 0}, &bits);
-    if (bits.hi != 0) return false;
+// Numbers that lie as they are.
+struct Numbers {
+  static constexpr int64_t elements = 1;
+  Format format;
+  int64_t bytes;
+
+  void take(const char* p, int64_t n, HealthBits* bits) const {
+    current_kernels().health[int(format)]({p, n, 1, 1, 0}, bits);
   }
+
+  int64_t first_nonfinite(const char* p, int64_t n, const HealthBits& bits) const {
+    const int64_t stride = 1;
+    double row[kHealthColumns];
+    write_health({p, format, n, 1, &n, &stride}, bits, 1, row);
+    return int64_t(row[column::first_nonfinite]);
+  }
+
+  // A few numbers first: one of them is not zero in nearly every row.
+  bool is_dead(const char* row, int64_t width) const {
+    constexpr int64_t few = 32;
+    for (const int64_t n : {std::min(few, width), width}) {
+      RangeBits bits;
+      current_kernels().range[int(format)]({row, n, 1, 1, 0}, &bits);
+      if (bits.hi != 0) return false;
+    }
+    return true;
+  }
+};
+
+template <class Reader>
+bool read_run(const Reader& reader, int file, const FileRun& run, char* memory, int64_t size, double* row,
+              DeadRows* dead) {
+  const auto bytes_of = [&reader](int64_t n) { return n / Reader::elements * reader.bytes; };
+  const int64_t most = size / reader.bytes * Reader::elements, width = run.width;
+  const int64_t step = width > 0 ? most / width * width : most;
+  if (step <= 0 || width % Reader::elements != 0) return false;
+  HealthBits bits;
+  int64_t first = -1, n = 0;
+  for (int64_t done = 0; done < run.count; done += n) {
+    n = std::min(step, run.count - done);
+    if (!read_fully(file, run.offset + bytes_of(done), memory, bytes_of(n))) return false;
+    const int64_t zeros = bits.num_zero;
+    reader.take(memory, n, &bits);
+    if (width > 0 && bits.num_zero - zeros >= width) {
+      for (int64_t at = 0; at + width <= n; at += width) {
+        if (!reader.is_dead(memory + bytes_of(at), width)) continue;
+        if (dead->total++ < DeadRows::kFirst) dead->first.push_back((done + at) / width);
+      }
+    }
+    if (first < 0 && bits.num_nonfinite() > 0) first = done + reader.first_nonfinite(memory, n, bits);
+  }
+  n = 0;
+  write_health({memory, reader.format, n, 1, &n, &n}, bits, 1, row);
+  row[column::first_nonfinite] = double(first);
   return true;
 }
 
 }  // namespace
 
-bool file_health_cpu(int file, int64_t offset, int64_t count, int64_t width, const View& buffer, double* row,
-                     DeadRows* dead) {
-  const auto bytes = int64_t(word_size(buffer.format));
-  const auto kernel = current_kernels().health[int(buffer.format)];
-  auto* const memory = static_cast<char*>(const_cast<void*>(buffer.data));
-  const int64_t step = width > 0 ? buffer.numel / width * width : buffer.numel;
-  HealthBits bits;
-  int64_t first = -1, n = 0;
-  const int64_t stride = 1;
-  const View part{memory, buffer.format, 0, 1, &n, &stride};
-  for (int64_t done = 0; done < count; done += n) {
-    n = std::min(step, count - done);
-    if (!read_fully(file, offset + done * bytes, memory, n * bytes)) return false;
-    const int64_t zeros = bits.num_zero;
-    kernel({memory, n, 1, 1, 0}, &bits);
-    if (width > 0 && bits.num_zero - zeros >= width) {
-      for (int64_t at = 0; at + width <= n; at += width) {
-        if (!is_dead(memory + at * bytes, width, buffer.format)) continue;
-        if (dead->total++ < DeadRows::kFirst) dead->first.push_back((done + at) / width);
-      }
-    }
-    if (first >= 0 || bits.num_nonfinite() == 0) continue;
-    write_health(part, bits, 1, row);
-    first = done + int64_t(row[column::first_nonfinite]);
-  }
-  n = 0;
-  write_health(part, bits, 1, row);
-  row[column::first_nonfinite] = double(first);
-  return true;
+bool file_health_cpu(int file, const FileRun& run, char* memory, int64_t size, double* row, DeadRows* dead) {
+  const auto read = [&](const auto& reader) { return read_run(reader, file, run, memory, size, row, dead); };
+  if (run.kind == -FileRun::kQ8_0) return read(Blocks<Q8_0>{});
+  if (run.kind == -FileRun::kQ4_0) return read(Blocks<Q4_0>{});
+  if (run.kind < 0 || run.kind >= kNumFormats) return false;
+  return read(Numbers{Format(run.kind), int64_t(word_size(Format(run.kind)))});
 }
 
 }  // namespace nanwatch

@@ -12,10 +12,16 @@ struct DeadRows {
   std::vector<int64_t> first;
 };
 
-// Reads `count` numbers from byte `offset` of a file on, as many at a time as the buffer has, and writes the row of
-// their health. Looks for dead ones among rows of `width` numbers, 0 for none, of which some fit into the buffer. False
-// where the file ends before, and at an error.
-bool file_health_cpu(int file, int64_t offset, int64_t count, int64_t width, const View& buffer, double* row,
-                     DeadRows* dead);
+// Numbers in a file: the byte where they begin, how many, in which format or, below 0, in which encoding of GGUF, and
+// the width of their rows, 0 where these are not looked at.
+struct FileRun {
+  static constexpr int64_t kQ4_0 = 2, kQ8_0 = 8;  // the numbers of encodings in GGUF
+  int64_t offset, count, kind, width;
+};
+
+// Reads numbers of a file, as many at a time as fit into `size` bytes of memory, and writes the row of their health.
+// Looks for rows that are all zero. False where the file ends before, at an error, for a kind that is not known, and
+// where no row fits.
+bool file_health_cpu(int file, const FileRun& run, char* memory, int64_t size, double* row, DeadRows* dead);
 
 }  // namespace nanwatch

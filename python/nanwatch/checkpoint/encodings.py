@@ -64,8 +64,9 @@ ENCODINGS = {one.name: one for one in _TABLE}
 
 def bad_scales(encoding: Encoding, blocks: Array) -> int:
     """Return how many of the blocks (n, bytes) have a scale of nan or inf."""
-    words = blocks.view(np.uint16)[:, [at // 2 for at in encoding.scales]]
-    return int((words & _INF == _INF).any(1).sum())
+    words = blocks.view(np.uint16)
+    bad = [words[:, at // 2] & _INF == _INF for at in encoding.scales]
+    return int(np.count_nonzero(np.logical_or.reduce(bad)))
 
 
 def bytes_of(dtype: str, elements: int) -> int:
@@ -73,6 +74,13 @@ def bytes_of(dtype: str, elements: int) -> int:
     if (encoding := ENCODINGS.get(dtype)) is not None:
         return elements // encoding.elements * encoding.bytes
     return elements * _BITS.get(dtype, 0) // 8
+
+
+def elements_of(dtype: str, nbytes: int) -> int:
+    """Return the elements in so many bytes of a number format or an encoding."""
+    if (encoding := ENCODINGS.get(dtype)) is not None:
+        return nbytes // encoding.bytes * encoding.elements
+    return nbytes * 8 // _BITS[dtype]
 
 
 def is_float(dtype: str) -> bool:

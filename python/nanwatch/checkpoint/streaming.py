@@ -22,7 +22,7 @@ from torch import Tensor
 from ..numerics._extension import C
 from ..numerics.formats import BY_NAME
 from ..numerics.partial_health import BLOCK, PartialHealth
-from .encodings import ENCODINGS, Array, bytes_of, is_float
+from .encodings import ENCODINGS, Array, bytes_of, elements_of, is_float
 from .stored import OpenFiles, Span, StoredTensor
 
 # In bytes. Of 384 KiB and more the kernels would share the work among PyTorch's threads, for which readers would wait.
@@ -33,6 +33,7 @@ _A = TypeVar("_A")
 _B = TypeVar("_B")
 _NUMBERS = {name: form.number for name, form in BY_NAME.items() if form.kind != "complex"}
 _NUMBERS["bool"] = _NUMBERS["uint8"]  # a byte of a bool may hold anything
+_NUMBERS |= {name: -one.number for name, one in ENCODINGS.items() if one.decode is not None}
 _WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
@@ -90,10 +91,11 @@ class Streamer:
         for i, (tensor, begin, end) in enumerate(pieces if C is not None else ()):
             source, number = tensor.source, _NUMBERS.get(tensor.dtype)
             if begin < end and number is not None and isinstance(source, Span):
-                size, (rows, width) = BY_NAME[tensor.dtype].bits // 8, lines_of(tensor)
-                start = begin // size
-                is_seen = rows == 0 or (width * size <= len(self._bytes) and start % width == 0)
-                run = source.offset + begin, (end - begin) // size, number, width if is_seen else 0
+                (rows, width), start = lines_of(tensor), elements_of(tensor.dtype, begin)
+                fits = bytes_of(tensor.dtype, width) <= len(self._bytes)
+                is_seen = rows == 0 or (fits and start % width == 0)
+                count = elements_of(tensor.dtype, end - begin)
+                run = source.offset + begin, count, number, width if is_seen else 0
                 by_file[source.path].append((i, start, is_seen, run))
         for path, asked in by_file.items():
             with suppress(OSError):
@@ -126,7 +128,8 @@ class Streamer:
         if self._decoded.numel() < count:
             self._decoded = torch.empty(count)
         values = self._decoded[:count]
-        encoding.decode(blocks, values.numpy().reshape(-1, encoding.elements))
+        with np.errstate(invalid="ignore"):
+            encoding.decode(blocks, values.numpy().reshape(-1, encoding.elements))
         return raw, values
 
     def values(self, tensor: StoredTensor, start: int, count: int) -> Tensor:

@@ -1,9 +1,13 @@
-"""Encodings of GGUF: the scales of blocks that are not decoded are still checked."""
+"""Encodings of GGUF: blocks are read as if they were decoded, and the scales of those that are not are checked."""
 
 import numpy as np
 import pytest
+import torch
 
+import nanwatch
 from nanwatch.checkpoint.encodings import ENCODINGS, bad_scales
+from nanwatch.checkpoint.stored import OpenFiles, Span, StoredTensor
+from nanwatch.checkpoint.streaming import Piece, Streamer
 
 
 @pytest.mark.parametrize("name", [name for name, one in ENCODINGS.items() if one.decode is None])
@@ -20,3 +24,62 @@ def test_blocks_with_a_scale_of_nan_or_inf_are_counted(name):
     for column, at in enumerate(one.scales):
         blocks[:, at : at + 2] = scales[:, [column]].view(np.uint8)
     assert bad_scales(one, blocks) == 0
+
+
+def scales_of(kind, random, count):
+    """Return scales in float16, by their words."""
+    match kind:
+        case "weights":  # nearly every block is passed over
+            return np.abs(random.standard_normal((count, 32))).max(1) / 127
+        case "ascending":  # each block has a greater magnitude than all before
+            return np.linspace(-1e-7, 60000, count)
+        case "subnormal":
+            return random.integers(-1023, 1024, count) * 2.0**-24
+        case "any":
+            return random.integers(0, 1 << 16, count, np.uint16).view(np.float16)
+        case "largest":
+            return np.where(random.random(count) < 0.5, -65504, 65504)
+    scales = random.standard_normal(count)
+    scales[random.random(count) < 0.1] = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf, "zero": -0.0}[kind]
+    return scales
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("name", [name for name, one in ENCODINGS.items() if one.decode is not None])
+@pytest.mark.parametrize("codes", ["any", "no zero", "many zeros", "one"])
+@pytest.mark.parametrize(
+    "kind", ["weights", "ascending", "subnormal", "any", "largest", "nan", "inf", "-inf", "zero"]
+)
+def test_the_compiled_call_reads_blocks_as_if_they_were_decoded(name, codes, kind, tmp_path):
+    encoding, random = ENCODINGS[name], np.random.default_rng(0)
+    rows, width = 70, 96
+    count = rows * width // 32
+    blocks = random.integers(0, 256, (count, encoding.bytes), np.uint8)
+    zero = 0 if name == "q8_0" else 0x88
+    if codes == "one":
+        blocks[:] = 0x80 if name == "q8_0" else 0x00  # the most negative code throughout
+    elif codes == "no zero":
+        blocks[(blocks == 0) | (blocks & 0x0F == 8) | (blocks & 0xF0 == 0x80)] = 0x11
+    elif codes == "many zeros":
+        blocks[random.random(blocks.shape) < 0.5] = zero
+        blocks[::3] = zero
+        blocks[30:33] = zero
+    blocks[:, :2] = scales_of(kind, random, count).astype(np.float16).view(np.uint8).reshape(count, 2)
+    path = tmp_path / "x"
+    blocks.tofile(path)
+    tensor = StoredTensor("x", name, (rows, width), path, Span(path, 0))
+    half = 33 * width // 32 * encoding.bytes
+    with OpenFiles() as files:
+        streamer = Streamer(files, 200 * encoding.bytes)
+        expected = streamer.values(tensor, 0, tensor.numel).clone().reshape(rows, width)
+        streamer = Streamer(files, 200 * encoding.bytes)
+        whole, first, second = streamer.healths(
+            [Piece(tensor, 0, tensor.nbytes), Piece(tensor, 0, half), Piece(tensor, half, tensor.nbytes)]
+        )
+    health, dead = whole
+    assert str(health.health((rows, width))) == str(nanwatch.tensor_health(expected))
+    numbers = torch.nonzero((expected == 0).all(1)).flatten().tolist()
+    assert dead == (len(numbers), tuple(numbers[:5]))
+    first[0].merge(second[0])
+    assert str(first[0].health((rows, width))) == str(nanwatch.tensor_health(expected))
+    assert first[1].total + second[1].total == len(numbers)

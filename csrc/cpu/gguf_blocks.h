@@ -1,0 +1,119 @@
+// Blocks of GGUF whose 32 numbers are a scale in float16 times a code: https://github.com/ggml-org/ggml (gguf-py).
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "cpu/range_cpu.h"
+
+namespace nanwatch {
+
+// Counters of 16 places, which the compiler has as one vector of any instruction set.
+typedef uint8_t Counters __attribute__((vector_size(16)));
+
+inline Counters load_codes(const char* p) {
+  Counters codes;
+  std::memcpy(&codes, p, sizeof codes);
+  return codes;
+}
+
+struct Q8_0 {
+  static constexpr int64_t bytes = 34;
+  static constexpr int largest_code = 128;  // its magnitude
+
+  static int code(const char* codes, int i) { return int8_t(codes[i]); }
+  // Adds at most two at each place. A comparison that holds is -1.
+  static Counters count_zeros(Counters counts, const char* codes) {
+    return counts - Counters(load_codes(codes) == 0) - Counters(load_codes(codes + 16) == 0);
+  }
+};
+
+struct Q4_0 {
+  static constexpr int64_t bytes = 18;
+  static constexpr int largest_code = 8;
+
+  static int code(const char* codes, int i) {
+    const int pair = uint8_t(codes[i % 16]);
+    return (i < 16 ? pair & 15 : pair >> 4) - 8;
+  }
+  static Counters count_zeros(Counters counts, const char* codes) {
+    const Counters pairs = load_codes(codes);
+    return counts - Counters((pairs & 0x0f) == 0x08) - Counters((pairs & 0xf0) == 0x80);
+  }
+};
+
+// Health of the numbers of blocks. Once a zero was seen, a block can only add zeros or a greater magnitude. Its scale
+// tells whether its magnitudes can be greater: those of nearly all blocks cannot, and only their zeros are counted. All
+// other blocks are decoded. No number is subnormal in float32: the least is 2^-24.
+template <class Code>
+struct Blocks {
+  static constexpr int64_t elements = 32, bytes = Code::bytes;
+  static constexpr Format format = Format::f32;
+
+  static uint16_t scale_of(const char* block) {
+    uint16_t scale;
+    std::memcpy(&scale, block, sizeof scale);
+    return scale;
+  }
+
+  // The products are exact: 11 bits of a scale, 8 of a code.
+  static void decode(const char* block, float* values) {
+    const uint16_t word = scale_of(block), least = magnitude<Format::f16>(word);
+    const float scale = float(nanwatch::decode<Format::f16>(least)) * (word == least ? 1.0f : -1.0f);
+    for (int i = 0; i < elements; ++i) values[i] = scale * float(Code::code(block + 2, i));
+  }
+
+  // The greatest scale whose products with all codes are at most this float32, by its bits.
+  static uint16_t scale_within(uint64_t bits) {
+    const double most = nanwatch::decode<format>(uint32_t(bits)) / Code::largest_code;
+    uint16_t scale = 0;
+    for (int bit = 1 << 14; bit > 0; bit /= 2)
+      if (nanwatch::decode<Format::f16>(uint16_t(scale + bit)) <= most) scale = uint16_t(scale + bit);
+    return scale;
+  }
+
+  static void take(const char* p, int64_t n, HealthBits* bits) {
+    constexpr int64_t turn = 127 * bytes;  // after which a counter may be full
+    const auto health = current_kernels().health[int(format)];
+    const char* const end = p + n / elements * bytes;
+    while (p < end) {
+      const uint16_t passed = bits->finite.lo == 0 ? scale_within(bits->finite.hi) : 0;
+      // A scale of zero is the greatest here.
+      const auto passes = [&] { return uint16_t(magnitude<Format::f16>(scale_of(p)) - 1) < passed; };
+      while (p < end && passes()) {
+        Counters counts{};
+        const char* const stop = std::min(end, p + turn);
+        for (; p < stop && passes(); p += bytes) counts = Code::count_zeros(counts, p + 2);
+        for (int i = 0; i < 16; ++i) bits->num_zero += counts[i];
+      }
+      if (p == end) return;
+      float values[elements];
+      decode(p, values);
+      health({reinterpret_cast<const char*>(values), elements, 1, 1, 0}, bits);
+      p += bytes;
+    }
+  }
+
+  // The first of these numbers for which `holds`, or `n`.
+  template <class Holds>
+  static int64_t find(const char* p, int64_t n, const Holds& holds) {
+    float values[elements];
+    for (int64_t at = 0; at < n; at += elements, p += bytes) {
+      decode(p, values);
+      const float* const found = std::find_if(values, values + elements, holds);
+      if (found != values + elements) return at + (found - values);
+    }
+    return n;
+  }
+
+  static int64_t first_nonfinite(const char* p, int64_t n, const HealthBits&) {
+    return find(p, n, [](float value) { return !std::isfinite(value); });
+  }
+
+  static bool is_dead(const char* row, int64_t width) {
+    return find(row, width, [](float value) { return value != 0; }) == width;
+  }
+};
+
+}  // namespace nanwatch
