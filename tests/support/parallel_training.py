@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import nanwatch
+from nanwatch.diagnosis.recheck import Recheck
 from nanwatch.report.report import Report
 from support.collectives import Counted, counting
 
@@ -77,6 +78,8 @@ def difference(plain: Trained, watched: Trained) -> dict[str, Any]:
         "more": [b - a for a, b in zip(then.collectives, now.collectives, strict=True)],
         "same events": now.events == then.events,
         "batches": watch.batch,
+        "made again": [one.num_made for one in watch._optional if isinstance(one, Recheck)],
+        "suspects": len(watch.hardware_suspects),
         "stale": watch.counters.get("stale_hits", 0),
         "finding": report.finding is not None,
         "names": sorted({f.name for f in report.frames}),
@@ -93,7 +96,10 @@ def difference(plain: Trained, watched: Trained) -> dict[str, Any]:
 def compare(
     build: Callable[[], nn.Module], parallelize: Parallelize, give: Callable[[int], Tensor] = data
 ) -> dict[str, Any]:
-    """Watched before and after the model is made parallel, with gradients and without; replicas beside gradients."""
+    """Watched before and after the model is made parallel, with gradients and without.
+
+    Beside gradients replicas are compared, and calls are made again.
+    """
 
     def run(when: str, **options: Any) -> Trained:
         torch.manual_seed(0)
@@ -112,6 +118,6 @@ def compare(
     for when in ("before", "after"):
         for gradients in (False, True):
             seen[f"{when}, gradients={gradients}"] = difference(
-                plain, run(when, gradients=gradients, replicas=gradients)
+                plain, run(when, gradients=gradients, replicas=gradients, recheck=1 if gradients else False)
             )
     return seen

@@ -1,9 +1,10 @@
 """Module calls made again while a run goes on, to find results that only a fault of the hardware explains.
 
-A call is made again at once, from the same tensors, on the same device, without gradients and without hooks. Only
-modules of PyTorch that draw no random numbers and write to nothing are called again: everything else would have to be
-put back. A difference counts when two further calls agree with each other, and when the module's call before or after
-it was equal: kernels that differ without gradients, or from run to run, differ in each.
+The module's `forward` is called again inside its call, from the same tensors, on the same device, without gradients.
+Hooks run once, around both, and `fully_shard` has gathered the weights between them. Only modules of PyTorch that draw
+no random numbers and write to nothing are called again: everything else would have to be put back. A difference counts
+when two further calls agree with each other, and when the module's call before or after it was equal: kernels that
+differ without gradients, or from run to run, differ in each.
 """
 
 from __future__ import annotations
@@ -40,20 +41,27 @@ _PURE = frozenset(
     for dims in ([f"{dim}d" for dim in several] or [""])
 )
 _FIRST = 2  # batch: what is compiled is compiled by then
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (Tensor, nn.Parameter)
 
 
 def impure(module: nn.Module) -> str:
     """Return why a call of the module is not made again, "" where it can be."""
-    kind = type(module)
+    kind = _own_class(module)
     if not kind.__module__.startswith("torch.nn.modules.") or kind.__name__ not in _PURE:
         return "it may draw random numbers, keep state or call other modules"
-    if "forward" in vars(module) or any(getattr(module, hooks) for hooks in _HOOKS):
-        return "it has hooks, or a forward of its own"
+    if "forward" in vars(module):
+        return "it has a forward of its own"
     if getattr(module, "inplace", False) or getattr(module, "max_norm", None) is not None:
         return "it writes to its input or its weight"
     return ""
+
+
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, for the class that `fully_shard` made of it the one that it had before."""
+    kind = type(module)
+    if hasattr(kind, "_get_fsdp_state"):
+        return next(base for base in kind.__mro__[1:] if issubclass(base, nn.Module))
+    return kind
 
 
 class Recheck(WatchPart):
@@ -135,7 +143,7 @@ class Recheck(WatchPart):
     def _suspect(self, name: str, module: nn.Module, output: Tensor, again: Tensor) -> HardwareSuspect:
         a, b = (bytes_of(x.detach().cpu()) for x in (output, again))
         distance = measure(a, b, output.dtype, self._batch)
-        device, kind = str(output.device), type(module).__name__
+        device, kind = str(output.device), _own_class(module).__name__
         if output.is_cuda:
             device += f" ({torch.cuda.get_device_name(output.device)})"
         return HardwareSuspect(self._batch, name, kind, rank(), socket.gethostname(), device, distance)
@@ -151,7 +159,7 @@ class Recheck(WatchPart):
 
 
 class _Again(CallWrapper):
-    """Wrapper of one call, which is made again when it has ended."""
+    """Wrapper of one call, whose forward is made again when it has ended."""
 
     def __init__(self, owner: Recheck, name: str, module: nn.Module) -> None:
         self.inner: Any = None
@@ -159,7 +167,7 @@ class _Again(CallWrapper):
         self._owner, self._name = owner, name
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Make the call, and then again."""
+        """Make the call with a forward that is made again."""
         module = self.module()
         if module is None:
             raise ReferenceError("nanwatch: the module of this call no longer exists")
@@ -167,7 +175,20 @@ class _Again(CallWrapper):
         if is_compiling():
             return call(*args, **kwargs)
         self._owner.disarm(self._name)
-        output = call(*args, **kwargs)
+        held = vars(module)
+        # Not by setattr: a class with a __setattr__ of its own would make something else of it.
+        held.setdefault("forward", self._forward)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            if self._forward == held.get("forward"):  # a hook before it raised
+                del held["forward"]
+
+    def _forward(self, /, *args: Any, **kwargs: Any) -> Any:
+        module = self.module()
+        assert module is not None
+        vars(module).pop("forward", None)
+        output = module.forward(*args, **kwargs)
         with suppressing("a call could not be made again"):
             self._owner.compare(self._name, module, args, kwargs, output)
         return output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -129,14 +130,44 @@ def test_what_may_change_something_is_not_called_again(module: nn.Module) -> Non
     assert impure(module)
 
 
-def test_hooks_are_not_run_twice() -> None:
-    """A module that has one is skipped."""
+def test_hooks_are_not_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a module whose calls are made again: between what they give it and what they make of its output."""
     model = nn.Sequential(nn.Linear(3, 2))
-    calls: list[int] = []
-    model[0].register_forward_hook(lambda *_: calls.append(1))
-    run(model)
-    assert len(calls) == 6
-    assert impure(model[0])
+    calls: list[str] = []
+
+    def hook(name: str, made: Callable[[Any], Any]) -> Callable[..., Any]:
+        def run(module: nn.Module, x: Any, *_: Any) -> Any:
+            calls.append(name)
+            return made(x)
+
+        return run
+
+    model[0].register_forward_pre_hook(hook("before", lambda x: (x[0] * len(calls),)))
+    model[0].register_forward_hook(lambda _, x, out: hook("after", lambda out: out * len(calls))(_, out))
+    model[0].register_full_backward_hook(hook("backward", lambda _: None))
+    Flips(monkeypatch, {5})
+    watch = run(model)
+    assert calls == ["before", "after", "backward"] * 6
+    assert [suspect.batch for suspect in watch.hardware_suspects] == [3]
+    assert part_of(watch).num_made == 4
+
+
+def test_a_hook_that_raises_leaves_no_forward_behind() -> None:
+    """The module is as it was."""
+    model = nn.Sequential(nn.Linear(3, 2))
+
+    def fail(module: nn.Module, args: Any) -> None:
+        if len(seen) == 3:
+            raise ValueError("planted")
+        seen.append("forward" in vars(module))
+
+    seen: list[bool] = []
+    model[0].register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="planted"):
+        run(model)
+    assert seen == [False, False, True]
+    assert "forward" not in vars(model[0])
+    assert wrappers(model[0]) == []
 
 
 def test_one_in_n_calls_is_made_again() -> None:
