@@ -71,7 +71,7 @@ def _write_gguf(path: Path, gib: float, mib: float, dtype: str) -> None:
         file.write(head + bytes(-len(head) % 32))
         for _ in range(count):
             stored = random.integers(0, 256, (blocks, encoding.bytes), np.uint8)
-            for at in encoding.scales:
+            for at in range(encoding.place, encoding.place + 2 * encoding.scales, 2):
                 scales = np.abs(random.standard_normal((blocks, 32), np.float32)).max(1) / 127
                 stored[:, at : at + 2] = scales.astype(np.float16).view(np.uint8).reshape(blocks, 2)
             file.write(stored.tobytes() + bytes(-size % 32))

@@ -5,6 +5,7 @@
 #include <torch/version.h>
 
 #include <array>
+#include <bit>
 #include <cstring>
 #include <map>
 #include <optional>
@@ -182,7 +183,7 @@ std::optional<at::Tensor> block_fit(const at::Tensor& x, const std::vector<Forma
 using FileHealth = std::optional<std::tuple<std::vector<double>, int64_t, std::vector<int64_t>>>;
 
 // Those of runs of numbers in one file.
-std::vector<FileHealth> file_health(int file, const std::vector<std::array<int64_t, 4>>& runs,
+std::vector<FileHealth> file_health(int file, const std::vector<std::array<int64_t, 7>>& runs,
                                     const at::Tensor& buffer) {
   View bytes;
   if (!plain_view(buffer, &bytes) || !buffer.is_contiguous() || bytes.format != Format::u8)
@@ -190,11 +191,10 @@ std::vector<FileHealth> file_health(int file, const std::vector<std::array<int64
   std::vector<FileHealth> found(runs.size());
   const py::gil_scoped_release released;
   for (size_t i = 0; i < runs.size(); ++i) {
-    const auto [offset, count, kind, width] = runs[i];
     std::vector<double> row(kHealthColumns);
     DeadRows dead;
     auto* const memory = static_cast<char*>(const_cast<void*>(bytes.data));
-    if (file_health_cpu(file, {offset, count, kind, width}, memory, bytes.numel, row.data(), &dead))
+    if (file_health_cpu(file, std::bit_cast<FileRun>(runs[i]), memory, bytes.numel, row.data(), &dead))
       found[i].emplace(std::move(row), dead.total, std::move(dead.first));
   }
   return found;

@@ -23,21 +23,23 @@ bool read_fully(int file, int64_t offset, char* memory, int64_t bytes) {
   return true;
 }
 
-// Numbers that lie as they are.
+// Numbers that lie as they are, one after the other or some in each block.
 struct Numbers {
   static constexpr int64_t elements = 1;
   Format format;
-  int64_t bytes;
+  int64_t bytes, place, each;
+
+  int64_t stride() const { return bytes / int64_t(word_size(format)); }
 
   void take(const char* p, int64_t n, HealthBits* bits) const {
-    current_kernels().health[int(format)]({p, n, 1, 1, 0}, bits);
+    current_kernels().health[int(format)]({p + place, n, stride(), each, 1}, bits);
   }
 
   int64_t first_nonfinite(const char* p, int64_t n, const HealthBits& bits) const {
-    const int64_t stride = 1;
+    const int64_t sizes[] = {n, each}, strides[] = {stride(), 1};
     double row[kHealthColumns];
-    write_health({p, format, n, 1, &n, &stride}, bits, 1, row);
-    return int64_t(row[column::first_nonfinite]);
+    write_health({p + place, format, n * each, 2, sizes, strides}, bits, 1, row);
+    return int64_t(row[column::first_nonfinite]) / each;
   }
 
   // A few numbers first: one of them is not zero in nearly every row.
@@ -87,7 +89,7 @@ bool file_health_cpu(int file, const FileRun& run, char* memory, int64_t size, d
   if (run.kind == -FileRun::kQ8_0) return read(Blocks<Q8_0>{});
   if (run.kind == -FileRun::kQ4_0) return read(Blocks<Q4_0>{});
   if (run.kind < 0 || run.kind >= kNumFormats) return false;
-  return read(Numbers{Format(run.kind), int64_t(word_size(Format(run.kind)))});
+  return read(Numbers{Format(run.kind), run.bytes, run.place, run.each});
 }
 
 }  // namespace nanwatch

@@ -12,11 +12,12 @@ struct DeadRows {
   std::vector<int64_t> first;
 };
 
-// Numbers in a file: the byte where they begin, how many, in which format or, below 0, in which encoding of GGUF, and
-// the width of their rows, 0 where these are not looked at.
+// Blocks in a file: the byte where they begin, how many numbers they are, and of which kind, a format or, below 0, an
+// encoding of GGUF. `width` is that of the rows of these numbers, 0 where no rows are looked at. A block of `bytes` has
+// one number, and from `place` on `each` numbers that are read.
 struct FileRun {
   static constexpr int64_t kQ4_0 = 2, kQ8_0 = 8;  // the numbers of encodings in GGUF
-  int64_t offset, count, kind, width;
+  int64_t offset, count, kind, width, bytes, place, each;
 };
 
 // Reads numbers of a file, as many at a time as fit into `size` bytes of memory, and writes the row of their health.

@@ -80,7 +80,7 @@ struct Blocks {
     while (p < end) {
       const uint16_t passed = bits->finite.lo == 0 ? scale_within(bits->finite.hi) : 0;
       // A scale of zero is the greatest here.
-      const auto passes = [&] { return uint16_t(magnitude<Format::f16>(scale_of(p)) - 1) < passed; };
+      const auto passes = [&] { return unsigned(magnitude<Format::f16>(scale_of(p))) - 1u < passed; };
       while (p < end && passes()) {
         Counters counts{};
         const char* const stop = std::min(end, p + turn);
@@ -95,24 +95,24 @@ struct Blocks {
     }
   }
 
-  // The first of these numbers for which `holds`, or `n`.
-  template <class Holds>
-  static int64_t find(const char* p, int64_t n, const Holds& holds) {
+  // One of `n` numbers is not finite.
+  static int64_t first_nonfinite(const char* p, int64_t n, const HealthBits&) {
     float values[elements];
     for (int64_t at = 0; at < n; at += elements, p += bytes) {
       decode(p, values);
-      const float* const found = std::find_if(values, values + elements, holds);
-      if (found != values + elements) return at + (found - values);
+      for (int i = 0; i < elements; ++i)
+        if (!std::isfinite(values[i])) return at + i;
     }
     return n;
   }
 
-  static int64_t first_nonfinite(const char* p, int64_t n, const HealthBits&) {
-    return find(p, n, [](float value) { return !std::isfinite(value); });
-  }
-
   static bool is_dead(const char* row, int64_t width) {
-    return find(row, width, [](float value) { return value != 0; }) == width;
+    for (const char* const end = row + width / elements * bytes; row < end; row += bytes) {
+      const uint16_t scale = magnitude<Format::f16>(scale_of(row));
+      for (int i = 0; i < elements && scale != 0; ++i)
+        if (Code::code(row + 2, i) != 0 || !is_finite<Format::f16>(scale)) return false;
+    }
+    return true;
   }
 };
 

@@ -13,18 +13,18 @@ import numpy as np
 from ..numerics.formats import BY_NAME
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_INF = 0x7C00  # the exponent of a float16 that is no number
 
 
 class Encoding(NamedTuple):
-    """Block of `elements` numbers in `bytes` bytes, with scales in float16 at these places."""
+    """Block of `elements` numbers in `bytes` bytes, `scales` of which are float16 from byte `place` on."""
 
     name: str
     number: int
     """Its number in GGUF."""
     elements: int
     bytes: int
-    scales: tuple[int, ...]
+    place: int
+    scales: int
     decode: Callable[[Array, Array], None] | None = None
     """Writes the float32 values of blocks (n, bytes) to (n, elements)."""
 
@@ -46,27 +46,20 @@ def _q4_0(blocks: Array, out: Array) -> None:
 
 
 _TABLE = (
-    Encoding("q4_0", 2, 32, 18, (0,), _q4_0),
-    Encoding("q4_1", 3, 32, 20, (0, 2)),
-    Encoding("q5_0", 6, 32, 22, (0,)),
-    Encoding("q5_1", 7, 32, 24, (0, 2)),
-    Encoding("q8_0", 8, 32, 34, (0,), _q8_0),
-    Encoding("q2_k", 10, 256, 84, (80, 82)),
-    Encoding("q3_k", 11, 256, 110, (108,)),
-    Encoding("q4_k", 12, 256, 144, (0, 2)),
-    Encoding("q5_k", 13, 256, 176, (0, 2)),
-    Encoding("q6_k", 14, 256, 210, (208,)),
+    Encoding("q4_0", 2, 32, 18, 0, 1, _q4_0),
+    Encoding("q4_1", 3, 32, 20, 0, 2),
+    Encoding("q5_0", 6, 32, 22, 0, 1),
+    Encoding("q5_1", 7, 32, 24, 0, 2),
+    Encoding("q8_0", 8, 32, 34, 0, 1, _q8_0),
+    Encoding("q2_k", 10, 256, 84, 80, 2),
+    Encoding("q3_k", 11, 256, 110, 108, 1),
+    Encoding("q4_k", 12, 256, 144, 0, 2),
+    Encoding("q5_k", 13, 256, 176, 0, 2),
+    Encoding("q6_k", 14, 256, 210, 208, 1),
 )
 _BITS = {name: form.bits for name, form in BY_NAME.items()}
 ENCODINGS = {one.name: one for one in _TABLE}
 """Encodings by their names."""
-
-
-def bad_scales(encoding: Encoding, blocks: Array) -> int:
-    """Return how many of the blocks (n, bytes) have a scale of nan or inf."""
-    words = blocks.view(np.uint16)
-    bad = [words[:, at // 2] & _INF == _INF for at in encoding.scales]
-    return int(np.count_nonzero(np.logical_or.reduce(bad)))
 
 
 def bytes_of(dtype: str, elements: int) -> int:
@@ -74,13 +67,6 @@ def bytes_of(dtype: str, elements: int) -> int:
     if (encoding := ENCODINGS.get(dtype)) is not None:
         return elements // encoding.elements * encoding.bytes
     return elements * _BITS.get(dtype, 0) // 8
-
-
-def elements_of(dtype: str, nbytes: int) -> int:
-    """Return the elements in so many bytes of a number format or an encoding."""
-    if (encoding := ENCODINGS.get(dtype)) is not None:
-        return nbytes // encoding.bytes * encoding.elements
-    return nbytes * 8 // _BITS[dtype]
 
 
 def is_float(dtype: str) -> bool:

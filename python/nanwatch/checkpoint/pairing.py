@@ -74,7 +74,7 @@ class Pairing:
         self._left.difference_update(map(id, (*a, *b)))
 
     def _free(self, tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
-        return [one for one in tensors if id(one) in self._left and one.numel > 1 and _is_float(one)]
+        return [one for one in tensors if id(one) in self._left and one.numel > 1 and is_float(one.dtype)]
 
     def _search(
         self, ones: Sequence[StoredTensor], wholes: Sequence[StoredTensor], turned: bool
@@ -143,9 +143,3 @@ class Pairing:
                     values = self._streamer.values(tensor, begin, count)
                     self._marks[key] = row_marks(values[None].to(torch.float32))
         return self._marks[key]
-
-
-def _is_float(tensor: StoredTensor) -> bool:
-    return is_float(tensor.dtype) and (
-        tensor.dtype not in ENCODINGS or ENCODINGS[tensor.dtype].decode is not None
-    )

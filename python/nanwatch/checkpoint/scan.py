@@ -18,7 +18,7 @@ from ..numerics.formats import TensorHealth
 from ..numerics.partial_health import PartialHealth
 from ..util.progress import Tell, silent
 from .against import compare
-from .encodings import ENCODINGS, bad_scales
+from .encodings import ENCODINGS
 from .findings import TARGETS, find, tried
 from .formats import read_checkpoint
 from .result import Scan, TensorScan
@@ -114,13 +114,12 @@ def _alike(stored: Sequence[StoredTensor], tensors: Sequence[TensorScan]) -> lis
 
 
 class _Part(NamedTuple):
-    """Result of reading a piece: `bits` has its fingerprint, `bad_scales` counts those of what is not decoded."""
+    """Result of reading a piece: its health, or of what is not decoded that of its scales; `bits` has a fingerprint."""
 
     health: PartialHealth
     bits: PartialHealth
     dead: Dead | None = None
     """Dead rows, None where they were not looked for."""
-    bad_scales: int = 0
     error: str = ""
 
 
@@ -153,20 +152,18 @@ def _read(task: Sequence[Piece], fingerprints: bool) -> list[tuple[Piece, _Part]
 
 
 def _read_piece(streamer: Streamer, piece: Piece, fingerprints: bool) -> _Part:
-    health, bad, encoding = PartialHealth(), 0, ENCODINGS.get(piece.tensor.dtype)
+    health, encoding = PartialHealth(), ENCODINGS.get(piece.tensor.dtype)
     bits = health if encoding is None else PartialHealth()
+    # Decoded numbers are more than one thread would read without.
+    with_bits = fingerprints if encoding is None else encoding.decode is not None
     try:
         for at, raw, values in streamer.chunks(*piece):
             if encoding is not None and fingerprints:
                 bits.add(raw, at)
-            if values is not None:
-                start = at * len(values) // len(raw)
-                health.add(values, start, fingerprints=fingerprints or encoding is not None)
-            elif encoding is not None:
-                bad += bad_scales(encoding, raw.numpy().reshape(-1, encoding.bytes))
+            health.add(values, at * values.numel() // len(raw), fingerprints=with_bits)
     except (DamagedError, OSError, MemoryError) as error:
         return _Part(health, bits, error=_told(error))
-    return _Part(health, bits, bad_scales=bad)
+    return _Part(health, bits)
 
 
 def _scanned(
@@ -196,12 +193,12 @@ def _together(a: _Part, b: _Part) -> _Part:
     dead = None
     if a.dead is not None and b.dead is not None:
         dead = Dead(a.dead.total + b.dead.total, (*a.dead.first, *b.dead.first)[:_SHOWN])
-    return _Part(a.health, a.bits, dead, a.bad_scales + b.bad_scales, a.error or b.error)
+    return _Part(a.health, a.bits, dead, a.error or b.error)
 
 
 def _finished(tensor: StoredTensor, part: _Part, fingerprints: bool) -> TensorScan:
     unread, lost, encoding = tensor.unread, tensor.lost or part.error, ENCODINGS.get(tensor.dtype)
-    health, fingerprint, bad_blocks, rows, columns = None, None, 0, NONE, NONE
+    health, fingerprint, bad_scales, rows, columns = None, None, 0, NONE, NONE
     if not (unread or lost) and tensor.source is not None:
         if fingerprints and encoding is not None:
             fingerprint = part.bits.fingerprint("uint8", (tensor.nbytes,))
@@ -209,7 +206,8 @@ def _finished(tensor: StoredTensor, part: _Part, fingerprints: bool) -> TensorSc
             fingerprint = part.bits.fingerprint(tensor.dtype, tensor.shape)
         if encoding is not None and encoding.decode is None:
             unread = f"{tensor.dtype} is not decoded; its scales are read"
-            bad_blocks = part.bad_scales
+            scales = part.health.health((tensor.nbytes // encoding.bytes * encoding.scales,))
+            bad_scales = scales.num_nan + scales.num_posinf + scales.num_neginf
         else:
             health = _in_order(part.health.health(tensor.lying), tensor)
             try:
@@ -218,7 +216,7 @@ def _finished(tensor: StoredTensor, part: _Part, fingerprints: bool) -> TensorSc
                 health, lost = None, _told(error)
     of_file = tensor.name, str(tensor.file), tensor.dtype, tensor.shape, tensor.nbytes, unread, lost
     dead = rows.total, columns.total, rows.first, columns.first
-    return TensorScan(*of_file, health, fingerprint, *dead, bad_blocks)
+    return TensorScan(*of_file, health, fingerprint, *dead, bad_scales)
 
 
 def _told(error: Exception) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..numerics._extension import C
 from ..numerics.formats import BY_NAME
 from ..numerics.partial_health import BLOCK, PartialHealth
-from .encodings import ENCODINGS, Array, bytes_of, elements_of, is_float
+from .encodings import ENCODINGS, Array, bytes_of, is_float
 from .stored import OpenFiles, Span, StoredTensor
 
 # In bytes. Of 384 KiB and more the kernels would share the work among PyTorch's threads, for which readers would wait.
@@ -31,9 +31,17 @@ CHUNK = 352 << 10
 _MOST_LINE = 1 << 24
 _A = TypeVar("_A")
 _B = TypeVar("_B")
-_NUMBERS = {name: form.number for name, form in BY_NAME.items() if form.kind != "complex"}
-_NUMBERS["bool"] = _NUMBERS["uint8"]  # a byte of a bool may hold anything
-_NUMBERS |= {name: -one.number for name, one in ENCODINGS.items() if one.decode is not None}
+# Of each dtype its kind for the compiled call, the bytes and the elements of a block, and where in it how many numbers
+# are read: its scales if the encoding is not decoded.
+_KINDS = {
+    name: (form.number, form.bits // 8, 1, 0, 1) for name, form in BY_NAME.items() if form.kind != "complex"
+}
+_KINDS["bool"] = _KINDS["uint8"]  # a byte of a bool may hold anything
+for _name, _one in ENCODINGS.items():
+    if _one.decode is not None:
+        _KINDS[_name] = (-_one.number, _one.bytes, _one.elements, 0, 1)
+    else:
+        _KINDS[_name] = (BY_NAME["float16"].number, _one.bytes, 1, _one.place, _one.scales)
 _WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
@@ -73,9 +81,7 @@ class Streamer:
         self._bytes = torch.empty(size, dtype=torch.uint8)
         self._decoded = torch.empty(0)
 
-    def chunks(
-        self, tensor: StoredTensor, begin: int, end: int
-    ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+    def chunks(self, tensor: StoredTensor, begin: int, end: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield places between two bytes of a tensor, with what `read` returns there."""
         step = step_of(tensor, len(self._bytes))
         for at in range(begin, end, step):
@@ -87,29 +93,29 @@ class Streamer:
         None for a piece that the call could not read, and in place of the rows where it did not see whole ones.
         """
         found: list[tuple[PartialHealth, Dead | None] | None] = [None] * len(pieces)
-        by_file: dict[Path, list[tuple[int, int, bool, tuple[int, int, int, int]]]] = defaultdict(list)
+        by_file: dict[Path, list[tuple[int, int, int, bool, tuple[int, ...]]]] = defaultdict(list)
         for i, (tensor, begin, end) in enumerate(pieces if C is not None else ()):
-            source, number = tensor.source, _NUMBERS.get(tensor.dtype)
-            if begin < end and number is not None and isinstance(source, Span):
-                (rows, width), start = lines_of(tensor), elements_of(tensor.dtype, begin)
-                fits = bytes_of(tensor.dtype, width) <= len(self._bytes)
-                is_seen = rows == 0 or (fits and start % width == 0)
-                count = elements_of(tensor.dtype, end - begin)
-                run = source.offset + begin, count, number, width if is_seen else 0
-                by_file[source.path].append((i, start, is_seen, run))
+            source = tensor.source
+            if begin < end and tensor.dtype in _KINDS and isinstance(source, Span):
+                kind, block, elements, *read = _KINDS[tensor.dtype]
+                width, start = lines_of(tensor)[1], begin // block * elements
+                is_seen = width == 0 or (width // elements * block <= len(self._bytes) and start % width == 0)
+                width = width if is_seen else 0
+                run = source.offset + begin, (end - begin) // block * elements, kind, width, block, *read
+                by_file[source.path].append((i, start, width, is_seen, run))
         for path, asked in by_file.items():
             with suppress(OSError):
                 fd, runs = self._files.descriptor(path), [run for *_, run in asked]
                 answers = cast(Any, C).file_health(fd, runs, self._bytes)
-                for (i, start, is_seen, (*_, width)), answer in zip(asked, answers, strict=True):
+                for (i, start, width, is_seen, _), answer in zip(asked, answers, strict=True):
                     if answer is not None:
                         row, total, first = answer
                         dead = Dead(total, tuple([start // width + one for one in first]))
                         found[i] = PartialHealth(row, start), dead if is_seen else None
         return found
 
-    def read(self, tensor: StoredTensor, begin: int, nbytes: int) -> tuple[Tensor, Tensor | None]:
-        """Return some bytes, and their numbers: float32 where they were decoded, None where the encoding is not.
+    def read(self, tensor: StoredTensor, begin: int, nbytes: int) -> tuple[Tensor, Tensor]:
+        """Return some bytes, and their numbers: float32 where they were decoded, the scales where the encoding is not.
 
         Both are valid until the next ones are read. Raises DamagedError and OSError.
         """
@@ -122,7 +128,8 @@ class Streamer:
         if (encoding := ENCODINGS.get(tensor.dtype)) is None:
             return raw, raw.view(_dtype_of(tensor))
         if encoding.decode is None:
-            return raw, None
+            scales = slice(encoding.place, encoding.place + 2 * encoding.scales)
+            return raw, raw.view(-1, encoding.bytes)[:, scales].view(torch.float16)
         blocks = memory.reshape(-1, encoding.bytes)
         count = len(blocks) * encoding.elements
         if self._decoded.numel() < count:
@@ -134,9 +141,7 @@ class Streamer:
 
     def values(self, tensor: StoredTensor, start: int, count: int) -> Tensor:
         """Return some elements of a tensor that can be decoded, valid until the next are read."""
-        _, found = self.read(tensor, bytes_of(tensor.dtype, start), bytes_of(tensor.dtype, count))
-        assert found is not None
-        return found
+        return self.read(tensor, bytes_of(tensor.dtype, start), bytes_of(tensor.dtype, count))[1]
 
 
 def _dtype_of(tensor: StoredTensor) -> torch.dtype:
@@ -165,6 +170,9 @@ def lines_of(tensor: StoredTensor) -> tuple[int, int]:
     """Return how many rows a matrix has, and how long they are; (0, 0) where they are not looked at."""
     lying = tensor.lying
     width = prod(lying[1:])
+    encoding = ENCODINGS.get(tensor.dtype)
+    if encoding is not None and encoding.decode is None:
+        return 0, 0
     is_matrix = len(lying) > 1 and min(lying[0], width) > 1 and not (tensor.order and len(lying) > 2)
     if not is_matrix or not is_float(tensor.dtype) or max(lying[0], width) > _MOST_LINE:
         return 0, 0

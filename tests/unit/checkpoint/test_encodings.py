@@ -5,25 +5,29 @@ import pytest
 import torch
 
 import nanwatch
-from nanwatch.checkpoint.encodings import ENCODINGS, bad_scales
+from nanwatch.checkpoint import streaming
+from nanwatch.checkpoint.encodings import ENCODINGS
 from nanwatch.checkpoint.stored import OpenFiles, Span, StoredTensor
 from nanwatch.checkpoint.streaming import Piece, Streamer
+from support.gguf import gguf_bytes
 
 
+@pytest.mark.parametrize("is_compiled", [pytest.param(True, marks=pytest.mark.native), False])
 @pytest.mark.parametrize("name", [name for name, one in ENCODINGS.items() if one.decode is None])
-def test_blocks_with_a_scale_of_nan_or_inf_are_counted(name):
-    one = ENCODINGS[name]
-    random = np.random.default_rng(0)
+def test_scales_of_nan_or_inf_are_counted(name, is_compiled, tmp_path, monkeypatch):
+    if not is_compiled:
+        monkeypatch.setattr(streaming, "C", None)
+    one, random, path = ENCODINGS[name], np.random.default_rng(0), tmp_path / "x.gguf"
     blocks = random.integers(0, 256, (500, one.bytes), dtype=np.uint8)
-    scales = random.standard_normal((500, len(one.scales))).astype(np.float16)
-    scales[3], scales[7, -1], scales[499, 0] = np.nan, -np.inf, np.inf
-    for column, at in enumerate(one.scales):
-        blocks[:, at : at + 2] = scales[:, [column]].view(np.uint8)
-    assert bad_scales(one, blocks) == 3
-    scales[[3, 7, 499]] = 65504
-    for column, at in enumerate(one.scales):
-        blocks[:, at : at + 2] = scales[:, [column]].view(np.uint8)
-    assert bad_scales(one, blocks) == 0
+    scales = random.standard_normal((500, one.scales)).astype(np.float16)
+    for is_bad in (False, True):
+        if is_bad:
+            scales[3], scales[7, -1], scales[499, 0] = np.nan, -np.inf, np.inf
+        blocks[:, one.place : one.place + 2 * one.scales] = scales.view(np.uint8)
+        path.write_bytes(gguf_bytes([("x", (one.elements, 500), one.number, blocks.tobytes())]))
+        (found,) = nanwatch.scan(path).tensors
+        assert found.bad_scales == (2 + one.scales if is_bad else 0)
+        assert nanwatch.scan(path).is_sound is not is_bad
 
 
 def scales_of(kind, random, count):

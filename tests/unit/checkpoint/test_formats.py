@@ -18,6 +18,7 @@ import nanwatch
 from nanwatch.checkpoint.formats import read_checkpoint
 from nanwatch.checkpoint.inert_pickle import load
 from nanwatch.checkpoint.stored import DamagedError
+from support.gguf import gguf_bytes
 
 torch.manual_seed(0)
 TENSORS = {
@@ -27,22 +28,6 @@ TENSORS = {
     "half": torch.randn(3, 3).half(),
     "ids": torch.arange(9),
 }
-
-
-def gguf_bytes(entries):
-    """Return a GGUF file made by hand: of each tensor its name, sizes, type and bytes."""
-
-    def text(value):
-        return struct.pack("<Q", len(value)) + value.encode()
-
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(entries), 2)
-    head += text("general.alignment") + struct.pack("<II", 4, 64)
-    head += text("tokens") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("bc")
-    data = b""
-    for name, shape, kind, stored in entries:
-        head += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, len(data))
-        data += stored + b"\0" * (-len(stored) % 64)
-    return head + b"\0" * (-len(head) % 64) + data
 
 
 def gguf_entries():
