@@ -29,6 +29,7 @@ from .stored import OpenFiles, Span, StoredTensor
 CHUNK = 352 << 10
 # A longer row is an embedding of 16 Mi columns, or no row.
 _MOST_LINE = 1 << 24
+_GLANCE = 20 << 10  # elements
 _A = TypeVar("_A")
 _B = TypeVar("_B")
 # Of each dtype its kind for the compiled call, the bytes and the elements of a block, and where in it how many numbers
@@ -191,7 +192,7 @@ def dead_lines(tensor: StoredTensor, zeros: int, most: int, known: Dead | None =
         return NONE, NONE
     live, columns = np.zeros(rows, dtype=bool), np.full(width, zeros < rows)
     # Nearly always a few rows show that no column is dead.
-    band = max(1, (CHUNK if known is None else CHUNK // 8) // bytes_of(tensor.dtype, width))
+    band = max(1, CHUNK // bytes_of(tensor.dtype, width) if known is None else _GLANCE // width)
     with OpenFiles() as files:
         streamer = Streamer(files)
         for at in range(0, rows if zeros < tensor.numel else 0, band):
