@@ -75,7 +75,7 @@ def _of_values(one: TensorScan, health: TensorHealth) -> Iterator[Finding]:
         if numel > 1:
             yield Finding("all zero", False, f"all {numel:,} elements", names)
         return
-    if health.num_zero >= _MANY_ZEROS * numel:
+    if health.num_zero >= (_MANY_FLUSHED if one.dtype in ENCODINGS else _MANY_ZEROS) * numel:
         yield Finding("zeros", False, f"{health.num_zero / numel:.1%} of {numel:,}", names)
     for what, count, first in (
         ("rows", one.dead_rows, one.first_dead_rows),

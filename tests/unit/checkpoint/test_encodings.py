@@ -106,3 +106,17 @@ def test_the_compiled_call_reads_blocks_as_if_they_were_decoded(name, codes, kin
     first[0].merge(second[0])
     assert str(first[0].health((rows, width))) == str(nanwatch.tensor_health(expected))
     assert first[1].total + second[1].total == len(numbers)
+
+
+def test_a_healthy_matrix_of_four_bits_has_no_finding(tmp_path):
+    """An eighth of its numbers are zero by rounding."""
+    x = np.random.default_rng(0).standard_normal((64 * 8, 32)).astype(np.float32)
+    scales = np.take_along_axis(x, np.abs(x).argmax(1, keepdims=True), 1) / -8
+    codes = np.clip(np.rint(x / scales) + 8, 0, 15).astype(np.uint8)
+    packed = codes[:, :16] | codes[:, 16:] << 4
+    blocks = np.concatenate([scales.astype(np.float16).view(np.uint8), packed], 1)
+    path = tmp_path / "x.gguf"
+    path.write_bytes(gguf_bytes([("x", (256, 64), ENCODINGS["q4_0"].number, blocks.tobytes())]))
+    result = nanwatch.scan(path)
+    assert 0.1 < result.tensors[0].health.num_zero / x.size < 0.15
+    assert result.findings == ()
