@@ -19,6 +19,12 @@ from .streaming import Streamer, in_threads
 
 _ELEMENTS = 1 << 17  # of a step, so that its temporaries stay in the caches
 _LEAST_ROWS = 32  # of a transposed matrix
+# Relative, of a tensor: what rounding to float8_e5m2 takes at most. More is no rounding, as where all becomes zero.
+_MOST_ROUNDED = 0.125
+# Norm of a block's error by its norm, at most: each of 32 elements off by half a 127th of the largest, or by an eighth.
+_BLOCK = 32
+_BLOCK_ERRORS = {"q8_0": 0.03, "q4_0": 0.72}
+_TINY = 2.2e-5  # a scale below the normal numbers of float16 is off by up to 2^-25
 
 Side: TypeAlias = tuple[Sequence[StoredTensor], Sequence[TensorScan]]
 
@@ -56,24 +62,37 @@ class _Distance:
     largest: float = 0.0
     at: int = -1
     unrounded: int = 0  # elements that are not the nearest in the other's format
+    unrounded_back: int = 0  # the same of the other's elements in the first's
+    num_lost: int = 0  # finite elements that are nan or inf there
+    worst: float = 0.0  # error of a block by its norm
 
     def add(self, a: Tensor, b: Tensor, start: int, *, is_exact: bool) -> None:
         """Add elements; `start` is the number of the first one."""
         if is_exact:
-            # PyTorch does not compare numbers of 8 bits.
-            nearest, given = (one.float() if b.element_size() == 1 else one for one in (a.to(b.dtype), b))
-            self.unrounded += int(((nearest != given) & ~(nearest.isnan() & given.isnan())).sum())
+            self.unrounded += _unrounded(a, b)
+            self.unrounded_back += _unrounded(b, a)
         wide = torch.float32 if max(a.element_size(), b.element_size()) < 4 else torch.float64
         x, y = a.to(wide), b.to(wide)
         apart = y - x
         if not bool(apart.isfinite().all()):
+            self.num_lost += int((x.isfinite() & ~y.isfinite()).sum())
             apart[(x == y) | (x.isnan() & y.isnan())] = 0.0
             x, apart = x.nan_to_num(0.0, 0.0, 0.0), apart.nan_to_num(inf, inf, -inf)
+        if not is_exact:
+            far, near = (one.view(-1, _BLOCK).norm(dim=1) for one in (apart, x))
+            self.worst = max(self.worst, float(((far - _TINY).clamp_(min=0) / near).nan_to_num(0.0).max()))
         self.noise += float(apart.square().sum(dtype=torch.float64))
         self.square += float(x.square().sum(dtype=torch.float64))
         largest = float(apart.abs().max()) if len(apart) else 0.0
         if largest > self.largest:
             self.largest, self.at = largest, start + int(apart.abs().argmax())
+
+
+def _unrounded(a: Tensor, b: Tensor) -> int:
+    """Return the number of elements of `b` that are not the nearest to those of `a`."""
+    # PyTorch does not compare numbers of 8 bits.
+    nearest, given = (one.float() if b.element_size() == 1 else one for one in (a.to(b.dtype), b))
+    return int(((nearest != given) & ~(nearest.isnan() & given.isnan())).sum())
 
 
 def _change(pair: Pair, scans: dict[int, TensorScan]) -> Change:
@@ -98,12 +117,15 @@ def _change(pair: Pair, scans: dict[int, TensorScan]) -> Change:
         "fused": is_fused,
         f"{one.dtype} to {other.dtype}": one.dtype != other.dtype,
     }
+    if found.num_lost:
+        said[f"{found.num_lost:,} finite elements become nan or inf"] = True
     text = ", ".join(word for word, is_so in said.items() if is_so)
+    is_near = found.worst <= max(_BLOCK_ERRORS.get(x.dtype, 0.0) for x in (one, other))
     if found.noise == 0 and (one.dtype == other.dtype or not is_exact):
         kind = "equal"
-    elif is_exact and found.unrounded == 0:
+    elif is_exact and 0 in (found.unrounded, found.unrounded_back) and relative <= _MOST_ROUNDED:
         kind = "converted"
-    elif not is_exact and relative <= tolerance_of(one, other):
+    elif not is_exact and is_near and relative <= tolerance_of(one, other):
         kind = "quantized"
     else:
         kind = "changed"

@@ -137,7 +137,9 @@ def _copies(stored: Sequence[StoredTensor], tensors: Sequence[TensorScan]) -> It
             equal[first.fingerprint, first.dtype, first.shape].append(first)
     for group in equal.values():
         if len(group) > 1:
-            yield Finding("duplicate", False, "equal to the bit", tuple(one.name for one in group))
+            names = tuple(one.name for one in group)
+            files = f" in {', '.join(one.file for one in group)}" if len(set(names)) < len(names) else ""
+            yield Finding("duplicate", False, f"equal to the bit{files}", names)
 
 
 def tried(stored: Sequence[StoredTensor], tensors: list[TensorScan], name: str) -> Iterator[Finding]:
@@ -156,7 +158,8 @@ def tried(stored: Sequence[StoredTensor], tensors: list[TensorScan], name: str) 
             continue
         overflow, underflow = (count / max(loss.num_elements, 1) for count in (loss.over, loss.under))
         if overflow or underflow >= (_MANY_FLUSHED if name in BLOCKS_BY_NAME else _MANY_SUBNORMALS):
-            text = f"{overflow:.3%} overflow and {underflow:.3%} become zero in {name}"
+            verb = "become nan or inf" if name in BLOCKS_BY_NAME else "overflow"
+            text = f"{overflow:.3%} {verb} and {underflow:.3%} become zero in {name}"
             yield Finding("range", False, text, (one.name,))
         if name in BLOCKS_BY_NAME and loss.signal:
             sqnr = decibel(loss.signal, loss.noise)

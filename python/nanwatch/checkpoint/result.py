@@ -13,12 +13,13 @@ from ..numerics.formats import TensorHealth
 from ..report.notebook import InNotebook
 from ..report.page import NUMBER, TEXT, Table, page
 from ..util.reading import plain
-from ..util.visible import first_few, visible
-from .encodings import is_float
+from ..util.visible import first_few, visible, without_wrappers
+from .encodings import ENCODINGS, is_float
 
 SCHEMA, VERSION = "nanwatch.scan", 1
 _MOST_LINES = 10  # of one kind in the text
 _MOST_NAMES = 4
+_UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 _MOST_ROWS = 2000  # of a table of the page
 
 
@@ -72,10 +73,10 @@ class Finding:
 class Change:
     """Tensors of two checkpoints that are one: `names` of the first, `others` of the second.
 
-    `kind` is "equal" (to the bit), "converted" (each element is the nearest in the other's format), "quantized" (to
-    blocks, within their error), "changed", or "not compared" with the reason in `text`. `relative` is the norm of the
-    difference by that of the first, `largest` the largest difference of an element, at number `at` in C order.
-    `norm` is that of the first.
+    `kind` is "equal" (to the bit), "converted" (each element is the nearest in the narrower format, which rounds it and
+    no more), "quantized" (each block is within its encoding's error), "changed", or "not compared" with the reason in
+    `text`. `relative` is the norm of the difference by that of the first, `largest` the largest difference of an
+    element, at number `at` in C order. `norm` is that of the first.
     """
 
     names: tuple[str, ...]
@@ -87,6 +88,11 @@ class Change:
     at: int = -1
     norm: float = 0.0
 
+    @property
+    def is_renamed(self) -> bool:
+        """Whether the names differ by more than wrappers, so that the values say that they are one."""
+        return [*map(without_wrappers, self.names)] != [*map(without_wrappers, self.others)]
+
     def __str__(self) -> str:
         names, others = " + ".join(self.names), " + ".join(self.others)
         named = names if names == others else f"{names} -> {others}"
@@ -97,6 +103,12 @@ def _relative(changes: Sequence[Change]) -> float:
     """Return the relative difference of several tensors together."""
     norm = hypot(*(one.norm for one in changes))
     return hypot(*(one.relative * one.norm for one in changes if one.norm)) / (norm or 1.0)
+
+
+def _extent(changes: Sequence[Change]) -> tuple[float, float]:
+    """Return the relative and the largest difference, -1 where nothing was compared."""
+    compared = [one for one in changes if one.kind != "not compared"]
+    return (_relative(compared), max(one.largest for one in compared)) if compared else (-1.0, -1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,18 +140,15 @@ class CheckpointComparison:
         layers: dict[str, list[Change]] = defaultdict(list)
         for one in changed:
             layers[layer_of(one.names[0])].append(one)
-        found = [
-            (_relative(ones), max(one.largest for one in ones), str(len(ones)), layer)
-            for layer, ones in layers.items()
-        ]
-        each = [(one.relative, one.largest, one.kind, str(one)) for one in changed]
+        found = [(*_extent(ones), str(len(ones)), layer) for layer, ones in layers.items()]
+        each = [(*_extent([one]), one.kind, str(one)) for one in changed]
         sizes = {"relative": NUMBER, "largest": NUMBER}
         return [
             Table(
                 title.lower(),
                 title,
                 {**sizes, **columns},
-                [(f"{a:.3g}", f"{b:.3g}", *row) for a, b, *row in rows],
+                [("-" if a < 0 else f"{a:.3g}", "-" if a < 0 else f"{b:.3g}", *row) for a, b, *row in rows],
             )
             for title, columns, rows in (
                 ("Layers", {"tensors": NUMBER, "layer": TEXT}, sorted(found, reverse=True)),
@@ -164,6 +173,11 @@ class Scan(InNotebook):
         """Whether all files are whole and no value is nan or inf, but for those of masks."""
         return not any(one.is_fault for one in self.findings)
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether values, or scales of blocks, of any tensor were read."""
+        return any(one.health is not None or one.dtype in ENCODINGS for one in self.tensors)
+
     def to_json(self) -> str:
         """Return the result as one JSON document."""
         head = {"schema": SCHEMA, "version": VERSION, "is_sound": self.is_sound}
@@ -175,16 +189,19 @@ class Scan(InNotebook):
         """The verdict in one sentence."""
         faults = sum(one.is_fault for one in self.findings)
         unread = sum(bool(one.unread) for one in self.tensors)
-        verdict = "sound" if not faults else f"{faults} fault{'s' * (faults > 1)}"
+        verdict = "sound" if self.is_checked else "nothing was checked"
+        if faults:
+            verdict = f"{faults} fault{'s' * (faults > 1)}"
         return f"{', '.join(self.paths)}: {verdict}" + (f", {unread} tensors not checked" if unread else "")
 
     @property
     def amount(self) -> str:
         """The number of tensors that were read, by dtype, in words."""
         dtypes = Counter(one.dtype for one in self.tensors).most_common()
-        named = ", ".join(f"{name} {count:,}" for name, count in dtypes)
-        size = sum(one.nbytes for one in self.tensors) / 1e9
-        return f"{len(self.tensors):,} tensors, {size:.3g} GB" + (f" ({named})" if named else "")
+        named = ", ".join(f"{dtype} {count:,}" for dtype, count in dtypes)
+        size = sum(one.nbytes for one in self.tensors)
+        unit, name = next((pair for pair in _UNITS if size >= pair[0]), (1, "bytes"))
+        return f"{len(self.tensors):,} tensors, {size / unit:.3g} {name}" + (f" ({named})" if named else "")
 
     def to_text(self) -> str:
         """Return the result for people."""
@@ -204,6 +221,8 @@ class Scan(InNotebook):
                 lines += ["", *(_line(row) for row in (list(table.columns), *table.rows[:_MOST_LINES]))]
                 if (left := len(table.rows) - _MOST_LINES) > 0:
                     lines.append(f"  and {left:,} more (--json has them all)")
+            if moved := [str(one) for one in found_there.changes if one.kind == "equal" and one.is_renamed]:
+                lines += ["", f"  equal under other names: {_names(moved)}"]
             for what, alone in (("missing there", found_there.only), ("only there", found_there.only_other)):
                 lines += [f"  {what}: {_names(alone)}"] if alone else []
         return "\n".join(map(visible, lines))

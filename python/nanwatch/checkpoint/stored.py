@@ -56,7 +56,10 @@ class OpenFiles:
 
 def open_regular(path: Path) -> int:
     """Open a regular file for reading and return its descriptor. Raises OSError, or ValueError for a pipe or device."""
-    check_regular(path)
+    try:
+        check_regular(path)
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from None
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -12,16 +13,20 @@ from typing import IO, NamedTuple
 from .stored import DamagedError, open_regular
 
 MAGIC = b"PK\x03\x04"
-_HEAD = struct.Struct("<26xHH")  # the bytes of the name, and of what follows it
+_HEAD = struct.Struct("<8xH16xHH")  # the compression, the bytes of the name, and of what follows it
 _NEAR = 1 << 12  # bytes in which the next header is looked for at a time
 
 
 class Member(NamedTuple):
-    """Member of an archive: where its bytes begin in the file. `info` is of one that is compressed."""
+    """Member of an archive: where its bytes begin in the file. `info` is of one that is compressed.
+
+    One whose size nobody knows `is_cut`: it is compressed, and the archive has no directory.
+    """
 
     name: str
     begin: int
     info: zipfile.ZipInfo | None = None
+    is_cut: bool = False
 
 
 def opened(path: Path, at: int = 0) -> IO[bytes]:
@@ -45,8 +50,23 @@ def members(path: Path) -> list[Member]:
             file.seek(max(one.header_offset, 0))
             if (begin := _begin(file)) is not None:
                 info = None if one.compress_type == zipfile.ZIP_STORED else one
-                found.append(Member(one.filename, begin[1], info))
+                found.append(begin._replace(name=one.filename, info=info, is_cut=False))
     return found
+
+
+def wrong_checksums(path: Path) -> Iterator[str]:
+    """Yield the names of the members whose bytes do not have the CRC-32 that the archive says; none without one."""
+    with opened(path) as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            return
+        with zipfile.ZipFile(file) as archive:
+            for one in archive.infolist():
+                try:
+                    with archive.open(one) as member:
+                        while member.read(1 << 20):
+                            pass
+                except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError):
+                    yield one.filename
 
 
 def walked(path: Path, at: int, end: int, sizes: Mapping[str, int]) -> Iterator[Member]:
@@ -62,16 +82,17 @@ def walked(path: Path, at: int, end: int, sizes: Mapping[str, int]) -> Iterator[
                 at += max(len(window) - len(MAGIC) + 1, 1)
                 continue
             file.seek(at + near)
-            if (found := _begin(file)) is None or found[1] > end:
+            if (found := _begin(file)) is None or found.begin > end:
                 return
-            yield Member(*found)
-            at = found[1] + sizes.get(found[0], 0)
+            yield found
+            at = found.begin + sizes.get(found.name, 0)
 
 
-def _begin(file: IO[bytes]) -> tuple[str, int] | None:
-    """Return the name of the member whose header comes next, and where its bytes begin."""
+def _begin(file: IO[bytes]) -> Member | None:
+    """Return the member whose header comes next."""
     head = file.read(_HEAD.size)
     if len(head) < _HEAD.size or not head.startswith(MAGIC):
         return None
-    named, more = _HEAD.unpack(head)
-    return file.read(named).decode("utf-8", "replace"), file.tell() + more
+    packed, named, more = _HEAD.unpack(head)
+    name = file.read(named).decode("utf-8", "replace")
+    return Member(name, file.tell() + more, is_cut=packed != zipfile.ZIP_STORED)

@@ -129,3 +129,67 @@ def test_quantized_blocks_are_told_from_changes(tmp_path):
         read = torch.from_numpy(gguf.dequantize(gguf.quantize(x.numpy(), form), form))
         assert change.kind == "quantized"
         assert change.relative == pytest.approx(float((read - x).norm() / x.norm()), rel=1e-5)
+
+
+def quantized(x, kind, place):
+    gguf = pytest.importorskip("gguf")
+    form = gguf.GGMLQuantizationType[kind]
+    writer = gguf.GGUFWriter(place, "llama")
+    writer.add_tensor("w", gguf.quantize(x.numpy(), form), raw_dtype=form)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_each_block_has_to_be_within_its_encodings_error(kind, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(64, 256) * torch.logspace(-9, 4, 64)[:, None]
+    x[5, :32] = torch.tensor([1.0, -1.0] * 16)  # of 4 bits, half of these are off by a whole step
+    x[6, :32] = torch.eye(32)[0]
+    save_file({"w": x}, tmp_path / "a.safetensors")
+
+    def kind_of(other):
+        quantized(other, kind, tmp_path / "b.gguf")
+        (change,) = nanwatch.scan(tmp_path / "a.safetensors", against=tmp_path / "b.gguf").comparison.changes
+        return change.kind
+
+    assert kind_of(x) == "quantized"
+    for row, factor in ((40, 0.0), (40, -1.0), (50, 1.9)):
+        other = x.clone()
+        other[row] *= factor
+        assert kind_of(other) == "changed"
+    if kind == "Q8_0":
+        other = x.clone()
+        other[40, 3] += 0.1 * x[40].abs().max()
+        assert kind_of(other) == "changed"
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(1e6, torch.float16), (1e-9, torch.float16), (1e6, torch.float8_e4m3fn), (1e6, torch.float8_e5m2)],
+)
+def test_a_cast_that_does_more_than_round_is_a_change(value, dtype, tmp_path):
+    x = torch.full((4, 4), value)
+    (change,) = compared({"x": x}, {"x": x.to(dtype)}, tmp_path).changes
+    assert change.kind == "changed"
+    is_lost = not x.to(dtype).float().isfinite().all()
+    assert ("16 finite elements become nan or inf" in change.text) == is_lost
+
+
+def test_a_conversion_is_faithful_in_both_directions(weights, tmp_path):
+    narrow = {name: x.to(torch.float8_e5m2) for name, x in weights.items()}
+    assert compared(weights, narrow, tmp_path).is_faithful
+    assert compared(narrow, weights, tmp_path).is_faithful
+
+
+def test_the_text_lists_equal_tensors_under_other_names_and_no_numbers_of_what_was_not_compared(tmp_path):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 8, 8)
+    save_file({"x.q": q, "x.k": k, "y": torch.ones(4)}, tmp_path / "a.safetensors")
+    save_file({"module.x.q": q, "z.k": k, "y": torch.ones(5)}, tmp_path / "b.safetensors")
+    text = nanwatch.scan(tmp_path / "a.safetensors", against=tmp_path / "b.safetensors").to_text()
+    assert "equal under other names: x.k -> z.k\n" in f"{text}\n"
+    (line,) = [line for line in text.splitlines() if line.split()[2:4] == ["not", "compared"]]
+    assert line.split()[:2] == ["-", "-"]

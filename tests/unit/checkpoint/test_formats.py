@@ -291,3 +291,49 @@ def test_a_safetensors_header_of_640_bytes_is_no_pickle(tmp_path):
     content = path.read_bytes()
     assert content[:2] == b"\x80\x02"
     assert [one.name for one in nanwatch.scan(path).tensors] == ["x"]
+
+
+def test_a_flipped_bit_is_found_by_checksums_alone(tmp_path):
+    """In an archive of torch.save and one of NumPy, where every number stays finite."""
+    x = torch.ones(64)
+    torch.save({"w": x}, tmp_path / "a.pt")
+    np.savez(tmp_path / "a.npz", w=x.numpy())
+    for path, name in ((tmp_path / "a.pt", "a/data/0"), (tmp_path / "a.npz", "w.npy")):
+        assert nanwatch.scan(path, checksums=True).is_sound
+        data = bytearray(path.read_bytes())
+        data[data.index(x.numpy().tobytes()) + 40] ^= 1
+        path.write_bytes(data)
+        assert nanwatch.scan(path).is_sound
+        (finding,) = [one for one in nanwatch.scan(path, checksums=True).findings if one.is_fault]
+        assert finding.text == f"{path}: the CRC-32 of {name} is wrong"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.safetensors", b"", "it is empty"),
+        ("a.pt", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "run git lfs pull"),
+        ("a.safetensors", b"<!doctype html><html></html>", "does not begin as a safetensors file does"),
+        ("step/__0_0.distcp", b"PK", ".metadata is missing, which torch.distributed.checkpoint writes last"),
+    ],
+)
+def test_the_problem_says_what_a_file_is_in_place_of_a_checkpoint(name, content, words, tmp_path):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    (finding,) = nanwatch.scan(path if path.parent == tmp_path else path.parent).findings
+    assert finding.is_fault
+    assert words in finding.text
+
+
+def test_a_file_of_torch_save_is_read_under_another_ending(tmp_path):
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.safetensors")
+    assert [one.name for one in nanwatch.scan(tmp_path / "a.safetensors").tensors] == ["w"]
+
+
+def test_a_compressed_array_of_a_cut_archive_says_so(tmp_path):
+    np.savez_compressed(tmp_path / "a.npz", w=np.random.default_rng(0).normal(size=5000))
+    data = (tmp_path / "a.npz").read_bytes()
+    (tmp_path / "a.npz").write_bytes(data[:-200])
+    (tensor,) = nanwatch.scan(tmp_path / "a.npz").tensors
+    assert tensor.lost == "it is compressed, and the archive is cut off"

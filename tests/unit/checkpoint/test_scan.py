@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -96,8 +97,8 @@ def test_matrices_that_leave_a_format_are_those_of_would_fit(layers, tmp_path):
     plain, mxfp8, mxfp4 = (nanwatch.would_fit(layers[name], form) for form in ("float16", "mxfp8", "mxfp4"))
     assert [one.text for one in found] == [
         f"{plain.overflow:.3%} overflow and {plain.underflow:.3%} become zero in float16",
-        f"0.000% overflow and {mxfp8.flushed:.3%} become zero in mxfp8",
-        f"0.000% overflow and {mxfp4.flushed:.3%} become zero in mxfp4",
+        f"0.000% become nan or inf and {mxfp8.flushed:.3%} become zero in mxfp8",
+        f"0.000% become nan or inf and {mxfp4.flushed:.3%} become zero in mxfp4",
     ]
     assert {one.tensors for one in found} == {(name,)}
     with pytest.raises(ValueError, match="mxfp99"):
@@ -195,3 +196,35 @@ print(next(int(line.split()[1]) >> 10 for line in open("/proc/self/status") if l
 """
     done = run([executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 300
+
+
+@pytest.mark.parametrize(
+    ("paths", "options", "error", "words"),
+    [
+        ((None,), {}, TypeError, "the path NoneType"),
+        ((["a.pt"],), {}, TypeError, "the path list"),
+        (("",), {}, ValueError, "got no path"),
+        (("w.npy",), {"to": torch.float16}, ValueError, "got the format torch.float16; accepted are float8"),
+        (("w.npy",), {"to": "float16,fp9"}, ValueError, "got the format 'fp9'"),
+        (
+            ("w.npy",),
+            {"against": "text.pt"},
+            ValueError,
+            "text.pt cannot be compared with: .* does not begin as",
+        ),
+    ],
+)
+def test_bad_use_is_told(paths, options, error, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("w.npy", np.ones(3))
+    (tmp_path / "text.pt").write_text("text")
+    with pytest.raises(error, match=words):
+        nanwatch.scan(*paths, **options)
+
+
+def test_formats_may_be_one_text_and_nothing_read_is_not_called_sound(tmp_path, capsys):
+    np.save(tmp_path / "w.npy", np.ones((2, 32), np.float32))
+    assert nanwatch.scan(tmp_path / "w.npy", to="float16,mxfp8").tensors[0].sqnr.keys() == {"mxfp8"}
+    np.save(tmp_path / "s.npy", np.array(["a"]))
+    assert main(["scan", str(tmp_path / "s.npy")]) == 2
+    assert "nothing was checked, 1 tensors not checked" in capsys.readouterr().out

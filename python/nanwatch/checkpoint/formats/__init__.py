@@ -33,6 +33,7 @@ FORMATS = (
 
 _SUFFIXES = {suffix for form in FORMATS for suffix in form.suffixes}
 _INDEX = ".index.json"
+_POINTER = b"version https://"
 
 
 def read_checkpoint(path: Path) -> Contents:
@@ -54,6 +55,11 @@ def _folder(folder: Path) -> Contents:
     if indices := sorted(folder.glob(f"*{_INDEX}")):
         return _index(indices[0])
     files = sorted(one for one in folder.iterdir() if one.suffix in _SUFFIXES and one.is_file())
+    if not files and any(folder.glob("*.distcp")):
+        text = (
+            f"{dcp.METADATA} is missing, which torch.distributed.checkpoint writes last: the save did not end"
+        )
+        return Contents(problems=[(folder, text)])
     if not files:
         kinds = f"no {dcp.METADATA}, no *{_INDEX}, and no file of {', '.join(sorted(_SUFFIXES))}"
         raise ValueError(f"{folder} has no checkpoint: {kinds}")
@@ -93,6 +99,9 @@ def _index(path: Path) -> Contents:
 def _file(path: Path) -> Contents:
     with opened(path) as file:
         head = file.read(16)
+    if not head or head.startswith(_POINTER):
+        text = "it is empty: all is lost" if not head else "it is a pointer of Git LFS: run git lfs pull"
+        return Contents(problems=[(path, text)])
     form = next((one for one in FORMATS if one.matches(head, path)), None)
     if form is not None:
         return _guarded(form.read, path)

@@ -47,6 +47,8 @@ def read(path: Path) -> Contents:
 def _array(path: Path, member: Member, end: int) -> tuple[StoredTensor, int]:
     """Return the array of a member, and the bytes of its header. One whose header cannot be read is lost."""
     lost = StoredTensor(member.name.removesuffix(".npy"), "unknown", (), path)
+    if member.is_cut:
+        return lost._replace(lost="it is compressed, and the archive is cut off"), 0
     try:
         head = _beginning(path, member)
         version = np.lib.format.read_magic(head)

@@ -10,7 +10,7 @@ from typing import Any
 from ...numerics.formats import BY_NAME, SAFETENSORS
 from ...util.reading import fail, refuse_constant, shorten
 from ..stored import Contents, DamagedError, Span, StoredTensor, whole
-from ..zips import opened
+from ..zips import MAGIC, opened
 
 # In bytes. safetensors itself takes 100 MB, of which Python's objects would be some GB. 100,000 tensors have 12 MB.
 _MOST = 1 << 25
@@ -21,7 +21,7 @@ _BITS |= {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 def matches(head: bytes, path: Path) -> bool:
     """Return whether a file that begins like this is read here."""
     is_header = head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MOST
-    return is_header or path.suffix == ".safetensors"
+    return is_header or (path.suffix == ".safetensors" and head[:4] != MAGIC)
 
 
 def read(path: Path) -> Contents:
@@ -52,7 +52,10 @@ def _header(path: Path, size: int) -> tuple[dict[str, Any], int]:
     with opened(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _MOST:
-            raise DamagedError(f"its header would have {length:,} bytes; the most that is read is {_MOST:,}")
+            raise DamagedError(
+                f"it does not begin as a safetensors file does: its header would have {length:,} bytes, and"
+                f" {_MOST:,} are the most that is read"
+            )
         if 8 + length > size:
             raise DamagedError(f"its header should end at byte {8 + length:,} of {size:,}: all is lost")
         text = file.read(length)
