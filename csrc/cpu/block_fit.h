@@ -5,23 +5,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "numerics/block_format.h"
+
 namespace nanwatch {
-
-// How elements and the scales of their blocks are made; see numerics/block_reference.py.
-enum class BlockScale : int64_t {
-  power,      // of two, one for 32 elements: MX
-  two_level,  // float8_e4m3fn under one for the tensor, for 16 elements: NVFP4
-  factor,     // float32; a value is an element times its inverse
-  divisor,    // float32; a value is an element divided by it
-};
-
-struct BlockFormat {
-  BlockScale scale;
-  int64_t rows, columns;  // of a block; `columns` 0: all of them
-  int64_t bias, fraction_bits;
-  float largest;
-  float amax;  // of the tensor, for two_level
-};
 
 enum class FloatWord : int64_t { float32, bfloat16, float16 };
 
@@ -32,42 +18,17 @@ struct Matrices {
   int64_t batch, rows, columns;
 };
 
-// Rows of the numbers of BlockFit, one for each format and each unit of work.
-namespace fit_item {
-enum Item : int {
-  elements,
-  saturated,
-  flushed,
-  lost,
-  nonfinite,
-  blocks,
-  flushed_blocks,
-  signal,
-  noise,
-  lowest_scale,
-  highest_scale,
-  worst
-};
-}  // namespace fit_item
-constexpr int kWorstBlocks = 5;
-constexpr int kFitItems = fit_item::worst + 3 * kWorstBlocks;
-
 struct FitRows {
   int64_t units = 0;
   std::vector<double> values;  // (formats, units, kFitItems); empty where the kernels refuse
 };
 
 // Refuses what plain torch has to do: CPUs without AVX2, tensors that are not finite or come near the end of float32,
-// MX blocks whose scale is no normal number, rows too long for a scale of their own.
-FitRows block_fit_cpu(const Matrices& matrices, const std::vector<BlockFormat>& formats);
+// MX blocks whose scale is no normal number, rows too long for a scale of their own. `amax`: the largest magnitude of
+// the tensor, for two_level.
+FitRows block_fit_cpu(const Matrices& matrices, const std::vector<BlockFormat>& formats, float amax);
 
 // The inner loops of one instruction set. Elements come in blocks of 16, filled up with zeros to a multiple of 32.
-struct RoundedElement {
-  uint32_t lowest_exponent;  // bits of the smallest normal number
-  uint32_t magic;            // added to the bits of 2^e gives 1.5 x 2^e x 2^(23 - fraction_bits)
-  float largest;
-};
-
 struct RoundCounts {
   int64_t saturated = 0, zeros = 0;
 };
@@ -103,9 +64,9 @@ struct BlockKernels {
   using Wide = double (*)(const float* x, int64_t n, float factor, float inverse, const RoundedElement&,
                           int64_t* zeros);
   Wide factor[2], divisor[2];
-  // The scales of MX and of NVFP4 blocks, by the largest element. False where a scale is no normal number or an element
-  // is beyond `most` (bits); how many blocks become zero, in MX none.
-  bool (*powers)(const Granules&, int64_t blocks, float largest, int32_t most, const BlockArrays&);
+  // The scales of MX and of NVFP4 blocks, by the largest element. False where one is refused; how many blocks become
+  // zero, in MX none.
+  bool (*powers)(const Granules&, int64_t blocks, float largest, const BlockArrays&);
   int64_t (*levels)(const Granules&, int64_t blocks, float largest, float of_tensor, const BlockArrays&);
   BlockSums (*sum_blocks)(const BlockArrays&, int64_t count);
   // The first block from `i` on with more noise than so much of its signal.

@@ -19,10 +19,6 @@ constexpr int64_t kSegment = 4096;        // elements: 16 KiB of L1
 constexpr int64_t kTallSegment = 512;     // under blocks of 128 rows: 256 KiB of L2, which are read twice
 constexpr int64_t kLongestRow = 1 << 15;  // with a scale of its own: 128 KiB of L2
 constexpr int64_t kTile = 128;            // rows and columns of a block with a scale in float32
-constexpr double kFloat8Eps = 1e-12;      // _FLOAT8_EPS in block_reference.py
-// Beyond, a product might leave float32 or become subnormal.
-constexpr float kMost = 1e37f, kLeast = 1e-29f;
-constexpr int32_t kMostBits = 0x7cf0bdc2;  // of kMost
 
 const BlockKernels* block_kernels() {
 #if defined(__x86_64__)
@@ -30,12 +26,6 @@ const BlockKernels* block_kernels() {
   if (&current_kernels() == &avx2_kernels()) return &avx2_block_kernels();
 #endif
   return nullptr;
-}
-
-float as_float(uint32_t bits) {
-  float number;
-  std::memcpy(&number, &bits, sizeof(number));
-  return number;
 }
 
 int64_t pieces(int64_t size, int64_t piece) {
@@ -48,7 +38,8 @@ class FitRow {
   explicit FitRow(double* items) : items_(items) {
     items_[fit_item::lowest_scale] = std::numeric_limits<double>::infinity();
     items_[fit_item::highest_scale] = -items_[fit_item::lowest_scale];
-    std::fill(items_ + fit_item::worst, items_ + kFitItems, -1.0);
+    worst_.clear();
+    write_worst();
   }
 
   void add(fit_item::Item item, int64_t number) { items_[item] += double(number); }
@@ -60,35 +51,18 @@ class FitRow {
     items_[fit_item::signal] += sums.signal;
     items_[fit_item::noise] += sums.noise;
     if (sums.highest == 0) return;
-    items_[fit_item::lowest_scale] = std::min(items_[fit_item::lowest_scale], double(as_float(sums.lowest)));
-    items_[fit_item::highest_scale] = std::max(items_[fit_item::highest_scale], double(as_float(sums.highest)));
-    for (int64_t i = 0; (i = kernels.next_noisy(blocks, i, count, likely_)) < count; ++i)
-      may_be_worst(first + i, blocks.signal[i], blocks.noise[i]);
+    items_[fit_item::lowest_scale] = std::min(items_[fit_item::lowest_scale], double(with_bits(sums.lowest)));
+    items_[fit_item::highest_scale] = std::max(items_[fit_item::highest_scale], double(with_bits(sums.highest)));
+    for (int64_t i = 0; (i = kernels.next_noisy(blocks, i, count, worst_.likely)) < count; ++i)
+      worst_.add(double(first + i), blocks.signal[i], blocks.noise[i]);
+    write_worst();
   }
 
  private:
-  void may_be_worst(int64_t index, double signal, double noise) {
-    const double ratio = noise / signal;
-    int place = kWorstBlocks;
-    for (; place > 0 && is_worse(ratio, index, place - 1); --place) {
-      if (place == kWorstBlocks) continue;
-      ratios_[place] = ratios_[place - 1];
-      std::copy_n(worst(place - 1), 3, worst(place));
-    }
-    if (place == kWorstBlocks) return;
-    ratios_[place] = ratio;
-    const double found[] = {double(index), signal, noise};
-    std::copy_n(found, 3, worst(place));
-    likely_ = ratios_[kWorstBlocks - 1] * (1 - 1e-14);  // a product is rounded otherwise than a quotient
-  }
-
-  double* worst(int place) { return items_ + fit_item::worst + 3 * place; }
-  bool is_worse(double ratio, int64_t index, int place) {
-    return ratio > ratios_[place] || (ratio == ratios_[place] && double(index) < *worst(place));
-  }
+  void write_worst() { std::copy(worst_.found, worst_.found + 3 * kWorstBlocks, items_ + fit_item::worst); }
 
   double* const items_;
-  double ratios_[kWorstBlocks] = {}, likely_ = 0;
+  WorstBlocks worst_;
 };
 
 // Part of a row as the loops read it, and the numbers of each 16 elements.
@@ -116,9 +90,9 @@ struct WideBlock {
 // Reads units for one thread.
 class UnitReader {
  public:
-  UnitReader(const BlockKernels& kernels, const Matrices& matrices, const std::vector<BlockFormat>& formats,
+  UnitReader(const BlockKernels& kernels, const Matrices& matrices, const std::vector<BlockFormat>& formats, float amax,
              bool is_tall, int64_t longest)
-      : kernels_(kernels), matrices_(matrices), formats_(formats), is_tall_(is_tall), longest_(longest) {
+      : kernels_(kernels), matrices_(matrices), formats_(formats), of_all_(amax), is_tall_(is_tall), longest_(longest) {
     copies_ = matrices.word != FloatWord::float32 || matrices.columns % 32 != 0;
     const auto blocks = size_t(pieces(longest, 32) * 2);
     if (copies_) copy_.resize(16 * blocks);
@@ -175,8 +149,7 @@ class UnitReader {
   }
 
   bool read(const BlockFormat& format, const Segment& segment, int64_t row, int64_t begin, FitRow* out) {
-    const RoundedElement element{uint32_t(128 - format.bias) << 23,
-                                 (uint32_t(23 - format.fraction_bits) << 23) | 0x400000, format.largest};
+    const RoundedElement element = RoundedElement::of(format);
     if (format.rows > 1) {
       bool is_known = true;
       for (size_t i = 0; i < tiles_.size(); ++i)
@@ -191,10 +164,10 @@ class UnitReader {
     if (is_power || format.scale == BlockScale::two_level) {
       const BlockArrays arrays{factor_.data(), value_.data(), sums_.data(), noise_.data()};
       if (is_power) {
-        if (!kernels_.powers(segment.granules, blocks, format.largest, kMostBits, arrays)) return false;
+        if (!kernels_.powers(segment.granules, blocks, format.largest, arrays)) return false;
       } else {
-        if (!(format.amax >= kLeast && format.amax <= kMost)) return false;  // nan too
-        const float of_tensor = format.amax / (448 * format.largest);
+        if (!(of_all_ >= kLeastOfTensor && of_all_ <= kMostOfBlock)) return false;  // nan too
+        const float of_tensor = scale_of_tensor(of_all_, format.largest);
         out->add(fit_item::flushed_blocks,
                  kernels_.levels(segment.granules, blocks, format.largest, of_tensor, arrays));
       }
@@ -219,25 +192,21 @@ class UnitReader {
     return true;
   }
 
-  static float factor_of(const BlockFormat& format, const WideBlock& block) {
-    return float(double(format.largest) / std::max(double(as_float(block.amax)), kFloat8Eps));
-  }
-
   // Rounds the part of a block that lies in a segment.
   bool round(const BlockFormat& format, const RoundedElement& element, const Segment& segment, int64_t first,
              int64_t width, WideBlock* block) {
     const int64_t count = pieces(std::min(width, segment.columns - first), 16) * 16;
-    const float factor = factor_of(format, *block);
+    const BlockFactor by = float_factor(with_bits(block->amax), format.largest);
     const auto kernel = (format.scale == BlockScale::divisor ? kernels_.divisor : kernels_.factor)[is_wide_];
-    block->noise += kernel(segment.x + first, count, factor, 1 / factor, element, &block->zeros);
+    block->noise += kernel(segment.x + first, count, by.factor, by.value, element, &block->zeros);
     block->rounded += count;
-    return as_float(block->amax) <= kMost;
+    return by.refused == 0;
   }
 
   void finish(const BlockFormat& format, const WideBlock& block, int64_t index, FitRow* out) {
-    float factor = factor_of(format, block), scale = 1 / factor;
+    BlockFactor by = float_factor(with_bits(block.amax), format.largest);
     double signal = block.signal, noise = block.noise;
-    out->blocks(kernels_, index, 1, {&factor, &scale, &signal, &noise});
+    out->blocks(kernels_, index, 1, {&by.factor, &by.value, &signal, &noise});
     out->add(fit_item::flushed_blocks, block.amax != 0 && block.zeros == block.rounded);
   }
 
@@ -261,6 +230,7 @@ class UnitReader {
   const BlockKernels& kernels_;
   const Matrices& matrices_;
   const std::vector<BlockFormat>& formats_;
+  const float of_all_;  // the largest magnitude of the tensor
   const bool is_tall_;
   const int64_t longest_;
   bool copies_;
@@ -274,7 +244,7 @@ class UnitReader {
 
 }  // namespace
 
-FitRows block_fit_cpu(const Matrices& matrices, const std::vector<BlockFormat>& formats) {
+FitRows block_fit_cpu(const Matrices& matrices, const std::vector<BlockFormat>& formats, float amax) {
   FitRows found;
   const BlockKernels* const kernels = block_kernels();
   const int64_t rows = matrices.batch * matrices.rows, columns = matrices.columns;
@@ -293,7 +263,7 @@ FitRows block_fit_cpu(const Matrices& matrices, const std::vector<BlockFormat>& 
   found.values.assign(formats.size() * size_t(units * kFitItems), 0.0);
   std::atomic<bool> is_known = true;
   parallel_for(units, pieces(kUnit, height * breadth), [&](int64_t begin, int64_t end) {
-    UnitReader reader(*kernels, matrices, formats, is_tall, longest);
+    UnitReader reader(*kernels, matrices, formats, amax, is_tall, longest);
     for (int64_t unit = begin; unit < end && is_known; ++unit) {
       std::vector<FitRow> out;
       for (size_t i = 0; i < formats.size(); ++i)

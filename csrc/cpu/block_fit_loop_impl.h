@@ -50,8 +50,7 @@ void totals(const WideSquares<S>* squares, double* out) {
 template <class S, bool is_wide>
 using Squares = std::conditional_t<is_wide, WideSquares<S>, NarrowSquares<S>>;
 
-// Rounds to the nearest element, ties to even: 1.5 x 2^k has a unit in the last place as large as the element's, so
-// adding and subtracting it rounds. Below the smallest normal number the unit stays.
+// RoundedElement::nearest in vectors.
 template <class S>
 struct Rounding {
   typename S::I lowest, magic, exponent;
@@ -230,37 +229,18 @@ bool prepare(const void* data, FloatWord word, int64_t n, float* copy, uint32_t*
 }
 
 // What follows is for compilers to make vectors of: integers in place of floats that are not negative, no branches.
-inline uint32_t bits_of(float number) {
-  uint32_t bits;
-  std::memcpy(&bits, &number, sizeof(bits));
-  return bits;
-}
-
-inline float with_bits(uint32_t bits) {
-  float number;
-  std::memcpy(&number, &bits, sizeof(number));
-  return number;
-}
-
-inline bool powers(const Granules& granules, int64_t blocks, float largest, int32_t most, const BlockArrays& out) {
-  const int32_t emax = int32_t(bits_of(largest) >> 23) - 127;
+inline bool powers(const Granules& granules, int64_t blocks, float largest, const BlockArrays& out) {
+  const int32_t emax = exponent_of(largest);
   int32_t refused = 0;
   for (int64_t i = 0; i < blocks; ++i) {
     const int32_t first = int32_t(granules.amax[2 * i]), second = int32_t(granules.amax[2 * i + 1]);
-    const int32_t amax = first > second ? first : second;
-    const int32_t is_zero = -int32_t(amax == 0), code = (127 & is_zero) | (((amax >> 23) - emax) & ~is_zero);
-    refused |= int32_t(code < 1) | int32_t(amax > most);
-    out.factor[i] = with_bits(uint32_t(254 - code) << 23);
-    out.value[i] = with_bits(uint32_t(code) << 23);
+    const BlockFactor block = power_factor(first > second ? first : second, emax);
+    refused |= block.refused;
+    out.factor[i] = block.factor;
+    out.value[i] = block.value;
   }
   for (int64_t i = 0; i < blocks; ++i) out.signal[i] = granules.signal[2 * i] + granules.signal[2 * i + 1];
   return refused == 0;
-}
-
-// The nearest float8_e4m3fn of a number between 2^-6 and 448, ties to even.
-inline float as_e4m3(float number) {
-  const uint32_t bits = bits_of(number);
-  return with_bits((bits + 0x7ffff + (bits >> 20 & 1)) & ~uint32_t(0xfffff));
 }
 
 inline int64_t levels(const Granules& granules, int64_t blocks, float largest, float of_tensor,
@@ -268,13 +248,12 @@ inline int64_t levels(const Granules& granules, int64_t blocks, float largest, f
   const float reciprocal = 1 / of_tensor;
   int32_t flushed = 0;
   for (int64_t i = 0; i < blocks; ++i) {
-    const float amax = with_bits(granules.amax[i]), wanted = amax / largest / of_tensor;
-    const float stored = as_e4m3(std::min(std::max(wanted, 0.015625f), 448.0f));
-    const float factor = reciprocal / stored;
-    out.factor[i] = factor;
-    out.value[i] = of_tensor * stored;
+    const float amax = with_bits(granules.amax[i]);
+    const BlockFactor block = two_level_factor(amax, largest, of_tensor, reciprocal);
+    out.factor[i] = block.factor;
+    out.value[i] = block.value;
     out.signal[i] = granules.signal[i];
-    flushed += int32_t(granules.amax[i] != 0) & int32_t(amax * factor <= 0.25f);
+    flushed += int32_t(granules.amax[i] != 0) & int32_t(amax * block.factor <= 0.25f);
   }
   return flushed;
 }

@@ -22,6 +22,14 @@ inline int checked(cudaError_t error) {
   return int(error);
 }
 
+// Launches a kernel of one dimension.
+template <class... Given>
+int enqueue(void (*kernel)(Given...), int64_t blocks, int threads, void* stream, Given... given) {
+  void* arguments[] = {&given...};
+  return checked(cudaLaunchKernel(kernel, dim3(unsigned(blocks)), dim3(unsigned(threads)), arguments, 0,
+                                  static_cast<cudaStream_t>(stream)));
+}
+
 inline int64_t width_of(const NanwatchTensor& tensor) {
   return int64_t(word_size(Format(tensor.format)));
 }

@@ -77,13 +77,6 @@ __global__ void seal_kernel(Sum* sum, uint64_t seal) {
   *sum = mix64(*sum ^ seal);
 }
 
-template <class... Given>
-int enqueue(void (*kernel)(Given...), int64_t blocks, int threads, void* stream, Given... given) {
-  void* arguments[] = {&given...};
-  return checked(cudaLaunchKernel(kernel, dim3(unsigned(blocks)), dim3(unsigned(threads)), arguments, 0,
-                                  static_cast<cudaStream_t>(stream)));
-}
-
 }  // namespace
 }  // namespace nanwatch
 

@@ -138,14 +138,16 @@ def block_fits(
         dim = dim % max(x.ndim, 1) if -x.ndim <= dim < max(x.ndim, 1) else dim
         last = x.movedim(dim, -1) if x.ndim else x
         last = (last if last.dtype in _NATIVE else last.float()).contiguous()
-        if amax is None:
-            needs_amax = any(form.rows is None or form.has_tensor_scale for form in forms)
-            amax = float(_extension.abs_range(last)[1]) if needs_amax else nan
+        of_all = None  # stays on the device, as the host would wait for a number
+        if amax is not None:
+            of_all = torch.full((), amax, dtype=row_dtype(last.device), device=last.device)
+        elif any(form.rows is None or form.has_tensor_scale for form in forms):
+            of_all = _extension.abs_range(last)[1]
         cuts = [matrices_of(last, form, -1, "would_fit") for form in forms]
-        native = _native(cuts, forms, amax)
+        native = _native(cuts, forms, of_all)
         return tuple(
             _fit(
-                (_errors(cut.values, form, amax) if rows is None else _merged(rows, x.device)).tolist(),
+                (_errors(cut.values, form, of_all) if rows is None else _merged(rows)).tolist(),
                 form, dim, cut.scale_shape,
             )
             for cut, form, rows in zip(cuts, forms, native, strict=True)
@@ -167,36 +169,48 @@ def _fit(numbers: list[float], form: BlockFormat, dim: int, scale_shape: tuple[i
     )  # fmt: skip
 
 
-def _native(cuts: Sequence[Matrices], forms: Sequence[BlockFormat], amax: float) -> list[list[Tensor] | None]:
-    """Return rows of each format from the compiled loops (csrc/cpu/block_fit.h), in one pass over the tensor.
+def _native(
+    cuts: Sequence[Matrices], forms: Sequence[BlockFormat], amax: Tensor | None
+) -> list[Tensor | None]:
+    """Return rows of each format, on the host, from the compiled loops: csrc/cpu/block_fit.h, cuda/block_fit_cuda.h.
 
-    None for those that are left to plain torch.
+    One pass over the tensor, on a GPU one for each format. None for those that are left to plain torch.
     """
     places = [i for i, form in enumerate(forms) if form.rows is not None]
-    rows: list[list[Tensor] | None] = [None] * len(forms)
+    rows: list[Tensor | None] = [None] * len(forms)
     if _extension.C is None or not places:
         return rows
     tallest = max(places, key=lambda i: forms[i].rows or 0)
-    found = _extension.C.block_fit(cuts[tallest].values, [_items(forms[i], amax) for i in places])
-    if found is not None:
-        for i, table in zip(places, found, strict=True):
-            rows[i] = list(table)
+    found = _extension.C.block_fit(cuts[tallest].values, [_items(forms[i]) for i in places], amax)
+    if found is None:
+        return rows
+    found = found.cpu()  # the only wait for a GPU
+    if found[..., _NONFINITE].any():  # a kernel can refuse no earlier
+        return rows
+    for i, table in zip(places, found, strict=True):
+        rows[i] = table
     return rows
 
 
-def _items(form: BlockFormat, amax: float) -> tuple[int, int, int, int, int, float, float]:
+def _items(form: BlockFormat) -> tuple[int, int, int, int, int, float]:
     scale = {"float8_e8m0fnu": 0, "float8_e4m3fn": 1, "float32": 3 if form.divides else 2}[form.scale]
     element = form.element
-    size = form.rows or 1, form.columns or 0
-    return (scale, *size, element.bias, element.fraction_bits, element.ends.largest, amax)
+    return (
+        scale,
+        form.rows or 1,
+        form.columns or 0,
+        element.bias,
+        element.fraction_bits,
+        element.ends.largest,
+    )
 
 
-def _errors(x: Tensor, form: BlockFormat, amax: float) -> Tensor:
+def _errors(x: Tensor, form: BlockFormat, amax: Tensor | None) -> Tensor:
     """Return the row of matrices (batch, rows, columns), shape (26,).
 
     `amax`: the largest magnitude of the whole tensor, for a format with a scale for it.
     """
-    of_all = torch.full((), amax, device=x.device)
+    of_all = torch.full((), nan, device=x.device) if amax is None else amax.float()
     _, rows, columns = x.shape
     height, width = form.rows or 1, form.columns or 1
     # Pieces of whole blocks, of a whole row where it fits.
@@ -205,7 +219,7 @@ def _errors(x: Tensor, form: BlockFormat, amax: float) -> Tensor:
         max(_CHUNK // max(height * columns, 1), 1) * height,
         max(_CHUNK // (height * width), 1) * width,
     )
-    found = []
+    found = [_no_blocks(x.device)]
     num_blocks = 0
     for matrices in x.split(at_once[0]):
         for band in matrices.split(at_once[1], 1):
@@ -222,7 +236,7 @@ def _errors(x: Tensor, form: BlockFormat, amax: float) -> Tensor:
             for table in tables:
                 found.append(_row(table, num_blocks))
                 num_blocks += len(table)
-    return _merged(found, x.device)
+    return _merged(torch.stack(found))
 
 
 # A table has a row for each block.
@@ -266,11 +280,14 @@ def _row(table: Tensor, first: int) -> Tensor:
     )
 
 
-def _merged(rows: list[Tensor], device: torch.device) -> Tensor:
-    """Return the row of all blocks."""
+def _no_blocks(device: torch.device) -> Tensor:
     empty = torch.zeros(WIDTH, dtype=row_dtype(device), device=device)
     empty[_LOW], empty[_HIGH], empty[HEAD:] = inf, -inf, -1.0
-    table = torch.stack([empty, *rows])
+    return empty
+
+
+def _merged(table: Tensor) -> Tensor:
+    """Return the row of all blocks. `table`: a row for each part of them, in their order."""
     worst = table[:, HEAD:].reshape(-1, 3)
     ratio = (worst[:, 2] / worst[:, 1]).where(worst[:, 0] >= 0, -1.0)
     worst = worst[ratio.sort(descending=True, stable=True).indices[:WORST]]

@@ -169,9 +169,17 @@ inline void __syncthreads() {
   cuda_host::pause(cuda_host::Wait::block);
 }
 
+inline void __syncwarp() {
+  cuda_host::pause(cuda_host::Wait::warp);
+}
+
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
-  return T(cuda_host::exchange(value, unsigned(mask), [](auto a, auto) { return a; }));
+  unsigned long long bits = 0;
+  std::memcpy(&bits, &value, sizeof value);
+  bits = cuda_host::exchange(bits, unsigned(mask), [](auto a, auto) { return a; });
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
 }
 
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {

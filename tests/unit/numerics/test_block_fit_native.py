@@ -5,15 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 
-import nanwatch
-from nanwatch.numerics import _extension, block_fit
-from nanwatch.numerics.block_fit import BlockFit, block_fits
-from nanwatch.numerics.block_formats import BLOCKS_BY_NAME
-from support.oracle import from_patterns
+from nanwatch.numerics import _extension
+from support.block_fits import FIVE, NAMES, check, every_number, every_step, is_native, rough
 
 pytestmark = [
     pytest.mark.native,
@@ -21,8 +17,6 @@ pytestmark = [
         _extension.C is None or "avx2" not in _extension.C.cpu_capabilities(), reason="no loops with AVX2"
     ),
 ]
-NAMES = [name for name, form in BLOCKS_BY_NAME.items() if form.rows is not None]
-FIVE = ["mxfp8", "mxfp4", "nvfp4", "float8_rowwise", "float8_block128x128"]
 
 
 @pytest.fixture(autouse=True, params=["avx2", "avx512"])
@@ -34,47 +28,6 @@ def level(request: pytest.FixtureRequest) -> Iterator[None]:
     _extension.C.set_cpu_capability(request.param)
     yield
     _extension.C.set_cpu_capability(before)
-
-
-def plain(x: torch.Tensor, names: list[str]) -> tuple[BlockFit, ...]:
-    """The numbers of plain torch."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_fit, "_native", lambda cuts, forms, amax: [None] * len(forms))
-        return block_fits(x, [BLOCKS_BY_NAME[name] for name in names], -1)
-
-
-def is_native(x: torch.Tensor, name: str) -> bool:
-    """Whether the loops take the tensor."""
-    form = BLOCKS_BY_NAME[name]
-    cut = block_fit.matrices_of(x, form, -1, "test")
-    return block_fit._native([cut], [form], float(nanwatch.abs_range(x).abs_max))[0] is not None
-
-
-def check(x: torch.Tensor, names: list[str], *, has_ties: bool = False) -> None:
-    """The numbers are those of plain torch. With ties the sums' last bits decide which blocks are the worst."""
-    for ours, theirs in zip(nanwatch.would_fit(x, names), plain(x, names), strict=True):
-        exact = ("num_elements", "num_saturated", "num_flushed", "num_lost", "num_blocks")
-        for field in (*exact, "num_nonfinite", "num_flushed_blocks"):
-            assert getattr(ours, field) == getattr(theirs, field), (ours.format, field)
-        assert ours.scales == pytest.approx(theirs.scales, rel=0, nan_ok=True), ours.format
-        assert ours.signal == pytest.approx(theirs.signal, rel=1e-6), ours.format
-        assert ours.noise == pytest.approx(theirs.noise, rel=1e-6), ours.format
-        assert [one.sqnr for one in ours.worst] == pytest.approx([one.sqnr for one in theirs.worst], abs=1e-5)
-        if not has_ties:
-            assert [one.block for one in ours.worst] == [one.block for one in theirs.worst], ours.format
-        assert [one.sqnr for one in ours.worst] == pytest.approx([one.sqnr for one in theirs.worst], rel=1e-6)
-
-
-def rough(*shape: int) -> torch.Tensor:
-    """Numbers of many sizes, with zeros, blocks of zeros, numbers on ties and ones that a block flushes."""
-    generator = torch.Generator().manual_seed(sum(shape))
-    x = torch.randn(shape, generator=generator)
-    x *= torch.exp2(torch.randint(-12, 13, (*shape[:-1], 1), generator=generator))
-    x[..., ::7] *= 2.0**-9
-    x[..., 3::11] = (x[..., 3::11] * 8).round() / 8
-    x[..., 5::13] = 0.0
-    x.view(-1)[40:90] = 0.0
-    return x
 
 
 SHAPES = [(1, 1), (3, 16), (5, 31), (4, 64), (9, 333), (130, 96), (2, 131, 260), (1, 300_000), (40, 9_000)]
@@ -95,27 +48,15 @@ def test_shapes_and_tails(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_finite_number_of_16_bits(dtype: torch.dtype) -> None:
     """Under the largest of its block, at each distance from it."""
-    every = from_patterns(np.arange(1 << 16).astype("u2"), dtype)
-    numbers = every[every.isfinite() & (every.abs() < 1e36)]
-    blocks = numbers[: len(numbers) // 31 * 31].reshape(-1, 31)
-    tops = blocks.float().abs().amax(1, keepdim=True).clamp(min=1e-20)
     for factor in (1.0, 1.5, 1.9, 2.0**6, 2.0**17):
-        check(torch.cat([(tops * factor).to(dtype).nan_to_num(0.0, 1.0), blocks], 1), NAMES, has_ties=True)
+        check(every_number(dtype, factor), NAMES, has_ties=True)
 
 
 def test_every_step_of_an_element() -> None:
     """The ties of each element format and their neighbours, with powers of two and other scales around them."""
     for name in NAMES:
-        element = BLOCKS_BY_NAME[name].element
-        values = torch.tensor([element.value_of(word) for word in range(element.largest_word + 1)])
-        ties = (values[1:] + values[:-1]) / 2
-        near = torch.cat(
-            [values, ties, ties.nextafter(torch.tensor(math.inf)), ties.nextafter(torch.tensor(0.0))]
-        )
         for scale in (1.0, 0.3, 2.0**-20, 7.77e3):
-            x = torch.cat([near, -near]) * scale
-            x = torch.cat([x.repeat(32, 1), torch.full((32, 1), element.ends.largest * scale)], 1)
-            check(x.contiguous(), [name], has_ties=True)
+            check(every_step(name, scale), [name], has_ties=True)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, 1e-38, 1e-45])
