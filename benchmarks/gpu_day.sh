@@ -32,11 +32,12 @@ PARTS=(
   "range|240|$PYTHON benchmarks/bench_range.py --device cuda --json RESULTS/range.json"
   "memcheck|120|$SANITIZER --tool memcheck $OURS $SMALL"
   "step|180|$PYTHON benchmarks/bench_step.py --device cuda --json RESULTS/step.json"
-  "racecheck|120|$SANITIZER --tool racecheck $OURS $SMALL"
+  "racecheck|100|$SANITIZER --tool racecheck $OURS $SMALL"
   "ncu|60|$NCU --csv --page raw --log-file RESULTS/ncu.csv $PYTHON benchmarks/bench_frame.py --only-kernels"
   "frame|60|$PYTHON benchmarks/bench_frame.py --json RESULTS/frame.json"
+  "block_fit|40|$PYTHON benchmarks/bench_block_fit.py --device cuda --json RESULTS/block_fit.json"
   "synccheck|60|$SANITIZER --tool synccheck $OURS $SMALL"
-  "initcheck|120|env PYTORCH_NO_CUDA_MEMORY_CACHING=1 $SANITIZER --tool initcheck $SMALL"
+  "initcheck|100|env PYTORCH_NO_CUDA_MEMORY_CACHING=1 $SANITIZER --tool initcheck $SMALL"
 )
 
 if [ "${1:-}" = --plan ]; then

@@ -13,7 +13,7 @@ from support.paths import BENCHMARKS, ROOT
 
 SCRIPT = BENCHMARKS / "gpu_day.sh"
 PARTS = ["build", "selfcheck", "tests", "range", "memcheck", "step", "racecheck", "ncu", "frame"]
-PARTS += ["synccheck", "initcheck"]
+PARTS += ["block_fit", "synccheck", "initcheck"]
 
 # Stands for python3: a GPU named "Fake GPU", and commands that fail where BROKEN names a word of theirs.
 PYTHON = """#!/usr/bin/env bash

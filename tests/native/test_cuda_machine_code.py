@@ -212,13 +212,16 @@ def test_every_format_of_the_library_has_its_loop(architecture: str) -> None:
         assert in_flight.count(4) >= 12
 
 
+@pytest.mark.parametrize(("source", "kernels"), [("fingerprint_cuda.cu", 2), ("block_fit_cuda.cu", 12)])
 @pytest.mark.parametrize("architecture", ["75", "90"])
-def test_the_fingerprint_spills_nothing(architecture: str, tmp_path: Path) -> None:
-    """Each compiles without a warning, spills nothing, and two blocks fit a multiprocessor's registers."""
+def test_the_small_sources_spill_nothing(
+    architecture: str, source: str, kernels: int, tmp_path: Path
+) -> None:
+    """Each compiles without a warning and spills nothing, and with 64 registers all blocks of threads fit."""
     command = [_nvcc(), "-cubin", "-O3", "-std=c++17", f"-arch=sm_{architecture}", "-Xptxas=-v", "-Icsrc"]
     command += [
         "-Xcompiler=-Wall,-Wextra",
-        "csrc/cuda/fingerprint_cuda.cu",
+        f"csrc/cuda/{source}",
         "-o",
         str(tmp_path / "kernels.cubin"),
     ]
@@ -228,5 +231,5 @@ def test_the_fingerprint_spills_nothing(architecture: str, tmp_path: Path) -> No
     assert "warning" not in report
     assert set(re.findall(r"(\d+) bytes spill", report)) == {"0"}
     registers = [int(number) for number in re.findall(r"Used (\d+) registers", report)]
-    assert len(registers) == 2
+    assert len(registers) == kernels
     assert max(registers) <= 64
