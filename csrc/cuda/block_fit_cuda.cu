@@ -257,7 +257,7 @@ int nanwatch_cuda_block_fit(const NanwatchTensor* x, const nanwatch::BlockFormat
   job.out = rows;
   const int64_t four = kFour * width_of(*x);
   job.is_aligned =
-      job.columns % kFour == 0 && job.width % kFour == 0 && misalignment(static_cast<const char*>(x->data), four) == 0;
+      job.columns % kFour == 0 && job.width % kFour == 0 && reinterpret_cast<uintptr_t>(x->data) % uintptr_t(four) == 0;
   const Format word = Format(x->format);
   const auto kernel = word == Format::f32   ? fit_kernel<Format::f32>
                       : word == Format::f16 ? fit_kernel<Format::f16>

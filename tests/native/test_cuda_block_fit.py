@@ -71,11 +71,21 @@ def kernel(host: Host, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return kernel
 
 
+SHAPES = [(1, 1), (3, 16), (5, 31), (4, 64), (9, 333), (130, 96), (2, 131, 260), (1, 9000)]
+
+
 @pytest.mark.parametrize(
-    "shape", [(1, 1), (3, 16), (5, 31), (4, 64), (9, 333), (130, 96), (2, 131, 260), (1, 9000)]
+    ("dtype", "shape"),
+    [
+        pytest.param(
+            dtype, shape, marks=[] if dtype == torch.float32 or shape == (9, 333) else pytest.mark.slow
+        )
+        for dtype in DTYPES
+        for shape in SHAPES
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_shapes_and_tails(kernel: Kernel, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_shapes_and_tails(kernel: Kernel, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Rows of any length, tails shorter than a block, tiles that are cut off at either end, one launch each."""
     x = rough(*shape).to(dtype)
     for name in NAMES if x.abs().max() > 0 else []:
@@ -85,7 +95,7 @@ def test_shapes_and_tails(kernel: Kernel, shape: tuple[int, ...], dtype: torch.d
     assert kernel.host.launches() == len(NAMES)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     rows=st.integers(1, 9),
     columns=st.integers(1, 150),
@@ -109,7 +119,7 @@ def test_any_alignment_and_any_number_of_units(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("factor", [1.0, 1.9, 2.0**6])
+@pytest.mark.parametrize("factor", [1.0, 2.0**6])
 def test_every_finite_number_of_16_bits(kernel: Kernel, dtype: torch.dtype, factor: float) -> None:
     """Subnormals too, under the largest of its block."""
     x = every_number(dtype, factor)
@@ -121,7 +131,7 @@ def test_every_finite_number_of_16_bits(kernel: Kernel, dtype: torch.dtype, fact
 @pytest.mark.parametrize("name", NAMES)
 def test_every_step_of_an_element(kernel: Kernel, name: str) -> None:
     """The ties of each element format and their neighbours, with powers of two and other scales around them."""
-    for scale in (1.0, 0.3, 2.0**-20, 7.77e3):
+    for scale in (1.0, 0.3, 7.77e3):
         check(every_step(name, scale)[:4], [name], has_ties=True)
 
 
@@ -134,9 +144,9 @@ def test_what_is_left_to_plain_torch(kernel: Kernel, value: float) -> None:
     assert is_native(x, "mxfp8") == (value == 0)
     for name in ("nvfp4", "float8_rowwise", "float8_block1x128", "float8_block128x128"):
         assert is_native(x, name) == (abs(value) < 1e37), name
-    check(x, NAMES)
-    check(x.to(torch.float16), FIVE)
-    check(torch.full((4, 64), value), FIVE)
+    check(x, FIVE)
+    if not math.isfinite(value):
+        check(x.to(torch.float16), ["mxfp8", "nvfp4"])
 
 
 def test_the_first_of_equal_blocks_are_the_worst(kernel: Kernel) -> None:

@@ -17,14 +17,14 @@ NO_GPU_ERRORS = (35, 100)  # insufficient driver (none at all, too), no device
 
 @pytest.mark.slow
 def test_the_kernels_compile_cleanly_and_report_a_missing_gpu(tmp_path: Path) -> None:
-    """nvcc compiles the source without a warning, and without a driver a call returns an error in words."""
+    """nvcc compiles the sources without a warning, and without a driver a call returns an error in words."""
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     if nvcc is None:
         pytest.skip("nvcc was not found")
-    library = tmp_path / "range_cuda.so"
+    library = tmp_path / "kernels.so"
     command = [nvcc, "-shared", "-O1", "-std=c++17", "-arch=sm_75", "-cudart=static"]
     command += [f"-I{ROOT / 'csrc'}", "-Xcompiler=-fPIC,-Wall,-Wextra"]
-    command += [str(ROOT / "csrc/cuda/range_cuda.cu"), "-o", str(library)]
+    command += [*map(str, sorted(ROOT.glob("csrc/cuda/*.cu"))), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stdout + done.stderr
