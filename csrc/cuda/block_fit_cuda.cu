@@ -1,8 +1,8 @@
 // CUDA kernel of block formats. Alone with nvcc, no torch. Never run on a GPU, and nothing here is tuned.
 //
-// A thread takes four neighbours at a time. To a block of 16, 32 or 128 in a row belong as many threads of a warp as it
-// has fours, and each tensor is read once. A larger block has all threads of a CUDA block, which read it twice, for its
-// largest magnitude and for its errors. The signs of the elements do not matter: all of it is done to magnitudes.
+// A thread takes four neighbours at a time. A block of 16, 32 or 128 elements in a row has a quarter as many threads,
+// all of one warp, and is read once. A larger block has all threads of a CUDA block and is read twice: for its largest
+// magnitude, then for its errors. Signs do not matter here, so the kernel works on magnitudes.
 #include "cuda/block_fit_cuda.h"
 
 #include <cuda_runtime.h>
@@ -76,8 +76,8 @@ __device__ __forceinline__ void load_four(const FitJob& job, int64_t row, int64_
   for (int k = 0; k < kFour; ++k) x[k] = magnitude_of<F>(words.word[k]);
 }
 
-// Calls visit(x) for each four elements that are this thread's, of `lanes` threads that share a block. `held`: the only
-// ones, where a warp has all of the block.
+// Calls visit(x) for each four elements of this thread, one of `lanes` threads that share a block. `held`: its only
+// four, where the block's threads are of one warp.
 template <Format F, int lanes, class Visit>
 __device__ __forceinline__ void each_four(const FitJob& job, const FitPlace& place, const float* held,
                                           const Visit& visit) {
@@ -106,7 +106,7 @@ struct Largest {
   }
 };
 
-// What `lanes` neighbouring threads have, as one number in all of them.
+// Folds the numbers of `lanes` neighbouring threads, and returns the result in each of them.
 template <int lanes, class Number, class Fold>
 __device__ __forceinline__ Number folded(Number mine, const Fold& fold) {
 #pragma unroll
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kFitThreads, 4) block_fit_kernel(FitJob job) {
 
 using FitKernel = void (*)(FitJob);
 
-// A row that is short enough is a block of a warp too.
+// The kernel for blocks of this size. A warp also takes a whole row that is short enough.
 template <Format F>
 FitKernel fit_kernel(int64_t height, int64_t width) {
   if (height != 1 || width > kFour * kWarpThreads) return block_fit_kernel<F, kFitThreads>;

@@ -28,7 +28,7 @@ enum Item : int {
   saturated,
   flushed,
   lost,
-  nonfinite,  // or anything else that plain torch has to do, where a kernel cannot refuse before it has run
+  nonfinite,  // not 0: plain torch has to make the numbers, as a CUDA kernel cannot refuse before it has run
   blocks,
   flushed_blocks,
   signal,

@@ -10,9 +10,9 @@
 
 namespace nanwatch {
 
-// Of a plain CUDA tensor as nanwatch_cuda_block_fit takes it: (formats, units, kFitItems) on its device, in one launch
-// for each format, without a wait. `amax`: a float64 on the device, for a format with a scale for the tensor. Nothing
-// for other tensors, and where the kernels cannot run.
+// Returns rows (formats, units, kFitItems) on the tensor's device, made by one launch for each format, and does not
+// wait. Nothing for a tensor that nanwatch_cuda_block_fit does not take, and where the kernels cannot run. `amax`: the
+// largest magnitude of the whole tensor, a float64 on the device, for a format with a scale for the tensor.
 std::optional<at::Tensor> block_fit_cuda(const at::Tensor& x, const std::vector<BlockFormat>& formats,
                                          const std::optional<at::Tensor>& amax);
 
