@@ -61,9 +61,9 @@ def on_cuda(quick: bool) -> Iterator[dict[str, object]]:
     if not torch.cuda.is_available() or native is None or not native.cuda_compiled():
         raise SystemExit("--device cuda: torch sees no CUDA device here, or nanwatch was built without CUDA")
     device = torch.device("cuda", torch.cuda.current_device())
-    floor, count = Floor(device), 8
+    floor, count = Floor(device), 4
     for dtype in DTYPES:
-        nbytes = (16 if quick else 64) << 20
+        nbytes = (16 if quick else 256) << 20
         xs = [make_input(nbytes, dtype, seed, device).view(-1, 4096) for seed in range(count)]
         floor_seconds = kernel_seconds(floor.read, xs, count)
         yield row(xs[0], "read", 1.0, floor_seconds)
