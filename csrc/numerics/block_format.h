@@ -110,14 +110,14 @@ NANWATCH_HD float as_e4m3(float number) {
 }
 
 NANWATCH_HD float scale_of_tensor(float amax, float largest) {
-  return amax / (448 * largest);
+  return amax / rounded_product(448, largest);
 }
 
 // `reciprocal` is that of `of_tensor`.
 NANWATCH_HD BlockFactor two_level_factor(float amax, float largest, float of_tensor, float reciprocal) {
   const float wanted = amax / largest / of_tensor, raised = wanted < 0.015625f ? 0.015625f : wanted;
   const float stored = as_e4m3(raised > 448.0f ? 448.0f : raised);
-  return {reciprocal / stored, of_tensor * stored, 0};
+  return {reciprocal / stored, rounded_product(of_tensor, stored), 0};
 }
 
 NANWATCH_HD BlockFactor float_factor(float amax, float largest) {
