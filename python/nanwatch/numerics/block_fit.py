@@ -73,7 +73,7 @@ class BlockFit:
     num_lost: int
     """Become nan or inf: they share a scale with one, or come out too large for float32."""
     num_nonfinite: int
-    """Elements that were nan or inf before."""
+    """Elements that were nan or inf before, in float32: a large float64 is inf there."""
     num_blocks: int
     num_flushed_blocks: int
     """Blocks with elements that are finite and not zero, all of which become zero."""
@@ -88,7 +88,7 @@ class BlockFit:
 
     @property
     def sqnr(self) -> float:
-        """Return the ratio of signal to quantization noise in dB: inf where all is exact, nan without an element."""
+        """Return the ratio of signal to quantization noise in dB: inf where all is exact, nan where all is zero."""
         return decibel(self.signal, self.noise)
 
     @property
@@ -114,9 +114,10 @@ class BlockFit:
 
     def __str__(self) -> str:
         lost = f", {self.num_lost} become nan or inf" if self.num_lost else ""
+        before = f", {self.num_nonfinite} were nan or inf before" if self.num_nonfinite else ""
         return (
             f"{self.format}: SQNR {self.sqnr:.1f} dB, {self.saturated:.3%} saturate, {self.flushed:.3%} become zero, "
-            f"{self.flushed_blocks:.3%} of {self.num_blocks} blocks become zero{lost}"
+            f"{self.flushed_blocks:.3%} of {self.num_blocks} blocks become zero{lost}{before}"
         )
 
 

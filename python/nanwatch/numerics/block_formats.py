@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from ..util.visible import close_names
 from .formats import BY_NAME, NumberFormat
 
 ScaleFormat = Literal["float8_e8m0fnu", "float8_e4m3fn", "float32"]
@@ -54,5 +55,7 @@ BLOCKS_BY_NAME: Mapping[str, BlockFormat] = {form.name: form for form in BLOCK_F
 def block_format(name: str, caller: str) -> BlockFormat:
     """Return a block format by its name. Raise ValueError for another name."""
     if (form := BLOCKS_BY_NAME.get(name)) is None:
-        raise ValueError(f"{caller} got the format {name!r}; accepted are {', '.join(BLOCKS_BY_NAME)}")
+        known = ", ".join(BLOCKS_BY_NAME)
+        hint = close_names(str(name), BLOCKS_BY_NAME, "docs/block-formats.md describes them")
+        raise ValueError(f"{caller} got the format {name!r}; accepted are {known}; {hint}")
     return form

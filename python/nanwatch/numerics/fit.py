@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
 from math import ceil, floor, inf, isfinite, nextafter
-from typing import NamedTuple, overload
+from typing import NamedTuple, SupportsIndex, overload
 
 import torch
 from torch import Tensor
 
+from ..util.visible import close_names
 from . import _extension, _spread
 from .block_fit import BlockFit, block_fits
 from .block_formats import BLOCKS_BY_NAME, block_format
@@ -115,10 +116,12 @@ def would_fit(x: Tensor, dtype: torch.dtype, *, scale: float = 1.0) -> Fit: ...
 @overload
 def would_fit(x: Tensor, dtype: str, *, scale: float = 1.0, dim: int = -1) -> Fit | BlockFit: ...
 @overload
-def would_fit(x: Tensor, dtype: list[str], *, scale: float = 1.0, dim: int = -1) -> tuple[BlockFit, ...]: ...
+def would_fit(
+    x: Tensor, dtype: list[str] | tuple[str, ...], *, scale: float = 1.0, dim: int = -1
+) -> tuple[BlockFit, ...]: ...
 def would_fit(
     x: Tensor | ExponentHistogram,
-    dtype: torch.dtype | str | list[str],
+    dtype: torch.dtype | str | list[str] | tuple[str, ...],
     *,
     scale: float = 1.0,
     dim: int = -1,
@@ -131,16 +134,16 @@ def would_fit(
 
     With the name of a block format, such as "mxfp8", "mxfp4", "nvfp4" or "float8_rowwise", return a BlockFit: the ratio
     of signal to quantization noise, the elements that saturate or become zero, and the worst blocks. `dim`: the axis
-    along which blocks lie, the one that the matmul sums over. A float64 is rounded to float32 first. With a list of
-    such names, return a tuple with a BlockFit for each, from one pass.
+    along which blocks lie, the one that the matmul sums over. A float64 is rounded to float32 first. With a list or
+    tuple of such names, return a tuple with a BlockFit for each, from one pass.
 
     The product is taken as exact and rounded once, to nearest, ties to even. torch may round twice: the product to its
     own dtype, and a float64 to float32 on its way to a narrower format. So torch may treat an element within such a
     rounding of an end (2^-24 of it, for float32) differently.
 
     Raises TypeError for a tensor without values to read, a complex tensor, and a `dtype` that is no floating-point
-    format; for a block format also for integers and a histogram. Raises ValueError for a scale that is not above zero
-    and finite, or given with a block format.
+    format; for a block format also for integers, a histogram, and a `dim` that is no integer. Raises ValueError for a
+    scale that is not above zero and finite, or given with a block format, and for a `dim` without one.
 
     Examples:
         >>> import nanwatch, torch
@@ -152,8 +155,8 @@ def would_fit(
         >>> print(nanwatch.would_fit(torch.linspace(-1, 1, 64), "mxfp4"))
         mxfp4: SQNR 20.3 dB, 0.000% saturate, 6.250% become zero, 0.000% of 2 blocks become zero
     """
-    names = dtype if isinstance(dtype, list) else [dtype] if isinstance(dtype, str) else []
-    if isinstance(dtype, list) or (names and names[0] in BLOCKS_BY_NAME):
+    names = dtype if isinstance(dtype, list | tuple) else [dtype] if isinstance(dtype, str) else []
+    if isinstance(dtype, list | tuple) or (names and names[0] in BLOCKS_BY_NAME):
         forms = [block_format(name, "would_fit") for name in names]
         if isinstance(x, ExponentHistogram):
             raise TypeError(
@@ -163,9 +166,15 @@ def would_fit(
             raise ValueError(
                 f"would_fit got scale={scale!r} for {dtype}, whose blocks have their own: leave it out"
             )
+        if not isinstance(dim, SupportsIndex):
+            raise TypeError(
+                f"would_fit got dim={dim!r}; the number of an axis is accepted: leave it out for the last"
+            )
         fits = block_fits(x, forms, dim) if forms else ()
-        return fits if isinstance(dtype, list) else fits[0]
+        return fits[0] if isinstance(dtype, str) else fits
     target = _target(dtype)
+    if dim != -1:
+        raise ValueError(f"would_fit got dim={dim!r} for {target}, which has no blocks: leave it out")
     if not isfinite(scale) or scale <= 0:
         raise ValueError(f"would_fit got scale={scale!r}; a finite number above 0 is accepted, 1.0 for none")
     if isinstance(x, ExponentHistogram):
@@ -199,7 +208,8 @@ def narrowest(
     The share `lost` of a histogram may become zero; where the histogram leaves a count open, the larger one decides.
     Without `subnormals`, elements that become subnormal, and so keep fewer bits, count as zero.
 
-    Raises ValueError for an invalid pair, a margin outside 0 to 1000, a share outside 0 to 1, an unknown format.
+    Raises TypeError for other values, ValueError for an invalid pair, a margin outside 0 to 1000, a share outside
+    0 to 1, an unknown format.
 
     Examples:
         >>> import nanwatch, torch
@@ -218,6 +228,11 @@ def narrowest(
         if values.num_nan or values.num_inf:
             return None
     else:
+        if not isinstance(values, Sequence) or len(values) != 2:
+            raise TypeError(
+                f"narrowest got a {type_name(values)}; accepted are (abs_min, abs_max) and a histogram: pass"
+                " nanwatch.exponent_histogram(x) for a tensor x"
+            )
         values = (0.0, 0.0) if values == (inf, 0.0) else values  # the range of an empty tensor
         if not all(map(isfinite, values)):
             return None
@@ -292,14 +307,19 @@ def _ends(name: str) -> _Ends:
 
 def _target(dtype: torch.dtype | str) -> str:
     if not isinstance(dtype, torch.dtype | str):
-        raise TypeError(f"would_fit got a {type_name(dtype)} as dtype; a torch.dtype or its name is accepted")
+        raise TypeError(
+            f"would_fit got a {type_name(dtype)} as dtype; accepted are a torch.dtype, its name, a list of names"
+        )
     name = str(dtype).removeprefix("torch.")
     if name not in _TARGETS:
         why = (
             "holds no zero, no sign and no fraction" if name in _NO_TARGETS else "is no floating-point format"
         )
-        accepted = ", ".join((*_TARGETS, *BLOCKS_BY_NAME))
-        raise TypeError(f"would_fit got dtype {name}, which {why}; accepted are {accepted}")
+        accepted = (*_TARGETS, *BLOCKS_BY_NAME)
+        hint = close_names(name, accepted, "docs/block-formats.md describes those with blocks")
+        raise TypeError(
+            f"would_fit got dtype {name}, which {why}; accepted are {', '.join(accepted)}; {hint}"
+        )
     return name
 
 

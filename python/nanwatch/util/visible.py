@@ -48,8 +48,9 @@ def spell(error: BaseException) -> str:
 def close_names(
     wanted: str, names: Iterable[str], otherwise: str = "see model.named_modules() for the names"
 ) -> str:
-    """Return a hint for a misspelt name: the closest ones, else where to look for names."""
-    close = difflib.get_close_matches(wanted, list(names), n=3)
+    """Return a hint for a misspelt name: the closest ones, else those in lower case, else where to look for names."""
+    names = list(names)
+    close = difflib.get_close_matches(wanted, names) or difflib.get_close_matches(wanted.lower(), names)
     return visible(f"close names: {', '.join(close)}") if close else otherwise
 
 

@@ -201,11 +201,28 @@ def test_bad_input_is_an_error_that_says_what_is_accepted() -> None:
         nanwatch.would_fit([1.0], "mxfp8")  # type: ignore[call-overload]
     with pytest.raises(IndexError, match="Dimension out of range"):
         nanwatch.would_fit(x, "mxfp8", dim=1)
+    with pytest.raises(TypeError, match=r"dim=1.0; the number of an axis is accepted"):
+        nanwatch.would_fit(x, "mxfp8", dim=1.0)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="dim=0 for float16, which has no blocks: leave it out"):
+        nanwatch.would_fit(x, "float16", dim=0)
+    with pytest.raises(TypeError, match=r"would_fit got dtype MXFP8.*; close names: mxfp8"):
+        nanwatch.would_fit(x, "MXFP8")
+    with pytest.raises(ValueError, match=r"got the format 'NVFP4'; accepted are .*; close names: nvfp4"):
+        nanwatch.would_fit(x, ("mxfp8", "NVFP4"))
+
+
+def test_several_formats() -> None:
+    """As a list or a tuple."""
+    x = torch.linspace(-1, 1, 64)
+    expected = (nanwatch.would_fit(x, "mxfp8"), nanwatch.would_fit(x, "nvfp4"))
+    assert nanwatch.would_fit(x, ["mxfp8", "nvfp4"]) == expected == nanwatch.would_fit(x, ("mxfp8", "nvfp4"))
 
 
 def test_words() -> None:
     """One line for a table."""
     assert str(nanwatch.would_fit(torch.tensor([1.0, NAN, 2.0]), "float8_rowwise")) == (
         "float8_rowwise: SQNR nan dB, 0.000% saturate, 0.000% become zero, 0.000% of 1 blocks become zero, "
-        "2 become nan or inf"
+        "2 become nan or inf, 1 were nan or inf before"
     )
+    large = torch.tensor([1e300, 1.0], dtype=torch.float64)
+    assert str(nanwatch.would_fit(large, "mxfp8")).endswith("1 were nan or inf before")

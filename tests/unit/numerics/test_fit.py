@@ -342,6 +342,10 @@ def test_narrowest_refuses_what_makes_no_sense() -> None:
     for wrong in (-1.0, 1001.0, NAN):
         with pytest.raises(ValueError, match="margin_bits"):
             narrowest((1.0, 1.0), margin_bits=wrong)
+    with pytest.raises(
+        TypeError, match=r"got a torch\.Tensor; accepted are \(abs_min, abs_max\) and a histogram"
+    ):
+        narrowest(torch.ones(8))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"lost=1\.5"):
         narrowest((1.0, 1.0), lost=1.5)
     with pytest.raises(ValueError, match="the format 'int8'; accepted are float8_e4m3fn"):
