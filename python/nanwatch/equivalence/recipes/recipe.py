@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...instrumentation.wrapped_names import unwrapped
 from ...numerics.block_formats import BLOCKS_BY_NAME
 from ...numerics.readable import dtype_name
 from ...precision.emulation import BFLOAT16, TARGETS, Rounding
 from ...util.progress import Tell, silent
-from ...util.visible import close_names
+from ...util.visible import close_names, first_few
 from .forwards import ALL, Forwards, LossFunction, Outcome
 from .result import TORCHAO, TRANSFORMER_ENGINE, LayerRecipe, Recipe, Trial
 from .search import Formats, beside, cheapest, path
@@ -60,7 +60,8 @@ def recipe(
     A format costs the bits of its elements, relative to bfloat16, for each multiplication of the layer. Formats that
     are no cheaper than the layer's own dtype are not tried. At most two runs for each format of each layer are made,
     and 20 more: each layer alone in each format, all layers in each format, a first search, each layer beside the
-    formats that it has found for the others, and the search again.
+    formats that it has found for the others, and the search again. A format whose blocks do not divide a layer's
+    weight is not tried on it, since kernels do not fill blocks up; a remark names the layer.
 
     Raises ValueError where an argument is wrong, the model has no nn.Linear, the batch gives no loss, or the loss of
     the model as it is is not finite.
@@ -101,6 +102,7 @@ class _Search:
             raise ValueError("no nn.Linear of the model was called with this batch")
         self._shares = {name: number / sum(called.values()) for name, number in called.items()}
         self._own = {name: dtype_name(forwards.layers[name].weight.dtype) for name in called}
+        self._uneven = {name: _uneven(forwards.layers[name].weight, targets) for name in called}
         bits = {one: 16 if one == BFLOAT16 else BLOCKS_BY_NAME[one].element.bits for one in targets}
         self._costs = {
             name: {"": share * forwards.layers[name].weight.dtype.itemsize / 2}
@@ -111,7 +113,12 @@ class _Search:
     def find(self) -> Recipe:
         """Measure, search, and return the result."""
         forwards, costs = self._forwards, self._costs
-        cheaper = {name: [t for t in self._targets if costs[name][t] < costs[name][""]] for name in costs}
+        cheaper = {
+            name: [
+                t for t in self._targets if costs[name][t] < costs[name][""] and t not in self._uneven[name]
+            ]
+            for name in costs
+        }
         number = sum(map(len, cheaper.values()))
         most = 2 * number + _SPARE
         forwards.expected = number + len(self._targets) + len(costs) + 16
@@ -188,6 +195,11 @@ class _Search:
         )
         unused = [name for name in self._forwards.layers if name not in self._shares]
         remarks = [f"not called with this batch, and left out: {', '.join(unused)}"] if unused else []
+        for target in self._targets:
+            if names := [name for name, uneven in self._uneven.items() if target in uneven]:
+                remarks.append(
+                    f"{target} was not tried on {first_few(names)}: its blocks do not divide their weights"
+                )
         if self._floor > self._budget * abs(self._base.loss):
             remarks.append(
                 "two equal runs differ by more than the budget: nanwatch twice finds what is not repeatable"
@@ -230,6 +242,21 @@ class _Search:
             forwards=self._forwards.made,
             remarks=tuple(remarks),
         )
+
+
+def _uneven(weight: Tensor, targets: Sequence[str]) -> list[str]:
+    """Return the formats whose blocks do not divide the weight.
+
+    Blocks lie along the layer's inputs. NVFP4's kernels also want the outputs to be a multiple of 16.
+    """
+    outputs, inputs = weight.shape
+    forms = [BLOCKS_BY_NAME[one] for one in targets if one != BFLOAT16]
+    return [
+        form.name
+        for form in forms
+        if inputs % (form.columns or 1)
+        or outputs % ((form.columns if form.has_tensor_scale else form.rows) or 1)
+    ]
 
 
 def _size(trial: Trial) -> float:

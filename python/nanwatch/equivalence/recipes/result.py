@@ -129,11 +129,12 @@ class Recipe:
     def to_text(self) -> str:
         """Return the result for people."""
         trains = any(one.gradients is not None for one in self.layers)
+        damage = "" if self.divergence is None else f", damage {100 * self.divergence:.3g} %"
         lines = [
             f"Recipe: {len(self.formats)} of {len(self.layers)} linear layers in narrower formats, at {self.cost:.2f}"
             f" of the cost of bfloat16 (before: {self.cost_before:.2f}).",
-            f"Loss:   {self.loss:.6g} as it is, {_percent(self.change)}{_error(self.error)} with the recipe (budget"
-            f" {100 * self.loss_budget:g} %, two equal runs differ by {self.floor:.1g}).",
+            f"Loss:   {self.loss:.6g} as it is, {_percent(self.change)}{_error(self.error)} with the recipe{damage}"
+            f" (budget {100 * self.loss_budget:g} %, two equal runs differ by {self.floor:.1g}).",
             "",
             "format               layers  multiplications  loss with all layers in it",
         ]
@@ -148,20 +149,18 @@ class Recipe:
         """Return the lines of the layers that are the worst alone."""
         worst = sorted(self.layers, key=lambda one: -max((t.damage for t in one.alone.values()), default=0.0))
         shown = worst[:_MOST_LAYERS]
-        heads = "".join(f" {name:>{_width(name)}}" for name in self.together)
-        by = (
-            "divergence"
-            if any(t.divergence is not None for one in worst for t in one.alone.values())
-            else "loss"
-        )
-        lines = [f"The loss with one layer in a format, the worst layers first, by {by}:", ""]
+        has_damage = any(t.divergence is not None for one in worst for t in one.alone.values())
+        wide = {name: max(len(name), 20 if has_damage else 9) for name in self.together}
+        heads = "".join(f" {name:>{size}}" for name, size in wide.items())
+        what = "Change of the loss / damage (divergence)" if has_damage else "The loss"
+        lines = [f"{what} with one layer in a format, the worst layers first:", ""]
         lines.append(
             f"{'its format':<20} {'share':>6}{heads}{'  gradient error, cosine' if trains else ''}  layer"
         )
         for one in shown:
             cells = "".join(
-                f" {_percent(one.alone[name].change) if name in one.alone else '-':>{_width(name)}}"
-                for name in self.together
+                f" {_effect(one.alone[name]) if name in one.alone else '-':>{size}}"
+                for name, size in wide.items()
             )
             moved = f"{one.gradients.error:.2g}, {one.gradients.cosine:.4f}" if one.gradients else "-"
             moved = f"  {moved:>22}" if trains else ""
@@ -171,8 +170,9 @@ class Recipe:
         return lines
 
 
-def _width(name: str) -> int:
-    return max(len(name), 9)
+def _effect(trial: Trial) -> str:
+    damage = "" if trial.divergence is None else f" / {100 * trial.divergence:.2g}"
+    return f"{100 * trial.change:+.3g}{damage} %"
 
 
 def _error(error: float | None) -> str:

@@ -48,7 +48,10 @@ def test_a_layer_with_outliers_stays_wide() -> None:
     assert found.formats["outlier"] in ("bfloat16", "float32")
     assert all(found.formats[name] in ("mxfp8", "nvfp4") for name in ("first", "third", "last"))
     assert abs(found.change) <= 0.01
-    assert found.remarks == ("not called with this batch, and left out: unused",)
+    assert found.remarks == (
+        "not called with this batch, and left out: unused",
+        "nvfp4 was not tried on last: its blocks do not divide their weights",
+    )
     assert model.calls == found.forwards <= 4 * 3 * 2 + 20
     assert found.cost == pytest.approx(
         sum(
@@ -74,6 +77,20 @@ def test_formats_that_are_not_cheaper_are_not_tried() -> None:
     assert [one.alone.keys() for one in found.layers] == [{"mxfp8"}] * 3 + [{"bfloat16", "mxfp8"}]
     assert found.formats == {}
     assert found.cost == found.cost_before == pytest.approx(1 + found.layers[-1].share)
+
+
+def test_blocks_that_do_not_divide_a_weight_are_not_tried() -> None:
+    """30 inputs are no blocks of 32 or 16, 10 outputs none of NVFP4's 16; a scale for a whole row takes any."""
+    model = nn.Sequential(nn.Linear(32, 30), nn.Linear(30, 64), nn.Linear(64, 10))
+    tried = ["mxfp8", "nvfp4", "float8_rowwise", "float8_block128x128"]
+    found = nanwatch.recipe(model, torch.randn(8, 32), tried, loss=lambda y: y.square().mean() + 1)
+    assert [sorted(one.alone) for one in found.layers] == [
+        ["float8_rowwise", "mxfp8"],
+        ["float8_rowwise"],
+        ["float8_rowwise", "mxfp8"],
+    ]
+    assert "mxfp8 was not tried on 1: its blocks do not divide" in found.to_text()
+    assert "nvfp4 was not tried on 0, 1, 2: its" in found.to_json()
 
 
 def test_a_loss_with_coarse_steps() -> None:

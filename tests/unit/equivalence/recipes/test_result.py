@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,6 +55,16 @@ def test_text() -> None:
     assert "cannot show the order and the width" in text
     assert "does not see how gradients are rounded" in text
     assert lines[-1] == "Note: torchao has no configuration for mxfp6_e2m3"
+
+
+def test_text_with_the_damage() -> None:
+    """Beside each change, and for the whole recipe: both have to be within the budget."""
+    trial = Trial(-0.001, divergence=0.03)
+    layer = LayerRecipe("fc", "bfloat16", "bfloat16", 1.0, {"mxfp8": trial})
+    text = replace(RECIPE, layers=(layer,), divergence=0.0004).to_text()
+    assert "+0.21 % ± 0.04 % with the recipe, damage 0.04 % (budget 0.5 %" in text
+    assert "Change of the loss / damage (divergence) with one layer in a format" in text
+    assert ["bfloat16", "100.0%", "-0.1", "/", "3", "%", "-", "fc"] in map(str.split, text.splitlines())
 
 
 def test_json() -> None:
