@@ -45,7 +45,7 @@ def _out_of_memory(error: BaseException, model: nn.Module | None) -> dict[str, A
     facts: dict[str, Any] = {
         "kind": "out of memory",
         "error": str(error)[:500],
-        "module": _module_of(error, model),
+        "module": module_of(error, model),
     }
     sizes: defaultdict[tuple[str, tuple[int, ...], str], list[int]] = defaultdict(list)
     seen: set[int] = set()
@@ -87,12 +87,12 @@ def _device_error(error: BaseException, model: nn.Module | None, recorder: Recor
     return {
         "kind": "device error",
         "error": str(error)[:500],
-        "module": _module_of(error, model),
+        "module": module_of(error, model),
         "suspects": suspects[:64],
     }
 
 
-def _module_of(error: BaseException, model: nn.Module | None) -> str:
+def module_of(error: BaseException, model: nn.Module | None) -> str:
     """Return the innermost module whose code the error came from, "" where it is none of the model's."""
     names = {} if model is None else {id(module): name for module, name in module_names(model).items()}
     found, place = "", error.__traceback__

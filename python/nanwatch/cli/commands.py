@@ -195,7 +195,7 @@ class UseError(Exception):
 def imported(spelt: str, option: str) -> Any:
     """Return the object that `pkg.mod:name` or `file.py:name` is, or what it makes when a function or a class.
 
-    It may be in the current folder too. Raises UseError, after the traceback of an error in the user's code.
+    It may be in the current folder too. Raises UseError, after the traceback where the user's code raised it.
     """
     module_name, _, path = spelt.partition(":")
     if not module_name or not path:
@@ -204,6 +204,8 @@ def imported(spelt: str, option: str) -> Any:
         parts = Path(os.path.relpath(module_name)).with_suffix("").parts
         if ".." in parts:
             raise UseError(f"{option} {spelt}: the file should lie in the current folder or below it")
+        if not Path(module_name).is_file():
+            raise UseError(f"{option} {spelt}: there is no file {module_name} in {os.getcwd()}")
         module_name = ".".join(parts)
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
@@ -216,6 +218,11 @@ def imported(spelt: str, option: str) -> Any:
         is_made = isinstance(found, type) or not any(one.__name__ == "Module" for one in type(found).__mro__)
         return found() if callable(found) and is_made else found
     except Exception as error:
-        if not isinstance(error, ModuleNotFoundError) or error.name != module_name:
+        # Of a missing name, or an argument that is asked for, the traceback ends in this function.
+        is_ours = error.__traceback__ is not None and error.__traceback__.tb_next is None
+        if not is_ours and (not isinstance(error, ModuleNotFoundError) or error.name != module_name):
             traceback.print_exc()
-        raise UseError(f"{option} {spelt}: {type(error).__name__}: {error}") from None
+        hint = (
+            "; what makes it is called without arguments" if is_ours and isinstance(error, TypeError) else ""
+        )
+        raise UseError(f"{option} {spelt}: {type(error).__name__}: {error}{hint}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import ArgumentTypeError
 from typing import Any
 
 from ..numerics.block_formats import BLOCKS_BY_NAME
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> int:
     asked.add_argument(
         "--for",
         dest="format",
-        choices=FORMATS,
+        type=_without_blocks,
         metavar="FORMAT",
         help=f"tell whether this format fits, and where it does not: {', '.join(FORMATS)}",
     )
@@ -97,6 +98,14 @@ def main(arguments: list[str]) -> int:
         return "\n".join(map(visible, lines)), status
 
     return answered("formats", find)
+
+
+def _without_blocks(name: str) -> str:
+    if name in FORMATS:
+        return name
+    blocks = f"; use --to {name}, or nanwatch scan FILE --to {name} for a checkpoint"
+    hint = blocks if name in BLOCKS_BY_NAME else ""
+    raise ArgumentTypeError(f"should be one of {', '.join(FORMATS)}, got {name!r}{hint}")
 
 
 _NOTHING = "No output or weight of floating point was read in this trace."

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch import nn
+
+from ..blackbox.errors import module_of
 from ..equivalence.recipes.recipe import recipe
 from ..precision.emulation import HADAMARD_SIZES, TARGETS
 from ..util.progress import Tell
 from ..util.visible import visible
-from .commands import answered, below, command_parser, imported
+from .commands import UseError, answered, below, command_parser, imported
 
 _RECIPE = """\
 MODEL and BATCH are FILE.py:NAME or PKG.MOD:NAME: an object, or what makes it when called without arguments. A BATCH
@@ -65,23 +68,38 @@ def main(arguments: list[str]) -> int:
         "--stochastic", action="store_true", help="round gradients up or down by chance, with --train"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the recipe as JSON")
+    if "--loss-budget" in arguments[:-1]:  # argparse would take -1% for an option
+        at = arguments.index("--loss-budget")
+        arguments = [*arguments[:at], "=".join(arguments[at : at + 2]), *arguments[at + 2 :]]
     options = parser.parse_args(arguments)
     output: Path | None = options.output
 
     def find(tell: Tell) -> tuple[str, int]:
+        if output is not None and output.is_dir():
+            raise UseError(
+                f"--output should be a file, got the folder {output}; try {output / 'recipe.json'}"
+            )
         file = options.model.partition(":")[0]
         batch = options.batch if ":" in options.batch else f"{file}:{options.batch}"
-        found = recipe(
-            imported(options.model, "MODEL"),
-            imported(batch, "BATCH"),
-            options.to.split(","),
-            loss_budget=options.loss_budget,
-            train=options.train,
-            hadamard=options.hadamard,
-            stochastic=options.stochastic,
-            journal=None if output is None else output.with_suffix(".measured.jsonl"),
-            tell=tell,
-        )
+        model = imported(options.model, "MODEL")
+        try:
+            found = recipe(
+                model,
+                imported(batch, "BATCH"),
+                options.to.split(","),
+                loss_budget=options.loss_budget,
+                train=options.train,
+                hadamard=options.hadamard,
+                stochastic=options.stochastic,
+                journal=None if output is None else output.with_suffix(".measured.jsonl"),
+                tell=tell,
+            )
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            if where := module_of(error, model if isinstance(model, nn.Module) else None):
+                raise UseError(
+                    f"{type(error).__name__} in {where}: {error}; does BATCH suit MODEL?"
+                ) from None
+            raise
         wrote = ""
         if output is not None:
             output.write_text(found.to_json() + "\n", encoding="utf-8")

@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
         if not (options.once or options.json or not sys.stdout.isatty()):
             _app(options).run()
             return 0
-        picture, heading = _look(options.run, options.latest)
+        picture, heading = _look(options.run, options.latest, options.by)
     except (ValueError, OSError, ImportError) as error:
         return failed("top", error)
     rows = _sorted(picture, options.by)
@@ -90,7 +90,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _look(run: Path, latest: int) -> tuple[Picture, list[str]]:
+def _look(run: Path, latest: int, by: str) -> tuple[Picture, list[str]]:
     """Return the picture of the latest batches, and lines about the trace and its latest spikes and forecasts.
 
     Raises ValueError or OSError for none.
@@ -102,6 +102,8 @@ def _look(run: Path, latest: int) -> tuple[Picture, list[str]]:
     lost = f", {trace.lost_frames:,} frames lost" if trace.lost_frames else ""
     shown = f"; below are the latest {latest:,}" if len(trace.batches) > latest else ""
     heading = f"{trace.path}: {batch_words(trace.batches)}, rank {trace.rank}{lost}{shown}"
+    if by == "sqnr" and not any(row.formats for row in picture.rows):
+        heading += "; no block format was measured in these (watch(formats=...)), so they are by headroom"
     return picture, [heading, *(_told(one) for one in picture.marks[-_MARKS:])]
 
 
@@ -205,7 +207,7 @@ def _app(options: argparse.Namespace) -> Any:
 
         def _read(self) -> None:
             try:
-                picture, heading = _look(options.run, options.latest)
+                picture, heading = _look(options.run, options.latest, self._by)
             except (ValueError, OSError) as error:  # nothing yet, or in this moment the parts became one file
                 picture, heading = None, [f"waiting: {spell(error)}"]
             self.call_from_thread(self._take, picture, heading)

@@ -59,6 +59,9 @@ def test_formats_answers_whether_one_fits(place: Path, capsys: pytest.CaptureFix
     found = json.loads(out)
     assert (status, found["format"], found["fits"], found["lost"]) == (0, "float16", True, 0.01)
     assert {one["verdict"] for one in found["modules"]} == {"fits"}
+    with pytest.raises(SystemExit):
+        run(capsys, "formats", "a.parquet", "--for", "mxfp8")
+    assert "got 'mxfp8'; use --to mxfp8, or nanwatch scan FILE --to mxfp8" in capsys.readouterr().err
     assert all(one["overflow"] == [0.0, 0.0] for one in found["modules"])
 
 

@@ -25,6 +25,11 @@ class Model(torch.nn.Module):
 def batch():
     print("noise")
     return torch.linspace(-1, 1, 128).reshape(4, 32)
+
+def sized(size):
+    return torch.zeros(4, size)
+
+narrow = torch.zeros(4, 31)
 """
 
 
@@ -99,3 +104,30 @@ def test_bad_use(arguments: list[str], words: str, place: Path, capsys: pytest.C
     last = shown.err.strip().splitlines()[-1]
     assert last.startswith("nanwatch recipe: ")
     assert words in last
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tried.py:nothing", "batch"], "MODEL tried.py:nothing: AttributeError: "),
+        (["tried.py:Model", "sized"], "argument: 'size'; what makes it is called without arguments"),
+        (["missing.py:Model", "batch"], "there is no file missing.py in "),
+        (["tried.py:Model", "narrow"], "RuntimeError in fc1 (Linear): mat1 and mat2 shapes cannot be"),
+        (
+            ["tried.py:Model", "narrow", "--output", "."],
+            "should be a file, got the folder .; try recipe.json",
+        ),
+        (
+            ["tried.py:Model", "narrow", "--loss-budget", "-1%"],
+            "from 0 to 1, such as 0.005 or '0.5%', got '-1%'",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(
+    arguments: list[str], words: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a traceback, with the module at which a batch of a wrong shape failed."""
+    assert command.main(["recipe", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
