@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
+import nanwatch
 from nanwatch.equivalence.recipes.forwards import Distance
 from nanwatch.equivalence.recipes.result import TORCHAO, LayerRecipe, Recipe, Trial
 
@@ -87,3 +89,26 @@ def test_torchao_has_the_configurations(expression: str) -> None:
     for module in ("torchao.quantization", "torchao.prototype.mx_formats"):
         names |= vars(pytest.importorskip(module))
     assert type(eval(expression, names)).__name__ == expression.partition("(")[0]
+
+
+def test_torchao_computes_what_the_recipe_of_a_bfloat16_model_predicts() -> None:
+    """Used as on the how-to page, by torchao's emulation; the loss to 1e-4."""
+    quantization = pytest.importorskip("torchao.quantization")
+    names = {
+        "torch": torch,
+        **vars(quantization),
+        **vars(pytest.importorskip("torchao.prototype.mx_formats")),
+    }
+    names |= vars(pytest.importorskip("torchao.quantization.quantize_.common"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32)).bfloat16()
+    x = torch.randn(16, 64, dtype=torch.bfloat16)
+    found = nanwatch.recipe(model, x, ["mxfp8"], loss=lambda y: y.float().square().mean(), loss_budget=0.5)
+    emulated = "Config(kernel_preference=KernelPreference.EMULATED, "
+    for name, expression in found.torchao.items():
+        config = eval(expression.replace("Config(", emulated), names)
+        quantization.quantize_(model, config, filter_fn=lambda _, one, name=name: one == name)
+    assert len(found.formats) == 2
+    assert float(model(x).detach().float().square().mean()) == pytest.approx(
+        found.loss * (1 + found.change), rel=1e-4
+    )
