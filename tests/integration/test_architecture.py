@@ -1,4 +1,4 @@
-"""docs/architecture.md: each row of its map leads to what it names, its rooms and its order are those of the code."""
+"""docs/architecture.md and where-to-start.md: rows lead to what they name, rooms and order are those of the code."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from nanwatch.trace.tracer import Tracer
 from support.paths import ROOT
 
 TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+START = (ROOT / "docs" / "where-to-start.md").read_text(encoding="utf-8")
 PACKAGE = ROOT / "python" / "nanwatch"
 CODE = {".py", ".h", ".cpp", ".cu"}
 OTHERS = {".md", ".yml", ".jinja", ".js"}
 SPAN = re.compile(r"`([^`]+)`(?: \(((?:`[^`]+`[,;]? ?)+))?")
 
 
-def table(heading: str) -> list[list[str]]:
+def table(heading: str, text: str = TEXT) -> list[list[str]]:
     """The rows of the first table below a heading, without its head."""
-    lines = TEXT.partition(f"{heading}\n")[2].splitlines()
+    lines = text.partition(f"{heading}\n")[2].splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("|"))
-    last = next(i for i in range(first, len(lines)) if not lines[i].startswith("|"))
+    last = next((i for i in range(first, len(lines)) if not lines[i].startswith("|")), len(lines))
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[first + 2 : last]]
 
 
@@ -63,7 +64,7 @@ def defined(file: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("row", table("## Where to start"), ids=lambda row: row[0].replace("`", ""))
+@pytest.mark.parametrize("row", table("# Where to start", START), ids=lambda row: row[0].replace("`", ""))
 def test_where_to_start_leads_there(row: list[str]) -> None:
     """Each file exists, and a file of code defines what the row says to look for in it."""
     _, words = row
