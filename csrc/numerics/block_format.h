@@ -85,14 +85,15 @@ struct RoundedElement {
   }
 };
 
-// What the elements of a block are multiplied by, and the inverse. The functions below have no branches, so that
-// compilers make vectors of them.
+// The factor of a block's elements, and its inverse. Compilers make vectors of the functions below, as they have no
+// branches.
 struct BlockFactor {
   float factor, value;
   int32_t refused;  // no normal number, or an element beyond kMostOfBlock
 };
 
-// Of a block with this largest magnitude (bits). `emax`: the exponent of the largest element.
+// Returns the factor of an MX block. `amax`: the bits of its largest magnitude; `emax`: the exponent of the format's
+// largest element.
 NANWATCH_HD BlockFactor power_factor(int32_t amax, int32_t emax) {
   const int32_t is_zero = -int32_t(amax == 0), code = (127 & is_zero) | (((amax >> 23) - emax) & ~is_zero);
   return {with_bits(uint32_t(254 - code) << 23), with_bits(uint32_t(code) << 23),

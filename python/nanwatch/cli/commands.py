@@ -218,7 +218,7 @@ def imported(spelt: str, option: str) -> Any:
         is_made = isinstance(found, type) or not any(one.__name__ == "Module" for one in type(found).__mro__)
         return found() if callable(found) and is_made else found
     except Exception as error:
-        # Of a missing name, or an argument that is asked for, the traceback ends in this function.
+        # The traceback ends in this function where a name is missing, or where the maker wants an argument.
         is_ours = error.__traceback__ is not None and error.__traceback__.tb_next is None
         if not is_ours and (not isinstance(error, ModuleNotFoundError) or error.name != module_name):
             traceback.print_exc()

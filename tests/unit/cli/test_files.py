@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanwatch import __main__ as command
 from nanwatch.distributed.merge import merge
 from nanwatch.report.report import Report
 from nanwatch.report.spike import Departure, SpikeReport
 from nanwatch.session.api import watch
 from nanwatch.trace.trace_file import Trace
+from support.commands import run
 from support.processes import forked
 from support.toys import mlp
 
@@ -33,12 +33,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             for batch in (1.0, 2.0):
                 model(torch.full((2, 3), batch))
     return tmp_path
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    status = command.main(list(arguments))
-    shown = capsys.readouterr()
-    return status, shown.out, shown.err
 
 
 def test_traces_that_differ(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

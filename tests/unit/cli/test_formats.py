@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanwatch import __main__ as command
 from nanwatch.session.api import watch
+from support.commands import run
 from support.toys import mlp
 
 pytest.importorskip("pyarrow")
@@ -24,12 +24,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for batch in (1.0, 2.0):
             model(torch.full((2, 3), batch))
     return tmp_path
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    status = command.main(list(arguments))
-    shown = capsys.readouterr()
-    return status, shown.out, shown.err
 
 
 def test_formats_for_people_and_programs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

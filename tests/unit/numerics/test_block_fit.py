@@ -212,7 +212,7 @@ def test_bad_input_is_an_error_that_says_what_is_accepted() -> None:
 
 
 def test_several_formats() -> None:
-    """As a list or a tuple."""
+    """A list and a tuple give the same."""
     x = torch.linspace(-1, 1, 64)
     expected = (nanwatch.would_fit(x, "mxfp8"), nanwatch.would_fit(x, "nvfp4"))
     assert nanwatch.would_fit(x, ["mxfp8", "nvfp4"]) == expected == nanwatch.would_fit(x, ("mxfp8", "nvfp4"))

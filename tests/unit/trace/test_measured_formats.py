@@ -16,7 +16,7 @@ pytest.importorskip("pyarrow")
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_the_worst_batch_counts(tmp_path: Path, every: int) -> None:
-    """Of the batches that were measured, by `would_fit` of what the layer was given."""
+    """The numbers are those that `would_fit` has for the layer's inputs and weight."""
     model = torch.nn.Linear(64, 8)
     inputs = [torch.randn(16, 64) * torch.logspace(0, -i, 64) for i in range(4)]
     file = tmp_path / "run.parquet"

@@ -1,0 +1,14 @@
+"""Commands of nanwatch, run in this process."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanwatch import __main__ as command
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Run a command, and return its exit status, stdout and stderr."""
+    status = command.main(list(arguments))
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
