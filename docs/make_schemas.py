@@ -20,7 +20,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from nanwatch.blackbox import story
 from nanwatch.checkpoint import result as scans
 from nanwatch.equivalence import comparison, engine_comparison, results
-from nanwatch.equivalence.recipes import result as recipes
 from nanwatch.report import report, spike
 from nanwatch.report.finding_text import Explanation
 
@@ -39,13 +38,6 @@ DOCUMENTS: dict[str, tuple[type, str, int, dict[str, Any], dict[str, Any]]] = {
         {"equal": bool | None},
     ),
     "repetition": (results.Repetition, "nanwatch.repetition", results.VERSION, {}, {"equal": bool}),
-    "recipe": (
-        recipes.Recipe,
-        recipes.SCHEMA,
-        recipes.VERSION,
-        {},
-        {"torchao": dict[str, str], "transformer_engine": dict[str, list[str]]},
-    ),
     "scan": (scans.Scan, scans.SCHEMA, scans.VERSION, {"is_faithful": bool}, {"is_sound": bool}),
     "bisection": (results.Bisection, "nanwatch.bisection", results.VERSION, {}, {"equal": bool}),
 }

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from .checkpoint.scan import scan
     from .equivalence.bisect import bisect
     from .equivalence.compare import compare
-    from .equivalence.recipes.recipe import recipe
     from .equivalence.twice import twice
     from .instrumentation.functions import span, watched
     from .integrations.debug import DebugUnderflowOverflow, detect_overflow
@@ -54,7 +53,6 @@ else:
         "checkpoint.scan": ("scan",),
         "equivalence.bisect": ("bisect",),
         "equivalence.compare": ("compare",),
-        "equivalence.recipes.recipe": ("recipe",),
         "equivalence.twice": ("twice",),
         "instrumentation.functions": ("span", "watched"),
         "integrations.notebook": ("load_ipython_extension", "unload_ipython_extension"),
@@ -125,7 +123,6 @@ __all__ = [
     "fp32_modules",
     "narrowest",
     "patch_transformers",
-    "recipe",
     "replay",
     "run_in_fp32",
     "scan",

@@ -108,11 +108,6 @@ COMMANDS = {
     "options": Command(
         "the options in force, and who said them: environment, file or default", ".options:main"
     ),
-    "recipe": Command(
-        "the cheapest number format of each linear layer whose loss stays within a budget",
-        ".recipe:main",
-        runs_user_code=True,
-    ),
     "replay": Command(
         "make the call in a capsule again, in one dtype or several", ".replay:main", runs_user_code=True
     ),
