@@ -23,13 +23,13 @@ GIVEN: dict[str, Any] = {
     "exclude": "1",
     "allow_inf": "0", "every": 2, "reread_weights": 5, "trace_batches": (1,), "log_every": 9, "abort_after_batch": 4,
     "forecast": False, "rerun": False, "peer_timeout": 1.5, "black_box": False, "stall_timeout": 9.0,
-    "enabled": False, "formats": "mxfp8", "formats_every": 7, "guard_checkpoints": True, "replicas": 3, "recheck": 5,
+    "enabled": False, "guard_checkpoints": True, "replicas": 3, "recheck": 5,
     "updates": 4, "frozen": "0",
 }  # fmt: skip
 # What has no effect without another option.
 NEEDS: dict[str, dict[str, Any]] = {
     "exclude": {"include": "*"}, "scaler": {"gradients": True}, "max_skipped_steps": {"gradients": True},
-    "log_every": {"sinks": print}, "formats_every": {"formats": "mxfp8"}, "frozen": {"updates": True},
+    "log_every": {"sinks": print}, "frozen": {"updates": True},
 }  # fmt: skip
 # Objects, which have to be made, and what needs an extra or a folder.
 MADE = ("scaler", "optimizer", "trace", "output_dir")

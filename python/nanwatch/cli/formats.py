@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentTypeError
 from typing import Any
 
-from ..numerics.block_formats import BLOCKS_BY_NAME
 from ..trace.format_advice import FORMATS, LOST, Holding, Need, Share, fits, holdings
-from ..trace.measured_formats import MeasuredLoss, measured
 from ..trace.trace_file import Trace
 from ..util.progress import Tell
 from ..util.reading import plain
@@ -25,16 +22,12 @@ The ranges of a trace say whether an element overflows and whether one becomes z
 format fits when each element that may become zero is below 1/4096 of the largest element of its tensor. A trace of a
 few batches with counts=True (nanwatch run --counts --trace ...) has the shares.
 
---to shows what the operands of linear layers lost in block formats, as far as the run measured it (nanwatch run
---formats mxfp8,nvfp4 --trace ...): the lowest SQNR, and the largest shares that saturate and that become zero.
-
 exit status: 0, 1 when the format of --for does not fit, or 2 when there is no trace to read
 
 examples:
   nanwatch formats run.parquet --for float16
   nanwatch formats run.parquet --for float16 --lost 0.05 --json
   nanwatch formats run.parquet --margin-bits 3
-  nanwatch formats run.parquet --to mxfp8,nvfp4
 """
 
 
@@ -46,18 +39,12 @@ def main(arguments: list[str]) -> int:
         _HELP,
     )
     parser.add_argument("trace", metavar="TRACE", help="a trace: what watch(trace=...) was given")
-    asked = parser.add_mutually_exclusive_group()
-    asked.add_argument(
+    parser.add_argument(
         "--for",
         dest="format",
-        type=_without_blocks,
+        choices=FORMATS,
         metavar="FORMAT",
         help=f"tell whether this format fits, and where it does not: {', '.join(FORMATS)}",
-    )
-    asked.add_argument(
-        "--to",
-        metavar="FORMATS",
-        help=f"show the loss in these block formats, which the run measured: {', '.join(BLOCKS_BY_NAME)}",
     )
     parser.add_argument(
         "--lost",
@@ -78,11 +65,6 @@ def main(arguments: list[str]) -> int:
 
     def find(tell: Tell) -> tuple[str, int]:
         trace = Trace.open(options.trace, tell)
-        if options.to is not None:
-            found = measured(trace, options.to.split(","))
-            if options.json:
-                return json.dumps({"operands": list(map(plain, found))}, allow_nan=False, indent=2), 0
-            return "\n".join(map(visible, _measured_lines(found))), 0
         answer: dict[str, Any] = {"margin_bits": margin_bits, "lost": lost}
         status = 0
         if name is None:
@@ -98,14 +80,6 @@ def main(arguments: list[str]) -> int:
         return "\n".join(map(visible, lines)), status
 
     return answered("formats", find)
-
-
-def _without_blocks(name: str) -> str:
-    if name in FORMATS:
-        return name
-    blocks = f"; use --to {name}, or nanwatch scan FILE --to {name} for a checkpoint"
-    hint = blocks if name in BLOCKS_BY_NAME else ""
-    raise ArgumentTypeError(f"should be one of {', '.join(FORMATS)}, got {name!r}{hint}")
 
 
 _NOTHING = "No output or weight of floating point was read in this trace."
@@ -162,32 +136,6 @@ def _holdings_lines(found: tuple[Holding, ...], name: str, margin_bits: float) -
             " counts=True has the shares: nanwatch run --counts --trace ...",
         ]
     return lines
-
-
-def _measured_lines(found: tuple[MeasuredLoss, ...]) -> list[str]:
-    by_operand: dict[tuple[str, str], dict[str, MeasuredLoss]] = {}
-    for one in found:
-        by_operand.setdefault((one.operand, one.module), {})[one.format] = one
-    formats = [name for name in BLOCKS_BY_NAME if any(one.format == name for one in found)]
-    lines = [
-        "  ".join(f"{name:>24}" for name in formats),
-        "  ".join(f"{'SQNR':>8}{'saturate':>9}{'zero':>7}" for _ in formats) + "  of",
-    ]
-    for (operand, module), losses in by_operand.items():
-        cells = "  ".join(_loss(losses.get(name)) for name in formats)
-        lines.append(f"{cells}  {operand} of {module_name(module)}")
-    most = max(one.num_batches for one in found)
-    return [
-        *lines,
-        "",
-        f"The worst of {most} {'batch' if most == 1 else 'batches'}, in dB and shares of elements.",
-    ]
-
-
-def _loss(one: MeasuredLoss | None) -> str:
-    if one is None:
-        return f"{'-':>8}{'-':>9}{'-':>7}"
-    return f"{one.sqnr:>5.1f} dB{100 * one.saturated:>7.2g} %{100 * one.flushed:>5.2g} %"
 
 
 def _share(share: Share, of: Holding) -> str:

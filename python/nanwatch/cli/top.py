@@ -28,8 +28,7 @@ headroom is in bits, each a doubling that the largest element has left. bits/100
 and abs max are those of the least headroom, and failed counts batches with a non-finite value. Above the table stand
 the latest spikes and forecasts.
 
-keys: t sorts by trend, h by headroom, s by SQNR, q ends. Needs the package textual, but not with --once, --json or into
-a pipe. dB and saturated are the least SQNR and the largest share of watch(formats=...).
+keys: t sorts by trend, h by headroom, q ends. Needs the package textual, but not with --once, --json or into a pipe.
 
 exit status: 0, or 2 when there is nothing to show
 
@@ -48,7 +47,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--once", action="store_true", help="print one table and end")
     parser.add_argument(
         "--by",
-        choices=("headroom", "trend", "sqnr"),
+        choices=("headroom", "trend"),
         default="headroom",
         help="what comes first (default: %(default)s)",
     )
@@ -71,7 +70,7 @@ def main(arguments: list[str]) -> int:
         if not (options.once or options.json or not sys.stdout.isatty()):
             _app(options).run()
             return 0
-        picture, heading = _look(options.run, options.latest, options.by)
+        picture, heading = _look(options.run, options.latest)
     except (ValueError, OSError, ImportError) as error:
         return failed("top", error)
     rows = _sorted(picture, options.by)
@@ -90,7 +89,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _look(run: Path, latest: int, by: str) -> tuple[Picture, list[str]]:
+def _look(run: Path, latest: int) -> tuple[Picture, list[str]]:
     """Return the picture of the latest batches, and lines about the trace and its latest spikes and forecasts.
 
     Raises ValueError or OSError for none.
@@ -102,8 +101,6 @@ def _look(run: Path, latest: int, by: str) -> tuple[Picture, list[str]]:
     lost = f", {trace.lost_frames:,} frames lost" if trace.lost_frames else ""
     shown = f"; below are the latest {latest:,}" if len(trace.batches) > latest else ""
     heading = f"{trace.path}: {batch_words(trace.batches)}, rank {trace.rank}{lost}{shown}"
-    if by == "sqnr" and not any(row.formats for row in picture.rows):
-        heading += "; no block format was measured in these (watch(formats=...)), so they are by headroom"
     return picture, [heading, *(_told(one) for one in picture.marks[-_MARKS:])]
 
 
@@ -114,10 +111,6 @@ def _told(mark: Mark) -> str:
 def _sorted(picture: Picture, by: str) -> list[Row]:
     if by == "headroom":
         return list(picture.rows)
-    if by == "sqnr":
-        return sorted(
-            picture.rows, key=lambda row: min((x for x, _ in row.formats.values()), default=math.inf)
-        )
     # Modules without a trend come last.
     return sorted(picture.rows, key=lambda row: (math.isnan(row.trend), row.trend))
 
@@ -134,26 +127,15 @@ def _document(picture: Picture, rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def _heads(rows: list[Row]) -> list[str]:
-    """Return the heads of the columns: two for each block format that was measured, before the module."""
-    formats = dict.fromkeys(name for row in rows for name in row.formats)
-    return [*_COLUMNS[:-1], *(head for name in formats for head in (f"{name} dB", "saturated")), _COLUMNS[-1]]
-
-
-def _cells(row: Row, heads: list[str]) -> list[str]:
-    names = [head.removesuffix(" dB") for head in heads if head.endswith(" dB")]
-    found = [row.formats.get(name) for name in names]
+def _cells(row: Row) -> list[str]:
     return [
         bits_words(row.bits), trend_words(row.trend), str(row.batch), f"{row.abs_max:.2e}",
-        str(row.num_failed or ""),
-        *(cell for one in found for cell in (("", "") if one is None else (f"{one[0]:.1f}", f"{one[1]:.2%}"))),
-        row.place,
+        str(row.num_failed or ""), row.place,
     ]  # fmt: skip
 
 
 def _table(rows: list[Row]) -> list[str]:
-    heads = _heads(rows)
-    lines = [heads, *(_cells(row, heads) for row in rows)]
+    lines = [[*_COLUMNS], *map(_cells, rows)]
     wide = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
     return [
         "  ".join([*(cell.rjust(size) for cell, size in zip(line, wide, strict=False)), line[-1]])
@@ -176,7 +158,6 @@ def _app(options: argparse.Namespace) -> Any:
         BINDINGS = (
             ("h", "by('headroom')", "by headroom"),
             ("t", "by('trend')", "by trend"),
-            ("s", "by('sqnr')", "by SQNR"),
             ("q", "quit", "quit"),
         )
 
@@ -185,7 +166,7 @@ def _app(options: argparse.Namespace) -> Any:
             self._by: str = options.by
             self._picture: Picture | None = None
             self._is_looking = False
-            self._shown: list[list[str]] = []
+            self._shown: list[list[str]] | None = None
 
         def compose(self) -> Any:
             yield widgets.Static(id="heading", markup=False)
@@ -207,7 +188,7 @@ def _app(options: argparse.Namespace) -> Any:
 
         def _read(self) -> None:
             try:
-                picture, heading = _look(options.run, options.latest, self._by)
+                picture, heading = _look(options.run, options.latest)
             except (ValueError, OSError) as error:  # nothing yet, or in this moment the parts became one file
                 picture, heading = None, [f"waiting: {spell(error)}"]
             self.call_from_thread(self._take, picture, heading)
@@ -223,17 +204,16 @@ def _app(options: argparse.Namespace) -> Any:
             if self._picture is None:
                 return
             rows = _sorted(self._picture, self._by)
-            heads = _heads(list(self._picture.rows))
-            cells = [heads, *(_cells(row, heads) for row in rows)]
+            cells = [*map(_cells, rows)]
             if cells == self._shown:
                 return
             table = self.query_one(widgets.DataTable)
             row, top = table.cursor_row, table.scroll_y
-            table.clear(columns=[heads] != self._shown[:1])
-            if [heads] != self._shown[:1]:
-                table.add_columns(*heads)
+            if self._shown is None:
+                table.add_columns(*_COLUMNS)
+            table.clear()
             self._shown = cells
-            for one, line in zip(rows, cells[1:], strict=True):
+            for one, line in zip(rows, cells, strict=True):
                 words = [text.Text(visible(cell), justify="right") for cell in line]
                 words[0].stylize(_COLORS[level_of(one.bits)])
                 words[-1].justify = "left"

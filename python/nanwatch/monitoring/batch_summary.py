@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, floor, inf, log2
 
-from ..instrumentation.linear_formats import SATURATED, SQNR, measure_of
 from ..numerics.formats import Statistics
 from ..records.headroom import headroom_bits
 from ..records.record import Frame, Record
@@ -52,21 +51,11 @@ class BatchSummary:
         self.own_time = own_time
         """The latest measurement, of a batch before this one; None where there is none."""
         self._largest: dict[tuple[str, str, str], tuple[float, Record]] = {}
-        # The least SQNR in dB and the largest share that saturates, by format and module, in batches of `formats`.
-        self.sqnr: dict[tuple[str, str], float] = {}
-        self.saturated: dict[tuple[str, str], float] = {}
 
     def add(self, frame: Frame) -> None:
         """Take a frame of this batch."""
         for row in frame.records:
             abs_max = row.abs_max
-            if abs_max is not None and (measured := measure_of(row.label)):
-                of = measured[0], frame.name
-                if measured[1] == SQNR:
-                    self.sqnr[of] = min(abs_max, self.sqnr.get(of, inf))
-                elif measured[1] == SATURATED:
-                    self.saturated[of] = max(abs_max, self.saturated.get(of, 0.0))
-                continue
             # Finite complex numbers may have a modulus that is too large for a float.
             if abs_max and row.isfinite and row.role != "input" and abs_max != inf:
                 key = (frame.name, row.label, row.dtype)

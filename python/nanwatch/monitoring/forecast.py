@@ -90,12 +90,10 @@ def _end_bits(dtype: str) -> float:
 class Forecaster:
     """Forecaster of overflows from the largest magnitudes of some batches. Keeps 0.3 KiB for each tensor.
 
-    `is_due(batch)` says whether a batch is wanted. `room`: how many tensors there may be. `end`: log2 of the largest
-    number of every tensor, where that is not the one of its dtype.
+    `is_due(batch)` says whether a batch is wanted. `room`: how many tensors there may be.
     """
 
-    def __init__(self, room: int = 0, end: float | None = None) -> None:
-        self._end = end
+    def __init__(self, room: int = 0) -> None:
         self.history = PeakHistory(reaches_back=True, room=room)
         self._dtypes: list[str] = []
         # By tensor: log2 of the largest number of its format; nan for what has none, and for an input, which counts at
@@ -120,10 +118,7 @@ class Forecaster:
             return
         self.history.meet(names)
         self._dtypes += [dtype for _, _, dtype in names]
-        ends = [
-            (nan if label.startswith("input[") else _end_bits(dtype)) if self._end is None else self._end
-            for _, label, dtype in names
-        ]
+        ends = [nan if label.startswith("input[") else _end_bits(dtype) for _, label, dtype in names]
         self._ends = np.append(self._ends, np.array(ends, np.float32))
 
     def end(self, batch: int, values: bytes) -> list[Forecast]:

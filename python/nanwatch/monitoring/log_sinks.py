@@ -110,9 +110,6 @@ def batch_entry(summary: BatchSummary, shown: Collection[str]) -> LogEntry:
         if name in shown:
             for what, value in statistics._asdict().items():
                 scalars[f"{TOTAL}_{what}/{spell_module(name)}"] = value
-    for tag, values in (("sqnr_db", summary.sqnr), ("saturated", summary.saturated)):
-        for (form, name), value in values.items():
-            scalars[f"{TOTAL}_{form}_{tag}/{spell_module(name)}"] = value
     histograms = {f"{RANGES}/{role}": histogram for role, histogram in summary.ranges.items()}
     return LogEntry(summary.batch, scalars, histograms, texts)
 

@@ -15,7 +15,6 @@ from ..report.update_finding import UpdateFinding
 from ..util.modules import each_module
 from ..util.visible import warn_user
 from .forecast import Forecast, Forecaster
-from .format_forecast import FormatForecaster
 from .peaks import PeakHistory
 from .sinks import Sink, SinkStream
 from .suspicion import Suspicion
@@ -73,7 +72,6 @@ class Monitor:
         log_every: int,
         forecasts: bool,
     ) -> None:
-        self.formats: FormatForecaster | None = None
         # Gets the peaks of each batch.
         self.spikes: Callable[[int, list[PeakName], bytes], None] | None = None
         self._names: list[PeakName] = []  # that the forecaster has not met
@@ -94,15 +92,12 @@ class Monitor:
     @property
     def awaits_batches(self) -> bool:
         """Return whether the monitor needs the ends of batches."""
-        others = self.spikes is not None or self.formats is not None
-        return self._forecaster is not None or self.sinks.takes_batches or others
+        return self._forecaster is not None or self.sinks.takes_batches or self.spikes is not None
 
     def end(self, batch: int) -> None:
         """Handle the end of a finite batch."""
         follows = self._forecaster is not None or self.spikes is not None
         forecasts = self._forecasts(batch) if follows else []
-        if self.formats is not None:
-            forecasts += self.formats.end(batch)
         self.sinks.batch_ended(batch)
         for forecast in forecasts:
             self.sinks.on_forecast(batch, forecast)

@@ -127,7 +127,6 @@ class HeatMap:
     key: Sequence[tuple[str, str]] = HEADROOM_KEY
     none: str = "no headroom read"
     unit: str = "bits"
-    units: Sequence[str] = ()  # of each row, where they differ
     magnitudes: Array | None = None
     measure: str = "abs max"
     failed: Sequence[int] = ()
@@ -147,7 +146,6 @@ class HeatMap:
             "stops",
             "none",
             "unit",
-            "units",
             "measure",
             "failed",
             "skipped",

@@ -44,8 +44,6 @@ def watch(
     gradients: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
     attention: int = False,
-    formats: str | Iterable[str] = (),
-    formats_every: int = 100,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
     # What is kept of it
@@ -97,11 +95,6 @@ def watch(
         attention: read the attention logits of `scaled_dot_product_attention`, `flex_attention` and `softmax` in the
             watched model: in every batch a bound, and every n-th batch the largest logit of each head; True is every
             100th. They are outputs of the module that calls attention, and `Watch.attention` (docs/attention.md).
-        formats: measure in each n-th batch what the operands of linear layers would lose in these block formats, such
-            as "mxfp8": the SQNR, and the shares that saturate or become zero, of a sample of the rows. Traces, sinks
-            and `Watch.formats` have them, and a forecast says which layer leaves a format (docs/block-formats.md).
-            Such a batch waits for a GPU. Needs `outputs`.
-        formats_every: the n of `formats`.
         include, exclude: glob patterns on the names of modules, such as "encoder.block.*"; `*` crosses dots. Names are
             those in your own model, without what DistributedDataParallel and other wrappers put before them.
         max_frames: keep this many of the latest frames.

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 
 from ..monitoring.log_sinks import ACCEPTED, FOLDER, factory_of, log_for
 from ..monitoring.sinks import Sink
-from ..numerics.block_formats import BLOCKS_BY_NAME
 from ..util.reading import shorten
-from ..util.visible import close_names
 
 SWITCH = "NANWATCH"
 # Batches are counted in 64 bits. Sums and differences of two such numbers stay in them.
@@ -111,24 +109,11 @@ def _parse_batches(value: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{value!r} should be batch numbers such as 0,3") from None
 
 
-def _check_texts(
-    option: str, value: Any, accepted: str = "a pattern or several, such as 'encoder.block.*'"
-) -> tuple[str, ...]:
+def _check_texts(option: str, value: Any) -> tuple[str, ...]:
     several = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
     if several is None or not all(isinstance(text, str) for text in several):
-        raise TypeError(f"{option} should be {accepted}, got {value!r}")
+        raise TypeError(f"{option} should be a pattern or several, such as 'encoder.block.*', got {value!r}")
     return several
-
-
-def _check_formats(option: str, value: Any) -> tuple[str, ...]:
-    several = _check_texts(option, value, "a block format or several, such as 'mxfp8'")
-    for name in several:
-        if name not in BLOCKS_BY_NAME:
-            known = ", ".join(BLOCKS_BY_NAME)
-            raise ValueError(
-                f"{option} has no block format {name!r}; {close_names(name, BLOCKS_BY_NAME, known)}"
-            )
-    return tuple(dict.fromkeys(several))
 
 
 def check_seconds(option: str, value: Any) -> float:
@@ -204,7 +189,6 @@ def given_object(accepted: str, is_accepted: Callable[[Any], bool]) -> Kind:
 FLAG = Kind(check_flag, {"action": argparse.BooleanOptionalAction})
 FLAG_OR_NONE = Kind(lambda option, value: check_flag(option, value, or_none=True), FLAG.flag)
 PATTERNS = Kind(_check_texts, {"action": "append", "metavar": "PATTERN"})
-BLOCK_NAMES = Kind(_check_formats, {"action": "append", "metavar": "FORMAT"})
 BATCHES = Kind(_check_batches, {"type": _parse_batches, "metavar": "N,N"})
 BATCH_OR_NONE = Kind(
     lambda option, value: None if value is None else whole(option, value, 0, MAX_BATCH),

@@ -26,7 +26,6 @@ from ..util.visible import close_names
 from .option_kinds import (
     BATCH_OR_NONE,
     BATCHES,
-    BLOCK_NAMES,
     FLAG,
     FLAG_OR_NONE,
     PATTERNS,
@@ -95,17 +94,6 @@ class Options:
         "read a bound on the attention logits in every batch, and the largest ones by head in batches 0, N, 2N, ...",
         also="True is 100",
         needs="outputs=True",
-    )
-    formats: tuple[str, ...] = _read(
-        (),
-        BLOCK_NAMES,
-        "measure what the operands of linear layers would lose in this block format, such as mxfp8, in batches 0, N,"
-        " 2N, ... of formats_every=N",
-        also="or in several",
-        needs="outputs=True",
-    )
-    formats_every: int = _read(
-        100, whole_from(1), "measure block formats in batches 0, N, 2N, ...", needs="formats="
     )
     include: tuple[str, ...] = _read(
         (), PATTERNS, "watch only modules whose name matches, such as 'encoder.*'"

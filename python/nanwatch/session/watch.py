@@ -18,8 +18,6 @@ from ..distributed.step_ranks import StepRanks
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
 from ..instrumentation.calls import Attachment
 from ..instrumentation.global_hooks import GlobalHooks
-from ..instrumentation.linear_formats import FormatLoss, LinearFormats
-from ..monitoring.format_forecast import FormatForecaster
 from ..monitoring.monitor import Monitor
 from ..monitoring.sinks import SinkStream
 from ..monitoring.spikes.watch import SpikeWatch
@@ -111,12 +109,6 @@ class Watch:
             log_every=options.log_every,
             forecasts=options.forecast and options.enabled,
         )
-        self._formats: LinearFormats | None = None
-        if options.formats and options.enabled:
-            self._formats = LinearFormats(
-                self._recorder, options.formats, options.formats_every, options.observes
-            )
-            self._monitor.formats = FormatForecaster(self._formats) if options.forecast else None
         sinks, suspicion = self._monitor.sinks, self._monitor.suspicion
         self._batch_ends = self._recorder.subscribe(Event.BATCH_END)
         self._batch_ends.active = (
@@ -216,7 +208,7 @@ class Watch:
         self._reports.look_at_mesh()
         parts = (
             *(*self._optional, self._steps, self._backward, self._attachment, self._attention),
-            *(self._formats, self._spikes, self._checkpoints),
+            *(self._spikes, self._checkpoints),
         )
         for part in parts:
             if part is not None:
@@ -268,11 +260,6 @@ class Watch:
     def attention(self) -> dict[str, AttentionLogits]:
         """The latest attention logits by module and head; empty without `attention`. Waits for a GPU."""
         return {} if self._attention is None else self._attention.found()
-
-    @property
-    def formats(self) -> tuple[FormatLoss, ...]:
-        """The latest losses of linear layers in the block formats of `formats`, the lowest SQNR first."""
-        return () if self._formats is None else self._formats.found()
 
     @property
     def spikes(self) -> tuple[SpikeReport, ...]:

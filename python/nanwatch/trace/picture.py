@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, isnan
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..instrumentation.linear_formats import LEAST_SQNR, SATURATED, SQNR, measure_of
 from ..records.note import EVENTS, EXCUSES, Note, NoteKind
 from ..report.page import (
     HEADROOM_KEY,
@@ -41,8 +40,7 @@ _TABLE = 200  # rows of the page's tables: the worst modules, the latest spikes 
 class Row(NamedTuple):
     """One module: its least headroom in bits, the batch and the tensor that had it, and where its headroom is heading.
 
-    `trend` is in bits per 100 batches, nan for a module with few points. `num_failed` counts columns. `formats` has the
-    least SQNR in dB and the largest share that saturates of a linear layer, by the formats of `watch(formats=...)`.
+    `trend` is in bits per 100 batches, nan for a module with few points. `num_failed` counts columns.
     """
 
     module: str
@@ -52,7 +50,6 @@ class Row(NamedTuple):
     trend: float
     num_failed: int
     label: str
-    formats: Mapping[str, tuple[float, float]]
 
     @property
     def place(self) -> str:
@@ -79,8 +76,7 @@ class Picture:
     where the module has no number. `labels` are the tensors with the least headroom of each module. `abs_max` is the
     largest magnitude of the cell. `first` and `last` are the batches at the ends of each column. `skipped` marks the
     columns in which the optimizer skipped a step. `marks` are the latest spikes and forecasts. `failure` is the first
-    batch with a non-finite value and the first module in it, None without one. `formats` has by block format the least
-    SQNR in dB and the largest share that saturates of each cell, nan where nothing was measured.
+    batch with a non-finite value and the first module in it, None without one.
     """
 
     modules: tuple[str, ...]
@@ -97,7 +93,6 @@ class Picture:
     lost_frames: int
     labels: tuple[str, ...]
     marks: tuple[Mark, ...]
-    formats: Mapping[str, tuple[Array, Array]]
 
     @property
     def failed(self) -> Array:
@@ -114,15 +109,10 @@ class Picture:
         worst = least[np.arange(len(self.modules)), place] if least.size else np.empty(0)
         failed = np.isneginf(self.bits).sum(axis=1)
         trend = self._trend()
-        formats = {
-            name: (np.fmin.reduce(sqnr, axis=1), np.fmax.reduce(saturated, axis=1))
-            for name, (sqnr, saturated) in self.formats.items()
-        }
         made = [
             Row(
                 self.modules[i], float(worst[i]), int(self.first[place[i]]), float(self.abs_max[i, place[i]]),
                 float(trend[i]), int(failed[i]), self.labels[i],
-                {name: (float(x[i]), float(y[i])) for name, (x, y) in formats.items() if not isnan(x[i])},
             )
             for i in np.flatnonzero(known.any(axis=1))[np.argsort(worst[known.any(axis=1)], kind="stable")]
         ]  # fmt: skip
@@ -157,12 +147,6 @@ class Picture:
         column = "a batch" if whole else f"{per_column} batches, of which the least headroom is shown"
         failed, skipped = np.flatnonzero(self.failed).tolist(), np.flatnonzero(self.skipped).tolist()
         kinds = {one.kind for one in self.marks}
-        # A row for each linear layer and format, below the others.
-        measured = [
-            (name, i)
-            for name, (sqnr, _) in self.formats.items()
-            for i in np.flatnonzero(~np.isnan(sqnr).all(axis=1)).tolist()
-        ]
         key = [*HEADROOM_KEY]
         key += [("", "▼ a column with a non-finite value")] if failed else []
         key += [("", "△ the optimizer skipped a step")] if skipped else []
@@ -172,23 +156,18 @@ class Picture:
             for kind in signs
             if kind in kinds
         ]
-        above = [self.formats[name][0][i : i + 1] - LEAST_SQNR for name, i in measured]
         picture = HeatMap(
             "Headroom of every module over the run",
             f"A row is a module, in the order of the first calls. A column is {column}. A bit is a doubling that the"
             " largest element of the module's weights, outputs and gradients has left before it overflows.",
             "bits of headroom by module and batch; the table below has the least of each module",
-            rows=[
-                *map(module_name, self.modules),
-                *(f"{module_name(self.modules[i])} in {x}" for x, i in measured),
-            ],
+            rows=[*map(module_name, self.modules)],
             first=self.first.tolist(),
             last=self.last.tolist(),
             columns=("batch", "batches"),
-            cells=headroom_cells(np.concatenate([self.bits, *above])),
-            units=["bits"] * len(self.modules) + [f"dB of SQNR above {LEAST_SQNR:g}"] * len(measured),
+            cells=headroom_cells(self.bits),
             key=key,
-            magnitudes=np.pad(self.abs_max, ((0, len(measured)), (0, 0)), constant_values=np.nan),
+            magnitudes=self.abs_max,
             failed=failed,
             skipped=skipped,
             marks=[
@@ -270,10 +249,7 @@ def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:
     with np.errstate(divide="ignore", invalid="ignore"):
         bits = np.log2(ends_of(table).largest) - np.log2(abs_max)  # two logarithms, as in headroom_bits
     bits[is_fault] = -inf
-    # Rows of `watch(formats=...)`: their numbers are no magnitudes of a tensor.
-    found = [measure_of(text) or ("", "", "") for text in (*label.values, "")]
-    form, measure = (np.array(part)[label.codes] for part in [*zip(*found, strict=True)][:2])
-    counts = (measure == "") & ~excused & ~np.isnan(bits) & (is_fault | ~_each(role, "input".__eq__, False))
+    counts = ~excused & ~np.isnan(bits) & (is_fault | ~_each(role, "input".__eq__, False))
 
     shape = (len(order), len(first))
     cell = (row[module.codes] * shape[1] + column)[counts]
@@ -286,13 +262,6 @@ def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:
     hits = np.flatnonzero(counts & (bits == least.min(axis=1)[of_module]))[::-1]
     labels = np.full(shape[0], "", object)
     labels[of_module[hits]] = _each(label, str, "")[hits]
-    formats = {}
-    for name in dict.fromkeys(name for name, _, _ in found if name):
-        sqnr, saturated = np.full(shape, np.nan), np.full(shape, np.nan)
-        for cells, take, what in ((sqnr, np.fmin, SQNR), (saturated, np.fmax, SATURATED)):
-            hit = (form == name) & (measure == what)
-            take.at(cells.reshape(-1), (row[module.codes] * shape[1] + column)[hit], abs_max[hit])
-        formats[name] = sqnr, saturated
     seen = np.zeros(shape, bool)
     seen.reshape(-1)[cell] = True
     marks = tuple(
@@ -325,7 +294,6 @@ def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:
         trace.lost_frames,
         tuple(labels.tolist()),
         marks,
-        formats,
     )
 
 

@@ -106,8 +106,6 @@ def test_what_comes_first_and_of_which_batches(tmp_path: Path, capsys: pytest.Ca
         ["11.0", "bits", lines[3][2], "19", "3.20e+01", "falling"],
         ["12.0", "bits", "+0.0", "0", "1.60e+01", "whole"],
     ]
-    _, out, _ = run(capsys, str(folder), "--by", "sqnr")
-    assert "no block format was measured in these (watch(formats=...))" in out.splitlines()[0]
     _, out, _ = run(capsys, str(folder), "--by", "trend", "--latest", "10")
     assert "; below are the latest 10" in out.splitlines()[0]
     assert out.splitlines()[2].split() == ["11.0", "bits", "-100.0", "39", "3.20e+01", "falling"]

@@ -205,8 +205,7 @@ function words(row, column) {
   const at = row * columns + column;
   const value = cells[at];
   const told = { [field.absent]: field.none, [field.gone]: "not finite", [field.zero]: "all zero" }[value];
-  const unit = field.units[row] ?? field.unit;
-  const room = told ?? (unit && `${(value / 10).toFixed(1)} ${unit}`);
+  const room = told ?? (field.unit && `${(value / 10).toFixed(1)} ${field.unit}`);
   const rest = value === field.absent || !log2.length || Number.isNaN(log2[at]) ? "" : `${field.measure} ${largest(log2[at])}`;
   const skipped = field.skipped.includes(column) ? "step skipped" : "";
   const marked = field.marks.filter(([, at]) => at === column)
