@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from ...instrumentation.wrapped_names import named_modules
 from ...numerics.readable import only_our_dispatch
 from ...util.modules import each_parameter, is_in
+from ...util.visible import suppressed
 from .samples import Key, StepSamples, each_weight, is_full, plain, same_bits, sample
 from .view import StepView, Suspect
 
@@ -98,7 +99,13 @@ def _said_to_be_tied(model: nn.Module) -> tuple[tuple[str, Tensor], tuple[str, T
         config = getattr(module, "config", None)
         if getattr(config, "tie_word_embeddings", False) is True and hasattr(module, "get_output_embeddings"):
             whole: Any = module
-            ends = whole.get_output_embeddings(), whole.get_input_embeddings()
+            try:
+                ends = whole.get_output_embeddings(), whole.get_input_embeddings()
+            except (
+                Exception
+            ):  # models without a text part inherit both methods from transformers, and they raise
+                suppressed("the embeddings of a model could not be told")
+                continue
             found = [
                 (one.name, one.module) for end in ends for one in named_modules(model) if one.module is end
             ]
@@ -123,12 +130,14 @@ def equal_ends(model: nn.Module) -> list[tuple[str, str]]:
     tables: list[tuple[str, Tensor]] = []
     found: list[tuple[str, str]] = []
     for name, _, module in named_modules(model):
+        if not isinstance(module, nn.Embedding | nn.Linear):
+            continue
         weight = module._parameters.get("weight")
         if weight is None or not weight.requires_grad:
             continue
         if isinstance(module, nn.Embedding):
             tables.append((name, weight))
-        elif isinstance(module, nn.Linear) and is_full(weight):
+        elif is_full(weight):
             found += [(name, other) for other, table in tables if _is_copy(weight, table)]
     return found
 

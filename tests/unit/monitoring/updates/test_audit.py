@@ -6,6 +6,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -393,3 +394,25 @@ def test_a_weight_that_is_meant_to_stay() -> None:
     training = Training()
     training.model[0].requires_grad = False
     assert {(one.kind, one.module) for one in training.run()} == {("frozen-moved", "0")}
+
+
+class Embedder(nn.Module):
+    """A model of transformers without a text part, whose config all the same says that embeddings are tied."""
+
+    config = SimpleNamespace(tie_word_embeddings=True)
+
+    def get_output_embeddings(self) -> nn.Module:
+        raise NotImplementedError("please override in the subclass")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_the_audit_goes_on_past_a_method_that_raises_and_a_script_module() -> None:
+    """It still finds the weight that should stay."""
+    training = Training()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript
+        scripted = torch.jit.script(nn.Linear(4, 4))
+    training.model.extend([Embedder(), scripted])
+    assert {(one.kind, one.module) for one in training.run(frozen="4")} >= {("frozen-moved", "4")}
