@@ -61,5 +61,5 @@ def test_headroom_counts_and_an_event_for_a_failure(caplog: pytest.LogCaptureFix
 def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the start, not in the first batch."""
     monkeypatch.setitem(sys.modules, "opentelemetry.metrics", None)
-    with pytest.raises(ImportError, match=r"`opentelemetry`.*'\.\[opentelemetry\]'"):
+    with pytest.raises(ImportError, match=r"pip install opentelemetry-sdk, .*'\.\[opentelemetry\]'"):
         nanwatch.watch(nn.Identity(), sinks="opentelemetry")
