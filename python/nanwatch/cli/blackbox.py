@@ -68,7 +68,10 @@ def main(arguments: list[str]) -> int:
 def look(path: Path) -> _Found:
     """Read a black box or a folder of them. Raises ValueError or OSError."""
     if not path.is_dir():
-        return _one(read_black_box(path))
+        try:
+            return _one(read_black_box(path))
+        except ValueError as error:
+            raise ValueError(f"{path} {error}") from error
     job = read_job(path)
     return _one(job.reports[0]) if len(job.reports) == 1 and not job.others else _all(job)
 

@@ -65,4 +65,4 @@ def test_what_is_no_black_box_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     file.write_text("text")
     for path in (file, tmp_path, tmp_path / "none"):
         assert main([str(path)]) == 2
-    assert "is no black box of this version" in capsys.readouterr().err
+    assert f"nanwatch blackbox: {file} is no black box of this version" in capsys.readouterr().err
