@@ -21,7 +21,7 @@ from torch import nn
 from ..blackbox.process import box_folder, process_box
 from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError, Report
-from ..session.api import DeferredWatch, Watch, watch
+from ..session.api import DeferredWatch, Watch, start_watch
 from ..session.model_finder import MAX_MODELS, ModelFinder
 from ..session.options import Options
 from ..util.visible import spell, suppressed, visible
@@ -198,12 +198,12 @@ class _Run:
     def _found(self, model: nn.Module) -> None:
         name = type(model).__name__
         try:
-            self._watches.append((name, watch(model, **self._options)))
+            self._watches.append((name, start_watch(model, self._options, must_match=not self._watches)))
         except TypeError as error:  # a ScriptModule, which the user has not named
             self._not_watched.append(name)
             _tell(f"{name} is not watched: {error}")
         except (ValueError, OSError) as error:
-            # Patterns that match no module of the first model are a mistake; those of a later one need not match.
+            # Patterns that match no module of the first model are a mistake.
             if self._watches:
                 _tell(f"{name} is not watched: {error}")
                 return

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..report import text
 from ..report.report import NonFiniteError, Report
-from ..session.api import DeferredWatch, watch
+from ..session.api import DeferredWatch, start_watch
 from ..session.model_finder import ModelFinder
 from ..session.watch import Watch, watch_starts
 from ..trace.comparison import diff
@@ -68,7 +68,7 @@ class TestedModels:
         self._is_starting = True
         try:
             parts = {id(module) for module in model.modules()}
-            self._watches.append((watch(model, **options), parts))
+            self._watches.append((start_watch(model, options, must_match=False), parts))
             self.num_watched += 1
         except (TypeError, ValueError) as error:  # a ScriptModule, or a pattern for another model
             self.refusals.append(f"{type(model).__name__}: {error}")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..instrumentation.calls import check_model
-from ..instrumentation.wrapped_names import named_modules, original_module
+from ..instrumentation.wrapped_names import named_modules, original_module, parameter_names
 from ..monitoring.log_sinks import is_log
 from ..numerics import _extension
 from ..recording.events import Check
@@ -30,7 +30,7 @@ __all__ = ["DeferredWatch", "Watch", "watch"]
 # Frames that a batch may have for every module: two calls, and both once more when they are recomputed.
 _CALLS = 4
 # Options that `start` checks, because they need the model or open a file.
-_CONFIRMED_LATER = ("include", "exclude", "allow_inf", "trace", "sinks")
+_CONFIRMED_LATER = ("include", "exclude", "allow_inf", "frozen", "trace", "sinks")
 
 
 def watch(
@@ -197,17 +197,21 @@ def watch(
     given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}
     check_model(model)
     values = values_in_force(without_defaults(given))
-    return _start(model, values, measure_time=_measure_time, verify_hits=_verify_hits)
+    return start_watch(model, values, measure_time=_measure_time, verify_hits=_verify_hits)
 
 
-def _start(model: nn.Module, values: dict[str, Any], *, room: int = 0, **settings: Any) -> Watch:
+def start_watch(
+    model: nn.Module, values: dict[str, Any], *, room: int = 0, must_match: bool = True, **settings: Any
+) -> Watch:
     """Start to watch `model` with these values of the options, whatever is said outside of the code.
 
-    `room` is as Watch takes it, `settings` are further ones of the recorder.
+    `room` is as Watch takes it, `settings` are further ones of the recorder. A host that watches several models with
+    the same patterns passes `must_match=False`.
     """
     check_model(model)
     model = original_module(model)
-    options = check_options([one.name for one in named_modules(model)], values)
+    names = [one.name for one in named_modules(model)]
+    options = check_options(names, values, parameter_names(model).values(), must_match=must_match)
     if options.check == "async" and options.enabled:
         _check_async(model)
     if settings.get("measure_time") and _extension.C is None:
@@ -257,7 +261,7 @@ class DeferredWatch:
         general["sinks"] = tuple(filter(is_log, sinks))
         check_options([""], general)
         # The run may be in another process, so this one keeps no black box.
-        _start(nn.Identity(), {**general, "black_box": False, "stall_timeout": None}).stop()
+        start_watch(nn.Identity(), {**general, "black_box": False, "stall_timeout": None}).stop()
 
     def start(self, model: nn.Module, scaler: Any = None) -> Watch:
         """Stop the Watch of the model before, and watch `model`. Raises as `watch` does.
@@ -270,7 +274,7 @@ class DeferredWatch:
         if is_wanted and callable(getattr(scaler, "get_scale", None)):
             options["scaler"] = scaler
         room = min(_CALLS * sum(1 for _ in each_module(model)), MAX_FRAMES) if self._has_headroom else 0
-        self.watch = _start(model, options, room=room)
+        self.watch = start_watch(model, options, room=room)
         self._least = LeastHeadroom(self.watch) if self._has_headroom else None
         return self.watch
 

@@ -109,6 +109,13 @@ def _parse_batches(value: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{value!r} should be batch numbers such as 0,3") from None
 
 
+def _parse_every(value: str) -> int:
+    try:
+        return {"true": True, "false": False}[value] if value.isalpha() else int(value)
+    except (KeyError, ValueError):
+        raise argparse.ArgumentTypeError(f"{value!r} should be a whole number, true or false") from None
+
+
 def _check_texts(option: str, value: Any) -> tuple[str, ...]:
     several = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
     if several is None or not all(isinstance(text, str) for text in several):
@@ -161,7 +168,7 @@ def every_or_flag(when_true: int = 1) -> Kind:
     def check(option: str, value: Any) -> int:
         return value * when_true if isinstance(value, bool) else whole(option, value, 1, MAX_BATCH)
 
-    return whole_from(1)._replace(check=check)
+    return Kind(check, {"type": _parse_every, "metavar": "N"})
 
 
 def choice(words: tuple[str, ...], accepted: str, *, or_callable: bool = False) -> Kind:

@@ -282,11 +282,17 @@ class Options:
         return Settings(**{**shared, **more, "max_frames": max_frames, "traced": tuple(self.trace_batches)})
 
 
-def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
-    """Return the options for a model whose modules have these names, or raise TypeError or ValueError."""
+def check_options(
+    names: Sequence[str], given: dict[str, Any], weights: Iterable[str] = (), *, must_match: bool = True
+) -> Options:
+    """Return the options for a model whose modules and weights have these names, or raise TypeError or ValueError.
+
+    `must_match`: each pattern matches something. Without it only those of `include` have to.
+    """
     values = {one.name: one.metadata["check"](one.name, given[one.name]) for one in fields(Options)}
-    for option in ("include", "exclude", "allow_inf"):
-        values[option] = tuple(for_names(pattern, names) for pattern in values[option])
+    matched = {**dict.fromkeys(("include", "exclude", "allow_inf"), names), "frozen": [*names, *weights]}
+    for option, known in matched.items():
+        values[option] = tuple(for_names(pattern, known) for pattern in values[option])
     values["gradients"] |= values["spikes"]
     options = Options(**values)
     if not any((options.weights, options.buffers, options.inputs, options.outputs)):
@@ -301,11 +307,13 @@ def check_options(names: Sequence[str], given: dict[str, Any]) -> Options:
         )
     for one in fields(Options):
         _check_effect(one, options)
-    for option in ("include", "allow_inf"):
-        for pattern in getattr(options, option):
-            if not any(fnmatchcase(name, pattern) for name in names):
-                close = close_names(pattern, names)
-                raise ValueError(f"{option} pattern {pattern!r} matches no module; {close}")
+    for option, known in matched.items():
+        for pattern in getattr(options, option) if must_match or option == "include" else ():
+            if not any(fnmatchcase(name, pattern) for name in known):
+                what = "no module and no weight" if option == "frozen" else "no module"
+                raise ValueError(
+                    f"{option} pattern {pattern!r} matches {what}; {close_names(pattern, known)}"
+                )
     if not any(options.observes(name) for name in names):
         raise ValueError(
             f"include={options.include!r} and exclude={options.exclude!r} leave no module to watch; loosen one of them"

@@ -393,8 +393,10 @@ def test_what_matches_nothing_ends_the_run_at_the_first_call(tmp_path, capsys, o
 
 
 def test_a_later_model_need_not_match(tmp_path, capsys):
-    """A pattern for the first model of a program costs a second one its watch, and a line, not the run."""
+    """An include= for the first model of a program costs a second one its watch, and a line, an exclude= nothing."""
     body = "net(x)\nnn.Linear(2, 2)(x)\nprint('end')\n"
+    assert in_process(tmp_path, body, "--exclude", "0") == 0
+    assert "1 batch of Linear: all that was read is finite" in capsys.readouterr().err
     assert in_process(tmp_path, body, "--include", "0") == 0
     out, err = capsys.readouterr()
     assert out == "end\n"
@@ -467,7 +469,7 @@ def test_beside_the_drop_in_all_values_are_watched(tmp_path, capsys, bad, place,
 
 def test_a_search_that_failed_is_told(tmp_path, capsys, monkeypatch):
     """Not as if no module had been called."""
-    monkeypatch.setattr(run_command, "watch", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(run_command, "start_watch", lambda *_, **__: 1 / 0)
     with pytest.warns(RuntimeWarning, match="looks for no more models"):
         assert in_process(tmp_path, "net(x)\n") == 0
     assert "the search for models ended by ZeroDivisionError" in capsys.readouterr().err

@@ -134,7 +134,6 @@ def test_a_child_called_module_is_no_wrapper() -> None:
         ({"include": "module.*"}, ["0", "1", "2", ""]),
         ({"include": ["module", "2"]}, ["2", ""]),
         ({"exclude": ["module.1", "2"]}, ["0", ""]),
-        ({"exclude": "module.head"}, ["0", "1", "2", ""]),
     ],
 )
 def test_patterns_with_and_without_the_prefix(options: dict[str, Any], expected: list[str]) -> None:
@@ -143,6 +142,15 @@ def test_patterns_with_and_without_the_prefix(options: dict[str, Any], expected:
     with watch(model, **options) as w:
         model(torch.randn(2, 3))
     assert [name for _, name in names(w)] == expected
+
+
+@pytest.mark.parametrize("pattern", ["0", "module.0", "0.weight", "module.0.weight", "module.0.*"])
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: model])
+def test_frozen_takes_both_ways_to_write_a_name(wrap: Callable[[nn.Module], nn.Module], pattern: str) -> None:
+    """Of a module or of a weight, whether the watched model is wrapped or not."""
+    with watch(wrap(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))), updates=1, frozen=pattern) as w:
+        assert w._options.is_frozen("0.weight")
+        assert not w._options.is_frozen("1.weight")
 
 
 def test_a_pattern_is_shortened_only_where_it_has_to_be() -> None:

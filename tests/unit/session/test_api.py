@@ -553,6 +553,13 @@ def test_abort_after_batch_ends_the_run() -> None:
         (nn.ReLU(), {"abort_after_batch": -1}, ValueError, r"abort_after_batch should be at least 0"),
         (nn.ReLU(), {"include": 3}, TypeError, r"include .* got 3"),
         (nn.Sequential(nn.ReLU()), {"include": "encoder"}, ValueError, r"'encoder' matches no module"),
+        (nn.Sequential(nn.ReLU()), {"exclude": "encoder"}, ValueError, r"exclude .* matches no module"),
+        (
+            nn.Linear(1, 1),
+            {"frozen": "wieght", "updates": 1},
+            ValueError,
+            r"frozen pattern 'wieght' matches no module and no weight; close names: weight$",
+        ),
         (nn.ReLU(), {"exclude": "*"}, ValueError, r"leave no module to watch"),
     ],
 )

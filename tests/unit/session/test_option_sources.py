@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 from nanwatch.cli.commands import COMMANDS
+from nanwatch.cli.run import run_parser
 from nanwatch.session.api import DeferredWatch, watch
 from nanwatch.session.option_sources import CODE, DEFAULT, VARIABLE, in_force
 
@@ -46,6 +47,20 @@ def test_the_environment_goes_before_the_code_and_the_code_before_the_file(
     # A trainer's callback and `nanwatch run` say what they were given, also where that is the default.
     deferred = DeferredWatch({"counts": False, "trace_batches": ()})
     assert (deferred.options["counts"], deferred.options["every"]) == (False, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "expected"), [("1", 1, 1), ("true", True, 100), ("false", False, 0)]
+)
+def test_every_n_is_the_same_in_all_places(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, value: int, expected: int
+) -> None:
+    """In Python, in the environment and on the command line; `folder` has no options of its own."""
+    del folder
+    flag = vars(run_parser().parse_args(["--updates", text, "train.py"]))["updates"]
+    told = [watch(nn.Linear(1, 1), updates=one)._options.updates for one in (value, flag)]
+    monkeypatch.setenv(VARIABLE, f"updates={text}")
+    assert [*told, watch(nn.Linear(1, 1))._options.updates] == [expected] * 3
 
 
 def test_pyproject_holds_options_in_a_table_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
