@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Iterator
 from dataclasses import Field, fields
 from itertools import groupby
@@ -34,7 +35,7 @@ NONFINITE, BAD_USE, FAILED = 3, 2, 1
 _NOTES = f"""\
 Which model: the first module that is called from outside any other module and has parameters to train, in training
 mode or known to an optimizer; or the module that holds it, as a LightningModule does. Models that are called later are
-watched too, each by itself, up to {MAX_MODELS}.
+watched too, each by itself, up to {MAX_MODELS}. Until such a model is called, those that nothing trains are watched.
 
 stdout, arguments and exit status are the script's own. The report of a failure goes to stderr.
 
@@ -48,7 +49,7 @@ examples:
   nanwatch run train.py --lr 1e-3
   nanwatch run --output-dir nanwatch-out --on-nonfinite warn train.py --lr 1e-3
   nanwatch run --include 'encoder.*' --json report.json -m package.train --lr 1e-3
-  nanwatch run --model GPT2LMHeadModel generate.py          a model that is not trained, by its class
+  nanwatch run --model GPT2LMHeadModel generate.py          only the models of this class
   torchrun --nproc-per-node 2 -m nanwatch run train.py      each process watches its own
 """
 
@@ -152,7 +153,11 @@ class _Run:
         self._is_reported = False
         self._notes = ""
         self._not_watched: list[str] = []
-        self._finder = ModelFinder(self._found, class_name, self._unmatched)
+        # Watched until a model is found that is trained.
+        self._untrained: list[tuple[weakref.ref[nn.Module], tuple[str, Watch]]] = []
+        self._finder = ModelFinder(
+            self._found, class_name, self._unmatched, untrained=self._found_untrained, none=self._found_none
+        )
         self._process = os.getpid()
 
     def run(self, target: str, arguments: list[str], *, is_module: bool) -> int:
@@ -195,8 +200,39 @@ class _Run:
         if hasattr(error, "add_note"):  # from Python 3.11 on notes are printed under the traceback
             self._notes += "\n".join(map(str, getattr(error, "__notes__", ())))
 
+    def _found_untrained(self, model: nn.Module) -> None:
+        name = type(model).__name__
+        try:
+            self._watches.append((name, start_watch(model, self._options, must_match=False)))
+        except (TypeError, ValueError, OSError) as error:
+            self._not_watched.append(name)
+            _tell(f"{name} is not watched: {error}")
+            return
+        self._untrained.append((weakref.ref(model), self._watches[-1]))
+        _tell(
+            f"watches {name}, which nothing trains so far; --model CLASS watches modules of that class only"
+        )
+
+    def _found_none(self) -> None:
+        _tell(self._why_nothing("nothing is watched so far"))
+
+    def _end_untrained(self, name: str) -> None:
+        """Drop the watches of models that nothing trains, such as a teacher, as the trained `name` was found."""
+        for reference, watched in self._untrained:
+            model, one = reference(), watched[1]
+            if model is not None and self._finder.may_be_trained(model):
+                continue
+            one.stop()
+            if one.report().finding is None:
+                self._watches.remove(watched)
+                _tell(f"watches {name} in place of {watched[0]}, which nothing trains")
+                if one.trace_path is not None:
+                    one.trace_path.unlink(missing_ok=True)
+        self._untrained.clear()
+
     def _found(self, model: nn.Module) -> None:
         name = type(model).__name__
+        self._end_untrained(name)
         try:
             self._watches.append((name, start_watch(model, self._options, must_match=not self._watches)))
         except TypeError as error:  # a ScriptModule, which the user has not named
@@ -286,8 +322,8 @@ class _Run:
                 self.interrupt = error
         return one.report()
 
-    def _why_nothing(self) -> str:
-        """Return a sentence that says why there is no watch."""
+    def _why_nothing(self, what: str = "nothing was watched") -> str:
+        """Return `what`, with the reason why there is no watch."""
         if own := ", ".join(self._finder.watched_already):
             return f"the script watches its model itself ({own}): nothing was added"
         if self._finder.trouble:
@@ -295,11 +331,11 @@ class _Run:
         elif self._not_watched:
             why = f"{', '.join(self._not_watched)} cannot be, as said above"
         elif seen := ", ".join(self._finder.passed_over):
-            wanted = f"of class {self._class_name!r}" if self._class_name else "with parameters to train"
+            wanted = f"of class {self._class_name!r}" if self._class_name else "with weights or buffers"
             why = f"no module {wanted} was called, only such as {seen}; name the class of the model with --model"
         else:
             why = "no call of a module was seen; those in a compiled function or in another process are not"
-        return f"nothing was watched: {why}"
+        return f"{what}: {why}"
 
 
 def _line(name: str, one: Watch, report: Report) -> str:

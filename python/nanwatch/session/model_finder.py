@@ -2,7 +2,8 @@
 
 A training calls many modules that are not its model: losses, metrics, transforms, a frozen teacher. The model is the
 module that is called from outside any other one and has parameters that require a gradient, if it is in training mode
-or an optimizer holds some of them.
+or an optimizer holds some of them. Until such a one is called, the modules with weights or buffers stand in for it, as
+in a program that trains nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _CALL = nn.Module.__call__.__code__
 _OWN = f"{__name__.partition('.')[0]}."
 # Limit for a program that makes its model again and again, as a search for hyperparameters does.
 MAX_MODELS = 8
+# Calls of modules without weights, such as losses and transforms, after which a program without a model is told so.
+_PATIENCE = 16
 
 
 def may_be_trained(module: nn.Module, optimized: Callable[[], Collection[int]]) -> bool:
@@ -92,7 +95,9 @@ class ModelFinder:
     With `class_name`, a glob pattern, each module of such a class is a model, trained or not, also inside another one.
     If there is none when the first module with parameters is called, `unmatched(class names)` is called once, with the
     classes of the modules that no other holds. Without it a module that is called from outside any other one is a model
-    if `accepts(module, optimized)` says so, as may_be_trained does. The search ends after `most` models.
+    if `accepts(module, optimized)` says so, as may_be_trained does. The search ends after `most` models. Until one is
+    found, `untrained(model)` is called for each other module with weights or buffers, and `none()`, once, when modules
+    without were called 16 times.
 
     The finder leaves a model alone that the script watches itself, and notes its class in `watched_already`. The
     drop-in for DebugUnderflowOverflow does not count: its Watch, of a subclass, acts on fewer values.
@@ -109,6 +114,8 @@ class ModelFinder:
         *,
         accepts: Callable[[nn.Module, Callable[[], Collection[int]]], bool] = may_be_trained,
         most: int = MAX_MODELS,
+        untrained: Callable[[nn.Module], object] | None = None,
+        none: Callable[[], object] = lambda: None,
     ) -> None:
         self._found = found
         self._class_name = class_name
@@ -116,6 +123,10 @@ class ModelFinder:
         self._awaits_candidate = class_name is not None
         self._accepts = accepts
         self._left = most
+        self._untrained = None if class_name is not None else untrained  # None as soon as a model is known
+        self._untrained_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._none = none
+        self._num_passed_over = 0
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # Modules for which optimizers were looked for: without gradients, and with them.
         self._searched: tuple[weakref.WeakSet[nn.Module], ...] = (weakref.WeakSet(), weakref.WeakSet())
@@ -162,6 +173,7 @@ class ModelFinder:
         if type(watch) is Watch:
             if has_parameters(model):  # a callback checks its options on a module without
                 self.watched_already[name] = None
+                self._untrained = None
         elif self._class_name is None or fnmatchcase(name, self._class_name):
             self._take(model, model)
 
@@ -176,7 +188,6 @@ class ModelFinder:
 
     def _look(self, module: nn.Module, caller: FrameType | None) -> bool:
         """Return whether the module was found to be a model. `caller` is the frame of whoever calls it."""
-        model = module
         if type(module).__module__.startswith(
             _OWN
         ):  # the loss outside a model, which a re-run computes again
@@ -191,18 +202,43 @@ class ModelFinder:
                 self._check_class_name(self._class_name)
         else:
             is_candidate = not is_inside_a_call(caller)
-            is_model = is_candidate and self._accepts(module, lambda: self._optimized(module))
-            if is_model:
-                model = topmost(module, made(nn.Module))
-        if not is_model:
-            if is_candidate and len(self.passed_over) < 5:
-                self.passed_over[type(module).__name__] = None
+            is_model = is_candidate and self.may_be_trained(module)
+        if not (is_model or (is_candidate and self._stands_in(module))):
+            if is_candidate:
+                self._pass_over(module)
             return False
-        self._take(module, model)
+        model = module if self._class_name is not None else topmost(module, made(nn.Module))
+        if is_model:
+            self._take(module, model)
+        elif self._untrained is not None:
+            self._known.update((module, model))
+            self._untrained_models.add(model)
+            self._untrained(model)
         return True
+
+    def may_be_trained(self, module: nn.Module) -> bool:
+        """Return whether a module that is called from outside any other one is a model that may be trained by now."""
+        return self._accepts(module, lambda: self._optimized(module))
+
+    def _stands_in(self, module: nn.Module) -> bool:
+        """Return whether the module is a model as long as none that is trained was called."""
+        if self._untrained is None or not (has_parameters(module) or any(True for _ in module.buffers())):
+            return False
+        # One that was evaluated first may be in training since.
+        if len(self._untrained_models) == MAX_MODELS or any(map(self.may_be_trained, self._untrained_models)):
+            self._untrained = None
+        return self._untrained is not None
+
+    def _pass_over(self, module: nn.Module) -> None:
+        if len(self.passed_over) < 5:
+            self.passed_over[type(module).__name__] = None
+        self._num_passed_over += 1
+        if self._num_passed_over == _PATIENCE and not (self._known or self.watched_already):
+            self._none()
 
     def _take(self, module: nn.Module, model: nn.Module) -> None:
         self._known.update((module, model))
+        self._untrained = None
         self._left -= 1
         if self.is_full:
             self.stop()

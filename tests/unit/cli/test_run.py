@@ -230,20 +230,55 @@ def test_warnings_and_records_leave_the_status_alone(tmp_path, capsys):
 
 
 def test_nothing_to_watch_is_said(tmp_path, capsys, monkeypatch):
-    """An evaluation trains nothing: stderr says so and how to name the model; named, it is watched."""
-    body = "net.eval()\nfor p in net.parameters(): p.requires_grad_(False)\nnet(x)\nnet(x)\n"
+    """A program that only calls losses: stderr says so at the 16th call, and how to name the model, and at the end."""
+    body = "for _ in range(16): nn.MSELoss()(x, x)\nprint('later', file=sys.stderr)\n"
     report_file = tmp_path / "report.json"
     assert in_process(tmp_path, body, "--json", str(report_file)) == 0
-    err = capsys.readouterr().err
-    assert "nothing was watched" in err
-    assert "Sequential" in err
-    assert "--model" in err
+    early, late = capsys.readouterr().err.split("later\n")
+    for err, words in ((early, "nothing is watched so far"), (late, "nothing was watched")):
+        assert f"{words}: no module with weights or buffers was called, only such as MSELoss; name" in err
+        assert err.count("--model") == 1
     assert nanwatch.Report.from_json(report_file.read_text()).frames == ()
+    body = "net(x)\nnet(x)\n"
     assert in_process(tmp_path, body, "--model", "Seq*") == 0
     assert "2 batches of Sequential: all that was read is finite" in capsys.readouterr().err
     monkeypatch.setenv("NANWATCH", "0")
     assert in_process(tmp_path, body, "--model", "Seq*") == 0
     assert "NANWATCH=0" in capsys.readouterr().err
+
+
+FROZEN = "net.eval().requires_grad_(False)\n"
+
+
+def test_a_program_that_trains_nothing_is_watched_from_its_first_call(tmp_path, capsys):
+    """By its outermost module, which is told before the first batch."""
+    assert in_process(tmp_path, f"{FROZEN}net(x)\nprint('end', file=sys.stderr)\nnet(x)\n") == 0
+    early, late = capsys.readouterr().err.split("end\n")
+    assert early.startswith("nanwatch run: watches Sequential, which nothing trains so far")
+    assert late == "nanwatch run: 2 batches of Sequential: all that was read is finite\n"
+    assert in_process(tmp_path, f"{FROZEN}net[0].weight.fill_(3e38)\nnet(x)\n") == 3
+    assert "inf first seen in `output` of 0 (Linear) in batch 0" in capsys.readouterr().err
+
+
+def test_a_trained_model_takes_the_place_of_its_teacher(tmp_path, capsys):
+    """And the name of its trace. One that was evaluated before its training stays watched."""
+    trace = tmp_path / "run.parquet"
+    step = "student(net(x)).sum().backward()\n"
+    body = f"{FROZEN}student = nn.Linear(2, 2)\n{step}{step}"
+    assert in_process(tmp_path, body, "--trace", str(trace)) == 0
+    err = capsys.readouterr().err
+    assert "watches Linear in place of Sequential, which nothing trains" in err
+    assert err.endswith(f"nanwatch run: 2 batches of Linear: all that was read is finite; trace: {trace}\n")
+    assert [path.name for path in tmp_path.glob("*.parquet")] == ["run.parquet"]
+    evaluated = (
+        "net.eval()\nnet(x)\nnet.train()\nnet(x)\n" + "nn.Linear(2, 2).eval()(x)\nnn.Linear(2, 2)(x)\n"
+    )
+    assert in_process(tmp_path, evaluated) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "batch" in line]
+    assert [line.rpartition(": all")[0] for line in lines] == [
+        "nanwatch run: 2 batches of Sequential",
+        "nanwatch run: 1 batch of Linear",
+    ]
 
 
 def test_options_reach_the_watch(tmp_path, capsys):
@@ -416,7 +451,7 @@ def test_a_later_model_need_not_match(tmp_path, capsys):
             "from nanwatch.session.api import DeferredWatch\nDeferredWatch({})\n",
             "nothing was watched: no call of a module was seen",
         ),
-        ("nn.MSELoss()(x, x)\n", "no module with parameters to train was called, only such as MSELoss;"),
+        ("nn.MSELoss()(x, x)\n", "no module with weights or buffers was called, only such as MSELoss;"),
         ("torch.jit.trace(net, x)(x)\n", "3 batches of Sequential: all that was read is finite"),
         ("torch.jit.script(net)(x)\n", "nothing was watched: RecursiveScriptModule cannot be"),
         (
