@@ -88,8 +88,8 @@ PURE_ROOMS := capsule checkpoint diagnosis equivalence instrumentation monitorin
 PURE_FILES := blackbox/test_errors cli/test_doctor distributed/test_replicas
 PURE_TESTS := tests/compile tests/integration $(PURE_ROOMS:%=tests/unit/%) $(PURE_FILES:%=tests/unit/%.py) \
   tests/thirdparty/test_serving.py
-NOT_PURE := $(addprefix integration/test_,architecture bench bench_call bench_step black_box cuda_bench cuda_bench_step \
-  cure_models cures_applied docs docstrings errors_travel gpu_day patch_git schemas silent_trainings strangers_files visible) \
+NOT_PURE := $(addprefix integration/test_,architecture bench bench_call bench_step black_box \
+  cure_models cures_applied docs docstrings errors_travel patch_git schemas silent_trainings strangers_files visible) \
   unit/numerics/test_ranges_blocks unit/numerics/test_ranges_exhaustive
 test-pure: $(TOOLS)
 	NANWATCH_EXT=0 OMP_WAIT_POLICY=passive $(PY) -m pytest $(PURE_TESTS) $(NOT_PURE:%=--ignore=tests/%.py) \
@@ -159,8 +159,7 @@ bench: $(TOOLS)
 	$(PY) benchmarks/bench_range.py $(ARGS)
 
 bench-gpu: $(READY)
-	$(PY) benchmarks/bench_range.py --device cuda $(ARGS)
-	$(PY) benchmarks/bench_step.py --device cuda $(STEP_ARGS)
+	PYTHON=$(PY_ONLY) benchmarks/gpu_day.sh cost
 
 selfcheck: $(READY)
 	$(PY) -m nanwatch --selfcheck $(ARGS)

@@ -2,7 +2,6 @@
 
     python benchmarks/bench_range.py --json range.json
     python benchmarks/bench_range.py --quick
-    python benchmarks/bench_range.py --device cuda --json range_cuda.json
     python benchmarks/bench_range.py --dtype bfloat16 --sizes 1e4 1e6 --threads 1 --only floor compile
 
 Every time is of a whole call from Python, in one process, interleaved; every ratio is time(other) /
@@ -317,12 +316,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--quick", action="store_true", help="few rows and rounds: a smoke test, not a result"
     )
     parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="cuda: sizes are bytes, threads do not matter",
-    )
-    parser.add_argument(
         "--json", type=Path, metavar="PATH", help="write machine, rows and targets to this file"
     )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, metavar="DTYPE", help="default: all nine")
@@ -339,9 +332,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}")
     options = parser.parse_args(arguments)
-    if options.device == "cpu":
-        options.dtype = options.dtype or (QUICK_DTYPES if options.quick else tuple(DTYPES))
-        options.sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
+    options.dtype = options.dtype or (QUICK_DTYPES if options.quick else tuple(DTYPES))
+    options.sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
     # torch.compile compiles for each row: a second or more each.
     options.only = options.only or [part for part in PARTS if part != "compile" or not options.quick]
     return options
@@ -351,11 +343,6 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     # Each shape is one more entry in the cache of the same function.
     torch._dynamo.config.recompile_limit = 1000
-    if options.device == "cuda":
-        import _range_cuda
-
-        _range_cuda.run(options, rivals)
-        return
     floor = load_floor() if "floor" in options.only else None
     native = nanwatch.numerics._extension.C
     about = machine(

@@ -1,7 +1,6 @@
 """Cost of watching a whole step: forwards, one-token decodes and training steps of real architectures.
 
     python benchmarks/bench_step.py [--quick] [--only gpt-2] [--steps training] [--ways nanwatch trace] [--json FILE]
-    python benchmarks/bench_step.py --device cuda [--quick] [--json FILE]
 
 The same model runs in several ways in turn, a round each: plain, with nanwatch.watch, with the transformers class, with
 an empty forward hook on every module (what PyTorch's own hook machinery costs), watched without forecasts, watched
@@ -205,22 +204,8 @@ def main() -> int:
         "--quick", action="store_true", help="two rounds each: shows that it runs, measures nothing"
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="measuring time of a row (default 20)")
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="cuda: a 1B model; --quick, --seconds, --json",
-    )
     options = parser.parse_args()
     budget, least = (0.0, 2) if options.quick else (options.seconds, 7)
-    if options.device == "cuda":
-        import _step_cuda
-
-        found = _step_cuda.run(measure, budget)
-        if options.json:
-            write_json(options.json, found)
-        return 0
-
     keep_freed_memory()
     floor = load_floor().streams_threads
     buffer = torch.randn(64 << 20)

@@ -1,5 +1,6 @@
 // nanwatch._C: what Python calls directly. `abs_range` is a raw METH_O function, because a pybind11 call costs more
 // than the reduction of a small tensor does; everything off the hot path goes through pybind11.
+#include <ATen/ops/empty.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/version.h>

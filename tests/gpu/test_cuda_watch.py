@@ -1,0 +1,268 @@
+"""Whole programs on a GPU: findings, skipped steps, gradients, waits, compiled models, and what a watch leaves behind.
+
+With NANWATCH_GPU_TESTS=cpu they run on the host, as far as they say nothing about a GPU: that shows that the tests run.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import nanwatch
+from nanwatch.numerics import _extension, _reference
+from nanwatch.report.report import NonFiniteError
+
+DEVICE = os.environ.get("NANWATCH_GPU_TESTS", "cuda")
+ON_GPU = DEVICE == "cuda"
+pytestmark = pytest.mark.skipif(
+    ON_GPU and (not torch.cuda.is_available() or _extension.C is None or not _extension.C.cuda_compiled()),
+    reason="torch sees no CUDA device, or nanwatch was built without CUDA",
+)
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="says something about a GPU only")
+# Functions with which a host waits for a device; cudaMemcpy without Async waits too.
+WAITS = {"cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
+
+
+class Block(nn.Module):
+    """A transformer's block in small."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, 3 * width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.mix(self.norm(x)).chunk(3, dim=-1)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    """An embedding, blocks and a head."""
+
+    def __init__(self, width: int = 64, depth: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(100, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.head = nn.Linear(width, 100)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(ids)))
+
+
+class Squares(nn.Module):
+    """Its square leaves float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        h = h * h
+        return self.down(h)
+
+
+def ids(device: str = DEVICE) -> Tensor:
+    return torch.arange(64, device=device).view(2, 32) % 100
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(ids()).flatten(0, 1), ids().flatten()).backward()
+        optimizer.step()
+
+
+def waits(step: Any) -> list[str]:
+    """Names of the calls with which the host waited for the device in step()."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+    return [event.name for event in profile.events() if event.name in WAITS]
+
+
+@pytest.mark.parametrize(
+    "dtype", [d for d in _reference.FORMATS if d.itemsize <= 2 and not d.is_complex], ids=str
+)
+def test_every_pattern_of_8_and_16_bits(dtype: torch.dtype) -> None:
+    """Each pattern alone, in one launch of many tensors."""
+    count = 2 if dtype == torch.bool else 1 << 8 * dtype.itemsize
+    bits = torch.arange(count).to(torch.int32 if dtype.itemsize == 2 else torch.int16)
+    words = bits.to(torch.uint8 if dtype.itemsize == 1 else torch.int16).view(dtype)
+    rows = _extension.abs_ranges(list(words.to(DEVICE).view(-1, 1)))
+    expected = torch.stack([_reference.abs_range(x) for x in words.view(-1, 1)])
+    assert torch.allclose(rows.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_frames_are_those_of_the_host() -> None:
+    """Names, order, shapes and dtypes are equal, magnitudes up to the devices' rounding."""
+    frames = []
+    for device in ("cpu", DEVICE):
+        model = Net().to(device)
+        with nanwatch.watch(model, max_frames=1000) as watch, torch.no_grad():
+            for _ in range(2):
+                model(ids(device))
+        frames.append(watch.frames)
+    on_host, on_device = frames
+    assert [frame.name for frame in on_device] == [frame.name for frame in on_host]
+    for expected, frame in zip(on_host, on_device, strict=True):
+        for a, b in zip(expected.records, frame.records, strict=True):
+            assert (a.label, a.shape, a.dtype, a.isfinite) == (b.label, b.shape, b.dtype, b.isfinite)
+            assert b.abs_max == pytest.approx(a.abs_max, rel=1e-3)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "record"])
+def test_an_overflow_is_found_with_operation_line_and_cure(on_nonfinite: Any) -> None:
+    torch.manual_seed(0)
+    model = Squares().half().to(DEVICE)
+    with torch.no_grad():
+        model.up.weight.fill_(50.0)
+    with nanwatch.watch(model, on_nonfinite=on_nonfinite, rerun=True) as watch:
+        try:
+            model(torch.ones(2, 8, dtype=torch.half, device=DEVICE))
+        except NonFiniteError as error:
+            report = error.report
+        else:
+            report = watch.report()
+    finding = report.finding
+    assert finding is not None
+    assert (finding.value, finding.operation) == ("inf", "aten.mul.Tensor")
+    assert finding.place is not None
+    assert finding.place.file == __file__
+    assert any(cure.works and "bfloat16" in cure.what for cure in finding.cures)
+
+
+def test_a_scaler_may_skip_steps() -> None:
+    """A scale that is too high is no failure: steps are skipped until it fits, and training goes on."""
+    model = Net().to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**24)
+    before = copy.deepcopy(model.state_dict())
+    with nanwatch.watch(model, gradients=True):
+        for _ in range(16):
+            optimizer.zero_grad()
+            with torch.autocast(DEVICE, dtype=torch.float16):
+                loss = F.cross_entropy(model(ids()).flatten(0, 1), ids().flatten())
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() < 2.0**24
+    after = model.state_dict()
+    assert all(torch.isfinite(value).all() for value in after.values())
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_nan_gradient_is_raised_before_the_step() -> None:
+    """No weight has changed when the failure is raised."""
+
+    class Roots(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sqrt(self.linear(x)).sum()
+
+    model = Roots().to(DEVICE)
+    with torch.no_grad():
+        model.linear.weight.zero_()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = model.linear.weight.detach().clone()
+    with nanwatch.watch(model, gradients=True):
+        model(torch.ones(2, 4, device=DEVICE)).backward()
+        with pytest.raises(NonFiniteError):
+            optimizer.step()
+    assert torch.equal(model.linear.weight, before)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_watched_training_is_bit_equal(gradients: bool, fused: bool) -> None:
+    """And after stop() the model is as it was."""
+    states = []
+    for watched in (False, True):
+        model = Net().to(DEVICE)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+        if watched:
+            with nanwatch.watch(model, gradients=gradients) as watch:
+                train(model, optimizer, 6)
+            assert watch.frames
+            for module in model.modules():
+                assert not module._forward_hooks
+                assert not module._forward_pre_hooks
+        else:
+            train(model, optimizer, 6)
+        states.append(model.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@needs_gpu
+def test_the_host_waits_once_a_batch() -> None:
+    """Once for a forward, whatever its number of modules; a training step waits no more often."""
+    model = Net().to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    with torch.no_grad():
+        model(ids())
+    train(model, optimizer, 2)
+    batch = ids()
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(batch)
+
+    plain = waits(forward)
+    with nanwatch.watch(model):
+        for _ in range(3):
+            forward()
+        watched = waits(forward)
+    assert len(watched) - len(plain) <= 1, (plain, watched)
+
+
+@needs_gpu
+def test_a_range_is_one_launch_and_one_wait() -> None:
+    x = torch.ones(1 << 20, device=DEVICE)
+    nanwatch.abs_range(x)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        nanwatch.abs_range(x)
+    names = [event.name for event in profile.events()]
+    assert sum(name.startswith("cudaLaunchKernel") for name in names) <= 1, names
+    assert sum(name in WAITS for name in names) <= 1, names
+    on_device = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(on_device) == 1, on_device
+
+
+@needs_gpu
+def test_stop_leaves_no_memory_behind() -> None:
+    model = Net().to(DEVICE)
+    with torch.no_grad():
+        model(ids())
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        with nanwatch.watch(model):
+            for _ in range(20):
+                model(ids())
+        torch.cuda.synchronize()
+        # At most the workspaces of the streams that were used, which are kept for the next watch.
+        assert torch.cuda.memory_allocated() - before <= 1 << 20
+
+
+def test_a_compiled_model_has_the_frames_of_eager() -> None:
+    names = []
+    for compiled in (False, True):
+        model = Net().to(DEVICE)
+        with nanwatch.watch(model, max_frames=1000) as watch, torch.no_grad():
+            called = torch.compile(model) if compiled else model
+            called(ids())
+            called(ids())
+        names.append(sorted(frame.name for frame in watch.frames))
+    assert names[0] == names[1]
