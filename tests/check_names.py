@@ -18,7 +18,6 @@ PACKAGE = TESTS.parent / "python" / "nanwatch"
 
 ELSEWHERE: dict[str, tuple[str, ...]] = {
     # Runs as several processes, as a kernel, or inside Dynamo alone.
-    "distributed/test_netcheck.py": ("netcheck/command",),
     "slow/test_notebook.py": ("integrations/notebook",),
     "compile/test_compile.py": ("instrumentation/compile/dynamo", "instrumentation/compile/operators"),
     # Joins the parts of a Watch, of a replay, of a comparison or of a patch, and shows in nothing but their result.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import unicodedata
 import warnings
 from dataclasses import replace
@@ -27,7 +26,6 @@ from nanwatch.distributed.merge_pages import merged_text
 from nanwatch.integrations import debug
 from nanwatch.monitoring.batch_summary import BatchSummary
 from nanwatch.monitoring.log_sinks import batch_entry, nonfinite_entry
-from nanwatch.netcheck.command import say
 from nanwatch.records.note import Note
 from nanwatch.records.record import Frame, Record
 from nanwatch.report import text
@@ -180,16 +178,6 @@ def test_a_page_shows_no_hidden_character(name: str) -> None:
     assert spelt(f"encoder{name}") in page.data["frames"][0][1]
     assert_safe(page.text.replace("\r", ""))
     assert_safe(json.dumps(page.data, ensure_ascii=False))
-
-
-@given(NASTY)
-def test_a_rank_that_names_itself_forges_no_line(name: str) -> None:
-    """netcheck prints what other ranks say of themselves."""
-    reader, writer = os.pipe()
-    say([f"[{name}] is OK", "two"], writer)
-    os.close(writer)
-    with open(reader, encoding="utf-8", newline="") as file:
-        assert file.read() == f"[{spelt(name)}] is OK\ntwo\n"
 
 
 @given(NASTY)

@@ -1,4 +1,4 @@
-"""Ranks as processes; those of netcheck, and what they print taken apart."""
+"""Ranks as processes; those of netcheck, and the lines that they print."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from nanwatch.netcheck.meeting import Arrival
 from support.processes import PYTHONPATH, forking_python
 
 HOST = socket.gethostname()
 MARGIN = 30  # seconds beyond the timeout: a busy machine takes long to import torch in several processes
-_SMALL = ("--sizes", "8", "--memory", "1KiB")
 
 
 def rank_environment(**changes: str) -> dict[str, str]:
@@ -70,11 +68,11 @@ class Ranks:
         rank: int,
         world_size: int,
         *arguments: str,
-        before: tuple[str, ...] = (),
+        program: Sequence[str] = ("-m", "nanwatch.netcheck"),
         is_forked: bool = True,
         **changes: str,
     ) -> subprocess.Popen[str]:
-        """Start a rank. What stands before Python, such as `ip netns exec`, does not reach a fork, nor does SIGSTOP."""
+        """Start a rank. SIGSTOP does not reach a forked one."""
         env = rank_environment(
             **{
                 "RANK": str(rank),
@@ -85,8 +83,8 @@ class Ranks:
                 **changes,
             }
         )
-        python = forking_python() if is_forked and not before else sys.executable
-        line = [*before, python, "-m", "nanwatch.netcheck", *_SMALL, *arguments]
+        python = forking_python() if is_forked else sys.executable
+        line = [python, *program, *arguments]
         self.started[rank] = subprocess.Popen(
             line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -113,8 +111,3 @@ def step(out: str) -> str:
     found = re.search(r"^    step: (.*)$", out, re.MULTILINE)
     assert found, out
     return found[1]
-
-
-def arrival(rank: int, port: int, token: str, address: str = "127.0.0.1") -> Arrival:
-    """A rank of four as it has arrived."""
-    return Arrival(rank, 4, "node", rank, address, port, token, "gloo", "cpu", "torch")
