@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..numerics.readable import dtype_name
-from ..util.visible import spell
+from ..util.visible import first_few, module_name, spell
 from .calls import CallPair
 from .comparison import Comparison, spell_error
-from .differences import Tokens, are_apart, parameter_differences
+from .differences import Tokens, are_apart, parameter_differences, stored_differences
 from .engine import KINDS, Comparer
 from .model_runs import FLOATS, Caller, ModelRuns, rounded_apart
 from .state import State
@@ -68,6 +68,7 @@ def compare(
         inputs = dict(inputs)  # transformers' BatchEncoding among them
         mask = inputs.get("attention_mask")
         tokens = mask if tokens is None and isinstance(mask, Tensor) and mask.ndim == 2 else tokens
+    kept_apart = stored_differences(model_a, model_b)
     state = State([model_a, model_b])
     with state.kept():
         a = ModelRuns(model_a, call_a, inputs, state, most_bytes)
@@ -75,7 +76,8 @@ def compare(
         comparer = _ModelComparer((a, b), Tokens(tokens), factor)
         precise = comparer.compare_copies()
         found = with_copies(comparer.compare(), precise, dtype_name(comparer.coarse))
-        return comparer.with_parameters(found) if found.equal else found
+        found = comparer.with_parameters(found) if found.equal else found
+        return comparer.with_stored(found, kept_apart) if kept_apart else found
 
 
 def with_copies(found: Comparison, precise: Comparison | None, name: str) -> Comparison:
@@ -110,6 +112,7 @@ class _ModelComparer(Comparer):
         super().__init__(models, tokens, factor)
         self._models = models
         self._are_copies = are_copies
+        self.narrowest = max((self.coarse, *(one.stored for one in models)), key=FLOATS.index)
 
     def compare_copies(self) -> Comparison | None:
         """Compare the float32 copies of 16-bit models. Take over what they show of rounding and of conventions."""
@@ -147,6 +150,17 @@ class _ModelComparer(Comparer):
                     found, equal=False, first=self._module_error(pair), where=where, likely=tuple(words)
                 )
         return found
+
+    def with_stored(self, found: Comparison, kept_apart: dict[str, list[str]]) -> Comparison:
+        """Return the result with what modules of one path keep apart, the first of which is named where none is."""
+        words = [f"{module_name(path)} ({one})" for path, several in kept_apart.items() for one in several]
+        remark = f"apart before anything is run: {first_few(words)}"
+        found = replace(found, remarks=(*found.remarks, remark))
+        pair = next((pair for _, pair in self._events if pair.a[0].path in kept_apart), None)
+        if found.equal is not False or found.first is not None or pair is None:
+            return found
+        likely = tuple(kept_apart[pair.a[0].path])
+        return replace(found, first=self._module_error(pair), where=found.why, why="", likely=likely)
 
     def _measure(self) -> str:
         """Run the models in other precisions. Return in words how the floor was measured."""

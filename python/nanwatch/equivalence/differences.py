@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..numerics._fingerprint import WIDTH, sketch
-from ..util.modules import WeakIdentityDict
+from ..numerics.readable import dtype_name
+from ..util.modules import WeakIdentityDict, each_module
 
 # Rows with less than this share of the mean norm are compared by that share: padding may be all but zero.
 _LEAST_ROW = 0.1
@@ -235,6 +236,26 @@ def parameter_differences(ours: Sequence[nn.Module], theirs: Sequence[nn.Module]
         for name, gap in apart.items()
         if gap.error and not (gap.is_rounding and name in ours[0]._buffers)
     ]
+
+
+def stored_differences(a: nn.Module, b: nn.Module) -> dict[str, list[str]]:
+    """Return in words, by path, the parameters and buffers that modules of one path keep apart, before anything is run.
+
+    A parameter that only has another dtype is left out.
+    """
+    theirs, found = dict(each_module(b)), dict[str, list[str]]()
+    for path, module in each_module(a):
+        sides = [own_tensors(module), own_tensors(theirs.get(path, nn.Module()))]
+        for name, gap in gaps([module], [theirs[path]]).items() if sides[1] else ():
+            x, y = (side[name] for side in sides)
+            error, dtypes = gap.error, ""
+            if x.dtype is not y.dtype:
+                dtypes = f", {dtype_name(x.dtype)} in A and {dtype_name(y.dtype)} in B"
+                if name in module._buffers:
+                    error = relative_errors(*(one.double().cpu().reshape(1, -1) for one in (x, y))).total
+            if error:
+                found.setdefault(path, []).append(f"its {name} is {error:.2g} apart{dtypes}")
+    return found
 
 
 def are_apart(ours: Sequence[nn.Module], theirs: Sequence[nn.Module]) -> bool:

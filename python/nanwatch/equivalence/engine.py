@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..numerics.readable import dtype_name
 from .calls import CallPair, ModuleCall, alone, innermost, is_sum, part_of_difference, value
 from .comparison import Comparison, ModuleError
 from .differences import (
@@ -32,6 +33,9 @@ _LEAVES = 4
 # A difference that is this many times larger than what is left of it after the module is one of convention.
 _VANISHED = 100.0
 KINDS = ("inputs", "outputs")
+# Outputs that are further apart are never equal, in units of the narrowest format. Products of 16 bits are summed in
+# float32, those of others in the format itself. Pairs that compute the same stay below 0.5 and 4 (judge_compare.py).
+_UNITS_OF_16_BITS, _UNITS = 8, 64
 # A difference that rounding of weights explains is within twice the error that the largest such rounding, with random
 # signs, makes in a run.
 _ROUNDED = 3.0
@@ -66,7 +70,7 @@ class Comparer(ABC):
         self._sides = sides
         self._tokens = tokens
         self._factor = factor
-        self.coarse = max((side.dtype for side in sides), key=FLOATS.index)
+        self.coarse = self.narrowest = max((side.dtype for side in sides), key=FLOATS.index)
         self._remarks: list[str] = []
         # Side, and its runs in low and in high precision.
         self._measured: list[tuple[int, Runs, Runs]] = []
@@ -209,6 +213,12 @@ class Comparer(ABC):
             else:
                 why = "" if last else f"nothing could be compared before {_spell(event)}, which differs"
                 return False, event, last, why
+        # The runs that the noise was measured in may have the fault too.
+        error, name = self._events["outputs", root], dtype_name(self.narrowest)
+        units = _UNITS if torch.finfo(self.narrowest).bits > 16 else _UNITS_OF_16_BITS
+        if error is not None and error.errors.total > units * torch.finfo(self.narrowest).eps:
+            size = f"the outputs are {error.errors.total:.2g} apart, more than {units} units of {name}"
+            return False, None, None, f"{size}, and what the noise was measured with is as far off"
         return True, None, None, ""
 
     def _differs(self, event: Event) -> bool:

@@ -136,6 +136,36 @@ def test_a_buffer_that_the_cast_rounded_is_no_difference() -> None:
     assert (near.equal_in, near.first.module_a) == ("bfloat16", "1")
 
 
+class Far(nn.Module):
+    """Angles of far positions, of frequencies in a buffer that a cast rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", 100.0 ** -(torch.arange(16) / 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.arange(2000.0, 2008.0)[:, None] * self.frequencies.float()).cos().to(x.dtype) * x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_noise_that_has_the_fault_hides_it_not(dtype: torch.dtype) -> None:
+    """A run in bfloat16, in which the noise of a float32 model is measured, has rounded frequencies as B has."""
+    a = nn.Sequential(nn.Linear(16, 16), Far()).to(dtype)
+    b = copy.deepcopy(a).bfloat16()
+    a[1].frequencies = Far().frequencies
+    x = X.to(dtype)
+    outputs = [one(x.to(one[0].weight.dtype)).double().detach() for one in (a, b)]
+    assert float((outputs[0] - outputs[1]).norm() / outputs[0].norm()) > 0.2
+    found = nanwatch.compare(a, b, x, call_b=lambda model, inputs: model(inputs.bfloat16()))
+    assert found.equal is False
+    assert found.first is not None
+    assert found.first.module_a == "1"
+    gap = float((a[1].frequencies - b[1].frequencies).norm() / a[1].frequencies.norm())
+    words = f"its frequencies is {gap:.2g} apart, float32 in A and bfloat16 in B"
+    assert found.remarks[-1] == f"apart before anything is run: 1 ({words})"
+    assert (words in found.likely) == (dtype is torch.float32)
+
+
 def embedded() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
