@@ -96,7 +96,7 @@ test-pure: $(TOOLS)
 	  -m "not cuda and not slow and not native" $(PARALLEL) $(ARGS)
 
 # Apart from all others, as transformers would find torchao too.
-TORCHAO_TESTS := $(addprefix tests/unit/,$(addsuffix .py,numerics/test_scaled_torchao numerics/test_block_reference_torchao))
+TORCHAO_TESTS := $(addprefix tests/unit/,$(addsuffix .py,numerics/test_scaled_torchao numerics/test_block_fit_torchao))
 test-torchao: $(TOOLS) $(STAMPS)/engines
 	NANWATCH_TEST_TORCHAO=1 $(PY) -m pytest $(TORCHAO_TESTS) $(ARGS)
 

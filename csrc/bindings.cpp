@@ -13,9 +13,7 @@
 #include <tuple>
 
 #include "bindings.h"
-#include "ops/block_fit_ops.h"
 #include "ops/plain_view.h"
-#include "cpu/block_fit.h"
 #include "cpu/file_health.h"
 #include "cpu/range_cpu.h"
 #include "recorder/watched_call.h"
@@ -155,38 +153,6 @@ py::list instances_of(const py::type& kind) {
   return found;
 }
 
-// (scale, rows, columns, bias, fraction_bits, largest), as BlockFormat has them.
-using FormatItems = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, float>;
-
-// The rows of block_fit_cpu, or of CUDA's kernel, shape (formats, units, kFitItems), on the tensor's device; nothing
-// where the loops refuse. `amax`: the largest magnitude of the tensor, for a format that needs it.
-std::optional<at::Tensor> block_fit(const at::Tensor& x, const std::vector<FormatItems>& items,
-                                    const std::optional<at::Tensor>& amax) {
-  std::vector<BlockFormat> formats;
-  for (const auto& [scale, rows, columns, bias, fraction_bits, largest] : items)
-    formats.push_back({BlockScale(scale), rows, columns, bias, fraction_bits, largest});
-#ifdef NANWATCH_CUDA
-  if (x.is_cuda()) return block_fit_cuda(x, formats, amax);
-#endif
-  View view;
-  if (!plain_view(x, &view) || x.dim() != 3 || !x.is_contiguous()) return std::nullopt;
-  FloatWord word;
-  switch (x.scalar_type()) {
-    case at::kFloat: word = FloatWord::float32; break;
-    case at::kBFloat16: word = FloatWord::bfloat16; break;
-    case at::kHalf: word = FloatWord::float16; break;
-    default: return std::nullopt;
-  }
-  const float of_tensor = amax ? float(amax->item<double>()) : 0.0f;
-  const FitRows found = read_released(x, view, bytes_of(view), [&](const View& held) {
-    return block_fit_cpu({held.data, word, held.sizes[0], held.sizes[1], held.sizes[2]}, formats, of_tensor);
-  });
-  if (found.values.empty()) return std::nullopt;
-  at::Tensor rows = at::empty({int64_t(formats.size()), found.units, kFitItems}, at::kDouble);
-  std::copy(found.values.begin(), found.values.end(), rows.mutable_data_ptr<double>());
-  return rows;
-}
-
 // The row of file_health_cpu, the number of dead rows and the first of them; nothing where the file cannot be read.
 using FileHealth = std::optional<std::tuple<std::vector<double>, int64_t, std::vector<int64_t>>>;
 
@@ -240,8 +206,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info, "What the compiled part was built with.");
   m.def("instances_of", &instances_of, py::arg("kind"),
         "The objects of that class, or of one derived from it, that gc knows.");
-  m.def("block_fit", &block_fit, py::arg("x"), py::arg("formats"), py::arg("amax"),
-        "The errors of block formats, by units of work.");
   m.def("file_health", &file_health, py::arg("file"), py::arg("runs"), py::arg("buffer"),
         "The health of runs of numbers in an open file, and their dead rows.");
   m.def("cuda_compiled", &cuda_compiled, "Whether CUDA kernels are linked in.");

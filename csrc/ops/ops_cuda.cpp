@@ -1,5 +1,4 @@
-// The operators' CUDA kernels, and that of block formats. The schemas and their fakes are in
-// python/nanwatch/numerics/_extension.py.
+// The operators' CUDA kernels. The schemas and their fakes are in python/nanwatch/numerics/_extension.py.
 //
 // No CUDA header here: this file compiles against a torch without CUDA too, so that one build serves both. The device
 // and its current stream come from torch's device-neutral guard, the kernels from range_cuda.h.
@@ -7,13 +6,9 @@
 
 #include <torch/library.h>
 
-#include <algorithm>
 #include <vector>
 
-#include "ops/block_fit_ops.h"
 #include "ops/cuda_launch.h"
-#include "ops/plain_cuda.h"
-#include "cuda/block_fit_cuda.h"
 #include "cuda/fingerprint_cuda.h"
 #include "numerics/fingerprint.h"
 #include "numerics/range.h"
@@ -96,30 +91,7 @@ at::Tensor fingerprint(const at::Tensor& x) {
   return reference("nanwatch::fingerprint", x);
 }
 
-// Rows of a block fit: four blocks of threads for each of 132 SMs, and at least four reads of a thread in each.
-constexpr int64_t kFitUnits = 132 * 4, kFitElements = 4096;
-
 }  // namespace
-
-std::optional<at::Tensor> block_fit_cuda(const at::Tensor& x, const std::vector<BlockFormat>& formats,
-                                         const std::optional<at::Tensor>& amax) {
-  const bool has_word =
-      x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf;
-  if (!is_plain_cuda(x) || !has_word || x.dim() != 3 || x.numel() == 0 || !x.is_contiguous() || !storage_covers(x) ||
-      reinterpret_cast<uintptr_t>(x.const_data_ptr()) % uintptr_t(x.itemsize()) != 0)
-    return std::nullopt;
-  const c10::DeviceGuard guard(x.device());
-  const NanwatchTensor view = view_of(*readable(x, "would_fit"));
-  const int64_t units = std::clamp<int64_t>(x.numel() / kFitElements, 1, kFitUnits);
-  at::Tensor rows = rows_on(x.device(), {int64_t(formats.size()), units, kFitItems});
-  for (size_t i = 0; i < formats.size(); ++i) {
-    const int error = nanwatch_cuda_block_fit(&view, &formats[i], amax ? amax->const_data_ptr<double>() : nullptr,
-                                              rows.mutable_data_ptr<double>() + int64_t(i) * units * kFitItems, units,
-                                              x.device().index(), current_stream(x.device()));
-    if (!launched(error, "would_fit")) return std::nullopt;
-  }
-  return rows;
-}
 
 TORCH_LIBRARY_IMPL(nanwatch, CUDA, m) {
   m.impl("fingerprint", fingerprint);

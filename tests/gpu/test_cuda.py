@@ -10,7 +10,6 @@ import torch
 
 import nanwatch
 from nanwatch.numerics import _extension, _reference, _spread
-from support.block_fits import FIVE, NAMES, check, is_native, rough
 
 
 def _missing() -> str:
@@ -240,28 +239,6 @@ def test_no_synchronisation(cuda: torch.device) -> None:
         _spread.exponent_histogram(x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_block_formats_of_many_units(cuda: torch.device, dtype: torch.dtype) -> None:
-    """All units have work, and their rows together are the numbers of plain torch on the host."""
-    x = rough(700, 4100).to(dtype).to(cuda)
-    assert all(is_native(x, name) for name in NAMES)
-    check(x, NAMES)
-
-
-def test_block_formats_wait_once(cuda: torch.device) -> None:
-    """Five formats are five kernels, the largest magnitude for one of them, and one copy to the host."""
-    x = torch.randn(512, 4096, device=cuda)
-    nanwatch.would_fit(x, FIVE)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        nanwatch.would_fit(x, FIVE)
-    on_device = [
-        event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
-    assert sum("block_fit_kernel" in name for name in on_device) == len(FIVE), on_device
-    assert sum("DtoH" in name for name in on_device) == 1, on_device
-    assert len(on_device) == len(FIVE) + 2, on_device
 
 
 def test_every_device(cuda: torch.device) -> None:

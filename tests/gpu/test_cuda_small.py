@@ -9,7 +9,6 @@ import torch
 
 import nanwatch
 from nanwatch.numerics import _extension, _reference
-from support.block_fits import NAMES, check, is_native, rough
 from support.cuda_emulation import FORMATS, same
 from support.cuda_tensors import random_bits, random_finite
 
@@ -75,15 +74,3 @@ def test_at_once(cuda: torch.device) -> None:
     x = random_finite(torch.float16, 100_000)
     for part in (x, x[:3], x[::2]):
         assert nanwatch.abs_range(part.to(cuda)) == nanwatch.abs_range(part)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_block_formats(cuda: torch.device, dtype: torch.dtype) -> None:
-    """Blocks of a part of a warp, of a warp and of all threads, with tails, on and off the boundaries of a load."""
-    for shape in ((5, 31), (2, 131, 260), (3, 9001)):
-        x = rough(*shape).to(dtype).to(cuda)
-        assert all(is_native(x, name) for name in NAMES)
-        check(x, NAMES)
-    x[1, 1] = float("nan")
-    assert not is_native(x, "mxfp8")
-    check(x, ["mxfp8"])

@@ -84,43 +84,6 @@ for code in (35, 209, 222, 223):
 library.cuda_host_fail_next(700)
 assert "CUDA error 700" in message(RuntimeError, _extension.abs_range, x)
 
-# Block formats: a launch for each format, and no wait. What the kernel does not take is left to plain torch.
-from types import SimpleNamespace
-from nanwatch.numerics import block_fit
-from nanwatch.numerics.block_formats import BLOCKS_BY_NAME
-from support.block_fits import FIVE, check as check_fits, is_native, rough
-
-def rows_of(x, items, amax):
-    tables = [torch.ops.nanwatch_host.block_fit(x, item[:5], item[5], amax) for item in items]
-    assert all(table is None or torch.equal(table[0], table[1]) for table in tables)
-    return None if None in tables else torch.stack([table[0] for table in tables])
-
-kept = block_fit._extension
-block_fit._extension = SimpleNamespace(
-    C=SimpleNamespace(block_fit=rows_of), abs_range=kept.abs_range, explain_once=lambda: None
-)
-for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    matrices = rough(2, 131, 260).to(dtype)
-    launches(), waits()
-    assert all(is_native(matrices, name) for name in FIVE)
-    assert launches() == 2 * len(FIVE) + len(FIVE) and waits() == 0  # and the largest magnitudes
-    check_fits(matrices, FIVE)
-    check_fits(matrices.transpose(0, 1), FIVE)
-mxfp8 = block_fit._items(BLOCKS_BY_NAME["mxfp8"])
-odd = torch.zeros(4 * 64 + 1, dtype=torch.uint8)[1:].numpy().view("f4")
-block = torch.ones(1, 2, 32)
-gone = block.clone()
-gone.untyped_storage().resize_(0)
-launches()
-for each in (block[0], block.double(), block.transpose(1, 2), block[:, :0], gone, torch.from_numpy(odd).view(1, 2, 32)):
-    assert rows_of(each, [mxfp8], None) is None
-assert launches() == 0
-library.cuda_host_fail_next(209)
-assert rows_of(block, [mxfp8], None) is None
-library.cuda_host_fail_next(700)
-assert "nanwatch.would_fit: CUDA error 700" in message(RuntimeError, rows_of, block, [mxfp8], None)
-block_fit._extension = kept
-
 # What the recorder asks of CUDA: rows where it wants them, one launch, no wait.
 from support.stand_in_device import Backend, Row, Target, values_of
 from support.cuda_emulation import DescribedTensor, describe

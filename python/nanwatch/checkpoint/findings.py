@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..numerics.block_fit import block_fits, decibel
-from ..numerics.block_formats import BLOCKS_BY_NAME
+from ..numerics.block_fit import BLOCKS_BY_NAME, block_fit, decibel
 from ..numerics.fit import FORMATS, Edges, edges, would_fit
 from ..numerics.formats import BY_NAME, TensorHealth
 from ..records.siblings import apart_from_siblings
@@ -196,6 +195,6 @@ def _loss(tensor: StoredTensor, name: str, abs_max: float) -> _Loss:
                 plain = would_fit(values, getattr(torch, name))
                 losses.append(_Loss(plain.num_elements, plain.num_overflow, plain.num_underflow, 0.0, 0.0))
             else:
-                (fit,) = block_fits(values, [form], -1, abs_max)
+                fit = block_fit(values, form, -1, abs_max)
                 losses.append(_Loss(fit.num_elements, fit.num_lost, fit.num_flushed, fit.signal, fit.noise))
     return _Loss(*(sum(parts) for parts in zip(*losses, strict=True)))

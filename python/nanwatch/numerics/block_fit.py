@@ -1,12 +1,21 @@
-"""Error of a block format on a tensor: its noise by block, and how many elements saturate or become zero."""
+"""Block formats, whose elements of few bits share a scale with their block, and what a tensor would lose in one.
+
+MX formats: OCP Microscaling Formats v1.0. NVFP4: blocks of 16 under a second scale. Scaled float8: as torchao scales
+tensors and rows, and DeepSeek's blocks of 1x128 for activations and 128x128 for weights.
+
+Values equal torchao 0.18's on a CPU bit for bit. Three rules are torchao's where OCP leaves them open or differs. A nan
+makes its block nan. An inf becomes the largest element times the largest scale, which is inf in float32. A block with
+amax below 2^(emax - 126) is divided by 2^-126 but read back with the scale 2^-127, so it comes out at half its size.
+One rule is TransformerEngine's: where the scale of an NVFP4 tensor is 0 or its reciprocal overflows (amax below 8e-36),
+zeros stay zeros. torchao makes nan of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, reduce
-from math import inf, isnan, log2, log10, nan
-from typing import NamedTuple
+from math import floor, inf, log2, log10, nan
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,40 +23,47 @@ from torch.nn.functional import pad
 
 from . import _extension
 from ._reference import row_dtype
-from .block_formats import BlockFormat
-from .block_reference import (
-    Matrices,
-    Scales,
-    amax_of,
-    block_scales,
-    check_dtype,
-    cut,
-    matrices_of,
-    read_back,
-    rounded,
-)
-from .formats import NumberFormat
-from .readable import is_plain, only_our_dispatch, readable, type_name
+from .formats import BY_NAME, NumberFormat
+from .readable import dtype_name, is_plain, only_our_dispatch, readable, type_name
 
-WORST = 5
-"""Number of blocks that a BlockFit names."""
-_NATIVE = (torch.float32, torch.float16, torch.bfloat16)
+# PyTorch has no dtype with one such element a word, so they are no rows of NUMBER_FORMATS.
+_FLOAT6_E3M2 = NumberFormat("float6_e3m2fn", -1, "", "finite", 6, exponent_bits=3, bias=3)
+_FLOAT6_E2M3 = NumberFormat("float6_e2m3fn", -1, "", "finite", 6, exponent_bits=2, bias=1)
+_FLOAT4_E2M1 = NumberFormat("float4_e2m1fn", -1, "", "finite", 4, exponent_bits=2, bias=1)
+_E4M3, _E5M2 = BY_NAME["float8_e4m3fn"], BY_NAME["float8_e5m2"]
+
 _CHUNK = 1 << 20  # elements: a dozen temporaries of 4 and 8 bytes stay below 128 MiB
-
-# Columns of a row: elements, saturated, flushed, lost, non-finite, blocks, flushed blocks, then those named here, then
-# (index, signal, noise) of each of the worst blocks, where an index of -1 says that there is none.
-_SIGNAL, _NOISE, _LOW, _HIGH = range(7, 11)
-HEAD = _HIGH + 1
-WIDTH = HEAD + 3 * WORST
+_FLOAT8_EPS = 1e-12  # torchao's: a smaller amax counts as this one
 
 
-class BlockError(NamedTuple):
-    """The error of one block."""
+class BlockFormat(NamedTuple):
+    """A format whose elements share a scale with their block: value = element x scale."""
 
-    block: tuple[int, ...]
-    """Index of the block: that of its first element with the axis last, divided by the size of a block."""
-    sqnr: float
-    """In dB."""
+    name: str
+    element: NumberFormat
+    rows: int | None
+    """Size of a block across the axis, in the dimension before it. None: all of the tensor."""
+    columns: int | None
+    """Size of a block along the axis that a matmul sums over. None: all of it."""
+    scale: Literal["float8_e8m0fnu", "float8_e4m3fn", "float32"]
+    """Format of the scales; one in float8_e4m3fn lies under a scale of the tensor in float32."""
+    divides: bool = False
+    """Whether the stored scale is the factor of the conversion, so that reading divides by it (torchao's training)."""
+
+
+BLOCK_FORMATS = (
+    BlockFormat("mxfp8", _E4M3, 1, 32, "float8_e8m0fnu"),
+    BlockFormat("mxfp8_e5m2", _E5M2, 1, 32, "float8_e8m0fnu"),
+    BlockFormat("mxfp6_e3m2", _FLOAT6_E3M2, 1, 32, "float8_e8m0fnu"),
+    BlockFormat("mxfp6_e2m3", _FLOAT6_E2M3, 1, 32, "float8_e8m0fnu"),
+    BlockFormat("mxfp4", _FLOAT4_E2M1, 1, 32, "float8_e8m0fnu"),
+    BlockFormat("nvfp4", _FLOAT4_E2M1, 1, 16, "float8_e4m3fn"),
+    BlockFormat("float8_tensorwise", _E4M3, None, None, "float32", divides=True),
+    BlockFormat("float8_rowwise", _E4M3, 1, None, "float32", divides=True),
+    BlockFormat("float8_block1x128", _E4M3, 1, 128, "float32"),
+    BlockFormat("float8_block128x128", _E4M3, 128, 128, "float32"),
+)
+BLOCKS_BY_NAME: Mapping[str, BlockFormat] = {form.name: form for form in BLOCK_FORMATS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +73,11 @@ class BlockFit:
     Examples:
         >>> import nanwatch, torch
         >>> fit = nanwatch.would_fit(torch.tensor([1.0, 0.3] * 32), "mxfp8")
-        >>> round(fit.sqnr, 1), fit.saturated, fit.flushed, fit.num_blocks
-        (38.4, 0.0, 0.0, 2)
+        >>> round(fit.sqnr, 1), fit.saturated, fit.flushed
+        (38.4, 0.0, 0.0)
     """
 
     format: str
-    dim: int
-    """Axis along which the blocks lie."""
     num_elements: int
     """Elements that are finite and not zero. The shares refer to them."""
     num_saturated: int
@@ -72,19 +86,10 @@ class BlockFit:
     """Rounded to zero."""
     num_lost: int
     """Become nan or inf: they share a scale with one, or come out too large for float32."""
-    num_nonfinite: int
-    """Elements that were nan or inf before, in float32: a large float64 is inf there."""
-    num_blocks: int
-    num_flushed_blocks: int
-    """Blocks with elements that are finite and not zero, all of which become zero."""
     signal: float
     """Sum of x^2 over the elements that are finite before and after."""
     noise: float
     """Sum of (x - q)^2 over these elements, where q is the value that the format has for x."""
-    scales: tuple[float, float]
-    """Smallest and largest factor by which elements are read, of finite blocks that are not zero; nan without one."""
-    worst: tuple[BlockError, ...]
-    """The blocks with the lowest SQNR, at most 5, the lowest first; no block that is exact."""
 
     @property
     def sqnr(self) -> float:
@@ -101,216 +106,109 @@ class BlockFit:
         """Return the share of elements that become zero, 0.0 to 1.0."""
         return self.num_flushed / self.num_elements if self.num_elements else 0.0
 
-    @property
-    def flushed_blocks(self) -> float:
-        """Return the share of blocks that become zero, 0.0 to 1.0."""
-        return self.num_flushed_blocks / self.num_blocks if self.num_blocks else 0.0
-
-    @property
-    def scale_spread(self) -> float:
-        """Return the distance of the smallest from the largest scale in powers of two; nan without a scale."""
-        low, high = self.scales
-        return nan if isnan(low) else log2(high) - log2(low)
-
     def __str__(self) -> str:
         lost = f", {self.num_lost} become nan or inf" if self.num_lost else ""
-        before = f", {self.num_nonfinite} were nan or inf before" if self.num_nonfinite else ""
-        return (
-            f"{self.format}: SQNR {self.sqnr:.1f} dB, {self.saturated:.3%} saturate, {self.flushed:.3%} become zero, "
-            f"{self.flushed_blocks:.3%} of {self.num_blocks} blocks become zero{lost}{before}"
-        )
+        shares = f"{self.saturated:.3%} saturate, {self.flushed:.3%} become zero"
+        return f"{self.format}: SQNR {self.sqnr:.1f} dB, {shares}{lost}"
 
 
-def block_fits(
-    x: Tensor, forms: Sequence[BlockFormat], dim: int, amax: float | None = None
-) -> tuple[BlockFit, ...]:
-    """Measure the effect of block formats on a tensor; `would_fit` has the description.
+def block_fit(x: Tensor, form: BlockFormat, dim: int = -1, amax: float | None = None) -> BlockFit:
+    """Measure the effect of a block format on a tensor; `would_fit` has the description.
 
     `amax`: the largest magnitude of the tensor that `x` is a part of, for a format with a scale for all of it.
     """
-    _extension.explain_once()
     with only_our_dispatch(), torch.no_grad():
         x = readable(x, "would_fit")
         if not is_plain(x):
             raise TypeError(
-                f"would_fit got a {type_name(x)} of layout {x.layout} for {forms[0].name}; pass a dense tensor"
+                f"would_fit got a {type_name(x)} of layout {x.layout} for {form.name}; pass a dense tensor"
             )
-        check_dtype(x, "would_fit")
-        dim = dim % max(x.ndim, 1) if -x.ndim <= dim < max(x.ndim, 1) else dim
-        last = x.movedim(dim, -1) if x.ndim else x
-        last = (last if last.dtype in _NATIVE else last.float()).contiguous()
-        of_all = None  # stays on the device, as the host would wait for a number
-        if amax is not None:
-            of_all = torch.full((), amax, dtype=row_dtype(last.device), device=last.device)
-        elif any(form.rows is None or form.has_tensor_scale for form in forms):
-            of_all = _extension.abs_range(last)[1]
-        cuts = [matrices_of(last, form, -1, "would_fit") for form in forms]
-        native = _native(cuts, forms, of_all)
-        return tuple(
-            _fit(
-                (_errors(cut.values, form, of_all) if rows is None else _merged(rows)).tolist(),
-                form, dim, cut.scale_shape,
+        if not x.is_floating_point():
+            raise TypeError(
+                f"would_fit got a tensor of {dtype_name(x.dtype)} for {form.name}; pass one of floating point"
             )
-            for cut, form, rows in zip(cuts, forms, native, strict=True)
-        )  # fmt: skip
+        x = x.movedim(dim, -1) if x.ndim else x.reshape(1)
+        of_all = None
+        if form.rows is None or form.scale == "float8_e4m3fn":
+            known = _extension.abs_range(x)[1] if amax is None else torch.tensor(amax, device=x.device)
+            of_all = known.float()
+        sums = torch.zeros(6, dtype=row_dtype(x.device), device=x.device)
+        for blocks in _pieces(x, form) if x.numel() else ():
+            sums += _errors(blocks, form, of_all)
+        *counts, signal, noise = sums.tolist()
+        elements, saturated, flushed, lost = map(int, counts)
+        return BlockFit(form.name, elements, saturated, flushed, lost, signal, noise)
 
 
-def _fit(numbers: list[float], form: BlockFormat, dim: int, scale_shape: tuple[int, ...]) -> BlockFit:
-    signal, noise, low, high = numbers[_SIGNAL:HEAD]
-    worst = tuple(
-        BlockError(_place(int(index), scale_shape), decibel(power, error))
-        for index, power, error in zip(*(iter(numbers[HEAD:]),) * 3, strict=True)
-        if index >= 0
-    )
-    scales = (low, high) if low <= high else (nan, nan)
-    elements, saturated, flushed, lost, nonfinite, blocks, flushed_blocks = map(int, numbers[:_SIGNAL])
-    return BlockFit(
-        form.name, dim, elements, saturated, flushed, lost, nonfinite, blocks, flushed_blocks, signal, noise, scales,
-        worst,
-    )  # fmt: skip
+def _pieces(x: Tensor, form: BlockFormat) -> Iterator[Tensor]:
+    """Yield a tensor in float32 blocks, filled up with zeros: (batch, blocks, rows, blocks, columns)."""
+    *leading, last = x.shape
+    if form.rows is None:  # one scale for all of the tensor, so it may be cut anywhere
+        matrices, columns = x.reshape(1, -1, 1), 1
+    elif form.rows == 1:
+        columns = form.columns or last
+        matrices = x.reshape(-1, 1, last if last % columns else columns)
+    else:
+        columns = form.columns or last
+        matrices = x.reshape(-1, leading[-1] if leading else 1, last)
+    rows = form.rows or 1
+    _, height, width = matrices.shape
+    for part in matrices.split(max(_CHUNK // (height * width), 1)):
+        for band in part.split(max(_CHUNK // (rows * width), 1) * rows, 1):
+            padded = pad(band.float(), (0, -width % columns, 0, -band.shape[1] % rows))
+            yield padded.unflatten(2, (-1, columns)).unflatten(1, (-1, rows))
 
 
-def _native(
-    cuts: Sequence[Matrices], forms: Sequence[BlockFormat], amax: Tensor | None
-) -> list[Tensor | None]:
-    """Return rows of each format, on the host, from the compiled loops: csrc/cpu/block_fit.h, cuda/block_fit_cuda.h.
-
-    One pass over the tensor, on a GPU one for each format. None for those that are left to plain torch.
-    """
-    places = [i for i, form in enumerate(forms) if form.rows is not None]
-    rows: list[Tensor | None] = [None] * len(forms)
-    if _extension.C is None or not places:
-        return rows
-    tallest = max(places, key=lambda i: forms[i].rows or 0)
-    found = _extension.C.block_fit(cuts[tallest].values, [_items(forms[i]) for i in places], amax)
-    if found is None:
-        return rows
-    found = found.cpu()  # the only wait for a GPU
-    if found[..., _NONFINITE].any():  # a kernel can refuse no earlier
-        return rows
-    for i, table in zip(places, found, strict=True):
-        rows[i] = table
-    return rows
-
-
-def _items(form: BlockFormat) -> tuple[int, int, int, int, int, float]:
-    scale = {"float8_e8m0fnu": 0, "float8_e4m3fn": 1, "float32": 3 if form.divides else 2}[form.scale]
-    element = form.element
-    return (
-        scale,
-        form.rows or 1,
-        form.columns or 0,
-        element.bias,
-        element.fraction_bits,
-        element.ends.largest,
-    )
-
-
-def _errors(x: Tensor, form: BlockFormat, amax: Tensor | None) -> Tensor:
-    """Return the row of matrices (batch, rows, columns), shape (26,).
-
-    `amax`: the largest magnitude of the whole tensor, for a format with a scale for it.
-    """
-    of_all = torch.full((), nan, device=x.device) if amax is None else amax.float()
-    _, rows, columns = x.shape
-    height, width = form.rows or 1, form.columns or 1
-    # Pieces of whole blocks, of a whole row where it fits.
-    at_once = (
-        max(_CHUNK // max(rows * columns, 1), 1),
-        max(_CHUNK // max(height * columns, 1), 1) * height,
-        max(_CHUNK // (height * width), 1) * width,
-    )
-    found = [_no_blocks(x.device)]
-    num_blocks = 0
-    for matrices in x.split(at_once[0]):
-        for band in matrices.split(at_once[1], 1):
-            pieces = [part for part in band.split(at_once[2], 2) if part.numel()]
-            if form.columns is None and pieces:
-                amaxes = [of_all] if form.rows is None else [part.abs().amax(2).float() for part in pieces]
-                top = reduce(torch.maximum, amaxes).expand(band.shape[:2])[:, :, None, None, None]
-                scales = block_scales(top, form)
-                tables = [_table(cut(part, 1, None), form, scales) for part in pieces]
-                tables = [torch.cat([torch.stack(tables).sum(0)[:, :-1], tables[0][:, -1:]], 1)]
-            else:
-                blocks = [cut(part, form.rows, form.columns) for part in pieces]
-                tables = [_table(part, form, block_scales(amax_of(part), form, of_all)) for part in blocks]
-            for table in tables:
-                found.append(_row(table, num_blocks))
-                num_blocks += len(table)
-    return _merged(torch.stack(found))
-
-
-# A table has a row for each block.
-_ELEMENTS, _SATURATED, _FLUSHED, _LOST, _NONFINITE, _BLOCK_SIGNAL, _BLOCK_NOISE, _SCALE = range(8)
-
-
-def _table(blocks: Tensor, form: BlockFormat, scales: Scales) -> Tensor:
-    """Return the numbers of each block, in the order of the blocks."""
-    scaled = blocks * scales.factor
-    values = read_back(rounded(scaled, form.element), scales, form)
+def _errors(blocks: Tensor, form: BlockFormat, of_all: Tensor | None) -> Tensor:
+    """Return the numbers of a BlockFit from `num_elements` on."""
+    values, saturates = converted(blocks, form, of_all)
     finite = blocks.isfinite()
     kept, nonzero = finite & values.isfinite(), finite & (blocks != 0)
     wide = row_dtype(blocks.device)
     signal = blocks.where(kept, 0.0).to(wide).square()
     noise = (blocks - values).where(kept, 0.0).to(wide).square()
-    saturated = nonzero & (scaled.abs() >= _saturates_from(form.element))
-    columns = [nonzero, saturated, nonzero & (values == 0), nonzero & ~kept, ~finite, signal, noise]
-    table = torch.stack([column.sum((2, 4), dtype=wide).flatten() for column in columns], 1)
-    scale = scales.value.flatten().to(wide)
-    is_shown = (table[:, _ELEMENTS] > 0) & (table[:, _NONFINITE] == 0) & scale.isfinite()
-    return torch.cat([table, scale.where(is_shown, nan)[:, None]], 1)
+    parts = [nonzero, nonzero & saturates, nonzero & (values == 0), nonzero & ~kept, signal, noise]
+    return torch.stack([part.sum(dtype=wide) for part in parts])
 
 
-def _row(table: Tensor, first: int) -> Tensor:
-    """Return the row of blocks, of which the first has the number `first`."""
-    flushed = (table[:, _FLUSHED] == table[:, _ELEMENTS]) & (table[:, _ELEMENTS] > 0)
-    scale = table[:, _SCALE]
-    sums = table.sum(0)
-    head = [*sums[:_BLOCK_SIGNAL], sums.new_tensor(len(table)), flushed.sum(), *sums[_BLOCK_SIGNAL:_SCALE]]
-    head += [scale.nan_to_num(inf).amin(), scale.nan_to_num(-inf).amax()]
-    noise = table[:, _BLOCK_NOISE]
-    ratio = (noise / table[:, _BLOCK_SIGNAL]).where(noise > 0, -1.0)
-    order = ratio.sort(descending=True, stable=True).indices[:WORST]
-    index = (order + first).where(ratio[order] > 0, -1)
-    worst = torch.stack([index.to(table), *table[order, _BLOCK_SIGNAL:_SCALE].unbind(1)], 1).flatten()
-    return torch.cat(
-        [
-            torch.stack([number.to(table) for number in head]),
-            pad(worst, (0, WIDTH - HEAD - len(worst)), value=-1.0),
-        ]
-    )
+def converted(blocks: Tensor, form: BlockFormat, of_all: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the value of each element after conversion to a format and back, and whether it saturates.
+
+    `of_all`: the largest magnitude of the tensor, for a format with a scale for all of it.
+    """
+    amax = of_all if form.rows is None else blocks.abs().amax((2, 4), keepdim=True)
+    assert amax is not None
+    factor, scale = _scales(amax, form, of_all)
+    scaled, largest = blocks * factor, form.element.ends.largest
+    magnitude = scaled.abs()
+    exponent = (magnitude.view(torch.int32) >> 23) - 127
+    step = _power_of_two(exponent.clamp(1 - form.element.bias, 127) - form.element.fraction_bits)
+    rounded = (magnitude / step).round() * step  # to nearest, ties to even: the division is exact
+    elements = rounded.clamp(max=largest).copysign(scaled)
+    return elements / scale if form.divides else elements * scale, rounded > largest
 
 
-def _no_blocks(device: torch.device) -> Tensor:
-    empty = torch.zeros(WIDTH, dtype=row_dtype(device), device=device)
-    empty[_LOW], empty[_HIGH], empty[HEAD:] = inf, -inf, -1.0
-    return empty
+def _scales(amax: Tensor, form: BlockFormat, of_all: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return what values are multiplied by before they are rounded, and the scale by which elements are read."""
+    largest = form.element.ends.largest
+    if form.scale == "float8_e8m0fnu":
+        code = ((amax.view(torch.int32) >> 23) - floor(log2(largest))).clamp(min=0)
+        divisor = _power_of_two(code.clamp(min=1) - 127)
+        return 1.0 / divisor, torch.where(code == 0, 2.0**-127, divisor).where(~amax.isnan(), nan)
+    if form.scale == "float8_e4m3fn":
+        assert of_all is not None
+        ends = torch.finfo(torch.float8_e4m3fn)
+        of_tensor = of_all / (ends.max * largest)
+        of_tensor = torch.where(of_tensor == 0, 1.0, of_tensor)
+        stored = (amax / largest / of_tensor).clamp(ends.tiny, ends.max).to(torch.float8_e4m3fn).float()
+        return (1.0 / of_tensor).clamp(max=torch.finfo(torch.float32).max) / stored, of_tensor * stored
+    factor = (largest / amax.double().clamp(min=_FLOAT8_EPS)).float()
+    return factor, factor if form.divides else 1.0 / factor
 
 
-def _merged(table: Tensor) -> Tensor:
-    """Return the row of all blocks. `table`: a row for each part of them, in their order."""
-    worst = table[:, HEAD:].reshape(-1, 3)
-    ratio = (worst[:, 2] / worst[:, 1]).where(worst[:, 0] >= 0, -1.0)
-    worst = worst[ratio.sort(descending=True, stable=True).indices[:WORST]]
-    return torch.cat(
-        [table[:, :_LOW].sum(0), table[:, _LOW].amin()[None], table[:, _HIGH].amax()[None], worst.flatten()]
-    )
-
-
-@cache
-def _saturates_from(element: NumberFormat) -> float:
-    """Return the lowest float32 that rounds beyond the largest element: half a step above it, a tie goes to even."""
-    largest, below = (element.value_of(element.largest_word - back) for back in (0, 1))
-    tie = torch.tensor(largest + (largest - below) / 2)
-    return float(tie if element.largest_word % 2 else tie.nextafter(torch.tensor(inf)))
-
-
-def _place(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    place = []
-    for size in reversed(shape):
-        index, rest = divmod(index, size)
-        place.append(rest)
-    return tuple(reversed(place))
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Return 2^exponent in float32, inf for 128."""
+    return ((exponent + 127) << 23).view(torch.float32)
 
 
 def decibel(signal: float, noise: float) -> float:

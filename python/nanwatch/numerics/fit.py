@@ -21,8 +21,7 @@ from torch import Tensor
 
 from ..util.visible import close_names
 from . import _extension, _spread
-from .block_fit import BlockFit, block_fits
-from .block_formats import BLOCKS_BY_NAME, block_format
+from .block_fit import BLOCKS_BY_NAME, BlockFit, block_fit
 from .exponents import ExponentHistogram, counted_dtype
 from .formats import BY_NAME
 from .readable import dtype_name, only_our_dispatch, read, readable, type_name
@@ -115,17 +114,9 @@ def would_fit(x: ExponentHistogram, dtype: torch.dtype | str, *, scale: float = 
 def would_fit(x: Tensor, dtype: torch.dtype, *, scale: float = 1.0) -> Fit: ...
 @overload
 def would_fit(x: Tensor, dtype: str, *, scale: float = 1.0, dim: int = -1) -> Fit | BlockFit: ...
-@overload
 def would_fit(
-    x: Tensor, dtype: list[str] | tuple[str, ...], *, scale: float = 1.0, dim: int = -1
-) -> tuple[BlockFit, ...]: ...
-def would_fit(
-    x: Tensor | ExponentHistogram,
-    dtype: torch.dtype | str | list[str] | tuple[str, ...],
-    *,
-    scale: float = 1.0,
-    dim: int = -1,
-) -> Fit | BlockFit | tuple[BlockFit, ...]:
+    x: Tensor | ExponentHistogram, dtype: torch.dtype | str, *, scale: float = 1.0, dim: int = -1
+) -> Fit | BlockFit:
     """Count the elements of `x` that would overflow, or become zero or subnormal, in `(x * scale).to(dtype)`.
 
     `x`: a tensor of any real dtype, shape and layout, in one pass over it and with one sync; or a histogram, for
@@ -133,9 +124,8 @@ def would_fit(
     floating-point format, or its name. `scale`: above zero.
 
     With the name of a block format, such as "mxfp8", "mxfp4", "nvfp4" or "float8_rowwise", return a BlockFit: the ratio
-    of signal to quantization noise, the elements that saturate or become zero, and the worst blocks. `dim`: the axis
-    along which blocks lie, the one that the matmul sums over. A float64 is rounded to float32 first. With a list or
-    tuple of such names, return a tuple with a BlockFit for each, from one pass.
+    of signal to quantization noise, and the elements that saturate or become zero. `dim`: the axis along which blocks
+    lie, the one that the matmul sums over. A float64 is rounded to float32 first.
 
     The product is taken as exact and rounded once, to nearest, ties to even. torch may round twice: the product to its
     own dtype, and a float64 to float32 on its way to a narrower format. So torch may treat an element within such a
@@ -153,11 +143,9 @@ def would_fit(
         >>> nanwatch.would_fit(gradient, "float16", scale=2.0**15).fits
         True
         >>> print(nanwatch.would_fit(torch.linspace(-1, 1, 64), "mxfp4"))
-        mxfp4: SQNR 20.3 dB, 0.000% saturate, 6.250% become zero, 0.000% of 2 blocks become zero
+        mxfp4: SQNR 20.3 dB, 0.000% saturate, 6.250% become zero
     """
-    names = dtype if isinstance(dtype, list | tuple) else [dtype] if isinstance(dtype, str) else []
-    if isinstance(dtype, list | tuple) or (names and names[0] in BLOCKS_BY_NAME):
-        forms = [block_format(name, "would_fit") for name in names]
+    if isinstance(dtype, str) and dtype in BLOCKS_BY_NAME:
         if isinstance(x, ExponentHistogram):
             raise TypeError(
                 f"would_fit got a histogram for {dtype}; it does not say which elements share a block: pass the tensor"
@@ -170,8 +158,7 @@ def would_fit(
             raise TypeError(
                 f"would_fit got dim={dim!r}; the number of an axis is accepted: leave it out for the last"
             )
-        fits = block_fits(x, forms, dim) if forms else ()
-        return fits[0] if isinstance(dtype, str) else fits
+        return block_fit(x, BLOCKS_BY_NAME[dtype], dim)
     target = _target(dtype)
     if dim != -1:
         raise ValueError(f"would_fit got dim={dim!r} for {target}, which has no blocks: leave it out")
@@ -308,7 +295,7 @@ def _ends(name: str) -> _Ends:
 def _target(dtype: torch.dtype | str) -> str:
     if not isinstance(dtype, torch.dtype | str):
         raise TypeError(
-            f"would_fit got a {type_name(dtype)} as dtype; accepted are a torch.dtype, its name, a list of names"
+            f"would_fit got a {type_name(dtype)} as dtype; accepted are a torch.dtype and the name of a format"
         )
     name = str(dtype).removeprefix("torch.")
     if name not in _TARGETS:

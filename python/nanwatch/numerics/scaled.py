@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..util.visible import suppressed
-from .block_formats import BLOCKS_BY_NAME
+from .block_fit import BLOCKS_BY_NAME
 from .formats import BY_NAME, NumberFormat, Scaling
 
 

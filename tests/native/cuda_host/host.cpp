@@ -3,7 +3,6 @@
 #include "cuda_runtime.h"
 #include "cuda/range_cuda.cu"
 #include "cuda/fingerprint_cuda.cu"
-#include "cuda/block_fit_cuda.cu"
 // clang-format on
 
 extern "C" {

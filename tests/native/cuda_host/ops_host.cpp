@@ -26,15 +26,6 @@
 #include "device/cuda_backend.cpp"
 #undef is_cuda
 
-TORCH_LIBRARY(nanwatch_host, m) {
-  m.def("block_fit(Tensor x, int[] items, float largest, Tensor? amax) -> Tensor?",
-        [](const at::Tensor& x, at::IntArrayRef items, double largest, const std::optional<at::Tensor>& amax) {
-          const nanwatch::BlockFormat format = {
-              nanwatch::BlockScale(items[0]), items[1], items[2], items[3], items[4], float(largest)};
-          return nanwatch::block_fit_cuda(x, {format, format}, amax);
-        });
-}
-
 extern "C" {
 
 const void* ops_host_backend(void) {

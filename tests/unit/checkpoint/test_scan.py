@@ -112,7 +112,7 @@ def test_matrices_have_the_sqnr_that_would_fit_has_for_all_of_them(tmp_path):
     formats = ["nvfp4", "mxfp8", "float8_block128x128", "float16"]
     result = nanwatch.scan(tmp_path / "x.safetensors", to=formats)
     for one in result.tensors:
-        fits = nanwatch.would_fit(weights[one.name], formats[:3]) if one.name in weights else []
+        fits = [nanwatch.would_fit(weights[one.name], form) for form in formats[:3] if one.name in weights]
         assert one.sqnr == (pytest.approx({fit.format: fit.sqnr for fit in fits}) if fits else None)
     found = [one for one in result.findings if one.kind == "sqnr"]
     both = [nanwatch.would_fit(x, "nvfp4") for x in weights.values()]

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import nanwatch
-from nanwatch.numerics.block_reference import quantized
 from nanwatch.numerics.formats import Scaling, limits
 from nanwatch.numerics.scaled import read_scaled, unpacked
 from nanwatch.recording.observe import observe, read
@@ -17,6 +16,7 @@ from nanwatch.records.headroom import headroom_bits
 from nanwatch.report.report import Report
 from nanwatch.trace.picture import draw
 from nanwatch.trace.trace_file import ends_of
+from support.block_values import values_in
 from support.scaled import engine_float8, engine_mxfp8, wrapper
 
 
@@ -34,7 +34,7 @@ def test_blocks_are_read_past_the_padding_of_their_scales() -> None:
     x = torch.randn(5, 96) * torch.logspace(-3, 3, 5)[:, None]
     found = read_scaled(engine_mxfp8(x))
     assert found is not None
-    assert torch.equal(found.values, quantized(x, "mxfp8"))
+    assert torch.equal(found.values, values_in(x, "mxfp8"))
 
 
 def test_a_nan_scale_makes_values_nan() -> None:
