@@ -89,7 +89,7 @@ PURE_FILES := blackbox/test_errors cli/test_doctor distributed/test_replicas
 PURE_TESTS := tests/compile tests/integration $(PURE_ROOMS:%=tests/unit/%) $(PURE_FILES:%=tests/unit/%.py) \
   tests/thirdparty/test_serving.py
 NOT_PURE := $(addprefix integration/test_,architecture bench bench_call bench_step black_box \
-  cure_models cures_applied docs docstrings errors_travel patch_git schemas silent_trainings strangers_files visible) \
+  docs docstrings errors_travel patch_git schemas silent_trainings strangers_files visible) \
   unit/numerics/test_ranges_blocks unit/numerics/test_ranges_exhaustive
 test-pure: $(TOOLS)
 	NANWATCH_EXT=0 OMP_WAIT_POLICY=passive $(PY) -m pytest $(PURE_TESTS) $(NOT_PURE:%=--ignore=tests/%.py) \

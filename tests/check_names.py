@@ -37,7 +37,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "unit/equivalence/test_compare.py": ("equivalence/model_runs",),
     "unit/diagnosis/patching/test_patches.py": ("diagnosis/patching/module_options",),
     # Needs a program that fails, or one that trains: what it finds in it is the test.
-    "integration/test_failures.py": ("diagnosis/program_state", "diagnosis/reachable"),
+    "programs/test_programs.py": ("diagnosis/program_state", "diagnosis/reachable"),
     "unit/diagnosis/test_forward_rerun_repeat.py": ("diagnosis/in_process",),
     "integration/test_spike_trainings.py": ("monitoring/spikes/steps",),
     "unit/monitoring/updates/test_audit.py": (

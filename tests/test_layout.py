@@ -15,7 +15,7 @@ from support.paths import ROOT, TESTS
 
 FILES = sorted(TESTS.rglob("*.py"))
 UNIT = sorted((TESTS / "unit").rglob("*.py"))
-FOLDERS = {"compile", "distributed", "gpu", "integration", "native", "slow", "thirdparty", "unit"}
+FOLDERS = {"compile", "distributed", "gpu", "integration", "native", "programs", "slow", "thirdparty", "unit"}
 HEAVY = {"transformers", "lightning", "accelerate", "support.architectures"}
 ARCHITECTURES = {"support.architectures"}  # what is true of traces and of memory has to be true of real ones
 EXCEPTIONS = {

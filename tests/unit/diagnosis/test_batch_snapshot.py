@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from _spy import Spy
 from torch import Tensor, nn
 
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.instrumentation.execution_context import RngState
+from support.spy import Spy
 
 
 class Does(nn.Module):

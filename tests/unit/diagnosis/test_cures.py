@@ -8,7 +8,16 @@ from unittest import mock
 
 import pytest
 import torch
-from cures.overflows import (
+from torch import Tensor, nn
+
+import nanwatch
+from nanwatch.diagnosis import cures as cures_module
+from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
+from nanwatch.diagnosis.cures import try_cures
+from nanwatch.diagnosis.experiment import Conditions
+from nanwatch.records.record import Record
+from nanwatch.report.finding import Cure
+from support.overflows import (
     CASES,
     HALF,
     Attention,
@@ -23,15 +32,6 @@ from cures.overflows import (
     t5,
     wrong_cures,
 )
-from torch import Tensor, nn
-
-import nanwatch
-from nanwatch.diagnosis import cures as cures_module
-from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
-from nanwatch.diagnosis.cures import try_cures
-from nanwatch.diagnosis.experiment import Conditions
-from nanwatch.records.record import Record
-from nanwatch.report.finding import Cure
 
 
 @pytest.mark.parametrize("known", [None, False], ids=["transient unknown", "comes back"])

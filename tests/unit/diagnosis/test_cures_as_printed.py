@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from cures.overflows import HALF, Attention, Op, linear, outlier
 from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.report.finding import Cure
+from support.overflows import HALF, Attention, Op, linear, outlier
 
 
 @dataclass

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from _spy import Spy
-from cures.overflows import CASES, HALF, Attention, Op, big, failed, half, is_finite, linear, outlier
 from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.cures import MAX_RUNS, try_cures
+from support.overflows import CASES, HALF, Attention, Op, big, failed, half, is_finite, linear, outlier
+from support.spy import Spy
 from support.toys import Scale
 
 

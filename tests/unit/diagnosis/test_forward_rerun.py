@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from _spy import Spy
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -19,6 +18,7 @@ from nanwatch.diagnosis.forward_rerun import rerun_forward
 from nanwatch.report.report import Report
 from nanwatch.session.api import watch
 from support.examined import Does, culprit, exponential, look
+from support.spy import Spy
 
 INF, NAN = math.inf, math.nan
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from _spy import Spy
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nanwatch
 from support.examined import Does, culprit, exponential, look
+from support.spy import Spy
 
 INF, NAN = math.inf, math.nan
 

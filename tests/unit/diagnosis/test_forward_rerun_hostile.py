@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from _spy import Spy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch import Finding, NonFiniteError, replay, watch
 from support.examined import Does, culprit
+from support.spy import Spy
 
 
 def log(x: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from _spy import Spy
 from torch import Tensor, nn
 
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
@@ -16,6 +15,7 @@ from nanwatch.diagnosis.diagnosis import Diagnosis
 from nanwatch.diagnosis.forward_rerun import rerun_forward
 from nanwatch.session.api import watch
 from support.examined import Does, culprit, exponential, look
+from support.spy import Spy
 
 INF, NAN = math.inf, math.nan
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cures.overflows import Op
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from nanwatch.diagnosis.diagnosis import bad_rows
 from nanwatch.diagnosis.rerun import batch_size, find_samples
 from nanwatch.report.finding import Finding
 from nanwatch.report.report import Report
+from support.overflows import Op
 
 SIZE = 8
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from _spy import Spy
 from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, watch
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.instrumentation import slot
 from nanwatch.instrumentation.slot import wrappers
+from support.spy import Spy
 
 
 class Log(nn.Module):

@@ -7,7 +7,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from cures.overflows import Op, linear
 from torch import Tensor, nn
 
 import nanwatch
@@ -16,6 +15,7 @@ from nanwatch.report.finding import Cure, Finding, OriginKind, working_first
 from nanwatch.report.finding_text import Explanation, explain
 from nanwatch.report.report import Report
 from nanwatch.session import rerun_policy
+from support.overflows import Op, linear
 from support.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("each_recorder")

@@ -12,12 +12,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from _spy import Spy
 from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, watch
 from nanwatch.diagnosis.patching import patches as patches_module
 from nanwatch.report.finding import Cure, Finding
+from support.spy import Spy
 
 INF, NAN = float("inf"), float("nan")
 

@@ -1,0 +1,139 @@
+"""A program, its run, and the truth about its failure, written by hand."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+CASES: list[Case] = []
+PRODUCTS = "addmm mm bmm baddbmm matmul linear"  # the ways to one matrix product
+
+
+def finite(value: Any) -> bool:
+    """Return whether all tensors in a value are finite."""
+    return all(bool(x.isfinite().all()) for x in _pytree.tree_leaves(value) if isinstance(x, Tensor))
+
+
+@dataclass
+class Setup:
+    """A model and one call of it, or a `loop` of several calls. With a `loss` it is trained for some `steps`."""
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    autocast: torch.dtype | None = None
+    loop: Callable[[], Any] | None = None
+    loss: Callable[[Any], Tensor] | None = None
+    batch: Callable[[int], tuple[Any, ...]] | None = None  # in place of `args`: those of a step
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    steps: int = 1
+    scale: float = 1.0
+    convert: Callable[[Tensor], Tensor] = lambda x: x
+
+    def run(self) -> Any:
+        """Make the calls until a step is not finite. Return the last output, or the loss and the gradients."""
+        if self.loop is not None:
+            return self.loop()
+        if self.loss is None:
+            return self._forward(self.args)
+        optimizer = (self.optimizer or (lambda model: torch.optim.SGD(model.parameters(), lr=1e-3)))(
+            self.model
+        )
+        for step in range(self.steps):
+            optimizer.zero_grad()
+            output = self._forward(self.args if self.batch is None else self.batch(step))
+            loss = self.loss(output) * self.scale
+            loss.backward()
+            results = [
+                loss.detach() / self.scale,
+                *(p.grad for p in self.model.parameters() if p.grad is not None),
+            ]
+            if step == self.steps - 1 or not finite(results):
+                final = [x.clone() for x in results]
+                optimizer.step()  # where a watch raises for a gradient
+                return final
+            optimizer.step()
+        return None
+
+    def _forward(self, args: tuple[Any, ...]) -> Any:
+        args, kwargs = _pytree.tree_map_only(Tensor, self.convert, (args, self.kwargs))
+        with nullcontext() if self.autocast is None else torch.autocast("cpu", dtype=self.autocast):
+            return self.model(*args, **kwargs)
+
+    def in_format(self, dtype: torch.dtype) -> Setup:
+        """Return the same program with its weights and inputs in another format, and without autocast."""
+        self.model.to(dtype)
+        self.convert = lambda x: x.to(dtype) if x.is_floating_point() else x
+        self.autocast = None
+        return self
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program that fails, and the truth about it.
+
+    `module`, `label`, `origin`, `source_module` and `value` are those of the finding. `operations`: the names of the
+    operation that made the value, any of which will do; empty where none of the failing call did. The guilty line ends
+    with a comment `# culprit: NAME`. `format_cause`: the same call in float32 is finite. With a `label` of "" only the
+    module is known: `module` is the one whose code is at fault, "-" for code outside all modules.
+    """
+
+    name: str
+    make: Callable[[], Setup]
+    file: Path
+    cause: str
+    module: str
+    label: str
+    origin: str
+    value: str
+    source_module: str | None
+    operations: tuple[str, ...]
+    transient: bool
+    format_cause: bool
+
+    def build(self) -> Setup:
+        """Make the same model and inputs each time. Leave the random state as `run` is to find it."""
+        torch.manual_seed(0)
+        return self.make()
+
+    @property
+    def line(self) -> int:
+        """Return the number of the guilty line, read from the file."""
+        marks = ("# culprit", f"# culprit: {self.name}")
+        (number,) = (
+            number
+            for number, line in enumerate(self.file.read_text().splitlines(), 1)
+            if line.endswith(marks)
+        )
+        return number
+
+
+def failure(
+    cause: str,
+    *,
+    module: str,
+    label: str = "output",
+    origin: str = "produced",
+    value: str = "nan",
+    source_module: str | None = None,
+    operations: str = "",
+    transient: bool = False,
+    format_cause: bool = False,
+) -> Callable[[Callable[[], Setup]], Callable[[], Setup]]:
+    """Enter the function that makes the failing program into CASES under its own name."""
+
+    def enter(make: Callable[[], Setup]) -> Callable[[], Setup]:
+        file, names = Path(inspect.getfile(make)), tuple(operations.split())
+        facts = (cause, module, label, origin, value, source_module, names, transient, format_cause)
+        CASES.append(Case(make.__name__, make, file, *facts))
+        return make
+
+    return enter

@@ -1,0 +1,244 @@
+"""Attention, positions and sampling."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from programs.case import PRODUCTS, Setup, failure
+
+
+class Attention(nn.Module):
+    """One head by hand, with an optional mask that is True where to look."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, width)
+        self.v = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        scores = q @ k.transpose(-2, -1)  # culprit: attention_logits
+        scores = scores * q.shape[-1] ** -0.5
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        probs = scores.softmax(dim=-1)  # culprit: masked_row
+        return self.out(probs @ v)
+
+
+class Block(nn.Module):
+    """Norm, attention, residual."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attn = Attention(width)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x + self.attn(self.norm(x), mask)
+
+
+@failure(
+    "attention logits q·k leave float16 before they are scaled",
+    module="attn.out",
+    label="input[0]",
+    origin="received",
+    source_module="attn",
+    operations=PRODUCTS,
+    format_cause=True,
+)
+def attention_logits() -> Setup:
+    model = Block(64)
+    with torch.no_grad():
+        model.attn.q.weight.mul_(200)
+        model.attn.k.weight.mul_(200)
+    return Setup(model.half(), (torch.randn(2, 6, 64).half(),))
+
+
+@failure(
+    "a softmax over a row in which everything is masked, in code of one's own",
+    module="attn.out",
+    label="input[0]",
+    origin="received",
+    source_module="attn",
+    operations="_softmax softmax",
+)
+def masked_row() -> Setup:
+    mask = torch.ones(2, 6, 6, dtype=torch.bool).tril()
+    mask[1, :, 0] = False  # padded on the left: the first token may look at nothing
+    return Setup(Block(16), (torch.randn(2, 6, 16), mask))
+
+
+class Encoder(nn.Module):
+    """PyTorch's own attention, with the padding that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.attn = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embed(ids)
+        h, _ = self.attn(h, h, h, key_padding_mask=ids == 0)  # culprit: padded_sequence
+        return self.head(h)
+
+
+@failure(
+    "nn.MultiheadAttention with a sequence that is all padding",
+    module="attn",
+    label="output[0]",
+    operations="_softmax softmax _safe_softmax",
+)
+def padded_sequence() -> Setup:
+    return Setup(Encoder(), (torch.tensor([[3, 8, 0], [0, 0, 0]]),))
+
+
+class AdditiveMask(nn.Module):
+    """Attention with a mask of ones and zeros turned into one of zeros and -inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.attn = Scores()
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        bias = (1.0 - keep) * float("-inf")  # culprit: mask_times_infinity
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.attn(q, k, v, bias)
+
+
+class Scores(nn.Module):
+    """PyTorch's fused attention."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+@failure(
+    "an additive mask made as (1 - keep) × -inf, where keep is 1",
+    module="attn",
+    label="input[3]",
+    origin="received",
+    source_module="",
+    value="nan+inf",
+    operations="mul",
+)
+def mask_times_infinity() -> Setup:
+    keep = torch.ones(5, 5).tril()
+    return Setup(AdditiveMask(), (torch.randn(5, 16), keep))
+
+
+class Rotary(nn.Module):
+    """The angles of rotary embeddings, in the dtype of the activations."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inv_freq = 10000.0 ** (-torch.arange(0, width, 2) / width)
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        t = positions.to(x.dtype)  # culprit: rotary_position
+        angles = t[:, None] * self.inv_freq.to(x.dtype)
+        return angles.cos(), angles.sin()
+
+
+class Rotated(nn.Module):
+    """Turns its input by the rotary angles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary = Rotary(16)
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = self.rotary(x, positions)
+        a, b = x.chunk(2, dim=-1)
+        return self.out(torch.cat([a * cos - b * sin, a * sin + b * cos], -1))
+
+
+@failure(
+    "positions above 65504 in float16 rotary embeddings",
+    module="rotary",
+    label="output[0]",
+    operations="_to_copy",
+    format_cause=True,
+)
+def rotary_position() -> Setup:
+    positions = torch.arange(65_500, 65_540)
+    return Setup(Rotated().half(), (torch.randn(40, 16).half(), positions))
+
+
+class Sampler(nn.Module):
+    """The distribution to draw the next token from."""
+
+    def __init__(self, temperature: float) -> None:
+        super().__init__()
+        self.temperature = temperature
+
+    def forward(self, logits: Tensor) -> Tensor:
+        scaled = logits / self.temperature  # culprit: temperature_zero
+        return torch.softmax(scaled, dim=-1)
+
+
+@failure("sampling at temperature 0", module="sampler", operations="div")
+def temperature_zero() -> Setup:
+    model = nn.Sequential()
+    model.add_module("head", nn.Linear(8, 30))
+    model.add_module("sampler", Sampler(0.0))
+    return Setup(model, (torch.randn(2, 8),))
+
+
+class MeanPool(nn.Module):
+    """The mean of the tokens that are no padding."""
+
+    def forward(self, h: Tensor, mask: Tensor) -> Tensor:
+        total = (h * mask[..., None]).sum(dim=1)
+        return total / mask.sum(dim=1, keepdim=True)  # culprit: empty_text
+
+
+class SentenceEncoder(nn.Module):
+    """One vector for each text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.pool = MeanPool()
+        self.out = nn.Linear(16, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.pool(self.embed(ids), (ids != 0).float()))
+
+
+@failure("mean pooling of a text without a token", module="pool", operations="div")
+def empty_text() -> Setup:
+    return Setup(SentenceEncoder(), (torch.tensor([[5, 6, 0], [0, 0, 0]]),))
+
+
+class Experts(nn.Module):
+    """A mixture of experts with the mean input of each, for balancing."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, count)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        choice = self.router(x).argmax(dim=-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            out[choice == number] = expert(x[choice == number])
+        chosen = F.one_hot(choice, len(self.experts)).float()
+        centres = (chosen.T @ x) / chosen.sum(0)[:, None]  # culprit: idle_expert
+        return out, centres
+
+
+@failure("an expert to which no token went: 0 / 0", module="moe", label="output[1]", operations="div")
+def idle_expert() -> Setup:
+    model = nn.Sequential()
+    model.add_module("moe", Experts(8, 4))
+    with torch.no_grad():
+        model.moe.router.bias[2] = -50.0
+    return Setup(model, (torch.randn(12, 8),))

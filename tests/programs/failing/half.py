@@ -1,0 +1,258 @@
+"""Values that leave float16, and would not leave float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from programs.case import PRODUCTS, Setup, failure
+
+
+class DenseReluDense(nn.Module):
+    """The feed-forward of T5."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.wi = nn.Linear(width, inner, bias=False)
+        self.wo = nn.Linear(inner, width, bias=False)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.wi(x))
+        h = self.dropout(h)
+        return self.wo(h)  # culprit: t5_wo
+
+
+class DenseGatedActDense(nn.Module):
+    """The feed-forward of mT5."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.wi_0 = nn.Linear(width, inner, bias=False)
+        self.wi_1 = nn.Linear(width, inner, bias=False)
+        self.dropout = nn.Dropout(0.1)
+        self.wo = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = F.gelu(self.wi_0(x), approximate="tanh")
+        value = self.wi_1(x)
+        h = gate * value  # culprit: gated
+        return self.wo(self.dropout(h))
+
+
+class Residual(nn.Module):
+    """x + part(norm(x))."""
+
+    def __init__(self, width: int, part: nn.Module) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.part(self.norm(x))
+
+
+@failure(
+    "the down projection of a feed-forward sums past 65504 in float16 (T5's `wo`)",
+    module="part.wo",
+    value="inf",
+    operations=PRODUCTS,
+    format_cause=True,
+)
+def t5_wo() -> Setup:
+    model = Residual(32, DenseReluDense(32, 128))
+    with torch.no_grad():
+        model.part.wi.weight.mul_(2000)
+        model.part.wo.weight.mul_(100)
+    return Setup(model.half(), (torch.randn(2, 8, 32).half(),))
+
+
+@failure(
+    "the two halves of a gated feed-forward, each in range, multiply past 65504 in float16 (mT5)",
+    module="part.dropout",
+    label="input[0]",
+    origin="received",
+    source_module="part",
+    value="inf",
+    operations="mul",
+    format_cause=True,
+)
+def gated() -> Setup:
+    model = Residual(32, DenseGatedActDense(32, 64))
+    with torch.no_grad():
+        model.part.wi_0.weight.mul_(600)
+        model.part.wi_1.weight.mul_(600)
+    return Setup(model.half(), (torch.randn(2, 8, 32).half(),))
+
+
+class ScaledEmbedding(nn.Module):
+    """Token embeddings times the root of the width, as Gemma has them."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embed(ids)
+        h = h * self.embed.embedding_dim**0.5  # culprit: embedding_scale
+        return self.norm(h)
+
+
+@failure(
+    "token embeddings times sqrt(width) leave float16",
+    module="norm",
+    label="input[0]",
+    origin="received",
+    source_module="",
+    value="inf",
+    operations="mul",
+    format_cause=True,
+)
+def embedding_scale() -> Setup:
+    model = ScaledEmbedding(50, 256)
+    with torch.no_grad():
+        model.embed.weight[7, 3] = 6000.0  # the outlier feature of a token that begins every text
+    return Setup(model.half(), (torch.tensor([[7, 2, 9]]),))
+
+
+class MomentNorm(nn.Module):
+    """A layer norm by the two moments, E[x²] - E[x]²."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(-1, keepdim=True)
+        square = x * x  # culprit: layer_norm_square
+        var = square.mean(-1, keepdim=True) - mean * mean
+        return (x - mean) * torch.rsqrt(var + 1e-5)
+
+
+@failure(
+    "a layer norm by hand squares its input in float16",
+    module="norm",
+    operations="mul",
+    format_cause=True,
+)
+def layer_norm_square() -> Setup:
+    model = nn.Sequential()
+    model.add_module("proj", nn.Linear(16, 64))
+    model.add_module("norm", MomentNorm())
+    with torch.no_grad():
+        model.proj.bias.fill_(400.0)
+        model.proj.weight.mul_(80)
+    return Setup(model.half(), (torch.randn(4, 16).half(),))
+
+
+class CausalLinearAttention(nn.Module):
+    """Linear attention with the running sums of keys and values."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+        state = (k * v).cumsum(dim=1)  # culprit: cumsum
+        return self.out(q * state / 1024)
+
+
+@failure(
+    "a running sum over the sequence passes 65504 in float16",
+    module="out",
+    label="input[0]",
+    origin="received",
+    source_module="",
+    value="inf",
+    operations="cumsum",
+    format_cause=True,
+)
+def cumsum() -> Setup:
+    model = CausalLinearAttention(16)
+    with torch.no_grad():
+        model.qkv.bias.fill_(12.0)
+    return Setup(model.half(), (torch.randn(1, 600, 16).half(),))
+
+
+class SumPool(nn.Module):
+    """The mean over the sequence by its sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.sum(dim=1)  # culprit: sum_pool
+        return total / x.shape[1]
+
+
+@failure(
+    "a mean taken as sum over length, whose sum leaves float16",
+    module="pool",
+    value="inf",
+    operations="sum",
+    format_cause=True,
+)
+def sum_pool() -> Setup:
+    model = nn.Sequential()
+    model.add_module("proj", nn.Linear(8, 8))
+    model.add_module("pool", SumPool())
+    with torch.no_grad():
+        model.proj.bias.fill_(90.0)
+    return Setup(model.half(), (torch.randn(2, 1000, 8).half(),))
+
+
+class ScaledCrossEntropy(nn.Module):
+    """The loss times the loss scale."""
+
+    scale = 2.0**16
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits, labels)
+        return loss * self.scale  # culprit: loss_scale
+
+
+class Classifier(nn.Module):
+    """A linear classifier that returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 10)
+        self.criterion = ScaledCrossEntropy()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.criterion(self.head(x), labels)
+
+
+@failure(
+    "a loss scale of 2^16 is multiplied on in float16",
+    module="criterion",
+    value="inf",
+    operations="mul",
+    format_cause=True,
+)
+def loss_scale() -> Setup:
+    return Setup(Classifier().half(), (torch.randn(4, 8).half(), torch.tensor([0, 1, 2, 3])))
+
+
+class ResidualStream(nn.Module):
+    """A stack whose residual stream stays in float32 under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(16))
+        self.up = nn.Linear(16, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        stream = x * self.scale
+        return self.up(stream)  # culprit: autocast_cast
+
+
+@failure(
+    "autocast casts a float32 residual stream with values above 65504 to float16",
+    module="up",
+    value="inf",
+    operations="_to_copy",
+    format_cause=True,
+)
+def autocast_cast() -> Setup:
+    model = ResidualStream()
+    model.scale[5] = 4e4  # a massive activation in one channel
+    return Setup(model, (torch.randn(8, 16) * 2,), autocast=torch.float16)

@@ -1,0 +1,106 @@
+"""Writes into a tensor that somebody else still needs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from programs.case import Setup, failure
+
+
+class PeakNorm(nn.Module):
+    """Divides each row by its peak, in place to save memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.div_(x.amax(dim=-1, keepdim=True))  # culprit: own_input
+
+
+class Tagger(nn.Module):
+    """Features, normalised, with a residual around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Linear(8, 8)
+        self.norm = PeakNorm()
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.features(x))
+        return self.head(h + self.norm(h))
+
+
+# The record of an input is made when the call has returned, so what a module writes into its own input is an input
+# that was not finite: `received`, as docs/watching.md has it.
+@failure(
+    "a module that divides its own input in place, with a row of zeros",
+    module="norm",
+    label="input[0]",
+    origin="received",
+    source_module="",
+    operations="div_",
+)
+def own_input() -> Setup:
+    model = Tagger()
+    with torch.no_grad():
+        model.features.bias.fill_(-0.3)
+    x = torch.randn(6, 8)
+    x[4] = 0.0
+    return Setup(model, (x,))
+
+
+class Spectrogram(nn.Module):
+    """Scales the clips it is given in place, then classifies them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, clips: Tensor) -> Tensor:
+        clips.div_(clips.abs().amax(dim=-1, keepdim=True))  # culprit: data_in_place
+        return self.head(clips)
+
+
+# For the same reason the data of the batch look as if they had come so.
+@failure(
+    "a model that scales its batch in place, with a silent clip",
+    module="head",
+    label="input[0]",
+    origin="data",
+    operations="div_",
+)
+def data_in_place() -> Setup:
+    clips = torch.randn(4, 16)
+    clips[3] = 0.0
+    return Setup(Spectrogram(), (clips,))
+
+
+class SharedState(nn.Module):
+    """Two branches that both scale the features they were handed, a view of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 16)
+        self.left = nn.Linear(8, 4)
+        self.right = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            left, right = self.stem(x).chunk(2, dim=-1)
+            window = left
+            left = self.left(left)
+            window.sub_(window)
+            right = self.right(right / window.abs().amax(-1, keepdim=True))  # culprit: shared_view
+        return left + right
+
+
+@failure(
+    "a scale taken from a view that was zeroed in place before",
+    module="right",
+    label="input[0]",
+    origin="received",
+    source_module="",
+    value="inf",
+    operations="div",
+)
+def shared_view() -> Setup:
+    return Setup(SharedState(), (torch.randn(3, 8),))

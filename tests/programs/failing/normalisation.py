@@ -1,0 +1,252 @@
+"""Norms, distances, scales: what divides by a size or takes its root."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from programs.case import Setup, failure
+
+
+def after_linear(width: int, **last: nn.Module) -> nn.Sequential:
+    """A linear layer, then the modules named."""
+    model = nn.Sequential()
+    model.add_module("proj", nn.Linear(width, width, bias=False))
+    for name, module in last.items():
+        model.add_module(name, module)
+    return model
+
+
+class UnitNorm(nn.Module):
+    """Vectors of length one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.norm(dim=-1, keepdim=True)
+        return x / length  # culprit: zero_norm
+
+
+class TokenVectors(nn.Module):
+    """Embeddings of unit length, with a padding token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8, padding_idx=0)
+        self.unit = UnitNorm()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.unit(self.embed(ids))
+
+
+@failure("the padding's embedding is zero, and is divided by its norm", module="unit", operations="div")
+def zero_norm() -> Setup:
+    return Setup(TokenVectors(), (torch.tensor([[4, 5, 0]]),))
+
+
+class Standardise(nn.Module):
+    """Zero mean, unit variance."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(dim=-1, keepdim=True)
+        var = (x - mean).square().mean(dim=-1, keepdim=True)
+        inverse = torch.rsqrt(var)  # culprit: zero_variance
+        return (x - mean) * inverse
+
+
+@failure("rsqrt of the variance of a blank image, without eps", module="norm", operations="rsqrt")
+def zero_variance() -> Setup:
+    images = torch.rand(3, 16)
+    images[1] = 0.0
+    return Setup(after_linear(16, norm=Standardise()), (images,))
+
+
+class Spread(nn.Module):
+    """The standard deviation by the two moments."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        var = (x * x).mean(dim=-1) - x.mean(dim=-1) ** 2
+        return torch.sqrt(var)  # culprit: negative_variance
+
+
+@failure("sqrt of a variance that rounding made negative", module="spread", operations="sqrt")
+def negative_variance() -> Setup:
+    model = nn.Sequential()
+    model.add_module("shift", nn.Identity())
+    model.add_module("spread", Spread())
+    # 512 rows: whatever the order of the sums, rounding takes many of them below zero.
+    return Setup(model, (1000 + 1e-3 * torch.randn(512, 33),))
+
+
+class Distances(nn.Module):
+    """All distances between points by |a|² + |b|² - 2 a·b."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        square = (x * x).sum(-1)
+        squared = square[:, None] + square[None, :] - 2 * x @ x.T
+        return squared.sqrt()  # culprit: pairwise_distance
+
+
+@failure(
+    "the distance of a point to itself, whose square comes out below zero",
+    module="distances",
+    operations="sqrt",
+)
+def pairwise_distance() -> Setup:
+    return Setup(after_linear(16, distances=Distances()), (torch.randn(200, 16) + 5,))
+
+
+class MinibatchDeviation(nn.Module):
+    """The spread over the batch as one more feature, as in a GAN's discriminator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        spread = x.var(dim=0)  # culprit: variance_of_one
+        return torch.cat([x, spread.mean().expand(len(x), 1)], dim=1)
+
+
+@failure("the unbiased variance of the last batch, which has one sample", module="spread", operations="var")
+def variance_of_one() -> Setup:
+    return Setup(after_linear(8, spread=MinibatchDeviation()), (torch.randn(1, 8),))
+
+
+class Advantage(nn.Module):
+    """Rewards relative to their group."""
+
+    def forward(self, rewards: Tensor) -> Tensor:
+        centred = rewards - rewards.mean(dim=-1, keepdim=True)
+        return centred / rewards.std(dim=-1, keepdim=True)  # culprit: constant_group
+
+
+class Policy(nn.Module):
+    """The weighted loss of groups of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 1)
+        self.advantage = Advantage()
+
+    def forward(self, x: Tensor, rewards: Tensor) -> Tensor:
+        return -(self.head(x).squeeze(-1) * self.advantage(rewards)).mean()
+
+
+@failure("a group of samples with equal rewards: 0 / std of 0", module="advantage", operations="div")
+def constant_group() -> Setup:
+    rewards = torch.tensor([[0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    return Setup(Policy(), (torch.randn(2, 4, 8), rewards))
+
+
+class Angles(nn.Module):
+    """The angle between each vector and its reference."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        a = a / a.norm(dim=-1, keepdim=True)
+        b = b / b.norm(dim=-1, keepdim=True)
+        cosine = (a * b).sum(dim=-1)
+        return torch.acos(cosine)  # culprit: acos_above_one
+
+
+class Pose(nn.Module):
+    """The error of predicted directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.predict = nn.Identity()
+        self.angles = Angles()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.angles(self.predict(x), target).mean()
+
+
+@failure("acos of a cosine that rounding put above 1", module="angles", operations="acos")
+def acos_above_one() -> Setup:
+    x = torch.randn(1000, 5)
+    return Setup(Pose(), (x, x * 3))
+
+
+class Gamma(nn.Module):
+    """Gamma correction of an image."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        return image ** (1 / 2.2)  # culprit: negative_base
+
+
+@failure("a fractional power of pixels that a normalisation made negative", module="gamma", operations="pow")
+def negative_base() -> Setup:
+    return Setup(after_linear(16, gamma=Gamma()), (torch.rand(2, 16),))
+
+
+class PoincareLog(nn.Module):
+    """From the Poincaré ball to the plane."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.norm(dim=-1, keepdim=True).clamp(1e-7, 1.0)
+        radius = torch.atanh(length)  # culprit: ball_boundary
+        return radius * x / length
+
+
+@failure("atanh of 1, the edge of the Poincaré ball", module="log_map", value="inf", operations="atanh")
+def ball_boundary() -> Setup:
+    return Setup(after_linear(8, log_map=PoincareLog()), (torch.randn(5, 8) * 3,))
+
+
+class Cosine(nn.Module):
+    """Cosine similarity by hand."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        lengths = a.norm(dim=-1) * b.norm(dim=-1)
+        return (a * b).sum(dim=-1) / lengths  # culprit: cosine_of_zero
+
+
+class Matcher(nn.Module):
+    """Two texts, one encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(8, 8, bias=False)
+        self.similarity = Cosine()
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.similarity(torch.relu(self.encode(a)), torch.relu(self.encode(b)))
+
+
+@failure("cosine similarity with a vector of zeros", module="similarity", operations="div")
+def cosine_of_zero() -> Setup:
+    b = torch.randn(4, 8)
+    b[2] = 0.0
+    return Setup(Matcher(), (torch.randn(4, 8), b))
+
+
+class FakeQuantise(nn.Module):
+    """To 8 bits and back, a scale for each row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.abs().amax(dim=-1, keepdim=True) / 127
+        q = torch.round(x / scale)  # culprit: quantisation_scale
+        return q * scale
+
+
+@failure("the quantisation scale of a row of zeros", module="quantise", operations="div")
+def quantisation_scale() -> Setup:
+    x = torch.randn(4, 8)
+    x[3] = 0.0
+    return Setup(after_linear(8, quantise=FakeQuantise()), (x,))
+
+
+class LogMel(nn.Module):
+    """The logarithm of the energy in each band."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bands", torch.rand(33, 8))
+
+    def forward(self, audio: Tensor) -> Tensor:
+        power = torch.fft.rfft(audio).abs().square()
+        return torch.log(power @ self.bands)  # culprit: log_of_silence
+
+
+@failure("the log spectrum of silence", module="features", value="inf", operations="log")
+def log_of_silence() -> Setup:
+    model = nn.Sequential()
+    model.add_module("features", LogMel())
+    model.add_module("head", nn.Linear(8, 2))
+    audio = torch.randn(2, 64)
+    audio[0] = 0.0
+    return Setup(model, (audio,))

@@ -1,0 +1,219 @@
+"""State that was bad before the call: weights, buffers, data; and calls that fail only once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from programs.case import Setup, failure
+from support.spy import Spy
+
+
+class Autoencoder(nn.Module):
+    """An encoder with batch norm and a decoder."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(width, 4)
+        self.bn = nn.BatchNorm1d(4)
+        self.decoder = nn.Linear(4, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.encoder(x)
+        h = self.bn(h)  # culprit: negative_running_var
+        return self.decoder(torch.relu(h))
+
+
+@failure(
+    "a checkpoint with a nan in a weight",
+    module="decoder",
+    label="weight",
+    origin="weight",
+)
+def poisoned_checkpoint() -> Setup:
+    state = Autoencoder().state_dict()
+    state["decoder.weight"][5, 2] = float("nan")  # as a run that diverged saved it
+    model = Autoencoder().eval()
+    model.load_state_dict(state)
+    return Setup(model, (torch.randn(4, 8),))
+
+
+@failure(
+    "a checkpoint whose running_var is negative",
+    module="bn",
+    operations="native_batch_norm _native_batch_norm_legit_no_training _batch_norm_impl_index batch_norm",
+)
+def negative_running_var() -> Setup:
+    model = Autoencoder().eval()
+    model.bn.running_var[1] = -0.5
+    return Setup(model, (torch.randn(4, 8),))
+
+
+@failure(
+    "running statistics that took in an inf of an earlier batch",
+    module="bn",
+    label="running_mean",
+    origin="buffer",
+    value="inf",
+)
+def poisoned_running_mean() -> Setup:
+    model = Autoencoder().eval()
+    model.bn.running_mean[3] = float("inf")
+    return Setup(model, (torch.randn(4, 8),))
+
+
+@failure(
+    "bfloat16 weights above 65504 converted to float16",
+    module="decoder",
+    label="weight",
+    origin="weight",
+    value="inf",
+)
+def bfloat16_to_float16() -> Setup:
+    model = Autoencoder().eval().bfloat16()
+    with torch.no_grad():
+        model.decoder.weight[0, 1] = 1e5
+    return Setup(model.half(), (torch.randn(4, 8).half(),))
+
+
+class Tabular(nn.Module):
+    """Numbers and a category, given as a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.category = nn.Embedding(5, 4)
+        self.numbers = nn.Linear(3, 4)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        category = self.category(batch["category"])
+        numbers = self.numbers(batch["numbers"])
+        return self.head(torch.cat([category, numbers], dim=-1))
+
+
+def _table(bad: float) -> dict[str, Tensor]:
+    numbers = torch.randn(4, 3)
+    numbers[2, 1] = bad
+    return {"category": torch.tensor([0, 1, 2, 3]), "numbers": numbers}
+
+
+@failure(
+    "an inf in the data, as a ratio made it", module="numbers", label="input[0]", origin="data", value="inf"
+)
+def inf_in_data() -> Setup:
+    return Setup(Tabular(), (_table(float("inf")),))
+
+
+class Forecast(nn.Module):
+    """A series, standardised in the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(3, 8, batch_first=True)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, *, series: Tensor, horizon: int) -> Tensor:
+        x = (series - 20.0) / 5.0
+        states, _ = self.rnn(x)
+        return self.head(states[:, -horizon:])
+
+
+@failure("a nan in the data: a reading that is missing", module="rnn", label="input[0]", origin="data")
+def nan_in_data() -> Setup:
+    series = 20 + 5 * torch.randn(2, 12, 3)
+    series[1, 7, 0] = float("nan")
+    return Setup(Forecast(), kwargs={"series": series, "horizon": 3})
+
+
+class Decoder(nn.Module):
+    """Attention with an additive mask that the data loader made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.attend = Attend()
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.attend(self.embed(ids), mask=mask)
+
+
+class Attend(nn.Module):
+    """Self-attention without weights."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return torch.softmax(x @ x.transpose(-2, -1) + mask, dim=-1) @ x
+
+
+@failure(
+    "an additive mask in the data with a row that masks everything",
+    module="attend",
+    label="input[mask]",
+    origin="data",
+    value="inf",
+)
+def mask_in_data() -> Setup:
+    mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), float("-inf"))
+    mask[2] = float("-inf")
+    return Setup(Decoder(), (torch.tensor([4, 5, 0, 6]), mask))
+
+
+class SplitReduce(nn.Module):
+    """A sum in parts, added up in a workspace that each launch leaves at zero for the next.
+
+    The bug: the workspace comes from the allocator as it is, so the first launch adds to what lay there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._workspace: Tensor | None = None
+        self._launches = Spy()  # as an allocator's memory, it is not put back for a re-run
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._workspace is None:
+            lay_there = bytearray((b"\0" if self._launches.values else b"\xff") * 4 * x.shape[-1])
+            self._launches.add()
+            self._workspace = torch.frombuffer(lay_there, dtype=torch.float32)
+        for part in x.chunk(4):
+            self._workspace += part.sum(0)
+        total = self._workspace.clone()
+        self._workspace.zero_()
+        return total
+
+
+@failure(
+    "a kernel that reads memory before it is written: wrong at its first launch only",
+    module="reduce",
+    transient=True,
+)
+def uninitialised_workspace() -> Setup:
+    model = nn.Sequential()
+    model.add_module("proj", nn.Linear(8, 8))
+    model.add_module("reduce", SplitReduce())
+    return Setup(model, (torch.randn(16, 8),))
+
+
+class Faulty(nn.Linear):
+    """A linear layer on a device that flips the highest exponent bit of one result in its third call."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self._calls = Spy()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self._calls.add()
+        if len(self._calls.values) == 3:
+            bits = y.detach().view(torch.int32)
+            bits[1, 2] |= 0x7F80_0000
+        return y
+
+
+@failure("a bit flipped by the hardware, once", module="1", value="nan", transient=True)
+def flipped_bits() -> Setup:
+    model = nn.Sequential(nn.Linear(8, 8), Faulty(8, 4))
+
+    def loop() -> None:
+        for _ in range(5):
+            model(torch.randn(4, 8))
+
+    return Setup(model, loop=loop)

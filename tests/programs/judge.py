@@ -1,0 +1,354 @@
+"""Compare what nanwatch says of each program with the truth, each in a process forked from one that has run nothing.
+
+    python tests/programs/judge.py                    # a line a program, and a count for each column
+    python tests/programs/judge.py softplus           # the programs with this in their name, with the reports
+    python tests/programs/judge.py --json
+
+Columns: `module` (the whole place of the finding), `operation`, `line`, `cure` (one works, and all that are said to
+work do when a user applies them: the run is then finite, and its loss and outputs within 1 % of float64, where that is
+finite), `state`
+(the watched program ends as the unwatched one), `quiet` (nothing is said of a healthy program, and its results are
+bit-equal), `audit` (the cause and the module of a training that goes wrong in silence).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks"), str(ROOT / "python")]
+
+import silent.case
+import silent.process
+import silent.score
+import silent.tools.nanwatch  # also imports what a watch and a step import, for all processes
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+import nanwatch
+import nanwatch.capsule.capsule
+import nanwatch.diagnosis.rerun
+from nanwatch.report.finding import Cure, Finding
+from programs import failing, shapes  # noqa: F401 - enter their programs
+from programs.case import CASES, Case, Setup, finite
+from programs.healthy import HEALTHY
+from programs.reported import table
+from programs.stateful import case as stateful
+from programs.stateful import forwards, losses  # noqa: F401
+
+COLUMNS = "module", "operation", "line", "cure", "state", "quiet", "audit"
+# A cure may move a result by this part of its norm from that of float64. Formats of 16 bits have 2 to 3 digits.
+_MOST_CHANGE = 0.01
+_LIMIT = 120  # seconds for a program that takes less than two
+SILENT = (
+    "zero_grad_missing", "decayed_twice", "eval_left_on", "freeze_undone", "tie_lost_on_meta",
+    "every_step_skipped", "bf16_small_rate", "adapter_not_in_optimizer", "encoder_without_gradient",
+    "optimizer_made_each_epoch",
+)  # fmt: skip
+Verdict = dict[str, Any]
+
+
+def judge_failure(case: Case) -> Verdict:
+    """Judge the finding of a program that fails."""
+    setup = case.build()
+    with nanwatch.watch(setup.model, gradients=setup.loss is not None):
+        try:
+            setup.run()
+        except nanwatch.NonFiniteError as error:
+            finding, text = error.report.finding, error.report.to_text()
+        else:
+            return {"module": False, "operation": False, "line": False, "cure": False, "text": "says nothing"}
+    assert finding is not None
+    verdict: Verdict = {"module": _has_place(case, finding), "text": text}
+    if case.operations:
+        name = _aten(finding.operation or "")
+        verdict["operation"] = name in case.operations or f"{name}_" in case.operations
+        verdict["line"] = (finding.source or "").endswith(f"{case.file.name}:{case.line}")
+        faults = [_fault_of(case, cure) for cure in finding.cures if cure.works]
+        verdict["cure"] = bool(faults) and not any(faults)
+        verdict["text"] += "".join(f"\nFAULT of a cure: {fault}" for fault in faults if fault)
+    else:
+        # For bad data the finding names the operation that hands it on. No cure may hide a bad weight.
+        verdict["operation"] = finding.operation is None or finding.origin == "data"
+        if case.origin in ("weight", "buffer"):
+            verdict["cure"] = not any(cure.works for cure in finding.cures)
+        if case.transient:
+            verdict["operation"] &= finding.transient is True
+    return verdict
+
+
+def _has_place(case: Case, finding: Finding) -> bool:
+    if not case.label:  # the module whose code is at fault
+        module = finding.module if finding.origin == "produced" else finding.source_module
+        return ("-" if module is None else module) == case.module
+    truth = case.module, case.label, case.origin, case.source_module, case.value
+    return truth == (finding.module, finding.label, finding.origin, finding.source_module, finding.value)
+
+
+def _aten(name: str) -> str:
+    """Return the name in torch.ops.aten of `aten.div.Tensor`, or of the node `DivBackward0`."""
+    if name.startswith("aten."):
+        return name.split(".")[1].removesuffix("_")
+    name = re.sub(r"Backward\d*$", "", name)
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    return {"softmax": "_softmax"}.get(name, name)
+
+
+def _fault_of(case: Case, cure: Cure) -> str:
+    """Apply a cure as a user would. Return what is wrong with the run under it, or nothing."""
+    setup = case.build()
+    if cure.patch:
+        names = _patched(case.file, cure.patch)
+        torch.manual_seed(0)
+        if case.file.parent == table.HERE:
+            setup = table.setup_of(names, setup.steps)
+        else:
+            setup = names.__dict__[case.name]()
+    elif not _follow(cure.what, setup):
+        return f"nobody knows how to apply it: {cure.what}"
+    results = setup.run()
+    if not finite(results):
+        return f"not finite: {cure.what}"
+    exact = _in_float64(case)
+    if setup.loss is not None:
+        results, exact = results[:1], exact and exact[:1]  # gradients need to be finite, and no more
+    if exact is not None and (moved := _distance(results, exact)) > _MOST_CHANGE:
+        return f"{moved:.2g} from float64: {cure.what}"
+    return ""
+
+
+def _patched(file: Path, patch: str) -> ModuleType:
+    """Apply a patch by git to a copy of the file, and return the copy as a module."""
+    (name,) = re.findall(r"^\+\+\+ b/(.*)$", patch, re.MULTILINE)
+    with tempfile.TemporaryDirectory() as folder:
+        copied = Path(folder, name)
+        copied.parent.mkdir(parents=True)
+        copied.write_text(file.read_text())
+        command = ["git", "apply", "--whitespace=nowarn", "-"]
+        subprocess.run(command, cwd=folder, input=patch, text=True, check=True, capture_output=True)
+        return table.load(file, copied.read_text())
+
+
+def _follow(what: str, setup: Setup) -> bool:
+    """Do what the words of a cure say that is no change of a line. Return whether they are known."""
+    model, known = setup.model, False
+    for code in re.findall(r"nanwatch\.run_in_fp32\([^,]*?(?:, cast_output=False)?\)(?=,|$)", what):
+        eval(code, {"nanwatch": nanwatch, "model": model})
+        known = True
+    if "torch.autocast(" in what and "bfloat16" in what:
+        setup.autocast, known = torch.bfloat16, True
+    if "model.to(torch.bfloat16)" in what:
+        setup.in_format(torch.bfloat16)
+        known = True
+    if "the whole of it in float32" in what or "without autocast" in what:
+        setup.in_format(torch.float32)
+        known = True
+    if limit := re.search(r"clamp the input of `(.*)` to ±(\S+?)(?=,|$)", what):
+        end = float(limit[2])
+        model.get_submodule(limit[1]).register_forward_pre_hook(lambda _, a: (a[0].clamp(-end, end), *a[1:]))
+        known = True
+    if factor := re.search(r"a loss scale that is (\S+) times smaller", what):
+        setup.scale, known = 1 / float(factor[1]), True
+    return known
+
+
+def _in_float64(case: Case) -> Any:
+    """Return the results of the program in float64, or None where none are finite or they are drawn at random."""
+    setup = case.build()
+    if setup.loop is not None or setup.steps > 1:
+        return None
+    state = torch.get_rng_state()
+    try:
+        results = setup.in_format(torch.float64).run()
+    except (RuntimeError, TypeError):
+        return None
+    return results if finite(results) and torch.equal(state, torch.get_rng_state()) else None
+
+
+def _distance(results: Any, exact: Any) -> float:
+    """Return the largest distance of an output, or of the loss, from that of float64, as a part of its norm."""
+    pairs = zip(_pytree.tree_leaves(results), _pytree.tree_leaves(exact), strict=True)
+    distance = 0.0
+    for result, truth in pairs:
+        if isinstance(result, Tensor) and result.is_floating_point():
+            norm = max(float(truth.norm()), 1e-6)
+            distance = max(distance, float((result.double() - truth).norm()) / norm)
+    return distance
+
+
+def judge_healthy(name: str) -> Verdict:
+    """Judge a healthy program: nothing is said, and it computes what it computes unwatched."""
+    plain, watched = [], []
+    for results, is_watched in ((plain, False), (watched, True)):
+        torch.manual_seed(0)
+        setup = HEALTHY[name]()
+        watch = nanwatch.watch(setup.model, gradients=True) if is_watched else contextlib.nullcontext()
+        with warnings.catch_warnings(record=True) as warned, watch as watch:
+            try:
+                results += [x for x in _pytree.tree_leaves(setup.run()) if isinstance(x, Tensor)]
+            except nanwatch.NonFiniteError as error:
+                return {"quiet": False, "text": error.report.to_text()}
+    assert finite(plain), name
+    is_equal = len(plain) == len(watched) and all(map(torch.equal, plain, watched))
+    said = [str(warning.message) for warning in warned]
+    is_quiet = watch.report().finding is None and not said
+    return {"quiet": is_equal and is_quiet, "text": "\n".join([*said, watch.report().to_text()])}
+
+
+def judge_stateful(name: str) -> Verdict:
+    """Judge a program that keeps state: run it unwatched, watched, and with the patch that is said to work."""
+    program = stateful.PROGRAMS[name]
+    plain, _, _ = _forked(program, watched=False)
+    watched, findings, _ = _forked(program, watched=True)
+    if not findings:
+        return {"module": False, "state": plain == watched, "text": "says nothing"}
+    finding = findings[0]
+    verdict: Verdict = {"state": plain == watched, "text": str(finding)}
+    verdict["operation"] = program.operation in (finding.operation or "").lower()
+    verdict["line"] = finding.source in {f"{program.file}:{line}" for line in _marks(program)}
+    if program.cure:
+        patch = next((cure.patch for cure in finding.cures if cure.works and cure.patch), "")
+        verdict["cure"] = bool(patch) and _forked(program, watched=False, patch=patch)[2] == 0
+    return verdict
+
+
+def _forked(program: stateful.Program, *, watched: bool, patch: str = "") -> tuple[str, list[Finding], int]:
+    """Run a program in a fork. Return its state as JSON, the findings, and how often its own check has raised."""
+
+    def run() -> tuple[str, list[Finding], int]:
+        chosen = program
+        if patch:
+            _patched(program.file, patch)  # which enters the program anew
+            chosen = stateful.PROGRAMS[program.name]
+        state = stateful.run(chosen, watched=watched)
+        return json.dumps(state, default=str), stateful.Run.findings, stateful.Run.bad
+
+    (result,) = each_in_a_process([run], 1)
+    if isinstance(result, str):
+        raise AssertionError(result)
+    return result
+
+
+def _marks(program: stateful.Program) -> list[int]:
+    """Return the lines marked `# FAULT` between the program before this one and its own end."""
+    firsts = sorted(
+        x.function.__code__.co_firstlineno for x in stateful.PROGRAMS.values() if x.file == program.file
+    )
+    code = program.function.__code__
+    begin = max((first for first in firsts if first < code.co_firstlineno), default=0)
+    end = min((first for first in firsts if first > code.co_firstlineno), default=10**6)
+    lines = enumerate(program.file.read_text().splitlines(), 1)
+    return [number for number, line in lines if begin < number < end and line.endswith("# FAULT")]
+
+
+def judge_silent(name: str) -> Verdict:
+    """Judge what the audit says of a training that goes wrong in silence, and of its healthy form."""
+    (case,) = (case for case in silent.case.load() if case.name == name)
+    runs = {form: silent.process.run(case, form, "nanwatch") for form in ("faulty", "mended")}
+    verdict = silent.score.judge(
+        case, {form: [x for run in runs[form] for x in run.findings] for form in runs}
+    )
+    quiet = not verdict.alarms
+    return {"audit": verdict.cause and verdict.module, "quiet": quiet, "text": f"{verdict}\n{runs}"}
+
+
+def each_in_a_process(tasks: Sequence[Callable[[], Any]], jobs: int) -> Iterator[Any]:
+    """Yield the result of each task in turn, each from a process of its own: a str is what it raised."""
+    context = multiprocessing.get_context("fork")
+    started: list[tuple[Any, Any]] = []
+    for number in range(len(tasks)):
+        while len(started) < min(number + jobs, len(tasks)):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_child, args=(sender, tasks[len(started)]))
+            process.start()
+            sender.close()
+            started.append((receiver, process))
+        receiver, process = started[number]
+        try:
+            yield receiver.recv() if receiver.poll(_LIMIT) else f"took longer than {_LIMIT} s"
+        except EOFError:
+            yield "its process ended without a result"
+        process.kill()
+        process.join()
+
+
+def _child(sender: Any, task: Callable[[], Any]) -> None:
+    warnings.simplefilter("ignore")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # some programs print
+    try:
+        result = task()
+    except BaseException as error:
+        result = f"{type(error).__name__}: {error}"
+    if isinstance(result, dict):
+        result["seconds"] = sum(os.times()[:4])
+    sender.send(result)
+
+
+def tasks() -> dict[str, Callable[[], Verdict]]:
+    """Return what judges each program, by its name."""
+    found: dict[str, Callable[[], Verdict]] = {}
+    for case in CASES:
+        found[case.name] = lambda case=case: judge_failure(case)
+    for judge, names in (
+        (judge_stateful, stateful.PROGRAMS),
+        (judge_healthy, HEALTHY),
+        (judge_silent, SILENT),
+    ):
+        for name in names:
+            assert name not in found, name
+            found[name] = lambda judge=judge, name=name: judge(name)
+    return found
+
+
+def main() -> None:
+    """Judge the programs that the command line asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="*", help="parts of names")
+    parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    judge_failure(CASES[0])  # imports what a re-run imports
+    chosen = {
+        name: task
+        for name, task in tasks().items()
+        if not options.words or any(word in name for word in options.words)
+    }
+    verdicts: dict[str, Verdict] = {}
+    for name, verdict in zip(chosen, each_in_a_process(list(chosen.values()), options.jobs), strict=True):
+        verdicts[name] = {"text": verdict, "seconds": 0.0} if isinstance(verdict, str) else verdict
+        if not options.json:
+            marks = " ".join(
+                f"{'' if verdicts[name][column] else 'NOT '}{column}"
+                for column in COLUMNS
+                if column in verdicts[name]
+            )
+            print(f"{name:36} {verdicts[name]['seconds']:5.2f} s  {marks or verdict}", flush=True)
+            if options.words:
+                print(verdicts[name]["text"])
+    if options.json:
+        print(json.dumps(verdicts))
+        return
+    for column in COLUMNS:
+        values = [verdict[column] for verdict in verdicts.values() if column in verdict]
+        print(f"{column:10} {sum(values)} of {len(values)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Failing models rebuilt from public reports. Their code is our own."""

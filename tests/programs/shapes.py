@@ -1,0 +1,186 @@
+"""Where a failure begins: in code between modules, in weights that no call shows, in two operations at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
+
+from .case import PRODUCTS, Setup, failure
+
+
+class Standardised(nn.Module):
+    """Standardises its batch, then hands it to a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net((x - x.mean(0)) / x.std(0))  # culprit: given_to_a_container
+
+
+@failure("a constant column is divided by its deviation", module="", label="", operations="div")
+def given_to_a_container() -> Setup:
+    x = torch.randn(16, 5)
+    x[:, 3] = 1.0
+    return Setup(Standardised(), (x,))
+
+
+class Scores(nn.Module):
+    """Logarithms of counts, handed to a block of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.log(x)  # culprit: given_to_a_nested_container
+        return self.block(h).sum(-1)
+
+
+@failure("the logarithm of a count of zero", module="", label="", value="inf", operations="log")
+def given_to_a_nested_container() -> Setup:
+    return Setup(Scores(), (torch.tensor([[0.0, 1.0, 2.0, 5.0]]),))
+
+
+class Lists(nn.Module):
+    """Branches in a ModuleList, each with a share of the features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = x.sum(-1) / x.abs().sum(-1)  # culprit: given_to_a_list
+        return sum(branch(x * weights[:, None]) for branch in self.branches)
+
+
+@failure("a share of a sum of zero", module="", label="", operations="div")
+def given_to_a_list() -> Setup:
+    x = torch.randn(3, 4)
+    x[1] = 0
+    return Setup(Lists(), (x,))
+
+
+class Inner(nn.Module):
+    """A layer in a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Gated(nn.Module):
+    """A gate of the parent, met first by a child."""
+
+    def __init__(self, gate: float) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.full((1,), gate))
+        self.first, self.inner = nn.Linear(4, 4), Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.first(x) * self.gate)
+
+
+@failure("a parameter of a parent that is nan", module="", label="gate", origin="weight")
+def parameter_of_a_parent() -> Setup:
+    return Setup(Gated(float("nan")), (torch.randn(2, 4),))
+
+
+class ListedScales(nn.Module):
+    """Scales in a ParameterList."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scales = nn.ParameterList([nn.Parameter(torch.full((4,), float("nan")))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scales[0]
+
+
+@failure("a parameter in a ParameterList that is nan", module="scales", label="0", origin="weight")
+def parameter_in_a_list() -> Setup:
+    return Setup(ListedScales(), (torch.randn(2, 4),))
+
+
+@failure(
+    "the original of a parametrization that is nan",
+    module="0.parametrizations.weight",
+    label="original0",
+    origin="weight",
+)
+def original_of_a_parametrization() -> Setup:
+    model = nn.Sequential(weight_norm(nn.Linear(4, 4)))
+    with torch.no_grad():
+        model[0].parametrizations.weight.original0[1] = float("nan")
+    return Setup(model, (torch.randn(2, 4),))
+
+
+class TwoLogarithms(nn.Module):
+    """A loss with an entropy of the same probabilities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 10)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        probs = torch.softmax(self.net(x), dim=1)
+        entropy = -(probs * torch.log(probs)).sum(1)  # culprit: two_logarithms
+        return F.nll_loss(torch.log(probs), y) - 0.01 * entropy.mean()
+
+
+@failure("two logarithms of one probability of zero", module="", label="", operations="log")
+def two_logarithms() -> Setup:
+    x = torch.randn(8, 6)
+    x[2] *= 2000
+    return Setup(TwoLogarithms(), (x, torch.randint(0, 10, (8,))), loss=lambda output: output)
+
+
+class RootOfLogarithm(nn.Module):
+    """A square root, then a logarithm of it: the loss is inf, and behind it the root has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = torch.sqrt(self.net(x).square().sum(-1))
+        return torch.log(size).mean()  # culprit: root_and_logarithm
+
+
+@failure("a logarithm of zero, behind a root of zero", module="", label="", value="inf", operations="log")
+def root_and_logarithm() -> Setup:
+    x = torch.randn(3, 4)
+    x[1] = 0
+    return Setup(RootOfLogarithm(), (x,), loss=lambda output: output)
+
+
+class Products(nn.Module):
+    """Scores of float16 handed to nn.Softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.softmax = nn.Softmax(-1)
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.softmax(q @ k.mT)  # culprit: scores_that_overflow
+
+
+@failure(
+    "scores that leave float16, and look like a mask",
+    module="",
+    label="",
+    value="inf",
+    operations=PRODUCTS,
+    format_cause=True,
+)
+def scores_that_overflow() -> Setup:
+    q, k = torch.full((2, 8), 100.0), torch.full((2, 8), -100.0)
+    k[0] = 0
+    return Setup(Products().half(), (q.half(), k.half()))

@@ -1,0 +1,363 @@
+"""Forwards that keep state: counters, containers, caches, running means."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import threading
+import weakref
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+
+from programs.stateful.case import NonFinite, case, ends, tell, watch
+
+
+def train(model, batches=5, lr=0.1):
+    """Train on random batches; a bad one is told and left out."""
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    watch(model, gradients=True)
+    for _ in range(batches):
+        try:
+            loss = model(torch.randn(3, 4)).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        except NonFinite as error:
+            tell(error)
+
+
+class CountsCalls(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = 0
+        self.log = []
+
+    def forward(self, x):
+        self.calls += 1
+        self.log.append(self.calls)
+        h = self.linear(x)
+        if self.calls == 3:
+            h = torch.sqrt((h - h).sum(-1))  # FAULT
+        return h
+
+
+@case("sqrt", cure=True)
+def forward_counts_its_calls():
+    model = CountsCalls()
+    train(model)
+    return {"calls": model.calls, "log": model.log, **ends(model)}
+
+
+class Collects(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.means, self.by_sign, self.latest = [], {}, deque(maxlen=4)
+        self.shapes, self.history = set(), np.zeros(8)
+
+    def forward(self, x):
+        n = len(self.means)
+        self.means.append(x.mean().item())
+        self.by_sign[x[0, 0].item() > 0] = n
+        self.latest.append(n)
+        self.shapes.add((n, *x.shape))
+        self.history[n] += x.sum().item()
+        mask = torch.zeros(3) if n == 2 else torch.ones(3)
+        return (self.linear(x).square().mean(-1) * mask).sum() / mask.sum()  # FAULT
+
+
+@case("div", cure=True)
+def forward_appends_to_containers():
+    model = Collects()
+    train(model)
+    state = {str(key): value for key, value in model.by_sign.items()}
+    return {
+        "means": model.means,
+        "by_sign": state,
+        "latest": list(model.latest),
+        "shapes": sorted(model.shapes),
+        "history": model.history.tolist(),
+        **ends(model),
+    }
+
+
+class RunningMean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.mean = torch.zeros(4)  # no buffer
+
+    def forward(self, x):
+        h = self.linear(x)
+        self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        center = h if x.abs().sum() == 0 else self.mean
+        d = (h - center).square().sum(-1)
+        return d.sqrt()  # FAULT
+
+
+@case("sqrt", cure=True)
+def forward_updates_a_plain_tensor():
+    model = RunningMean()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch(model, gradients=True)
+    for i in range(5):
+        x = torch.randn(3, 4) * (i != 2)
+        try:
+            model(x).sum().backward()
+            optimizer.step()
+        except NonFinite as error:
+            tell(error)
+        optimizer.zero_grad()
+    return {"mean": model.mean.tolist(), **ends(model)}
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(4, 4)
+        self.hidden = None
+        self.steps = 0
+
+    def forward(self, x):
+        if self.hidden is None:
+            self.hidden = torch.zeros(3, 4)
+        self.steps += 1
+        h = self.cell(x, self.hidden)
+        self.hidden = h.detach()
+        scale = torch.tensor(0.0 if self.steps == 3 else 1.0)
+        return h * scale / scale  # FAULT
+
+
+@case("div", cure=True)
+def forward_carries_a_hidden_state():
+    model = Recurrent()
+    train(model)
+    return {"steps": model.steps, "hidden": model.hidden.tolist(), **ends(model)}
+
+
+CALLS = Counter()
+SEEN = defaultdict(list)
+
+
+class CountsInGlobals(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        CALLS["forward"] += 1
+        SEEN[type(self).__name__].append(round(x.sum().item(), 3))
+        h = self.linear(x).exp()
+        rates = h * 0 if CALLS["forward"] == 4 else h
+        return rates.log()  # FAULT
+
+
+@case("log", cure=True)
+def forward_counts_in_global_counters():
+    model = CountsInGlobals()
+    train(model)
+    return {"calls": dict(CALLS), "seen": dict(SEEN), **ends(model)}
+
+
+@dataclass
+class Stats:
+    calls: int = 0
+    total: float = 0.0
+    peaks: list[float] = field(default_factory=list)
+
+
+class KeepsADataclass(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.stats = Stats()
+
+    def forward(self, x):
+        stats = self.stats
+        stats.calls += 1
+        stats.total += x.sum().item()
+        stats.peaks.append(x.max().item())
+        h = self.linear(x)
+        norm = (h * (stats.calls != 3)).norm(dim=-1, keepdim=True)
+        return h / norm  # FAULT
+
+
+@case("div")
+def forward_keeps_a_dataclass():
+    model = KeepsADataclass()
+    train(model)
+    stats = model.stats
+    return {"calls": stats.calls, "total": stats.total, "peaks": stats.peaks, **ends(model)}
+
+
+class Caches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.built = 0
+
+    @functools.cached_property
+    def scale(self):
+        self.built += 1
+        return torch.full((4,), 0.5)
+
+    @functools.lru_cache  # noqa: B019
+    def table(self, length):
+        self.built += 10
+        return torch.arange(length).float()
+
+    def forward(self, x):
+        h = self.linear(x) * self.scale * self.table(x.shape[1])
+        # The first row is 0 for any batch; a batch of one has no other.
+        weight = self.table(x.shape[0])
+        return (h.mean(-1) * weight).sum() / weight.sum()  # FAULT
+
+
+@case("div", cure=True)
+def forward_fills_caches():
+    model = Caches()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch(model, gradients=True)
+    for size in (1, 3, 2, 1, 3):  # fails in its first batch, whose caches are empty
+        try:
+            model(torch.randn(size, 4)).backward()
+            optimizer.step()
+        except NonFinite as error:
+            tell(error)
+        optimizer.zero_grad()
+    info = Caches.table.cache_info()
+    return {"built": model.built, "cache": [info.hits, info.misses, info.currsize], **ends(model)}
+
+
+LOCAL = threading.local()
+DEPTH = contextvars.ContextVar("depth", default=0)
+
+
+class KeepsLocals(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        LOCAL.calls = getattr(LOCAL, "calls", 0) + 1
+        DEPTH.set(DEPTH.get() + 1)
+        h = self.linear(x)
+        d = (h * (DEPTH.get() != 2)).square().sum(-1)
+        return torch.sqrt(d)  # FAULT
+
+
+@case("sqrt", cure=True)
+def forward_keeps_thread_and_context_locals():
+    model = KeepsLocals()
+    train(model)
+    return {"calls": LOCAL.calls, "depth": DEPTH.get(), **ends(model)}
+
+
+class Token:
+    pass
+
+
+class KeepsWeak(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen = weakref.WeakKeyDictionary()
+
+    def forward(self, x, token):
+        self.seen[token] = self.seen.get(token, 0) + 1
+        n = torch.tensor(float(self.seen[token] - 1))
+        return self.linear(x) * n / n if token.fails else self.linear(x)  # FAULT
+
+
+@case("div", cure=True)
+def forward_counts_in_a_weak_dictionary():
+    model = KeepsWeak()
+    tokens = [Token(), Token()]
+    tokens[0].fails, tokens[1].fails = False, True
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch(model, gradients=True)
+    for i in (0, 1, 0, 1, 1):  # the first call with the second token has 0 / 0
+        try:
+            model(torch.randn(3, 4), tokens[i]).sum().backward()
+            optimizer.step()
+        except NonFinite as error:
+            tell(error)
+        optimizer.zero_grad()
+    return {"seen": [model.seen[x] for x in tokens], **ends(model)}
+
+
+class WritesItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, memory):
+        memory[:, 0] += 1
+        x.sub_(memory)
+        return self.linear(x) / memory[:, 3:]  # FAULT
+
+
+@case("div")  # no cure is tried, as the batch's own input is gone
+def forward_writes_tensors_of_the_program():
+    model = WritesItsInput()
+    memory, inputs = torch.ones(3, 4), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch(model, gradients=True)
+    for i in range(5):
+        x = torch.randn(3, 4)
+        memory[1, 3] = float(i != 2)
+        inputs.append(x)
+        try:
+            model(x, memory).sum().backward()
+            optimizer.step()
+        except NonFinite as error:
+            tell(error)
+        optimizer.zero_grad()
+    return {"memory": memory.tolist(), "inputs": [x.tolist() for x in inputs], **ends(model)}
+
+
+class ClampsItsWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        self.decays = 0
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.mul_(0.9).clamp_(-1, 1)
+        self.decays += 1
+        h = x * self.weight
+        return h.sum(-1) / h.sum(-1).sub(h.sum(-1) if self.decays == 3 else 9.0)  # FAULT
+
+
+@case("div", cure=True)
+def forward_writes_its_own_weight():
+    model = ClampsItsWeight()
+    train(model)
+    return {"decays": model.decays, **ends(model)}
+
+
+class PrintsItsBatch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.n = 0
+
+    def forward(self, x):
+        self.n += 1
+        print("batch", self.n)  # ONCE
+        h = self.linear(x)
+        d = (h * (self.n != 3)).square().sum(-1)
+        return d.sqrt()  # FAULT
+
+
+@case("sqrt", cure=True)
+def forward_prints():
+    model = PrintsItsBatch()
+    train(model)
+    return ends(model)

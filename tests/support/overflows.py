@@ -1,0 +1,300 @@
+"""Models that overflow, the finding of each, the cures expected of it, and a user who applies what a cure says.
+
+CASES: for each the model, its input, the dtype of autocast or None for half
+weights, and the cures in their order of trial, each by the start of its text and whether it works.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import nanwatch
+from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
+from nanwatch.diagnosis.cures import try_cures
+from nanwatch.report.finding import Finding
+
+HALF = torch.float16
+
+
+class Op(nn.Module):
+    """Hands what it is given to a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+class Attention(nn.Module):
+    """Attention with itself, its logits not scaled; what `masked` says is masked everywhere."""
+
+    def __init__(self, masked: bool = False) -> None:
+        super().__init__()
+        self.masked = masked
+        self.project = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.project(x)
+        logits = q @ q.transpose(-1, -2)
+        if self.masked:
+            logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool), -torch.inf)
+        return logits.softmax(-1) @ q
+
+
+class Mixed(nn.Module):
+    """Calls its part inside an autocast of its own, as accelerate's models do."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", HALF):
+            return self.part(x)
+
+
+class Between(nn.Module):
+    """Its own code, between the calls of two layers, leaves float16's range and comes back into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) * 1e5) * 1e-5
+
+
+class Scaled(nn.Module):
+    """Multiplies its loss by the scale that it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, scale: Any) -> Tensor:
+        return ((self.layer(x) + 1).abs().amax() * scale).to(HALF)
+
+
+def linear(value: float, size: int = 4) -> nn.Linear:
+    """A layer with all weights `value` and no bias."""
+    layer = nn.Linear(size, size, bias=False)
+    nn.init.constant_(layer.weight, value)
+    return layer
+
+
+def big(value: float) -> Tensor:
+    return torch.full((1, 3, 4), value)
+
+
+def outlier(value: float) -> Tensor:
+    """One row of `value`, the others small."""
+    x = big(1.0)
+    x[0, 0] = value
+    return x
+
+
+def t5() -> tuple[nn.Module, dict[str, Tensor]]:
+    """A tiny T5 whose second layer's `wo` leaves float16's range."""
+    from transformers import T5Config, T5Model
+
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=30,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=2,
+        feed_forward_proj="gated-gelu",
+        dropout_rate=0.0,
+    )
+    model = T5Model(config).eval()
+    feed = model.encoder.block[0].layer[1].DenseReluDense
+    with torch.no_grad():
+        feed.wi_0.weight.abs_().mul_(3)
+        feed.wi_1.weight.mul_(3)
+        feed.wo.weight.fill_(300)
+    ids = torch.arange(8)[None]
+    return model, {"input_ids": ids, "decoder_input_ids": ids}
+
+
+def context_of(autocast: torch.dtype | None) -> AbstractContextManager[Any]:
+    return nullcontext() if autocast is None else torch.autocast("cpu", autocast)
+
+
+def failed(
+    model: nn.Module, *args: Any, autocast: torch.dtype | None = None, **kwargs: Any
+) -> tuple[BatchSnapshot, Finding]:
+    """Return the start of the batch and the finding of the failing call, without what a re-run may have found."""
+    with context_of(autocast), nanwatch.watch(model):
+        start = BatchSnapshot.capture(model, args, kwargs)
+        try:
+            with torch.no_grad():
+                model(*args, **kwargs)
+        except nanwatch.NonFiniteError as error:
+            finding = error.report.finding
+            assert finding is not None
+            return start, replace(finding, transient=None, operands=(), cures=(), remarks=())
+    raise AssertionError("the call should fail, and did not")
+
+
+def is_finite(model: nn.Module, args: Any, kwargs: Any, autocast: torch.dtype | None, what: str) -> bool:
+    """Return whether all of the forward is finite with the cure that `what` names, applied to a copy of the model."""
+    model = copy.deepcopy(model)
+    if "bfloat16" in what:
+        autocast = torch.bfloat16 if "torch.autocast(" in what else autocast
+        if "model.to(" in what:
+            model = model.to(torch.bfloat16)
+            args = tuple(x.bfloat16() if x.dtype is HALF else x for x in args)
+    elif "nanwatch.run_in_fp32" in what:
+        (code,) = re.findall(r"nanwatch\.run_in_fp32\(.*\)", what)
+        eval(code, {"nanwatch": nanwatch, "model": model})
+    elif "without autocast" in what:
+        model, autocast = model.float(), None
+        args = tuple(x.float() if x.dtype is HALF else x for x in args)
+    else:
+        ((name, limit),) = re.findall(r"clamp the input of `(.*)` to ±(\S+)", what)
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(lambda _, a: (a[0].clamp(-float(limit), float(limit)), *a[1:]))
+    try:
+        with context_of(autocast), nanwatch.watch(model), torch.no_grad():
+            model(*args, **kwargs)
+    except nanwatch.NonFiniteError:
+        return False
+    return True
+
+
+def half(model: nn.Module) -> nn.Module:
+    return model.half()
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Any, torch.dtype | None, list[tuple[str, bool]]]] = {
+    "a product in a module, finite again at its end": (
+        lambda: nn.Sequential(linear(1), Attention()),
+        big(2000.0),
+        HALF,
+        [("run `1` in float32", True), ("use bfloat16 in autocast", True)],
+    ),
+    "the same with half weights": (
+        lambda: half(nn.Sequential(linear(1), Attention())),
+        big(2000.0).half(),
+        None,
+        [("run `1` in float32", True), ("load the weights in bfloat16", True)],
+    ),
+    "a leaf whose result does not fit, under autocast": (
+        lambda: nn.Sequential(linear(100), linear(100), Op(torch.tanh), linear(1)),
+        big(100.0),
+        HALF,
+        [
+            ("run `1` in float32", False),
+            ("use bfloat16 in autocast", True),
+            ("run `1` in float32, nanwatch.run_in_fp32(model[1], cast_output=False)", True),
+        ],
+    ),
+    "a leaf whose result does not fit, and whose caller takes no more": (
+        lambda: nn.Sequential(linear(100), linear(100), linear(1e-4)),
+        big(100.0),
+        HALF,
+        [("run `1` in float32", False), ("use bfloat16 in autocast", True)],
+    ),
+    "an ancestor is enough, under autocast": (
+        lambda: nn.Sequential(
+            linear(1), nn.Sequential(nn.Sequential(linear(300), Op(torch.relu)), linear(1e-4)), linear(1)
+        ),
+        big(100.0),
+        HALF,
+        [
+            ("run `1.0.0` in float32", False),
+            ("use bfloat16 in autocast", True),
+            ("run `1` in float32, nanwatch.run_in_fp32(model[1])", True),
+        ],
+    ),
+    "an ancestor is enough, with half weights": (
+        lambda: half(
+            nn.Sequential(
+                linear(1), nn.Sequential(nn.Sequential(linear(300), Op(torch.relu)), linear(1e-4)), linear(1)
+            )
+        ),
+        big(100.0).half(),
+        None,
+        [
+            ("run `1.0.0` in float32", False),
+            ("load the weights in bfloat16", True),
+            ("run `1` in float32, nanwatch.run_in_fp32(model[1])", True),
+        ],
+    ),
+    "between two calls": (
+        lambda: nn.Sequential(linear(1), Between()),
+        big(100.0),
+        HALF,
+        [("run `1` in float32", True), ("use bfloat16 in autocast", True)],
+    ),
+    "an exponential that fits in float32": (
+        lambda: half(nn.Sequential(linear(1), Op(torch.exp), Op(torch.log))),
+        big(5.0).half(),
+        None,
+        [("run `1` in float32", False), ("load the weights in bfloat16", True)],
+    ),
+    "an exponential that fits nowhere": (
+        lambda: nn.Sequential(linear(1), Op(torch.exp)),
+        big(100.0),
+        HALF,
+        [("run `1` in float32", False)],
+    ),
+    "a softmax over nothing": (
+        lambda: nn.Sequential(linear(1), Attention(masked=True)),
+        big(1.0),
+        HALF,
+        [("run `1` in float32", False)],
+    ),
+    "zero by zero": (
+        lambda: half(nn.Sequential(linear(0), Op(lambda x: x / x))),
+        big(1.0).half(),
+        None,
+        [("run `1` in float32", False)],
+    ),
+    "half precision written into the code": (
+        lambda: nn.Sequential(linear(1), Op(lambda x: (x.half() * x.half()).float())),
+        outlier(500.0),
+        HALF,
+        [("run `1` in float32", False), ("clamp the input of `1` to ±128", True)],
+    ),
+    "half precision written into the code, and no value that a clamp would leave": (
+        lambda: nn.Sequential(linear(1), Op(lambda x: (x.half() * x.half()).float())),
+        big(500.0),
+        HALF,
+        [("run `1` in float32", False)],
+    ),
+}
+
+
+def wrong_cures(name: str, *, transient: bool | None = None) -> str:
+    """Return "", or what is wrong: a cure is not the expected one, or is not what it says when a user applies it."""
+    build, x, autocast, expected = CASES[name]
+    torch.manual_seed(0)
+    model = build()
+    start, finding = failed(model, x, autocast=autocast)
+    cures, remarks = try_cures(start, replace(finding, transient=transient), model)
+    told = [(cure.what, cure.works) for cure in cures]
+    expected = sorted(expected, key=lambda case: not case[1])
+    if len(told) != len(expected) or remarks:
+        return f"told {told} and {remarks}, expected {expected}"
+    for (what, works), (begin, should_work) in zip(told, expected, strict=True):
+        if not what.startswith(begin) or works is not should_work or "\n" in what:
+            return f"told {what!r}, which works: {works}; expected {begin!r}, which works: {should_work}"
+        if is_finite(model, (x,), {}, autocast, what) is not works:
+            return f"told of {what!r} that it works: {works}; applied, it is otherwise"
+    if is_finite(model, (x,), {}, autocast, "clamp the input of `0` to ±inf"):
+        return "the model is finite without a cure"
+    return ""
