@@ -108,15 +108,6 @@ void bind_recorder(py::module_& m) {
              GradientRecorder* const gradients = gradients_of(self);
              if (gradients != nullptr && !gradients->finish_nonfinite_backward()) throw py::error_already_set();
            })
-      .def_property_readonly("gradient_sums_may_overflow",
-                             [](const CallRecorder& self) {
-                               const GradientRecorder* const gradients = gradients_of(self);
-                               return gradients != nullptr && gradients->sums_may_overflow();
-                             })
-      .def("forget_gradient_sums",
-           [](CallRecorder& self) {
-             if (GradientRecorder* const gradients = gradients_of(self)) gradients->forget_sums();
-           })
       .def("add_frame", &CallRecorder::add_frame)
       .def("call_under_way", &CallRecorder::call_under_way)
       .def("add_output", &CallRecorder::add_output)

@@ -1,6 +1,5 @@
 #include "gradients/backward.h"
 
-#include <cmath>
 #include <utility>
 
 namespace nanwatch {
@@ -65,11 +64,6 @@ void Backward::take_completed() {
     event.row.range = event.pending->range;
     event.has_nonfinite = !event.row.range.isfinite;
     has_nonfinite |= event.has_nonfinite;
-  }
-  for (PendingTerm& one : pending_terms) {
-    const bool is_known =
-        one.pending->state == PendingRow::State::completed && std::isfinite(one.pending->range.abs_max);
-    one.term.largest = is_known ? one.pending->range.abs_max : 0;
   }
 }
 

@@ -47,18 +47,6 @@ struct Place {
 
 enum class Finite : uint8_t { unknown, yes, no };
 
-// Bound of the sum of a leaf's gradients since it had none. Under the log's lock.
-struct LeafSum {
-  double bound = 0;
-  int64_t looked_at = 0;
-
-  struct Term {
-    double largest;  // magnitude, 0 where that is not finite or not known
-    double end;      // the largest of the leaf's format
-    bool is_first;   // the leaf had no gradient when it came
-  };
-};
-
 // Destroy it under the interpreter lock.
 struct Backward {
   int64_t task = -1;
@@ -72,13 +60,7 @@ struct Backward {
   int64_t nanoseconds = 0;  // spent in the hooks; only when asked for
   RecentGradients recent;   // by the number of the event
 
-  // For gradients whose rows are still on a device: what they add to their leaves, and rows that should equal others.
-  struct PendingTerm {
-    std::shared_ptr<LeafSum> sum;
-    PendingRowPtr pending;
-    LeafSum::Term term;
-  };
-  std::vector<PendingTerm> pending_terms;
+  // For gradients whose rows are still on a device: rows that should equal others.
   std::vector<std::pair<PendingRowPtr, PendingRowPtr>> pending_checks;  // (read again, what it should be)
 
   explicit Backward(int64_t its_task) : task(its_task) {}

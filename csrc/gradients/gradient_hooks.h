@@ -8,14 +8,11 @@
 
 #include <algorithm>
 #include <iterator>
-#include <limits>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <utility>
 #include <vector>
 
-#include "numerics/formats.h"
 #include "gradients/gradient_log.h"
 #include "recorder/stopwatch.h"
 
@@ -74,14 +71,13 @@ class TensorHook final : public GradientHook {
 // At a leaf: one a log for all calls that use it, as it outlives their graphs.
 class LeafHook final : public GradientHook {
  public:
-  LeafHook(const std::shared_ptr<GradientLog>& log, const at::Tensor& leaf)
-      : GradientHook(log), leaf_(leaf.unsafeGetTensorImpl()) {}
+  explicit LeafHook(const std::shared_ptr<GradientLog>& log) : GradientHook(log) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
     if (!gradients.empty() && gradients[0].defined())
       with_log([&](GradientLog& log) {
         const std::vector<GradientUser> users = log.users_now(calls_, places_);
-        if (!users.empty()) add_up(gradients[0], log.on_gradient(gradients[0], {this, 0, true}, users), log);
+        if (!users.empty()) log.on_gradient(gradients[0], {this, 0, true}, users);
       });
     return gradients;
   }
@@ -103,16 +99,6 @@ class LeafHook final : public GradientHook {
   }
 
  private:
-  // A sum of finite gradients stays finite as long as the sum of their largest magnitudes is within the format: then
-  // nobody has to read it.
-  void add_up(const at::Tensor& gradient, const GradientLog::Known& known, GradientLog& log) {
-    const std::optional<Format> format = format_of(gradient.scalar_type());
-    const double end = format ? largest_finite(*format) : std::numeric_limits<double>::infinity();
-    log.add_up(sum_, known, {0, end, !leaf_->grad().defined()});
-  }
-
-  const at::TensorImpl* leaf_;  // which owns this
-  const std::shared_ptr<LeafSum> sum_ = std::make_shared<LeafSum>();
   // A vector of its own: the log reads it under its lock.
   std::vector<std::weak_ptr<const GradientCall>> calls_;
   std::vector<std::pair<Part, Labels::Id>> places_;
@@ -135,11 +121,11 @@ class LeafHooks final : public torch::autograd::FunctionPreHook {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
 
   // The hook of this log, made if there is none.
-  std::shared_ptr<LeafHook> of(const std::shared_ptr<GradientLog>& log, const at::Tensor& leaf) {
+  std::shared_ptr<LeafHook> of(const std::shared_ptr<GradientLog>& log) {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const std::shared_ptr<LeafHook>& hook : hooks_)
       if (hook->is_of(log.get())) return hook;
-    hooks_.push_back(std::make_shared<LeafHook>(log, leaf));
+    hooks_.push_back(std::make_shared<LeafHook>(log));
     return hooks_.back();
   }
 
@@ -174,7 +160,7 @@ inline std::shared_ptr<LeafHook> leaf_hook(const at::Tensor& leaf, const std::sh
     // Not by add_hook, which allows for one.
     torch::autograd::impl::hooks(leaf).push_back(std::move(made));
   }
-  return own->of(log, leaf);
+  return own->of(log);
 }
 
 }  // namespace nanwatch

@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <cmath>
 #include <type_traits>
 #include <utility>
 
@@ -94,10 +93,6 @@ bool is_alone() {
   });
   if (!done) throw_error();
   return is_one;
-}
-
-GradientLog::Known known_of(const RowData& row) {
-  return {std::isfinite(row.range.abs_max) ? row.range.abs_max : 0};
 }
 
 }  // namespace
@@ -238,9 +233,6 @@ Finite GradientLog::read(const at::Tensor& gradient, int64_t batch, RowData* row
   row->python = row_from_python(gradient, row->label, batch);
   if (row->python == nullptr) return Finite::unknown;
   const py::gil_scoped_acquire lock;
-  // A sum in the leaf of a sparse gradient, or of one on a device, is judged by this alone.
-  PyObject* const abs_max = PyTuple_GET_ITEM(row->python, row_item::abs_max);
-  if (PyFloat_Check(abs_max)) row->range.abs_max = PyFloat_AS_DOUBLE(abs_max);
   const PyObject* const isfinite = PyTuple_GET_ITEM(row->python, row_item::isfinite);
   return isfinite == Py_True ? Finite::yes : isfinite == Py_False ? Finite::no : Finite::unknown;
 }
@@ -253,10 +245,9 @@ PendingRowPtr GradientLog::enqueue_read(const at::Tensor& gradient) {
   return keep ? sink_->enqueue_read(gradient) : nullptr;
 }
 
-GradientLog::Known GradientLog::on_gradient(const at::Tensor& gradient, const Place& place,
-                                            const std::vector<GradientUser>& users) {
+void GradientLog::on_gradient(const at::Tensor& gradient, const Place& place, const std::vector<GradientUser>& users) {
   const int64_t task = autograd::get_current_graph_task_id();
-  if (task < 0) return {};
+  if (task < 0) return;
   if (open(task) && subscriptions->has(kBackwardStart)) {
     const py::gil_scoped_acquire lock;
     const py::object keep = owner();
@@ -269,15 +260,14 @@ GradientLog::Known GradientLog::on_gradient(const at::Tensor& gradient, const Pl
   {
     const std::lock_guard<std::mutex> lock(mutex);
     Backward* const backward = find(task);
-    if (backward == nullptr) return {};
+    if (backward == nullptr) return;
     // An argument of a call may get its gradient from elsewhere, too: the call itself has no part in this backward.
-    if (users.size() == 1 && users[0].part == Part::input && users[0].call->task != task) return {};
+    if (users.size() == 1 && users[0].part == Part::input && users[0].call->task != task) return;
     if (const GradientEvent* const found = backward->find(gradient, state, place)) {
       const GradientEvent known = *found;  // which moves when events are added
       if (verify_hits_ && known.pending == nullptr && is_stale(gradient, known.row, reader_)) ++backward->stale_hits;
       backward->add(users, state, place, known);
-      if (known.pending == nullptr) return known_of(known.row);
-      if (!verify_hits_) return {0, known.pending};
+      if (known.pending == nullptr || !verify_hits_) return;
       known_pending = known.pending;
     }
   }
@@ -287,7 +277,7 @@ GradientLog::Known GradientLog::on_gradient(const at::Tensor& gradient, const Pl
     const std::lock_guard<std::mutex> lock(mutex);
     Backward* const backward = find(task);
     if (pending != nullptr && backward != nullptr) backward->pending_checks.emplace_back(pending, known_pending);
-    return {0, known_pending};
+    return;
   }
   RowData row{users[0].label, Role::gradient, NoteKind::none, -1, 0, 0, kNotPending, {}, nullptr};
   int64_t bytes = 0;
@@ -298,14 +288,14 @@ GradientLog::Known GradientLog::on_gradient(const at::Tensor& gradient, const Pl
     row.dims = uint8_t(gradient.dim());
   } else {
     finite = read(gradient, batch, &row, &bytes);
-    if (finite == Finite::unknown && row.python == nullptr) return {};
+    if (finite == Finite::unknown && row.python == nullptr) return;
   }
   {
     const std::lock_guard<std::mutex> lock(mutex);
     if (Backward* const backward = find(task)) {
       backward->bytes_read += bytes;
       backward->add_read(users, gradient, state, place, row, finite, pending);
-      return pending != nullptr ? Known{0, pending} : known_of(row);
+      return;
     }
   }
   // Another thread of this backward has closed it.
@@ -313,24 +303,6 @@ GradientLog::Known GradientLog::on_gradient(const at::Tensor& gradient, const Pl
     const py::gil_scoped_acquire lock;
     Py_DECREF(row.python);
   }
-  return {};
-}
-
-void GradientLog::add_up(const std::shared_ptr<LeafSum>& sum, const Known& known, LeafSum::Term term) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (known.pending == nullptr) {
-    term.largest = known.largest;
-    add_up(sum.get(), term);
-  } else if (Backward* const backward = find(autograd::get_current_graph_task_id())) {
-    backward->pending_terms.push_back({sum, known.pending, term});
-  }
-}
-
-void GradientLog::add_up(LeafSum* sum, const LeafSum::Term& term) {
-  if (term.is_first || sum->looked_at != sums_looked_at) sum->bound = 0;
-  sum->looked_at = sums_looked_at;
-  sum->bound += term.largest;
-  if (sum->bound > term.end) sums_may_overflow = true;
 }
 
 void GradientLog::spend(int64_t nanoseconds) {
@@ -367,8 +339,6 @@ std::unique_ptr<Backward> GradientLog::take_nonfinite() {
     Backward* const backward = find(task);
     if (backward == nullptr) return nullptr;
     backward->take_completed();
-    // The step would take their sum, too.
-    for (const Backward::PendingTerm& one : std::exchange(backward->pending_terms, {})) add_up(one.sum.get(), one.term);
     if (!backward->has_nonfinite) return nullptr;
   }
   return take(task);

@@ -9,7 +9,6 @@
 
 #include <torch/csrc/autograd/function_hook.h>
 
-#include <atomic>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -42,16 +41,8 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
   void follow(const std::vector<GradientCandidate>& candidates, const CallOrigin& call, Labels& labels,
               std::shared_ptr<const void>* keep);
 
-  // Knowledge of a gradient that came: its largest magnitude, 0 where that is non-finite or unknown; or its row.
-  struct Known {
-    double largest = 0;
-    PendingRowPtr pending = nullptr;
-  };
   // A gradient came at `place` of the graph. Called by the hooks, on any thread.
-  Known on_gradient(const at::Tensor& gradient, const Place& place, const std::vector<GradientUser>& users);
-  // Adds a gradient to the bound of its leaf, now or, where its row is pending, when that has completed.
-  void add_up(const std::shared_ptr<LeafSum>& sum, const Known& known, LeafSum::Term term);
-  void add_up(LeafSum* sum, const LeafSum::Term& term);  // under the mutex
+  void on_gradient(const at::Tensor& gradient, const Place& place, const std::vector<GradientUser>& users);
   // Returns those of the calls that used a leaf whose gradient comes now.
   std::vector<GradientUser> users_now(const std::vector<std::weak_ptr<const GradientCall>>& calls,
                                       const std::vector<std::pair<Part, Labels::Id>>& places);
@@ -73,9 +64,6 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
   void release(const at::Tensor& leaf);
 
   const std::shared_ptr<const Subscriptions> subscriptions;
-  // True if finite gradients may have a non-finite sum in some leaf. Next: how often somebody has read that.
-  std::atomic<bool> sums_may_overflow{false};
-  std::atomic<int64_t> sums_looked_at{0};
   std::mutex mutex;
 
  private:

@@ -121,10 +121,6 @@ bool GradientRecorder::report(Backward& backward, const py::object& left) {
   const Stopwatch stopwatch(recorder_.subscriptions->has(kOwnTime), &observer.counters.nanoseconds);
   observer.counters.nanoseconds += std::exchange(backward.nanoseconds, 0);
   backward.take_completed();
-  if (log_ != nullptr) {
-    const std::lock_guard<std::mutex> lock(log_->mutex);
-    for (const Backward::PendingTerm& one : backward.pending_terms) log_->add_up(one.sum.get(), one.term);
-  }
   if (recorder_.gathers_gradient_peaks)
     for (const GradientEvent& one : backward.events)
       recorder_.add_gradient_peak(one.user.call->batch, one.user.call->node, one.user.label, one.row);
@@ -196,12 +192,6 @@ bool GradientRecorder::report(Backward& backward, const py::object& left) {
     done = recorder_.notify("on_backward_end", py::make_tuple(reported, events, left));
   for (FrameData& frame : frames) recorder_.push(frame);
   return done;
-}
-
-void GradientRecorder::forget_sums() {
-  if (log_ == nullptr) return;
-  log_->sums_may_overflow = false;
-  ++log_->sums_looked_at;
 }
 
 bool GradientRecorder::finish_broken_backwards() {

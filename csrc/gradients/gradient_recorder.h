@@ -31,8 +31,6 @@ class GradientRecorder final : public GradientTracker, private GradientSink {
   // Makes the frames of a backward and calls `on_backward_end`.
   bool report(Backward& backward, const pybind11::object& left);
 
-  bool sums_may_overflow() const { return log_ != nullptr && log_->sums_may_overflow; }
-  void forget_sums();  // they were read
   // Notes on the non-finite rows of these batches' backwards why they are meant.
   void excuse(const std::vector<int64_t>& batches, const pybind11::object& note);
   // Takes the hooks from these leaves, and follows no more gradients.

@@ -80,6 +80,7 @@ class OriginConsensus:
         self.rank, self.world_size, self.peer_timeout, self.part = rank, world_size, peer_timeout, part
         self._on_stuck = on_stuck
         self._store: Store | None = default_store() if store is None else store
+        self.name = name
         self._prefix = f"nanwatch/consensus/{store_key(os.environ)}/{name}"
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # Written by the thread alone, read by all.
@@ -98,6 +99,10 @@ class OriginConsensus:
         self._thread.start()
         # A daemon thread that comes back from native code into an interpreter that is ending takes the process down.
         atexit.register(self.stop)
+
+    def own_store(self) -> Store:
+        """Return a connection of the caller's own to the keys of this consensus."""
+        return _own_store(default_store(), self._prefix)
 
     def stop(self) -> None:
         """End the thread. Does nothing the second time."""

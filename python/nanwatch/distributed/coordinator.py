@@ -34,6 +34,7 @@ from ..util.modules import each_module
 from ..util.throttle import is_due
 from ..util.visible import spell, warn_user
 from .consensus import OriginConsensus, PeerNonFiniteError
+from .joint import StepMeeting
 
 # Seconds until this rank knows of a failure elsewhere: it looks at the store about once a second.
 _NEWS = 2.0
@@ -64,6 +65,7 @@ class RankCoordinator:
         # The first batch after each of the latest numbers of optimizer steps, for rows that come late.
         self._firsts: deque[tuple[int, int]] = deque([(0, 0)], maxlen=64)
         self._goes_on = goes_on
+        self.is_sharded = False  # each rank steps a part of the model, and reads a part of the gradients
         self._job = _job_that_goes_on if goes_on else _job
         self._is_open = True
         # On the present run of non-finite batches, which may have begun on another rank.
@@ -109,6 +111,12 @@ class RankCoordinator:
         self._published = consensus = self._connect(finding.batch)
         if consensus is not None:
             consensus.publish(finding, finding.sequence or 0, self._clock(finding.batch), self._part)
+            self._job.arrive(begins=finding.phase in ("backward", "step"))
+
+    def await_step(self) -> None:
+        """Wait until all ranks begin this step. Raises PeerNonFiniteError where one of them has failed instead."""
+        if self._is_open and (error := self._job.await_step(self)) is not None:
+            raise error
 
     def settle(self, finding: Finding | None) -> Origin | None:
         """Return the verdict, once the ranks agree, on this finding or on the run of failures it belongs to.
@@ -180,6 +188,7 @@ class _Job:
         self.coordinators: weakref.WeakSet[RankCoordinator] = weakref.WeakSet()
         self._reports: weakref.WeakKeyDictionary[RankCoordinator, Report] = weakref.WeakKeyDictionary()
         self._consensus: OriginConsensus | None = None
+        self._meeting: StepMeeting | None = None
         self._group: Callable[[], Any] = lambda: None
         # Number of consensuses that have ended by a failure. It is equal on all ranks, because each of them settles.
         self._num_settled = 0
@@ -222,6 +231,22 @@ class _Job:
         if not self.goes_on:
             # Each consensus has its own hook that calls the one before: others may have replaced the last one's.
             self._excepthook = sys.excepthook = partial(self._uncaught, sys.excepthook)
+
+    def arrive(self, *, begins: bool) -> StepMeeting | None:
+        """Come to the next meeting before a step, and return it. `begins`: where there was none yet, too."""
+        if self._consensus is not None and self._meeting is None and begins and self._meets():
+            self._meeting = StepMeeting(self._consensus, self._peer_timeout / 3)
+        if self._meeting is not None:
+            self._meeting.arrive()
+        return self._meeting
+
+    def _meets(self) -> bool:
+        return not self.goes_on and any(one.is_sharded for one in self.coordinators)
+
+    def await_step(self, coordinator: RankCoordinator) -> PeerNonFiniteError | None:
+        """Wait until all ranks begin this step. Return the failure of one that has failed instead."""
+        meeting = self.arrive(begins=True)
+        return self.failed_elsewhere(coordinator) if meeting is not None and meeting.wait() else None
 
     def leave_if_last(self) -> None:
         """End the consensus if no watch is left."""
@@ -313,7 +338,7 @@ class _Job:
         with self._lock:
             if self._consensus is None:
                 return
-            consensus, self._consensus = self._consensus, None
+            consensus, self._consensus, self._meeting = self._consensus, None, None
             self._handle.remove()
             if sys.excepthook is self._excepthook:
                 sys.excepthook = self._excepthook.args[0]

@@ -150,14 +150,19 @@ def name_of(model: nn.Module, module: nn.Module) -> str:
     return next((one.name for one in named_modules(model) if one.module is module), "")
 
 
+def parameter_owners(model: nn.Module) -> dict[int, tuple[Named, str]]:
+    """Return the first module that has each parameter, and its name in it, by the parameter's id."""
+    owners: dict[int, tuple[Named, str]] = {}
+    for owner in named_modules(model):
+        for key, x in owner.module._parameters.items():
+            if x is not None:
+                owners.setdefault(id(x), (owner, key))
+    return owners
+
+
 def parameter_names(model: nn.Module) -> dict[int, str]:
     """Return the name of each parameter by its id."""
-    found: dict[int, str] = {}
-    for one in named_modules(model):
-        for key, x in one.module._parameters.items():
-            if x is not None:
-                found.setdefault(id(x), _joined(one.name, key))
-    return found
+    return {number: _joined(owner.name, key) for number, (owner, key) in parameter_owners(model).items()}
 
 
 def _joined(name: str, key: str) -> str:

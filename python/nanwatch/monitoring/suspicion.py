@@ -80,12 +80,17 @@ class Suspicion:
                     latest[key] = record.abs_max
         return first, latest
 
+    @property
+    def called(self) -> set[str]:
+        """Return the names of the modules that the history has seen called."""
+        return {module for module, _ in self._history.names}
+
     def never_called(self, frames: Sequence[Frame], observes: Callable[[str], bool]) -> tuple[str, ...]:
         """Return the names of modules that nobody called, though their weights are trained and `observes(name)` holds.
 
         Empty before the first batch has ended: until then any module may still be called.
         """
-        model, called = self._model(), {module for module, _ in self._history.names}
+        model, called = self._model(), self.called
         if model is None or not called:
             return ()
         try:

@@ -160,15 +160,6 @@ class RecordsBackwards(ABC):
         if self._gradients is not None:
             self._gradients.finish_nonfinite()
 
-    @property
-    def gradient_sums_may_overflow(self) -> bool:
-        return self._gradients is not None and self._gradients.sums_may_overflow
-
-    def forget_gradient_sums(self) -> None:
-        if self._gradients is not None:
-            self._gradients.sums_may_overflow = False
-            self._gradients.sums_looked_at += 1
-
     def add_frame(self, batch: int, node: int, rows: list[Record]) -> None:
         frame = Frame(batch, self._nodes[node].name, self._nodes[node].class_name, tuple(rows), "step")
         with self.lock:

@@ -234,13 +234,6 @@ class Recorder(Protocol):
     def finish_nonfinite_backward(self) -> None:
         """Make frames of the backward under way in this thread, as far as it has come, if it is non-finite."""
 
-    @property
-    def gradient_sums_may_overflow(self) -> bool:
-        """Return whether finite gradients may have added up to a non-finite sum in some weight."""
-
-    def forget_gradient_sums(self) -> None:
-        """Start the sums anew, after somebody has read them."""
-
     def add_frame(self, batch: int, node: int, rows: list[Record]) -> None:
         """Keep a frame of an optimizer's step."""
 

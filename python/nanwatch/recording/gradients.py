@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -138,8 +137,6 @@ class PythonGradients:
         lock: AbstractContextManager[object],
     ) -> None:
         self.tensors_read = 0
-        self.sums_may_overflow = False
-        self.sums_looked_at = 0
         self._started = started
         self._keep = keep
         self._observe = observe
@@ -190,11 +187,11 @@ class PythonGradients:
 
     def arrived(
         self, gradient: Tensor, place: tuple[Any, ...], users: Sequence[tuple[_Call, Part, str]]
-    ) -> float:
-        """Take a gradient that came at this place of the graph. Return its largest magnitude, 0 where it is unknown."""
+    ) -> None:
+        """Take a gradient that came at this place of the graph."""
         task = torch._C._current_graph_task_id()
         if task == -1:
-            return 0.0
+            return
         backward = self._open(task)
         state = _state_of(gradient)
         with self._lock:
@@ -213,7 +210,6 @@ class PythonGradients:
             # A leaf's gradient comes to another place only by chance.
             if known is None and row.isfinite and state.is_lasting and place[0] != "leaf":
                 backward.recent.keep(gradient, state, row)
-        return row.abs_max if row.abs_max is not None and isfinite(row.abs_max) else 0.0
 
     def finish_broken(self) -> None:
         """Make frames of the backwards that ended by an exception."""
@@ -311,8 +307,6 @@ class _TensorHook:
 class _LeafHook:
     gradients: weakref.ref[PythonGradients]
     users: list[tuple[weakref.ref[_Call], Part, str]] = field(default_factory=list)
-    bound: float = 0.0
-    looked_at: int = 0
 
     @past_torch_function()
     def __call__(self, gradient: Tensor | None) -> None:
@@ -331,19 +325,7 @@ class _LeafHook:
         # A weight that is used past its module's call, or in compiled code: its latest call there was.
         found = list(users.values()) or [user for user in alive if user[1] == "weight"][-1:]
         if found:
-            largest = gradients.arrived(gradient, ("leaf", id(self)), found)
-            with gradients._lock:
-                self._add_up(gradient, largest, gradients)
-
-    def _add_up(self, gradient: Tensor, largest: float, gradients: PythonGradients) -> None:
-        # A sum of finite gradients stays finite as long as the sum of their largest magnitudes is within the format:
-        # then nobody has to read it. Whether it was set to zero in between is not known here.
-        if self.looked_at != gradients.sums_looked_at:
-            self.bound = 0.0
-        self.looked_at = gradients.sums_looked_at
-        self.bound += largest
-        if gradient.is_floating_point() and self.bound > torch.finfo(gradient.dtype).max:
-            gradients.sums_may_overflow = True
+            gradients.arrived(gradient, ("leaf", id(self)), found)
 
     def __deepcopy__(self, memo: object) -> _LeafHook:
         """Return a hook that does nothing: a copy of the leaf is not followed."""

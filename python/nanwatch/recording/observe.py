@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import isnan
@@ -17,6 +17,7 @@ from ..numerics.exponents import exponent_histogram
 from ..numerics.formats import AbsRange, HealthWithExponents, Statistics, TensorHealth
 from ..numerics.ranges import (
     abs_range,
+    abs_ranges,
     health_of,
     range_and_fingerprint,
     range_and_statistics,
@@ -155,6 +156,16 @@ def read(value: Any, label: str, role: Role) -> Record:
             row = _read(scaled.values, label, role)
             return row._replace(shape=_shape(value), dtype=dtype_name(value), scaling=scaled.scaling)
         return _read(value, label, role)
+
+
+def nonfinite(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return those that hold a nan or an inf, from one read of all. A tensor that cannot be read is left out."""
+    candidates = [x for x in tensors if not is_captured(x)]
+    try:
+        ranges = abs_ranges(candidates)
+    except Exception:  # one of them cannot be read, or memory is short
+        return [x for x in candidates if read(x, "", "gradient").isfinite is False]
+    return [x for x, its_range in zip(candidates, ranges, strict=True) if not its_range.isfinite]
 
 
 class SketchedRow(Record):

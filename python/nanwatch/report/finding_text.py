@@ -91,6 +91,8 @@ SENTENCES = {
     " calls made it, or a submodule that is not watched, or {module} itself if it writes into its input.",
     "optimizer step": "the step left it in what the optimizer keeps; the gradients that it took, or the state before"
     " it.",
+    "gradient at the step": "the step was about to take it, and no backward on this rank brought a gradient that was"
+    " so: code between backward() and the step wrote it, or it is a sum of several backwards or ranks.",
     "in a checkpoint": "it was so when it was saved: an optimizer step wrote it since the last forward, or other code,"
     " such as an average of weights or a checkpoint that was loaded.",
     "made by the module's backward": "the backward of this module made it: the gradients of its outputs that were read"
@@ -122,6 +124,8 @@ SENTENCES = {
     " operations on the model's input.",
     "forward of the caller": "look at the forward of the module that handed it in, from the last finite frame on.",
     "optimizer state": "look at the gradients of this step and of the last ones, and at the format of the state.",
+    "writer of the gradient": "look at what happens to gradients between backward() and the step, such as a division by"
+    " a number of tokens; at the sum of several backwards in a short format; at the reports of the other ranks.",
     "writer of the weight": f"look at what wrote it last; {_GRADIENTS} finds a bad gradient before a step takes it.",
     "loss": "look at the loss, at what it is scaled with, and at what is computed from the model's output.",
     "short format": "look for a format with a shorter range that the gradient passes through, and lower the loss scale;"
@@ -263,7 +267,7 @@ def _is_finite_float(record: Record) -> bool:
 
 def _why_backward(finding: Finding, frame: Frame | None) -> Statement:
     if finding.phase == "step":
-        return _of("optimizer step")
+        return _of("gradient at the step" if finding.label.endswith(".grad") else "optimizer step")
     if finding.origin == "produced":
         records = () if frame is None else frame.records
         given = [r.abs_max for r in records if r.isfinite and r.abs_max and r.label.startswith("output")]
@@ -276,7 +280,7 @@ def _why_backward(finding: Finding, frame: Frame | None) -> Statement:
 
 def _next_backward(finding: Finding, frame: Frame | None, record: Record | None) -> Statement:
     if finding.phase == "step":
-        return _of("optimizer state")
+        return _of("writer of the gradient" if finding.label.endswith(".grad") else "optimizer state")
     # The advice on a derivative does not fit an operation of the forward, or of a loss.
     is_behind = finding.origin == "received" and finding.source_module is None
     is_of_forward = is_behind or (finding.operation or "").startswith("aten.")

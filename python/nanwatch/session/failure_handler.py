@@ -218,6 +218,8 @@ class FailureHandler:
 
     def step_follows(self, incident: Incident) -> None:
         """Act on a non-finite gradient that a step is about to take, a state of an optimizer, or a checkpoint."""
+        if self._ranks is not None:
+            self._ranks.is_sharded = self._recorder.gathers_weights
         self._tell(incident)
         if (
             self._warnings is not None and incident.finding.phase != "save"
@@ -227,6 +229,15 @@ class FailureHandler:
             self._act(incident)
         elif self._first is incident:
             self._monitor.sinks.on_failure(incident.report)
+
+    def await_ranks(self) -> None:
+        """Wait until every rank begins this step, where each has a part of the model.
+
+        Raises PeerNonFiniteError when one of them does not take it.
+        """
+        if self._ranks is not None and self._action == "raise" and self._recorder.gathers_weights:
+            self._ranks.is_sharded = True
+            self._ranks.await_step()
 
     # It is told, examined, written and raised.
 

@@ -171,8 +171,11 @@ class OptimizerGuard:
         if self._pending is not None and (self._pending.skipped or self._has_fallen(self._pending)):
             self.settle()
 
-    def check_step(self, optimizer: Optimizer) -> Incident | None:
-        """Return the incident that a step of `optimizer` is about to take; None lets it pass."""
+    def check_step(self, optimizer: Optimizer, *, is_nonfinite: bool) -> Incident | None:
+        """Return the incident that a step of `optimizer` is about to take; None lets it pass.
+
+        is_nonfinite: a gradient of the optimizer's parameters is not finite.
+        """
         pending = self._pending
         if pending is None:
             if self._in_a_row and _steps(optimizer, self._latest):
@@ -184,7 +187,7 @@ class OptimizerGuard:
             scale = getattr(optimizer, "grad_scale", None)
             if pending.scale is None and isinstance(scale, Tensor):
                 pending.scale = float(scale)
-        elif any(_is_nonfinite(x.grad) for group in optimizer.param_groups for x in group["params"]):
+        elif is_nonfinite:
             return self._due()
         elif not pending.weights or _are_clean(pending):
             self._let_pass(pending)

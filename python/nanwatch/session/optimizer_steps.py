@@ -1,8 +1,8 @@
 """Backwards and optimizer steps of a Watch: what happens between one forward and the next.
 
 At the end of a backward BackwardWatch finds its first non-finite gradient and defers the failure. OptimizerSteps hooks
-the steps: before a step it waits for rows that a device still holds and stops non-finite gradients, after it it reads
-the optimizer's state.
+the steps: before a step it waits for rows that a device still holds, reads the gradients that the step takes and stops
+non-finite ones, after it it reads the optimizer's state.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer
@@ -21,13 +22,13 @@ from ..diagnosis.incident import Incident
 from ..instrumentation.functions import find_called
 from ..instrumentation.global_hooks import Handles, after_steps, before_steps
 from ..instrumentation.step_closure import with_check_after_closure
-from ..instrumentation.wrapped_names import named_modules, parameter_names
+from ..instrumentation.wrapped_names import find_module, parameter_names, parameter_owners
 from ..recording.backward import find_in_backward
 from ..recording.events import Arrival, BackwardCall
-from ..recording.observe import Observe, observe, observe_with
+from ..recording.observe import Observe, nonfinite, observe, observe_with
 from ..recording.optimizer_state import state_tensors
-from ..records.record import Frame, Record
-from ..report.finding import find, finding_of
+from ..records.record import Frame, Phase, Record
+from ..report.finding import OriginKind, find, finding_of
 from ..report.report import Report
 from ..util.job import rank
 from ..util.modules import each_parameter
@@ -40,13 +41,6 @@ if TYPE_CHECKING:
 
 # Name of the frames of an optimizer's state.
 _OPTIMIZER = "(optimizer)"
-_ADDED_UP = (
-    "every gradient that was added up there was finite; the sum of several backwards, in .grad, is not"
-)
-_REDUCED = (
-    "what this rank holds of the gradient, summed over ranks and backwards, is not finite; in the backward itself this"
-    " rank saw no gradient that was so"
-)
 
 
 class BackwardWatch:
@@ -93,8 +87,8 @@ class BackwardWatch:
         sequence = None if num_before is None or place is None else num_before + place
         finding = self._failures.rerun.behind_model(replace(fault.finding, sequence=sequence))
         report = self._reports.latest(finding, batch, fault.frames)
-        nonfinite = [(call.frame, row) for call in calls for row in call.frame.records if row.is_fault]
-        self._defer(report, batch, nonfinite, scale)
+        faults = [(call.frame, row) for call in calls for row in call.frame.records if row.is_fault]
+        self._defer(report, {frame.batch for frame, _ in faults}, self._weights(faults), scale)
 
     def before_step(self, optimizer: Optimizer, *, is_own: bool) -> None:
         """Stop a step that is about to change the weights with a non-finite gradient.
@@ -107,60 +101,86 @@ class BackwardWatch:
         if torch._C._current_graph_task_id() != -1:
             # This optimizer steps inside the backward, as soon as a gradient is there.
             recorder.finish_nonfinite_backward()
-        # FSDP puts gradients that it has reduced over the ranks into .grad itself, where no hook sees them.
-        if guard.pending is None and (recorder.gradient_sums_may_overflow or recorder.gathers_weights):
-            recorder.forget_gradient_sums()
-            self._check_sums()
+        # Read what the step takes, whoever wrote it since the backward: sums of several backwards, reductions over
+        # ranks, and gradients that no hook sees, such as those of weights used without their module.
+        taken: list[Tensor] = []
+        if is_own or guard.pending is not None:
+            batch = recorder.latest_batch
+            if guard.pending is not None or (batch >= 0 and batch % self._reports.options.every == 0):
+                taken = _nonfinite_parameters(optimizer)
         guard.settle_late()
-        due = guard.check_step(optimizer)
+        # The gradients of a non-finite forward are its consequence.
+        if taken and guard.pending is None and not self._failures.knows(recorder.latest_batch):
+            self._defer_taken(optimizer, taken)
+        due = guard.check_step(optimizer, is_nonfinite=bool(taken))
         if due is not None:
             self._failures.step_follows(due)
-        elif guard.pending is None:
+        elif is_own:
+            self._failures.await_ranks()
+        if due is None and guard.pending is None:
             if self.spikes is not None:
                 self.spikes.before_step(optimizer)
             if is_own:
                 self._failures.rerun.let_go()
 
-    def _check_sums(self) -> None:
-        """Defer a failure of finite gradients that have added up to a non-finite value in a weight's `.grad`."""
+    def _defer_taken(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
+        """Defer the failure of these parameters' gradients, which were finite or unseen in the backward."""
         model, batch = self._model(), self._recorder.latest_batch
-        nonfinite: list[tuple[Frame, Record]] = []
-        for name, _, module in () if model is None else named_modules(model):
-            for label, x in module._parameters.items():
-                if x is not None and x.grad is not None:
-                    row = observe(x.grad, f"{label}.grad", "gradient")
-                    if row.is_fault:
-                        kind = type(module).__name__
-                        nonfinite.append((Frame(batch, name, kind, (row,), "backward"), row))
-        if not nonfinite:
-            return
-        frame = nonfinite[0][0]
+        owners = {} if model is None else parameter_owners(model)
+        is_never_called = self._reports.is_never_called
+        owned = [x for x in parameters if id(x) in owners]
+        called = [x for x in owned if not is_never_called(owners[id(x)][0].name)]
+        parameter = (called or owned or parameters)[0]
+        if owned:
+            owner, label = owners[id(parameter)]
+            name, module = owner.name, owner.module
+            while name and is_never_called(
+                name
+            ):  # the nearest module around it that is called has the weight
+                name, _, key = name.rpartition(".")
+                label = f"{key}.{label}"
+            around = None if model is None else find_module(model, name)
+            class_name = type(module if around is None else around.module).__name__
+        else:  # it is beside the model
+            name, class_name = _OPTIMIZER, type(optimizer).__name__
+            label = next(one.label for one in state_tensors(optimizer, {}) if one.tensor is parameter)
+        record = observe(parameter.grad, f"{label}.grad", "gradient")
+        phase: Phase = "step" if called or not owned else "backward"
+        frames = self._reports.latest(None, batch).frames
+        earlier = [x for x in frames if (x.batch, x.name, x.phase) == (batch, name, phase)][-1:]
+        records = (*earlier[0].records, record) if earlier else (record,)
+        frame = Frame(batch, name, class_name, records, phase)
+        origin: OriginKind = "received" if phase == "step" else "produced"
         sequence = self._recorder.frames_of_batch(batch)
-        finding = finding_of(frame, frame.records[0], "produced", None, rank(), sequence)
-        remark = _REDUCED if frame.records[0].is_shard else _ADDED_UP
-        report = self._reports.latest(replace(finding, remarks=(remark,)), batch, [nonfinite[0][0]])
-        self._defer(report, batch, nonfinite)
+        finding = finding_of(frame, record, origin, None, rank(), sequence)
+        report = self._reports.of((*(x for x in frames if x not in earlier), frame), finding, batch)
+        weights = [owners[id(x)] for x in owned]
+        self._defer(report, {batch}, {(weakref.ref(owner.module), key) for owner, key in weights})
 
-    def _defer(
-        self, report: Report, batch: int, nonfinite: list[tuple[Frame, Record]], scale: object = None
-    ) -> None:
-        self._failures.rerun.backward_failed(batch)
+    def _defer(self, report: Report, batches: set[int], weights: set[Weight], scale: object = None) -> None:
         incident = Incident(report)
-        batches = {frame.batch for frame, _ in nonfinite}
-        due = self.guard.defer(incident, batches, self._weights(nonfinite), scale)
+        self._failures.rerun.backward_failed(incident.finding.batch)
+        due = self.guard.defer(incident, batches, weights, scale)
         if due is not None:
             self._failures.step_follows(due)
 
-    def _weights(self, nonfinite: list[tuple[Frame, Record]]) -> set[Weight]:
+    def _weights(self, faults: list[tuple[Frame, Record]]) -> set[Weight]:
         """Return the weights among these rows."""
         model = self._model()
         found: set[Weight] = set()
-        for frame, row in nonfinite:
+        for frame, row in faults:
             name = row.label.removesuffix(".grad")
             owner = None if model is None else find_called(model, frame.name)
             if owner is not None and name in owner.module._parameters:
                 found.add((weakref.ref(owner.module), name))
         return found
+
+
+def _nonfinite_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters whose gradients are not finite, in the order of the optimizer's groups."""
+    parameters = [x for group in optimizer.param_groups for x in group["params"] if x.grad is not None]
+    gradients = {id(gradient) for gradient in nonfinite(x.grad for x in parameters)}
+    return [x for x in parameters if id(x.grad) in gradients]
 
 
 class OptimizerSteps:

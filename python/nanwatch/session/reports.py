@@ -136,6 +136,13 @@ class Reports:
                 return self.of_failure(frames[-1], caller, given_records(*calls[-1][1:3]), frames)
         return None
 
+    def is_never_called(self, module: str) -> bool:
+        """Return whether batches have ended and none of them called the module, as far as is known."""
+        called = self._suspicion.called
+        return (
+            bool(called) and module not in called and all(frame.name != module for frame in self._frames(()))
+        )
+
     def _frames(self, more: Iterable[Frame]) -> tuple[Frame, ...]:
         return (*self.recorder.frames(), *more)
 

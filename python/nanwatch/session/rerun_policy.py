@@ -220,9 +220,9 @@ class RerunPolicy:
         if not is_due(self._failures):
             self._pass_over(incident)
             return
-        # What wrote a weight before it was saved lies behind the batch.
-        is_saved = finding.phase == "save"
-        start = None if incident.is_late or is_saved else self._start_of(finding)
+        # What wrote a weight before it was saved, or a gradient before a step, lies behind the batch.
+        is_behind = finding.phase in ("save", "step")
+        start = None if incident.is_late or is_behind else self._start_of(finding)
         loss = self._loss_of(finding)
         reason = "it was over when its rows came from the device" if incident.is_late else ""
         is_run = self.keeps_start and not reason and (start is not None or loss is not None)
@@ -231,7 +231,7 @@ class RerunPolicy:
             incident,
             model=model,
             output_dir=self._output_dir,
-            examines=self.keeps_start and not is_saved,
+            examines=self.keeps_start and not is_behind,
             conditions=Conditions(self._loss_scale(), self._allows, self._keeps_ended),
             loss=loss,
         )

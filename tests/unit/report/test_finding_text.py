@@ -187,7 +187,7 @@ def test_the_guide_has_the_words_of_every_why() -> None:
         for origin in origins
         for source, name, batch in ((None, "Linear", 0), ("b", "Function", 1))
     ]
-    ends = [("output.grad", None), ("output.grad", "b"), ("weight.grad", None)]
+    ends = [("output.grad", None), ("output.grad", "b"), ("weight.grad", None), ("exp_avg[0.weight]", None)]
     findings += [
         replace(found, phase=phase, origin=origin, label=label, source_module=source)
         for phase in get_args(Phase)[1:]

@@ -218,6 +218,55 @@ def test_finite_gradients_whose_sum_overflows_are_stopped(recorder: str, clear: 
     assert (finding.label, finding.batch, finding.value) == ("weight.grad", 17, "inf")
 
 
+def overflowing_attention() -> nn.Module:
+    """Return attention in float16 whose `out_proj.weight`, which no module call uses, has a gradient above 65504."""
+    attention = nn.MultiheadAttention(8, 1).half()
+    with torch.no_grad():
+        attention.in_proj_bias[16:] = 200.0
+        attention.out_proj.weight.mul_(0.01)
+    return attention
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_what_a_step_takes_is_read_whoever_wrote_it(recorder: str) -> None:
+    """After the backward, beside the model, or of a module that nobody calls: the step leaves each weight as it was."""
+    linear = nn.Linear(8, 1)
+    attention = overflowing_attention()
+    temperature = nn.Parameter(torch.zeros(()))
+    x = torch.randn(512, 1, 8).half()
+
+    def divided() -> None:
+        linear(torch.ones(2, 8)).sum().backward()
+        for parameter in linear.parameters():
+            parameter.grad.div_(torch.zeros(()))
+
+    cases = [
+        (linear, divided, ("", "step", "received", "weight.grad")),
+        (
+            linear,
+            lambda: (linear(torch.ones(2, 8)).sum() * temperature.sqrt()).backward(),
+            ("(optimizer)", "step", "received", "param[0][2].grad"),
+        ),
+        (
+            attention,
+            lambda: attention(x, x, x)[0].sum().backward(),
+            ("", "backward", "produced", "out_proj.weight.grad"),
+        ),
+    ]
+    for model, backward, expected in cases:
+        optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
+        optimizer.zero_grad()
+        before = [parameter.detach().clone() for parameter in (*model.parameters(), temperature)]
+        with watched(model, recorder, gradients=True, rerun=False):
+            backward()
+            with pytest.raises(NonFiniteError) as error:
+                optimizer.step()
+        finding = error.value.report.finding
+        assert finding is not None
+        assert (finding.module, finding.phase, finding.origin, finding.label) == expected
+        assert all(map(torch.equal, before, (*model.parameters(), temperature)))
+
+
 def test_the_step_of_another_optimizer_is_made() -> None:
     """Two models, two optimizers, one watch: what is wrong in one holds up its own step alone."""
     model = nn.ModuleDict({"sick": Sick(), "well": nn.Linear(3, 1)})
