@@ -43,9 +43,9 @@ enum Item : int { element, scale, smallest_scale, largest_scale, saturated, flus
 
 constexpr int kScalingItems = scaling_item::flushed + 1;
 
-enum class NoteKind : uint8_t { none, absent, not_a_tensor, not_checked, local_shard, mask, allowed_inf, skipped_step, not_taken, spike, forecast };
-inline constexpr const char* kNoteKinds[] = {"", "absent", "not_a_tensor", "not_checked", "local_shard", "mask", "allowed_inf", "skipped_step", "not_taken", "spike", "forecast"};
+enum class NoteKind : uint8_t { none, absent, not_a_tensor, not_checked, local_shard, mask, allowed, skipped_step, not_taken, spike, forecast };
+inline constexpr const char* kNoteKinds[] = {"", "absent", "not_a_tensor", "not_checked", "local_shard", "mask", "allowed", "skipped_step", "not_taken", "spike", "forecast"};
 // These say that a non-finite value is meant.
-inline constexpr NoteKind kExcuses[] = {NoteKind::mask, NoteKind::allowed_inf, NoteKind::skipped_step, NoteKind::not_taken};
+inline constexpr NoteKind kExcuses[] = {NoteKind::mask, NoteKind::allowed, NoteKind::skipped_step, NoteKind::not_taken};
 
 }  // namespace nanwatch

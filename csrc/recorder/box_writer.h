@@ -100,7 +100,7 @@ class BoxWriter {
             box_->name('l', to_utf8(PyTuple_GET_ITEM(from, row_item::label))),
             dtype.empty() ? box::kUnnamed : box_->name('d', dtype),
             uint8_t(place < std::size(kRoles) ? place : 0),
-            uint8_t(is_meant(from) ? NoteKind::allowed_inf : NoteKind::none),
+            uint8_t(is_meant(from) ? NoteKind::allowed : NoteKind::none),
             PyTuple_GET_ITEM(from, row_item::isfinite) != Py_False,
             box::kNoShape,
             0};

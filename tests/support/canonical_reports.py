@@ -258,7 +258,7 @@ def optimizer_step() -> Report:
 def excused() -> Report:
     """Values that are not finite and no fault, values that nobody could read, and a step that was skipped."""
     mask = _spoilt(_read("input[1]", "input", 0.0, 0.0, note=Note("mask")), neginfs=96, first=(0, 1))
-    allowed = _spoilt(_read("output", "output", 0.25, 4.0, note=Note("allowed_inf")), infs=1)
+    allowed = _spoilt(_read("output", "output", 0.25, 4.0, note=Note("allowed")), infs=1)
     skipped = _spoilt(
         _read(
             "weight.grad", "gradient", 0.5, 64.0, "float16", note=Note("skipped_step", "scale 65536 → 32768")

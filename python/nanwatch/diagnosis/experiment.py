@@ -18,19 +18,19 @@ from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import named_modules
 from ..numerics._reference import _to_arithmetic
 from ..precision.casting import NARROW, autocast_kinds, first_float, replaced
-from ..recording.notes import MaskedScores, masked_scores
+from ..recording.masks import Excuses, excuses
 from ..recording.observe import observe
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..records.record import Record
 from .batch_snapshot import BatchSnapshot
 
-# `allows(name, module)` is True where infinities in this module are meant, or the scores of a softmax that are.
-Allows = Callable[[str, nn.Module], bool | MaskedScores]
+# `allows(name, module)` is True where infinities in this module are meant, or the judge of its values.
+Allows = Callable[[str, nn.Module], bool | Excuses]
 
 
-def nothing_allowed(_: str, module: nn.Module) -> bool | MaskedScores:
-    """Allow no infinity but the masked scores of a softmax."""
-    return masked_scores(module)
+def nothing_allowed(_: str, module: nn.Module) -> bool | Excuses:
+    """Allow no value but masks."""
+    return excuses(module)
 
 
 class Conditions(NamedTuple):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from ..numerics import _extension
-from ..recording.notes import MaskedScores
+from ..recording.masks import Excuses
 from ..recording.recorder import PythonRecorder
 from ..util.modules import WeakIdentityDict
 from ..util.visible import with_utf8
@@ -121,7 +121,7 @@ class Attachment:
         model: nn.Module,
         recorder: Any,
         observed: Callable[[str], bool],
-        allow_inf: Callable[[str, nn.Module], bool | MaskedScores],
+        allow_inf: Callable[[str, nn.Module], bool | Excuses],
         parts: str = "wbio",
     ) -> None:
         self.is_attached = True

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ..records.note import Note
     from ..records.record import Frame, Record
-    from .notes import MaskedScores
+    from .masks import Excuses
 
 PeakName: TypeAlias = tuple[str, str, str]  # module, label, dtype
 Check: TypeAlias = Literal["auto", "module", "batch", "async"]
@@ -204,7 +204,7 @@ class Recorder(Protocol):
     def counters(self) -> dict[str, int]:
         """Return the numbers of calls, frames, tensors, reads, bytes and cache hits."""
 
-    def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | MaskedScores) -> int:
+    def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | Excuses) -> int:
         """Return a number for a module, for its WatchedCall; or for an optimizer."""
 
     def frames(self) -> list[Frame]:

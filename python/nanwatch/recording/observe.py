@@ -25,12 +25,13 @@ from ..numerics.ranges import (
 )
 from ..numerics.readable import is_plain, local_shard, only_our_dispatch, unreadable
 from ..numerics.scaled import is_captured, read_scaled
-from ..records.note import Note
+from ..records.note import Note, NoteKind
 from ..records.record import Record, Role
 from ..report.histogram import StoredHistogram
 from ..util.visible import suppressed
 from .events import Settings
-from .notes import MaskedScores, are_masked, is_mask, may_be_finite_mask, shard_note
+from .masks import Excuses, excuse, may_be_finite_mask
+from .shards import shard_note
 from .walk import Unwalked, call_leaves, leaves
 
 _CAPTURING = "in a CUDA graph capture"
@@ -62,7 +63,7 @@ _VALUES: dict[str, Any] = {"n": None, "x": 0}
 
 
 def planned_rows(
-    plan: str, tensors: Sequence[Tensor], allow_inf: bool | MaskedScores, observe: Observe
+    plan: str, tensors: Sequence[Tensor], allow_inf: bool | Excuses, observe: Observe
 ) -> tuple[str, list[Record], list[tuple[Role, str, Tensor]]]:
     """Return class, rows and tensors of a call in compiled code. call_recorder_compiled.cpp explains plans."""
     class_name, *lines = plan.split("\n")
@@ -100,7 +101,7 @@ class Observe(Protocol):
         value: Any,
         label: str,
         role: Role,
-        allow_inf: bool | MaskedScores = False,
+        allow_inf: bool | Excuses = False,
         batch: int | None = None,
     ) -> Record: ...
 
@@ -117,7 +118,7 @@ def observe(
     value: Any,
     label: str,
     role: Role,
-    allow_inf: bool | MaskedScores = False,
+    allow_inf: bool | Excuses = False,
     batch: int | None = None,
     *,
     wanted: Settings = _NOTHING,
@@ -126,7 +127,7 @@ def observe(
 
     Never raises, builds no graph, and calls no function or dispatch mode of the user's. A non-finite tensor, or one
     that looks like an additive mask, is read a second time for the counts and the index. `allow_inf` says that its
-    infinities are meant, or is the MaskedScores of the softmax that takes or makes it. `wanted` says what the row has
+    infinities are meant, or is the Excuses of the module. `wanted` says what the row has
     besides: counts, a fingerprint, and in the batches that are due statistics, or for an output a sketch, with which it
     is a SketchedRow. A tensor with scales has none of these.
     """
@@ -329,15 +330,11 @@ def _shape(x: Tensor) -> tuple[int, ...] | None:
         return None
 
 
-def _examine(x: Tensor, row: Record, allow_inf: bool | MaskedScores, counts: bool) -> Record:
+def _examine(x: Tensor, row: Record, allow_inf: bool | Excuses, counts: bool) -> Record:
     try:
         if row.isfinite is False or (row.abs_min == 0 and may_be_finite_mask(x, row)):
             health = tensor_health(x)
-            masks = row.role in ("input", "buffer") and is_mask(x, health)
-            if not masks and not row.isfinite:
-                scores = None if isinstance(allow_inf, bool) else allow_inf
-                masks = are_masked(x, row.role, health, scores)
-            row = _with_health(row, health, masks, allow_inf is True)
+            row = _with_health(row, health, excuse(x, row, health, allow_inf))
         if counts and row.isfinite:
             row = row._replace(health=_health_with_exponents(x))
     except Exception:
@@ -353,12 +350,8 @@ def _health_with_exponents(x: Tensor) -> TensorHealth:
     return health
 
 
-def _with_health(row: Record, health: TensorHealth, is_mask: bool, allow_inf: bool) -> Record:
-    note = row.note
-    if is_mask:
-        note = Note("mask")
-    elif allow_inf and health.num_nan == 0 and not row.isfinite:
-        note = Note("allowed_inf")
+def _with_health(row: Record, health: TensorHealth, excused: NoteKind | None) -> Record:
+    note = row.note if excused is None else Note(excused)
     # A finite mask: its range says nothing about the model, and its counts nothing that the note does not.
     return row._replace(health=None if row.isfinite else health, note=note)
 
@@ -369,7 +362,7 @@ def completed_row(
     shape: tuple[int, ...],
     dtype: str,
     values: list[float] | str,
-    allow_inf: bool | MaskedScores,
+    allow_inf: bool | Excuses,
 ) -> Record:
     """Return the row of a tensor that a device has read, as `observe` would have made it.
 
@@ -382,8 +375,12 @@ def completed_row(
     if len(values) == 3:
         return row
     health = health_of(values[:11], shape)
-    is_mask = role in ("input", "buffer") and len(shape) > 0 and values[11] != 0
-    if not is_mask and not row.isfinite and not isinstance(allow_inf, bool):
+    excused: NoteKind | None = None
+    if role in ("input", "buffer") and len(shape) > 0 and values[11] != 0:
+        excused = "mask"
+    elif not row.isfinite and isinstance(allow_inf, Excuses):
         # The tensor is gone. A row that is masked everywhere shows as nan in the output.
-        is_mask = allow_inf.may_excuse(role, health)
-    return _with_health(row, health, is_mask, allow_inf is True)
+        excused = allow_inf.kind(None, role, label, health)
+    elif not row.isfinite and allow_inf and not health.num_nan:
+        excused = "allowed"
+    return _with_health(row, health, excused)

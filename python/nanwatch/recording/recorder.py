@@ -23,7 +23,7 @@ from .backward import RecordsBackwards
 from .events import Event, PeakName, Recorder, RecorderEvents, Settings, Subscription, Subscriptions
 from .frame_ring import FrameRing, PeakMagnitudes
 from .gradients import PythonGradients
-from .notes import MaskedScores
+from .masks import Excuses
 from .observe import call_values, completed_row, observe_with, planned_rows
 from .thread_calls import Node, ThreadCalls
 from .walk import is_container, leaves, spell_key
@@ -85,7 +85,7 @@ class PythonRecorder(RecordsBackwards):
                 self.lock,
             )
 
-    def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | MaskedScores) -> int:
+    def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | Excuses) -> int:
         with self.lock:
             self._nodes.append(Node(name, type(module).__name__, observed, allow_inf))
             return len(self._nodes) - 1

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..records.record import Role
-from .notes import MaskedScores
+from .masks import Excuses
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Node:
     name: str
     class_name: str
     observed: bool
-    allow_inf: bool | MaskedScores
+    allow_inf: bool | Excuses
 
 
 class ThreadCalls(threading.local):

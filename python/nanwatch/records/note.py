@@ -51,12 +51,12 @@ class Placement(NamedTuple):
 
 
 NoteKind: TypeAlias = Literal[
-    "absent", "not_a_tensor", "not_checked", "local_shard", "mask", "allowed_inf", "skipped_step", "not_taken",
+    "absent", "not_a_tensor", "not_checked", "local_shard", "mask", "allowed", "skipped_step", "not_taken",
     "spike", "forecast",
 ]  # fmt: skip
 NOTE_KINDS: tuple[NoteKind, ...] = get_args(NoteKind)
 # These say that a non-finite value is meant.
-EXCUSES: tuple[NoteKind, ...] = ("mask", "allowed_inf", "skipped_step", "not_taken")
+EXCUSES: tuple[NoteKind, ...] = ("mask", "allowed", "skipped_step", "not_taken")
 # These say what was reported in a batch, in records that `event_frame` makes.
 EVENTS: tuple[NoteKind, ...] = ("spike", "forecast")
 
@@ -67,7 +67,7 @@ _WORDS: dict[NoteKind, tuple[str, str]] = {
     "not_checked": ("not checked", "not checked: {}"),
     "local_shard": ("local shard", "local shard: {}"),
     "mask": ("mask", ""),
-    "allowed_inf": ("allowed inf", ""),
+    "allowed": ("allowed", ""),
     "skipped_step": ("skipped step", "skipped step ({})"),
     "not_taken": ("not in the step's gradients", ""),
     "spike": ("spike", "{}"),
@@ -85,7 +85,7 @@ class Note(NamedTuple):
     | not_checked | a tensor that was not read | the reason |
     | local_shard | a DTensor, of which the part of this process was read | its placement, where it is known |
     | mask | an additive mask, whose -inf is meant | |
-    | allowed_inf | an infinity that is meant, as `allow_inf` says | |
+    | allowed | a value that is meant, as `allow_inf` or `allow_nan` says | |
     | skipped_step | a gradient that no optimizer's step took | the scale: `scale 65536 → 32768` |
     | not_taken | a gradient that never reached those of the step | |
     | spike, forecast | no tensor, but what was reported of one | its line |

@@ -121,7 +121,7 @@ SENTENCES = {
     "gradients and step": f"{_GRADIENTS} finds a bad gradient before a step takes it; {_STEP}.",
     "writer of the buffer": "look at what was last written to this buffer.",
     "data loader": "look at the data loader and the preprocessing of this batch; where they are clean, for in-place"
-    " operations on the model's input.",
+    " operations on the model's input. If the value is meant, as that of a missing reading, watch with {option}.",
     "forward of the caller": "look at the forward of the module that handed it in, from the last finite frame on.",
     "optimizer state": "look at the gradients of this step and of the last ones, and at the format of the state.",
     "writer of the gradient": "look at what happens to gradients between backward() and the step, such as a division by"
@@ -198,7 +198,10 @@ def _next_forward(
         return _of("step" if any(one.phase == "backward" for one in frames) else "gradients and step")
     if finding.origin == "received":
         return _of("apply the cure" if is_cured else "forward of the caller")
-    return _of("writer of the buffer" if finding.origin == "buffer" else "data loader")
+    if finding.origin == "buffer":
+        return _of("writer of the buffer")
+    option = "allow_nan" if "nan" in finding.value else "allow_inf"
+    return _of("data loader", option=f"{option}={finding.module!r}")
 
 
 # Kernels that square what they are given. For half precision they do so in float32.

@@ -30,7 +30,7 @@ __all__ = ["DeferredWatch", "Watch", "watch"]
 # Frames that a batch may have for every module: two calls, and both once more when they are recomputed.
 _CALLS = 4
 # Options that `start` checks, because they need the model or open a file.
-_CONFIRMED_LATER = ("include", "exclude", "allow_inf", "frozen", "trace", "sinks")
+_CONFIRMED_LATER = ("include", "exclude", "allow_inf", "allow_nan", "frozen", "trace", "sinks")
 
 
 def watch(
@@ -61,6 +61,7 @@ def watch(
     on_nonfinite: OnNonfinite = "raise",
     check: Check = "auto",
     allow_inf: str | Iterable[str] = (),
+    allow_nan: str | Iterable[str] = (),
     rerun: bool | None = None,
     guard_checkpoints: bool = False,
     forecast: bool = True,
@@ -123,7 +124,9 @@ def watch(
             same. "auto" is "module" for tensors of the CPU, which are read without a wait, and "batch" for those of a
             GPU. On the CPU "async" is "batch".
         allow_inf: glob patterns on the names of modules whose infinities are meant; a nan in them still counts.
-            Additive attention masks are recognised without it.
+            Masks are recognised without it (docs/watching.md).
+        allow_nan: glob patterns on the names of modules whose nans are meant, such as missing values in the data. The
+            model itself has the name "".
         rerun: after a failure run the batch once more to find the operation and the line that made the first
             non-finite value, and to try cures. Until then it costs 10 to 60 microseconds a batch. None does so if the
             failure ends the batch ("raise"). True does so also if the run goes on; a model with state may notice the

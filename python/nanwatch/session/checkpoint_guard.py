@@ -170,7 +170,7 @@ class CheckpointGuard:
     def _model_tensors(self) -> Iterator[_Own]:
         model, options = self._reports.model(), self._reports.options
         for one in () if model is None else named_modules(model):
-            allowed = options.allows_inf(one.name, one.module) is True
+            allowed = options.allows_inf(one.name)
             roles: tuple[tuple[Role, Any], ...] = (
                 ("weight", one.module._parameters),
                 ("buffer", one.module._buffers),

@@ -20,7 +20,7 @@ from ..instrumentation.wrapped_names import for_names
 from ..monitoring.log_sinks import sink_for
 from ..monitoring.sinks import Sink
 from ..recording.events import Check, Settings
-from ..recording.notes import MaskedScores, masked_scores
+from ..recording.masks import Excuses, excuses
 from ..report.report import Report
 from ..util.visible import close_names
 from .option_kinds import (
@@ -161,6 +161,9 @@ class Options:
     allow_inf: tuple[str, ...] = _act(
         (), PATTERNS, "infinities are meant in modules whose name matches; a nan still counts"
     )
+    allow_nan: tuple[str, ...] = _act(
+        (), PATTERNS, "nans are meant in modules whose name matches, such as missing values"
+    )
     rerun: bool | None = _act(
         None,
         FLAG_OR_NONE,
@@ -268,9 +271,14 @@ class Options:
         parts = name.split(".")
         return any(_matches(".".join(parts[: i + 1]), self.frozen) for i in range(len(parts)))
 
-    def allows_inf(self, name: str, module: nn.Module) -> bool | MaskedScores:
-        """Return whether infinities in this module are meant, or the masked scores that are, of a softmax."""
-        return _matches(name, self.allow_inf) or masked_scores(module, self.inputs)
+    def allows_inf(self, name: str) -> bool:
+        """Return whether infinities in the module of this name are meant."""
+        return _matches(name, self.allow_inf)
+
+    def excuses(self, name: str, module: nn.Module) -> bool | Excuses:
+        """Return whether infinities in this module are meant, or the judge of a module that may hold masks or nans."""
+        nan = _matches(name, self.allow_nan)
+        return excuses(module, inf=self.allows_inf(name), nan=nan, reads_inputs=self.inputs)
 
     def named_sinks(self) -> list[tuple[str, Sink]]:
         """Return the sinks that `sinks` means, each with its name for the user."""
@@ -290,7 +298,10 @@ def check_options(
     `must_match`: each pattern matches something. Without it only those of `include` have to.
     """
     values = {one.name: one.metadata["check"](one.name, given[one.name]) for one in fields(Options)}
-    matched = {**dict.fromkeys(("include", "exclude", "allow_inf"), names), "frozen": [*names, *weights]}
+    matched = {
+        **dict.fromkeys(("include", "exclude", "allow_inf", "allow_nan"), names),
+        "frozen": [*names, *weights],
+    }
     for option, known in matched.items():
         values[option] = tuple(for_names(pattern, known) for pattern in values[option])
     values["gradients"] |= values["spikes"]

@@ -13,8 +13,8 @@ from ..diagnosis.batch_snapshot import left_calls
 from ..instrumentation.wrapped_names import is_recorded, named_modules
 from ..monitoring.suspicion import Suspicion
 from ..recording.events import Recorder
-from ..recording.notes import parameter_mesh
 from ..recording.observe import call_values, observe, observe_with
+from ..recording.shards import parameter_mesh
 from ..recording.walk import call_leaves
 from ..records.record import Frame, Record
 from ..report.finding import Finding, find
@@ -128,7 +128,7 @@ class Reports:
         settings = self.options.recorder_settings()
         frames, observe_own = [], observe_with(settings)
         for (name, call), caller in zip(own, callers, strict=False):
-            allowed = self.options.allows_inf(name, call.module)
+            allowed = self.options.excuses(name, call.module)
             values = call_values(settings, *call)
             rows = [observe_own(x, label, role, allowed) for role, label, x in values]
             frames.append(Frame(batch, name, type(call.module).__name__, tuple(rows)))

@@ -118,7 +118,7 @@ class RerunPolicy:
         self._keeps_ended = options.gradients
         self._scaler = options.scaler
         # A module that is not watched is not judged either.
-        self._allows = lambda name, module: not options.observes(name) or options.allows_inf(name, module)
+        self._allows = lambda name, module: not options.observes(name) or options.excuses(name, module)
 
     def batch_started(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None

@@ -154,7 +154,7 @@ class Watch:
             if options.guard_checkpoints:
                 self._checkpoints = CheckpointGuard(self._reports, self._failures)
             self._attachment = Attachment(
-                model, self._recorder, options.observes, options.allows_inf, options.parts
+                model, self._recorder, options.observes, options.excuses, options.parts
             )
             for call in _callers:
                 call(self, model)

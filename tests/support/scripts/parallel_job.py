@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.recording.notes import shard_note
+from nanwatch.recording.shards import shard_note
 from support.parallel_models import (
     Block,
     Net,

@@ -89,7 +89,7 @@ def test_headroom_is_the_number_of_doublings_left(name: str, data: st.DataObject
         (record(None), None),
         (record(inf, role="input", note=Note("mask")), None),
         (record(65504.0, role="input", note=Note("mask")), None),  # a mask made with the lowest finite number
-        (record(inf, note=Note("allowed_inf")), None),
+        (record(inf, note=Note("allowed")), None),
         (record(65504.0, note=Note("local_shard")), 0.0),
     ],
 )

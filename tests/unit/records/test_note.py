@@ -35,7 +35,7 @@ PLACES = (MeshPlace("Shard(0)", "dp", 1, 4), MeshPlace("Replicate", "tp", 0, 2))
             "local shard: Shard(0) at dp=1 of 4, Replicate at tp=0 of 2, from [8, 0]",
         ),
         (Note("mask"), "mask"),
-        (Note("allowed_inf"), "allowed inf"),
+        (Note("allowed"), "allowed"),
         (Note("skipped_step"), "skipped step"),
         (Note("skipped_step", "scale 4 → 2"), "skipped step (scale 4 → 2)"),
         (Note("not_taken"), "not in the step's gradients"),

@@ -12,7 +12,7 @@ def record(isfinite: bool | None, kind: NoteKind | None = None) -> Record:
     return Record("output", "output", (1,), "float32", 0.0, 1.0, isfinite, None, kind and Note(kind))
 
 
-@pytest.mark.parametrize("kind", [None, "local_shard", "mask", "allowed_inf", "skipped_step", "not_taken"])
+@pytest.mark.parametrize("kind", [None, "local_shard", "mask", "allowed", "skipped_step", "not_taken"])
 def test_a_fault_is_what_nobody_means(kind: NoteKind | None) -> None:
     """A note that excuses a value does so only for non-finite ones; a shard's excuses nothing."""
     assert record(False, kind).is_fault == (kind not in EXCUSES)

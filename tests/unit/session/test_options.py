@@ -163,14 +163,14 @@ def test_an_error_of_the_callable_is_the_calls_error_at_the_batch_too() -> None:
 
 @pytest.mark.parametrize("patterns", ["0", ("0", "9*"), ["?"]])
 def test_allowed_infinities_are_noted_and_no_fault(patterns: Any) -> None:
-    """In a module that may hold infinities they are "allowed inf"; what it hands on is a fault where it arrives."""
+    """In a module that may hold infinities they are "allowed"; what it hands on is a fault where it arrives."""
     model = nn.Sequential(*[Scale() for _ in range(10)])
     if patterns == ["?"]:
         model = nn.Sequential(Scale())
     model[0].factor = INF
     with watch(model, allow_inf=patterns, on_nonfinite="record") as w:
         model(torch.ones(1))
-    assert (w.frames[0].records[1].note, w.frames[0].records[1].isfinite) == (Note("allowed_inf"), False)
+    assert (w.frames[0].records[1].note, w.frames[0].records[1].isfinite) == (Note("allowed"), False)
     finding = w.report().finding
     assert finding is not None
     assert finding.module == ("1" if len(model) > 1 else "")

@@ -17,7 +17,7 @@ from support.html_page import HOSTILE, Page
 from support.written_traces import write_rows
 
 DTYPES = ("float16", "float32", "float64", "float8_e4m3fn", "complex64", "int64", "bfloat16", None)
-NOTES = (None, None, None, "mask", "allowed_inf", "skipped_step", "not_checked")
+NOTES = (None, None, None, "mask", "allowed", "skipped_step", "not_checked")
 
 
 def some_trace(path: Path, seed: int) -> Trace:

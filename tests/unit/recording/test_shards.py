@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch.recording.notes import _chunk, parameter_mesh, shard_note
+from nanwatch.recording.shards import _chunk, parameter_mesh, shard_note
 from nanwatch.records.note import Note
 from nanwatch.report.report import Report
 from nanwatch.session.api import watch

@@ -1,0 +1,209 @@
+"""Values that are meant although they are not finite: masks, and what the options allow in a module.
+
+-inf in the scores of a softmax, in an argument that is called a mask, or in what a maximum is taken of stands for
+"left out". The output shows no trace of it as long as each row has a finite score.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..numerics._reference import without_repeats
+from ..numerics.readable import local_shard, only_our_dispatch
+from ..records.note import NoteKind
+
+if TYPE_CHECKING:
+    from ..numerics.formats import TensorHealth
+    from ..records.record import Record, Role
+
+_SOFTMAXES = (nn.Softmax, nn.LogSoftmax, nn.CrossEntropyLoss)
+_MAXIMA = (
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+    nn.MaxPool3d,
+    nn.AdaptiveMaxPool1d,
+    nn.AdaptiveMaxPool2d,
+    nn.AdaptiveMaxPool3d,
+)
+_PADDINGS = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)
+# Words in the name of a parameter that may hold -inf, such as `attn_mask`, or ALiBi's distances in `attn_bias`.
+_MASK_WORDS = ("mask", "bias")
+
+
+class _Known(NamedTuple):
+    """An excused tensor as it was: a module may hand it on, and the model return it."""
+
+    version: int
+    counts: tuple[int, int, int]
+    kind: NoteKind
+
+
+_excused = WeakIdKeyDictionary()
+
+
+class Excuses:
+    """Judge of the non-finite values in the calls of one module.
+
+    `inf` and `nan`: the options allow them in this module. `reads_inputs`: the module's inputs are read. Otherwise the
+    output of a log-softmax is judged by itself.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, inf: bool = False, nan: bool = False, reads_inputs: bool = True
+    ) -> None:
+        self._module = weakref.ref(module)
+        self._inf, self._nan, self._reads_inputs = inf, nan, reads_inputs
+        self._labels = masked_labels(type(module))
+        self._is_log = isinstance(module, nn.LogSoftmax)
+        # In this thread's call: how many scores are masked in what the module was given.
+        self._given = threading.local()
+
+    def kind(self, x: Tensor | None, role: Role, label: str, health: TensorHealth) -> NoteKind | None:
+        """Return the note of a tensor whose non-finite values are meant, else None.
+
+        Without the tensor, which a device has read later, the counts decide. They do not tell a row without a score.
+        """
+        if (self._nan or not health.num_nan) and (self._inf or not health.num_posinf + health.num_neginf):
+            return "allowed"
+        is_neginf = bool(health.num_neginf) and not health.num_nan and not health.num_posinf
+        masked, self._given.masked = getattr(self._given, "masked", 0), 0
+        if not is_neginf:
+            return None
+        if role == "input" and label in self._labels:
+            self._given.masked = health.num_neginf
+            return None if x is not None and self._has_empty_row(x) else "mask"
+        module = self._module()
+        if role != "output" or module is None:
+            return None
+        if self._is_log and not self._reads_inputs:
+            return None if x is not None and self._has_empty_row(x) else "mask"
+        is_padding = isinstance(module, _PADDINGS) and module.value == -torch.inf
+        return "mask" if is_padding or (self._is_log and masked == health.num_neginf) else None
+
+    def _has_empty_row(self, x: Tensor) -> bool:
+        module = self._module()
+        if isinstance(module, _MAXIMA):
+            return False  # an empty window shows in the output
+        dim = getattr(module, "dim", None) if isinstance(module, _SOFTMAXES) else -1
+        if dim is None:
+            # The default of torch.nn.functional.softmax; the classes of a loss come after the samples.
+            dim = 0 if x.ndim < 2 or (x.ndim == 3 and not isinstance(module, nn.CrossEntropyLoss)) else 1
+        with only_our_dispatch(), torch.no_grad():
+            local = local_shard(x)
+            values = (x if local is None else local).detach()
+            return bool((values == -torch.inf).all(dim=dim).any())
+
+
+def excuses(
+    module: nn.Module, *, inf: bool = False, nan: bool = False, reads_inputs: bool = True
+) -> bool | Excuses:
+    """Return the Excuses of a module that may hold masks or allowed nans, else whether infinities are allowed."""
+    if nan or masked_labels(type(module)) or isinstance(module, _PADDINGS):
+        return Excuses(module, inf=inf, nan=nan, reads_inputs=reads_inputs)
+    return inf
+
+
+# Inspecting a forward takes 30 µs, and a model has hundreds of modules of one class.
+_labels: weakref.WeakKeyDictionary[type[nn.Module], frozenset[str]] = weakref.WeakKeyDictionary()
+
+
+def masked_labels(module_type: type[nn.Module]) -> frozenset[str]:
+    """Return the labels of the arguments in which -inf may stand for "left out"."""
+    labels = _labels.get(module_type)
+    if labels is None:
+        labels = _labels[module_type] = _inspected(module_type)
+    return labels
+
+
+def _inspected(module_type: type[nn.Module]) -> frozenset[str]:
+    try:
+        parameters = [*inspect.signature(module_type.forward).parameters.values()][1:]
+    except (TypeError, ValueError):  # a forward that Python cannot inspect
+        return frozenset()
+    named = [(i, one.name) for i, one in enumerate(parameters) if one.kind is not one.VAR_POSITIONAL]
+    if issubclass(module_type, _SOFTMAXES + _MAXIMA):
+        named = named[:1]
+    else:
+        named = [(i, name) for i, name in named if any(word in name for word in _MASK_WORDS)]
+    return frozenset(label for i, name in named for label in (f"input[{i}]", f"input[{name}]"))
+
+
+def excuse(x: Tensor, row: Record, health: TensorHealth, allowed: bool | Excuses) -> NoteKind | None:
+    """Return the note of a tensor whose values are meant, and remember the tensor; None for any other."""
+    if row.role in ("input", "buffer") and is_mask(x, health):
+        return "mask"
+    if row.isfinite:
+        return None
+    # A tensor made in inference mode has no version, so that nothing tells when it changes.
+    version = None if x.is_inference() else x._version
+    counts = health.num_nan, health.num_posinf, health.num_neginf
+    if isinstance(allowed, Excuses):
+        kind = allowed.kind(x, row.role, row.label, health)
+        if kind is not None and version is not None:
+            _excused[x] = _Known(version, counts, kind)
+        return kind or _known(x, version, counts)
+    if allowed and not health.num_nan:
+        return "allowed"
+    return _known(x, version, counts)
+
+
+def _known(x: Tensor, version: int | None, counts: tuple[int, int, int]) -> NoteKind | None:
+    known = (
+        None if version is None else _excused.get(x) or (None if x._base is None else _excused.get(x._base))
+    )
+    return known.kind if known is not None and known[:2] == (version, counts) else None
+
+
+def may_be_finite_mask(x: Tensor, row: Record) -> bool:
+    """Return whether the range is that of an additive mask made with the dtype's minimum in place of -inf."""
+    return (
+        row.role in ("input", "buffer") and _masks_with_lowest(x.dtype) and row.abs_max == _largest(x.dtype)
+    )
+
+
+def _masks_with_lowest(dtype: torch.dtype) -> bool:
+    """Return whether masks may hold the dtype's minimum. In 8 bits, finite tensors are full of it by saturation."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def _largest(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max
+
+
+def is_mask(x: Tensor, health: TensorHealth) -> bool:
+    """Return whether the tensor is an additive attention mask.
+
+    A mask holds zeros and -inf, or zeros and the dtype's minimum, and nothing else. Every row has a zero, or softmax
+    would make nan of it. It comes as an argument or is a buffer; the same values in an output are the log of a zero
+    probability. Of a DTensor the local shard decides: to ask the other ranks is a communication, in which ranks that
+    see no -inf would not take part.
+    """
+    if not _may_be_mask(health, x.dtype, x.ndim):
+        return False
+    with torch.no_grad():
+        local = local_shard(x)
+        values, repeats = without_repeats((x if local is None else local).detach())
+        is_zero = values == 0
+        num_masked = health.num_neginf
+        if num_masked == 0 and _masks_with_lowest(x.dtype):
+            num_masked = repeats * int((values == -_largest(x.dtype)).sum())
+        if num_masked == 0 or health.num_zero + num_masked != health.numel:
+            return False
+        return bool(is_zero.any(dim=-1).all())
+
+
+def _may_be_mask(health: TensorHealth, dtype: torch.dtype, dims: int) -> bool:
+    return (
+        not health.num_nan
+        and not health.num_posinf
+        and bool(health.num_zero)
+        and dtype.is_floating_point
+        and dims > 0
+    )

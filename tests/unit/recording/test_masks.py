@@ -1,0 +1,247 @@
+"""Non-finite values that are meant: masks where each row has a finite score, and nans that the options allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanwatch
+from nanwatch.records.note import Note
+
+pytestmark = pytest.mark.usefixtures("each_recorder")
+
+
+class Scores(nn.Module):
+    """Scores masked in the model's own code, and handed to a module."""
+
+    def __init__(self, last: nn.Module, mask: Tensor, value: float = -torch.inf) -> None:
+        super().__init__()
+        self.last, self.mask, self.value = last, mask, value
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x.masked_fill(self.mask, self.value))
+
+
+CAUSAL = torch.ones(4, 4, dtype=torch.bool).triu(1)
+EMPTY_ROW = CAUSAL.clone().index_fill(0, torch.tensor(2), True)
+SOFTMAX = [nn.Softmax(-1), nn.LogSoftmax(-1), nn.Softmax(2), nn.LogSoftmax(dim=1)]
+
+
+def notes(model: nn.Module, x: Tensor) -> list[str]:
+    """The notes of the records of a forward that raises nothing."""
+    with nanwatch.watch(model) as w:
+        model(x)
+    assert w.report().finding is None
+    return [record.note for frame in w.frames for record in frame.records]
+
+
+@pytest.mark.parametrize("softmax", SOFTMAX, ids=str)
+def test_masked_scores_are_no_failure(softmax: nn.Module) -> None:
+    """Where the softmax itself makes no nan; twice, as a report must not depend on what was excused before."""
+    model = Scores(softmax, CAUSAL)
+    x = torch.randn(2, 4, 4)
+    assert not model(x).isnan().any()
+    for _ in range(2):
+        assert Note("mask") in notes(model, x)
+
+
+@pytest.mark.parametrize("softmax", SOFTMAX[:2], ids=str)
+def test_a_row_without_a_score_is_a_failure(softmax: nn.Module) -> None:
+    """The input holds it, as softmax makes nan of it."""
+    model = Scores(softmax, EMPTY_ROW)
+    with nanwatch.watch(model), pytest.raises(nanwatch.NonFiniteError) as error:
+        model(torch.randn(2, 4, 4))
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.value) == ("last", "input[0]", "inf")
+
+
+def test_rows_are_along_dim() -> None:
+    """A column without a score fails a softmax over columns alone."""
+    mask = torch.zeros(4, 4, dtype=torch.bool).index_fill(1, torch.tensor(2), True)
+    notes(Scores(nn.Softmax(-1), mask), torch.randn(2, 4, 4))
+    with pytest.raises(nanwatch.NonFiniteError):
+        notes(Scores(nn.Softmax(1), mask), torch.randn(2, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("last", "value"),
+    [(nn.Softmax(-1), torch.inf), (nn.Softmax(-1), torch.nan), (nn.ReLU(), -torch.inf)],
+    ids=str,
+)
+def test_other_infinities_are_failures(last: nn.Module, value: float) -> None:
+    """inf, nan, and -inf handed to another module."""
+    with pytest.raises(nanwatch.NonFiniteError):
+        notes(Scores(last, CAUSAL, value), torch.randn(2, 4, 4))
+
+
+def test_a_log_softmax_that_overflows_is_a_failure() -> None:
+    """Its -inf comes of finite scores."""
+    model = nn.Sequential(nn.LogSoftmax(-1))
+    x = torch.tensor([[6e4, -6e4]], dtype=torch.float16)
+    assert model(x).isneginf().any()
+    with pytest.raises(nanwatch.NonFiniteError) as error:
+        notes(model, x)
+    assert error.value.report.finding is not None
+    assert error.value.report.finding.label == "output"
+
+
+def test_what_log_softmax_gives_is_handed_on() -> None:
+    """A view of it goes to a loss module, and the model returns it."""
+
+    class Trained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores, self.loss = Scores(nn.LogSoftmax(-1), CAUSAL), nn.NLLLoss()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.scores(x).flatten(0, 1)
+            return self.loss(y, torch.zeros(8, dtype=torch.long)), y
+
+    assert notes(Trained(), torch.randn(2, 4, 4)).count(Note("mask")) == 5
+
+
+def test_a_later_failure_has_its_cures() -> None:
+    """Masked scores in a trial are none of its faults."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores = Scores(nn.Softmax(-1), CAUSAL)
+            self.up, self.down = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            nn.init.constant_(self.up.weight, 3e4)
+            nn.init.constant_(self.down.weight, 1e-4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scores(self.down(self.up(x)))
+
+    model = Late().half()
+    with nanwatch.watch(model), pytest.raises(nanwatch.NonFiniteError) as error:
+        model(torch.ones(2, 4, 4).half())
+    finding = error.value.report.finding
+    assert finding is not None
+    assert any(cure.works for cure in finding.cures)
+
+
+class Calls(nn.Module):
+    """A module called with what the function makes of x, as attention or a loss is."""
+
+    def __init__(self, last: nn.Module, arguments: Callable[[Tensor], Mapping[str, Any]]) -> None:
+        super().__init__()
+        self.last, self.arguments = last, arguments
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.last(**self.arguments(x))
+        return output[0] if isinstance(output, tuple) else output
+
+
+class Attention(nn.Module):
+    """Attention of the user's own, whose bias has ALiBi's distances and a causal mask."""
+
+    def forward(self, x: Tensor, attn_bias: Tensor) -> Tensor:
+        return (x @ x.mT + attn_bias).softmax(-1) @ x
+
+
+ALIBI = -(torch.arange(4)[:, None] - torch.arange(4)).abs() * 0.5
+BIAS = ALIBI.masked_fill(CAUSAL, -torch.inf)
+CLASSES = torch.tensor([0, 0, 0, 1]).bool()
+MASKED = {
+    "multi-head attention": Calls(
+        nn.MultiheadAttention(4, 2, batch_first=True),
+        lambda x: {"query": x, "key": x, "value": x, "attn_mask": BIAS},
+    ),
+    "transformer layer": Calls(
+        nn.TransformerEncoderLayer(4, 2, batch_first=True), lambda x: {"src": x, "src_mask": BIAS}
+    ),
+    "own attention": Calls(Attention(), lambda x: {"x": x, "attn_bias": BIAS}),
+    "classes of a loss": Calls(
+        nn.CrossEntropyLoss(),
+        lambda x: {
+            "input": x.masked_fill(CLASSES[:, None], -torch.inf),
+            "target": torch.zeros(2, 4, dtype=torch.long),
+        },
+    ),
+    "padded maximum": nn.Sequential(nn.ConstantPad1d(1, -torch.inf), nn.MaxPool1d(3, 1)),
+    "maximum of what is padded": Calls(
+        nn.AdaptiveMaxPool1d(2), lambda x: {"input": nn.functional.pad(x, (1, 1), value=-torch.inf)}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_of_pytorchs_modules_are_no_failure(name: str) -> None:
+    """PyTorch's own output is finite."""
+    x = torch.randn(2, 4, 4)
+    assert MASKED[name](x).isfinite().all()
+    assert Note("mask") in notes(MASKED[name], x)
+
+
+UNMASKED = {
+    "a query is no mask": (
+        Calls(nn.MultiheadAttention(4, 2), lambda x: {"query": x + BIAS, "key": x, "value": x}),
+        "input[query]",
+    ),
+    "an empty row": (
+        Calls(Attention(), lambda x: {"x": x, "attn_bias": BIAS.masked_fill(EMPTY_ROW, -torch.inf)}),
+        "input[attn_bias]",
+    ),
+    "inf is no mask": (Calls(Attention(), lambda x: {"x": x, "attn_bias": -BIAS}), "input[attn_bias]"),
+    "a class that is the target": (
+        Calls(
+            nn.CrossEntropyLoss(),
+            lambda x: {
+                "input": x.mean(1).masked_fill(CLASSES, -torch.inf),
+                "target": torch.full((len(x),), 3),
+            },
+        ),
+        "output",
+    ),
+    "a maximum of nothing": (
+        Calls(nn.MaxPool1d(2), lambda x: {"input": torch.full_like(x, -torch.inf)}),
+        "output",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNMASKED)
+def test_what_is_no_mask_is_a_failure(name: str) -> None:
+    """The output shows it, or would."""
+    model, label = UNMASKED[name]
+    with nanwatch.watch(model, rerun=False), pytest.raises(nanwatch.NonFiniteError) as error:
+        model(torch.randn(2, 4, 4))
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.label) == ("last", label)
+
+
+class Missing(nn.Module):
+    """Readings that are missing are nan, and the model knows so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = nn.Identity()
+        self.linear = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.known(x)
+        return self.linear(torch.cat([x.nan_to_num(0), x.isnan().float()], -1))
+
+
+def test_missing_values_are_allowed_by_the_option_that_the_report_names() -> None:
+    """Also where a child is given the same tensor, but not where a module makes a nan of it."""
+    model, x = Missing(), torch.randn(2, 4).index_fill(1, torch.tensor(1), torch.nan)
+    with nanwatch.watch(model), pytest.raises(nanwatch.NonFiniteError) as error:
+        model(x)
+    assert "watch with allow_nan='known'" in str(error.value)
+    with nanwatch.watch(model, allow_nan=["", "known"]) as w:
+        model(x)
+    assert (w.report().finding, w.frames[0].records[0].note) == (None, Note("allowed"))
+    model.linear.weight.data.fill_(torch.nan)
+    with nanwatch.watch(model, allow_nan="known"), pytest.raises(nanwatch.NonFiniteError) as error:
+        model(x)
+    assert error.value.report.finding is not None
+    assert error.value.report.finding.module == "linear"
