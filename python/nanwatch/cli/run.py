@@ -271,8 +271,7 @@ class _Run:
         if os.getpid() != self._process:  # a forked child that has come to the script's end
             return 0
         reports = [self._end(name, one) for name, one in self._watches]
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
+        _flush_stdout()
         if not self._watches and self._status != BAD_USE:
             _tell(self._why_nothing())
         for (name, one), report in zip(self._watches, reports, strict=True):
@@ -290,7 +289,7 @@ class _Run:
         failed = [report for report in reports if report.finding is not None]
         first = failed[0].finding if failed else None
         if first is not None and not self._is_reported and text.summary(first) not in self._notes:
-            print(failed[0].to_text(), file=sys.stderr)
+            _print_error(failed[0].to_text())
         if json_file is not None:
             report = (failed or reports or [Report((), None, None, 0)])[0]
             try:
@@ -383,13 +382,23 @@ def _nonfinite_in(error: BaseException) -> NonFiniteError | None:
 
 
 def _tell(message: str) -> None:
-    print(visible(f"{_NAME}: {message}"), file=sys.stderr, flush=True)
+    _print_error(visible(f"{_NAME}: {message}"))
+
+
+def _print_error(text: str) -> None:
+    if sys.stderr is not None:  # print would take None for stdout
+        with contextlib.suppress(OSError, ValueError):
+            print(text, file=sys.stderr, flush=True)
+
+
+def _flush_stdout() -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, None, or an object without flush
+        sys.stdout.flush()
 
 
 def _show(error: Exception) -> None:
     """Print an exception of the script as the interpreter would, without nanwatch's frames."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
+    _flush_stdout()
     own = (__file__, *FILES)
     place: TracebackType | None = error.__traceback__
     while place is not None and place.tb_frame.f_code.co_filename in own:
@@ -409,7 +418,7 @@ def _show(error: Exception) -> None:
         found = _nonfinite_in(error)
         if found is not None and _user_hook() is not sys.__excepthook__:
             # The script's own hook may have shown it in another way, or not at all.
-            print(found.report.to_text(), file=sys.stderr, flush=True)
+            _print_error(found.report.to_text())
 
 
 def _user_hook() -> Any:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import builtins
-import contextlib
 import os
+import pkgutil
 import runpy
 import sys
-from collections.abc import Iterator
 from io import open_code
 from pathlib import Path
 from types import ModuleType
@@ -54,40 +53,27 @@ def misplaced_hint(parser: argparse.ArgumentParser, target: str, arguments: list
 
 
 def run_script(target: str, arguments: list[str], *, is_module: bool) -> None:
-    """Run a script, a module, a folder or zip file with a __main__.py, or a compiled file. Raises what it raises."""
-    with _as_main(target, arguments, is_module=is_module):
-        if is_module:
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
-        elif os.path.isfile(target) and target.endswith((".py", ".pyw")):
-            _run_file(target)
-        else:
-            runpy.run_path(target, run_name="__main__")
+    """Run a script, a module, a folder or zip file with a __main__.py, or a compiled file. Raise what it raises.
 
-
-def _run_file(target: str) -> None:
-    """Do the same as runpy.run_path, but with `__file__` absolute and sys.argv[0] as given, as with `python SCRIPT`."""
-    path = os.path.abspath(target)
-    module = ModuleType("__main__")
-    module.__dict__.update(__file__=path, __builtins__=builtins)
-    before, sys.modules["__main__"] = sys.modules["__main__"], module
-    try:
-        with open_code(path) as file:
-            code = compile(file.read(), path, "exec", dont_inherit=True)
-        exec(code, module.__dict__)
-    finally:
-        sys.modules["__main__"] = before
-
-
-@contextlib.contextmanager
-def _as_main(target: str, arguments: list[str], *, is_module: bool) -> Iterator[None]:
-    """Set sys.argv and sys.path as `python SCRIPT` and `python -m MODULE` do."""
-    argv, path = sys.argv, list(sys.path)
+    `__main__`, sys.argv and sys.path stay the script's until the process ends, as with `python SCRIPT`: its threads,
+    its atexit functions and late child processes need them.
+    """
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins
     sys.argv = [target, *arguments]
-    if not getattr(sys.flags, "safe_path", False):
-        # A folder or a zip file with a __main__.py is put there by runpy.
-        first = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
-        sys.path[:1] = [first]
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = argv, path
+    is_file = not is_module and pkgutil.get_importer(target) is None
+    if is_module or is_file:
+        if not getattr(sys.flags, "safe_path", False):
+            sys.path[:1] = [os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))]
+    else:
+        sys.path[:1] = [target]
+    if is_file:
+        main.__file__ = path = os.path.abspath(target)
+        with open_code(path) as file:
+            code = pkgutil.read_code(file)  # of a compiled file
+        if code is None:
+            code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+        exec(code, vars(main))
+    else:
+        # As the interpreter does: runpy.run_module would put another __main__ back.
+        runpy._run_module_as_main(target if is_module else "__main__", alter_argv=is_module)  # type: ignore[attr-defined]

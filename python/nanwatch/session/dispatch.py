@@ -17,7 +17,7 @@ from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError
 from ..report.spike import SpikeReport
 from ..trace.tracer import Tracer
-from ..util.visible import warn_user
+from ..util.visible import suppressing, warn_user
 from .failure_handler import FailureHandler
 from .optimizer_guard import is_inside_step
 from .optimizer_steps import BackwardWatch
@@ -145,4 +145,5 @@ class TraceNotes(Sink):
 
 
 def _print_lines(lines: Iterable[str]) -> None:
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    with suppressing("stdout is closed"):
+        sys.stdout.write("".join(f"{line}\n" for line in lines))

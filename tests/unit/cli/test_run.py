@@ -167,6 +167,52 @@ def test_the_exit_is_the_scripts_own(body, tmp_path):
     assert "cli/run.py" not in watched.stderr or "KeyboardInterrupt" in watched.stderr
 
 
+PICKLED_LATE = """
+import atexit, pickle, threading, time
+
+class Net(nn.Module):
+    def forward(self, x):
+        return self.l(x)
+
+def save(when):
+    print(when, type(pickle.loads(pickle.dumps(model))) is Net)
+
+model = Net()
+model.l = net
+model(x)
+atexit.register(save, "atexit")
+threading.Thread(target=lambda: (time.sleep(0.2), save("thread"))).start()
+"""
+
+
+@pytest.mark.parametrize("start", [("script.py",), ("-m", "script")])
+def test_main_stays_until_the_process_ends(start, tmp_path):
+    """A thread that still saves, and an atexit function, find the script's classes where pickle looks for them."""
+    script(tmp_path, PICKLED_LATE)
+    done = run(*start, cwd=tmp_path)
+    assert (done.stdout, done.returncode) == ("thread True\natexit True\n", 0), done.stderr
+
+
+@pytest.mark.parametrize("redirection", [">&-", "2>&-", ">&- 2>&-", "</dev/null"])
+def test_closed_streams(redirection, tmp_path):
+    """Status, closing line and document come as ever, and stdout stays the script's."""
+    path = script(tmp_path, "net(x)\nprint('the script')")
+    command = f"{sys.executable} -m nanwatch run --json document {path} {redirection}"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout == ("" if ">&-" in redirection.split() else "the script\n")
+    assert ("all that was read is finite" in done.stderr) == ("2>&-" not in redirection)
+    assert nanwatch.Report.from_json((tmp_path / "document").read_text()).finding is None
+
+
+def test_a_stdout_without_flush(tmp_path, capsys, monkeypatch):
+    """A script may replace stdout by any object that has a write."""
+    body = "net(x)\nimport types\nsys.stdout = types.SimpleNamespace(write=len)"
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    assert in_process(tmp_path, body) == 0
+    assert "all that was read is finite" in capsys.readouterr().err
+
+
 def test_an_exception_hook_of_the_script_is_called(tmp_path):
     """A script that shows its exceptions itself still does, and the report is not lost."""
     body = "sys.excepthook = lambda kind, error, place: print('mine', kind.__name__)\n"

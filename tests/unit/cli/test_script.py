@@ -49,11 +49,11 @@ def test_a_script_that_is_not_there_is_named() -> None:
 
 
 def test_a_script_finds_itself_as_main(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With its arguments and its folder; afterwards all is as before, also where it raises."""
+    """With its arguments and its folder, and also after it has raised, as its threads and atexit functions need it."""
     script = tmp_path / "train.py"
     script.write_text("import sys\nprint(__name__, sys.argv[1:], sys.path[0])\nraise KeyError('mine')\n")
-    before = sys.argv, sys.path[:], sys.modules["__main__"]
     with pytest.raises(KeyError, match="mine"):
         run_script(str(script), ["--lr", "1"], is_module=False)
     assert capsys.readouterr().out == f"__main__ ['--lr', '1'] {tmp_path}\n"
-    assert (sys.argv, sys.path, sys.modules["__main__"]) == before
+    assert (sys.argv[1:], sys.path[0]) == (["--lr", "1"], str(tmp_path))
+    assert sys.modules["__main__"].__file__ == str(script)
