@@ -81,6 +81,8 @@ SENTENCES = {
     " it.",
     "weight since a batch": "the weight was finite in batch {batch} and became so since the watch began: an optimizer"
     " step wrote it, or other code.",
+    "weight since the forward": "the weight became so since the latest forward, which used it: an optimizer step wrote"
+    " it, or other code.",
     "weight before the call": "the weight was so before this call: an optimizer step wrote it since the watch began, or"
     " a checkpoint did before, if no earlier batch used it.",
     "buffer": "the buffer was so when the call ended: running statistics that took in this input, or older.",
@@ -118,6 +120,7 @@ SENTENCES = {
     "initialisation": "look at how the weight is initialised, and at the checkpoint that was loaded; where a training"
     f" wrote it, {_GRADIENTS} in that training finds a bad gradient before a step takes it.",
     "step": f"{_STEP}.",
+    "cure of the step": "make the optimizer anew as the cure says, and start from weights of before the step.",
     "gradients and step": f"{_GRADIENTS} finds a bad gradient before a step takes it; {_STEP}.",
     "writer of the buffer": "look at what was last written to this buffer.",
     "data loader": "look at the data loader and the preprocessing of this batch; where they are clean, for in-place"
@@ -195,13 +198,19 @@ def _next_forward(
     if finding.origin == "weight":
         if finding.batch == 0:
             return _of("initialisation")
-        return _of("step" if any(one.phase == "backward" for one in frames) else "gradients and step")
+        return _next_weight(finding, after_backward=any(one.phase == "backward" for one in frames))
     if finding.origin == "received":
         return _of("apply the cure" if is_cured else "forward of the caller")
     if finding.origin == "buffer":
         return _of("writer of the buffer")
     option = "allow_nan" if "nan" in finding.value else "allow_inf"
     return _of("data loader", option=f"{option}={finding.module!r}")
+
+
+def _next_weight(finding: Finding, *, after_backward: bool) -> Statement:
+    if any(cure.works for cure in finding.cures):
+        return _of("cure of the step")
+    return _of("step" if after_backward else "gradients and step")
 
 
 # Kernels that square what they are given. For half precision they do so in float32.
@@ -270,6 +279,8 @@ def _is_finite_float(record: Record) -> bool:
 
 def _why_backward(finding: Finding, frame: Frame | None) -> Statement:
     if finding.phase == "step":
+        if finding.origin == "weight":
+            return _of("weight since the forward")
         return _of("gradient at the step" if finding.label.endswith(".grad") else "optimizer step")
     if finding.origin == "produced":
         records = () if frame is None else frame.records
@@ -283,6 +294,8 @@ def _why_backward(finding: Finding, frame: Frame | None) -> Statement:
 
 def _next_backward(finding: Finding, frame: Frame | None, record: Record | None) -> Statement:
     if finding.phase == "step":
+        if finding.origin == "weight":
+            return _next_weight(finding, after_backward=True)
         return _of("writer of the gradient" if finding.label.endswith(".grad") else "optimizer state")
     # The advice on a derivative does not fit an operation of the forward, or of a loss.
     is_behind = finding.origin == "received" and finding.source_module is None

@@ -89,6 +89,11 @@ class FailureHandler:
         incident = self._first or deferred
         return None if incident is None else incident.report
 
+    @property
+    def is_run_open(self) -> bool:
+        """Return whether no finite batch has ended since the latest failure, whose consequence the next ones are."""
+        return self._run_is_open
+
     def knows(self, number: int) -> bool:
         """Return whether the batch of this number is known to be non-finite."""
         return number in self._under_way or number in self._ended

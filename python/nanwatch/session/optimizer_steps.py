@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer
 
 from ..blackbox.process import process_box
 from ..diagnosis.incident import Incident
+from ..diagnosis.optimizer_step import take_apart
 from ..instrumentation.functions import find_called
 from ..instrumentation.global_hooks import Handles, after_steps, before_steps
 from ..instrumentation.step_closure import with_check_after_closure
@@ -28,10 +29,10 @@ from ..recording.events import Arrival, BackwardCall
 from ..recording.observe import Observe, nonfinite, observe, observe_with
 from ..recording.optimizer_state import state_tensors
 from ..records.record import Frame, Phase, Record
-from ..report.finding import OriginKind, find, finding_of
+from ..report.finding import Finding, OriginKind, find, finding_of
 from ..report.report import Report
 from ..util.job import rank
-from ..util.modules import each_parameter
+from ..util.modules import WeakIdentityDict, each_parameter
 from .optimizer_guard import OptimizerGuard, Weight
 from .reports import Reports
 
@@ -208,6 +209,10 @@ class OptimizerSteps:
         # One search for each optimizer, unless it gets a group: 0.5 ms for the parameters of 400 modules.
         self._own: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._has_read_state = options.optimizer is None
+        # The optimizers, and the latest batch before the latest step of each.
+        self._stepped: WeakIdentityDict[int] = WeakIdentityDict()
+        self._last_step: Incident | None = None
+        reports.explain_weight = self._explain_weight
         this = weakref.ref(self)
 
         def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -237,6 +242,8 @@ class OptimizerSteps:
             box.step_begins()
         self._failures.raise_postponed()
         changed = None
+        if not self._recorder.paused:
+            self._stepped[optimizer] = self._recorder.latest_batch
         self._take_pending(optimizer)
         if self._waits and self._is_own(optimizer):
             changed = with_check_after_closure(optimizer, args, kwargs, lambda: self._check(optimizer))
@@ -292,6 +299,48 @@ class OptimizerSteps:
             return given is not None
         return stepping.param_groups is given.param_groups and not getattr(type(given).step, "hooked", False)
 
+    def look(self) -> Incident | None:
+        """Return the failure of steps since the latest forward that have left a weight non-finite, if there is one."""
+        batch, model = self._recorder.latest_batch, self._model()
+        last = [optimizer for optimizer in self._stepped.objects() if self._stepped.get(optimizer) == batch]
+        if batch < 0 or model is None or not last or self._recorder.paused or self._failures.is_run_open:
+            return self._last_step
+        for optimizer in last:
+            self._stepped[optimizer] = -1
+        owners = {
+            key: owner
+            for key, owner in parameter_owners(model).items()
+            if self._options.weights and self._options.observes(owner[0].name)
+        }
+        for x in nonfinite(x for x in each_parameter(model) if id(x) in owners):
+            (name, _, module), label = owners[id(x)]
+            record = observe(x, label, "weight", self._options.allows_inf(name, module))
+            if not record.is_fault:
+                continue
+            frame = Frame(batch, name, type(module).__name__, (record,), "step")
+            sequence = self._recorder.frames_of_batch(batch)
+            finding = finding_of(frame, record, "weight", None, rank(), sequence)
+            report = self._reports.latest(self._explain_weight(finding), batch, [frame])
+            self._last_step = Incident(report)
+            break
+        return self._last_step
+
+    def act(self) -> None:
+        """Act on the failure of `look`, once."""
+        incident, self._last_step = self.look(), None
+        if incident is not None:
+            self._failures.step_follows(incident)
+
+    def _explain_weight(self, finding: Finding) -> Finding:
+        """Return the finding of a weight with the operation of the step that wrote it, if an optimizer did."""
+        model = self._model()
+        owner = None if model is None else find_module(model, finding.module)
+        x = None if owner is None else owner.module._parameters.get(finding.label)
+        for optimizer in self._stepped.objects():
+            if x is not None and any(x is one for group in optimizer.param_groups for one in group["params"]):
+                return take_apart(finding, optimizer, x)
+        return finding
+
     def _read_state(self, optimizer: Optimizer) -> None:
         batch = self._recorder.latest_batch
         if self._recorder.paused or batch < 0 or batch % self._options.every:
@@ -301,6 +350,7 @@ class OptimizerSteps:
         rows = state_rows(optimizer, names, observe_with(self._options.recorder_settings()))
         self._recorder.add_frame(batch, self._node, rows)
         if not any(row.is_fault for row in rows):
+            self.act()
             return
         report = self._reports.latest(None, batch)
         num_frames = self._recorder.frames_of_batch(batch)

@@ -64,6 +64,7 @@ class Reports:
         self.options = options
         self._suspicion = suspicion
         self.describe: Describe | None = None
+        self.explain_weight: Callable[[Finding], Finding] = lambda finding: finding
         self._mesh: tuple[str, ...] = ()  # kept, because a report may be asked for when the model has gone
 
     def look_at_mesh(self) -> None:
@@ -106,6 +107,8 @@ class Reports:
         kept = self.recorder.frames_of_batch(batch)
         num_frames = None if kept is None else kept + len(more)
         finding = find(current, batch_inputs=list(given), caller=caller, rank=rank(), num_frames=num_frames)
+        if finding is not None and finding.origin == "weight":
+            finding = self.explain_weight(finding)
         if self.describe is not None and finding is not None:
             finding = replace(finding, remarks=self.describe(finding, culprit(finding, current)[1]))
         return self.of(frames, finding, batch)

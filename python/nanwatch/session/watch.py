@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -194,12 +195,14 @@ class Watch:
             self._leave()
 
     def look(self) -> None:
-        """Wait for all rows that a device still holds, and act on them as at the end of a batch. Nothing on a CPU.
+        """Act on what nothing has looked at yet: rows that a device still holds, and weights since the latest step.
 
         With check="async" nothing else waits for the last batch, but an optimizer's step and `stop()`.
         """
         self._failures.raise_postponed()
         self._recorder.poll(True)
+        if self._steps is not None and sys.exc_info()[1] is None:  # the program's own error says more
+            self._steps.act()
 
     def _leave(self) -> None:
         box, self._box = self._box, None
@@ -310,8 +313,10 @@ class Watch:
         Of several non-finite batches in a row it is the report of the first, because the later ones are its
         consequence. With check="async" it covers the rows that have come so far. `look()` waits for the rest.
         """
-        frames = self.frames
-        return self._failures.failure or self._reports.of(frames, None, self.batch)
+        frames, last_step = self.frames, None
+        if (failure := self._failures.failure) is None and self._steps is not None:
+            last_step = self._steps.look()
+        return failure or (last_step.report if last_step else self._reports.of(frames, None, self.batch))
 
     @property
     def _ended_by_exception(self) -> bool:

@@ -1,0 +1,107 @@
+"""A step that makes a weight non-finite: which weight, which state, and a cure that a training with it confirms."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nanwatch import NonFiniteError, watch
+from nanwatch.report.finding import Finding
+
+_HALF: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], str]] = {
+    "Adam": (torch.optim.Adam, {}, "exp_avg_sq"),
+    "Adam amsgrad": (torch.optim.Adam, {"amsgrad": True}, "max_exp_avg_sq"),
+    "AdamW": (torch.optim.AdamW, {}, "exp_avg_sq"),
+    "Adagrad": (torch.optim.Adagrad, {}, "sum"),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9}, "square_avg"),
+}
+
+
+def train(kind: type[torch.optim.Optimizer], options: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+    """Make three steps of a model whose first weight has gradients that are zero, and small ones."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 8)).to(dtype)
+    optimizer = kind(model.parameters(), lr=1e-4, **options)
+    with watch(model, rerun=False):
+        for _ in range(3):
+            loss = model(torch.randint(0, 50, (4, 6))).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return model
+
+
+def finding_of(error: pytest.ExceptionInfo[NonFiniteError]) -> Finding:
+    assert error.value.report.finding is not None
+    return error.value.report.finding
+
+
+@pytest.mark.parametrize("how", ["plain", "foreach"])
+@pytest.mark.parametrize("name", _HALF)
+def test_an_eps_that_is_zero_in_the_format_is_named_and_cured(name: str, how: str) -> None:
+    """The state under the root is 0 in the report, and a training with the eps of the cure stays finite."""
+    kind, options, key = _HALF[name]
+    options = {**options, **({} if how == "plain" else {how: True})}
+    with pytest.raises(NonFiniteError) as error:
+        train(kind, options, torch.float16)
+    finding = finding_of(error)
+    assert (finding.module, finding.label, finding.origin) == ("0", "weight", "weight")
+    assert finding.operation is not None
+    assert "which is 0 in float16" in finding.operation
+    (root,) = [record for record in finding.operands if record.label == f"{key}[weight]"]
+    assert root.health is not None
+    assert root.health.num_zero > 0
+    (cure,) = finding.cures
+    assert cure.works
+    eps = re.fullmatch("give the optimizer eps=(.*)", cure.what)
+    assert eps is not None
+    model = train(kind, {**options, "eps": float(eps[1])}, torch.float16)
+    assert all(bool(x.isfinite().all()) for x in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "operation"),
+    [
+        (torch.optim.Adam, "exp_avg / (exp_avg_sq.sqrt() + eps) with lr=1e+39 and eps=1e-08"),
+        (torch.optim.AdamW, "exp_avg / (exp_avg_sq.sqrt() + eps) with lr=1e+39 and eps=1e-08"),
+        (torch.optim.Adagrad, "gradient / (sum.sqrt() + eps) with lr=1e+39 and eps=1e-10"),
+    ],
+)
+def test_a_fused_step_is_taken_apart_too(kind: type[torch.optim.Optimizer], operation: str) -> None:
+    """Its arithmetic is float32's, so eps is not 0, and it is lr that leaves the format: there is no cure."""
+    model = nn.Linear(2, 1)
+    optimizer = kind(model.parameters(), lr=1e39, fused=True)
+    w = watch(model)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(NonFiniteError) as error:
+        w.stop()
+    finding = finding_of(error)
+    assert (finding.operation, finding.cures) == (f"the step of {kind.__name__}, {operation}", ())
+
+
+@pytest.mark.parametrize("how", ["report", "stop", "with"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_last_step_of_a_run_is_looked_at(momentum: float, how: str) -> None:
+    """No forward follows it: asking for the report says so, and the end of the watch raises."""
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e38, momentum=momentum)
+    w = watch(model)
+    (model(torch.randn(4, 8)).square().sum() * 1e3).backward()
+    optimizer.step()
+    if how == "report":
+        finding = w.report().finding
+        w._leave()
+    else:
+        with pytest.raises(NonFiniteError) as error:
+            w.stop() if how == "stop" else w.__exit__(None, None, None)
+        finding = finding_of(error)
+        assert w.report().finding == finding
+    assert finding is not None
+    assert (finding.label, finding.phase, finding.batch) == ("weight", "step", 0)
+    key = "momentum_buffer" if momentum else "gradient"
+    assert finding.operation == f"the step of SGD, weight - lr * {key} with lr=1e+38"
