@@ -39,7 +39,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     # Needs a program that fails, or one that trains: what it finds in it is the test.
     "programs/test_programs.py": ("diagnosis/program_state", "diagnosis/reachable"),
     "unit/diagnosis/test_forward_rerun_repeat.py": ("diagnosis/in_process",),
-    "integration/test_spike_trainings.py": ("monitoring/spikes/steps",),
+    "unit/monitoring/spikes/test_watch.py": ("monitoring/spikes/steps",),
     "unit/monitoring/updates/test_audit.py": (
         "monitoring/updates/backwards",
         "monitoring/updates/blame",

@@ -1,6 +1,6 @@
 """Run the silent trainings under a tool, and print what it found.
 
-    python benchmarks/silent/run.py --tool nanwatch               # 54 cases in three forms, two minutes
+    python benchmarks/silent/run.py --tool nanwatch               # 36 cases in three forms, a minute
     python benchmarks/silent/run.py --tool loss -k bf16           # cases with this in their name
     python benchmarks/silent/run.py --tool nanwatch --json a.json
     python benchmarks/silent/run.py --oracle                      # do the cases hold? without a tool

@@ -1,25 +1,87 @@
-"""Real ranks whose replicas part: benchmarks/judge_replicas.py with a few of its trainings."""
+"""Real ranks of which one flips a bit: the others name it, and a healthy job says nothing."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+import random
+import warnings
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
 
-from support.netcheck_ranks import rank_environment
-from support.paths import BENCHMARKS
+import nanwatch
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo"),
 ]
+RANKS, EVERY, FLIP_AT = 4, 5, 4
 
 
-def test_flips_are_named_and_healthy_trainings_say_nothing() -> None:
-    """In DDP, HSDP, ZeRO-1 and tensor parallelism, as the judge's status says."""
-    command = [sys.executable, str(BENCHMARKS / "judge_replicas.py"), "--healthy", "4", "--flips", "8"]
-    done = subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert "told: " in done.stdout
+def parallel(form: str, model: nn.Sequential) -> nn.Module:
+    if form == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for child in model:
+        fully_shard(child, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train(rank: int, folder: str, form: str, odd_rank: int) -> None:
+    """Train three checks long. One rank flips a bit of a weight, without a sign that PyTorch would see."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    torch.manual_seed(0)
+    model = parallel(form, nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(rank)
+    with nanwatch.watch(model, replicas=EVERY, black_box=False) as watch:
+        for step in range(1, 3 * EVERY + 1):
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == odd_rank and step == FLIP_AT:
+                weight = next(model.parameters()).detach()
+                weight = weight.to_local() if hasattr(weight, "to_local") else weight
+                weight.data.view(torch.int32).reshape(-1).numpy()[3] ^= 1 << 20
+    seen = [
+        (difference.step, difference.ranks, difference.is_majority)
+        for difference in watch.replica_differences
+    ]
+    Path(folder, str(rank)).write_text(repr(seen))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def differences(folder: Path, form: str, odd_rank: int) -> list[tuple[int, tuple[int, ...], bool]]:
+    mp.spawn(train, args=(str(folder), form, odd_rank), nprocs=RANKS)
+    return [difference for rank in range(RANKS) for difference in eval((folder / str(rank)).read_text())]
+
+
+@pytest.mark.parametrize("form", ["ddp", "hsdp"])
+def test_healthy_ranks_say_nothing(tmp_path: Path, form: str) -> None:
+    assert differences(tmp_path, form, odd_rank=-1) == []
+
+
+def test_the_rank_that_is_odd_is_named_by_majority(tmp_path: Path) -> None:
+    """At the next check, by all ranks."""
+    odd_rank = random.Random(1).randrange(RANKS)
+    seen = differences(tmp_path, "ddp", odd_rank)
+    assert {(step, tuple(ranks), is_majority) for step, ranks, is_majority in seen} == {
+        (EVERY, (odd_rank,), True)
+    }
+
+
+def test_of_two_replicas_both_are_named(tmp_path: Path) -> None:
+    """Of HSDP's shards there are two copies: no majority says which is wrong."""
+    seen = differences(tmp_path, "hsdp", 3)
+    assert seen
+    assert all(3 in ranks and len(ranks) == 2 and not is_majority for _, ranks, is_majority in seen)

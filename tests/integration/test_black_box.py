@@ -1,21 +1,18 @@
-"""Black boxes of whole programs: how they ended, and the judge of benchmarks/ with a few trials."""
+"""Black boxes of whole programs, and how they ended."""
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from nanwatch import watch
 from nanwatch.blackbox.story import BlackBoxReport, read_black_box
 from support.black_boxes import needs_box
-from support.paths import BENCHMARKS
 from support.processes import environment, forked
 
 pytestmark = needs_box
@@ -112,13 +109,3 @@ def _train(folder: Path) -> None:
     model = nn.Linear(2, 2)
     watch(model, output_dir=folder)
     model(torch.ones(1, 2))
-
-
-@pytest.mark.slow
-def test_the_judge_finds_no_fault(tmp_path: Path) -> None:
-    """One trial of each fault, a job of ranks, and some damaged files."""
-    scores = tmp_path / "scores.json"
-    words = ["--times", "2", "--mutations", "500", "--json", str(scores)]
-    done = forked(str(BENCHMARKS / "judge_blackbox.py"), *words, env=environment(OMP_NUM_THREADS="1"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(json.loads(scores.read_text())) > 20

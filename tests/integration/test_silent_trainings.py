@@ -33,8 +33,6 @@ def test_each_script_has_one_line_to_blame_and_one_case() -> None:
     scripts = {path.stem for path in (BENCHMARKS / "silent" / "trainings").glob("*.py")}
     assert sorted(scripts) == sorted(case.name for case in CASES)
     assert all(case.line > 1 for case in CASES)
-    assert len(CASES) >= 40
-    assert sum("traincheck" in case.tags for case in CASES) >= 12
 
 
 CASE = Case("zero_grad_missing", "source", "wrong", "absorbed", ("layers.0",), 2, {}, also=("never-decayed",))

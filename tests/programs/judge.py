@@ -57,7 +57,7 @@ _LIMIT = 120  # seconds for a program that takes less than two
 SILENT = (
     "zero_grad_missing", "decayed_twice", "eval_left_on", "freeze_undone", "tie_lost_on_meta",
     "every_step_skipped", "bf16_small_rate", "adapter_not_in_optimizer", "encoder_without_gradient",
-    "optimizer_made_each_epoch",
+    "optimizer_made_each_epoch", "forward_around_ddp", "sequence_parallel_norms", "reduced_over_one_rank",
 )  # fmt: skip
 Verdict = dict[str, Any]
 

@@ -1,20 +1,14 @@
-"""The comparison of steps over ranks: its judgement here, and real ranks by benchmarks/judge_update_ranks.py."""
+"""The comparison of steps over ranks: its judgement here; real ranks are in tests/programs."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nanwatch.distributed.replica_store import Side
 from nanwatch.distributed.step_ranks import StepPrints, judge_steps
 from nanwatch.recording.step_weight import StepWeight
-from support.netcheck_ranks import rank_environment
-from support.paths import BENCHMARKS
 
 WEIGHT = torch.linspace(-1, 1, 24).reshape(4, 6)
 GRADIENT = torch.randn(24, generator=torch.Generator().manual_seed(3))
@@ -79,14 +73,3 @@ def test_ranks_that_count_their_steps_differently_are_not_compared() -> None:
 def test_a_check_after_more_forwards_on_a_rank_says_nothing() -> None:
     """As when it left out a step: neither its weights nor its gradients are those of the others."""
     assert judge_steps([side(0, GRADIENT), side(1, GRADIENT.flip(0), forwards=2)]) == {"names": []}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
-def test_faulty_ranks_are_named_and_healthy_ones_say_nothing() -> None:
-    """In DDP, by hand, sharded, with experts and after local steps; with the bits of a training without a watch."""
-    words = ["_rank", "around", "by_hand", "local_sgd_in", "of_one_seed", "fully_sharded", "tensor_parallel"]
-    command = [sys.executable, str(BENCHMARKS / "judge_update_ranks.py"), *words]
-    done = subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert "16 of 16" in done.stdout

@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from _chance_sources import SOURCES, Source
-from judge_twice import training, wrong
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import nanwatch
 from nanwatch.equivalence.trials import explain, note_call
+from support.chance_sources import SOURCES, Source, training, wrong
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)

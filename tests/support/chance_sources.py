@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import nanwatch
+
 
 class Source(NamedTuple):
     """Source of chance: what makes the middle module, words of its cause, and of the change that cures it."""
@@ -315,3 +317,38 @@ SOURCES = {
     ),
     "foreign_write": Source(Overwritten, "aten.add.Tensor", "", "random bytes"),
 }
+
+
+def training(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
+    """Return a training step."""
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def wrong(source: Source) -> Iterator[str]:
+    """Yield each fact that a comparison of two runs states otherwise: module, operation, line, cause and cure."""
+    model = nn.Sequential(nn.Linear(4, 4), source.part(), nn.Linear(4, 1))
+    step = training(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with source.around():
+        result = nanwatch.twice(step, batches=[torch.randn(3, 4) for _ in range(2)])
+    difference = result.difference
+    if difference is None:
+        yield "no difference"
+        return
+    place = difference.operation_module, difference.operation
+    if place != (source.module, source.operation):
+        yield f"{place[1]} of {place[0]!r}, not {source.operation} of {source.module!r}"
+    if not difference.code.endswith("# part"):
+        yield f"line: {difference.code}"
+    if source.words not in difference.cause:
+        yield f"cause: {difference.cause}; {source.words!r} is not in it"
+    cures = [trial.change for trial in result.tried if trial.outcome == "equal"]
+    if len(cures) != bool(source.cure) or source.cure not in "".join(cures):
+        yield f"cures: {cures}, not {source.cure!r}"
