@@ -21,6 +21,7 @@ from torch import nn
 import nanwatch
 from nanwatch.numerics import _extension
 from nanwatch.report.report import NonFiniteError
+from nanwatch.session.reports import Reports
 from nanwatch.session.rerun_policy import RerunPolicy
 from support.paths import ROOT
 
@@ -30,8 +31,8 @@ pytestmark = pytest.mark.skipif(_extension.C is None, reason="no compiled part")
 PACKAGE = f"{Path(nanwatch.__file__).parent}{os.sep}"
 # Rooms of small values and helpers: they know of no failure.
 BELOW = ("records", "numerics", "util")
-# A re-run has a life of its own, in a process of its own.
-APART = RerunPolicy.examine.__code__
+# A re-run has a life of its own, in a process of its own. The search in the calls around reads tensors, call by call.
+APART = (RerunPolicy.examine.__code__, Reports._first_nonfinite.__code__)
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 MOST_FILES, MOST_RETURNS = 15, 8
 
@@ -68,7 +69,7 @@ def walk(**options: Any) -> list[str]:
             return
         if code.co_flags & inspect.CO_GENERATOR:
             begun.add(frame)
-        if code is APART:
+        if code in APART:
             apart.append(frame)
         stays.append(path)
         if code is NonFiniteError.__init__.__code__:

@@ -241,7 +241,7 @@ def test_parametrized_modules_compute_the_same_and_are_seen(when: str) -> None:
             model[0].parametrizations.weight.original0[0, 0] = INF
         finding = fault_of(model, x).finding
     assert finding is not None
-    assert (finding.module, finding.label) == ("0.parametrizations.weight.0", "input[0]")
+    assert (finding.module, finding.label) == ("0.parametrizations.weight", "original0")
     parametrizations.weight_norm(plain[0])
     assert torch.equal(output, plain(x))
     parametrize.remove_parametrizations(model[0], "weight")

@@ -104,7 +104,7 @@ class ListedScales(nn.Module):
         return self.linear(x) * self.scales[0]
 
 
-@failure("a parameter in a ParameterList that is nan", module="scales", label="0", origin="weight")
+@failure("a parameter in a ParameterList that is nan", module="", label="scales.0", origin="weight")
 def parameter_in_a_list() -> Setup:
     return Setup(ListedScales(), (torch.randn(2, 4),))
 

@@ -272,9 +272,9 @@ _CALL = nn.Module._call_impl.__code__
 
 
 class LeftCall(NamedTuple):
-    """A call that an exception left. `output` is () where the forward had not returned.
+    """A call that an exception left, or that is under way. `output` is () where the forward had not returned.
 
-    A call that raises has no frame, as the recorder sees a call when it returns. Its module, its arguments and, where a
+    Such a call has no frame, as the recorder sees a call when it returns. Its module, its arguments and, where a
     hook raised after the forward, its output are still in the frames of the traceback.
     """
 
@@ -284,12 +284,18 @@ class LeftCall(NamedTuple):
     output: Any
 
 
-def call_under_way() -> LeftCall | None:
-    """Return the innermost module call of this thread, read from its stack."""
+def open_calls() -> list[LeftCall]:
+    """Return the module calls under way in this thread, the innermost first, read from its stack.
+
+    The innermost may have returned to the wrapper that records it.
+    """
+    calls = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _WRAPPED_CALL:
+    while frame is not None:
+        if frame.f_code is _WRAPPED_CALL:
+            calls.append(_left_call(frame))
         frame = frame.f_back
-    return None if frame is None else _left_call(frame)
+    return calls
 
 
 def failed_call(model: Callable[[], nn.Module | None], name: str) -> BatchSnapshot | None:
@@ -300,10 +306,10 @@ def failed_call(model: Callable[[], nn.Module | None], name: str) -> BatchSnapsh
     if num_processes() == 1 or (root := model()) is None:
         return None
     try:
-        failed, call = find_called(root, name), call_under_way()
-        if failed is None or call is None or call.module is not failed.module:
+        failed, calls = find_called(root, name), open_calls()
+        if failed is None or not calls or calls[0].module is not failed.module:
             return None
-        return BatchSnapshot.capture(*call[:3])
+        return BatchSnapshot.capture(*calls[0][:3])
     except Exception:
         suppressed("a failed call could not be kept, so it is not run alone")
         return None

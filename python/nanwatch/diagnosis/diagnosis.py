@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..instrumentation.execution_context import Autocast, RngState
 from ..numerics import _reference
 from ..numerics.readable import local_shard, only_our_dispatch, unreadable
-from ..records.record import Record
-from ..report.finding import Finding, Value
+from ..records.record import Frame, Record
+from ..report.finding import Finding, Value, finding_of
 from ..report.histogram import StoredHistogram
 from ..util.place import Place
 
@@ -30,7 +30,8 @@ BadRows: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 class ModuleCall:
     """A module call as it was handed in: `module(*args, **kwargs)`, in the model by the name of `name`.
 
-    `rng` and `autocast` are as the call found them, or None and empty where nobody looked.
+    `rng`, `autocast` and the `versions` of its tensors, with their labels, are as the call found them, or None and
+    empty where nobody looked.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ModuleCall:
     kwargs: Mapping[str, Any]
     rng: RngState | None = None
     autocast: tuple[Autocast, ...] = ()
+    versions: tuple[tuple[str, Tensor, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ class Diagnosis:
     are sentences, `spreads` of the operands, as far as they were there, and of the
     non-finite tensor. `rows` are the bad rows of the non-finite tensor and of what the operation made. `start` is where
     a failed backward began. `made_in` is the module whose own code made the operation, where that is another than the
-    finding's and not inside it. `is_unseen`: no output of a module and no gradient of one shows the value.
+    finding's and not inside it. `holder` is a frame with the weight or buffer that the operation was given non-finite.
+    `is_unseen`: no output of a module and no gradient of one shows the value.
     """
 
     operation: str | None = None
@@ -94,6 +97,7 @@ class Diagnosis:
     rows: tuple[BadRows, ...] = ()
     start: BackwardStart | None = None
     made_in: str | None = None
+    holder: Frame | None = None
     is_unseen: bool = False
 
     @property
@@ -104,8 +108,17 @@ class Diagnosis:
 
 def enrich(finding: Finding, diagnosis: Diagnosis) -> Finding:
     """Return the finding with the facts of the diagnosis, and those of its own that the diagnosis has not."""
-    if diagnosis.made_in is not None:
-        finding = replace(finding, origin="received", source_module=diagnosis.made_in)
+    holder = diagnosis.holder
+    if holder is not None and (record := holder.fault) is not None:
+        held = finding_of(
+            holder, record, "weight" if record.role == "weight" else "buffer", None, finding.rank
+        )
+        finding = replace(held, sequence=finding.sequence, remarks=finding.remarks)
+    made_in = diagnosis.made_in
+    if made_in == finding.module:  # which wrote it into what it was given
+        finding = replace(finding, origin="produced", source_module=None)
+    elif made_in is not None:
+        finding = replace(finding, origin="received", source_module=made_in)
     return replace(
         finding,
         operation=diagnosis.operation or finding.operation,

@@ -5,9 +5,9 @@ The re-run builds no graph and leaves nothing behind: `BatchSnapshot.again` puts
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from ..instrumentation.execution_context import Autocast, RngState
 from ..instrumentation.functions import find_called
 from ..instrumentation.slot import wrap_calls
-from ..instrumentation.wrapped_names import name_of, unwrapped
-from ..recording.observe import histogram_of, observe
+from ..instrumentation.wrapped_names import is_recorded, named_modules
+from ..numerics.readable import is_plain
+from ..recording.observe import histogram_of, observe, state_of
 from ..recording.walk import Leaf, call_leaves, leaves
-from ..records.record import Record
+from ..records.record import Frame, Record
 from ..report.finding import Finding, value_of
 from ..report.histogram import StoredHistogram
+from ..util.modules import is_in
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, left_calls, no_second_run
 from .diagnosis import Diagnosis, ModuleCall, bad_rows, describe
@@ -42,7 +44,7 @@ def rerun_forward(snapshot: BatchSnapshot, finding: Finding, *, model: nn.Module
             found = _of_state(finding, model)
             return found if finding.origin == "weight" else _with_spread(found, snapshot)
         if finding.origin == "data":
-            return _of_data(snapshot, finding, model)
+            return _of_data(snapshot, finding)
         if reason := no_second_run(snapshot.module):
             return Diagnosis(remarks=(f"no re-run was made: {reason}",))
         return _of_rerun(snapshot, finding, model)
@@ -52,14 +54,14 @@ def rerun_forward(snapshot: BatchSnapshot, finding: Finding, *, model: nn.Module
 
 def _of_state(finding: Finding, model: nn.Module) -> Diagnosis:
     module = _module(model, finding.module)
-    own = {} if module is None else {**module._parameters, **module._buffers}
-    x = own.get(finding.label)
+    state = () if module is None else state_of(module)
+    x = next((x for _, label, x in state if label == finding.label), None)
     if x is None:
         return Diagnosis()
     return Diagnosis(extent=describe(x), index=_first_nonfinite(x), spreads=_histograms(x, finding.label))
 
 
-def _of_data(snapshot: BatchSnapshot, finding: Finding, model: nn.Module) -> Diagnosis:
+def _of_data(snapshot: BatchSnapshot, finding: Finding) -> Diagnosis:
     nonfinite = [
         (label, x)
         for label, x in call_leaves(snapshot.args, snapshot.kwargs)
@@ -71,19 +73,10 @@ def _of_data(snapshot: BatchSnapshot, finding: Finding, model: nn.Module) -> Dia
         remarks.append(f"{label} of the batch is not finite" + (f": {words}" if words else ""))
         if any(x is given and x._version != version for _, given, version in snapshot.versions):
             remarks.append(f"{label} of the batch was written to, in place, since it began")
-    # The label of an inner call belongs to that module, so its value is found by where it is non-finite.
-    is_outermost = _module(model, finding.module) is unwrapped(snapshot.module)
-    same = (
-        dict(nonfinite).get(finding.label)
-        if is_outermost
-        else next((x for _, x in nonfinite if _is_that(x, finding)), None)
-    )
     found = _with_spread(Diagnosis(remarks=tuple(remarks)), snapshot)
+    same = dict(nonfinite).get(finding.label)
     if same is None:
-        # The model has given it another shape.
-        return replace(
-            found, extent=next((f"of {label} of the batch: {describe(x)}" for label, x in nonfinite), "")
-        )
+        return found
     return replace(
         found,
         extent=describe(same),
@@ -118,19 +111,6 @@ def _histograms(x: Tensor, label: str) -> tuple[StoredHistogram, ...]:
     return () if found is None else (found,)
 
 
-def _is_that(x: Tensor, finding: Finding) -> bool:
-    """Return whether `x` may be the finding's tensor: as large, as many non-finite places, the first the same."""
-    health = observe(x, "", "output")[7]
-    if health is None or finding.index is None:
-        return False
-    num_nonfinite = health.num_nan + health.num_posinf + health.num_neginf
-    return (health.numel, num_nonfinite, health.first_nonfinite) == (
-        finding.numel,
-        finding.num_nonfinite,
-        finding.index,
-    )
-
-
 def _first_nonfinite(x: Tensor) -> tuple[int, ...] | None:
     health = observe(x, "", "output")[7]
     return None if health is None else health.first_nonfinite
@@ -140,17 +120,9 @@ def _of_rerun(snapshot: BatchSnapshot, finding: Finding, model: nn.Module) -> Di
     suspect = _module(model, finding.module)
     if suspect is None:
         return Diagnosis(remarks=(f"the model has no module {finding.module!r} any more",))
-    examined: nn.Module | None
-    name = finding.module if finding.origin == "produced" else finding.source_module
-    if name is None:
-        examined, name = snapshot.module, name_of(model, snapshot.module)
-    else:
-        examined = _module(model, name)
-    if examined is None:
-        return Diagnosis(remarks=(f"the model has no module {name!r} any more",))
     # A forward may ask for the graph, as for a tensor's hook. It is made only where the run without it raises.
     for builds_graph in (False, True) if snapshot.grad else (False,):
-        probe = _CallProbe(finding, suspect, examined, name, ProvenanceMode(_run.__code__))
+        probe = _CallProbe(finding, suspect, model)
         failure = _run(probe, snapshot, builds_graph)
         if probe.found is not None or not failure:
             break
@@ -178,96 +150,79 @@ def _run(probe: _CallProbe, snapshot: BatchSnapshot, builds_graph: bool) -> str:
     return ""
 
 
+def _written(call: ModuleCall) -> list[str]:
+    """Name the arguments that the call wrote to."""
+    return [
+        f"the call wrote to its {label}, in place: what it was given is no longer there"
+        for label, x, version in call.versions
+        if x._version != version
+    ]
+
+
 def _module(model: nn.Module, name: str) -> nn.Module | None:
     found = find_called(model, name)
     return None if found is None else found.module
 
 
-class _Guilty:
-    """A call, and what shows whether it wrote to what it was given."""
-
-    def __init__(self, call: ModuleCall) -> None:
-        self.call = call
-        given = [(label, x) for label, x in call_leaves(call.args, call.kwargs) if isinstance(x, Tensor)]
-        self.versions = [(label, x, x._version) for label, x in given if not x.is_inference()]
-
-    def remarks(self) -> list[str]:
-        """Name the arguments that the call wrote to."""
-        return [
-            f"the call wrote to its {label}, in place: what it was given is no longer there"
-            for label, x, version in self.versions
-            if x._version != version
-        ]
-
-
-@dataclass
 class _CallProbe:
-    """Probe on the calls of the suspect, whose record was non-finite, and of the module that is examined for the cause.
+    """Probe that follows the operations of the batch up to the call of the suspect, whose record was non-finite.
 
-    When the suspect produced the value they are one; else the examined module is the one that called the suspect.
+    The suspect is the module of the finding. Who made the value is known from the operation that began it.
     """
 
-    finding: Finding
-    suspect: nn.Module
-    examined: nn.Module
-    name: str
-    provenance: ProvenanceMode
-
-    def __post_init__(self) -> None:
+    def __init__(self, finding: Finding, suspect: nn.Module, model: nn.Module) -> None:
+        self.finding = finding
+        self.suspect = suspect
         self.found: Diagnosis | None = None
         self.was_called = False
         self.trouble: list[str] = []
-        self._is_producer = self.finding.origin == "produced"
-        # The calls of the examined module: all of the thread that makes the re-run.
-        self._under_way: list[_Guilty] = []
+        self._names = {one.module: one.name for one in named_modules(model) if is_recorded(one.module)}
+        self._is_producer = finding.origin == "produced"
+        # The calls under way, of the thread that makes the re-run.
+        self._open: list[ModuleCall] = []
+        self._provenance = ProvenanceMode(_run.__code__, self._open)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Examine the calls of both modules in the block."""
+        """Examine the calls of the block."""
         try:
-            with wrap_calls([self.suspect, self.examined], self._run):
+            with wrap_calls([*self._names, self.suspect], self._run), self._provenance:
                 yield
         finally:
-            self.provenance.active = False
+            self._provenance.active = False
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call, and look at what the finding speaks of."""
         if self.found is not None:
             return module._call_impl(*args, **kwargs)
-        own = None
-        if module is self.examined:
-            own = _Guilty(ModuleCall(self.name, module, args, kwargs, RngState.capture(), Autocast.capture()))
+        name = self._names.get(module, self.finding.module)
+        given = [(label, x) for label, x in call_leaves(args, kwargs) if isinstance(x, Tensor)]
+        versions = tuple((label, x, x._version) for label, x in given if not x.is_inference())
+        call = ModuleCall(name, module, args, kwargs, RngState.capture(), Autocast.capture(), versions)
+        is_suspect = module is self.suspect
         # A receiver that nobody called was called by the batch.
-        guilty = own if self._is_producer or not self._under_way else self._under_way[-1]
-        is_receiver = not self._is_producer and module is self.suspect
-        self.was_called = self.was_called or module is self.suspect
-        if is_receiver:
+        guilty = call if self._is_producer or not self._open else self._open[-1]
+        self.was_called = self.was_called or is_suspect
+        if is_suspect and not self._is_producer:
             self._look(call_leaves(args, kwargs), guilty)
+        self._open.append(call)
         try:
-            result = module._call_impl(*args, **kwargs) if own is None else self._call_traced(own)
+            result = module._call_impl(*args, **kwargs)
         except Exception as error:  # of a hook that looks for such values itself
-            left = [call for call in left_calls(error) if call.module is module]
-            if self._is_producer and left:
+            left = [one for one in left_calls(error) if one.module is module]
+            if is_suspect and self._is_producer and left:
                 self._look(leaves(left[-1].output, "output"), guilty)
             raise
-        if self._is_producer:
-            self._look(leaves(result, "output"), guilty)
-        elif is_receiver:
+        finally:
+            self._open.pop()
+        if is_suspect:
             # A record is made after the call, which may have written non-finite values into its own input.
-            self._look(call_leaves(args, kwargs), guilty)
+            self._look(leaves(result, "output") if self._is_producer else call_leaves(args, kwargs), guilty)
         return result
 
-    def _call_traced(self, own: _Guilty) -> Any:
-        self._under_way.append(own)
-        try:
-            with nullcontext() if len(self._under_way) > 1 else self.provenance:
-                return own.call.module._call_impl(*own.call.args, **own.call.kwargs)
-        finally:
-            self._under_way.pop()
-
-    def _look(self, given: list[Leaf], guilty: _Guilty | None) -> None:
+    def _look(self, given: list[Leaf], guilty: ModuleCall) -> None:
         """Look for the value of the finding, and where it is there, settle what made it."""
-        if self.found is not None or guilty is None:
+        if self.found is not None:
             return
         try:
             for label, x in given:
@@ -280,10 +235,15 @@ class _CallProbe:
         except Exception as error:
             self.trouble.append(f"{self.finding.label} could not be looked at: {spell(error)}")
 
-    def _settled(self, x: Tensor, record: Record, guilty: _Guilty) -> Diagnosis:
-        step = self.provenance.origin(x, nan="nan" in value_of(record))
-        self.provenance.active = False
+    def _settled(self, x: Tensor, record: Record, guilty: ModuleCall) -> Diagnosis:
+        step = self._provenance.origin(x, nan="nan" in value_of(record))
+        self._provenance.active = False
         remarks = []
+        made_in = None
+        maker = None if step is None else step.call
+        is_inside = maker is not None and self._is_producer and is_in(maker.name, self.finding.module)
+        if maker is not None and maker is not guilty and not is_inside:
+            guilty, made_in = maker, maker.name
         if step is None:
             remarks.append("no operation that goes through PyTorch's dispatcher was seen to make the value")
         elif step.meant and x.numel() > 1:  # a single number is a loss, and no mask
@@ -291,9 +251,9 @@ class _CallProbe:
                 f"{step.operation} put {step.values} there, on purpose as it seems; if so, watch with"
                 f" allow_inf={self.finding.module!r}"
             )
-        if self.provenance.trouble is not None:
-            remarks.append(self.provenance.trouble)
-        return Diagnosis(
+        if self._provenance.trouble is not None:
+            remarks.append(self._provenance.trouble)
+        found = Diagnosis(
             operation=None if step is None else step.operation,
             place=None if step is None else step.place,
             operands=() if step is None else step.operands,
@@ -301,8 +261,31 @@ class _CallProbe:
             transient=False,
             extent=describe(x),
             index=None if record.health is None else record.health.first_nonfinite,
-            remarks=(*remarks, *(() if step is None else step.remarks), *guilty.remarks()),
-            call=guilty.call,
+            remarks=(*remarks, *(() if step is None else step.remarks), *_written(guilty)),
+            call=guilty,
+            made_in=made_in,
             spreads=(*(() if step is None else step.spreads), *_histograms(x, record.label)),
             rows=(bad_rows(x), *(() if step is None else (step.rows,))),
         )
+        return found if step is None else self._of_holder(found, step.strangers)
+
+    def _of_holder(self, found: Diagnosis, strangers: Sequence[Tensor]) -> Diagnosis:
+        """Return the diagnosis: of the weight or buffer that the operation was given non-finite, if it is one."""
+        memory = {x.untyped_storage()._cdata for x in strangers if is_plain(x)}
+        for module, name in self._names.items() if memory else ():
+            for role, label, x in state_of(module):
+                if not is_plain(x) or x.untyped_storage()._cdata not in memory:
+                    continue
+                record = observe(x, label, role)
+                if record.is_fault:
+                    frame = Frame(self.finding.batch, name, type(module).__name__, (record,))
+                    return replace(
+                        found,
+                        holder=frame,
+                        made_in=None,
+                        transient=None,
+                        extent=describe(x),
+                        rows=(),
+                        call=None,
+                    )
+        return found

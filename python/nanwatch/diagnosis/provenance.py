@@ -27,7 +27,7 @@ from ..records.record import Record
 from ..report.histogram import StoredHistogram
 from ..util.program_code import SKIPPED_FILES
 from ..util.visible import spell
-from .diagnosis import BadRows, Expression, bad_rows
+from .diagnosis import BadRows, Expression, ModuleCall, bad_rows
 from .operation import Operands, Operation, StorageWriteLog, operation_of
 
 _MASK = Note("mask")
@@ -39,7 +39,8 @@ class Step:
     """One operation that left a value that is not finite.
 
     `origin` is the step that began its non-finite values, None when it began them itself; only then are `place`,
-    `operands`, `remarks`, `spreads` and `rows` (of the first tensor) filled. `meant`: they are infinities that are
+    `operands`, `remarks`, `spreads`, `rows` (of the first tensor), `call` (around the operation) and `strangers` (the
+    operands that were non-finite before) filled. `meant`: they are infinities that are
     there on purpose; only of them are the signs known. `unwritten` stands for memory that was allocated and that
     nothing was seen to write.
     """
@@ -58,6 +59,8 @@ class Step:
     remarks: tuple[str, ...] = ()
     spreads: tuple[StoredHistogram, ...] = ()
     rows: BadRows = ()
+    call: ModuleCall | None = None
+    strangers: tuple[Tensor, ...] = ()
 
     @property
     def values(self) -> str:
@@ -69,19 +72,23 @@ class Step:
 class ProvenanceMode(TorchDispatchMode):
     """Mode that reads each operation of this thread. `origin` then tells where a non-finite tensor comes from.
 
-    `outermost` is the code of the function above which there are no frames of the program. With `keeps_steps` all steps
-    are in `steps`, with `turned` where an infinity became nan. No result is changed and
-    nothing is raised but what the operations raise; what could not be followed is told in `trouble`.
+    `outermost` is the code of the function above which there are no frames of the program. `open_calls` are the module
+    calls under way, the innermost last. With `keeps_steps` all steps are in `steps`, with `turned` where an infinity
+    became nan. No result is changed and nothing is raised but what the operations raise; what could not be followed is
+    told in `trouble`.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, outermost: CodeType, *, keeps_steps: bool = False) -> None:
+    def __init__(
+        self, outermost: CodeType, open_calls: Sequence[ModuleCall] = (), *, keeps_steps: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step] | None = [] if keeps_steps else None
         self.active = True
         self.trouble: str | None = None
         self._outermost = outermost
+        self._open_calls = open_calls
         self._writes: StorageWriteLog[Step] = StorageWriteLog()
         self._number = 0
 
@@ -177,6 +184,8 @@ class ProvenanceMode(TorchDispatchMode):
         written = nonfinite if operation.written else ()
         numbers = tuple((operation.arguments.index(name), value) for name, value in given.numbers)
         step.place = self._place(given.counts(written=written), numbers)
+        step.call = self._open_calls[-1] if self._open_calls else None
+        step.strangers = tuple(given.tensors[i] for i in strangers)
         step.operands = given.records(written=written)
         step.spreads = given.spreads(written=written)
         step.rows = () if step.meant else bad_rows(nonfinite[0])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..instrumentation.wrapped_names import module_names
 from ..precision.casting import replaced
 from ..recording.walk import call_leaves
-from ..report.finding import Cure, Finding, working_first
+from ..report.finding import Cure, Finding, with_earlier, working_first
 from ..util.visible import spell
 from . import child_process, outside
 from .backward_cures import BACKWARD_RUNS, try_backward_cures
@@ -115,6 +115,9 @@ class _Steps(NamedTuple):
         if diagnosis is None:
             return None
         incident.finding = enrich(finding, diagnosis)
+        if diagnosis.holder is not None:
+            frames = with_earlier(incident.report.frames, diagnosis.holder)
+            incident.report = replace(incident.report, frames=tuple(frames))
         _tell(incident)
         is_due = diagnosis.operation is not None
         if finding.phase != "backward":

@@ -12,16 +12,13 @@ from statistics import median
 from torch import Tensor, nn
 
 from ..instrumentation.wrapped_names import is_recorded, named_modules
-from ..recording.observe import observe, past_torch_function
+from ..recording.observe import may_be_called, observe, past_torch_function
 from ..records.record import Frame
 from ..records.siblings import Key, apart_from_siblings, grown_most
 from ..report.suspect import Suspect
 from ..util.modules import each_parameter
 from ..util.visible import suppressed
 from .peaks import PeakHistory
-
-# nn.MultiheadAttention holds it for its weights, and never calls it.
-_HOLDS_WEIGHTS = "NonDynamicallyQuantizableLinear"
 
 
 class Suspicion:
@@ -108,7 +105,10 @@ class Suspicion:
         left = [
             (one, own)
             for one, own in named
-            if one.name not in called and observes(one.name) and _may_be_called(one.module)
+            if one.name not in called
+            and observes(one.name)
+            and is_recorded(one.module)
+            and may_be_called(one.module)
         ]
         if not left:  # most models: no tensor is asked for anything
             return
@@ -133,11 +133,6 @@ class Suspicion:
     def _num_writes(self, x: Tensor) -> int:
         version = _version(x)
         return version - self._versions.get(id(x), version)
-
-
-def _may_be_called(module: nn.Module) -> bool:
-    kind = type(module)
-    return is_recorded(module) and kind.__name__ != _HOLDS_WEIGHTS and kind.forward is not nn.Module.forward
 
 
 def _weights(module: nn.Module) -> list[Tensor]:

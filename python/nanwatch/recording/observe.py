@@ -93,6 +93,28 @@ def own_tensors(named: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
     return list(found.values())
 
 
+# nn.MultiheadAttention holds it for its weights, and never calls it.
+_HOLDS_WEIGHTS = "NonDynamicallyQuantizableLinear"
+
+
+def may_be_called(module: nn.Module) -> bool:
+    """Return whether the module is called for its forward, and does not only hold tensors."""
+    kind = type(module)
+    # A scripted class has no forward of its own.
+    return kind.__name__ != _HOLDS_WEIGHTS and getattr(kind, "forward", None) is not nn.Module.forward
+
+
+def state_of(module: nn.Module, path: str = "") -> list[tuple[Role, str, Tensor]]:
+    """Return the module's tensors, with those of modules inside it that cannot be called, such as nn.ParameterList."""
+    values: list[tuple[Role, str, Tensor]] = []
+    values += [("weight", path + name, x) for name, x in own_tensors(module._parameters)]
+    values += [("buffer", path + name, x) for name, x in own_tensors(module._buffers) if holds_fractions(x)]
+    for key, child in module._modules.items():
+        if child is not None and not may_be_called(child):
+            values += state_of(child, f"{path}{key}.")
+    return values
+
+
 class Observe(Protocol):
     """`observe` with the extras that somebody asked for, some of them in certain batches."""
 

@@ -138,8 +138,15 @@ class Frame(NamedTuple):
 
     @property
     def fault(self) -> Record | None:
-        """Return the first record with an unintended nan or inf, or None."""
-        return next((record for record in self.records if record.is_fault), None)
+        """Return the first record with an unintended nan or inf, or None.
+
+        An input comes before a buffer: running statistics take in what the call is given.
+        """
+        faults = [record for record in self.records if record.is_fault]
+        first = faults[0] if faults else None
+        if first is None or first.role != "buffer":
+            return first
+        return next((record for record in faults if record.role == "input"), first)
 
 
 def event_frame(batch: int, module: str, label: str, kind: str, note: Note) -> Frame:

@@ -135,6 +135,23 @@ class Finding:
         return None if self.place is None else str(self.place)
 
 
+def with_earlier(frames: Iterable[Frame], earlier: Frame) -> list[Frame]:
+    """Insert the frame of a call under way, or of a module that is never called, before its batch's first fault.
+
+    Where that is a frame of the same call, put the records that it lacks before its own.
+    """
+    frames = list(frames)
+    faults = (i for i, frame in enumerate(frames) if frame.batch == earlier.batch and frame.fault is not None)
+    place = next(faults, len(frames))
+    if place == len(frames) or frames[place].name != earlier.name:
+        frames.insert(place, earlier)
+        return frames
+    known = {record.label for record in frames[place].records}
+    more = [record for record in earlier.records if record.label not in known]
+    frames[place] = frames[place]._replace(records=(*more, *frames[place].records))
+    return frames
+
+
 def find(
     frames: Sequence[Frame],
     *,

@@ -76,6 +76,9 @@ SENTENCES = {
     # Reasons.
     "made by the module": "this module made it: its weights, buffers and inputs that were read are all"
     " finite{largest_input}.",
+    "written into its input": "this module wrote it into what it was given, in place.",
+    "made by the caller": "it was handed in by {giver}: the code of its forward, between the calls of its submodules,"
+    " made it.",
     "made by the function": "this function made it: its inputs that were read are all finite{largest_input}.",
     "weight before the first batch": "the weight was so before the first batch: an initialisation or a checkpoint wrote"
     " it.",
@@ -149,6 +152,8 @@ SENTENCES = {
 
 def _why_forward(finding: Finding, frame: Frame | None, frames: Sequence[Frame]) -> Statement:
     if finding.origin == "produced":
+        if finding.label.startswith("input"):
+            return _of("written into its input")
         records = () if frame is None else frame.records
         given = [r.abs_max for r in records if r.role == "input" and r.abs_max and r.isfinite]
         maker = "function" if finding.class_name == "Function" else "module"
@@ -162,6 +167,8 @@ def _why_forward(finding: Finding, frame: Frame | None, frames: Sequence[Frame])
         return _of(finding.origin)
     if finding.source_module is None:
         return _of("from outside")
+    if finding.operation is not None:
+        return _of("made by the caller", giver=finding.source_module)
     return _of("from the caller", giver=finding.source_module, module=finding.module)
 
 
@@ -283,6 +290,8 @@ def _why_backward(finding: Finding, frame: Frame | None) -> Statement:
             return _of("weight since the forward")
         return _of("gradient at the step" if finding.label.endswith(".grad") else "optimizer step")
     if finding.origin == "produced":
+        if finding.label.startswith("input"):
+            return _of("written into its input")
         records = () if frame is None else frame.records
         given = [r.abs_max for r in records if r.isfinite and r.abs_max and r.label.startswith("output")]
         maker = "function" if finding.class_name == "Function" else "module"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..blackbox.errors import note_error
-from ..diagnosis.batch_snapshot import failed_call
+from ..diagnosis.batch_snapshot import failed_call, open_calls
 from ..diagnosis.incident import Incident
 from ..distributed.coordinator import RankCoordinator
 from ..monitoring.monitor import Monitor
@@ -153,7 +153,7 @@ class FailureHandler:
             # A recomputation has the number of the latest batch, which may be another thread's.
             number = ~number
         is_new = not self.knows(number)
-        make = partial(self._reports.of_failure, frame, caller, given_records(args, kwargs))
+        make = partial(self._reports.of_failure, frame, caller, given_records(args, kwargs), calls=open_calls)
         try:
             incident = self._take(number, frame.name, make, is_under_way=not recomputed)
             if incident is None or incident.is_reported:
@@ -173,7 +173,8 @@ class FailureHandler:
 
     def pending_nonfinite_call(self, frame: Frame, caller: str | None, given: Frame, is_left: bool) -> None:
         """Take a call whose rows came from the device after it. The handler acts on it at the batch's end."""
-        make = partial(self._reports.of_failure, frame, caller, given.records)
+        around = partial(self._reports.calls_around, frame.name)
+        make = partial(self._reports.of_failure, frame, caller, given.records, calls=around)
         self._take(frame.batch, frame.name, make, is_late=is_left)
 
     def _take(

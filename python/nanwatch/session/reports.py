@@ -9,18 +9,20 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from ..diagnosis.batch_snapshot import left_calls
+from ..diagnosis.batch_snapshot import LeftCall, left_calls
+from ..instrumentation.functions import Function
 from ..instrumentation.wrapped_names import is_recorded, named_modules
 from ..monitoring.suspicion import Suspicion
 from ..recording.events import Recorder
-from ..recording.observe import call_values, observe, observe_with
+from ..recording.observe import call_values, observe, observe_with, state_of
 from ..recording.shards import parameter_mesh
 from ..recording.walk import call_leaves
 from ..records.record import Frame, Record
-from ..report.finding import Finding, find
+from ..report.finding import Finding, find, with_earlier
 from ..report.report import Report, report_of
 from ..report.text import culprit
 from ..util.job import rank
+from ..util.visible import suppressed
 from .options import Options
 
 # A host's remarks on a finding, whose record is None where no frame has it.
@@ -91,52 +93,92 @@ class Reports:
         return self.of(self._frames(more), finding, batch)
 
     def of_failure(
-        self, nonfinite: Frame, caller: str | None, given: Iterable[Record], more: Sequence[Frame] = ()
+        self,
+        nonfinite: Frame,
+        caller: str | None,
+        given: Iterable[Record],
+        *,
+        calls: Callable[[], Sequence[LeftCall]] = list,
+        more: Sequence[Frame] = (),
     ) -> Report:
         """Return the report of the first non-finite call of a batch whose outermost call got `given`.
 
-        `caller` is the module that made that call. `nonfinite` is the call's frame: frames of other threads may have
-        pushed it out of the recorder since. `more` are frames that the recorder has not kept.
+        `caller` is the module that made that call, and `calls()` are those under way, the innermost first. `nonfinite`
+        is the call's frame: frames of other threads may have pushed it out of the recorder since. `more` are frames
+        that the recorder has not kept.
         """
         batch = nonfinite.batch
-        frames = self._frames(more)
-        current = [frame for frame in frames if frame.batch == batch]
-        if all(frame.fault is None for frame in current):
-            current = [nonfinite]
-            frames = (*frames, nonfinite)
+        frames = [*self.recorder.frames(), *more]
+        if all(frame.fault is None for frame in frames if frame.batch == batch):
+            frames.append(nonfinite)
         kept = self.recorder.frames_of_batch(batch)
         num_frames = None if kept is None else kept + len(more)
+        outer = self._first_nonfinite(batch, calls)
+        if outer is not None:
+            earlier, caller = outer
+            num_frames = None if num_frames is None else num_frames + (earlier.name != nonfinite.name)
+            frames = with_earlier(frames, earlier)
+        current = [frame for frame in frames if frame.batch == batch]
         finding = find(current, batch_inputs=list(given), caller=caller, rank=rank(), num_frames=num_frames)
         if finding is not None and finding.origin == "weight":
             finding = self.explain_weight(finding)
         if self.describe is not None and finding is not None:
             finding = replace(finding, remarks=self.describe(finding, culprit(finding, current)[1]))
-        return self.of(frames, finding, batch)
+        return self.of(tuple(frames), finding, batch)
 
     def of_left_calls(self, error: Exception, batch: int) -> Report | None:
-        """Return the report of the first non-finite one of the calls that the exception left, the innermost first.
+        """Return the report of the first non-finite one of the calls that the exception left.
 
         They are the calls of observed modules. None where all that they hold is finite.
         """
         # Without calls the exception ended something else, such as a call in compiled code.
-        if (model := self.model()) is None or not (calls := left_calls(error)):
+        calls = left_calls(error)
+        if (outer := self._first_nonfinite(batch, lambda: calls)) is None:
             return None
-        names = {
-            id(one.module): one.name
-            for one in named_modules(model)
-            if is_recorded(one.module) and self.options.observes(one.name)
-        }
-        own = [(names[id(call.module)], call) for call in calls if id(call.module) in names]
-        callers = [*(name for name, _ in own[1:]), None]
-        settings = self.options.recorder_settings()
-        frames, observe_own = [], observe_with(settings)
-        for (name, call), caller in zip(own, callers, strict=False):
-            allowed = self.options.excuses(name, call.module)
-            values = call_values(settings, *call)
-            rows = [observe_own(x, label, role, allowed) for role, label, x in values]
-            frames.append(Frame(batch, name, type(call.module).__name__, tuple(rows)))
-            if any(row.is_fault for row in rows):
-                return self.of_failure(frames[-1], caller, given_records(*calls[-1][1:3]), frames)
+        return self.of_failure(*outer, given_records(*calls[-1][1:3]), more=outer[:1])
+
+    def calls_around(self, name: str) -> list[LeftCall]:
+        """Return calls without arguments of the module of this name and of those around it, the innermost first."""
+        model = self.model()
+        names = {"", *(name[:end] for end in range(len(name) + 1) if name[end:].startswith("."))}
+        named = [] if model is None else named_modules(model)
+        return [LeftCall(one.module, (), {}, ()) for one in named if one.name in names][::-1]
+
+    def _first_nonfinite(
+        self, batch: int, find_calls: Callable[[], Sequence[LeftCall]]
+    ) -> tuple[Frame, str | None] | None:
+        """Return the frame of the outermost of these calls that holds a non-finite value, and the name of its caller.
+
+        Weights of modules that cannot be called belong to the module that holds them. The calls come innermost first.
+        """
+        try:
+            calls, model = find_calls(), self.model()
+            return None if model is None else self._read_inward(batch, calls[::-1], model)
+        except Exception:
+            suppressed("the calls around a non-finite one could not be read")
+            return None
+
+    def _read_inward(
+        self, batch: int, calls: Sequence[LeftCall], model: nn.Module
+    ) -> tuple[Frame, str | None] | None:
+        names = {id(one.module): one.name for one in named_modules(model) if is_recorded(one.module)}
+        settings, caller = self.options.recorder_settings(), None
+        roles = ["weight"] * settings.weights + ["buffer"] * settings.buffers
+        settings = replace(settings, weights=False, buffers=False)
+        observe_value = observe_with(settings)
+        for call in calls:
+            name = call.module.name if isinstance(call.module, Function) else names.get(id(call.module))
+            if name is None:
+                continue
+            if self.options.observes(name):
+                allowed = self.options.excuses(name, call.module)
+                state = [one for one in state_of(call.module) if one[0] in roles]
+                values = [*state, *call_values(settings, *call)]
+                records = [observe_value(x, label, role, allowed) for role, label, x in values]
+                frame = Frame(batch, name, type(call.module).__name__, tuple(records))
+                if frame.fault is not None:
+                    return frame, caller
+            caller = name
         return None
 
     def is_never_called(self, module: str) -> bool:

@@ -29,14 +29,11 @@ class Tagger(nn.Module):
         return self.head(h + self.norm(h))
 
 
-# The record of an input is made when the call has returned, so what a module writes into its own input is an input
-# that was not finite: `received`, as docs/watching.md has it.
+# The record of an input is made when the call has returned. The re-run shows that the call wrote to its input.
 @failure(
     "a module that divides its own input in place, with a row of zeros",
     module="norm",
     label="input[0]",
-    origin="received",
-    source_module="",
     operations="div_",
 )
 def own_input() -> Setup:
@@ -63,7 +60,7 @@ class Spectrogram(nn.Module):
 # For the same reason the data of the batch look as if they had come so.
 @failure(
     "a model that scales its batch in place, with a silent clip",
-    module="head",
+    module="",
     label="input[0]",
     origin="data",
     operations="div_",

@@ -98,7 +98,7 @@ def _table(bad: float) -> dict[str, Tensor]:
 
 
 @failure(
-    "an inf in the data, as a ratio made it", module="numbers", label="input[0]", origin="data", value="inf"
+    "an inf in the data, as a ratio made it", module="", label="input[0][numbers]", origin="data", value="inf"
 )
 def inf_in_data() -> Setup:
     return Setup(Tabular(), (_table(float("inf")),))
@@ -118,7 +118,7 @@ class Forecast(nn.Module):
         return self.head(states[:, -horizon:])
 
 
-@failure("a nan in the data: a reading that is missing", module="rnn", label="input[0]", origin="data")
+@failure("a nan in the data: a reading that is missing", module="", label="input[series]", origin="data")
 def nan_in_data() -> Setup:
     series = 20 + 5 * torch.randn(2, 12, 3)
     series[1, 7, 0] = float("nan")
@@ -146,8 +146,8 @@ class Attend(nn.Module):
 
 @failure(
     "an additive mask in the data with a row that masks everything",
-    module="attend",
-    label="input[mask]",
+    module="",
+    label="input[1]",
     origin="data",
     value="inf",
 )

@@ -141,7 +141,7 @@ class Times(nn.Module):
         (Asserting(INF), 1.0, ("", "weight", "weight", None)),
         (Asserting(1.0), INF, ("", "input[0]", "data", None)),
         (nn.Sequential(Times(INF)), 1.0, ("0.part", "input[0]", "received", "0")),
-        (nn.Sequential(Times(1.0)), INF, ("0.part", "input[0]", "data", None)),
+        (nn.Sequential(Times(1.0)), INF, ("", "input[0]", "data", None)),
     ],
 )
 def test_an_assertion_is_told_what_it_was_given(model: nn.Module, x: float, found: tuple[Any, ...]) -> None:
