@@ -125,7 +125,7 @@ def masked_labels(module_type: type[nn.Module]) -> frozenset[str]:
 def _inspected(module_type: type[nn.Module]) -> frozenset[str]:
     try:
         parameters = [*inspect.signature(module_type.forward).parameters.values()][1:]
-    except (TypeError, ValueError):  # a forward that Python cannot inspect
+    except Exception:  # no Python function, as that of a ScriptModule
         return frozenset()
     named = [(i, one.name) for i, one in enumerate(parameters) if one.kind is not one.VAR_POSITIONAL]
     if issubclass(module_type, _SOFTMAXES + _MAXIMA):

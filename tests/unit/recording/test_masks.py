@@ -245,3 +245,9 @@ def test_missing_values_are_allowed_by_the_option_that_the_report_names() -> Non
         model(x)
     assert error.value.report.finding is not None
     assert error.value.report.finding.module == "linear"
+
+
+def test_a_scripted_child_is_watched_as_any_other() -> None:
+    """Its class has no forward that Python can inspect."""
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    assert None in notes(model, torch.ones(1, 2))
