@@ -209,6 +209,35 @@ def test_parameters_ties_and_transposes_of_torch_save(tmp_path):
     assert ("tied", "w") in {(one.kind, one.tensors[0]) for one in result.findings if one.tensors}
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_each_value_of_fraction_in_a_file_of_torch_save_is_read_or_named(layout, tmp_path):
+    """Also those in NumPy arrays, and those in nested tensors, of which a jagged one holds several tensors."""
+    part = torch.tensor([1.0, torch.nan])
+    array = np.arange(6.0).reshape(2, 3)
+    array[1, 0] = np.nan
+    held = {
+        "array": array,
+        "fortran": np.asfortranarray(array.astype(np.float32)),
+        "number": np.float16(np.nan),
+        "counts": np.arange(3),
+        "names": np.array(["a"]),
+        "big": array.astype(">f8"),
+        "nested": torch.nested.nested_tensor([part, part], layout=layout),
+    }
+    torch.save(held, tmp_path / "x.pt")
+    result = nanwatch.scan(tmp_path / "x.pt")
+    found = {one.name: one for one in result.tensors}
+    for name in ("array", "fortran", "number"):
+        assert found[name].health.num_nan == 1
+    assert found["array"].health.first_nonfinite == found["fortran"].health.first_nonfinite == (1, 0)
+    assert not {"counts", "names"} & found.keys()
+    assert "big-endian" in found["big"].unread
+    if layout == torch.jagged:
+        assert found["nested.0.values"].health.num_nan == 2
+    else:
+        assert "nested" in found["nested"].unread
+
+
 def test_an_index_names_missing_files_and_tensors(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
     names = {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors", "d": "../x.safetensors"}

@@ -14,12 +14,16 @@ from typing import Any, NamedTuple
 from ...numerics.formats import NUMBER_FORMATS
 from ..encodings import bytes_of
 from ..inert_pickle import Global, Made, load
-from ..stored import Contents, DamagedError, Span, StoredTensor, are_sizes, whole
+from ..stored import Contents, DamagedError, OpenFiles, Span, StoredTensor, are_sizes, whole
 from ..zips import MAGIC, Member, members, opened, walked
 
 _LEGACY = 0x1950A86A20F9469CFC6C
 _STORAGES = {form.scalar_type: form.name for form in NUMBER_FORMATS}
 _KNOWN = ("torch.", "collections.OrderedDict", "_codecs.encode", "numpy.", "builtins.set", "builtins.dict")
+_ARRAYS = {
+    f"numpy.{core}.multiarray.{call}" for core in ("core", "_core") for call in ("_reconstruct", "scalar")
+}
+_FRACTIONS = {"f2": "float16", "f4": "float32", "f8": "float64", "c8": "complex64", "c16": "complex128"}
 _SHOWN = 4  # global names that a remark lists
 _NEAR = 1000  # objects inside a tensor subclass among which its tensor is looked for
 
@@ -159,7 +163,7 @@ def _walk(root: Any) -> Iterator[tuple[str, Made]]:
 
 
 def _is_tensor(made: Made) -> bool:
-    return made.of.startswith("torch.") and "_rebuild" in made.of
+    return (made.of.startswith("torch.") and "_rebuild" in made.of) or made.of in _ARRAYS
 
 
 def _storages(root: Any) -> Iterator[_Storage]:
@@ -191,18 +195,55 @@ def _tensors(root: Any, path: Path, places: dict[str, int], end: int) -> Iterato
             yield tensor
 
 
+class _Held(NamedTuple):
+    """Bytes that stand in the pickle itself."""
+
+    data: bytes
+
+    def read(self, files: OpenFiles, begin: int, into: memoryview) -> None:
+        into[:] = self.data[begin : begin + len(into)]
+
+
+def _array(made: Made, found: StoredTensor) -> StoredTensor | None:
+    """Return a NumPy array or number of a floating-point dtype; None for any other."""
+    state = (
+        made.state
+        if isinstance(made.state, tuple)
+        else ((), (), *made.arguments[:1], False, *made.arguments[1:])
+    )
+    if len(state) != 5 or not isinstance(state[2], Made) or not are_sizes(state[1]):
+        return None
+    _, shape, dtype, is_fortran, data = state
+    name = _FRACTIONS.get(str(dtype.arguments[0])) if dtype.arguments else None
+    if name is None:
+        return None
+    found = found._replace(dtype=name, shape=shape)
+    if isinstance(data, Made):  # text, in the protocol that torch.save uses
+        data = str(data.arguments[0]).encode("latin-1", "replace") if data.arguments else b""
+    if not isinstance(data, bytes) or len(data) != found.nbytes:
+        return found._replace(unread="its description is damaged")
+    if isinstance(dtype.state, tuple) and dtype.state[1:2] == (">",):
+        return found._replace(unread="a big-endian NumPy array")
+    order = tuple(reversed(range(len(shape)))) if is_fortran and len(shape) > 1 else None
+    return found._replace(source=_Held(data), order=order)
+
+
 def _tensor(made: Made, found: StoredTensor, places: dict[str, int], end: int) -> StoredTensor | None:
     """Return the tensor that a call of torch's would make; None for what only holds one."""
     call, arguments = made.of.rpartition(".")[2], made.arguments
+    if made.of in _ARRAYS:
+        return _array(made, found)
     if call in ("_rebuild_parameter", "_rebuild_parameter_with_state") and arguments:
         inner = arguments[0]
         return _tensor(inner, found, places, end) if isinstance(inner, Made) else None
     if call == "_rebuild_from_type_v2":
-        near = islice(_walk(made), _NEAR)
-        inner = next((one for _, one in near if one.of.endswith(("_tensor_v2", "_tensor_v3"))), None)
-        if inner is None and len(arguments) > 2 and isinstance(arguments[2], tuple):
-            inner = Made(arguments[0], arguments[2]) if isinstance(arguments[0], Global) else None
-        return None if inner is None or inner is made else _tensor(inner, found, places, end)
+        parts = {id(one): one for _, one in islice(_walk(made), 1, _NEAR) if _is_tensor(one)}
+        if len(parts) > 1:  # as of a jagged tensor: each is named by itself
+            return None
+        if parts:
+            return _tensor(parts.popitem()[1], found, places, end)
+        is_plain = len(arguments) > 2 and isinstance(arguments[0], Global) and isinstance(arguments[2], tuple)
+        return _tensor(Made(arguments[0], arguments[2]), found, places, end) if is_plain else None
     if call not in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
         return found._replace(unread=f"made by {call[:60]}")
     dtype = str(arguments[6]).removeprefix("torch.") if call.endswith("v3") and len(arguments) > 6 else ""
