@@ -172,7 +172,8 @@ class BatchSnapshot:
                 self.rng.restore()
                 if in_process.current is not None and not in_child():
                     modes.enter_context(in_process.current.running())
-                yield lambda: module(*self.args, **self.kwargs)
+                # The class's own `__call__` is no part of the snapshot, and may wait for a lock that it holds already.
+                yield lambda: nn.Module.__call__(module, *self.args, **self.kwargs)
 
     def doubts(self) -> list[str]:
         """Return sentences on why a second call may differ from the first; none when nothing speaks against it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,21 @@ def raises_if(fail: bool) -> Any:
 
 
 # The second call is as the first
+
+
+def test_a_lock_of_the_class_is_not_waited_for() -> None:
+    """Servers hold one in `__call__`, which the failed call has not left."""
+
+    class Locked(Does):
+        lock = threading.Lock()
+
+        def __call__(self, *args: Any) -> Any:
+            with self.lock:
+                return super().__call__(*args)
+
+    model = Locked(lambda self, x: x + 1)
+    with model.lock:
+        assert rerun(BatchSnapshot.capture(model, (torch.ones(1),), {})) == 2
 
 
 def test_the_same_random_numbers() -> None:
