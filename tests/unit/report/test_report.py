@@ -8,6 +8,7 @@ import io
 import json
 import pickle
 import sys
+from dataclasses import replace
 from math import inf, isnan, nan
 from typing import Any
 
@@ -274,6 +275,9 @@ def test_json_round_trips_exactly(report: Report) -> None:
     again = Report.from_json(report.to_json())
     assert repr(again) == repr(report)  # repr, as nan is not equal to itself
     assert again.to_json() == report.to_json()
+    assert again == report
+    assert hash(again) == hash(report)
+    assert report != replace(report, rank=report.rank + 1)
 
 
 def test_json_is_strict() -> None:
