@@ -19,11 +19,11 @@ from ..numerics import _extension
 from ..recording.masks import Excuses
 from ..recording.recorder import PythonRecorder
 from ..util.modules import WeakIdentityDict
-from ..util.visible import with_utf8
+from ..util.visible import warn_user, with_utf8
 from .compile import dynamo, operators
 from .functions import watch_begins, watch_ends
 from .global_hooks import Handles, after_steps, children
-from .slot import CallWrapper, attach, detach, skip_shape_inference, wrappers
+from .slot import ATTRIBUTE, CallWrapper, attach, detach, skip_shape_inference, wrappers
 from .wrapped_names import child_name, is_recorded, named_modules
 
 
@@ -160,6 +160,11 @@ class Attachment:
         """Watch a module under this name, unless it is watched already."""
         if self._names.get(module) is not None:
             return
+        owner = next(one for one in type(module).__mro__ if ATTRIBUTE in vars(one))
+        if owner is not nn.Module:
+            warn_user(
+                f"calls of {owner.__name__} are not recorded: the class has its own attribute {ATTRIBUTE}"
+            )
         records = is_recorded(module) and self._observed(name)
         node = self._recorder.add_node(with_utf8(name), module, records, self._allow_inf(name, module))
         call = _watched_call(self._recorder, module, None, node)

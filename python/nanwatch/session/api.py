@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..instrumentation.calls import check_model
 from ..instrumentation.wrapped_names import named_modules, original_module, parameter_names
@@ -200,7 +202,17 @@ def watch(
     given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}
     check_model(model)
     values = values_in_force(without_defaults(given))
-    return start_watch(model, values, measure_time=_measure_time, verify_hits=_verify_hits)
+    started = start_watch(model, values, measure_time=_measure_time, verify_hits=_verify_hits)
+    earlier = _started.setdefault(model, weakref.WeakSet())
+    for same in [one for one in earlier if one._options == started._options]:
+        earlier.remove(same)
+        same.stop()  # as in a notebook's cell that runs again
+    earlier.add(started)
+    return started
+
+
+# Those that `watch` has started, by model.
+_started: MutableMapping[nn.Module, weakref.WeakSet[Watch]] = WeakIdKeyDictionary()
 
 
 def start_watch(

@@ -59,9 +59,9 @@ def check_place(option: str, value: Any) -> Path | None:
     is_folder = option != "trace"
     kind = "folder" if is_folder else "file such as 'run.parquet', or of a folder,"
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
-    if not text or not isinstance(text, str):
+    if not text or not isinstance(text, str) or "\0" in text:
         raise TypeError(f"{option} should be the path of a {kind} or None, got {value!r}")
-    path = Path(value)
+    path = Path(os.path.expanduser(text))
     if is_folder and os.path.exists(path) and not os.path.isdir(path):
         raise ValueError(f"{option} should be a folder, and {str(path)!r} is none")
     if not is_folder and not path.name:
@@ -69,7 +69,8 @@ def check_place(option: str, value: Any) -> Path | None:
     path = path.absolute()  # the run may change its folder
     folder = path if is_folder else path.parent
     try:
-        folder = next(one for one in (folder, *folder.parents) if one.exists())
+        # A link to nothing is there too, and no folder can be made in its place.
+        folder = next(one for one in (folder, *folder.parents) if one.is_symlink() or one.exists())
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:

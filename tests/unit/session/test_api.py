@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import pickle
 import threading
 import weakref
@@ -751,3 +752,39 @@ def test_functorch_transforms_are_left_alone() -> None:
         torch.func.grad(lambda x: model(x).sum())(x)
     notes = {record.note for frame in w.frames for record in frame.records}
     assert all(str(note).startswith("not checked: ") for note in notes)
+
+
+# Once more
+
+
+def test_a_watch_of_the_same_model_with_the_same_options_takes_the_place_of_the_first() -> None:
+    """As in a notebook's cell that runs again; other options are another watch, which sees its own batches."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    first, other, second = watch(model), watch(model, every=2), watch(model)
+    model(torch.ones(1, 2))
+    assert [one.batch for one in (first, other, second)] == [None, 0, 0]
+    third = watch(model)
+    model(torch.ones(1, 2))
+    assert [one.batch for one in (second, third)] == [0, 0]
+
+
+@pytest.mark.parametrize("stream", [None, io.StringIO()], ids=["none", "closed"])
+def test_a_traced_batch_goes_on_without_stdout(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon has none, and a script may close it."""
+    model = nn.Linear(2, 2)
+    with watch(model, trace_batches=(0,)) as w:
+        if stream is not None:
+            stream.close()
+        monkeypatch.setattr("sys.stdout", stream)
+        model(torch.ones(2))
+    assert w.frames
+
+
+def test_a_class_that_hides_the_calls_of_its_modules_is_named() -> None:
+    """Its own attribute stands before that of nn.Module."""
+
+    class Shadow(nn.Module):
+        _compiled_call_impl = None
+
+    with pytest.warns(RuntimeWarning, match="calls of Shadow are not recorded"):
+        watch(nn.Sequential(Shadow()))

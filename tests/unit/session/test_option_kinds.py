@@ -11,7 +11,7 @@ from torch import nn
 
 from nanwatch.monitoring.sinks import Sink
 from nanwatch.session.api import DeferredWatch, watch
-from nanwatch.session.option_kinds import check_sinks
+from nanwatch.session.option_kinds import check_place, check_sinks
 
 
 @pytest.mark.parametrize("option", ["output_dir", "trace", "sinks"])
@@ -27,6 +27,20 @@ def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path, option:
         with pytest.raises(ValueError, match=rf"{option} is '{path}', and nothing can be written in"):
             start()
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("place", ["a\0b", "dangling"])
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, place: str) -> None:
+    """A name with a NUL, and a link to nothing."""
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises((TypeError, ValueError), match="output_dir"):
+        watch(nn.ReLU(), output_dir=str(tmp_path / place))
+
+
+def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of options has no shell that expands it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert check_place("output_dir", "~/out") == tmp_path / "out"
 
 
 def test_a_place_that_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
