@@ -23,7 +23,7 @@ from nanwatch.instrumentation.slot import attach, detach, wrappers
 
 Way = Callable[[], AbstractContextManager[Any]]
 
-# By the name that `--ways` takes; those that look at backwards are for training alone. "async" is for a GPU.
+# By the name that `--ways` takes; those that look at backwards are for training alone.
 NAMES = (
     *("nanwatch", "transformers", "hooks", "forecast-off", "no-box", "trace", "fingerprints", "gradients"),
     *("statistics", "detect-anomaly", "debug-mode"),
@@ -49,11 +49,7 @@ class Ways:
         self.by_name: dict[str, Way] = {"plain": contextlib.nullcontext}
         if "nanwatch" in names:
             self.by_name["nanwatch"] = self._watching()
-            # Where the host waits for a device at the end of a batch, that is no time of its own.
-            check = "async" if "async" in names else "auto"
-            self._time("nanwatch", check=check)
-        if "async" in names:
-            self.by_name["async"] = self._watching(check="async")
+            self._time("nanwatch")
         if "forecast-off" in names:
             self.by_name["forecast-off"] = self._watching(forecast=False)
         if "no-box" in names:

@@ -86,12 +86,8 @@ void bind_recorder(py::module_& m) {
       .def("frames", &CallRecorder::frames)
       .def("frames_since", &CallRecorder::frames_since)
       .def("frames_of_batch", &CallRecorder::frames_of_batch)
-      .def("pending_frames", &CallRecorder::pending_frames)
       .def("unconfirmed_calls", &CallRecorder::unconfirmed_calls)
-      .def("poll", &CallRecorder::poll, py::arg("wait"))
-      .def_property_readonly("has_devices", [](const CallRecorder&) { return RowTable::has_devices(); })
-      .def_property_readonly("may_be_pending", &CallRecorder::may_be_pending)
-      .def("await_before_step", &CallRecorder::await_before_step)
+      .def("settle", &CallRecorder::settle)
       .def("begin_compiled", [](CallRecorder& self, int64_t node,
                                 const std::vector<at::Tensor>& tensors) { self.begin_compiled(node, tensors); })
       .def("record_compiled",
@@ -99,10 +95,6 @@ void bind_recorder(py::module_& m) {
               const std::vector<at::Tensor>& tensors) { self.record_compiled(node, caller, plan, tensors); })
       .def_property("watch", &CallRecorder::watch, &CallRecorder::set_watch)
       .def("forget_tensors", [](CallRecorder& self) { self.observer().forget_tensors(); })
-      .def("finish_broken_backwards",
-           [](CallRecorder& self) {
-             if (!self.finish_broken_backwards()) throw py::error_already_set();
-           })
       .def("finish_nonfinite_backward",
            [](CallRecorder& self) {
              GradientRecorder* const gradients = gradients_of(self);
@@ -128,7 +120,6 @@ void bind_recorder(py::module_& m) {
       .def("suspend", [](CallRecorder& self, bool on) { self.paused += on ? 2 : -2; })
       .def("subscribe",
            [](const CallRecorder& self, uint32_t events) { return Subscription(self.subscriptions, events); })
-      .def_readwrite("awaits_backwards", &CallRecorder::awaits_backwards)
       .def_readwrite("gathers_peaks", &CallRecorder::gathers_peaks)
       .def_readwrite("gathers_inputs", &CallRecorder::gathers_inputs)
       .def("take_peaks", &CallRecorder::take_peaks)

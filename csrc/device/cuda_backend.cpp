@@ -81,20 +81,14 @@ int allocate(int device, size_t bytes, void** memory, void** address) {
 
 int observe(const NanwatchTensor* tensors, int64_t count, const NanwatchTarget* target, int device, void* stream) {
   return on_device(device, [&]() -> int {
-    // In a graph the workspace is the graph's own. Otherwise none is made for the call: that would go through torch's
-    // dispatcher, where a mode of the user may be active.
-    const bool in_graph = target->step != nullptr;
-    const LaunchContext place(torch_device(device),
-                              in_graph ? LaunchContext::Workspace::kept_or_own : LaunchContext::Workspace::kept);
+    // No workspace is made for the call: that would go through torch's dispatcher, where a mode of the user may be
+    // active.
+    const LaunchContext place(torch_device(device), LaunchContext::Workspace::kept);
     if (place.error != 0) return place.error;
-    if ((place.capture != 0) != in_graph || place.stream != stream) return kNanwatchCapturing;
+    if (place.capture != 0 || place.stream != stream) return kNanwatchCapturing;
     if (place.workspace == nullptr) return kNanwatchNoWorkspace;
     return nanwatch_cuda_observe(tensors, count, target, place.workspace, device, stream);
   });
-}
-
-int step(uint64_t* counter, uint64_t* done, int device, void* stream) {
-  return on_device(device, [&] { return nanwatch_cuda_step(counter, done, device, stream); });
 }
 
 int record(int device, void* stream, void** event) {
@@ -109,11 +103,6 @@ int record(int device, void* stream, void** event) {
     }
     return error;
   });
-}
-
-int query(void* event) {
-  const auto* const one = static_cast<Event*>(event);
-  return on_device(one->device, [&] { return nanwatch_cuda_query(one->handle, one->device); });
 }
 
 int wait(void* event) {
@@ -135,8 +124,8 @@ int cannot_run(int error) {
 }  // namespace
 
 const NanwatchBackend* cuda_backend() {
-  static const NanwatchBackend backend = {0,      device_of, stream_of, allocate, observe,    step,
-                                          record, query,     wait,      release,  cannot_run, nanwatch_cuda_error};
+  static const NanwatchBackend backend = {0,      device_of, stream_of, allocate,   observe,
+                                          record, wait,      release,   cannot_run, nanwatch_cuda_error};
   return &backend;
 }
 

@@ -23,14 +23,10 @@ typedef struct NanwatchBackend {
   int (*stream)(int device, void** stream, uint64_t* capture);
   // Host memory that every device writes at `*address`. For good.
   int (*allocate)(int device, size_t bytes, void** memory, void** address);
-  // Calls nanwatch_cuda_observe: all of it is enqueued, or none. While the stream is captured, it goes into the graph.
+  // Calls nanwatch_cuda_observe: all of it is enqueued, or none.
   int (*observe)(const NanwatchTensor* tensors, int64_t count, const NanwatchTarget* target, int device, void* stream);
-  // Calls nanwatch_cuda_step.
-  int (*step)(uint64_t* step, uint64_t* done, int device, void* stream);
   // An event behind all that was enqueued on the stream so far.
   int (*record)(int device, void* stream, void** event);
-  // kNanwatchNotReady until the device has come to the event.
-  int (*query)(void* event);
   int (*wait)(void* event);
   void (*release)(void* event);
   // Returns whether this backend can run nothing at all: then the tensors are read as they would be without it.

@@ -1,14 +1,11 @@
 #include "device/pending_row.h"
 
-#include "device/graph_rows.h"
-
 namespace nanwatch {
 
 PendingRowPtr PendingRows::collect(const at::Tensor& x, Format format, int device) {
   const auto row = std::make_shared<PendingRow>();
   row->device = device;
   row->collector = this;
-  row->graph = graph();
   const size_t at = geometry.size();
   geometry.insert(geometry.end(), x.sizes().begin(), x.sizes().end());
   geometry.insert(geometry.end(), x.strides().begin(), x.strides().end());

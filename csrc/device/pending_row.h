@@ -23,7 +23,6 @@ struct PendingRow {
     unsent,   // only collected, for the frame that is being made
     pending,  // enqueued
     completed,
-    captured,  // into a graph: each of its replays has a row
     failed,    // it will never come
   };
 
@@ -32,7 +31,6 @@ struct PendingRow {
   int device = -1, error = 0;
   void* stream = nullptr;
   const void* collector = nullptr;  // of an unsent row: the frame
-  const void* graph = nullptr;      // the GraphRows it was captured for
   const NanwatchRow* slot = nullptr;
   uint64_t stamp = 0;
   RangeRow range{};
@@ -56,14 +54,11 @@ struct PendingRow {
     error = its_error;
   }
 
-  // Returns whether a cache may give the row to the tensor in this frame. A non-finite tensor is read each time. A row
-  // of a CUDA graph is made anew in each replay.
-  bool serves(const void* frame, const void* in_graph) const {
-    if (graph != in_graph) return false;
+  // Returns whether a cache may give the row to the tensor in this frame. A non-finite tensor is read each time.
+  bool serves(const void* frame) const {
     switch (state) {
       case State::unsent: return collector == frame;
-      case State::pending:
-      case State::captured: return true;
+      case State::pending: return true;
       case State::completed: return range.isfinite;
       case State::failed: break;
     }
@@ -72,8 +67,6 @@ struct PendingRow {
 };
 
 using PendingRowPtr = std::shared_ptr<PendingRow>;
-
-struct GraphRows;
 
 // The pending rows of one frame, and until they are sent all that is needed to read their tensors.
 struct PendingRows {
@@ -97,10 +90,7 @@ struct PendingRows {
   std::vector<Read> reads;
   std::vector<int64_t> geometry;
   std::vector<StreamSlot> stream_slots;
-  // The graph of the batch, or where it will be once a stream turns out to be captured; null: there can be none.
-  std::shared_ptr<GraphRows>* graph_of_batch = nullptr;
 
-  const GraphRows* graph() const { return graph_of_batch == nullptr ? nullptr : graph_of_batch->get(); }
   bool empty() const { return rows.empty(); }
   const StreamSlot& stream_slot_of(int device, const NanwatchBackend& backend);
   // A row for the tensor, to be sent with the rest.

@@ -25,8 +25,6 @@ class StreamEvent {
   ~StreamEvent();
 
   bool is_behind(const PendingRow& row) const { return row.device == device_ && row.stream == stream_; }
-  int device() const { return device_; }
-  int query() const;
   int wait() const;  // without the interpreter lock
 
  private:
@@ -41,35 +39,19 @@ class RowTable {
  public:
   // Enough for 8000 calls of a layer with two weights, one input and one output: 4 MiB of host memory.
   static constexpr size_t kSlots = 1 << 15;
-  // And for graphs: 8192 tensors that are captured, 8 MiB.
-  static constexpr size_t kGraphSlots = 1 << 16;
 
   // Null where there has never been a backend.
   static RowTable* instance();
   static const NanwatchBackend* backend();
   static void set_backend(const NanwatchBackend* backend);
-  // Returns whether torch may have a tensor for it. Asks no driver.
-  static bool has_devices();
 
   // Enqueues the reads of the frame on their streams, one launch for each device; 0 or an error,
   // and then the rows that were not sent have failed. Waits where all slots hold rows that are still to come.
   int send(PendingRows* frame);
 
-  // A place for the rows of a graph; null if there is no room left. It is for good: nobody says when a graph is gone.
-  std::shared_ptr<GraphRows> new_graph(int device, uint64_t capture);
-  // The captured batch has ended.
-  int end_graph(const GraphRows& graph) const;
-  // Behind all that is enqueued on the stream that is current on this device.
-  StreamEvent record_event(int device) const;
-
-  // Marks behind all of these rows that are still to come.
-  std::vector<StreamEvent> record_events(const std::vector<PendingRowPtr>& rows) const;
-  // Returns whether each row has completed or failed. Queries the events where rows are missing.
-  bool poll(const std::vector<PendingRowPtr>& rows, const std::vector<StreamEvent>& events) const;
-  // Returns whether the current stream of one of their devices is being captured.
-  bool is_capturing(const std::vector<StreamEvent>& events) const;
-  // Waits until they have.
-  void wait(const std::vector<PendingRowPtr>& rows, const std::vector<StreamEvent>& events) const;
+  // Waits until each row has completed or failed, once for each stream. On a stream that is being captured nobody can
+  // wait: its rows stay as they are.
+  void wait(const std::vector<PendingRowPtr>& rows) const;
 
   // Waits for all rows that any recorder has asked for.
   void drain() const;
@@ -80,12 +62,10 @@ class RowTable {
   int allocate(int device);
   int make_room(size_t count);
   int send_on_stream(const PendingRows& frame, const PendingRows::StreamSlot& stream_slot, size_t* next);
-  int send_to_graph(PendingRows* frame, const PendingRows::StreamSlot& stream_slot);
 
   const NanwatchBackend* backend_ = nullptr;
   NanwatchRow *slots_ = nullptr, *address_ = nullptr;  // as the host and as a device sees them
   uint64_t next_ = 1;                                  // the number of the next row, which is its stamp
-  size_t graph_next_ = 0;                              // the next slot for a graph, behind all these
   std::deque<PendingRowPtr> in_flight_;                // sent and perhaps not come, by their numbers
 };
 

@@ -29,7 +29,7 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
         sink_(sink),
         observe_(std::move(observe)),
         verify_hits_(options.verify_hits),
-        may_be_pending_(options.check != Check::module && options.may_be_pending()),
+        may_be_pending_(!options.waits_for_calls && options.may_be_pending()),
         options_(options),
         reader_(options.reader()) {}
   GradientLog(const GradientLog&) = delete;

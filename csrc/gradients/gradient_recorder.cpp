@@ -58,28 +58,13 @@ std::vector<const GradientCall*> calls_of(const Backward& backward) {
 }
 
 void await(const std::vector<PendingRowPtr>& rows) {
-  if (rows.empty()) return;
-  const RowTable& table = *RowTable::instance();
-  table.wait(rows, table.record_events(rows));
+  if (!rows.empty()) RowTable::instance()->wait(rows);
 }
 
 // A row that Python made, under the label of another user.
 PyObject* relabelled(PyObject* row, const std::string& label) {
   return with_item(row, row_item::label, py::str(label)).release().ptr();
 }
-
-// A backward until the recorder has reported it.
-class Ended final : public EndedBackward {
- public:
-  Ended(GradientRecorder* recorder, std::unique_ptr<Backward> backward)
-      : recorder_(recorder), backward_(std::move(backward)) {}
-
-  bool report(const py::object& left) override { return recorder_->report(*backward_, left); }
-
- private:
-  GradientRecorder* recorder_;
-  std::unique_ptr<Backward> backward_;
-};
 
 }  // namespace
 
@@ -107,15 +92,11 @@ bool GradientRecorder::backward_started() {
 
 bool GradientRecorder::backward_ended(std::unique_ptr<Backward> backward) {
   if (!backward || recorder_.paused) return true;
-  std::vector<PendingRowPtr> rows = backward->pending_rows();
-  if (backward->events.empty()) return report(*backward, py::none());
-  const GradientCall& call = *backward->events.front().user.call;
-  const void* const thread = call.thread;
-  const int64_t batch = call.batch;
-  return recorder_.report_backward(thread, batch, std::move(rows), std::make_unique<Ended>(this, std::move(backward)));
+  await(backward->pending_rows());
+  return report(*backward);
 }
 
-bool GradientRecorder::report(Backward& backward, const py::object& left) {
+bool GradientRecorder::report(Backward& backward) {
   CallObserver& observer = recorder_.observer();
   FrameRing& ring = recorder_.ring();
   const Stopwatch stopwatch(recorder_.subscriptions->has(kOwnTime), &observer.counters.nanoseconds);
@@ -189,7 +170,7 @@ bool GradientRecorder::report(Backward& backward, const py::object& left) {
     done = !traced || recorder_.notify("on_frame", py::make_tuple(seen));
   }
   if (done && backward.has_nonfinite)
-    done = recorder_.notify("on_backward_end", py::make_tuple(reported, events, left));
+    done = recorder_.notify("on_backward_end", py::make_tuple(reported, events));
   for (FrameData& frame : frames) recorder_.push(frame);
   return done;
 }
@@ -207,7 +188,7 @@ bool GradientRecorder::finish_nonfinite_backward() {
   if (log == nullptr) return true;
   await(log->pending_rows());
   const std::unique_ptr<Backward> backward = log->take_nonfinite();
-  return !backward || recorder_.paused || report(*backward, py::none());
+  return !backward || recorder_.paused || report(*backward);
 }
 
 void GradientRecorder::excuse(const std::vector<int64_t>& batches, const py::object& note) {

@@ -29,7 +29,7 @@ class GradientRecorder final : public GradientTracker, private GradientSink {
   // Finishes the backward under way on this thread, as far as it has come, if something in it is not finite.
   bool finish_nonfinite_backward();
   // Makes the frames of a backward and calls `on_backward_end`.
-  bool report(Backward& backward, const pybind11::object& left);
+  bool report(Backward& backward);
 
   // Notes on the non-finite rows of these batches' backwards why they are meant.
   void excuse(const std::vector<int64_t>& batches, const pybind11::object& note);

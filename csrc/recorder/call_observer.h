@@ -32,13 +32,6 @@ struct Counters {
   int64_t nanoseconds = 0;  // spent here; only when asked for
 };
 
-// When the host polls rows that a device makes: see `watch`.
-enum class Check : uint8_t { module, batch, async };
-
-inline Check check_of(const std::string& name) {
-  return name == "module" ? Check::module : name == "async" ? Check::async : Check::batch;
-}
-
 // The members of python/nanwatch/recording/events.py's Settings that are used here.
 #define NANWATCH_SETTINGS(X)      \
   X(size_t, max_frames)           \
@@ -60,13 +53,13 @@ inline Check check_of(const std::string& name) {
 struct Options {
   explicit Options(pybind11::handle settings)
 #define NANWATCH_READ(type, name) name(settings.attr(#name).cast<type>()),
-      : NANWATCH_SETTINGS(NANWATCH_READ) check(check_of(settings.attr("check").cast<std::string>())) {
+      : NANWATCH_SETTINGS(NANWATCH_READ) waits_for_calls(settings.attr("check").cast<std::string>() == "module") {
   }
 #undef NANWATCH_READ
 #define NANWATCH_MEMBER(type, name) type name;
   NANWATCH_SETTINGS(NANWATCH_MEMBER)
 #undef NANWATCH_MEMBER
-  Check check;
+  bool waits_for_calls;  // for the rows of each call that a device makes, in place of each batch's
 
   // Returns whether Python makes the rows of this role in this batch.
   bool is_pythons(Role role, int64_t batch) const {
@@ -165,9 +158,7 @@ class CallObserver {
 
   // Sends a tensor of a device to be read, in stream order; null where there is nothing to be had so.
   PendingRowPtr enqueue_read(const at::Tensor& x);
-  // The rows of what a batch was called with; they may be pending.
-  bool observe_given(PyObject* args, PyObject* kwargs, FrameData* frame);
-  // Gives the pending rows of a frame, all of which have completed or failed, their place in it.
+  // Gives the pending rows of a frame their place in it. A row that has not completed is not read.
   bool resolve(const Node& node, FrameData* frame);
 
   // Returns whether a tensor of the host is finite, without reading it if it is unchanged since it was last read as a

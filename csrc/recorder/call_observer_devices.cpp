@@ -2,7 +2,6 @@
 #include <pybind11/pybind11.h>
 
 #include "recorder/call_observer.h"
-#include "device/graph_rows.h"
 #include "recorder/cached_read.h"
 
 namespace py = pybind11;
@@ -73,12 +72,12 @@ struct CallObserver::DeviceReader {
   }
 
   bool knows(const CacheEntry& entry) const {
-    return entry.pending != nullptr && entry.pending->serves(&frame->pending, frame->pending.graph());
+    return entry.pending != nullptr && entry.pending->serves(&frame->pending);
   }
 
   PendingRowPtr hit(const CacheEntry& entry) {
     ++self.counters.cache_hits;
-    if (self.options_.verify_hits && entry.pending->graph == nullptr) {
+    if (self.options_.verify_hits) {
       const PendingRowPtr again = collect();
       again->verifies = entry.pending;
       frame->pending.rows.push_back(again);
@@ -103,14 +102,7 @@ bool CallObserver::device_tensor(PyObject* object, Labels::Id label, Role role, 
   const std::optional<Format> format = device_format(x);
   if (!format.has_value()) return false;
   const PendingRows::StreamSlot& stream_slot = frame->pending.stream_slot_of(device, *backend);
-  if (stream_slot.error != 0) return false;
-  if (stream_slot.capture != 0) {
-    if (frame->pending.graph_of_batch == nullptr) return false;  // a part of a batch alone is captured
-    if (frame->pending.graph() == nullptr)
-      *frame->pending.graph_of_batch = table_->new_graph(device, stream_slot.capture);
-  }
-  const GraphRows* const graph = frame->pending.graph();
-  if (stream_slot.capture != (graph != nullptr ? graph->capture : 0)) return false;
+  if (stream_slot.error != 0 || stream_slot.capture != 0) return false;
   const PendingRowPtr row =
       range_of<PendingRowPtr>(object, frame->batch, memory, slot, DeviceReader{*this, x, *format, device, frame});
   const auto at = uint32_t(frame->shapes.size());
@@ -148,16 +140,9 @@ PendingRowPtr CallObserver::enqueue_read(const at::Tensor& x) {
 
 // Completes a frame whose rows are enqueued. With check="module" it waits for them.
 bool CallObserver::complete(const Node& node, FrameData* frame) {
-  if (options_.check != Check::module || frame->pending.graph() != nullptr) return true;
-  table_->wait(frame->pending.rows, table_->record_events(frame->pending.rows));
+  if (!options_.waits_for_calls) return true;
+  table_->wait(frame->pending.rows);
   return resolve(node, frame);
-}
-
-bool CallObserver::observe_given(PyObject* args, PyObject* kwargs, FrameData* frame) {
-  const Node nobody;
-  if (!input_rows(nobody, args, kwargs, frame)) return false;
-  if (!frame->pending.empty()) table_->send(&frame->pending);  // a row that is not sent fails, and says so
-  return true;
 }
 
 // ---- when it has come -----------------------------------------------------------------------------------------------

@@ -92,7 +92,6 @@ CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object e
       frame_type_(std::move(frame_type)),
       ring_(options.max_frames),
       box_(options.black_box ? box::BlackBox::active() : nullptr),
-      check_(options.check),
       every_(options.every),
       traced_(options.traced),
       id_(next_id++) {
@@ -192,10 +191,6 @@ bool CallRecorder::abandon_of_ended_threads() {
 
 bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs) {
   if (!abandon_of_ended_threads() || !finish_broken_backwards()) return false;
-  if (!pending_.empty() || !graphs_.empty()) {
-    const Recording recording(&thread);
-    if (!poll_thread(thread, false, false)) return false;
-  }
   // Called from a backward: activation checkpointing runs the forward again. That is no new batch.
   thread.recomputed = torch::autograd::get_current_graph_task_id() != -1;
   if (!thread.recomputed) latest_batch_ = next_batch_++;
@@ -252,7 +247,6 @@ FrameData& CallRecorder::begin_frame(Thread& thread, int32_t index, std::vector<
   frame.batch = thread.batch;
   frame.node = index;
   frame.recomputed = thread.recomputed;
-  frame.pending.graph_of_batch = thread.pending == nullptr ? &thread.graph : nullptr;
   if (tracks_gradients()) frame.candidates = candidates;
   return frame;
 }
@@ -277,7 +271,7 @@ void CallRecorder::follow_gradients(const Thread& thread, std::vector<GradientCa
                                     int32_t caller, std::shared_ptr<const void>* keep) {
   if (gradients_ == nullptr || candidates.empty()) return;
   gradients_->follow(candidates,
-                     {thread.batch, index, caller, thread.recomputed, &thread, thread.held, nodes_[size_t(index)]->box},
+                     {thread.batch, index, caller, thread.recomputed, thread.held, nodes_[size_t(index)]->box},
                      keep);
 }
 
@@ -297,19 +291,21 @@ py::object CallRecorder::name_of(int32_t caller) const {
   return caller == kNoCaller ? py::object(py::none()) : py::object(py::str(nodes_[size_t(caller)]->name));
 }
 
-// Keeps the frame that was made and reports it.
+// Keeps the frame that was made and reports it; at the end of the batch, if this one or one before it waits for a
+// device.
 bool CallRecorder::finish(Thread& thread, int32_t caller) {
   FrameData& frame = thread.frame;
   ++observer_.counters.frames;
-  if (thread.graph != nullptr) {
-    thread.captured.emplace_back().frame.swap(frame);
-    thread.captured.back().caller = caller;
-    return true;
-  }
-  if (!frame.pending.empty() || (!pending_.empty() && has_pending(thread))) {
-    defer(thread, caller);
-    return true;
-  }
+  if (frame.pending.empty() && thread.deferred.empty()) return tell(thread, caller, false);
+  if (box_.box() != nullptr) box_.add(frame, nodes_[size_t(frame.node)]->box, observer_.labels(), nullptr);
+  thread.deferred.emplace_back().frame.swap(frame);
+  thread.deferred.back().caller = caller;
+  return true;
+}
+
+// Keeps the thread's frame, whose ranges are known, and reports it. `is_over`: its call and its batch have ended.
+bool CallRecorder::tell(Thread& thread, int32_t caller, bool is_over) {
+  FrameData& frame = thread.frame;
   const bool has_nonfinite = frame.has_nonfinite;
   keep(frame, &thread.least);
   if (!has_nonfinite && !reports_frames(thread.batch)) return true;
@@ -320,7 +316,73 @@ bool CallRecorder::finish(Thread& thread, int32_t caller) {
   if (!has_nonfinite) return true;
   const py::handle none = Py_None;
   return notify("on_nonfinite", py::make_tuple(seen, name_of(caller), given_to(thread),
-                                               thread.kwargs != nullptr ? py::handle(thread.kwargs) : none));
+                                               thread.kwargs != nullptr ? py::handle(thread.kwargs) : none, is_over));
+}
+
+// Waits for the rows of the frames that the batch has deferred, once for each stream, and reports the frames. Each goes
+// into the ring before the next, so that a report ends at the first non-finite one. Returns false with an exception set
+// if a callback raised.
+bool CallRecorder::take_deferred(Thread& thread) {
+  std::deque<CallFrame> deferred = std::exchange(thread.deferred, {});
+  std::vector<PendingRowPtr> rows;
+  for (const CallFrame& entry : deferred)
+    rows.insert(rows.end(), entry.frame.pending.rows.begin(), entry.frame.pending.rows.end());
+  RowTable::instance()->wait(rows);
+  unconfirmed_.clear();
+  for (const CallFrame& entry : deferred)
+    for (const PendingRowPtr& row : entry.frame.pending.rows)
+      if (row->state != PendingRow::State::completed) {
+        unconfirmed_.emplace_back(entry.frame.batch, entry.frame.node);
+        break;
+      }
+  std::optional<HeldError> first;  // of what was raised
+  for (CallFrame& entry : deferred) {
+    bool done = observer_.resolve(*nodes_[size_t(entry.frame.node)], &entry.frame);
+    thread.frame.swap(entry.frame);
+    if (first) {
+      keep(thread.frame, &thread.least);
+    } else {
+      done = done && tell(thread, entry.caller, true);
+      if (!done) first.emplace();
+    }
+    if (first) PyErr_Clear();
+    thread.frame.clear();
+  }
+  return !first;
+}
+
+// Returns false with an exception set: the call's own if it has one, unless a callback raised another from it.
+bool CallRecorder::end_batch(Thread& thread, bool completed) {
+  HeldError own;                                                  // the call's
+  const std::shared_ptr<PyObject> held = std::move(thread.held);  // until the callback has returned
+  box::BlackBox* const box = thread.recomputed ? nullptr : box_.box();
+  const Recording recording(&thread);                             // the callback may run the model once more
+  if (box != nullptr && !thread.deferred.empty()) thread.least.ended = box::ticks();
+  bool done = thread.deferred.empty() || survived([&] { return take_deferred(thread); });
+  if (box != nullptr) box->end_batch(thread.least, thread.batch, !completed);
+  thread.args = thread.kwargs = nullptr;
+  observer_.end_batch();
+  // Every batch that ends by an exception is reported. The callback may change the subscriptions.
+  const auto tells_end = [&] { return !thread.recomputed && (subscriptions->has(kBatchEnd) || !completed); };
+  if (done && !tells_end()) return completed;
+  HeldError raised;  // by a callback
+  if (tells_end()) {
+    const HeldError::Shown shown(completed ? &raised : &own);
+    const bool is_fine = completed && done;
+    done &= survived([&] { return notify("on_batch_end", py::make_tuple(thread.batch, is_fine)); });
+  }
+  return completed && done;
+}
+
+void CallRecorder::settle() {
+  if (!abandon_of_ended_threads() || !finish_broken_backwards()) throw py::error_already_set();
+}
+
+py::list CallRecorder::unconfirmed_calls() const {
+  py::list found;
+  for (const auto& [batch, node] : std::vector(unconfirmed_))  // a copy: new objects may run code that calls a model
+    found.append(py::make_tuple(batch, nodes_[size_t(node)]->name, nodes_[size_t(node)]->class_name));
+  return found;
 }
 
 py::object CallRecorder::call_under_way() {

@@ -12,10 +12,8 @@
 
 #include "recorder/box_writer.h"
 #include "recorder/call_observer.h"
-#include "recorder/captured_batch.h"
 #include "recorder/gradient_tracker.h"
 #include "recorder/peak_magnitudes.h"
-#include "recorder/pending_batch.h"
 #include "recorder/subscriptions.h"
 
 namespace nanwatch {
@@ -49,9 +47,6 @@ class CallRecorder {
   void set_gradients(std::unique_ptr<GradientTracker> tracker) { gradients_ = std::move(tracker); }
   GradientTracker* gradients() const { return gradients_.get(); }
   bool finish_broken_backwards() { return gradients_ == nullptr || gradients_->finish_broken_backwards(); }
-  // Reports an ended backward once `rows` have completed and all before it on that thread was reported.
-  bool report_backward(const void* thread, int64_t batch, std::vector<PendingRowPtr> rows,
-                       std::unique_ptr<EndedBackward> backward);
   // Calls a callback of RecorderEvents.
   bool notify(const char* method, pybind11::args arguments, pybind11::object* answer = nullptr);
   pybind11::object to_python(const FrameData& frame) const;
@@ -80,16 +75,9 @@ class CallRecorder {
     gradient_peaks_.add_gradient(batch, node, label, row, observer_.labels());
   }
 
-  // Reports the batches that have ended and whose rows have completed; with `wait`, all that have ended. Throws what a
-  // callback raises.
-  void poll(bool wait);
-  // Returns whether batches may still have to be reported, replays among them.
-  bool may_be_pending() const;
-  // Before an optimizer's step: waits for the rows of the forwards and backwards that it may take, and looks. Throws as
-  // that does.
-  void await_before_step();
-  pybind11::list pending_frames();
-  // (batch, module, class) of the calls whose work no device has confirmed, the oldest first.
+  // Ends the batches and backwards that an exception ended without a sign. Throws what a callback raises.
+  void settle();
+  // (batch, module, class) of the calls of the latest batch on a device that this device has not confirmed.
   pybind11::list unconfirmed_calls() const;
 
   CallObserver& observer() { return observer_; }
@@ -107,7 +95,6 @@ class CallRecorder {
   bool gathers_peaks = false;           // for take_peaks
   bool gathers_inputs = false;          // among them
   bool gathers_gradient_peaks = false;  // for take_gradient_peaks
-  bool awaits_backwards = false;        // else one whose rows are pending is reported later
   // Set when weights are gathered from shards, as FSDP does: into the same storage each time, past the version counter,
   // so that writes to the shards are not seen. Then no weight's range is taken from the batch before.
   bool gathers_weights = false;
@@ -125,9 +112,7 @@ class CallRecorder {
     PyObject *args = nullptr, *kwargs = nullptr;  // of the outermost call under way, which keeps them alive
     pybind11::object given = {};                  // weak references to what a compiled outermost call was given
     std::shared_ptr<PyObject> held = {};          // the answer of `on_batch_start` for the batch under way
-    std::shared_ptr<GraphRows> graph = {};        // of a batch that is being captured
-    std::deque<CallFrame> captured = {};          // the frames of that batch
-    PendingBatch* pending = nullptr;              // the batch under way, if frames of it wait for a device
+    std::deque<CallFrame> deferred = {};          // frames of the batch under way, since one waits for a device
     FrameData frame = {};
     box::Slot* slot = nullptr;  // in the black box, for the batch under way
     box::Least least = {};
@@ -136,7 +121,6 @@ class CallRecorder {
   class Recording;
   class Threads;
   struct Unended;
-  using Pending = std::deque<std::unique_ptr<PendingBatch>>;
 
   Thread& this_thread();
   void meet(Node& node, PyObject* module);
@@ -148,15 +132,8 @@ class CallRecorder {
                         std::shared_ptr<const void>* keep);
   bool finish(Thread& thread, int32_t caller);
   pybind11::object given_to(const Thread& thread) const;
-  bool has_pending(const Thread& thread) const;
-  void defer(Thread& thread, int32_t caller);
-  bool close(Thread& thread, bool completed, bool* waits);
-  bool poll_thread(Thread& thread, bool wait, bool all);
-  bool report(PendingBatch& batch);
-  bool captured(Thread& thread, bool completed);
-  Pending::iterator find_ended(const Thread& thread, bool all);
-  bool poll_batches(Thread& thread, bool wait, bool all);
-  bool poll_replays(bool wait);
+  bool tell(Thread& thread, int32_t caller, bool is_over);
+  bool take_deferred(Thread& thread);
   bool abandon(Thread& thread);
   bool abandon_of_ended_threads();
   bool end_compiled(Thread& thread, bool completed);
@@ -170,10 +147,8 @@ class CallRecorder {
   FrameRing ring_;
   PeakMagnitudes peaks_, gradient_peaks_;
   BoxWriter box_;
-  std::unique_ptr<GradientTracker> gradients_;          // null when nobody asked for gradients
-  Pending pending_;                                     // in the order of their beginnings
-  std::vector<std::shared_ptr<CapturedBatch>> graphs_;  // what was captured
-  const Check check_;
+  std::unique_ptr<GradientTracker> gradients_;            // null when nobody asked for gradients
+  std::vector<std::pair<int64_t, int32_t>> unconfirmed_;  // batch and node
   int64_t every_;
   std::vector<int64_t> traced_;  // sorted
   std::vector<std::unique_ptr<Node>> nodes_;

@@ -5,9 +5,6 @@
 //   begin_(sequence, watch, callee, tensors)                  before a call that no watched call of the graph made
 //   record_(sequence, watch, callee, caller, plan, tensors)   after every call, with all the tensors of its frame
 //
-// and where those will be captured into a CUDA graph one that stays outside of it:
-//   poll_(sequence, watch)                                    before the first call, at what the replays have left
-//
 // `sequence` is declared as written, so that a compiler keeps the operators and their order. call_observer_compiled.cpp
 // explains plans.
 #include <torch/csrc/utils/pybind.h>
@@ -54,11 +51,6 @@ void record_(const at::Tensor& sequence, int64_t watch, int64_t callee, int64_t 
   if (!with_recorder(sequence, watch, look))
     call_reference<void(const at::Tensor&, int64_t, int64_t, int64_t, c10::string_view, at::TensorList)>(
         "nanwatch::record_", sequence, watch, callee, caller, plan, tensors);
-}
-
-void poll_(const at::Tensor& sequence, int64_t watch) {
-  if (!with_recorder(sequence, watch, [](CallRecorder* recorder) { recorder->poll(false); }))
-    call_reference<void(const at::Tensor&, int64_t)>("nanwatch::poll_", sequence, watch);
 }
 
 }  // namespace
@@ -145,7 +137,6 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
 TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
   m.impl("begin_", begin_);
   m.impl("record_", record_);
-  m.impl("poll_", poll_);
 }
 
 TORCH_LIBRARY_IMPL(nanwatch, CUDA, m) {

@@ -17,7 +17,6 @@ struct CallOrigin {
   int64_t batch = 0;
   int32_t node = 0, caller = -1;
   bool recomputed = false;
-  const void* thread = nullptr;  // of the call, only compared
   // The answer of `on_batch_start`. It lives as long as a gradient of the batch can still come.
   std::shared_ptr<PyObject> held = {};
   uint32_t box = box::kUnnamed;  // the number of the module in the black box
@@ -35,16 +34,6 @@ class GradientTracker {
                       std::shared_ptr<const void>* keep) = 0;
   // Finishes the backwards that ended by an exception. False with a Python exception set.
   virtual bool finish_broken_backwards() = 0;
-};
-
-// A backward that has ended and whose frames are not made yet.
-class EndedBackward {
- public:
-  virtual ~EndedBackward() = default;
-
-  // Makes the frames and calls `on_backward_end`. `left` is the answer of `on_backward_pending`, or None. Returns false
-  // with a Python exception set.
-  virtual bool report(const pybind11::object& left) = 0;
 };
 
 }  // namespace nanwatch

@@ -396,7 +396,7 @@ def test_no_warning_in_a_run_that_goes_well(tmp_path: Path) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("check", ["module", "batch", "async"])
+@pytest.mark.parametrize("check", ["module", "batch"])
 def test_rows_that_come_late_are_written_once(check: Check, tmp_path: Path) -> None:
     """A trace over a device that delivers when it is told has the rows of one over the host."""
     written = []

@@ -25,7 +25,6 @@ from nanwatch.numerics.readable import is_plain, only_our_dispatch, unreadable
 from support.cuda_emulation import FORMATS, DescribedTensor
 
 DTYPES = {number: dtype for dtype, number in FORMATS.items()}
-NOT_READY = -3
 CAPTURING = -4
 BROKEN = 710
 OLD_DRIVER = 35
@@ -66,9 +65,7 @@ _KINDS: dict[str, Any] = {
         ctypes.c_int,
         ctypes.c_void_p,
     ),
-    "step": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p),
     "record": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, _OUT),
-    "query": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p),
     "wait": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p),
     "release": ctypes.CFUNCTYPE(None, ctypes.c_void_p),
     "cannot_run": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int),
@@ -136,27 +133,6 @@ def write_row(address: int, stamp: int, values: list[float], examined: bool) -> 
     row.stamp = stamp
 
 
-def copied(structure: Any) -> Any:
-    """The same, in memory of its own."""
-    copy = type(structure).from_buffer_copy(structure)
-    if isinstance(copy, DescribedTensor):
-        longs = ctypes.c_int64 * max(copy.dims, 1)
-        sizes, strides = (
-            longs(*(which[d] for d in range(copy.dims))) for which in (copy.sizes, copy.strides)
-        )
-        copy.sizes = ctypes.cast(sizes, ctypes.POINTER(ctypes.c_int64))
-        copy.strides = ctypes.cast(strides, ctypes.POINTER(ctypes.c_int64))
-        copy.kept = sizes, strides
-    return copy
-
-
-def write_replay(described: DescribedTensor, i: int, target: Target) -> None:
-    """A node of a graph: the row for what is there now, in its place for this replay."""
-    step = ctypes.c_uint64.from_address(target.step).value
-    place = i * target.spacing + step % target.spacing
-    write_row(target.rows + place * ctypes.sizeof(Row), step, *values_of(tensor_at(described)))
-
-
 @dataclass
 class StandIn:
     """The device, and what was done with it."""
@@ -165,7 +141,6 @@ class StandIn:
     holds: bool = True  # else every operation runs at once
     stream: int = 1  # the current one, of every device
     capturing: bool = False
-    capture: int = 1  # its number while it is
     broken: bool = False
     fail_next: int = 0  # the next observe fails with this
     waits: int = 0
@@ -174,7 +149,6 @@ class StandIn:
 
     def __post_init__(self) -> None:
         self._queue: list[tuple[int, Callable[[], None]]] = []
-        self._graph: list[Callable[[], None]] = []
         self._done: set[int] = set()
         self._where: dict[int, int] = {}
         self._numbers = itertools.count(1)
@@ -191,11 +165,6 @@ class StandIn:
                     return
                 self._queue.pop(0)[1]()
 
-    def replay(self, count: int | None = None) -> None:
-        """Run what was captured, or so many operations of it, over the memory as it is now."""
-        for operation in self._graph[:count]:
-            operation()
-
     def break_down(self) -> None:
         """From here on every call fails, and what is queued is never done."""
         self.broken = True
@@ -211,7 +180,7 @@ class StandIn:
 
     def _stream(self, device: int, stream: Any, capture: Any) -> int:
         stream[0] = self.stream
-        capture[0] = self.capture if self.capturing else 0
+        capture[0] = int(self.capturing)
         return 0
 
     def _allocate(self, device: int, size: int, memory: Any, address: Any) -> int:
@@ -226,31 +195,13 @@ class StandIn:
             code, self.fail_next = self.fail_next, 0
             return code
         self.launches.append(count)
-        if target[0].step:
-            assert self.capturing
-            for i in range(count):
-                self._graph.append(functools.partial(write_replay, copied(tensors[i]), i, copied(target[0])))
-            return 0
-        assert not self.capturing, "an operation in a capture that is none of the graph's"
+        assert not self.capturing, "an operation in a capture of the user's"
         for i in range(count):
             values, examined = values_of(tensor_at(tensors[i]))
             address = target[0].rows + i * ctypes.sizeof(Row)
             self._enqueue(
                 stream, functools.partial(write_row, address, target[0].first + i, values, examined)
             )
-        return 0
-
-    def _step(self, step: int, done: int | None, device: int, stream: int) -> int:
-        assert self.capturing
-
-        def count() -> None:
-            counter = ctypes.c_uint64.from_address(step)
-            if done:
-                ctypes.c_uint64.from_address(done).value = counter.value
-            else:
-                counter.value += 1
-
-        self._graph.append(count)
         return 0
 
     def _enqueue(self, stream: int, operation: Callable[[], None]) -> None:
@@ -267,11 +218,6 @@ class StandIn:
         self._where[number] = stream
         self._enqueue(stream, lambda: self._done.add(number))
         return 0
-
-    def _query(self, event: int) -> int:
-        if self.broken:
-            return BROKEN
-        return 0 if event in self._done else NOT_READY
 
     def _wait(self, event: int) -> int:
         self.waits += 1

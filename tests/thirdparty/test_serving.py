@@ -130,4 +130,3 @@ def test_what_the_file_says_goes_before_the_plugin(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("NANWATCH_OPTIONS", raising=False)
     options = ServedModel("nanwatch.test")._deferred.options
     assert options["on_nonfinite"] == "warn"
-    assert options["check"] in ("async", "auto")

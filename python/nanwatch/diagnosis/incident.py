@@ -18,15 +18,13 @@ class Incident:
     """A failure with a life: seen, told to the other ranks, examined, written, raised.
 
     `report` is what is known by now. Each new fact replaces it, so that a report which was handed out stays as it was.
-    `call` is the failed call itself, in a job of several processes, where the batch cannot run again. `is_late`: the
-    thread had left the batch when its rows came from the device. `is_reported`: the error was raised, or the user's
-    function has the report. `raised` is an error that was raised inside the forward, until the forward is left.
-    `interrupt` is what a signal handler of the program raised during the re-run.
+    `call` is the failed call itself, in a job of several processes, where the batch cannot run again. `is_reported`:
+    the error was raised, or the user's function has the report. `raised` is an error that was raised inside the
+    forward, until the forward is left. `interrupt` is what a signal handler of the program raised during the re-run.
     """
 
     report: Report
     call: BatchSnapshot | None = None
-    is_late: bool = False
     is_reported: bool = False
     raised: NonFiniteError | None = None
     interrupt: BaseException | None = None

@@ -129,8 +129,8 @@ class Attachment:
         self._parts = parts
         self._watch = operators.register_recorder(model, recorder)
         # Operators in compiled code declare that they write this tensor; see compile/operators.py.
-        self._sequence = _new_sequence(torch.device("cpu"))
-        self._device_sequences: dict[torch.device, torch.Tensor] = {}
+        with torch.inference_mode(False):
+            self._sequence = torch.zeros(1, dtype=torch.int64)
         dynamo.follow_watched_calls(_INTERPRETED)
         skip_shape_inference()
         self._observed = observed
@@ -182,12 +182,6 @@ class Attachment:
         for one in named_modules(module, child_name(parent, known, name)):
             self.add(one.name, one.module)
 
-    def put_sequence(self, call: Any, device: torch.device) -> None:
-        """Set `call.device_sequence` to the tensor that operators write in a graph that is all on this device."""
-        if device not in self._device_sequences:
-            self._device_sequences[device] = _new_sequence(device)
-        call.device_sequence = self._device_sequences[device]
-
     def remove(self) -> None:
         """Leave every module as it was found. Does nothing the second time."""
         self.is_attached = False
@@ -201,8 +195,3 @@ class Attachment:
                 if wrapper.recorder is self._recorder:
                     detach(module, wrapper)
         self._names.clear()
-
-
-def _new_sequence(device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.zeros(1, dtype=torch.int64, device=device)

@@ -72,11 +72,13 @@ class _DebugEvents(EventDispatch):
         # Weak: the wrappers in the slot hold this, and must not hold the model.
         self._debug = ref(debug)
 
-    def on_nonfinite(self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
+    def on_nonfinite(
+        self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any, is_over: bool
+    ) -> None:
         """Print the frames and raise, unless the original would see nothing in this call."""
         debug = self._debug()
         if debug is not None and debug._detects(frame):
-            super().on_nonfinite(frame, caller, args, kwargs)
+            super().on_nonfinite(frame, caller, args, kwargs, is_over)
             # The forward has caught the first error of the batch.
             raise NonFiniteError(debug._watch.report())
 

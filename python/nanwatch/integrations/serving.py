@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..numerics import _extension
 from ..records.record import Record
 from ..report.finding import Finding
 from ..report.text import summary
@@ -88,12 +87,12 @@ def owner_of(shares: Sequence[Share], row: int, num_rows: int) -> tuple[Share, i
 class ServedModel:
     """Watch of a served model, which names the requests that go bad. The engine's plugin calls it around each step.
 
-    Serving goes on: `on_nonfinite` is "record", and on a GPU nothing waits (check="async"), unless the environment or a
-    file with options says otherwise. Raises as `watch` does for options that make no sense.
+    Serving goes on: `on_nonfinite` is "record", unless the environment or a file with options says otherwise. Raises as
+    `watch` does for options that make no sense.
     """
 
     def __init__(self, log: str) -> None:
-        defaults = {"on_nonfinite": "record", "check": "auto" if _extension.C is None else "async"}
+        defaults = {"on_nonfinite": "record"}
         said = in_force({})
         self._deferred = DeferredWatch({k: v for k, v in defaults.items() if said[k].source == DEFAULT})
         self._log = logging.getLogger(log)

@@ -152,7 +152,7 @@ class RecordsBackwards(ABC):
         if self._subscriptions.has(Event.BACKWARD_START):
             self._events.on_backward_start()
 
-    def finish_broken_backwards(self) -> None:
+    def settle(self) -> None:
         if self._gradients is not None:
             self._gradients.finish_broken()
 

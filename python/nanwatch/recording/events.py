@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .masks import Excuses
 
 PeakName: TypeAlias = tuple[str, str, str]  # module, label, dtype
-Check: TypeAlias = Literal["auto", "module", "batch", "async"]
+Check: TypeAlias = Literal["auto", "module", "batch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +113,13 @@ class RecorderEvents(Protocol):
     def on_frame(self, frame: Frame) -> None:
         """Handle a recorded call. Called for traced batches, and for all with a subscription to FRAME."""
 
-    def on_nonfinite(self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
+    def on_nonfinite(
+        self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any, is_over: bool
+    ) -> None:
         """Handle a call that held a non-finite value.
 
         `caller` is the watched module that made the call. `args` and `kwargs` (or None) are the outermost call's.
+        `is_over`: that call has ended, as its rows came from a device at its end; `on_batch_end` follows.
         """
 
     def on_batch_end(self, batch: int, completed: bool) -> None:
@@ -129,34 +132,8 @@ class RecorderEvents(Protocol):
     def on_backward_start(self) -> None:
         """Handle the first gradient of a backward, before any is accumulated. Needs a subscription."""
 
-    def on_backward_end(
-        self, calls: list[BackwardCall], arrivals: list[Arrival], left: object = None
-    ) -> None:
-        """Handle the end of a backward with a non-finite gradient; its frames are not yet among `frames()`.
-
-        `left` is the answer of `on_backward_pending` at its end, where this is called later.
-        """
-
-    # The rows that a device makes are known only after a poll. CallRecorder alone calls these.
-
-    def on_backward_pending(self) -> object:
-        """Handle the end of a backward with pending rows, its own or its forward's. The recorder keeps the answer."""
-
-    def on_pending_nonfinite(self, frame: Frame, caller: str | None, given: Frame, is_left: bool) -> None:
-        """Handle a non-finite value like `on_nonfinite`, when the rows of the batch have completed.
-
-        `given` are the batch's arguments at its end. `is_left`: this thread has left the batch, and
-        `on_pending_batch_end` follows. Else `on_batch_end` does.
-        """
-
-    def on_batch_pending(self, batch: int, completed: bool) -> None:
-        """Handle the end of a batch like `on_batch_end`, while its rows are pending."""
-
-    def on_warning(self, message: str) -> None:
-        """Warn of something in the user's run."""
-
-    def on_pending_batch_end(self, batch: int, completed: bool) -> None:
-        """Handle the last frame of a pending batch. Called if one was non-finite, or as `on_batch_end` is."""
+    def on_backward_end(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
+        """Handle the end of a backward with a non-finite gradient; its frames are not yet among `frames()`."""
 
 
 class WatchPart:
@@ -185,7 +162,6 @@ class Recorder(Protocol):
     gathers_peaks: bool  # for `take_peaks`
     gathers_inputs: bool  # among the peaks
     gathers_gradient_peaks: bool  # for `take_gradient_peaks`
-    awaits_backwards: bool  # at their ends; else those whose rows are pending are reported later
     gathers_weights: bool  # from shards, anew in each batch: none is known from the batch before
     watch: int  # by which compiled code finds it; see compile/operators.py
 
@@ -198,7 +174,7 @@ class Recorder(Protocol):
 
     @property
     def frames_kept(self) -> int:
-        """Return how many frames have ever been among `frames()`; frames with pending rows are not among them yet."""
+        """Return how many frames have ever been among `frames()`."""
 
     @property
     def counters(self) -> dict[str, int]:
@@ -228,8 +204,8 @@ class Recorder(Protocol):
         Names come in the order in which the gradients came first.
         """
 
-    def finish_broken_backwards(self) -> None:
-        """Make frames of the backwards that ended by an exception."""
+    def settle(self) -> None:
+        """End the batches, and make frames of the backwards, that an exception ended without a sign."""
 
     def finish_nonfinite_backward(self) -> None:
         """Make frames of the backward under way in this thread, as far as it has come, if it is non-finite."""
@@ -250,27 +226,7 @@ class Recorder(Protocol):
         """Look at no more gradients, and take the hooks off the leaves."""
 
     def unconfirmed_calls(self) -> list[tuple[int, str, str]]:
-        """Return the batch, the module and its class of calls whose work no device has confirmed, the oldest first."""
-
-    def pending_frames(self) -> list[Frame]:
-        """Return complete frames that wait to be reported with the rest of their batch, oldest first."""
-
-    def poll(self, wait: bool) -> None:
-        """Report the batches that have ended and whose rows have completed; with `wait`, all that have ended."""
-
-    @property
-    def has_devices(self) -> bool:
-        """Return whether there are devices whose rows are pending for a time."""
-
-    @property
-    def may_be_pending(self) -> bool:
-        """Return whether batches may still have to be reported, replays of a CUDA graph among them."""
-
-    def await_before_step(self) -> None:
-        """Wait for the rows of all that a step may take, unless it is captured; then `poll(False)`.
-
-        Forwards without grad mode are left out, unless one was run again in the backward since.
-        """
+        """Return the batch, the module and its class of the latest batch's calls that its device has not confirmed."""
 
     def suspend(self, on: bool, /) -> None:
         """Record nothing until it is called with False as often as with True: for re-runs."""

@@ -25,7 +25,7 @@ from ..numerics.ranges import (
 )
 from ..numerics.readable import is_plain, local_shard, only_our_dispatch, unreadable
 from ..numerics.scaled import is_captured, read_scaled
-from ..records.note import Note, NoteKind
+from ..records.note import CAPTURED, Note, NoteKind
 from ..records.record import Record, Role
 from ..report.histogram import StoredHistogram
 from ..util.visible import suppressed
@@ -34,7 +34,6 @@ from .masks import Excuses, excuse, may_be_finite_mask
 from .shards import shard_note
 from .walk import Unwalked, call_leaves, leaves
 
-_CAPTURING = "in a CUDA graph capture"
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
 
 
@@ -257,7 +256,7 @@ def _read(
     # Any attribute of a tensor may raise: that of a subclass is its own code, and a nested one has no shape.
     try:
         if is_captured(value):
-            return _unchecked(label, role, _shape(value), dtype_name(value), _CAPTURING)
+            return _unchecked(label, role, _shape(value), dtype_name(value), CAPTURED)
         found, spread = _with_statistics(value) if statistics else (None, None)
         bits = None
         if fingerprints:

@@ -53,8 +53,7 @@ class PythonRecorder(RecordsBackwards):
         self.gathers_peaks = False
         self.gathers_inputs = False
         self.gathers_gradient_peaks = False
-        self.awaits_backwards = False  # nothing is pending here
-        self.gathers_weights = False  # nor is anything remembered here
+        self.gathers_weights = False  # nothing is remembered here
         self.watch = -1
         self.latest_batch = -1
         self.counters = dict.fromkeys(
@@ -138,25 +137,6 @@ class PythonRecorder(RecordsBackwards):
     def unconfirmed_calls(self) -> list[tuple[int, str, str]]:
         """Return none: this recorder waits for each tensor."""
         return []
-
-    def pending_frames(self) -> list[Frame]:
-        """Return nothing: this recorder waits for each row."""
-        return []
-
-    def poll(self, wait: bool) -> None:
-        """Do nothing: no row is pending."""
-
-    @property
-    def has_devices(self) -> bool:
-        """Return False: no row is pending."""
-        return False
-
-    @property
-    def may_be_pending(self) -> bool:
-        return False
-
-    def await_before_step(self) -> None:
-        """Do nothing: no row is pending."""
 
     def is_finite(self, x: Tensor, /) -> bool | None:
         """Return None: there is no cache."""
@@ -307,7 +287,7 @@ class PythonRecorder(RecordsBackwards):
             thread.held = None
 
     def _begin_batch(self, thread: ThreadCalls, module: nn.Module | None, args: Any, kwargs: Any) -> None:
-        self.finish_broken_backwards()
+        self.settle()
         # Called from a backward: activation checkpointing runs the forward again. That is no new batch.
         thread.recomputed = torch._C._current_graph_task_id() != -1
         with self.lock:
@@ -332,7 +312,7 @@ class PythonRecorder(RecordsBackwards):
         if self._subscriptions.has(Event.FRAME) or thread.batch in self._traced:
             self._events.on_frame(frame)
         if any(row.is_fault for row in rows):
-            self._events.on_nonfinite(frame, caller, *thread.given)
+            self._events.on_nonfinite(frame, caller, *thread.given, False)
 
     def _rows(
         self, batch: int, node: Node, module: nn.Module, args: Any, kwargs: Any, output: Any

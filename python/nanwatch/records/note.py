@@ -60,6 +60,9 @@ EXCUSES: tuple[NoteKind, ...] = ("mask", "allowed", "skipped_step", "not_taken")
 # These say what was reported in a batch, in records that `event_frame` makes.
 EVENTS: tuple[NoteKind, ...] = ("spike", "forecast")
 
+# Text of "not_checked" where a CUDA graph was captured.
+CAPTURED = "in a CUDA graph capture"
+
 # English of each kind, alone and with what belongs to it.
 _WORDS: dict[NoteKind, tuple[str, str]] = {
     "absent": ("None", ""),

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TextIO, TypeAlias
 
+from ..records.note import CAPTURED
 from ..records.record import Frame
 from ..util import reading
 from ..util.imports import needed
@@ -271,7 +272,7 @@ _MOST_NAMED = 5
 
 
 def _suspicion_lines(report: Report) -> list[str]:
-    """Return the lines on modules that nobody called, and on suspect weights."""
+    """Return the lines on modules that nobody called, on suspect weights, and on CUDA graphs."""
     lines = [str(fact) for suspect in report.suspects for fact in suspect.facts()]
     if names := report.never_called:
         named = first_few([*map(module_name, names)], _MOST_NAMED)
@@ -280,6 +281,9 @@ def _suspicion_lines(report: Report) -> list[str]:
             f"Never called as modules, though their weights are trained: {named}."
             " What they compute is seen only where a watched module receives it.",
         )
+    notes = (record.note for frame in report.frames for record in frame.records)
+    if any(note is not None and note.text == CAPTURED for note in notes):
+        lines.append("Calls were captured into a CUDA graph: its replays are not seen.")
     return lines
 
 

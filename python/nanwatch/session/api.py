@@ -120,11 +120,9 @@ def watch(
             `stop()` (docs/watching.md); only "record"; or a callable that gets the Report of each non-finite batch, in
             a job of several ranks with the place on which they agreed (docs/distributed.md). A callable lives until the
             model is freed or `stop()`. If it refers to the model, it keeps the model alive.
-        check: when to act on a non-finite value: at the "module" that holds it, at the end of the "batch", or "async",
-            when the device has delivered, at most one batch later. An optimizer's step waits for the forwards since the
-            last step, so that their failure is raised before a parameter changes (docs/cuda.md). The report is the
-            same. "auto" is "module" for tensors of the CPU, which are read without a wait, and "batch" for those of a
-            GPU. On the CPU "async" is "batch".
+        check: when to act on a non-finite value: at the "module" that holds it, or at the end of the "batch". The
+            report is the same. "auto" is "module" for tensors of the CPU, which are read without a wait, and "batch"
+            for those of a GPU, which is waited for once (docs/cuda.md).
         allow_inf: glob patterns on the names of modules whose infinities are meant; a nan in them still counts.
             Masks are recognised without it (docs/watching.md).
         allow_nan: glob patterns on the names of modules whose nans are meant, such as missing values in the data. The
@@ -185,8 +183,7 @@ def watch(
 
     Raises TypeError or ValueError, naming the given and the accepted values, for a `model` whose calls cannot be seen,
     an option with a wrong value or without effect, and an `output_dir` or `trace` where nothing can be written;
-    RuntimeError for `check="async"` on a GPU without the compiled part (docs/installing.md); ImportError, naming the
-    package, where `trace` or `sinks` needs one that is not installed.
+    ImportError, naming the package, where `trace` or `sinks` needs one that is not installed.
 
     Examples:
         >>> import nanwatch, torch
@@ -227,21 +224,9 @@ def start_watch(
     model = original_module(model)
     names = [one.name for one in named_modules(model)]
     options = check_options(names, values, parameter_names(model).values(), must_match=must_match)
-    if options.check == "async" and options.enabled:
-        _check_async(model)
     if settings.get("measure_time") and _extension.C is None:
         raise _extension.missing("measuring the time spent in the recorder")
     return Watch(model, options, room=room, **settings)
-
-
-def _check_async(model: nn.Module) -> None:
-    """Raise RuntimeError if the model lies on a device that the fallback would wait for at each tensor."""
-    tensors = (*model.parameters(), *model.buffers())
-    devices = sorted({x.device.type for x in tensors} - {"cpu", "meta"})
-    if devices and _extension.C is None:
-        raise _extension.missing(
-            f'check="async" for a model on {devices[0]} (check="batch" waits for each tensor, and works)'
-        )
 
 
 class DeferredWatch:

@@ -17,9 +17,8 @@ from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError
 from ..report.spike import SpikeReport
 from ..trace.tracer import Tracer
-from ..util.visible import suppressing, warn_user
+from ..util.visible import suppressing
 from .failure_handler import FailureHandler
-from .optimizer_guard import is_inside_step
 from .optimizer_steps import BackwardWatch
 from .options import Options
 
@@ -63,44 +62,29 @@ class EventDispatch:
         elif self.tracer is not None:
             self.tracer.add(frame)
 
-    def on_nonfinite(self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
+    def on_nonfinite(
+        self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any, is_over: bool
+    ) -> None:
         """Hand the call to the failure handler, which may act on it at once."""
-        self.failures.nonfinite_call(frame, caller, args, kwargs)
-
-    def on_pending_nonfinite(self, frame: Frame, caller: str | None, given: Frame, is_left: bool) -> None:
-        """Hand the call to the failure handler, which acts at the batch's end."""
-        self.failures.pending_nonfinite_call(frame, caller, given, is_left)
+        self.failures.nonfinite_call(frame, caller, args, kwargs, is_over=is_over)
 
     def on_batch_end(self, batch: int, completed: bool) -> None:
         """Act on the batch's failure where that was put off; end the run when asked to."""
-        self.on_batch_pending(batch, completed, is_known=True)
-
-    def on_batch_pending(self, batch: int, completed: bool, *, is_known: bool = False) -> None:
-        """End a batch like `on_batch_end`, except for its failure, if it is not known yet."""
         error = None if completed else sys.exc_info()[1]
         if error is not None and not isinstance(error, NonFiniteError):
             self.failures.note_error(error)
         try:
             self.failures.forward_left(batch, completed)
-            if is_known:
-                self.on_pending_batch_end(batch, completed)
+            if self.tracer is not None:
+                self.tracer.batch_ended()
+            try:
+                self.failures.conclude(batch, completed)
+            finally:
+                self.sinks.settle(batch)
         finally:
             self.failures.batch_ended(batch)
         if completed and batch == self.options.abort_after_batch:
             raise BatchLimitError(batch, "abort_after_batch")
-
-    def on_pending_batch_end(self, batch: int, completed: bool) -> None:
-        """Act on the failure of a batch whose frames are all known."""
-        if self.tracer is not None:
-            self.tracer.batch_ended()
-        try:
-            self.failures.conclude(batch, completed)
-        finally:
-            self.sinks.settle(batch)
-
-    def on_warning(self, message: str) -> None:
-        """Warn the user."""
-        warn_user(message)
 
     def on_backward_start(self) -> None:
         """Find out whether the gradients of the deferred backward are gone."""
@@ -109,19 +93,10 @@ class EventDispatch:
             if self.backward.spikes is not None:
                 self.backward.spikes.backward_started()
 
-    def on_backward_pending(self) -> object:
-        """Return the present scale of the GradScaler, for `on_backward_end`."""
-        return None if self.backward is None else self.backward.guard.note_scale()
-
-    def on_backward_end(
-        self, calls: list[BackwardCall], arrivals: list[Arrival], left: object = None
-    ) -> None:
+    def on_backward_end(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
         """Defer the failure until a step is about to take it, unless the forward's failure caused it."""
-        self.failures.poll(wait=True)
-        if is_inside_step():  # a closure's backward: the step changes the weights next
-            self.failures.raise_postponed()
         if self.backward is not None:
-            self.backward.ended(calls, arrivals, left)
+            self.backward.ended(calls, arrivals)
 
 
 class TraceNotes(Sink):

@@ -107,16 +107,16 @@ class FailureHandler:
             or (self._warnings is not None and self._warnings.awaits_batches)
         )
 
-    def poll(self, *, wait: bool) -> None:
-        """Poll the recorder. Postpone an error to the next batch, optimizer's step or `Watch.look()`."""
+    def settle(self) -> None:
+        """Settle the recorder. Postpone an error to the next batch or optimizer's step, or to the watch's end."""
         try:
-            self._recorder.poll(wait)
+            self._recorder.settle()
         except NonFiniteError as error:
             self._postponed = error
             self._batch_starts.active = True
 
     def raise_postponed(self) -> None:
-        """Raise the error that `poll` has postponed, if any."""
+        """Raise the error that `settle` has postponed, if any."""
         error, self._postponed = self._postponed, None
         if error is not None:
             self._batch_starts.active = self._takes_starts
@@ -146,21 +146,24 @@ class FailureHandler:
 
     # An incident is seen.
 
-    def nonfinite_call(self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Take a call that holds a non-finite value, while its forward is under way."""
+    def nonfinite_call(
+        self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any, *, is_over: bool
+    ) -> None:
+        """Take a call that holds a non-finite value. Act on it at its batch's end if the forward `is_over`."""
         number, recomputed = frame.batch, frame.recomputed
         if recomputed and number not in self._ended:
             # A recomputation has the number of the latest batch, which may be another thread's.
             number = ~number
         is_new = not self.knows(number)
-        make = partial(self._reports.of_failure, frame, caller, given_records(args, kwargs), calls=open_calls)
+        calls = partial(self._reports.calls_around, frame.name) if is_over else open_calls
+        make = partial(self._reports.of_failure, frame, caller, given_records(args, kwargs), calls=calls)
         try:
-            incident = self._take(number, frame.name, make, is_under_way=not recomputed)
+            incident = self._take(number, frame.name, make, is_under_way=not (recomputed or is_over))
             if incident is None or incident.is_reported:
                 return
             if recomputed and self._acts:
                 self._act(incident)
-            elif self._action == "raise" and self._options.check in ("auto", "module"):
+            elif self._action == "raise" and self._options.check in ("auto", "module") and not is_over:
                 # Leave the re-run, as a call of the user's function, to `forward_left`: it could wait for a lock that
                 # the forward holds.
                 incident.is_reported = True
@@ -171,12 +174,6 @@ class FailureHandler:
             if recomputed and is_new:  # the recorder reports no end of it
                 self._end(number)
 
-    def pending_nonfinite_call(self, frame: Frame, caller: str | None, given: Frame, is_left: bool) -> None:
-        """Take a call whose rows came from the device after it. The handler acts on it at the batch's end."""
-        around = partial(self._reports.calls_around, frame.name)
-        make = partial(self._reports.of_failure, frame, caller, given.records, calls=around)
-        self._take(frame.batch, frame.name, make, is_late=is_left)
-
     def _take(
         self,
         number: int,
@@ -184,7 +181,6 @@ class FailureHandler:
         make: Callable[[], Report],
         *,
         is_under_way: bool = False,
-        is_late: bool = False,
         is_told: bool = True,
     ) -> Incident | None:
         """Count a non-finite call of the module, and return the incident of its batch: None where that has ended.
@@ -202,7 +198,7 @@ class FailureHandler:
             self._guard.settle_scaled()
             # It came first: something else than an optimizer has moved the weights by its gradients.
             deferred = self._guard.release()
-        incident = deferred or Incident(make(), is_late=is_late)
+        incident = deferred or Incident(make())
         if is_under_way and deferred is None and self.rerun.keeps_start:
             incident.call = failed_call(self._reports.model, module)
         self._under_way[number] = incident
@@ -375,7 +371,7 @@ class FailureHandler:
     def run_ended(self, error: BaseException | None) -> None:
         """Take the end of a `with` block. Raises PeerNonFiniteError as `batch_started` does."""
         if error is not None:
-            self.poll(wait=True)
+            self.settle()
             self._postponed = None  # `error` says more
             self.explain(error)
         elif self._ranks is not None:

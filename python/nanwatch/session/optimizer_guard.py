@@ -43,7 +43,6 @@ class _Pending:
     weights: set[Weight]
     scale: float | None
     skipped: bool = False  # as the optimizer itself said
-    is_late: bool = False  # found some time after it was over
 
 
 class OptimizerGuard:
@@ -72,7 +71,7 @@ class OptimizerGuard:
         self._is_known = options.scaler is not None
         self._noted = 0  # scales
         self._pending: _Pending | None = None
-        self._count(0)
+        self._in_a_row = 0
         self._latest: set[Weight] = set()  # whose step was skipped last
 
     @property
@@ -92,10 +91,7 @@ class OptimizerGuard:
         return pending
 
     def note_scale(self) -> Tensor | None:
-        """Return a copy of the present scale on its own device, without waiting for it. None where no scaler is found.
-
-        For the `defer` of a backward that is found non-finite when a scaler may have lowered the scale.
-        """
+        """Return a copy of the present scale on its own device, without a wait; None where no scaler is found."""
         self._noted += 1
         if self._scaler is None and self._noted & (self._noted - 1) == 0:
             # Look before anything is non-finite, because later the scale is another; ever less often in vain.
@@ -108,31 +104,21 @@ class OptimizerGuard:
         except RuntimeError:  # no memory, or a device that has failed
             return None
 
-    def defer(
-        self, incident: Incident, batches: set[int], weights: set[Weight], noted: object = None
-    ) -> Incident | None:
+    def defer(self, incident: Incident, batches: set[int], weights: set[Weight]) -> Incident | None:
         """Defer the failure of a backward: the gradients of these weights, in these batches, are not finite.
 
-        `noted` is the result of `note_scale` at the end of the backward. Return the incident if it is due at once: too
-        many steps in a row were skipped, or a step is under way.
+        Return the incident if it is due at once: too many steps in a row were skipped, or a step is under way.
         """
-        scale = float(noted) if isinstance(noted, Tensor) else None
         pending = self._pending
-        if pending is not None and scale is not None and scale < (pending.scale or 0.0):
-            # The scaler skipped a step between the two backwards.
-            self._skip(pending, scale)
-            pending = None
         if pending is None:
-            self._pending = _Pending(incident, batches, weights, self._scale() if scale is None else scale)
-            self._pending.is_late = scale is not None
+            self._pending = _Pending(incident, batches, weights, self._scale())
         else:
             # New sets: another thread may iterate over the old ones.
             pending.batches = pending.batches | batches
             pending.weights = pending.weights | weights
         self._backward_starts.active = True
         if self._in_a_row >= self._max_skipped_steps:
-            count = self._in_a_row
-            self._count(0)
+            count, self._in_a_row = self._in_a_row, 0
             return self._due(
                 f"the {count} steps before this one were skipped, as gradients were not finite;"
                 f" max_skipped_steps={self._max_skipped_steps} lets no more pass"
@@ -156,15 +142,10 @@ class OptimizerGuard:
         step = SkippedStep(finding.batch, before, after, finding)
         self.skipped.append(step)
         self.num_skipped += 1
-        self._count(self._in_a_row + 1)
+        self._in_a_row += 1
         self._latest = pending.weights
         self._recorder.excuse_gradients(sorted(pending.batches), step.note)
         self._tell(step)
-
-    def settle_late(self) -> None:
-        """Settle a failure that was found late, if the scaler has skipped its step since."""
-        if self._pending is not None and self._pending.is_late:
-            self.settle_scaled()
 
     def settle_scaled(self) -> None:
         """Settle the deferred failure, if its step is known to be skipped: not where its gradients are only gone."""
@@ -179,7 +160,7 @@ class OptimizerGuard:
         pending = self._pending
         if pending is None:
             if self._in_a_row and _steps(optimizer, self._latest):
-                self._count(0)
+                self._in_a_row = 0
             return None
         found_inf = getattr(optimizer, "found_inf", None)
         if isinstance(found_inf, Tensor) and bool(found_inf.detach().any()):
@@ -225,11 +206,6 @@ class OptimizerGuard:
         if incident is not None:  # otherwise another thread's step was first
             incident.remark(*remarks)
         return incident
-
-    def _count(self, in_a_row: int) -> None:
-        self._in_a_row = in_a_row
-        # When no more may be skipped a non-finite backward is reported at its end, while it can still be run again.
-        self._recorder.awaits_backwards = in_a_row >= self._max_skipped_steps
 
     def _drop(self) -> None:
         self._pending = None

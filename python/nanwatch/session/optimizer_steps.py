@@ -1,8 +1,8 @@
 """Backwards and optimizer steps of a Watch: what happens between one forward and the next.
 
 At the end of a backward BackwardWatch finds its first non-finite gradient and defers the failure. OptimizerSteps hooks
-the steps: before a step it waits for rows that a device still holds, reads the gradients that the step takes and stops
-non-finite ones, after it it reads the optimizer's state.
+the steps: before a step it reads the gradients that the step takes and stops non-finite ones, after it it reads the
+optimizer's state.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class BackwardWatch:
 
     def settle(self) -> None:
         """Make frames of backwards that ended by an exception, and find out whether the deferred step was skipped."""
-        self._recorder.finish_broken_backwards()
+        self._recorder.settle()
         self.guard.settle()
 
-    def ended(self, calls: list[BackwardCall], arrivals: list[Arrival], scale: object) -> None:
-        """Defer the failure of a backward whose frames are not kept yet. `scale` is the guard's `note_scale`."""
+    def ended(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
+        """Defer the failure of a backward whose frames are not kept yet."""
         calls = [BackwardCall(*call) for call in calls]
         fault = find_in_backward(calls, [Arrival(*one) for one in arrivals], rank=rank())
         # The gradients of a non-finite forward are its consequence.
@@ -89,7 +89,7 @@ class BackwardWatch:
         finding = self._failures.rerun.behind_model(replace(fault.finding, sequence=sequence))
         report = self._reports.latest(finding, batch, fault.frames)
         faults = [(call.frame, row) for call in calls for row in call.frame.records if row.is_fault]
-        self._defer(report, {frame.batch for frame, _ in faults}, self._weights(faults), scale)
+        self._defer(report, {frame.batch for frame, _ in faults}, self._weights(faults))
 
     def before_step(self, optimizer: Optimizer, *, is_own: bool) -> None:
         """Stop a step that is about to change the weights with a non-finite gradient.
@@ -99,6 +99,7 @@ class BackwardWatch:
         recorder, guard = self._recorder, self.guard
         if recorder.paused:
             return
+        recorder.settle()
         if torch._C._current_graph_task_id() != -1:
             # This optimizer steps inside the backward, as soon as a gradient is there.
             recorder.finish_nonfinite_backward()
@@ -109,7 +110,6 @@ class BackwardWatch:
             batch = recorder.latest_batch
             if guard.pending is not None or (batch >= 0 and batch % self._reports.options.every == 0):
                 taken = _nonfinite_parameters(optimizer)
-        guard.settle_late()
         # The gradients of a non-finite forward are its consequence.
         if taken and guard.pending is None and not self._failures.knows(recorder.latest_batch):
             self._defer_taken(optimizer, taken)
@@ -158,10 +158,10 @@ class BackwardWatch:
         weights = [owners[id(x)] for x in owned]
         self._defer(report, {batch}, {(weakref.ref(owner.module), key) for owner, key in weights})
 
-    def _defer(self, report: Report, batches: set[int], weights: set[Weight], scale: object = None) -> None:
+    def _defer(self, report: Report, batches: set[int], weights: set[Weight]) -> None:
         incident = Incident(report)
         self._failures.rerun.backward_failed(incident.finding.batch)
-        due = self.guard.defer(incident, batches, weights, scale)
+        due = self.guard.defer(incident, batches, weights)
         if due is not None:
             self._failures.step_follows(due)
 
@@ -187,11 +187,8 @@ def _nonfinite_parameters(optimizer: Optimizer) -> list[Tensor]:
 class OptimizerSteps:
     """Checks before every step of an optimizer, and the state of one optimizer after its steps.
 
-    What `failures` raises, the step raises, and no weight has changed. A step waits for pending rows of forwards with
-    check="async" and of gradients, if it may change the model: the step of an optimizer with one of its parameters, of
-    the optimizer in the options, and of any optimizer where gradients are watched or parameters are shards, which an
-    optimizer may hold in another form. A step's closure is followed by the same checks, because the weights change
-    next.
+    What `failures` raises, the step raises, and no weight has changed. A step's closure is followed by the same checks,
+    because the weights change next, and its backward may have ended on another thread.
     """
 
     def __init__(self, reports: Reports, failures: FailureHandler, backward: BackwardWatch | None) -> None:
@@ -201,10 +198,6 @@ class OptimizerSteps:
         self._reports = reports
         self._failures = failures
         self._backward = backward
-        # A closure makes the gradients in which spikes are looked for.
-        self._waits = options.spikes or (
-            recorder.has_devices and (options.check == "async" or options.gradients)
-        )
         self._given = None if options.optimizer is None else weakref.ref(options.optimizer)
         # One search for each optimizer, unless it gets a group: 0.5 ms for the parameters of 400 modules.
         self._own: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
@@ -244,8 +237,7 @@ class OptimizerSteps:
         changed = None
         if not self._recorder.paused:
             self._stepped[optimizer] = self._recorder.latest_batch
-        self._take_pending(optimizer)
-        if self._waits and self._is_own(optimizer):
+        if self._backward is not None:
             changed = with_check_after_closure(optimizer, args, kwargs, lambda: self._check(optimizer))
         if self._backward is not None:
             self._backward.before_step(optimizer, is_own=self._takes_gradients(optimizer))
@@ -259,20 +251,8 @@ class OptimizerSteps:
     _before_compiled_step = _disable_dynamo(_before_step)
 
     def _check(self, optimizer: Optimizer) -> None:
-        self._take_pending(optimizer)
         if self._backward is not None:
             self._backward.before_step(optimizer, is_own=self._takes_gradients(optimizer))
-
-    def _take_pending(self, optimizer: Optimizer) -> None:
-        if not (self._waits or self._recorder.may_be_pending):  # a few µs less, as on a CPU
-            return
-        self._recorder.poll(False)
-        if self._waits and self._recorder.may_be_pending and self._is_own(optimizer):
-            self._recorder.await_before_step()
-
-    def _is_own(self, optimizer: Optimizer) -> bool:
-        # Modules before the model get their gradients through it, perhaps with another optimizer.
-        return self._options.gradients or self._takes_gradients(optimizer)
 
     def _takes_gradients(self, optimizer: Optimizer) -> bool:
         count = sum(len(group["params"]) for group in optimizer.param_groups)

@@ -154,8 +154,8 @@ class Options:
     )
     check: Check = _act(
         "auto",
-        choice(("auto", "module", "batch", "async"), '"auto", "module", "batch" or "async"'),
-        "act at the module that holds the value, at the end of the batch, or, async, when a GPU has delivered; auto is"
+        choice(("auto", "module", "batch"), '"auto", "module" or "batch"'),
+        "act at the module that holds the value, or at the end of the batch; auto is"
         " module on a CPU and batch on a GPU",
     )
     allow_inf: tuple[str, ...] = _act(

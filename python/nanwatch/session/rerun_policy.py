@@ -222,10 +222,9 @@ class RerunPolicy:
             return
         # What wrote a weight before it was saved, or a gradient before a step, lies behind the batch.
         is_behind = finding.phase in ("save", "step")
-        start = None if incident.is_late or is_behind else self._start_of(finding)
+        start = None if is_behind else self._start_of(finding)
         loss = self._loss_of(finding)
-        reason = "it was over when its rows came from the device" if incident.is_late else ""
-        is_run = self.keeps_start and not reason and (start is not None or loss is not None)
+        is_run = self.keeps_start and (start is not None or loss is not None)
         examine = partial(
             rerun.examine,
             incident,
@@ -237,7 +236,7 @@ class RerunPolicy:
         )
         try:
             if not is_run:
-                examine(start, reason=reason)
+                examine(start)
                 return
             began = start.began if start is not None else time.monotonic()
             # Once, as each child would import it anew: torch._dynamo takes a second.

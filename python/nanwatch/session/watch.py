@@ -64,7 +64,6 @@ class Watch:
         >>> watch.resume()
         >>> watch.batch, [frame.name for frame in watch.frames]
         (0, ['0', '1', ''])
-        >>> watch.look()  # with check="async": wait for the rest
         >>> watch.note_loss(output.sum())  # for `spikes=True`
         >>> watch.report().finding is None
         True
@@ -177,7 +176,7 @@ class Watch:
     ) -> None:
         try:
             if error is None:
-                self.look()
+                self._look()
             else:
                 self._failures.note_error(error)
             self._failures.run_ended(error)
@@ -185,22 +184,19 @@ class Watch:
             self._leave()
 
     def stop(self) -> None:
-        """Call `look()`, and leave the model as it was found; the frames stay. A second time does nothing.
+        """Leave the model as it was found; the frames stay. A second time does nothing.
 
         A trace is whole on disk when this returns, or, with a slow disk, after a warning 10 s later.
         """
         try:
-            self.look()
+            self._look()
         finally:
             self._leave()
 
-    def look(self) -> None:
-        """Act on what nothing has looked at yet: rows that a device still holds, and weights since the latest step.
-
-        With check="async" nothing else waits for the last batch, but an optimizer's step and `stop()`.
-        """
+    def _look(self) -> None:
+        """Act on what nothing has looked at yet, as the weights since the latest step."""
         self._failures.raise_postponed()
-        self._recorder.poll(True)
+        self._recorder.settle()
         if self._steps is not None and sys.exc_info()[1] is None:  # the program's own error says more
             self._steps.act()
 
@@ -228,12 +224,11 @@ class Watch:
 
     def pause(self) -> None:
         """Record nothing until `resume()`; batches meanwhile are not counted."""
-        self._failures.poll(wait=self._options.check != "async")
+        self._failures.settle()
         self._recorder.paused = True
 
     def resume(self) -> None:
         """Record again. Does nothing after `stop()`."""
-        self._recorder.poll(False)  # replays of CUDA graphs meanwhile are no batches either
         self._recorder.paused = False
 
     @property
@@ -245,8 +240,7 @@ class Watch:
     def frames(self) -> tuple[Frame, ...]:
         """The latest frames, oldest first, at most `max_frames`. Those of a backward come when it is over."""
         self._settle()
-        frames = [*self._recorder.frames(), *self._recorder.pending_frames()]
-        return tuple(frames[-self._options.max_frames :])
+        return tuple(self._recorder.frames()[-self._options.max_frames :])
 
     @property
     def trace_path(self) -> Path | None:
@@ -311,7 +305,7 @@ class Watch:
         """Return the report of the latest failure, or of the latest frames when there was none.
 
         Of several non-finite batches in a row it is the report of the first, because the later ones are its
-        consequence. With check="async" it covers the rows that have come so far. `look()` waits for the rest.
+        consequence.
         """
         frames, last_step = self.frames, None
         if (failure := self._failures.failure) is None and self._steps is not None:
@@ -324,7 +318,7 @@ class Watch:
         return self._failures.ended_by_exception
 
     def _settle(self) -> None:
-        self._failures.poll(wait=self._options.check != "async")
+        self._failures.settle()
         if self._backward is not None:
             self._backward.settle()
 

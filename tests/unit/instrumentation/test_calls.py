@@ -79,18 +79,6 @@ class Talker:
         self.seen = sys.exc_info()[1]
         self._note("on_batch_end", batch, completed)
 
-    def on_pending_nonfinite(self, frame: Any, *_: Any) -> None:
-        """See RecorderEvents."""
-        self._note("on_pending_nonfinite", frame.name)
-
-    def on_batch_pending(self, batch: int, completed: bool) -> None:
-        """See RecorderEvents."""
-        self._note("on_batch_pending", batch, completed)
-
-    def on_pending_batch_end(self, batch: int, completed: bool) -> None:
-        """See RecorderEvents."""
-        self._note("on_pending_batch_end", batch, completed)
-
 
 class Held:
     """Values that a listener may give a recorder to hold."""
@@ -191,34 +179,24 @@ def test_what_the_listener_raises_the_call_raises(method: str, kind: type[BaseEx
 
 
 @needs_native
-@pytest.mark.parametrize(
-    "method", ["on_batch_pending", "on_frame", "on_pending_nonfinite", "on_pending_batch_end"]
-)
-def test_what_the_listener_raises_of_late_rows(method: str) -> None:
-    """By the call that leaves the batch, or by the look that finds its rows: once, and the batch is told to its end."""
+@pytest.mark.parametrize("method", ["on_frame", "on_nonfinite", "on_batch_end"])
+def test_what_the_listener_raises_of_a_devices_rows(method: str) -> None:
+    """By the call that leaves the batch: once, and the batch is told to its end."""
     with stand_in(place=lambda _: 0):
-        stand = Stand(check="async")
+        stand = Stand(check="batch")
         stand.listener.raises[method] = KeyboardInterrupt()
         x = torch.tensor([1.0, float("nan")])
-        raised = [stand.outcome(x)]
+        assert stand.outcome(x) is stand.listener.raises[method]
         assert not Held.alive
-        try:
-            stand.recorder.poll(True)
-        except KeyboardInterrupt as error:
-            raised.append(error)
-        assert [one for one in raised if one is not None] == [stand.listener.raises[method]]
-        assert stand.listener.told[-1][0] == "on_pending_batch_end"
-        assert not stand.recorder.may_be_pending
+        assert stand.listener.told[-1][0] == "on_batch_end"
         assert not stand.recorder.is_under_way
-        raised.clear()
         stand.listener.raises.pop(method).__traceback__ = None
         gone = weakref.ref(x)
         del x
         gc.collect()
         assert gone() is None
         stand.outcome(torch.ones(2))
-        stand.recorder.poll(True)
-        assert stand.listener.told[-1] == ("on_pending_batch_end", 1, True)
+        assert stand.listener.told[-1] == ("on_batch_end", 1, True)
 
 
 @pytest.mark.usefixtures("each_recorder")
@@ -342,12 +320,12 @@ def in_threads(rounds: int, body: Callable[[], object]) -> None:
 
 @needs_native
 def test_a_batch_that_its_thread_left_unended_is_ended() -> None:
-    """Compiled code that raises does not end its batch. If its thread ends too, the next poll ends the batch."""
+    """Compiled code that raises does not end its batch. If its thread ends too, `settle` ends the batch."""
     stand = Stand()
     in_threads(3, lambda: stand.recorder.begin_compiled(stand.model_node, [torch.ones(2)]))
 
     def ended() -> list[int]:
-        stand.recorder.poll(False)
+        stand.recorder.settle()
         return [batch for method, batch, *_ in stand.listener.told if method == "on_batch_end"]
 
     until = time.monotonic() + 60

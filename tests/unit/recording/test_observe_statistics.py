@@ -61,7 +61,6 @@ def test_gradients(recorder: str) -> None:
         for _ in range(2):
             model.zero_grad()
             model(torch.randn(9, 30)).square().sum().backward()
-            watch.look()
             gradients.append(model[0].weight.grad)
     frames = [one for one in watch.frames if one.phase == "backward"]
     assert by_label(tuple(frames), 0)["weight.grad"].statistics == pytest.approx(

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanwatch.numerics.formats import TensorHealth
-from nanwatch.records.note import NOTE_KINDS, MeshPlace, Note, Placement
+from nanwatch.records.note import CAPTURED, NOTE_KINDS, MeshPlace, Note, Placement
 from nanwatch.records.record import Frame, Record, Role
 from nanwatch.report.finding import Cure, Finding, find
 from nanwatch.report.report import BatchLimitError, NonFiniteError, Report
@@ -108,6 +108,15 @@ def test_text_when_all_is_finite() -> None:
     text = Report(GROWING[:1], None, 7).to_text()
     assert text.startswith("All finite up to batch 7\nLast frame:")
     assert "<--" not in text
+
+
+def test_captured_calls_are_named_in_one_line() -> None:
+    """However many records of the frames were not read in the capture."""
+    row = Record("output", "output", (2,), "float32", None, None, None, None, Note("not_checked", CAPTURED))
+    read = row._replace(abs_min=1.0, abs_max=1.0, isfinite=True, note=None)
+    for rows, count in (((row, row), 1), ((read,), 0)):
+        frame = Frame(0, "a", "Linear", rows)
+        assert Report((frame, frame), None, 0).to_text().count("captured into a CUDA graph") == count
 
 
 def test_text_when_nothing_was_looked_at() -> None:

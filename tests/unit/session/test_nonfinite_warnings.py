@@ -87,7 +87,7 @@ def run(model: nn.Sequential, places: list[int | None], **options: Any) -> list[
     return texts(caught)
 
 
-@pytest.mark.parametrize("check", ["module", "batch", "async"])
+@pytest.mark.parametrize("check", ["module", "batch"])
 def test_a_change_and_the_end_are_told_with_counts(check: Any) -> None:
     """Another module is the first, then all is finite, then it begins again."""
     lines = run(scales(), [None, 1, 1, 0, None, 2], check=check)

@@ -6,41 +6,27 @@ operators run in the order of the calls. Each finds its recorder by number, read
 raises as a call in the interpreter does (csrc/recorder/call_recorder_compiled.cpp).
 
 With `mode="reduce-overhead"` Inductor cuts a graph at operators on the host, and captures the parts between the cuts
-into CUDA graphs. The operators of watched calls would cut the graph at every call, because they declare to write
-`sequence`, a number in host memory. Where a whole batch is traced for one device they get a number on that device
-instead, and are captured with the rest (csrc/device/graph_rows.h). One operator stays outside, before all others, and
-polls the rows of replays.
+into CUDA graphs. The operators of watched calls cut the graph at every call, because they declare to write `sequence`,
+a number in host memory.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...numerics import _extension
 from ...util.imports import when_imported
 from ...util.visible import warn_user
 from .. import slot
 from ..slot import ATTRIBUTE, HOLDS_METHODS, wrappers
-from .operators import NOBODY, Site, device_of, given_leaves, output_leaves, own_leaves, put_begin, put_record
+from .operators import NOBODY, Site, given_leaves, output_leaves, own_leaves, put_begin, put_record
 
-DEVICE_TYPE = "cuda"
-_INDUCTOR = "torch._inductor.config"
-# Settings that Inductor must have on. `triton.cudagraph_trees` let captured code write to memory that stays. Without
-# `graph_partition` one operator on the host prevents any capture.
-_NEEDED = (
-    "triton.cudagraphs",
-    "triton.cudagraph_trees",
-    "triton.cudagraph_support_input_mutation",
-    "graph_partition",
-)
 _DYNAMO = "torch._dynamo"
 
 _installed = False
@@ -91,7 +77,7 @@ def _change_call_function(interpreted: Iterable[Any]) -> None:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         sites: list[Site] = []
         with _Doubtful(self.value):
-            sites = _sites(self, tx, args, kwargs)
+            sites = _sites(self, tx)
             for site in reversed(sites):
                 put_begin(tx, site, given_leaves(args, kwargs))
         under_way = _under_way(tx)
@@ -135,7 +121,7 @@ def _under_way(tx: Any) -> list[nn.Module]:
     return under_way
 
 
-def _sites(variable: Any, tx: Any, args: Any, kwargs: Any) -> list[Site]:
+def _sites(variable: Any, tx: Any) -> list[Site]:
     """Return a Site for every recorder that watches the module, the innermost first."""
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
@@ -156,7 +142,6 @@ def _sites(variable: Any, tx: Any, args: Any, kwargs: Any) -> list[Site]:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return []  # values inside vmap and grad cannot be read
     sites: list[Site] = []
-    devices = _devices(tx)
     wrapper = variable.var_getattr(tx, ATTRIBUTE)
     if HOLDS_METHODS:
         wrapper = wrapper.var_getattr(tx, "__self__")
@@ -165,17 +150,8 @@ def _sites(variable: Any, tx: Any, args: Any, kwargs: Any) -> list[Site]:
         wrapper.var_getattr(tx, "site").as_python_constant()
         watch, node, parts = call.target
         caller = _caller(_under_way(tx), call)
-        sequence, outside = wrapper.var_getattr(tx, "sequence"), None
-        is_first = watch not in devices
-        device = (
-            _captured_on(tx, call.recorder, _devices_of(module, args, kwargs)) if is_first else devices[watch]
-        )
-        if device is not None:
-            call.attachment().put_sequence(call, device)
-            outside = sequence if is_first else None
-            sequence = wrapper.var_getattr(tx, "device_sequence")
-        devices[watch] = device
-        sites.append(Site(sequence, outside, device, watch, node, caller, type(module).__name__, parts))
+        sequence = wrapper.var_getattr(tx, "sequence")
+        sites.append(Site(sequence, watch, node, caller, type(module).__name__, parts))
         wrapper = wrapper.var_getattr(tx, "inner")
     return sites[::-1]
 
@@ -183,20 +159,6 @@ def _sites(variable: Any, tx: Any, args: Any, kwargs: Any) -> list[Site]:
 def _calls(module: nn.Module) -> list[Any]:
     """Return the watched calls of a module, the outermost first."""
     return [one for one in wrappers(module) if one.recorder is not None]
-
-
-def _devices(tx: Any) -> dict[int, torch.device | None]:
-    """Return for each watch in this trace the device that will capture it, or None."""
-    devices: dict[int, torch.device | None] = tx.output.__dict__.setdefault("_nanwatch_devices", {})
-    return devices
-
-
-def _devices_of(module: nn.Module, args: Any, kwargs: Any) -> Iterator[torch.device]:
-    """Yield the devices of the module's weights and of its arguments."""
-    yield from {x.device for x in module.parameters()}
-    for leaf in given_leaves(args, kwargs):
-        if (device := device_of(leaf)) is not None:
-            yield device
 
 
 def _caller(under_way: list[nn.Module], call: Any) -> int:
@@ -217,38 +179,3 @@ def _forget_traces() -> None:
     for code in list(_unexpecting):
         _unexpecting.discard(code)
         remove_from_cache(code)
-
-
-def _captured_on(tx: Any, recorder: Any, devices: Iterable[torch.device]) -> torch.device | None:
-    """Return the device of the CUDA graph that will capture the batch of an outermost call, or None.
-
-    `devices` are the devices of the call's tensors. With two of them Inductor captures nothing.
-    """
-    if not _can_be_captured(recorder) or not all(_setting(tx, name) for name in _NEEDED):
-        return None
-    found = {device for device in devices if device.type == DEVICE_TYPE}
-    return found.pop() if len(found) == 1 else None
-
-
-def _can_be_captured(recorder: Any) -> bool:
-    """Return whether a graph can capture the recorder: no PythonRecorder, which waits for rows, nor within a batch."""
-    native = _extension.C
-    if native is None or not isinstance(recorder, native.CallRecorder) or native.device_backend() == 0:
-        return False
-    return not recorder.is_under_way
-
-
-def _setting(tx: Any, name: str) -> bool:
-    """Return the option given to torch.compile, else the global one."""
-    backend = tx.output.compiler_fn
-    while hasattr(backend, "_torchdynamo_orig_backend"):
-        backend = backend._torchdynamo_orig_backend
-    own = getattr(backend, "config", None)
-    if not isinstance(own, dict):  # as Inductor's has
-        return False
-    if name in own:
-        return bool(own[name])
-    value: Any = sys.modules.get(_INDUCTOR)
-    for part in name.split("."):
-        value = getattr(value, part, None)
-    return bool(value)

@@ -68,12 +68,6 @@ def _record(
         recorder.record_compiled(callee, caller, plan, list(tensors))
 
 
-def _poll(sequence: Tensor, watch: int) -> None:
-    _count(sequence)
-    if (recorder := _recorders.get(watch)) is not None:
-        recorder.poll(False)
-
-
 def _count(sequence: Tensor) -> None:
     if sequence.device.type == "cpu":
         sequence.add_(1)
@@ -92,13 +86,11 @@ record_ = define(
     _record,
     _fake_nothing,
 )
-poll_ = define("poll_(Tensor(a!) sequence, int watch) -> ()", _poll, _fake_nothing)
 
 
 # The arguments, as Dynamo puts them into the graph.
 
 _NOT_READ = "in compiled code only plain tensors are read"
-_NOT_CAPTURED = "a CUDA graph reads what is on its own device"
 _SCALARS = (int, float, complex, str, bytes)
 _PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
@@ -107,13 +99,10 @@ class Site(NamedTuple):
     """Call in a graph: the arguments of the operators besides its tensors.
 
     `sequence` is Dynamo's variable. `parts` are the letters of the tensors to read (w, b, i, o), none for a call that
-    only begins and ends a batch. For a batch that a CUDA graph will capture, `device` is its device, and in the first
-    call of the trace `outside` is the variable for the sequence on the host.
+    only begins and ends a batch.
     """
 
     sequence: Any
-    outside: Any
-    device: torch.device | None
     watch: int
     callee: int
     caller: int
@@ -128,18 +117,14 @@ Leaf: TypeAlias = tuple[str, str, Any]
 def put_begin(tx: Any, site: Site, found: list[Leaf]) -> None:
     """Put `begin_` into the graph for a call that no watched call of the graph made."""
     if site.caller == NOBODY:
-        if site.outside is not None:
-            _call(tx, poll_, site.outside, _constant(site.watch))
-        _, tensors = _plan(tx, "", found, site.device)
+        _, tensors = _plan(tx, "", found)
         _call(tx, begin_, site.sequence, _constant(site.watch), _constant(site.callee), tensors)
 
 
 def put_record(tx: Any, site: Site, found: list[Leaf]) -> None:
     """Put `record_` into the graph."""
     if site.parts or site.caller == NOBODY:
-        lines, tensors = _plan(
-            tx, site.class_name, [leaf for leaf in found if leaf[0] in site.parts], site.device
-        )
+        lines, tensors = _plan(tx, site.class_name, [leaf for leaf in found if leaf[0] in site.parts])
         numbers = map(_constant, (site.watch, site.callee, site.caller))
         _call(tx, record_, site.sequence, *numbers, lines, tensors)
 
@@ -173,17 +158,6 @@ def output_leaves(output: Any) -> list[Leaf]:
     found: list[Leaf] = []
     _add(output, "o", "output", 0, found)
     return found
-
-
-def device_of(leaf: Leaf) -> torch.device | None:
-    """Return the device of a tensor without a guard, or None for another value."""
-    from torch._dynamo.variables import TensorVariable
-    from torch._dynamo.variables.lazy import LazyVariableTracker
-
-    value = leaf[2]
-    if issubclass(type(value), LazyVariableTracker):
-        value = value.realize() if value.is_realized() else value.original_value()
-    return value.device if issubclass(type(value), Tensor | TensorVariable) else None
 
 
 def _add(variable: Any, role: str, label: str, depth: int, found: list[Leaf]) -> None:
@@ -240,8 +214,8 @@ def _unread(role: str, label: str) -> str:
     return f"{role}u {label}\t{_NOT_READ}"
 
 
-def _plan(tx: Any, class_name: str, found: list[Leaf], device: torch.device | None) -> tuple[Any, Any]:
-    """Return the text and the list of tensors for an operator, as variables, of tensors on `device` only if given."""
+def _plan(tx: Any, class_name: str, found: list[Leaf]) -> tuple[Any, Any]:
+    """Return the text and the list of tensors for an operator, as variables."""
     from torch._dynamo.variables import ListVariable, TensorVariable
     from torch._dynamo.variables.base import VariableTracker
 
@@ -260,25 +234,7 @@ def _plan(tx: Any, class_name: str, found: list[Leaf], device: torch.device | No
         if text.as_python_constant():
             lines.append(text.as_python_constant())
         tensors += inside.items
-    text = "\n".join(lines)
-    if device is not None:
-        text, tensors = _only_on(device, text, tensors)
-    return _constant(text), ListVariable(tensors)
-
-
-def _only_on(device: torch.device, text: str, tensors: list[Any]) -> tuple[str, list[Any]]:
-    """Mark tensors on other devices as not read and drop them, because a captured graph can read only its device."""
-    kept, remaining = [], iter(tensors)
-    lines = text.split("\n")
-    for i, line in enumerate(lines):
-        if i == 0 or line[1] != "t":
-            continue
-        tensor = next(remaining)
-        if tensor.device == device:
-            kept.append(tensor)
-        else:
-            lines[i] = f"{line[0]}u{line[2:]}\t{_NOT_CAPTURED}"
-    return "\n".join(lines), kept
+    return _constant("\n".join(lines)), ListVariable(tensors)
 
 
 def _call(tx: Any, function: Any, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rows that a device makes, over a stand-in that runs when told: reports are those of the host, and nobody waits."""
+"""Rows that a device makes, over a stand-in that runs when told: the reports of the host, with one wait a batch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
-from nanwatch.report.report import BatchLimitError, NonFiniteError
+from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import Watch, watch
 from support.random_trees import run, tree
 from support.stand_in_device import BROKEN, OLD_DRIVER, StandIn, stand_in
@@ -22,6 +21,7 @@ from support.toys import Plant, Scale, chain, in_threads, mlp, names, text_of
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
 INF = float("inf")
+X = torch.ones(2, 3)
 NAN = float("nan")
 
 
@@ -38,14 +38,11 @@ def watched_run(model: nn.Module, batches: int, **options: Any) -> Watch:
     return w
 
 
-# The report is that of the host
-
-
 @settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**32),
     poison=st.sampled_from([0.0, 0.02, 0.3]),
-    check=st.sampled_from(["module", "batch", "async"]),
+    check=st.sampled_from(["module", "batch"]),
     holds=st.booleans(),
 )
 def test_reports_are_those_of_the_host(seed: int, poison: float, check: Any, holds: bool) -> None:
@@ -61,7 +58,7 @@ def test_reports_are_those_of_the_host(seed: int, poison: float, check: Any, hol
         assert w.counters["stale_hits"] == 0
 
 
-@pytest.mark.parametrize("check", ["auto", "module", "batch", "async"])
+@pytest.mark.parametrize("check", ["auto", "module", "batch"])
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
 def test_what_is_raised_is_what_the_host_raises(check: Any, value: float) -> None:
     """The same finding with the counts and the index, and a report that ends at the first non-finite frame."""
@@ -76,9 +73,8 @@ def test_what_is_raised_is_what_the_host_raises(check: Any, value: float) -> Non
     assert reports[0] == reports[1]
 
 
-@pytest.mark.parametrize("check", ["batch", "async"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_masks_and_infinities_that_are_meant(check: Any, dtype: torch.dtype) -> None:
+def test_masks_and_infinities_that_are_meant(dtype: torch.dtype) -> None:
     """An additive mask of either kind is noted as on the host; one without a zero in a row is a fault."""
     lowest = torch.finfo(dtype).min
     masks = [
@@ -97,26 +93,11 @@ def test_masks_and_infinities_that_are_meant(check: Any, dtype: torch.dtype) -> 
         for on_device in (False, True):
             model = nn.ModuleList([Takes()])
             with device_or_host(on_device):
-                with watch(model, check=check, on_nonfinite="record", allow_inf=allowed) as w:
+                with watch(model, on_nonfinite="record", allow_inf=allowed) as w:
                     model[0](torch.ones(2, dtype=dtype), *given_masks)
                 found.append(text_of(w))
         assert found[0] == found[1]
         assert found[1].count("Note(kind='mask'") == (2 if are_masks else 0)
-
-
-def test_the_origin_is_the_data_where_the_batch_was_given_it() -> None:
-    """A failure reported one batch late still knows the arguments of its batch."""
-    model = chain()
-    with stand_in() as device, watch(model, check="async", on_nonfinite="record") as w:
-        model(torch.full((1, 3), NAN))
-        device.run()
-        model(torch.ones(1, 3))
-        finding = w.report().finding
-    assert finding is not None
-    assert (finding.batch, finding.origin, finding.label) == (0, "data", "input[0]")
-
-
-# Who waits, and how much is launched
 
 
 def test_one_launch_a_frame_and_one_wait_a_batch() -> None:
@@ -143,53 +124,7 @@ def test_module_waits_for_each_call() -> None:
         assert device.waits == 3  # the non-finite call is looked at twice
 
 
-def test_async_never_waits() -> None:
-    """A failure is raised by the first call after its rows have come, before that call computes anything."""
-    plant = Plant(b0=INF)
-    model = chain(plant)
-    with stand_in() as device:
-        w = watch(model, check="async", rerun=False)
-        model(torch.ones(1, 3))
-        model(torch.ones(1, 3))
-        assert w.report().finding is None
-        device.run()
-        assert device.waits == 0
-        with pytest.raises(NonFiniteError) as error:
-            model(torch.ones(1, 3))
-        assert plant.calls == 2
-        finding = error.value.report.finding
-        assert finding is not None
-        assert (finding.batch, finding.module, finding.label) == (0, "1", "output")
-        assert [(f.batch, f.name) for f in error.value.report.frames] == [(0, "0"), (0, "1")]
-        model(torch.ones(1, 3))
-        w.stop()
-        # Two batches, one after the error; stop() waits for what is left.
-        assert [batch for batch, name in names(w) if name == ""] == [0, 1, 2]
-
-
-def test_a_batch_that_was_delivered_in_time_is_told_at_its_own_end() -> None:
-    """Where the device keeps up, async is as prompt as batch."""
-    model = chain(Plant(b0=INF))
-    with stand_in(holds=False) as device, watch(model, check="async", rerun=False):
-        with pytest.raises(NonFiniteError):
-            model(torch.ones(1, 3))
-        assert device.waits == 0
-
-
-def test_nothing_is_shown_before_it_has_come() -> None:
-    """Frames appear with their rows, in their order."""
-    model = chain()
-    with stand_in() as device, watch(model, check="async") as w:
-        model(torch.ones(1, 3))
-        assert w.frames == ()
-        device.run(4)  # the first layer's rows
-        assert names(w) == [(0, "0")]
-        device.run()
-        assert names(w) == [(0, "0"), (0, "1"), (0, "")]
-
-
-@pytest.mark.parametrize("check", ["batch", "async"])
-def test_a_row_is_of_the_memory_as_it_was(check: Any) -> None:
+def test_a_row_is_of_the_memory_as_it_was() -> None:
     """Memory freed, reused or overwritten after a call, and before the device ran, changes no row."""
 
     class Reuse(nn.Module):
@@ -205,36 +140,18 @@ def test_a_row_is_of_the_memory_as_it_was(check: Any) -> None:
             return z
 
     model = Reuse()
-    with stand_in(), watch(model, check=check) as w:
+    with stand_in(), watch(model) as w:
         for _ in range(3):
             model(torch.ones(5))
     ranges = [[(r.abs_min, r.abs_max) for r in f.records] for f in w.frames[:3]]
     assert ranges == [[(1, 1), (2, 2)], [(7, 7), (21, 21)], [(1, 1), (21, 21)]]
 
 
-def test_weights_on_the_way_are_not_read_again() -> None:
-    """Batches that overlap share the rows of their weights, also after the first of them was told."""
-    model = mlp()
-    with stand_in() as device:
-        w = watch(model, check="async", _verify_hits=True, max_frames=100)
-        for _ in range(3):
-            model(torch.ones(2, 3))
-        before = w.counters["cache_hits"]
-        assert before >= 8 + 3 * 4
-        device.run()
-        model(torch.ones(2, 3))
-        w.stop()
-    assert w.counters["stale_hits"] == 0
-    first = [r.abs_max for f in w.frames if f.batch == 0 for r in f.records]
-    for batch in (1, 2, 3):
-        assert [r.abs_max for f in w.frames if f.batch == batch for r in f.records] == first
-
-
 def test_after_a_step_weights_are_read_anew() -> None:
     """The step of an optimizer makes every weight unknown, also one whose row is on the way."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
-    with stand_in(), watch(model, check="async", _verify_hits=True) as w:
+    with stand_in(), watch(model, _verify_hits=True) as w:
         for _ in range(3):
             model(torch.ones(2, 3)).sum().backward()
             optimizer.step()
@@ -252,17 +169,22 @@ def test_a_full_table_makes_the_host_wait_and_loses_nothing() -> None:
         def forward(self, xs: list[Tensor]) -> None:
             return None
 
-    model = Many()
-    with stand_in() as device, watch(model, check="async", max_frames=20) as w:
-        for batch in range(9):
-            model([torch.tensor(float(batch * 10_000 + i)) for i in range(4000)])
-        assert 0 < device.waits < 9
-    assert [[r.abs_max for r in f.records[:-1]] for f in w.frames] == [
-        [batch * 10_000 + i for i in range(4000)] for batch in range(9)
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.many = Many()
+
+        def forward(self) -> None:
+            for call in range(9):
+                self.many([torch.tensor(float(call * 10_000 + i)) for i in range(4000)])
+
+    model = Calls()
+    with stand_in() as device, watch(model, max_frames=20) as w:
+        model()
+        assert 1 < device.waits < 9
+    assert [[r.abs_max for r in f.records[:-1]] for f in w.frames[:-1]] == [
+        [call * 10_000 + i for i in range(4000)] for call in range(9)
     ]
-
-
-# Devices and streams
 
 
 def test_a_model_over_several_devices_and_the_host() -> None:
@@ -289,8 +211,7 @@ def test_a_model_over_several_devices_and_the_host() -> None:
     assert [r.abs_max for r in w.frames[-1].records] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("check", ["batch", "async"])
-def test_a_fault_of_the_host_waits_for_earlier_ones_of_the_device(check: Any) -> None:
+def test_a_fault_of_the_host_waits_for_earlier_ones_of_the_device() -> None:
     """The first fault is the first in the order of the calls, wherever the tensors lie."""
 
     class Both(nn.Module):
@@ -303,7 +224,7 @@ def test_a_fault_of_the_host_waits_for_earlier_ones_of_the_device(check: Any) ->
 
     model = Both()
     split = stand_in(place=lambda x: -1 if x.dtype == torch.float16 else 0)
-    with split, pytest.raises(NonFiniteError) as error, watch(model, check=check, rerun=False):
+    with split, pytest.raises(NonFiniteError) as error, watch(model, rerun=False):
         model(torch.ones(3))
     finding = error.value.report.finding
     assert finding is not None
@@ -332,11 +253,7 @@ def test_each_stream_that_was_used_is_waited_for() -> None:
         assert [f.records[-1].abs_max for f in w.frames] == [2, 3, 5]
 
 
-# When something fails
-
-
-@pytest.mark.parametrize("check", ["batch", "async"])
-def test_an_error_of_the_device_leaves_the_frames_up_to_it(check: Any) -> None:
+def test_an_error_of_the_device_leaves_the_frames_up_to_it() -> None:
     """Rows that the device wrote before it failed are reported; rows that it did not write are not called finite."""
 
     class Asserts(nn.Module):
@@ -347,7 +264,7 @@ def test_an_error_of_the_device_leaves_the_frames_up_to_it(check: Any) -> None:
 
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Scale(), Asserts())
     with stand_in() as device:
-        w = watch(model, check=check)
+        w = watch(model)
         with pytest.raises(RuntimeError, match="device-side assert"):
             model(torch.ones(1, 3))
         w.stop()
@@ -358,8 +275,7 @@ def test_an_error_of_the_device_leaves_the_frames_up_to_it(check: Any) -> None:
         assert f"error {BROKEN} of the stand-in" in notes[-1]
 
 
-@pytest.mark.parametrize("check", ["batch", "async"])
-def test_a_fault_before_the_device_failed_is_in_the_report(check: Any) -> None:
+def test_a_fault_before_the_device_failed_is_in_the_report() -> None:
     """The model's own error stays what is raised; the report has the finding."""
 
     class Fails(nn.Module):
@@ -369,7 +285,7 @@ def test_a_fault_before_the_device_failed_is_in_the_report(check: Any) -> None:
 
     model = nn.Sequential(Scale(INF), Fails())
     with stand_in() as device:
-        with pytest.raises(RuntimeError, match="out of memory"), watch(model, check=check) as w:
+        with pytest.raises(RuntimeError, match="out of memory"), watch(model) as w:
             model(torch.ones(1, 3))
         finding = w.report().finding
     assert finding is not None
@@ -379,7 +295,7 @@ def test_a_fault_before_the_device_failed_is_in_the_report(check: Any) -> None:
 def test_a_device_that_cannot_run_is_left_alone() -> None:
     """With a driver that is too old every tensor is read as before, and the device is not asked again."""
     model = mlp()
-    with stand_in(fail_next=OLD_DRIVER) as device, watch(model, check="async") as w:
+    with stand_in(fail_next=OLD_DRIVER) as device, watch(model) as w:
         model(torch.ones(2, 3))
         model(torch.ones(2, 3))
         assert device.launches == []
@@ -423,127 +339,41 @@ def test_what_the_device_does_not_take_is_read_at_once() -> None:
     assert found[0] == found[1]
 
 
-# Telling
-
-
-def test_the_last_batch_is_told_by_stop() -> None:
-    """With async nothing else waits for the last batch: stop(), or leaving the block, raises what it held."""
-    model = chain(Plant(b1=INF))
-    with stand_in():
-        with pytest.raises(NonFiniteError) as error:
-            watched_run(model, 2, check="async", rerun=False)
-        assert error.value.report.batch == 1
-        assert all(module._compiled_call_impl is None for module in model.modules())
-
-
-def test_a_report_shows_a_fault_and_leaves_the_raising_to_the_next_call() -> None:
-    """Asking for a report is no place to raise; nobody's failure is lost by it."""
-    model = chain(Plant(b0=INF))
-    with stand_in() as device:
-        w = watch(model, check="async", rerun=False)
-        model(torch.ones(1, 3))
-        device.run()
-        assert w.report().finding is not None
-        with pytest.raises(NonFiniteError):
-            model(torch.ones(1, 3))
-        model(torch.ones(1, 3))
-        w.look()
-        assert device.waits > 0
-        w.stop()
-
-
-def test_every_batch_of_a_late_run_is_one_run() -> None:
-    """The report of several non-finite batches in a row is that of the first, as when each is reported at its end."""
-    found = []
-    for check in ("batch", "async"):
-        model = chain(Plant(b1=INF, b2=NAN, b3=NAN, b5=INF))
-        with stand_in() as device, watch(model, check=check, on_nonfinite="record") as w:
-            batches = []
-            for _ in range(7):
-                model(torch.ones(1, 3))
-                device.run()
-                w.look()
-                finding = w.report().finding
-                batches.append(None if finding is None else finding.batch)
-        found.append(batches)
-    assert found == [[None, 1, 1, 1, 1, 5, 5]] * 2
-
-
-@pytest.mark.parametrize("check", ["batch", "async"])
-def test_warnings_and_callables_come_with_the_batch(check: Any) -> None:
+def test_warnings_and_callables_come_with_the_batch() -> None:
     """One warning when it begins, at its end and at the watch's; a callable gets one report a batch."""
     reports = []
     with stand_in():
         model = chain(Plant(b1=INF), nn.ReLU())
         with pytest.warns(RuntimeWarning, match="batch 1") as told:
-            watched_run(model, 3, check=check, on_nonfinite="warn")
+            watched_run(model, 3, on_nonfinite="warn")
         assert [str(one.message).split()[0] for one in told] == ["inf", "all", "of"]
         model = chain(Plant(b0=INF, b2=INF))
-        watched_run(model, 3, check=check, on_nonfinite=reports.append)
+        watched_run(model, 3, on_nonfinite=reports.append)
     assert [report.batch for report in reports] == [0, 2]
 
 
-def test_a_traced_batch_is_printed_before_the_next_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """The frames of a traced batch stand under its own header, also with async."""
-    model = mlp()
-    with stand_in(), watch(model, check="async", trace_batches=(0, 1)):
-        model(torch.ones(2, 3))
-        model(torch.ones(2, 3))
-    printed = capsys.readouterr().out
-    headers = [printed.index(f"batch number={number}") for number in (0, 1)]
-    assert printed[headers[0] : headers[1]].count("Linear") == printed[headers[1] :].count("Linear") == 2
-
-
-@pytest.mark.parametrize("check", ["batch", "async"])
-def test_a_rerun_where_the_batch_is_still_there(check: Any) -> None:
-    """At the end of its own batch a fault is run again; a batch late the report says why it was not."""
+def test_a_fault_is_run_again_at_its_batchs_end() -> None:
+    """The re-run finds the operation, as the batch is still there."""
     model = nn.Sequential(nn.Linear(3, 3), Scale(INF))
-    with stand_in() as device:
-        w = watch(model, check=check)
-
-        def two_batches() -> None:
-            model(torch.ones(1, 3))
-            device.run()
-            model(torch.ones(1, 3))
-
-        with pytest.raises(NonFiniteError) as error:
-            two_batches()
-        finding = error.value.report.finding
-        assert finding is not None
-        if check == "batch":
-            assert finding.operation is not None
-        else:
-            assert finding.operation is None
-            assert "it was over when its rows came" in " ".join(finding.remarks)
-        w._leave()
-
-
-@pytest.mark.parametrize("check", ["batch", "async"])
-def test_a_recomputed_fault_is_told_at_the_next_look(check: Any) -> None:
-    """An infinity that only the recomputation in a backward makes is found without a stop of the device in it."""
-    scale = Scale()
-    model = nn.Sequential(scale, nn.Linear(2, 2))
-    with stand_in() as device, watch(model, check=check, on_nonfinite="record") as w:
-        loss = checkpoint(model, torch.ones(1, 2), use_reentrant=False).sum()
-        waited = device.waits
-        scale.factor = INF
-        loss.backward()
-        assert device.waits == waited
-        device.run()
-        w.look()
-    finding = w.report().finding
+    with stand_in(), pytest.raises(NonFiniteError) as error, watch(model):
+        model(torch.ones(1, 3))
+    finding = error.value.report.finding
     assert finding is not None
-    assert (finding.module, finding.batch) == ("0", 0)
-    assert w.report().frames[-1].recomputed
+    assert finding.operation is not None
 
 
-def test_an_abort_after_a_batch_comes_at_its_end() -> None:
-    """The limit does not wait for the rows, and the report has them once the block is left."""
-    model = chain(Plant(b0=INF))
-    with stand_in():
-        with pytest.raises(BatchLimitError), watch(model, check="async", abort_after_batch=0) as w:
-            model(torch.ones(1, 3))
-        assert w.report().finding is not None
+def test_a_capture_is_left_alone() -> None:
+    """It has no launch and no wait of the watch in it, and the calls after it are read as before."""
+    model = mlp()
+    with stand_in() as device, watch(model):
+        model(X)
+        launches, waits = len(device.launches), device.waits
+        device.capturing = True
+        model(X)
+        device.capturing = False
+        assert (len(device.launches), device.waits) == (launches, waits)
+        model(X)
+        assert len(device.launches) > launches
 
 
 def test_threads_have_their_own_batches() -> None:
@@ -573,7 +403,7 @@ def test_a_model_is_bit_for_bit_what_it_was_and_freed_as_before() -> None:
 
     plain, model = mlp(), mlp()
     x = torch.randn(2, 3)
-    with stand_in(), watch(model, check="async"):
+    with stand_in(), watch(model):
         output = model(x)
         assert torch.equal(output, plain(x))
         reference = weakref.ref(output)

@@ -1,13 +1,11 @@
-"""Gradients on a device that runs when told: reports are those of the host, and nobody waits before a step."""
+"""Gradients on a device that runs when told: reports are those of the host, with one wait a backward."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import random
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,13 +23,12 @@ from nanwatch.session.api import Watch, watch
 from support.forks import SIDE, Fork, fork_backward, range_of, ranges
 from support.gradient_models import Narrow, Net, Sick, Spoil, Spoiling, backward_frames, loss_of
 from support.stand_in_device import BROKEN, OLD_DRIVER, ReadsFoundInf, StandIn, stand_in
-from support.toys import Plant, chain, in_threads, mlp, text_of
+from support.toys import chain, in_threads, mlp, text_of
 from support.training import are_unchanged, copies, stopped
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
 X = torch.ones(2, 3)
 INF = float("inf")
-CHECKS: list[Any] = ["batch", "async"]
 
 
 class SpoilsLater(nn.Module):
@@ -47,17 +44,12 @@ class SpoilsLater(nn.Module):
 
 
 @contextlib.contextmanager
-def trained(
-    model: nn.Module, check: Any = "async", **options: Any
-) -> Iterator[tuple[StandIn, torch.optim.Optimizer, Watch]]:
+def trained(model: nn.Module, **options: Any) -> Iterator[tuple[StandIn, torch.optim.Optimizer, Watch]]:
     """The model watched on a device that runs when told, with its gradients, and an optimizer of its weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings_of_watch = {"rerun": False, "gradients": True, "check": check, **options}
+    settings_of_watch = {"rerun": False, "gradients": True, **options}
     with stand_in() as device, watch(model, **settings_of_watch) as w:
         yield device, optimizer, w
-
-
-# The report is that of the host
 
 
 @settings(max_examples=15)
@@ -68,8 +60,7 @@ def test_reports_are_those_of_the_host(seed: int, spoils: bool, behind: bool, sk
     for check, place, holds in (
         ("module", -1, True),
         ("batch", 0, True),
-        ("async", 0, True),
-        ("async", 0, False),
+        ("batch", 0, False),
     ):
         model = Net(seed)
         if spoils:
@@ -92,16 +83,15 @@ def test_reports_are_those_of_the_host(seed: int, spoils: bool, behind: bool, sk
     assert len(set(found.values())) == 1
 
 
-@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("accumulates", [1, 3])
-def test_the_step_is_stopped_before_it_takes_a_late_gradient(check: Any, accumulates: int) -> None:
+def test_the_step_is_stopped_before_it_takes_a_late_gradient(accumulates: int) -> None:
     """Whichever of the backwards behind it was bad; with the finding and the frames of the host."""
     reports: list[Report] = []
     for place in (-1, 0):
         model = chain(SpoilsLater(2 * accumulates - 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with stand_in(place=lambda x, place=place: place):
-            w = watch(model, gradients=True, check=check, rerun=False)
+            w = watch(model, gradients=True, rerun=False)
             for _ in range(accumulates):
                 model(X).sum().backward()
             optimizer.step()
@@ -117,62 +107,28 @@ def test_the_step_is_stopped_before_it_takes_a_late_gradient(check: Any, accumul
     assert (finding.phase, finding.module, finding.batch) == ("backward", "1", 2 * accumulates - 1)
 
 
-# Who waits, and how much is launched
-
-
-def test_a_launch_a_gradient_and_one_wait_before_the_step() -> None:
-    """Each tensor's read is launched when it appears; forward and backward wait for nothing, the step once for both."""
+def test_a_forward_and_a_backward_wait_once_each() -> None:
+    """Each tensor's read is launched when it appears, and awaited when its forward or backward is over."""
     model = mlp()
     with trained(model) as (device, optimizer, w):
-        model(X).sum().backward()
-        launches = len(device.launches)
-        # Three outputs and four weights; the root's output is the last layer's.
-        assert device.launches[-7:] == [1] * 7
-        assert device.waits == 0
-        optimizer.step()
-        assert len(device.launches) == launches
-        assert device.waits == 1
-        assert [frame.name for frame in backward_frames(w)] == ["2", "1", "0", ""]
-
-
-def test_batch_waits_at_the_end_of_a_forward_and_before_the_step() -> None:
-    """Not at the end of a backward: a GradScaler may have looked by the time of the step."""
-    model = mlp()
-    with trained(model, "batch") as (device, optimizer, _):
-        for count in (1, 3):
+        for count in (0, 2):
             loss = model(X).sum()
-            assert device.waits == count
-            loss.backward()
-            assert device.waits == count
-            optimizer.step()
             assert device.waits == count + 1
+            loss.backward()
+            assert device.launches[-7:] == [1] * 7  # of three outputs and four weights
+            assert device.waits == count + 2
+            optimizer.step()
+            assert device.waits == count + 2
+        assert [frame.name for frame in backward_frames(w)][-4:] == ["2", "1", "0", ""]
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_nothing_is_waited_for_where_the_rows_have_come(check: Any) -> None:
-    """After a GradScaler has read whether an inf was found, the rows are there and reading them is free."""
-    model = chain(SpoilsLater(1))
-    with trained(model, check) as (device, optimizer, _):
-        for batch in range(2):
-            model(X).sum().backward()
-            waits = device.waits
-            device.run()
-            if batch == 0:
-                optimizer.step()
-            else:
-                with stopped(model):
-                    optimizer.step()
-            assert device.waits == waits
-
-
-@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("place", [0, -1])
-def test_the_optimizer_of_what_feeds_the_model_takes_no_bad_gradient(check: Any, place: int) -> None:
+def test_the_optimizer_of_what_feeds_the_model_takes_no_bad_gradient(place: int) -> None:
     """A generator in front of a watched discriminator: its step is stopped too."""
     generator, model = nn.Linear(3, 3), chain(SpoilsLater(0))
     optimizer = torch.optim.SGD(generator.parameters(), lr=0.1)
     with stand_in(place=lambda x: place):
-        w = watch(model, gradients=True, check=check, rerun=False)
+        w = watch(model, gradients=True, rerun=False)
         model(generator(X)).sum().backward()
         with stopped(generator):
             optimizer.step()
@@ -182,7 +138,7 @@ def test_the_optimizer_of_what_feeds_the_model_takes_no_bad_gradient(check: Any,
 def test_module_has_each_gradient_when_it_comes() -> None:
     """With check="module" each is read at once, and the failure is known when the backward is over."""
     model = chain(SpoilsLater(0))
-    with trained(model, "module") as (device, _, w):
+    with trained(model, check="module") as (device, _, w):
         loss = model(X).sum()
         launches = len(device.launches)
         loss.backward()
@@ -192,101 +148,9 @@ def test_module_has_each_gradient_when_it_comes() -> None:
         assert finding.phase == "backward"
 
 
-def test_what_is_asked_waits_as_the_options_say() -> None:
-    """Frames and counters of a backward: with check="batch" at once, with "async" when they have come."""
-    for check in CHECKS:
-        model = mlp()
-        with trained(model, check) as (device, _, w):
-            model(X).sum().backward()
-            known = len(backward_frames(w))
-            assert known == (4 if check == "batch" else 0)
-            device.run()
-            assert len(backward_frames(w)) == 4
-            assert w.counters["tensors"] == 13 + 10
-
-
-# GradScaler
-
-
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("is_given", [True, False])
-def test_a_skipped_step_has_the_scale_that_its_backward_had(check: Any, is_given: bool) -> None:
-    """The gradient is known to be bad only when the scale has fallen already. Nobody waits but the scaler."""
-    gc.collect()  # the scalers of other tests
-    model = Narrow()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    with stand_in() as device:
-        scaler = ReadsFoundInf(device, init_scale=2.0**18)
-        w = watch(model, gradients=True, check=check, scaler=scaler if is_given else None, rerun=False)
-        before = copies(model)
-        for _ in range(3):
-            optimizer.zero_grad()
-            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        assert not are_unchanged(model, before)
-        assert device.waits == (3 if check == "batch" else 0)
-        assert [str(step) for step in w.skipped_steps] == [
-            "skipped step (scale 262144 → 131072)",
-            "skipped step (scale 131072 → 65536)",
-        ]
-        assert {
-            str(r.note) for frame in backward_frames(w) for r in frame.records if r.isfinite is False
-        } == {str(step) for step in w.skipped_steps}
-        w.stop()
-
-
-def test_skips_beyond_the_most_are_raised_by_the_backward() -> None:
-    """When no more may pass, the next one is known at its end, as on the host."""
-    model = Narrow()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    with stand_in() as device:
-        scaler = ReadsFoundInf(device, init_scale=2.0**60)
-        w = watch(model, gradients=True, check="async", max_skipped_steps=2, rerun=False)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss = scaler.scale(model(torch.ones(2, 4)).sum())
-            if step < 2:
-                loss.backward()
-                scaler.step(optimizer)
-                scaler.update()
-                continue
-            with pytest.raises(NonFiniteError, match="the 2 steps before this one were skipped"):
-                loss.backward()
-        w._leave()
-
-
-@pytest.mark.parametrize("place", [0, -1])
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize(("scale", "skips"), [(2.0**17, [1]), (2.0**60, [2, 4])])
-def test_steps_that_follow_each_other_without_a_forward(
-    check: Any, place: int, scale: float, skips: list[int]
-) -> None:
-    """Two forwards, then a step for each: every skip is counted by itself, and a good step is no failure."""
-    model = Narrow()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-    with stand_in(place=lambda x: place) as device, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scaler = ReadsFoundInf(device, init_scale=scale)
-        w = watch(model, gradients=True, check=check, scaler=scaler, max_skipped_steps=9, rerun=False)
-        found = []
-        for _ in skips:
-            for loss in [model(torch.ones(2, 4)).sum() for _ in range(2)]:
-                optimizer.zero_grad()
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-            found.append(w.counters["skipped_steps"])
-        w.stop()
-    assert found == skips
-    first = w.skipped_steps[0]
-    assert (first.scale_before, first.scale_after) == (scale, scale / 2)
-
-
-@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("elsewhere", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_skips_of_a_checkpointed_model_are_counted_once(check: Any, elsewhere: bool, reentrant: bool) -> None:
+def test_skips_of_a_checkpointed_model_are_counted_once(elsewhere: bool, reentrant: bool) -> None:
     """Also where the backward, with the recomputation in it, runs on a thread of its own, as those of a device do."""
 
     class Checkpointed(nn.Module):
@@ -303,7 +167,7 @@ def test_skips_of_a_checkpointed_model_are_counted_once(check: Any, elsewhere: b
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     with stand_in() as device, ThreadPoolExecutor(1) as pool:
         scaler = ReadsFoundInf(device, init_scale=2.0**60)
-        w = watch(model, gradients=True, check=check, scaler=scaler, max_skipped_steps=9, rerun=False)
+        w = watch(model, gradients=True, scaler=scaler, max_skipped_steps=9, rerun=False)
         for step in range(4):
             optimizer.zero_grad()
             loss = scaler.scale(model(torch.ones(2, 4)).sum())
@@ -314,19 +178,14 @@ def test_skips_of_a_checkpointed_model_are_counted_once(check: Any, elsewhere: b
             scaler.step(optimizer)
             scaler.update()
             assert w.counters["skipped_steps"] <= step + 1
-        w.look()
         assert w.counters["skipped_steps"] == 4
         w.stop()
 
 
-# Steps that are looked at in another way
-
-
-@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("kind", ["SGD", "LBFGS"])
 @pytest.mark.parametrize("elsewhere", [True, False])
 @pytest.mark.parametrize("place", [0, -1])
-def test_a_closure_is_looked_at_when_it_has_run(check: Any, kind: str, elsewhere: bool, place: int) -> None:
+def test_a_closure_is_looked_at_when_it_has_run(kind: str, elsewhere: bool, place: int) -> None:
     """Also where its backward ended on another thread, as those of a device do: no weight has changed."""
     model = nn.Sequential(Sick())
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
@@ -340,7 +199,7 @@ def test_a_closure_is_looked_at_when_it_has_run(check: Any, kind: str, elsewhere
         return loss
 
     with stand_in(place=lambda x: place):
-        w = watch(model, gradients=True, check=check, rerun=False)
+        w = watch(model, gradients=True, rerun=False)
         with stopped(model):
             optimizer.step(closure)
         w._leave()
@@ -353,7 +212,7 @@ def test_each_step_inside_a_backward_is_waited_for() -> None:
         optimizer = torch.optim.SGD([p], lr=0.1)
         p.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
     with stand_in() as device:
-        w = watch(model, gradients=True, check="async", rerun=False)
+        w = watch(model, gradients=True, rerun=False)
         model(X).sum().backward()
         assert device.waits == 1 + 4  # for the forward, and for each gradient
         last, first = copies(model[2]), copies(model[0])
@@ -365,12 +224,11 @@ def test_each_step_inside_a_backward_is_waited_for() -> None:
         w._leave()
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_sums_of_late_gradients(check: Any) -> None:
+def test_sums_of_late_gradients() -> None:
     """Each is finite, and what they add up to is not: the step is stopped, and one below the end is made."""
     for factor in (0.4, 0.6):
         model = nn.Linear(1, 1, bias=False)
-        with trained(model, check) as (_, optimizer, _w):
+        with trained(model) as (_, optimizer, _w):
             for _ in range(2):
                 model(torch.full((1, 1), torch.finfo(torch.float32).max * factor)).sum().backward()
             if factor < 0.5:
@@ -381,9 +239,8 @@ def test_sums_of_late_gradients(check: Any) -> None:
             assert "the sum of several backwards" in error.value.report.to_text()
 
 
-@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("place", [0, -1])
-def test_a_sum_is_looked_at_by_a_step_inside_the_backward(check: Any, place: int) -> None:
+def test_a_sum_is_looked_at_by_a_step_inside_the_backward(place: int) -> None:
     """Two finite gradients add up to inf, and the step is made as soon as the second is there."""
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -397,26 +254,11 @@ def test_a_sum_is_looked_at_by_a_step_inside_the_backward(check: Any, place: int
     model.weight.register_post_accumulate_grad_hook(accumulated)
     x = torch.full((1, 1), torch.finfo(torch.float32).max * 0.6)
     with stand_in(place=lambda x: place):
-        w = watch(model, gradients=True, check=check, rerun=False)
+        w = watch(model, gradients=True, rerun=False)
         with stopped(model):
             for _ in range(2):
                 model(x).sum().backward()
         w._leave()
-
-
-def test_the_forward_is_named_and_not_what_came_of_it() -> None:
-    """Both are on the way when the step looks."""
-    model = chain(Plant(b0=float("inf")))
-    with trained(model) as (_, optimizer, _w):
-        model(X).sum().backward()
-        with stopped(model) as error:
-            optimizer.step()
-    finding = error.value.report.finding
-    assert finding is not None
-    assert (finding.phase, finding.module) == ("forward", "1")
-
-
-# Errors of a device
 
 
 def test_a_gradient_that_comes_again_is_as_it_was() -> None:
@@ -428,8 +270,8 @@ def test_a_gradient_that_comes_again_is_as_it_was() -> None:
     gradient = torch.randn(SIDE, SIDE)
     for hook, stale in ((spoils, 1), (None, 0)):
         with stand_in():
-            w, _ = fork_backward("device", Fork(second=hook), gradient.clone(), check="async")
-            w.look()
+            w, _ = fork_backward("device", Fork(second=hook), gradient.clone())
+            w.stop()
             assert w.counters["stale_hits"] == stale
             assert ranges(w)["first"] == ranges(w)["second"] == range_of(gradient)
 
@@ -438,9 +280,8 @@ def test_a_device_that_fails_leaves_the_users_error() -> None:
     """Rows that have not arrived are marked; the step is made, because torch itself raises the device's error."""
     model = mlp()
     with trained(model, on_nonfinite="record") as (device, optimizer, w):
+        model[0].weight.register_hook(lambda _: device.break_down())
         model(X).sum().backward()
-        device.run(8)
-        device.break_down()
         optimizer.step()
         notes = {str(record.note) for frame in backward_frames(w) for record in frame.records}
         assert any(f"error {BROKEN} of the stand-in" in note for note in notes)
@@ -457,7 +298,6 @@ def test_a_launch_that_is_refused_is_read_at_once(code: int) -> None:
         device.fail_next = code
         loss.backward()
         assert len(device.launches) - launches == (0 if code == OLD_DRIVER else 6)
-        w.look()
         rows = [record for frame in backward_frames(w) for record in frame.records]
         assert len(rows) == 10
         assert all(record.isfinite for record in rows)
@@ -473,48 +313,20 @@ def test_a_backward_in_a_capture_sends_nothing() -> None:
         loss.backward()
         device.capturing = False
         assert len(device.launches) == launches
-        w.look()
         assert len(backward_frames(w)) == 4
 
 
 def test_counts_are_made_at_once() -> None:
     """counts=True looks at each tensor itself."""
     model = mlp()
-    with trained(model, "async", counts=True) as (device, _, w):
+    with trained(model, counts=True) as (device, _, w):
         model(X).sum().backward()
         assert not device.launches
         assert all(r.health is not None for frame in backward_frames(w) for r in frame.records)
 
 
-def test_a_pause_loses_no_backward_before_it() -> None:
-    """Backwards recorded before a pause are reported; later ones are not recorded."""
-    model = mlp()
-    with trained(model) as (device, _, w):
-        model(X).sum().backward()
-        loss = model(X).sum()
-        w.pause()
-        loss.backward()
-        device.run()
-        w.resume()
-        w.look()
-        assert [frame.batch for frame in backward_frames(w)] == [0] * 4
-
-
-def test_nothing_is_kept_after_the_end() -> None:
-    """A backward that nobody has looked at is told of at the end, and the table is empty."""
-    model = chain(SpoilsLater(0))
-    with stand_in():
-        w = watch(model, gradients=True, check="async", on_nonfinite="record", rerun=False)
-        model(X).sum().backward()
-        w.stop()
-        finding = w.report().finding
-        assert finding is not None
-        assert finding.phase == "backward"
-        assert not w._recorder.may_be_pending
-
-
 @pytest.mark.parametrize("place", [0, -1])
-@pytest.mark.parametrize("how", ["forward", "step", "look"])
+@pytest.mark.parametrize("how", ["forward", "step", "report"])
 def test_a_watch_that_is_stopped_by_what_a_broken_backward_tells(how: str, place: int) -> None:
     """The user's exception has ended the backward; what is told of it later stops the watch, and nothing else."""
     model = chain(SpoilsLater(0))
@@ -528,7 +340,7 @@ def test_a_watch_that_is_stopped_by_what_a_broken_backward_tells(how: str, place
         raise LookupError("mine")
 
     with stand_in(place=lambda x: place) as device:
-        w = watch(model, gradients=True, check="async", rerun=False, max_skipped_steps=0, on_nonfinite=stop)
+        w = watch(model, gradients=True, rerun=False, max_skipped_steps=0, on_nonfinite=stop)
         x = X.clone().requires_grad_()
         x.register_hook(breaks)
         with pytest.raises(LookupError):
@@ -539,22 +351,21 @@ def test_a_watch_that_is_stopped_by_what_a_broken_backward_tells(how: str, place
         elif how == "step":
             torch.optim.SGD(model.parameters(), lr=0.1).step()
         else:
-            w.look()
+            w.report()
     assert [finding.phase for finding in told if finding is not None] == ["backward"]
 
 
-@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.usefixtures("switching")
 @pytest.mark.parametrize("holds", [True, False])
-def test_threads_that_train_and_look_at_once(check: Any, holds: bool) -> None:
+def test_threads_that_train_and_look_at_once(holds: bool) -> None:
     """Three train one model, with bad gradients now and then, and one asks for all that can be asked: nobody fails."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     over = threading.Event()
     errors: list[BaseException] = []
     with stand_in(holds=holds) as device:
-        w = watch(model, gradients=True, check=check, rerun=False, on_nonfinite="record")
-        asks: list[Any] = [w.look, w.report, lambda: w.frames, lambda: device.run(5), lambda: w.counters]
+        w = watch(model, gradients=True, rerun=False, on_nonfinite="record")
+        asks: list[Any] = [w.report, lambda: w.frames, lambda: device.run(5), lambda: w.counters]
         asks.append(lambda: (w.pause(), w.resume()))
 
         def work(number: int) -> None:
