@@ -258,14 +258,6 @@ int nanwatch_cuda_observe(const NanwatchTensor* tensors, int64_t count, const Na
   return reduce<Sighting, Frame, Observation<Any>>(tensors, count, {nullptr, target}, workspace, device, stream);
 }
 
-int nanwatch_cuda_step(uint64_t* step, uint64_t* done, int device, void* stream) {
-  using namespace nanwatch;
-  if (const int error = checked(cudaSetDevice(device))) return error;
-  volatile uint64_t *counter = step, *end = done;
-  void* arguments[] = {&counter, &end};
-  return checked(cudaLaunchKernel(step_kernel, dim3(1), dim3(1), arguments, 0, static_cast<cudaStream_t>(stream)));
-}
-
 int nanwatch_cuda_stream(int device, void* stream, uint64_t* id, uint64_t* capture) {
   if (const int error = nanwatch::checked(cudaSetDevice(device))) return error;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -312,13 +304,6 @@ int nanwatch_cuda_record(void* event, int device, void* stream) {
   return nanwatch::checked(cudaEventRecord(static_cast<cudaEvent_t>(event), static_cast<cudaStream_t>(stream)));
 }
 
-int nanwatch_cuda_query(void* event, int device) {
-  if (const int error = nanwatch::checked(cudaSetDevice(device))) return error;
-  const nanwatch::Uncaptured uncaptured;
-  const int error = nanwatch::checked(cudaEventQuery(static_cast<cudaEvent_t>(event)));
-  return error == int(cudaErrorNotReady) ? int(kNanwatchNotReady) : error;
-}
-
 int nanwatch_cuda_await(void* event, int device) {
   if (const int error = nanwatch::checked(cudaSetDevice(device))) return error;
   const nanwatch::Uncaptured uncaptured;
@@ -327,7 +312,6 @@ int nanwatch_cuda_await(void* event, int device) {
 
 const char* nanwatch_cuda_error(int code) {
   if (code == kNanwatchRefused) return "PyTorch refused the device, its stream or its memory";
-  if (code == kNanwatchOverwritten) return "a later replay of the graph has written over it";
   if (code == kNanwatchCapturing) return "the stream is being captured into a CUDA graph";
   if (code == kNanwatchNoWorkspace) return "there is no workspace left for another stream";
   if (code == kNanwatchTooManyDims) return "the tensor has more dimensions than the kernels walk";

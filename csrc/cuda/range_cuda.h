@@ -17,7 +17,7 @@ extern "C" {
 enum { kNanwatchMaxWalkDims = 25, kNanwatchMaxDims = 64 };
 
 enum { kNanwatchTooManyDims = -1, kNanwatchTooManyChunks = -2, kNanwatchNotReady = -3 };
-enum { kNanwatchCapturing = -4, kNanwatchNoWorkspace = -5, kNanwatchOverwritten = -6, kNanwatchRefused = -7 };
+enum { kNanwatchCapturing = -4, kNanwatchNoWorkspace = -5, kNanwatchRefused = -7 };
 
 // The arrays and this struct itself may be freed as soon as the call returns.
 typedef struct NanwatchTensor {
@@ -41,14 +41,10 @@ typedef struct NanwatchRow {
   uint64_t stamp;        // written last, when the rest can be read
 } NanwatchRow;
 
-// Where the rows of a call go. Row i is rows[i * spacing], and its stamp `first` + i. With `step`, a counter in device
-// memory, it is rows[i * spacing + *step % spacing], and the stamp is *step: a graph that is replayed has other rows
-// each time, up to `spacing` of them.
+// Where the rows of a call go. The stamp of row i is `first` + i.
 typedef struct NanwatchTarget {
   NanwatchRow* rows;
-  int64_t spacing;
   uint64_t first;
-  const uint64_t* step;
 } NanwatchTarget;
 
 // Bytes of device memory, aligned to 8, where the blocks of a launch meet. It must be zero when work begins and is left
@@ -81,16 +77,10 @@ int nanwatch_cuda_stream(int device, void* stream, uint64_t* id, uint64_t* captu
 int nanwatch_cuda_allocate(int device, size_t bytes, void** memory);
 int nanwatch_cuda_allocate_mapped(int device, size_t bytes, void** memory, void** address);
 
-// One more kernel: adds one to *step, or, if there is a `done`, says there how far *step is. Both may be in mapped host
-// memory, and have to be aligned to 8.
-int nanwatch_cuda_step(uint64_t* step, uint64_t* done, int device, void* stream);
-
 // An event, for as long as it is wanted, and a mark with it behind the work on a stream. Nothing is marked where the
-// stream is being captured (kNanwatchCapturing). `query` gives kNanwatchNotReady until the device has come to the mark.
-// None of these disturbs a capture elsewhere.
+// stream is being captured (kNanwatchCapturing). None of these disturbs a capture elsewhere.
 int nanwatch_cuda_event(int device, void** event);
 int nanwatch_cuda_record(void* event, int device, void* stream);
-int nanwatch_cuda_query(void* event, int device);
 int nanwatch_cuda_await(void* event, int device);
 
 // A code of the functions above in words; never null.

@@ -163,20 +163,13 @@ __device__ bool is_loud(const AnyBatch& batch, const Share& share, const BlockBi
 
 // ---- the last block of a tensor -------------------------------------------------------------------------------------
 
-// Into host memory, the stamp when all else is there. What a replayed graph writes over may be being read: the stamp
-// goes first then.
+// Into host memory, the stamp when all else is there.
 __device__ void publish(const NanwatchTarget& target, uint32_t which, const double* values, int count) {
-  const uint64_t step = target.step != nullptr ? *target.step : 0;
-  const int64_t replay = target.step != nullptr ? int64_t(step % uint64_t(target.spacing)) : 0;
-  volatile NanwatchRow* const row = target.rows + int64_t(which) * target.spacing + replay;
-  if (target.step != nullptr) {
-    row->stamp = 0;
-    __threadfence_system();
-  }
+  volatile NanwatchRow* const row = target.rows + which;
   for (int i = 0; i < count; ++i) row->values[i] = values[i];
   row->examined = count > kRangeColumns ? 1.0 : 0.0;
   __threadfence_system();
-  row->stamp = target.step != nullptr ? step : target.first + uint64_t(which);
+  row->stamp = target.first + which;
 }
 
 // The whole tensor in C order.
@@ -317,16 +310,6 @@ __device__ void conclude_plainly(const Observation<AnyBatch>& batch, const Share
   __shared__ Sighting total;
   with_device_format(format, [&](auto tag) { read_plainly<decltype(tag)::format>(batch, share, &total); });
   deliver(batch, share, format, &total);
-}
-
-// For one thread: counts the replays of a graph, and says when one has ended.
-__global__ void step_kernel(volatile uint64_t* step, volatile uint64_t* done) {
-  if (done == nullptr) {
-    *step = *step + 1;
-  } else {
-    *done = *step;
-  }
-  __threadfence_system();
 }
 
 }  // namespace

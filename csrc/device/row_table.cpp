@@ -106,7 +106,7 @@ int RowTable::send_on_stream(const PendingRows& frame, const PendingRows::Stream
     if (const int error = make_room(tensors.size() - done)) return error;
     const size_t slot = size_t(next_ % kSlots);
     const size_t count = std::min(tensors.size() - done, kSlots - slot);
-    const NanwatchTarget target = {address_ + slot, 1, next_, nullptr};
+    const NanwatchTarget target = {address_ + slot, next_};
     next_ += count;
     if (const int error =
             backend_->observe(tensors.data() + done, int64_t(count), &target, stream_slot.device, stream_slot.stream))

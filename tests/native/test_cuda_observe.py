@@ -46,7 +46,7 @@ class Observer:
     def rows(self, xs: list[Tensor], first: int = 100) -> list[Row]:
         """The rows of one call, whose stamps are checked."""
         rows = (Row * (len(xs) + 1))()
-        assert self.call(xs, Target(ctypes.addressof(rows), 1, first, None)) == 0
+        assert self.call(xs, Target(ctypes.addressof(rows), first)) == 0
         assert [row.stamp for row in rows] == [*range(first, first + len(xs)), 0]
         return list(rows)[:-1]
 
@@ -259,26 +259,12 @@ def test_the_workspace_serves_the_next_call(host: Host) -> None:
     ]
 
 
-def test_a_step_counter_chooses_the_row(host: Host) -> None:
-    """With a counter in device memory each call writes another of `spacing` rows, stamped with the count."""
-    observer = Observer(host)
-    rows = (Row * 8)()
-    step = ctypes.c_uint64(0)
-    target = Target(ctypes.addressof(rows), 4, 0, ctypes.addressof(step))
-    for replay in range(1, 7):
-        step.value = replay
-        assert observer.call([torch.tensor([replay]), torch.tensor([10.0 * replay, INF])], target) == 0
-    assert [row.stamp for row in rows] == [4, 5, 6, 3] * 2
-    assert [row.values[1] for row in rows[:4]] == [4, 5, 6, 3]
-    assert [row.values[3] for row in rows[4:]] == [40, 50, 60, 30]
-
-
 def test_what_cannot_be_walked_is_refused_before_anything_is_enqueued(host: Host) -> None:
     """A tensor with too many dimensions among others: a code, no launch and no row."""
     many = torch.as_strided(torch.ones(1 << 14), (2,) * 8, tuple(3**d for d in range(8)))
     rows = (Row * 2)()
     host.launches()
-    target = Target(ctypes.addressof(rows), 1, 1, None)
+    target = Target(ctypes.addressof(rows), 1)
     assert Observer(host).call([torch.ones(1), many], target) == TOO_MANY_DIMS
     assert host.launches() == 0
     assert [row.stamp for row in rows] == [0, 0]

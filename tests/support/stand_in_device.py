@@ -46,9 +46,7 @@ class Target(ctypes.Structure):
 
     _fields_ = (
         ("rows", ctypes.c_void_p),
-        ("spacing", ctypes.c_int64),
         ("first", ctypes.c_uint64),
-        ("step", ctypes.c_void_p),
     )
 
 

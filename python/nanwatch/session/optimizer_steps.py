@@ -97,9 +97,9 @@ class BackwardWatch:
         is_own: the step takes gradients of the model, as the step of a critic between forward and loss does not.
         """
         recorder, guard = self._recorder, self.guard
+        recorder.settle()
         if recorder.paused:
             return
-        recorder.settle()
         if torch._C._current_graph_task_id() != -1:
             # This optimizer steps inside the backward, as soon as a gradient is there.
             recorder.finish_nonfinite_backward()

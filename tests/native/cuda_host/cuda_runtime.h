@@ -71,7 +71,6 @@ struct State {
   void* argument = nullptr;
   int fail_next = 0;     // the next launch fails with this
   int last_error = 0;    // what cudaGetLastError gives
-  int query_next = 0;    // what the next cudaEventQuery gives
   int capturing = 0;     // what cudaStreamIsCapturing says
   unsigned shuffle = 0;  // not 0: blocks run in an order drawn from this seed
   int64_t launches = 0, blocks = 0, waits = 0, clears = 0;
@@ -308,10 +307,7 @@ inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
 inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) {
   return cudaSuccess;
 }
-// Work is done as it is enqueued, unless a test says that it is not.
-inline cudaError_t cudaEventQuery(cudaEvent_t) {
-  return cudaError_t(std::exchange(cuda_host::state().query_next, 0));
-}
+// Work is done as it is enqueued.
 inline cudaError_t cudaEventSynchronize(cudaEvent_t) {
   ++cuda_host::state().waits;
   return cudaSuccess;

@@ -41,9 +41,6 @@ void cuda_host_set_capturing(int capturing) {
 void cuda_host_fail_next(int code) {
   cuda_host::state().fail_next = code;
 }
-void cuda_host_query_next(int code) {
-  cuda_host::state().query_next = code;
-}
 void cuda_host_set_pending_error(int code) {
   cuda_host::state().last_error = code;
 }
