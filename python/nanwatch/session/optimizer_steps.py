@@ -294,7 +294,7 @@ class OptimizerSteps:
         }
         for x in nonfinite(x for x in each_parameter(model) if id(x) in owners):
             (name, _, module), label = owners[id(x)]
-            record = observe(x, label, "weight", self._options.allows_inf(name, module))
+            record = observe(x, label, "weight", self._options.excuses(name, module))
             if not record.is_fault:
                 continue
             frame = Frame(batch, name, type(module).__name__, (record,), "step")
