@@ -232,11 +232,11 @@ class Missing(nn.Module):
 
 
 def test_missing_values_are_allowed_by_the_option_that_the_report_names() -> None:
-    """Also where a child is given the same tensor, but not where a module makes a nan of it."""
+    """Each module that is given the values is named. A nan of another module is a failure."""
     model, x = Missing(), torch.randn(2, 4).index_fill(1, torch.tensor(1), torch.nan)
     with nanwatch.watch(model), pytest.raises(nanwatch.NonFiniteError) as error:
         model(x)
-    assert "watch with allow_nan='known'" in str(error.value)
+    assert "watch with allow_nan=''" in str(error.value)
     with nanwatch.watch(model, allow_nan=["", "known"]) as w:
         model(x)
     assert (w.report().finding, w.frames[0].records[0].note) == (None, Note("allowed"))
