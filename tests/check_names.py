@@ -62,8 +62,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "unit/distributed/test_step_ranks.py": ("monitoring/updates/rank_steps", "recording/step_weight"),
     "unit/session/test_optimizer_guard.py": ("instrumentation/grad_scaler",),
     "unit/session/test_optimizer_steps.py": ("instrumentation/step_closure",),
-    # Parts of `nanwatch compare --engine`.
-    "thirdparty/test_engine_compare.py": ("integrations/run_request", "integrations/transformers_run"),
 }
 # Modules that are found by their folder: what each must do is tested for all of them.
 REGISTRIES = ("report/forms", "checkpoint/formats")

@@ -22,12 +22,10 @@ if TYPE_CHECKING:
     from .capsule.capsule import Capsule, write_capsule
     from .capsule.files import CapsuleError
     from .checkpoint.scan import scan
-    from .equivalence.bisect import bisect
     from .equivalence.compare import compare
     from .equivalence.twice import twice
     from .instrumentation.functions import span, watched
     from .integrations.debug import DebugUnderflowOverflow, detect_overflow
-    from .integrations.engine_compare import compare_engine
     from .integrations.trainer_debug import patch_transformers, unpatch_transformers
     from .monitoring.sinks import Sink
     from .numerics.block_fit import BlockFit
@@ -51,13 +49,11 @@ else:
         "capsule.capsule": ("Capsule", "write_capsule"),
         "capsule.files": ("CapsuleError",),
         "checkpoint.scan": ("scan",),
-        "equivalence.bisect": ("bisect",),
         "equivalence.compare": ("compare",),
         "equivalence.twice": ("twice",),
         "instrumentation.functions": ("span", "watched"),
         "integrations.notebook": ("load_ipython_extension", "unload_ipython_extension"),
         "integrations.debug": ("DebugUnderflowOverflow", "detect_overflow"),
-        "integrations.engine_compare": ("compare_engine",),
         "integrations.trainer_debug": ("patch_transformers", "unpatch_transformers"),
         "monitoring.sinks": ("Sink",),
         "numerics.block_fit": ("BlockFit",),
@@ -113,9 +109,7 @@ __all__ = [
     "__version__",
     "abs_range",
     "abs_ranges",
-    "bisect",
     "compare",
-    "compare_engine",
     "detect_overflow",
     "diff",
     "exponent_histogram",

@@ -62,7 +62,6 @@ def test_the_files_are_what_the_script_writes() -> None:
     [
         ("comparison", lambda: nanwatch.compare(nn.Linear(4, 4), nn.Linear(4, 4), X)),
         ("repetition", lambda: nanwatch.twice(lambda: torch.rand(2))),
-        ("bisection", lambda: nanwatch.bisect(nn.Linear(4, 4), X, switches=["autocast"])),
         ("spike", lambda: SPIKE),
     ],
 )

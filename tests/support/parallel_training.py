@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.diagnosis.recheck import Recheck
 from nanwatch.report.report import Report
 from support.collectives import Counted, counting
 
@@ -78,8 +77,6 @@ def difference(plain: Trained, watched: Trained) -> dict[str, Any]:
         "more": [b - a for a, b in zip(then.collectives, now.collectives, strict=True)],
         "same events": now.events == then.events,
         "batches": watch.batch,
-        "made again": [one.num_made for one in watch._optional if isinstance(one, Recheck)],
-        "suspects": len(watch.hardware_suspects),
         "stale": watch.counters.get("stale_hits", 0),
         "finding": report.finding is not None,
         "names": sorted({f.name for f in report.frames}),
@@ -98,7 +95,7 @@ def compare(
 ) -> dict[str, Any]:
     """Watched before and after the model is made parallel, with gradients and without.
 
-    Beside gradients replicas are compared, and calls are made again.
+    Beside gradients replicas are compared.
     """
 
     def run(when: str, **options: Any) -> Trained:
@@ -118,6 +115,6 @@ def compare(
     for when in ("before", "after"):
         for gradients in (False, True):
             seen[f"{when}, gradients={gradients}"] = difference(
-                plain, run(when, gradients=gradients, replicas=gradients, recheck=1 if gradients else False)
+                plain, run(when, gradients=gradients, replicas=gradients)
             )
     return seen

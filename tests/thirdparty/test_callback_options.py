@@ -24,7 +24,7 @@ GIVEN: dict[str, Any] = {
     "allow_inf": "0", "allow_nan": "0",
     "every": 2, "reread_weights": 5, "trace_batches": (1,), "log_every": 9, "abort_after_batch": 4,
     "forecast": False, "rerun": False, "peer_timeout": 1.5, "black_box": False, "stall_timeout": 9.0,
-    "enabled": False, "guard_checkpoints": True, "replicas": 3, "recheck": 5,
+    "enabled": False, "guard_checkpoints": True, "replicas": 3,
     "updates": 4, "frozen": "0",
 }  # fmt: skip
 # What has no effect without another option.

@@ -85,11 +85,6 @@ def _flush() -> None:
 
 
 COMMANDS = {
-    "bisect": Command(
-        "which module, compiled, or which setting changes what a model computes",
-        ".equivalence:bisect_main",
-        runs_user_code=True,
-    ),
     "blackbox": Command("what a process was doing when it died or hangs, rank by rank", ".blackbox:main"),
     "compare": Command(
         "the first module in which two implementations of a model, or two traces, differ",

@@ -1,4 +1,4 @@
-"""`nanwatch twice`, `nanwatch bisect` and `nanwatch compare`: do two executions compute the same?"""
+"""`nanwatch twice` and `nanwatch compare`: do two executions compute the same?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..equivalence.bisect import NAMES, bisect
 from ..equivalence.compare import compare
 from ..equivalence.recording import EnoughError, HashedTensor, Recorder, Recording
 from ..equivalence.traces import compare_traces
@@ -24,7 +23,6 @@ from ..trace.trace_file import Trace
 from ..util.progress import Tell
 from ..util.visible import spell
 from .commands import EQUAL_STATUS, UseError, answered, command_parser, imported, rendered
-from .engine import engine_main
 from .script import add_script, check_script, misplaced_hint, run_script
 
 # Has the request in a process that makes one of the runs of `twice`.
@@ -38,17 +36,6 @@ examples:
   nanwatch twice train.py --lr 1e-3
   nanwatch twice --batches 20 train.py --lr 1e-3     the first 20 batches are enough
   nanwatch twice --json -m package.train > twice.json
-"""
-_BISECT = """\
-MODEL and INPUTS are PKG.MOD:NAME: an object, or what makes it when called without arguments. INPUTS is a dict by name,
-a tuple by position, or the only argument. Both are imported from the current directory too, which runs their code.
-
-exit status: 0 when nothing changes the numbers, 1 when a switch does, 2 when the model cannot be run
-
-examples:
-  nanwatch bisect train:make_model train:make_batch
-  nanwatch bisect train:make_model train:make_batch --switch compile --exact
-  nanwatch bisect train:make_model train:make_batch --backward --json
 """
 _COMPARE = """\
 A, B and INPUTS are PKG.MOD:NAME: an object, or what makes it when called without arguments. INPUTS is a dict by name, a
@@ -66,54 +53,11 @@ examples:
   nanwatch compare models:reference models:port models:batch --factor 20 --json
   nanwatch compare models:reference models:port models:batch --html compare.html
   nanwatch compare trainer.parquet engine.parquet trainer-fp32.parquet
-  nanwatch compare --engine vllm --help              a model in transformers and in vLLM, on the same weights
 """
-
-
-def bisect_main(arguments: list[str]) -> int:
-    """Run `nanwatch bisect` and return the exit status."""
-    parser = command_parser(
-        "bisect",
-        "Find the switch that changes what a model computes: a module that torch.compile compiles wrongly, autocast, a"
-        " fused kernel. Takes at most log2(n) + 3 runs for n switches.",
-        _BISECT,
-    )
-    parser.add_argument("model", metavar="MODEL", help="the model, or what makes it")
-    parser.add_argument("inputs", metavar="INPUTS", help="its inputs, or what makes them")
-    parser.add_argument(
-        "--switch",
-        nargs="+",
-        action="extend",
-        default=[],
-        choices=NAMES,
-        help="the switches (default: those that are on at present, and compile)",
-    )
-    parser.add_argument("--backend", default="inductor", help="that of torch.compile (default: %(default)s)")
-    parser.add_argument("--exact", action="store_true", help="count a difference in any bit")
-    parser.add_argument(
-        "--backward", action="store_true", help="compare the gradients of the sum of the outputs' squares too"
-    )
-    options = parser.parse_args(arguments)
-
-    def find(tell: Tell) -> tuple[str, int]:
-        found = bisect(
-            imported(options.model, "MODEL"),
-            imported(options.inputs, "INPUTS"),
-            loss=options.backward,
-            switches=options.switch or None,
-            backend=options.backend,
-            exact=options.exact,
-            tell=tell,
-        )
-        return rendered(found, options, tell), EQUAL_STATUS[found.equal]
-
-    return answered("bisect", find, errors=(TypeError, RuntimeError))
 
 
 def compare_main(arguments: list[str]) -> int:
     """Run `nanwatch compare` and return the exit status."""
-    if any(one.partition("=")[0] == "--engine" for one in arguments):
-        return engine_main(arguments)
     parser = command_parser(
         "compare",
         "Run two implementations of a model, with the same weights, on the same inputs, and name the first module that"

@@ -23,22 +23,11 @@ _LARGEST = 1e30
 
 
 class KeptTensor(NamedTuple):
-    """Copy of a tensor as rows (its last dimension), or with `is_sketch` the sketches of its rows.
-
-    `places` are the numbers of the tokens that the rows belong to, in ascending order, where an engine packed them.
-    """
+    """Copy of a tensor as rows (its last dimension), or with `is_sketch` the sketches of its rows."""
 
     shape: tuple[int, ...]
     rows: Tensor
     is_sketch: bool
-    places: Tensor | None = None
-
-    def at(self, places: Tensor) -> KeptTensor:
-        """Return the rows of those places."""
-        if self.places is None or bool((at := torch.isin(self.places, places)).all()):
-            return self
-        shape = (int(at.sum()), *self.shape[1:])
-        return self._replace(shape=shape, rows=self.rows[at], places=self.places[at])
 
 
 class Errors(NamedTuple):
@@ -145,14 +134,8 @@ def total(values: Sequence[KeptTensor]) -> KeptTensor:
 
 
 def side_by_side(values: Sequence[KeptTensor]) -> KeptTensor | None:
-    """Return tensors next to each other in their last dimension, as one fused projection has them.
-
-    So are the sketches of packed tensors, because those of a fused projection are made block by block.
-    """
-    is_packed = all(one.places is not None for one in values)
-    if len({(one.shape[:-1], one.is_sketch) for one in values}) > 1 or (
-        values[0].is_sketch and not is_packed
-    ):
+    """Return tensors next to each other in their last dimension, as one fused projection has them."""
+    if values[0].is_sketch or len({(one.shape[:-1], one.is_sketch) for one in values}) > 1:
         return None
     rows = torch.cat([one.rows for one in values], -1)
     width = sum(one.shape[-1] for one in values)

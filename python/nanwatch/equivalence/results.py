@@ -1,4 +1,4 @@
-"""Results of `nanwatch.twice` and `nanwatch.bisect`, and their text and JSON."""
+"""Result of `nanwatch.twice`, and its text and JSON."""
 
 from __future__ import annotations
 
@@ -142,65 +142,6 @@ def _short(place: Place | None) -> str:
         return ""
     relative = os.path.relpath(place.file)
     return str(place if relative.startswith("..") else place._replace(file=relative))
-
-
-@dataclass(frozen=True, slots=True)
-class Bisection:
-    """Result of `nanwatch.bisect`.
-
-    `changed_by` describes the switch that changes the numbers, or is "" when none does; `module` and `class_name` are
-    of the module that it compiles. `label` is the tensor in which that shows, `error` its relative error with the
-    switch and `floor` that without it, both against a run in `reference`. With the reference "bits", `error` is that
-    against the run with all switches off. `raised` is the exception with which the run ended. `switches`, `runs` and
-    `parts` (modules inside the module) are counts.
-    """
-
-    changed_by: str
-    module: str
-    class_name: str
-    label: str
-    error: float
-    floor: float
-    reference: str
-    raised: str
-    switches: int
-    runs: int
-    parts: int = 0
-    remarks: tuple[str, ...] = ()
-
-    @property
-    def equal(self) -> bool:
-        """True when no switch changes the numbers."""
-        return not self.changed_by
-
-    def to_json(self) -> str:
-        """Return the result as one JSON document."""
-        return as_json(self)
-
-    def to_text(self) -> str:
-        """Return the result for people."""
-        amount = f"{self.switches} switch{'' if self.switches == 1 else 'es'}, {self.runs} runs"
-        if self.equal:
-            beyond = "in any bit" if self.reference == "bits" else "beyond rounding"
-            lines = [f"Nothing changes the numbers {beyond} ({amount})."]
-        else:
-            lines = [f"Changed by: {self.changed_by} ({amount})"]
-            if self.raised:
-                lines.append(f"            which ends the run by {self.raised}")
-        if self.label and not self.raised:
-            lines.append(f"Largest:    `{self.label}`, {self._errors}")
-        if self.class_name:
-            fused = "its own forward, and what is fused across its parts: each alone is right"
-            alone = f"the operations in the forward of {self.class_name}, which calls no other module"
-            lines.append(f"Look at:    {fused if self.parts else alone}.")
-            lines.append("            Kept eager by torch.compiler.disable, it computes as before")
-        return as_text(lines, self.remarks)
-
-    @property
-    def _errors(self) -> str:
-        if self.reference == "bits":
-            return f"relative difference {self.error:.1e} from the run without any"
-        return f"relative error {self.error:.1e} against a {self.reference} run, {self.floor:.1e} without any switch"
 
 
 def as_json(found: Any) -> str:

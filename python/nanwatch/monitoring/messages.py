@@ -11,7 +11,6 @@ from time import time
 from typing import Any, TextIO
 
 from ..report.annotation import annotation_of
-from ..report.hardware_suspect import HardwareSuspect
 from ..report.replica import ReplicaDifference
 from ..report.report import Report
 from ..report.skipped_step import SkippedStep
@@ -30,7 +29,6 @@ EVENTS = {
     "update": (logging.WARNING, "findings about the optimizer's steps"),
     "forecast": (logging.WARNING, "forecasts of an overflow"),
     "replica_difference": (logging.ERROR, "differences between replicas"),
-    "hardware_suspect": (logging.ERROR, "calls that gave other bits when they were made again"),
     "skipped_step": (logging.INFO, "optimizer steps that a GradScaler skipped"),
 }
 
@@ -104,11 +102,6 @@ class MessageSink(Sink):
             "odd_host": difference.hosts[0],
         }
         self.send(Message("replica_difference", difference.batch, str(difference), facts))
-
-    def on_hardware_suspect(self, suspect: HardwareSuspect) -> None:
-        """Send its sentence, with module and device."""
-        facts: dict[str, str | int] = {"module": suspect.module, "device": suspect.device}
-        self.send(Message("hardware_suspect", suspect.batch, str(suspect), facts, suspect.rank))
 
     def on_update(self, finding: UpdateFinding) -> None:
         """Send its sentence, with its kind as the reason."""

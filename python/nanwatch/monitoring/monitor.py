@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from ..recording.events import PeakName, Recorder
-from ..report.hardware_suspect import HardwareSuspect
 from ..report.replica import ReplicaDifference
 from ..report.spike import SpikeReport
 from ..report.update_finding import UpdateFinding
@@ -49,10 +48,6 @@ class Warnings(Sink):
     def on_replica_difference(self, difference: ReplicaDifference) -> None:
         """Warn of it."""
         warn_user(str(difference))
-
-    def on_hardware_suspect(self, suspect: HardwareSuspect) -> None:
-        """Warn of it. Inside a call of the user's nothing is raised."""
-        warn_user(str(suspect), may_raise=False)
 
 
 class Monitor:

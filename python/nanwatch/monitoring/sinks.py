@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from ..recording.events import Event, Recorder
 from ..records.record import Frame
 from ..report.finding import Finding
-from ..report.hardware_suspect import HardwareSuspect
 from ..report.replica import ReplicaDifference
 from ..report.report import Report
 from ..report.skipped_step import SkippedStep
@@ -82,9 +81,6 @@ class Sink:
 
     def on_replica_difference(self, difference: ReplicaDifference) -> None:
         """Take a difference between replicas, on each rank that should hold the same."""
-
-    def on_hardware_suspect(self, suspect: HardwareSuspect) -> None:
-        """Take a call that gave other bits when it was made again, inside that call."""
 
     def on_close(self) -> None:
         """Take the end of the watch."""

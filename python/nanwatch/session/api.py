@@ -73,7 +73,6 @@ def watch(
     max_skipped_steps: int = 20,
     scaler: Any = None,
     replicas: int = False,
-    recheck: int = False,
     peer_timeout: float = 30.0,
     # Where it goes
     output_dir: str | os.PathLike[str] | None = None,
@@ -154,10 +153,6 @@ def watch(
             buffers and optimizer states that the ranks should hold alike, to the bit; True is every 100 steps. A
             warning and `Watch.replica_differences` name the tensor and the rank (docs/how-to/replicas.md). No
             collective is issued, and the run goes on.
-        recheck: make one in n calls of PyTorch's own layers again, from the same input, and compare the bits; True is
-            one in 2000. A difference that is neither chance nor another kernel is a warning and in
-            `Watch.hardware_suspects`, with host, device and bits (docs/how-to/replicas.md). Dropout, BatchNorm and
-            modules of your own are never called again, and nothing is in a process that compiles code.
         peer_timeout: in a job of several ranks, how many seconds a rank that fails, or learns that another has, waits
             at most for all to agree where it began. With "raise" each then raises an error that says so, with a
             callable the reports of the failing ranks say so. 0 turns this off: each rank speaks for itself, and with

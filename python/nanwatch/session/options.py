@@ -49,7 +49,6 @@ _ATTENTION_EVERY = 100
 # A check reads weights, buffers and states once.
 _REPLICAS_EVERY = 100
 # A small call takes 10 times as long when it is made again and compared.
-_RECHECK_EVERY = 2000
 # An audit reads the weights and gradients once more, which is a part of a step: 0.5 % of a hundred.
 _UPDATES_EVERY = 100
 
@@ -209,12 +208,6 @@ class Options:
         every_or_flag(_REPLICAS_EVERY),
         "with several ranks: every N steps compare, to the bit, what DDP and device meshes say that they hold alike",
         also="True is 100",
-    )
-    recheck: int = _act(
-        False,
-        every_or_flag(_RECHECK_EVERY),
-        "make one in N calls of PyTorch's own layers again, and tell of other bits as a suspect of hardware",
-        also="True is 2000",
     )
     peer_timeout: float = _act(
         PEER_TIMEOUT,

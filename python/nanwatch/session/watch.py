@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..blackbox.process import open_box
 from ..diagnosis.folder import write_spike
-from ..diagnosis.recheck import Recheck
 from ..distributed.replica_watch import ReplicaWatch
 from ..distributed.step_ranks import StepRanks
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
@@ -26,7 +25,6 @@ from ..monitoring.updates.audit import UpdateAudit
 from ..recording.events import Event, Recorder, WatchPart
 from ..recording.recorder import make_recorder
 from ..records.record import Frame
-from ..report.hardware_suspect import HardwareSuspect
 from ..report.replica import ReplicaDifference
 from ..report.report import Report
 from ..report.skipped_step import SkippedStep
@@ -271,11 +269,6 @@ class Watch:
         )
 
     @property
-    def hardware_suspects(self) -> tuple[HardwareSuspect, ...]:
-        """The latest 16 calls that gave other bits when they were made again; empty without `recheck`."""
-        return tuple(one for part in self._optional if isinstance(part, Recheck) for one in part.suspects)
-
-    @property
     def updates(self) -> tuple[UpdateFinding, ...]:
         """Findings about the optimizer's steps, oldest first, at most 64; empty without `updates`."""
         return tuple(one for part in self._optional if isinstance(part, UpdateAudit) for one in part.findings)
@@ -339,9 +332,6 @@ def optional_parts(
     if options.replicas:
         recorder.subscribe(Event.BATCH_START | (Event.FRAME if options.fingerprints else 0))
         yield ReplicaWatch(model, options.replicas, timeout, options.output_dir, sinks.on_replica_difference)
-    if options.recheck:
-        recorder.subscribe(Event.BATCH_START)
-        yield Recheck(model, options.recheck, sinks.on_hardware_suspect)
     if options.updates:
         ranks = StepRanks(model, timeout)
         yield UpdateAudit(model, recorder, options.updates, sinks.on_update, options.is_frozen, ranks)

@@ -94,9 +94,6 @@ SEEN = {
         "torch._dynamo.variables.lazy.LazyVariableTracker",
         "torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable.call_function",
         "torch._inductor.config.patch",
-        # Switches that `nanwatch bisect` turns.
-        "torch._C._get_mkldnn_enabled",
-        "torch._C._set_mkldnn_enabled",
         # Several ranks.
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper",
         "torch.distributed.distributed_c10d._get_default_store",

@@ -1,10 +1,10 @@
-"""Results of `twice` and `bisect`: the text of rare outcomes."""
+"""Results of `twice`: the text of rare outcomes."""
 
 from __future__ import annotations
 
 import pytest
 
-from nanwatch.equivalence.results import Bisection, FirstDifference, Repetition, Tried
+from nanwatch.equivalence.results import FirstDifference, Repetition, Tried
 from nanwatch.util.place import Place
 
 FIRST = FirstDifference(
@@ -15,20 +15,12 @@ SHORTER = FirstDifference(
     other="nothing", operation="aten.mm.default", operation_module="fc", place=Place("train.py", 3), code="x @ w",
     in_backward=True, cause="it is another one",
 )  # fmt: skip
-RAISED = Bisection(
-    changed_by="torch.compile", module="fc", class_name="Linear", label="output", error=0.0, floor=0.0,
-    reference="float64", raised="RuntimeError: no kernel", switches=1, runs=3,
-)  # fmt: skip
-BITS = Bisection(
-    changed_by="autocast", module="", class_name="", label="output", error=1e-3, floor=0.0, reference="bits",
-    raised="", switches=6, runs=9,
-)  # fmt: skip
 TRIED = (
     Tried("torch.set_num_threads(1)", "differ", "`loss`"),
     Tried("PYTHONHASHSEED=0", "failed", "KeyError: 'x'"),
 )
 
-TEXTS: dict[str, tuple[Repetition | Bisection, list[str], list[str]]] = {
+TEXTS: dict[str, tuple[Repetition, list[str], list[str]]] = {
     "the first tensor of all": (
         Repetition("train.py", 2, 4, 10, FIRST),
         [
@@ -50,27 +42,11 @@ TEXTS: dict[str, tuple[Repetition | Bisection, list[str], list[str]]] = {
         ],
         [],
     ),
-    "a run that ends by an exception": (
-        RAISED,
-        [
-            "Changed by: torch.compile (1 switch, 3 runs)",
-            "            which ends the run by RuntimeError: no kernel",
-        ],
-        ["Largest:"],
-    ),
-    "bits against bits": (
-        BITS,
-        [
-            "Changed by: autocast (6 switches, 9 runs)",
-            "Largest:    `output`, relative difference 1.0e-03 from the run without any",
-        ],
-        ["Look at:", "which ends the run"],
-    ),
 }
 
 
 @pytest.mark.parametrize(("found", "told", "absent"), TEXTS.values(), ids=TEXTS)
-def test_the_text_has_these_lines(found: Repetition | Bisection, told: list[str], absent: list[str]) -> None:
+def test_the_text_has_these_lines(found: Repetition, told: list[str], absent: list[str]) -> None:
     text = found.to_text()
     assert [line for line in told if line not in text.splitlines()] == []
     assert [words for words in absent if words in text] == []

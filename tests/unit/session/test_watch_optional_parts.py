@@ -13,9 +13,7 @@ from nanwatch.recording.events import WatchPart
 from nanwatch.session import watch as watch_module
 
 
-@pytest.mark.parametrize(
-    ("option", "kind"), [("replicas", "ReplicaWatch"), ("recheck", "Recheck"), ("updates", "UpdateAudit")]
-)
+@pytest.mark.parametrize(("option", "kind"), [("replicas", "ReplicaWatch"), ("updates", "UpdateAudit")])
 @pytest.mark.parametrize("enabled", [True, False])
 def test_an_option_makes_its_part(option: str, kind: str, enabled: bool, monkeypatch: Any) -> None:
     """And nothing does where the watch is switched off."""
