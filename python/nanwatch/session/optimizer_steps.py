@@ -314,8 +314,9 @@ class OptimizerSteps:
     def _explain_weight(self, finding: Finding) -> Finding:
         """Return the finding of a weight with the operation of the step that wrote it, if an optimizer did."""
         model = self._model()
-        owner = None if model is None else find_module(model, finding.module)
-        x = None if owner is None else owner.module._parameters.get(finding.label)
+        path, _, key = f"{finding.module}.{finding.label}".removeprefix(".").rpartition(".")
+        owner = None if model is None else find_module(model, path)
+        x = None if owner is None else owner.module._parameters.get(key)
         for optimizer in self._stepped.objects():
             if x is not None and any(x is one for group in optimizer.param_groups for one in group["params"]):
                 return take_apart(finding, optimizer, x)
