@@ -203,7 +203,7 @@ def bad_data() -> Report:
         2,
         find(frames, batch_inputs=(given,), num_frames=1),
         extent="one element",
-        remarks=("input[0] of the batch is not finite: one element",),
+        remarks=("`x` came in with 1 nan: one element",),
     )
 
 

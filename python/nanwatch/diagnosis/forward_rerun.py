@@ -26,6 +26,7 @@ from ..report.histogram import StoredHistogram
 from ..util.modules import is_in
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, left_calls, no_second_run
+from .causes import argument_names, came_in
 from .diagnosis import Diagnosis, ModuleCall, bad_rows, describe
 from .outside import NotRepeatableError
 from .provenance import ProvenanceMode
@@ -68,9 +69,10 @@ def _of_data(snapshot: BatchSnapshot, finding: Finding) -> Diagnosis:
         if isinstance(x, Tensor) and observe(x, label, "input").is_fault
     ]
     remarks = []
+    names = argument_names(snapshot.module, snapshot.args, snapshot.kwargs)
     for label, x in nonfinite:
         words = describe(x)
-        remarks.append(f"{label} of the batch is not finite" + (f": {words}" if words else ""))
+        remarks.append(came_in(names[label], x) + (f": {words}" if words else ""))
         if any(x is given and x._version != version for _, given, version in snapshot.versions):
             remarks.append(f"{label} of the batch was written to, in place, since it began")
     found = _with_spread(Diagnosis(remarks=tuple(remarks)), snapshot)

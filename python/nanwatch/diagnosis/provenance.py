@@ -27,6 +27,7 @@ from ..records.record import Record
 from ..report.histogram import StoredHistogram
 from ..util.program_code import SKIPPED_FILES
 from ..util.visible import spell
+from .causes import causes
 from .diagnosis import BadRows, Expression, ModuleCall, bad_rows
 from .operation import Operands, Operation, StorageWriteLog, operation_of
 
@@ -152,8 +153,11 @@ class ProvenanceMode(TorchDispatchMode):
         if nonfinite:
             step = Step(self._number, operation.name, nan)
             given = before or self._given(operation, args, kwargs)
-            if self._trace(step, operation, given, nonfinite):
-                step.remarks += _masked_rows(operation, args, kwargs)
+            if self._trace(step, operation, given, nonfinite) and not step.meant:
+                named = dict(operation.given(args, kwargs))
+                strangers = [i for i, x in enumerate(given.tensors) if any(x is y for y in step.strangers)]
+                words = causes(operation, named, given.tensors, strangers, self._open_calls, step.rows)
+                step.remarks += tuple(words)
             if self.steps is not None:
                 self._keep(step, given)
             for x in nonfinite:
@@ -191,10 +195,6 @@ class ProvenanceMode(TorchDispatchMode):
         step.rows = () if step.meant else bad_rows(nonfinite[0])
         step.remarks = (
             *(f"{operation.name} was given the number {name} = {value!r}" for name, value in given.numbers),
-            *(
-                f"operand[{i}] was not finite before, and no operation that was seen wrote it"
-                for i in strangers
-            ),
             *(_of_meant(i, _origin(writers[i], False)) for i in causes if i not in strangers),
         )
         return True
@@ -311,23 +311,3 @@ def _of_meant(operand: int, origin: Step | None) -> str:
         return f"operand[{operand}] is an additive mask"
     at = f" at {origin.place}" if origin.place else ""
     return f"operand[{operand}] holds {origin.values} that {origin.operation}{at} put there, on purpose as it seems"
-
-
-def _masked_rows(operation: Operation, args: Sequence[Any], kwargs: Any) -> tuple[str, ...]:
-    """Return a remark if a softmax had rows that are masked throughout."""
-    given = dict(operation.given(args, kwargs))
-    if operation.base in ("_softmax", "_log_softmax"):
-        x, dim, what = given["self"], given["dim"], "its operand"
-    else:
-        x, dim = next((given[name] for name in ("attn_mask", "attn_bias") if name in given), None), -1
-        what = "its mask"
-    if not isinstance(x, Tensor) or x.ndim == 0 or not x.dtype.is_floating_point:
-        return ()
-    empty = (x == -torch.inf).all(dim=dim)
-    if not (count := int(empty.sum())):
-        return ()
-    first = [int(i) for i in empty.nonzero()[0]]
-    return (
-        f"{what} is -inf everywhere along dimension {dim % x.ndim} in {count} of {empty.numel()} rows, the first at"
-        f" {first}: a row that is masked everywhere leaves softmax nothing to choose from",
-    )

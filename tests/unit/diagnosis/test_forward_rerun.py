@@ -276,7 +276,7 @@ def test_a_weight_a_buffer_and_data() -> None:
     x[:, 1] = NAN
     finding, seen = look(model, x)
     assert (finding.origin, seen.extent) == ("data", "column 1")
-    assert seen.remarks == ("input[0] of the batch is not finite: column 1",)
+    assert seen.remarks == ("`input` came in with 2 nan: column 1",)
     assert len(calls) == 1
 
 

@@ -1,0 +1,76 @@
+"""Sentences on the operands of the operation that failed, in the words of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nanwatch.report.report import NonFiniteError
+from nanwatch.session.api import watch
+
+pytestmark = pytest.mark.filterwarnings("ignore:std\\(\\):UserWarning")
+
+ROWS = torch.arange(32.0).view(4, 8) + 1
+ABSENT = ROWS.log().index_fill(0, torch.tensor([1]), float("-inf"))
+
+
+class Adapter(nn.Module):
+    """Computes a function of itself and of its arguments. Row 40 of its weight is zero."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.lora_B = nn.Linear(8, 64, bias=False)
+        with torch.no_grad():
+            self.lora_B.weight[40] = 0
+
+    def forward(self, x: Tensor, labels: Any = None, teacher_logps: Any = None) -> Tensor:
+        return self.function(self, x, labels, teacher_logps)
+
+
+def distance(self: Adapter, x: Tensor, labels: Any, teacher_logps: Tensor) -> Tensor:
+    return (x.softmax(-1) * (x.log_softmax(-1) - teacher_logps)).sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "cause"),
+    [
+        (lambda _, x, labels, __: F.cross_entropy(x, labels), (ROWS, torch.full((4,), -100)),
+         "all 4 labels are ignore_index (-100): the mean is that of nothing"),
+        (lambda _, x, *__: x.mean(), (ROWS[:0],), "the batch is empty: `x` has shape [0, 8]"),
+        (lambda _, x, *__: x[x < 0].mean(), (ROWS,), "operand[0] is empty, of shape [0]"),
+        (lambda _, x, *__: x.masked_fill(x < 9, float("-inf")).softmax(-1), (ROWS,),
+         "its operand is -inf everywhere along dimension 1 in 1 of 4 rows, the first at [0]: a row in which everything"
+         " is masked leaves softmax nothing to choose from"),
+        (distance, (ROWS, None, ABSENT), "`teacher_logps` came in with 8 -inf: 1 of 4 rows, row 1"),
+        (lambda self, x, *_: self.lora_B(x) / self.lora_B.weight.norm(dim=1), (ROWS,),
+         "row 40 of `lora_B.weight` is zero"),
+        (lambda _, x, *__: x / x.sum(1, keepdim=True), (ROWS * torch.tensor([[1.0], [0], [0], [2]]),),
+         "rows 1, 2 of `x` are zero"),
+        (lambda _, x, *__: x / x.std(0), (ROWS[:1],),
+         "it is the deviation of one number: with the correction of 1 that is 0 divided by 0"),
+    ],
+)  # fmt: skip
+def test_the_report_says_what_is_so(function: Any, args: tuple[Any, ...], cause: str) -> None:
+    """The sentence is a remark of the finding."""
+    model = Adapter(function)
+    with watch(model), pytest.raises(NonFiniteError) as caught:
+        model(*args)
+    finding = caught.value.report.finding
+    assert finding is not None
+    assert cause in finding.remarks
+
+
+def test_a_zero_row_that_is_no_cause_is_not_named() -> None:
+    """Row 40 of the weight is zero, but the row of the result that overflows is another."""
+    model = Adapter(lambda self, x, *_: torch.exp(self.lora_B(x) * 0 + torch.eye(4, 64) * 100))
+    with watch(model), pytest.raises(NonFiniteError) as caught:
+        model(ROWS)
+    finding = caught.value.report.finding
+    assert finding is not None
+    assert not any("is zero" in remark for remark in finding.remarks)
