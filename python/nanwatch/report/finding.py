@@ -171,6 +171,8 @@ def find(
     if frame is None or record is None:
         return None
     origin, source_module = _origin(record, batch_inputs, caller)
+    if origin == "received":
+        source_module = _giver(frames[:place], record) or source_module
     sequence = None if num_frames is None else num_frames - len(frames) + place
     return finding_of(frame, record, origin, source_module, rank, sequence)
 
@@ -227,6 +229,16 @@ def _origin(
     # No earlier frame held a fault, or that would be the first. What is left is code of the caller that is no
     # module: a matrix product or a residual sum between two calls of submodules.
     return "received", caller
+
+
+def _giver(earlier: Sequence[Frame], received: Record) -> str | None:
+    """Return the module that made the tensor, where its output is no fault because the values are meant there."""
+    for frame in reversed(earlier):
+        for record in frame.records:
+            is_same = (record.shape, record.health) == (received.shape, received.health)
+            if record.role == "output" and record.is_excused and is_same:
+                return frame.name
+    return None
 
 
 # Names of modules are rarely longer. With this limit, a store holds less than a kilobyte for each rank.

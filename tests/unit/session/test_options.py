@@ -173,7 +173,10 @@ def test_allowed_infinities_are_noted_and_no_fault(patterns: Any) -> None:
     assert (w.frames[0].records[1].note, w.frames[0].records[1].isfinite) == (Note("allowed"), False)
     finding = w.report().finding
     assert finding is not None
-    assert finding.module == ("1" if len(model) > 1 else "")
+    if len(model) > 1:
+        assert (finding.module, finding.origin, finding.source_module) == ("1", "received", "0")
+    else:
+        assert finding.module == ""
 
 
 def test_a_nan_is_never_allowed() -> None:
@@ -183,7 +186,7 @@ def test_a_nan_is_never_allowed() -> None:
         with watch(model, allow_inf="*"):
             finding = fault_of(model, torch.tensor(value)).finding
         assert finding is not None
-        assert finding.module == "0"
+        assert (finding.module, finding.origin) == ("", "data")
 
 
 FP32, FP16 = torch.finfo(torch.float32), torch.finfo(torch.float16)
