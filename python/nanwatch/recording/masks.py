@@ -78,16 +78,17 @@ class Excuses:
             return None
         if role == "input" and label in self._labels:
             self._given.masked = health.num_neginf
-            return None if x is not None and self._has_empty_row(x) else "mask"
+            return None if x is not None and self._is_no_mask(x) else "mask"
         module = self._module()
         if role != "output" or module is None:
             return None
         if self._is_log and not self._reads_inputs:
-            return None if x is not None and self._has_empty_row(x) else "mask"
+            return None if x is not None and self._is_no_mask(x) else "mask"
         is_padding = isinstance(module, _PADDINGS) and module.value == -torch.inf
         return "mask" if is_padding or (self._is_log and masked == health.num_neginf) else None
 
-    def _has_empty_row(self, x: Tensor) -> bool:
+    def _is_no_mask(self, x: Tensor) -> bool:
+        """Return whether a row has no finite score, or the scores reach up to the end of the format."""
         module = self._module()
         if isinstance(module, _MAXIMA):
             return False  # an empty window shows in the output
@@ -98,6 +99,9 @@ class Excuses:
         with only_our_dispatch(), torch.no_grad():
             local = local_shard(x)
             values = (x if local is None else local).detach()
+            # A mask leaves the others as they are. Scores near one end say that some have left the format at the other.
+            if isinstance(module, _SOFTMAXES) and bool((values > torch.finfo(values.dtype).max / 4).any()):
+                return True
             return bool((values == -torch.inf).all(dim=dim).any())
 
 

@@ -251,3 +251,23 @@ def test_a_scripted_child_is_watched_as_any_other() -> None:
     """Its class has no forward that Python can inspect."""
     model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
     assert None in notes(model, torch.ones(1, 2))
+
+
+def test_scores_that_leave_float16_are_no_mask() -> None:
+    """Some become -inf and others come near the end; a mask of float16's lowest number and -inf stays one."""
+
+    class Scores16(nn.Module):
+        def __init__(self, scale: float, lowest: float) -> None:
+            super().__init__()
+            self.softmax, self.scale, self.lowest = nn.Softmax(-1), scale, lowest
+
+        def forward(self, q: Tensor) -> Tensor:
+            scores = (q * self.scale).clamp(max=60000) + CAUSAL * self.lowest
+            return self.softmax(scores.half())
+
+    torch.manual_seed(0)
+    q = torch.randn(8, 4, 4)
+    assert Note("mask") in notes(Scores16(1.0, -65519.0), q)
+    model = Scores16(3e4, 0.0)
+    with nanwatch.watch(model, rerun=False), pytest.raises(nanwatch.NonFiniteError):
+        model(q)
