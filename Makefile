@@ -88,9 +88,8 @@ PURE_ROOMS := capsule checkpoint diagnosis equivalence instrumentation monitorin
 PURE_FILES := blackbox/test_errors cli/test_doctor distributed/test_replicas
 PURE_TESTS := tests/compile tests/integration $(PURE_ROOMS:%=tests/unit/%) $(PURE_FILES:%=tests/unit/%.py) \
   tests/thirdparty/test_serving.py
-NOT_PURE := $(addprefix integration/test_,architecture bench bench_call bench_step black_box \
-  docs docstrings errors_travel patch_git schemas silent_trainings strangers_files visible) \
-  unit/numerics/test_ranges_blocks unit/numerics/test_ranges_exhaustive
+NOT_PURE := $(addprefix integration/test_,architecture black_box docs docstrings errors_travel schemas \
+  silent_trainings) unit/numerics/test_ranges_exhaustive
 test-pure: $(TOOLS)
 	NANWATCH_EXT=0 OMP_WAIT_POLICY=passive $(PY) -m pytest $(PURE_TESTS) $(NOT_PURE:%=--ignore=tests/%.py) \
 	  -m "not cuda and not slow and not native" $(PARALLEL) $(ARGS)

@@ -1,4 +1,4 @@
-"""Report.to_html: structure by html.parser, hostile names, policy and data; what runs is in test_html_browser."""
+"""Report.to_html: structure by html.parser, hostile names, policy and data."""
 
 from __future__ import annotations
 
