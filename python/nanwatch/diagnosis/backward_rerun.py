@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_map_only
 
 from ..instrumentation.functions import find_called
@@ -55,6 +56,7 @@ _KEPT_ELSEWHERE = (
     "the value is in no output of the module, and no gradient of its outputs brings it back: what computed the loss may"
     " have read it from elsewhere, as from an attribute"
 )
+_INSIDE = "the operation is in the Python backward of {}, whose forward was called at {}"
 _LEFT_OUT = (
     "in the forward {} made a bad value that is left out of the result, as by `torch.where` or by a product with 0; its"
     " gradient in {} is 0 times that, which is nan"
@@ -99,7 +101,8 @@ def rerun_backward(
         if probe is not None and probe.gradients:
             return replace(probe.found, start=BackwardStart(name, probe.call, probe.gradients))
         if found := _from_outputs(snapshot, module_names(model)):
-            is_inside = found.made_in is None or is_in(found.made_in, name)
+            # The statements of a loss, which have no frames, call modules that did not make the finding's record.
+            is_inside = found.made_in is None or (bool(frames) and is_in(found.made_in, name))
             return replace(found, made_in=None) if is_inside else found
         if probe is not None and (step := probe.provenance.first()) is not None:
             return _of_forward(step, _KEPT_ELSEWHERE, is_unseen=True)
@@ -125,7 +128,7 @@ def read_graph(finding: Finding, call: BackwardCall) -> Finding:
     poles = [node for node in nodes if operation_name(node.name()) in names and not _is_whole_power(node)]
     if not nodes:
         return finding
-    places = {node: _place(node.metadata.get("traceback_", ())) for node in poles or nodes}
+    places = {node: _place(node) for node in poles or nodes}
     spelt = [node.name() + (f" at {place}" if place else "") for node, place in places.items()]
     remark = (
         f"the loss was {'finite' if is_finite else 'not finite'}; of what lies between the model and the loss, the"
@@ -165,7 +168,7 @@ def _from_outputs(snapshot: BatchSnapshot, names: Mapping[nn.Module, str]) -> Di
     forward that itself asks for gradients. `made_in` is the innermost call that made the operation.
     """
     steps: list[Diagnosis] = []
-    calls: list[tuple[int, int, str]] = []
+    calls: list[_CallNodes] = []
 
     def count_nodes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         begin = torch._C._autograd._get_sequence_nr()
@@ -180,8 +183,7 @@ def _from_outputs(snapshot: BatchSnapshot, names: Mapping[nn.Module, str]) -> Di
         with torch.autograd.set_detect_anomaly(True, check_nan=False), provenance:
             ends = [x for _, x in with_graph(call())]
         if ends and wanted:
-            look = partial(_looker, steps=steps, provenance=provenance, calls=calls)
-            run_backward(ends, wanted, mean_gradients(ends), look)
+            steps = _first_in_backward(ends, wanted, mean_gradients(ends), provenance, calls)
     remark = "the operation was found in a re-run of the batch, with the mean of its outputs as the loss"
     return replace(steps[0], remarks=(remark, *steps[0].remarks[1:])) if steps else None
 
@@ -248,9 +250,7 @@ class _BackwardProbe:
 
     def _look(self, roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor]) -> bool:
         """Make a backward, and keep the first operation that was found. Return whether there was one."""
-        steps: list[Diagnosis] = []
-        look = partial(_looker, steps=steps, provenance=self.provenance)
-        run_backward(roots, wanted, gradients, look)
+        steps = _first_in_backward(roots, wanted, gradients, self.provenance)
         if steps and self.found.operation is None:
             self.found = steps[0]
         return bool(steps)
@@ -275,11 +275,38 @@ def _signs(roots: list[Tensor], weight: Tensor, index: tuple[int, ...] | None) -
     ]
 
 
+# Autograd's sequence numbers of a call: of its first node, of the first behind it; and the name of its module.
+_CallNodes: TypeAlias = tuple[int, int, str]
+
+
+def _first_in_backward(
+    roots: list[Tensor],
+    wanted: list[Tensor],
+    gradients: list[Tensor],
+    provenance: ProvenanceMode,
+    calls: Sequence[_CallNodes] = (),
+) -> list[Diagnosis]:
+    """Make a backward, and return the first operation that makes a bad gradient of finite ones, if there is one."""
+    steps: list[Diagnosis] = []
+    inside = ProvenanceMode(_first_in_backward.__code__, fills=True)
+    with inside:
+        look = partial(_looker, steps=steps, provenance=provenance, inside=inside, calls=calls)
+        run_backward(roots, wanted, gradients, look)
+    return steps
+
+
 def _looker(
-    node: Any, steps: list[Diagnosis], provenance: ProvenanceMode, calls: Sequence[tuple[int, int, str]] = ()
+    node: Any,
+    steps: list[Diagnosis],
+    provenance: ProvenanceMode,
+    inside: ProvenanceMode,
+    calls: Sequence[_CallNodes],
 ) -> Any:
+    """Return a hook of a node, which adds a diagnosis to `steps`. `inside` sees the operations of the backward."""
+
     def made_in() -> str | None:
-        around = [one for one in calls if one[0] <= node._sequence_nr() < one[1]]
+        number = _forward_node(node)._sequence_nr()
+        around = [one for one in calls if one[0] <= number < one[1]]
         return min(around, key=lambda one: one[1] - one[0])[2] if around else None
 
     def look(made: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
@@ -295,14 +322,19 @@ def _looker(
         found = Diagnosis(
             operation=node.name(),
             made="nan" if any("nan" in value_of(one) for one in nonfinite) else "inf",
-            place=_place(node.metadata.get("traceback_", ())),
+            place=_place(node),
             operands=(*records, *(gradient_record(x, name) for name, x in saved)),
             remarks=(
                 "the operation was found in a re-run of the call, from other gradients of the same size",
             ),
         )
-        step = _began([x for _, x in saved], provenance)
-        if step is not None:
+        if isinstance(node, BackwardCFunction):
+            step = _began([x for x in made if x is not None], inside, unwritten=True)
+            if step is not None:
+                found = _of_forward(
+                    step, _INSIDE.format(type(node).__name__.removesuffix("Backward"), found.source)
+                )
+        elif (step := _began([x for _, x in saved], provenance)) is not None:
             is_pole = operation_name(node.name()) in POLES | DERIVATIVE_POLES
             found = replace(
                 # On the same line an operation with a pole of its own says as much.
@@ -315,12 +347,15 @@ def _looker(
     return look
 
 
-def _began(saved: Sequence[Tensor], provenance: ProvenanceMode) -> Step | None:
-    """Return the operation of the forward that began the bad values among these; None for infinities that are meant."""
-    for x in saved:
+def _began(tensors: Sequence[Tensor], provenance: ProvenanceMode, *, unwritten: bool = False) -> Step | None:
+    """Return the operation that began the bad values among these; None for infinities that are meant.
+
+    `unwritten`: memory that was not written counts.
+    """
+    for x in tensors:
         record = gradient_record(x, "")
         step = provenance.origin(x, nan="nan" in value_of(record)) if record.is_fault else None
-        if step is not None and step.place is not None and not (step.meant or step.unwritten):
+        if step is not None and step.place is not None and not (step.meant or step.unwritten > unwritten):
             return step
     return None
 
@@ -328,7 +363,7 @@ def _began(saved: Sequence[Tensor], provenance: ProvenanceMode) -> Step | None:
 def _of_forward(step: Step, *remarks: str, is_unseen: bool = False) -> Diagnosis:
     return Diagnosis(
         operation=step.operation,
-        made="nan" if step.nan else "inf",
+        made=None if step.unwritten else "nan" if step.nan else "inf",
         place=step.place,
         operands=step.operands,
         spreads=step.spreads,
@@ -352,9 +387,16 @@ def _saved(node: Any) -> list[tuple[str, Tensor]]:
     return found
 
 
-def _place(traceback: Sequence[str]) -> Expression | None:
-    """Return the innermost line of a formatted stack that is neither PyTorch's nor nanwatch's."""
-    for entry in reversed(traceback):
+def _forward_node(node: Any) -> Any:
+    """Return the node whose backward made this one, and so on, up to one that the forward made. Needs anomaly mode."""
+    while (parent := node.metadata.get("parent_")) is not None:
+        node = parent
+    return node
+
+
+def _place(node: Any) -> Expression | None:
+    """Return the line of the forward that led to a node of the graph, as anomaly mode has noted it."""
+    for entry in reversed(_forward_node(node).metadata.get("traceback_", ())):
         match = _LINE.search(entry)
         if match and not match[1].startswith(SKIPPED_FILES):
             return Expression(match[1], int(match[2]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import isinf, isnan
 from types import CodeType, FrameType
@@ -32,6 +32,7 @@ from .diagnosis import BadRows, Expression, ModuleCall, bad_rows
 from .operation import Operands, Operation, StorageWriteLog, operation_of
 
 _MASK = Note("mask")
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _HANDLERS = ("__torch_dispatch__", "__torch_function__")
 
 
@@ -75,14 +76,20 @@ class ProvenanceMode(TorchDispatchMode):
 
     `outermost` is the code of the function above which there are no frames of the program. `open_calls` are the module
     calls under way, the innermost last. With `keeps_steps` all steps are in `steps`, with `turned` where an infinity
-    became nan. No result is changed and nothing is raised but what the operations raise; what could not be followed is
-    told in `trouble`.
+    became nan. An operation that autograd runs is told as the node of the graph that runs it, at the line of the
+    forward that made the node. `fills`: what a Python backward allocates and leaves unwritten is nan. No other result
+    is changed, and nothing is raised but what the operations raise; what could not be followed is told in `trouble`.
     """
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, outermost: CodeType, open_calls: Sequence[ModuleCall] = (), *, keeps_steps: bool = False
+        self,
+        outermost: CodeType,
+        open_calls: Sequence[ModuleCall] = (),
+        *,
+        keeps_steps: bool = False,
+        fills: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step] | None = [] if keeps_steps else None
@@ -90,6 +97,9 @@ class ProvenanceMode(TorchDispatchMode):
         self.trouble: str | None = None
         self._outermost = outermost
         self._open_calls = open_calls
+        self._fills = fills
+        self._sequence = torch._C._autograd._get_sequence_nr()
+        self._nodes: dict[int, Expression | None] = {}  # by sequence number, where the forward made the node
         self._writes: StorageWriteLog[Step] = StorageWriteLog()
         self._number = 0
 
@@ -104,6 +114,7 @@ class ProvenanceMode(TorchDispatchMode):
         # An operation in place overwrites its operand, so the operands are read before it runs.
         before = self._safely(self._given, operation, args, kwargs) if operation.written else None
         result = func(*args, **kwargs)
+        self._safely(self._note_node, operation)
         self._safely(self._look, operation, args, kwargs, before, result)
         return result
 
@@ -125,6 +136,13 @@ class ProvenanceMode(TorchDispatchMode):
             self.trouble = f"{operation.name} could not be followed: {spell(error)}"
             return None
 
+    def _note_node(self, _: Operation) -> None:
+        """Note the place of the node that autograd has made for an operation just before it comes here."""
+        number = torch._C._autograd._get_sequence_nr()
+        if number != self._sequence:
+            self._sequence = number
+            self._nodes[number - 1] = self._place()[0]
+
     def _given(self, operation: Operation, args: Any, kwargs: Any) -> Operands:
         return Operands.of(operation, args, kwargs, self._writes.__contains__)
 
@@ -134,12 +152,15 @@ class ProvenanceMode(TorchDispatchMode):
         self._number += 1
         targets = operation.targets(args, kwargs, result)
         if operation.allocates:
-            step = Step(self._number, operation.name, unwritten=True, place=self._place())
+            place, node = self._place()
+            step = Step(self._number, operation.name, unwritten=True, place=place)
             step.remarks = (
                 "this memory was allocated and not written by any operation that was seen: it was used as it was"
                 " found, or a kernel wrote it that does not go through PyTorch's dispatcher",
             )
             for x in targets:
+                if self._fills and not node and x.is_floating_point():
+                    x.fill_(torch.nan)
                 self._writes.put(x, step)
             return
         nonfinite, nan = [], False
@@ -167,7 +188,7 @@ class ProvenanceMode(TorchDispatchMode):
         assert self.steps is not None
         step.turned = step.nan and not any(isnan(row.abs_max or 0.0) for row in given.rows)
         if step.place is None:
-            step.place, step.operands = self._place(), given.records()
+            step.place, step.operands = self._place()[0], given.records()
         self.steps.append(step)
 
     def _trace(self, step: Step, operation: Operation, given: Operands, nonfinite: Sequence[Tensor]) -> bool:
@@ -187,7 +208,8 @@ class ProvenanceMode(TorchDispatchMode):
             return False
         written = nonfinite if operation.written else ()
         numbers = tuple((operation.arguments.index(name), value) for name, value in given.numbers)
-        step.place = self._place(given.counts(written=written), numbers)
+        step.place, node = self._place(given.counts(written=written), numbers)
+        step.operation = node or step.operation
         step.call = self._open_calls[-1] if self._open_calls else None
         step.strangers = tuple(given.tensors[i] for i in strangers)
         step.operands = given.records(written=written)
@@ -201,12 +223,23 @@ class ProvenanceMode(TorchDispatchMode):
 
     def _place(
         self, counts: frozenset[int] = frozenset(), numbers: tuple[tuple[int, float], ...] = ()
-    ) -> Expression | None:
-        """Return the innermost line of the program."""
-        found = program_frame(self._outermost)
-        if found is None:
-            return None
-        return Expression(found.f_code.co_filename, found.f_lineno, _positions(found), counts, numbers)
+    ) -> tuple[Expression | None, str]:
+        """Return the innermost line of the program; of an operation that autograd runs, its node's line and name."""
+        frame, node = program_frame(self._outermost), torch._C._current_autograd_node()
+        if node is not None and _is_of_engine(frame):
+            place = self._nodes.get(node._sequence_nr())
+            return place and replace(place, counts=counts, numbers=numbers), node.name()
+        if frame is None:
+            return None, ""
+        return Expression(frame.f_code.co_filename, frame.f_lineno, _positions(frame), counts, numbers), ""
+
+
+def _is_of_engine(innermost: FrameType | None) -> bool:
+    """Return whether autograd's engine runs what is under way, and not the program's frame inside a backward of it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not innermost and frame is not None and frame.f_code is not _ENGINE:
+        frame = frame.f_back
+    return frame is None or frame is not innermost
 
 
 def program_frame(outermost: CodeType | None) -> FrameType | None:

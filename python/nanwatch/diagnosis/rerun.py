@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from ..instrumentation.wrapped_names import module_names
 from ..precision.casting import replaced
 from ..recording.walk import call_leaves
-from ..report.finding import Cure, Finding, with_earlier, working_first
+from ..report.finding import Cure, Finding, Value, with_earlier, working_first
+from ..report.report import Report
 from ..util.visible import spell
 from . import child_process, outside
 from .backward_cures import BACKWARD_RUNS, try_backward_cures
@@ -65,9 +66,10 @@ def examine(
             " call was given could not be kept"
         )
         incident.remark(f"no re-run was made: {why}")
-    elif examines and loss is not None:
-        _rerun_loss(loss, incident, model, conditions)
+    elif examines and loss is not None and (snapshot is None or incident.finding.is_of_loss):
+        _rerun_loss(loss, incident, model, conditions, loss_value(loss))
     elif examines and snapshot is not None and incident.finding.phase != "step":
+        before = incident.report
         snapshot = replace(snapshot, forwards=Forwards())
         steps = _Steps(incident, model, conditions)
         diagnosis, call = steps.look(snapshot), incident.call
@@ -80,6 +82,8 @@ def examine(
                 f"{module_words(incident.finding.module)} was run alone, with what the failed call was given"
             )
             diagnosis = steps.look(call)
+        elif loss is not None and not (diagnosis and diagnosis.operation):
+            _rerun_after_module(loss, incident, before, model, conditions)
         elif diagnosis is not None:
             _tell(incident)
             steps.find_samples(diagnosis, snapshot)
@@ -181,17 +185,37 @@ class _Steps(NamedTuple):
                 self.incident.remark(indices)
 
 
-def _rerun_loss(call: BackwardCall, incident: Incident, model: nn.Module, conditions: Conditions) -> None:
+def _rerun_after_module(
+    call: BackwardCall, incident: Incident, before: Report, model: nn.Module, conditions: Conditions
+) -> None:
+    """Look for the operation in a backward from the loss, as a re-run of the module of `before` has shown nothing.
+
+    The derivative of a gradient reaches weights past their modules' outputs.
+    """
+    shown, incident.report = incident.report, before
+    finding = incident.finding
+    incident.learn(origin="received", source_module=None)
+    _rerun_loss(call, incident, model, conditions, None)
+    if incident.finding.operation is None:
+        incident.report = shown
+    elif incident.finding.source_module == finding.module:
+        incident.learn(origin=finding.origin, source_module=finding.source_module)
+
+
+def _rerun_loss(
+    call: BackwardCall, incident: Incident, model: nn.Module, conditions: Conditions, value: Value | None
+) -> None:
     """Complete the finding with the operation, line and cures that a re-run of the loss's statements shows.
 
-    Raises nothing of its own: what could not be done is a remark.
+    `value` is that of the loss, which its forward made; None where its backward did. Raises nothing of its own: what
+    could not be done is a remark.
     """
     finding = incident.finding
     try:
         if num_processes() > 1:
             raise Refused("other ranks would have to run it along")
         statements = call.statements(model)
-        diagnosis, patches = _examined(statements, call, finding, conditions)
+        diagnosis, patches = _examined(statements, call, finding, conditions, value)
     except Refused as reason:
         incident.remark(f"the loss was not computed again: {reason}; {_ADVICE}")
         return
@@ -207,13 +231,19 @@ def _rerun_loss(call: BackwardCall, incident: Incident, model: nn.Module, condit
         return
     # Without the operations that the graph made likely.
     incident.learn(remarks=tuple(x for x in finding.remarks if x != call.remark))
-    incident.finding = enrich(incident.finding, diagnosis)
+    # The derivative of a gradient runs through the model's own operations once more.
+    made_in = (diagnosis.made_in or "").removeprefix("model").removeprefix(".")
+    incident.finding = enrich(incident.finding, replace(diagnosis, made_in=made_in or None))
     incident.learn(cures=working_first(patches.cures))
     incident.remark(*patches.remarks, f"found by running {where} again")
 
 
 def _examined(
-    statements: LossStatements, call: BackwardCall, finding: Finding, conditions: Conditions
+    statements: LossStatements,
+    call: BackwardCall,
+    finding: Finding,
+    conditions: Conditions,
+    value: Value | None,
 ) -> tuple[Diagnosis, SearchResult]:
     snapshot = BatchSnapshot(
         statements,
@@ -231,7 +261,7 @@ def _examined(
         finding, module="", label="output", origin="produced", source_module=None, operation=None, place=None
     )
     conditions = conditions._replace(allows=_below(conditions.allows))
-    if (value := loss_value(call)) is None:
+    if value is None:
         found = rerun_backward(snapshot, own, (), model=statements)
     else:
         own = replace(own, phase="forward", value=value)

@@ -134,6 +134,11 @@ class Finding:
         """The place of the operation as "/path/file.py:123"."""
         return None if self.place is None else str(self.place)
 
+    @property
+    def is_of_loss(self) -> bool:
+        """Return whether the value came into a backward from outside the model, as from the loss."""
+        return (self.phase, self.origin, self.source_module) == ("backward", "received", None)
+
 
 def with_earlier(frames: Iterable[Frame], earlier: Frame) -> list[Frame]:
     """Insert the frame of a call under way, or of a module that is never called, before its batch's first fault.

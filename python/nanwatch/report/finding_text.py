@@ -41,10 +41,11 @@ def explain(
     if finding.phase == "save":
         return Explanation(_of("in a checkpoint"), _of("writer of the weight"))
     if finding.phase == "forward":
-        return Explanation(
-            _why_forward(finding, frame, frames), _next_forward(finding, frame, record, frames)
-        )
-    return Explanation(_why_backward(finding, frame), _next_backward(finding, frame, record))
+        reason, advice = _why_forward(finding, frame, frames), _next_forward(finding, frame, record, frames)
+    else:
+        reason, advice = _why_backward(finding, frame), _next_backward(finding, frame, record)
+    is_unwritten = (finding.operation or "").startswith(("aten.empty", "aten.new_empty"))
+    return Explanation(reason, _of("unwritten memory") if is_unwritten else advice)
 
 
 def _of(code: str, **values: str | int | float | None) -> Statement:
@@ -125,6 +126,7 @@ SENTENCES = {
     "step": f"{_STEP}.",
     "cure of the step": "make the optimizer anew as the cure says, and start from weights of before the step.",
     "gradients and step": f"{_GRADIENTS} finds a bad gradient before a step takes it; {_STEP}.",
+    "unwritten memory": "write all of this memory before it is read, or allocate it with zeros.",
     "writer of the buffer": "look at what was last written to this buffer.",
     "data loader": "look at the data loader and the preprocessing of this batch; where they are clean, for in-place"
     " operations on the model's input. If the value is meant, as that of a missing reading, watch with {option}.",
@@ -298,7 +300,8 @@ def _why_backward(finding: Finding, frame: Frame | None) -> Statement:
         return _of(f"made by the {maker}'s backward", largest_gradient=max(given, default=None))
     if finding.source_module is not None:
         return _of("from a backward", giver=finding.source_module)
-    return _of("from the loss" if finding.label.startswith("output") else "gradient of unknown origin")
+    is_known = finding.label.startswith("output") or finding.operation is not None
+    return _of("from the loss" if is_known else "gradient of unknown origin")
 
 
 def _next_backward(finding: Finding, frame: Frame | None, record: Record | None) -> Statement:

@@ -113,7 +113,7 @@ class RerunPolicy:
         self._failed: _Ended | None = None
         # The forwards since the last step whose graphs live: a loss may have called the model several times.
         self._forwards: weakref.WeakKeyDictionary[_Graph, _Forward] = weakref.WeakKeyDictionary()
-        # By batch, the backward whose loss has failed, until a step has been checked.
+        # By batch, the backward that has failed, until a step has been checked.
         self._losses: dict[int, BackwardCall] = {}
         self._keeps_ended = options.gradients
         self._scaler = options.scaler
@@ -162,11 +162,14 @@ class RerunPolicy:
                 self._ended[held] = _Ended(batch, weakref.ref(start.module), rest)
 
     def behind_model(self, finding: Finding) -> Finding:
-        """Return the finding of a backward under way with what the graph tells, if its loss made the value."""
+        """Return the finding of a backward under way with what the graph tells, if its loss made the value.
+
+        Keep the backward, whose loss may run again.
+        """
         with self._door:
             forwards = list(self._forwards.values())
         own = next((one for one in forwards if one.batch == finding.batch), None)
-        if own is None or (finding.origin, finding.source_module) != ("received", None):
+        if own is None:
             return finding
         try:
             # A later call is a part of what lies behind this one's outputs.
@@ -178,7 +181,7 @@ class RerunPolicy:
             started = (one.rest.state for one in list(self._ended.values()) if one.batch == own.batch)
             call.state = next(started, None)
             self._losses[finding.batch] = call
-            return read_graph(finding, call)
+            return read_graph(finding, call) if finding.is_of_loss else finding
         except Exception:
             suppressed("the graph of the loss could not be read")
             return finding
@@ -223,7 +226,7 @@ class RerunPolicy:
         # What wrote a weight before it was saved, or a gradient before a step, lies behind the batch.
         is_behind = finding.phase in ("save", "step")
         start = None if is_behind else self._start_of(finding)
-        loss = self._loss_of(finding)
+        loss = self._losses.get(finding.batch) if finding.phase == "backward" else None
         is_run = self.keeps_start and (start is not None or loss is not None)
         examine = partial(
             rerun.examine,
@@ -345,8 +348,3 @@ class RerunPolicy:
             failed = self._failed
             return failed.start() if failed is not None and failed.batch == finding.batch else None
         return self._starts.get(threading.get_ident(), (None,))[0]
-
-    def _loss_of(self, finding: Finding) -> BackwardCall | None:
-        """Return the backward of the finding's loss, if the loss made the value."""
-        is_of_loss = (finding.phase, finding.origin, finding.source_module) == ("backward", "received", None)
-        return self._losses.get(finding.batch) if is_of_loss else None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nanwatch.report.finding import Finding
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import watch
 from support.recorders import WITH_DEVICE, watched
@@ -213,7 +214,7 @@ class NoSecond(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        return gradient * weight, (gradient * x).sum(0)
+        return gradient * weight, (gradient * x).sum(0)  # aten.sum.dim_IntList
 
 
 class OnceDifferentiable(nn.Module):
@@ -227,8 +228,16 @@ class OnceDifferentiable(nn.Module):
         return NoSecond.apply(x, self.weight)
 
 
-def test_where_signs_cannot_be_told_the_rest_stands() -> None:
-    """Without a second derivative nothing is found here: that is a remark, and the finding is what it was."""
+def line_of(finding: Finding) -> str:
+    """Return the comment in the line that the finding names."""
+    assert finding.place is not None
+    assert finding.place.file == __file__
+    with open(__file__) as source:
+        return source.read().splitlines()[finding.place.line - 1].rpartition("# ")[2]
+
+
+def test_where_signs_cannot_be_told_the_loss_runs_again() -> None:
+    """Without a second derivative the module's backward shows nothing, and the real gradients do: in its own line."""
     model = nn.Sequential(OnceDifferentiable())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     signs = torch.tensor([[1.0], [-1.0]]).repeat(8, 1)
@@ -238,8 +247,106 @@ def test_where_signs_cannot_be_told_the_rest_stands() -> None:
             optimizer.step()
     finding = error.value.report.finding
     assert finding is not None
-    assert (finding.module, finding.label, finding.operation) == ("0", "weight.grad", None)
-    assert any("no operation made a bad gradient" in one for one in finding.remarks)
+    assert (finding.module, finding.label, finding.origin) == ("0", "weight.grad", "produced")
+    assert (finding.operation, line_of(finding)) == ("aten.sum.dim_IntList",) * 2
+    assert "no operation made a bad gradient" not in " ".join(finding.remarks)
+
+
+class PlainNorm(torch.autograd.Function):
+    """Rows over their norms. Its backward divides zero by zero, or sums memory that it has written in half."""
+
+    is_unwritten = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        norm = x.norm(dim=-1, keepdim=True)
+        ctx.save_for_backward(x, norm)
+        return x / (norm + 1e-12)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        x, norm = ctx.saved_tensors
+        if PlainNorm.is_unwritten:
+            parts = torch.empty(2, *x.shape)  # aten.empty.memory_format
+            parts[0] = gradient
+            return parts.sum(0)
+        return gradient - x / norm * gradient.sum(-1, keepdim=True)  # aten.div.Tensor
+
+
+class Normed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return PlainNorm.apply(x)
+
+
+class Energy(nn.Module):
+    """Forces are the gradient of an energy, which a helper takes, of distances that are 0 on the diagonal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        squared = (x[:, None] - x[None]).square().sum(-1)
+        distances = squared.sqrt()  # SqrtBackward0
+        return derivative(self.net(distances[..., None]).sum(), x)
+
+
+class Power(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs().pow(1.5)  # PowBackward0
+
+
+def derivative(y: Tensor, x: Tensor) -> Tensor:
+    return torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+
+def roots_of_gradients(model: nn.Module, x: Tensor) -> Tensor:
+    gradients = derivative((0 * model(x)).square(), x)
+    return gradients.square().sum(-1).sqrt().mean()  # SqrtBackward0
+
+
+def negative_power(model: nn.Module, x: Tensor) -> Tensor:
+    flux = (-model(x).square() - 1) ** 1.2  # PowBackward0
+    return derivative(flux, x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("layer", "loss", "operation", "made_in"),
+    [
+        (Normed(), lambda model, x: model(0 * x).sum(), "aten.div.Tensor", "1"),
+        (Normed(), lambda model, x: model(x).sum(), "aten.empty.memory_format", "1"),
+        (Energy(), lambda model, x: model(x).sum(), "SqrtBackward0", "1"),
+        (Power(), lambda model, x: derivative(model(0 * x), x).sum(), "PowBackward0", "1"),
+        (nn.Linear(4, 4), roots_of_gradients, "SqrtBackward0", None),
+        (nn.Linear(4, 4), negative_power, "PowBackward0", None),
+    ],
+)
+def test_the_line_is_where_the_operation_was_written(
+    layer: nn.Module,
+    loss: Callable[[nn.Module, Tensor], Tensor],
+    operation: str,
+    made_in: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a Python backward, or in the forward whose derivative a helper takes, in which the value is made or used."""
+    is_unwritten = "empty" in operation
+    monkeypatch.setattr(PlainNorm, "is_unwritten", is_unwritten)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), layer, nn.Tanh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.rand(3, 4).requires_grad_()
+    torch.use_deterministic_algorithms(is_unwritten)  # fills memory with nan
+    try:
+        with watch(model, gradients=True), pytest.raises(NonFiniteError) as error:  # noqa: PT012 - some in the forward
+            loss(model, x).backward()
+            optimizer.step()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.operation, line_of(finding)) == (operation, operation)
+    assert (finding.module if finding.origin == "produced" else finding.source_module) == made_in
 
 
 def exponential(output: Tensor) -> Tensor:
