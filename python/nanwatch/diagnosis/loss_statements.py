@@ -52,18 +52,12 @@ class BackwardCall:
 
     @classmethod
     def capture(cls, since: int, forwards: Sequence[tuple[int, int]]) -> BackwardCall | None:
-        """Return the backward under way, None where there are several. The engine may run hooks in its own thread."""
-        found = []
-        for innermost in sys._current_frames().values():
-            frame: FrameType | None = innermost
-            while frame is not None and frame.f_code is not _ENGINE:
-                frame = frame.f_back
-            if frame is not None:
-                found.append(frame)
-        if len(found) != 1:
+        """Return the backward under way, None where it is not known."""
+        frame = _engine_frame()
+        if frame is None:
             return None
-        callers = list(islice(_callers(found[0]), _MOST_FRAMES))
-        return cls(found[0].f_locals["t_outputs"], since, forwards, callers)
+        callers = list(islice(_callers(frame), _MOST_FRAMES))
+        return cls(frame.f_locals["t_outputs"], since, forwards, callers)
 
     def is_behind(self, node: Any) -> bool:
         """Return whether the node of the graph was made from the model's outputs, and by no forward of the model."""
@@ -85,6 +79,29 @@ class BackwardCall:
                 reason = str(error)
                 break
         raise Refused(reason)
+
+
+def loss_under_way() -> Tensor | None:
+    """Return the loss whose `backward()` is under way, None where what it began at is no single number."""
+    frame = _engine_frame()
+    names: dict[str, Any] = {} if frame is None else frame.f_locals
+    roots: Sequence[Tensor] = names["t_outputs"] if names.get("kwargs", {}).get("accumulate_grad") else ()
+    return roots[0] if len(roots) == 1 and roots[0].numel() == 1 else None
+
+
+def _engine_frame() -> FrameType | None:
+    """Return the frame that runs this thread's backward; in a thread of the engine, the only one there is."""
+    frame = _engine_above(sys._getframe(1))
+    if frame is not None:
+        return frame
+    frames = [one for top in sys._current_frames().values() if (one := _engine_above(top)) is not None]
+    return frames[0] if len(frames) == 1 else None
+
+
+def _engine_above(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code is not _ENGINE:
+        frame = frame.f_back
+    return frame
 
 
 def _callers(frame: FrameType) -> Iterator[Caller]:

@@ -87,11 +87,12 @@ class EventDispatch:
             raise BatchLimitError(batch, "abort_after_batch")
 
     def on_backward_start(self) -> None:
-        """Find out whether the gradients of the deferred backward are gone."""
+        """Find out whether the gradients of the deferred backward are gone, and look at the loss of this one."""
         if self.backward is not None:
             self.backward.guard.settle()
             if self.backward.spikes is not None:
                 self.backward.spikes.backward_started()
+            self.backward.started()
 
     def on_backward_end(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
         """Defer the failure until a step is about to take it, unless the forward's failure caused it."""

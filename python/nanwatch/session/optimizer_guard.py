@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 from ..diagnosis.incident import Incident
 from ..instrumentation.grad_scaler import find_scaler
 from ..numerics.readable import only_our_dispatch
-from ..recording.events import Event, Recorder
+from ..recording.events import Recorder
 from ..recording.observe import read
 from ..records.note import Note
 from ..report import text
@@ -62,8 +62,6 @@ class OptimizerGuard:
         self.num_untaken = 0  # non-finite backwards after which a step took finite gradients
         self._num_told = 0  # of them, at the latest warning
         self._recorder = recorder
-        self._backward_starts = recorder.subscribe(Event.BACKWARD_START)
-        self._backward_starts.active = False  # until a failure is deferred
         self._max_skipped_steps = options.max_skipped_steps
         self._scaler: Callable[[], Any] | None = (
             None if options.scaler is None else weakref.ref(options.scaler)
@@ -116,7 +114,6 @@ class OptimizerGuard:
             # New sets: another thread may iterate over the old ones.
             pending.batches = pending.batches | batches
             pending.weights = pending.weights | weights
-        self._backward_starts.active = True
         if self._in_a_row >= self._max_skipped_steps:
             count, self._in_a_row = self._in_a_row, 0
             return self._due(
@@ -209,7 +206,6 @@ class OptimizerGuard:
 
     def _drop(self) -> None:
         self._pending = None
-        self._backward_starts.active = False
 
     def _has_fallen(self, pending: _Pending) -> bool:
         scale = None if pending.scale is None else self._scale()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from functools import partial
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,14 +21,16 @@ from torch.optim.optimizer import Optimizer
 
 from ..blackbox.process import process_box
 from ..diagnosis.incident import Incident
+from ..diagnosis.loss_statements import loss_under_way
 from ..diagnosis.optimizer_step import take_apart
 from ..instrumentation.functions import find_called
 from ..instrumentation.global_hooks import Handles, after_steps, before_steps
 from ..instrumentation.step_closure import with_check_after_closure
 from ..instrumentation.wrapped_names import find_module, parameter_names, parameter_owners
+from ..numerics.readable import Numbers, is_plain
 from ..recording.backward import find_in_backward
-from ..recording.events import Arrival, BackwardCall
-from ..recording.observe import Observe, nonfinite, observe, observe_with
+from ..recording.events import Arrival, BackwardCall, Event
+from ..recording.observe import Observe, nonfinite, observe, observe_with, read
 from ..recording.optimizer_state import state_tensors
 from ..records.record import Frame, Phase, Record
 from ..report.finding import Finding, OriginKind, find, finding_of
@@ -63,9 +67,13 @@ class BackwardWatch:
         self._reports = reports
         self._failures = failures
         self.guard = guard
+        self._starts = self._recorder.subscribe(Event.BACKWARD_START)
+        # The latest loss on a device, and its batch, which nobody waits for before a step.
+        self._loss: tuple[Tensor, Numbers, int] | None = None
 
     def remove(self) -> None:
         """Look at no more gradients."""
+        self._starts.remove()
         self.settle()
         if (model := self._model()) is not None:
             self._recorder.forget_gradients(list(each_parameter(model)))
@@ -91,6 +99,32 @@ class BackwardWatch:
         faults = [(call.frame, row) for call in calls for row in call.frame.records if row.is_fault]
         self._defer(report, {frame.batch for frame, _ in faults}, self._weights(faults))
 
+    def started(self) -> None:
+        """Look at the loss of a backward that begins: one that is nan is a failure, though its gradients be finite."""
+        loss = None if self._recorder.paused else loss_under_way()
+        if loss is None or not is_plain(loss) or not loss.is_floating_point():
+            return
+        batch = self._recorder.latest_batch
+        if loss.device.type == "cpu":
+            if isnan(read(loss, "output", "output").abs_max or 0.0):
+                torch.autograd.Variable._execution_engine.queue_callback(
+                    partial(self._loss_is_nan, loss, batch)
+                )
+        elif loss.device.type == "cuda":
+            self._loss = loss.detach(), Numbers(loss), batch
+
+    def _loss_is_nan(self, loss: Tensor, batch: int) -> None:
+        """Act on a loss that is nan, unless its gradients are not finite either, which a GradScaler may skip."""
+        if self.guard.pending is not None or self._failures.knows(batch):
+            return
+        name = type(loss).__name__ if loss.grad_fn is None else loss.grad_fn.name()
+        frame = Frame(batch, "(loss)", name, (observe(loss.detach(), "output", "output"),), "backward")
+        sequence = self._recorder.frames_of_batch(batch)
+        finding = finding_of(frame, frame.records[0], "received", None, rank(), sequence)
+        finding = self._failures.rerun.behind_model(finding)
+        self._failures.rerun.backward_failed(batch)
+        self._failures.step_follows(Incident(self._reports.latest(finding, batch, [frame])))
+
     def before_step(self, optimizer: Optimizer, *, is_own: bool) -> None:
         """Stop a step that is about to change the weights with a non-finite gradient.
 
@@ -113,6 +147,9 @@ class BackwardWatch:
         # The gradients of a non-finite forward are its consequence.
         if taken and guard.pending is None and not self._failures.knows(recorder.latest_batch):
             self._defer_taken(optimizer, taken)
+        loss, self._loss = self._loss, None
+        if loss is not None and not taken and any(map(isnan, loss[1].wait())):
+            self._loss_is_nan(loss[0], loss[2])
         due = guard.check_step(optimizer, is_nonfinite=bool(taken))
         if due is not None:
             self._failures.step_follows(due)

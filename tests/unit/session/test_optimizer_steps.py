@@ -119,3 +119,41 @@ def test_a_skipped_step_is_not_blamed_for_the_next_forward() -> None:
     assert finding is not None
     assert (finding.phase, finding.batch, finding.module) == ("forward", 1, "1")
     assert [step.batch for step in w.skipped_steps] == [0]
+
+
+def test_a_nan_loss_of_finite_gradients_is_raised_by_its_backward() -> None:
+    """All labels are ignored: 0 / 0, and gradients of 0. The report has the line that divides, and a cure."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 3)
+    labels = torch.full((4,), -100)
+    with watch(model, gradients=True):
+        losses = nn.functional.cross_entropy(model(torch.ones(4, 2)), labels, reduction="sum")
+        loss = losses / (labels != -100).sum()  # divides
+        with pytest.raises(NonFiniteError) as error:
+            loss.backward()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.value, finding.is_of_loss) == (
+        "(loss)",
+        "output",
+        "nan",
+        True,
+    )
+    assert finding.operation == "aten.div.Tensor"
+    assert finding.place is not None
+    assert Path(__file__).read_text().splitlines()[finding.place.line - 1].endswith("# divides")
+    assert finding.cures[0].works
+    assert model.weight.grad is not None
+    assert torch.isfinite(model.weight.grad).all()
+
+
+def test_a_nan_loss_of_bad_gradients_waits_for_the_step() -> None:
+    """A GradScaler may skip that. A nan at which `autograd.grad` begins is no loss."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, gradients=True):
+        y = model(torch.ones(1, 2)).sum()
+        torch.autograd.grad(y + torch.nan, y, retain_graph=True)
+        (y * torch.nan).backward()
+        with pytest.raises(NonFiniteError, match=r"`output.grad` of the root module"):
+            optimizer.step()
