@@ -34,7 +34,7 @@ _MAXIMA = (
 )
 _PADDINGS = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)
 # Words in the name of a parameter that may hold -inf, such as `attn_mask`, or ALiBi's distances in `attn_bias`.
-_MASK_WORDS = ("mask", "bias")
+_MASK_WORDS = ("mask", "bias", "alibi")
 
 
 class _Known(NamedTuple):
