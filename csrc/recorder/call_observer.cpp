@@ -231,7 +231,8 @@ struct CallObserver::Walk {
     const OutsideCompiler outside;
     const py::object text = from_utf8(self.labels_.text(label));
     const py::object found = py::reinterpret_steal<py::object>(
-        PyObject_CallFunctionObjArgs(self.helpers_.leaves.ptr(), value, text.ptr(), nullptr));
+        PyObject_CallFunctionObjArgs(self.helpers_.leaves.ptr(), value, text.ptr(),
+                                     role == Role::output ? Py_True : Py_False, nullptr));
     if (!found) return self.excuse(label, role, frame);
     if (!PyList_Check(found.ptr())) return true;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(found.ptr()); ++i) {
@@ -256,7 +257,8 @@ struct CallObserver::Walk {
     if (PyTuple_Check(object) || PyList_Check(object)) return sequence(object, label);
     const std::optional<Kind> kind = PyDict_CheckExact(object) ? Kind::mapping : self.kind_of(Py_TYPE(object));
     if (!kind.has_value()) return false;
-    if (kind == Kind::opaque) return note(label, NoteKind::not_a_tensor);
+    // What an object is given as an argument shows in the module's output. Its own output may be in an object alone.
+    if (kind == Kind::opaque && role != Role::output) return note(label, NoteKind::not_a_tensor);
     if (kind == Kind::mapping && has_plain_keys(object)) return mapping(object, label);
     return slowly(object, label);
   }

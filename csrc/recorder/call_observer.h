@@ -76,7 +76,7 @@ struct Options {
 
 struct Helpers {
   pybind11::object observe;       // (value, label, role, allow_inf, batch) -> Row
-  pybind11::object leaves;        // (value, label) -> [(label, leaf)]
+  pybind11::object leaves;        // (value, label, objects) -> [(label, leaf)]
   pybind11::object is_container;  // (type) -> bool: may `leaves` find anything inside
   pybind11::object spell_key;     // (key) -> str
   pybind11::object completed;     // (label, role, shape, dtype, values, allow_inf) -> Row

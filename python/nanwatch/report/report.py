@@ -312,7 +312,13 @@ def _styled_lines(report: Report, *, whole: bool = False) -> Iterator[tuple[Styl
             for record in frame.records
             if record.note is not None and record.note.kind == "skipped_step"
         }
-        yield "head", f"All finite{until}" + (" but for gradients that no step took" if skipped else "")
+        is_partial = any(
+            record.role == "output" and record.note is not None and record.note.kind == "not_checked"
+            for frame in frames
+            for record in frame.records
+        )
+        head = "All that was read is finite" if is_partial else "All finite"
+        yield "head", f"{head}{until}" + (" but for gradients that no step took" if skipped else "")
         for number, note in skipped:
             yield "plain", f"Batch {number}: {note}."
     if report.mesh:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from nanwatch.recording.walk import MAX_DEPTH, MAX_LEAVES, Unwalked, call_leaves, leaves
+from nanwatch.recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_OBJECTS, Unwalked, call_leaves, leaves
 
 X, Y, Z = torch.zeros(1), torch.ones(2), torch.full((3,), 2.0)
 Pair = namedtuple("Pair", "left right")
@@ -77,6 +79,66 @@ def test_registered_pytrees_are_entered() -> None:
     finally:
         _pytree._deregister_pytree_node(Box) if hasattr(_pytree, "_deregister_pytree_node") else None
         _pytree.SUPPORTED_NODES.pop(Box, None)
+
+
+class Slotted:
+    __slots__ = ("left", "unset")
+
+    def __init__(self, left: Tensor) -> None:
+        self.left = left
+
+
+@dataclass
+class Late:
+    logits: Tensor
+    extra: Any = field(init=False)
+
+
+def test_objects_are_entered_for_their_tensors() -> None:
+    """Attributes, slots, sets, views and arrays, with no call of the object's own code; scalars are left out."""
+
+    class Lazy:
+        def __init__(self, **attributes: Any) -> None:
+            vars(self).update(attributes)
+
+        @property
+        def broken(self) -> Tensor:
+            raise AssertionError("a property was asked")
+
+    value = {
+        "own": Lazy(ids=X, size=3, inner=Lazy(mask=Y)),
+        "slots": Slotted(X),
+        "set": {X},
+        "view": {"a": Y}.values(),
+        "late": Late(Z),
+        "stream": iter([X]),
+    }
+    found = dict(leaves(value, "output"))
+    tensors = {label: x for label, x in found.items() if isinstance(x, Tensor)}
+    assert list(tensors) == [
+        *("output[own][ids]", "output[own][inner][mask]", "output[slots][left]", "output[set][0]"),
+        *("output[view][0]", "output[late][logits]"),
+    ]
+    assert isinstance(found["output[late][extra]"], Unwalked)
+    assert isinstance(found["output[stream]"], Unwalked)
+    array = np.array([1.0, 2.0])
+    array.flags.writeable = False
+    ((_, x),) = leaves(array[::-1], "output")
+    assert x.tolist() == [2.0, 1.0]
+    ((label, leaf), *_) = leaves(Lazy(a=1), "output")
+    assert (label, type(leaf)) == ("output", Lazy)
+    assert [type(leaf) for _, leaf in leaves([Lazy(ids=X)], "input", False)] == [Lazy]
+
+
+def test_objects_are_bounded() -> None:
+    """A chain of objects that never ends gives up after MAX_OBJECTS, and says so."""
+    first = last = SimpleNamespace(x=X)
+    for _ in range(2 * MAX_OBJECTS):
+        last.next = SimpleNamespace(x=X)
+        last = last.next
+    found = [leaf for _, leaf in leaves([first] * 2, "output")]
+    assert sum(isinstance(leaf, Tensor) for leaf in found) <= MAX_OBJECTS
+    assert isinstance(found[-1], Unwalked)
 
 
 def test_cycles_end() -> None:
