@@ -285,13 +285,13 @@ class LeftCall(NamedTuple):
     output: Any
 
 
-def open_calls() -> list[LeftCall]:
+def open_calls(frame: FrameType | None = None) -> list[LeftCall]:
     """Return the module calls under way in this thread, the innermost first, read from its stack.
 
-    The innermost may have returned to the wrapper that records it.
+    The innermost may have returned to the wrapper that records it. `frame` is the innermost of another stack.
     """
     calls = []
-    frame: FrameType | None = sys._getframe(1)
+    frame = frame or sys._getframe(1)
     while frame is not None:
         if frame.f_code is _WRAPPED_CALL:
             calls.append(_left_call(frame))

@@ -290,4 +290,6 @@ class _CallProbe:
                         rows=(),
                         call=None,
                     )
+        if any("nan" in value_of(record) for x in strangers if (record := observe(x, "", "input")).is_fault):
+            return replace(found, transient=None)  # no change is a cure: it would hide what was there
         return found

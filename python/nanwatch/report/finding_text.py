@@ -130,6 +130,8 @@ SENTENCES = {
     "writer of the buffer": "look at what was last written to this buffer.",
     "data loader": "look at the data loader and the preprocessing of this batch; where they are clean, for in-place"
     " operations on the model's input. If the value is meant, as that of a missing reading, watch with {option}.",
+    "code outside": "look at the code that called this module: a part of the model in another thread, a coroutine, a"
+    " generator or a backward, or code that calls parts of the model itself.",
     "forward of the caller": "look at the forward of the module that handed it in, from the last finite frame on.",
     "optimizer state": "look at the gradients of this step and of the last ones, and at the format of the state.",
     "writer of the gradient": "look at what happens to gradients between backward() and the step, such as a division by"
@@ -209,7 +211,9 @@ def _next_forward(
             return _of("initialisation")
         return _next_weight(finding, after_backward=any(one.phase == "backward" for one in frames))
     if finding.origin == "received":
-        return _of("apply the cure" if is_cured else "forward of the caller")
+        if is_cured:
+            return _of("apply the cure")
+        return _of("code outside" if finding.source_module is None else "forward of the caller")
     if finding.origin == "buffer":
         return _of("writer of the buffer")
     option = "allow_nan" if "nan" in finding.value else "allow_inf"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -9,9 +10,9 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from ..diagnosis.batch_snapshot import LeftCall, left_calls
+from ..diagnosis.batch_snapshot import LeftCall, left_calls, open_calls
 from ..instrumentation.functions import Function
-from ..instrumentation.wrapped_names import is_recorded, named_modules
+from ..instrumentation.wrapped_names import is_recorded, named_modules, unwrapped
 from ..monitoring.suspicion import Suspicion
 from ..recording.events import Recorder
 from ..recording.observe import call_values, observe, observe_with, state_of
@@ -113,6 +114,8 @@ class Reports:
             frames.append(nonfinite)
         kept = self.recorder.frames_of_batch(batch)
         num_frames = None if kept is None else kept + len(more)
+        if self._is_inside(calls()):
+            given = ()  # no data loader made it
         outer = self._first_nonfinite(batch, calls)
         if outer is not None:
             earlier, caller = outer
@@ -144,6 +147,22 @@ class Reports:
         named = [] if model is None else named_modules(model)
         return [LeftCall(one.module, (), {}, ()) for one in named if one.name in names][::-1]
 
+    def _is_inside(self, calls: Sequence[LeftCall]) -> bool:
+        """Return whether code of the model makes the outermost of these calls, with no call of the model around it.
+
+        A forward does so in another thread, in a coroutine, in a generator, or in the backward of a Function.
+        """
+        model, outermost = self.model(), calls[-1].module if calls else None
+        root = None if model is None else unwrapped(model)
+        if outermost is None or root is None or isinstance(outermost, Function):
+            return False
+        if unwrapped(outermost) is root:
+            return False
+        if "" in self._suspicion.called or any(frame.name == "" for frame in self._frames(())):
+            return True
+        stacks = list(sys._current_frames().values())
+        return any(unwrapped(call.module) is root for stack in stacks for call in open_calls(stack))
+
     def _first_nonfinite(
         self, batch: int, find_calls: Callable[[], Sequence[LeftCall]]
     ) -> tuple[Frame, str | None] | None:
@@ -173,7 +192,7 @@ class Reports:
             if self.options.observes(name):
                 allowed = self.options.excuses(name, call.module)
                 state = [one for one in state_of(call.module) if one[0] in roles]
-                values = [*state, *call_values(settings, *call)]
+                values = [*state, *call_values(settings, *call, objects=True)]
                 records = [observe_value(x, label, role, allowed) for role, label, x in values]
                 frame = Frame(batch, name, type(call.module).__name__, tuple(records))
                 if frame.fault is not None:

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.diagnosis import enrich
 from nanwatch.diagnosis.forward_rerun import rerun_forward
-from nanwatch.report.report import Report
+from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import watch
 from support.examined import Does, culprit, exponential, look
 from support.spy import Spy
@@ -253,6 +253,26 @@ def test_operands_in_lists() -> None:
         ("operand[2]", 1.0),
         ("operand[3]", 0.0),
     ]
+
+
+def test_an_operand_that_was_nan_before_has_no_cure() -> None:
+    """A change that puts 0 in place of a product with nan would hide a tensor that is destroyed."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.tensor([1.0, NAN])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    model = Scaled()
+    with pytest.raises(NonFiniteError) as error, watch(model):
+        model(torch.zeros(2))
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.operation, finding.cures) == ("aten.mul.Tensor", ())
+    assert "operand[1] was not finite before, and no operation that was seen wrote it" in finding.remarks
 
 
 # Without a re-run

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import traceback
 import warnings
 import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +25,93 @@ from support.toys import Scale
 pytestmark = pytest.mark.usefixtures("each_recorder")
 
 INF = float("inf")
+
+
+class Parts(nn.Module):
+    """Give its second layer a nan that its own code makes, in a way that leaves no call of it around that layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def bad(self, x: Tensor) -> Tensor:
+        return (self.first(x) - 9).log()
+
+
+class InThread(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as executor:
+            return executor.submit(self.second, self.bad(x)).result()
+
+
+class Coroutine(Parts):
+    async def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.bad(x))
+
+
+class Generator(Parts):
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        yield self.second(self.bad(x))
+
+
+class InBackward(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        second = self.second
+
+        class Recompute(torch.autograd.Function):
+            @staticmethod
+            def forward(context: Any, x: Tensor) -> Tensor:
+                context.save_for_backward(x)
+                return x.clone()
+
+            @staticmethod
+            def backward(context: Any, gradient: Tensor) -> Tensor:
+                second((context.saved_tensors[0] - 9).log())
+                return gradient
+
+        return Recompute.apply(self.first(x))
+
+
+class NeverCalled(Parts):
+    def fit(self, x: Tensor) -> Tensor:
+        return self.second(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "run", "origin"),
+    [
+        (InThread, lambda model: model(torch.ones(2)), "received"),
+        (Coroutine, lambda model: asyncio.run(model(torch.ones(2))), "received"),
+        (Generator, lambda model: list(model(torch.ones(2))), "received"),
+        (InBackward, lambda model: model(torch.ones(2)).sum().backward(), "received"),
+        (NeverCalled, lambda model: model.fit(torch.tensor([INF, 1.0])), "data"),
+    ],
+)
+def test_the_data_is_blamed_only_where_the_batch_came_with_it(
+    kind: type[Parts], run: Callable[[Any], object], origin: str
+) -> None:
+    """A layer that is called from a thread, a coroutine, a generator or a backward got no data from a loader."""
+    model = kind()
+    watch(model)
+    with pytest.raises(NonFiniteError) as error:
+        run(model)
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.origin, finding.source_module) == ("second", origin, None)
+
+
+def test_data_in_an_object_is_data() -> None:
+    """The object is entered once a value is met that it may have held."""
+
+    class Unpacks(nn.Linear):
+        def forward(self, batch: Any) -> Tensor:
+            return super().forward(batch.x)
+
+    model = Unpacks(2, 2)
+    with pytest.raises(NonFiniteError) as error, watch(model):
+        model(SimpleNamespace(x=torch.tensor([INF, 1.0])))
+    assert error.value.report.finding is not None
+    assert error.value.report.finding.origin == "data"
 
 
 class Net(nn.Module):
