@@ -93,7 +93,6 @@ void bind_recorder(py::module_& m) {
       .def("record_compiled",
            [](CallRecorder& self, int64_t node, int64_t caller, const std::string& plan,
               const std::vector<at::Tensor>& tensors) { self.record_compiled(node, caller, plan, tensors); })
-      .def_property("watch", &CallRecorder::watch, &CallRecorder::set_watch)
       .def("forget_tensors", [](CallRecorder& self) { self.observer().forget_tensors(); })
       .def("finish_nonfinite_backward",
            [](CallRecorder& self) {

@@ -192,7 +192,7 @@ bool CallObserver::own_tensors(Node& node, PyObject* module, Role role, FrameDat
 
 void CallObserver::prepare(Node& node, PyObject* module) {
   for (const Role role : {Role::weight, Role::buffer}) {
-    if (role == Role::weight ? !options_.weights : !options_.buffers) continue;
+    if (!options_.reads(role)) continue;
     const bool done = each_own(node, module, role, [&](PyObject* value, Node::Slot& slot) {
       View view;
       if (plain_view(value, &view)) find_entry(key_of(THPVariable_Unpack(value)), &slot);

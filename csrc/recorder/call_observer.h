@@ -61,6 +61,9 @@ struct Options {
 #undef NANWATCH_MEMBER
   bool waits_for_calls;  // for the rows of each call that a device makes, in place of each batch's
 
+  bool reads(Role role) const {
+    return role == Role::weight ? weights : role == Role::buffer ? buffers : role == Role::input ? inputs : outputs;
+  }
   // Returns whether Python makes the rows of this role in this batch.
   bool is_pythons(Role role, int64_t batch) const {
     return (role == Role::output && sketches > 0 && batch % sketches == 0) ||

@@ -52,6 +52,10 @@ bool CallObserver::compiled_rows(Node& node, Node::Plan& plan, at::TensorList te
   std::vector<const void*> own;
   for (Node::Plan::Value& value : plan.values) {
     const Labels::Id label = value.slot.label;
+    if (!options_.reads(value.role)) {
+      next += value.kind == 't';
+      continue;
+    }
     if (value.kind != 't') {
       if (value.kind == 'u') {
         unread(label, value.role, value.reason, frame);

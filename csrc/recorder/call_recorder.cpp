@@ -101,7 +101,6 @@ CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object e
 
 CallRecorder::~CallRecorder() {
   gradients_.reset();
-  set_watch(-1);
   living().erase(id_);
 }
 

@@ -38,10 +38,6 @@ class CallRecorder {
   void begin_compiled(int64_t node, at::TensorList tensors);
   void record_compiled(int64_t node, int64_t caller, std::string_view plan, at::TensorList tensors);
 
-  // By which compiled code finds this recorder; below 0 it does not.
-  int64_t watch() const { return watch_; }
-  void set_watch(int64_t watch);
-
   // For gradients/: these make frames of backwards. Functions that return a bool return false with a Python exception
   // set.
   void set_gradients(std::unique_ptr<GradientTracker> tracker) { gradients_ = std::move(tracker); }
@@ -152,7 +148,7 @@ class CallRecorder {
   int64_t every_;
   std::vector<int64_t> traced_;  // sorted
   std::vector<std::unique_ptr<Node>> nodes_;
-  int64_t next_batch_ = 0, latest_batch_ = -1, watch_ = -1;
+  int64_t next_batch_ = 0, latest_batch_ = -1;
   const uint64_t id_;  // never reused, unlike an address
 };
 

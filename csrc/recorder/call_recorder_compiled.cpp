@@ -1,9 +1,11 @@
 // Calls of watched modules inside compiled code. There is no module call any more:
-// python/nanwatch/instrumentation/compile/dynamo.py has put operators into the graph in its place. They find their
-// recorder by its number:
+// python/nanwatch/instrumentation/compile/dynamo.py has put an operator into the graph in its place:
 //
-//   begin_(sequence, watch, callee, tensors)                  before a call that no watched call of the graph made
-//   record_(sequence, watch, callee, caller, plan, tensors)   after every call, with all the tensors of its frame
+//   record_(sequence, site, None, "", tensors)       before a call that no call of the graph made, with its arguments
+//   record_(sequence, site, caller, plan, tensors)   after every call, with all the tensors of its frame
+//
+// `site` and `caller` hold the addresses of modules. They are inputs of the graph, so that one graph serves every
+// module that Dynamo takes for equal. The wrappers of a module, if there are any, know its recorders.
 //
 // `sequence` is declared as written, so that a compiler keeps the operators and their order. call_observer_compiled.cpp
 // explains plans.
@@ -13,54 +15,40 @@
 #include "recorder/call_recorder.h"
 #include "ops/fallback.h"
 #include "recorder/python_error.h"
+#include "recorder/watched_call.h"
 
 namespace py = pybind11;
 
 namespace nanwatch {
 namespace {
 
-// Used under the interpreter lock.
-std::unordered_map<int64_t, CallRecorder*>& numbered() {
-  static auto* const recorders = new std::unordered_map<int64_t, CallRecorder*>;
-  return *recorders;
+// Adds the watched calls of the module at a site. False if a recorder in Python has one.
+bool find_at(const at::Tensor& site, std::vector<WatchedNode>* nodes) {
+  if (!site.is_cpu() || site.numel() == 0) return true;
+  return find_watched(reinterpret_cast<PyObject*>(*site.const_data_ptr<int64_t>()), nodes);
 }
 
-// Calls look(recorder) for the recorder of that number. False where there is none here: the watch has stopped, or its
-// recorder is the Python one.
-template <typename Look>
-bool with_recorder(const at::Tensor& sequence, int64_t watch, const Look& look) {
+void record_(const at::Tensor& sequence, const at::Tensor& site, const std::optional<at::Tensor>& caller,
+             c10::string_view plan, at::TensorList tensors) {
   const py::gil_scoped_acquire lock;
-  const auto found = numbered().find(watch);
-  if (found == numbered().end()) return false;
-  CallRecorder* const recorder = found->second;
-  const py::object keep = py::cast(recorder, py::return_value_policy::reference);
+  std::vector<WatchedNode> calls, callers;
+  if (!find_at(site, &calls) || (caller && !find_at(*caller, &callers)))
+    return call_reference<void(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, c10::string_view,
+                               at::TensorList)>("nanwatch::record_", sequence, site, caller, plan, tensors);
   if (sequence.is_cpu() && sequence.numel() > 0) ++*sequence.mutable_data_ptr<int64_t>();
-  look(recorder);
-  return true;
-}
-
-void begin_(const at::Tensor& sequence, int64_t watch, int64_t callee, at::TensorList tensors) {
-  if (!with_recorder(sequence, watch, [&](CallRecorder* recorder) { recorder->begin_compiled(callee, tensors); }))
-    call_reference<void(const at::Tensor&, int64_t, int64_t, at::TensorList)>("nanwatch::begin_", sequence, watch,
-                                                                              callee, tensors);
-}
-
-void record_(const at::Tensor& sequence, int64_t watch, int64_t callee, int64_t caller, c10::string_view plan,
-             at::TensorList tensors) {
-  const auto look = [&](CallRecorder* recorder) { recorder->record_compiled(callee, caller, plan, tensors); };
-  if (!with_recorder(sequence, watch, look))
-    call_reference<void(const at::Tensor&, int64_t, int64_t, int64_t, c10::string_view, at::TensorList)>(
-        "nanwatch::record_", sequence, watch, callee, caller, plan, tensors);
+  if (plan.empty()) {
+    for (const WatchedNode& watched : calls) watched.recorder->begin_compiled(watched.node, tensors);
+    return;
+  }
+  for (auto watched = calls.rbegin(); watched != calls.rend(); ++watched) {
+    int64_t outer = CallRecorder::kNoCaller;
+    for (const WatchedNode& candidate : callers)
+      if (candidate.recorder == watched->recorder) outer = candidate.node;
+    watched->recorder->record_compiled(watched->node, outer, plan, tensors);
+  }
 }
 
 }  // namespace
-
-void CallRecorder::set_watch(int64_t watch) {
-  const auto found = numbered().find(watch_);
-  if (found != numbered().end() && found->second == this) numbered().erase(found);
-  watch_ = watch;
-  if (watch >= 0) numbered()[watch] = this;
-}
 
 // Ends the batch of an outermost call in compiled code whose end no operator reported. Returns false with an exception
 // set if a callback raised.
@@ -103,7 +91,10 @@ void CallRecorder::begin_compiled(int64_t node, at::TensorList tensors) {
 
 void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_view text, at::TensorList tensors) {
   Thread& thread = this_thread();
-  if (thread.recording || thread.nodes.empty() || index < 0 || index >= int64_t(nodes_.size())) return;
+  if (thread.recording || index < 0 || index >= int64_t(nodes_.size())) return;
+  // The graph was made for another watch, for which this call was no outermost one.
+  if (thread.nodes.empty()) begin_compiled(caller == kNoCaller ? index : caller, {});
+  if (thread.nodes.empty()) return;
   const bool ends = thread.compiled && caller == kNoCaller;
   if (caller >= int64_t(nodes_.size())) caller = kNoCaller;
   if (ends) {
@@ -135,22 +126,18 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
 }
 
 TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
-  m.impl("begin_", begin_);
   m.impl("record_", record_);
 }
 
 TORCH_LIBRARY_IMPL(nanwatch, CUDA, m) {
-  m.impl("begin_", begin_);
   m.impl("record_", record_);
 }
 
 TORCH_LIBRARY_IMPL(nanwatch, Conjugate, m) {
-  m.impl("begin_", torch::CppFunction::makeFallthrough());
   m.impl("record_", torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY_IMPL(nanwatch, Negative, m) {
-  m.impl("begin_", torch::CppFunction::makeFallthrough());
   m.impl("record_", torch::CppFunction::makeFallthrough());
 }
 

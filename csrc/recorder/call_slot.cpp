@@ -4,6 +4,12 @@
 // that name in the class nn.Module, as a data descriptor, and answers with the wrapper it has for the module's address.
 // Nothing is written into the module, so no pickle, copy or `vars(module)` shows a watch. See
 // python/nanwatch/instrumentation/slot.py.
+//
+// Compiled code knows a module by its site, a tensor that holds the module's address. Two more descriptors in nn.Module
+// give torch.compile the site, and say whether the module is watched.
+#include <ATen/EmptyTensor.h>
+#include <torch/csrc/autograd/python_variable.h>
+
 #include <unordered_map>
 
 #include "recorder/watched_call.h"
@@ -43,11 +49,39 @@ class CallSlots {
     Py_DECREF(before);
   }
 
+  bool has_site(PyObject* module) const { return sites_.count(module) > 0; }
+
+  // Returns a new reference to the module's site, made at its first use, or null with an exception set.
+  PyObject* site(PyObject* module) {
+    const auto found = sites_.find(module);
+    if (found != sites_.end()) return Py_NewRef(found->second);
+    const c10::InferenceMode no_inference(false);
+    at::Tensor address = at::detail::empty_cpu({1}, at::TensorOptions(at::kLong));
+    *address.mutable_data_ptr<int64_t>() = reinterpret_cast<int64_t>(module);
+    // Calls `forget` when the module is freed.
+    const auto kept = py::reinterpret_steal<py::object>(PyObject_CallOneArg(keep, module));
+    if (!kept) return nullptr;
+    PyObject* site = THPVariable_Wrap(std::move(address));
+    if (site != nullptr) sites_[module] = Py_NewRef(site);
+    return site;
+  }
+
+  // Drops everything of a module that no longer exists.
+  void forget(PyObject* module) {
+    take(module);
+    const auto found = sites_.find(module);
+    if (found == sites_.end()) return;
+    PyObject* site = found->second;
+    sites_.erase(found);
+    Py_DECREF(site);
+  }
+
+  PyObject* keep = Py_None;          // owned; the Python function that calls `forget` for a module
   PyObject* default_call = nullptr;  // owned; makes the calls of all other modules; see ModelFinder in cli/script.py
 
  private:
-  std::unordered_map<PyObject*, PyObject*> calls_;       // the modules are borrowed, the calls owned
-  PyObject *latest_ = nullptr, *latest_call_ = nullptr;  // of the latest find
+  std::unordered_map<PyObject*, PyObject*> calls_, sites_;  // the modules are borrowed, the calls and sites owned
+  PyObject *latest_ = nullptr, *latest_call_ = nullptr;     // of the latest find
 };
 
 // Never destroyed: modules are called until the interpreter ends.
@@ -67,6 +101,16 @@ PyObject* get(PyObject*, PyObject* module, PyObject*) {
   if (PyErr_Occurred() != nullptr) return nullptr;
   if (call_slots().default_call != nullptr) return PyMethod_New(call_slots().default_call, module);
   Py_RETURN_NONE;
+}
+
+PyObject* get_site(PyObject* self, PyObject* module, PyObject*) {
+  return module == nullptr ? Py_NewRef(self) : call_slots().site(module);
+}
+
+PyObject* is_watched(PyObject* self, PyObject* module, PyObject*) {
+  if (module == nullptr) return Py_NewRef(self);
+  std::vector<WatchedNode> nodes;
+  return PyBool_FromLong(!find_watched(module, &nodes) || !nodes.empty());
 }
 
 // Returns the module at the address `id(module)`. With an error set, -1 is no module's.
@@ -97,6 +141,24 @@ PyObject* remove(PyObject*, PyObject* number) {
   Py_RETURN_NONE;
 }
 
+PyObject* forget(PyObject*, PyObject* number) {
+  PyObject* module = at(number);
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  call_slots().forget(module);
+  Py_RETURN_NONE;
+}
+
+PyObject* has_site(PyObject*, PyObject* number) {
+  PyObject* module = at(number);
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  return PyBool_FromLong(call_slots().has_site(module));
+}
+
+PyObject* keep_sites(PyObject*, PyObject* function) {
+  Py_XSETREF(call_slots().keep, Py_NewRef(function));
+  Py_RETURN_NONE;
+}
+
 PyObject* default_call(PyObject*, void*) {
   PyObject* function = call_slots().default_call;
   return Py_NewRef(function != nullptr ? function : Py_None);
@@ -111,6 +173,9 @@ PyMethodDef slot_methods[] = {
     {"find", find, METH_O, "The callable before the call of the module at an address, or None."},
     {"set", set, METH_VARARGS, "Puts a callable before the call of the module at an address."},
     {"clear", remove, METH_O, "Takes away what stands before the call of the module at an address."},
+    {"forget", forget, METH_O, "Drops everything of the module that was at an address."},
+    {"has_site", has_site, METH_O, "Returns whether the module at an address has a site."},
+    {"keep_sites", keep_sites, METH_O, "Calls the function with each module that gets a site."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyGetSetDef slot_properties[] = {{"default_call", default_call, set_default_call,
@@ -126,9 +191,21 @@ PyType_Slot slot_parts[] = {{Py_tp_descr_get, reinterpret_cast<void*>(get)},
 PyType_Spec slot_spec = {"nanwatch._C.CallSlot", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
                          slot_parts};
 
+// No `property`: torch.jit.script compiles the properties of a module's class.
+PyType_Slot site_parts[] = {{Py_tp_descr_get, reinterpret_cast<void*>(get_site)}, {0, nullptr}};
+PyType_Spec site_spec = {"nanwatch._C.CallSite", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT, site_parts};
+PyType_Slot watched_parts[] = {{Py_tp_descr_get, reinterpret_cast<void*>(is_watched)}, {0, nullptr}};
+PyType_Spec watched_spec = {"nanwatch._C.IsWatched", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT, watched_parts};
+
 }  // namespace
 
+PyObject* call_of(PyObject* module) {
+  return call_slots().find(module);
+}
+
 void bind_call_slot(py::module_& m) {
+  m.add_object("CallSite", py::reinterpret_steal<py::object>(PyType_FromSpec(&site_spec)));
+  m.add_object("IsWatched", py::reinterpret_steal<py::object>(PyType_FromSpec(&watched_spec)));
   m.add_object("CallSlot", py::reinterpret_steal<py::object>(PyType_FromSpec(&slot_spec)));
 }
 

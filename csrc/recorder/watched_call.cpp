@@ -160,6 +160,28 @@ void take_call(py::type type) {
 
 }  // namespace
 
+bool find_watched(PyObject* module, std::vector<WatchedNode>* nodes) {
+  static PyObject* const recorder_name = PyUnicode_InternFromString("recorder");
+  static PyObject* const inner_name = PyUnicode_InternFromString("inner");
+  for (auto wrapper = py::reinterpret_steal<py::object>(call_of(module)); wrapper;) {
+    if (Py_TYPE(wrapper.ptr())->tp_call == call) {
+      auto* watched = reinterpret_cast<WatchedCall*>(wrapper.ptr());
+      if (watched->owner != nullptr) nodes->push_back({wrapper, watched->recorder, watched->node});
+      wrapper = py::reinterpret_borrow<py::object>(watched->inner);
+      continue;
+    }
+    const auto recorder = py::reinterpret_steal<py::object>(PyObject_GetAttr(wrapper.ptr(), recorder_name));
+    if (recorder && !recorder.is_none()) return false;
+    // What `module.compile()` has set is no wrapper and has neither.
+    if (recorder) wrapper = py::reinterpret_steal<py::object>(PyObject_GetAttr(wrapper.ptr(), inner_name));
+    if (PyErr_Occurred() != nullptr) {
+      PyErr_Clear();
+      break;
+    }
+  }
+  return true;
+}
+
 void bind_watched_call(py::module_& m) {
   m.add_object("WatchedCall", py::reinterpret_steal<py::object>(PyType_FromSpec(&spec)));
   m.def("take_call", &take_call, py::arg("type"), "Lets a subclass of WatchedCall be called as WatchedCall is.");

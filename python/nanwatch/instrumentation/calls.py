@@ -20,7 +20,7 @@ from ..recording.masks import Excuses
 from ..recording.recorder import PythonRecorder
 from ..util.modules import WeakIdentityDict
 from ..util.visible import warn_user, with_utf8
-from .compile import dynamo, operators
+from .compile import dynamo
 from .functions import watch_begins, watch_ends
 from .global_hooks import Handles, after_steps, children
 from .slot import ATTRIBUTE, CallWrapper, attach, detach, skip_shape_inference, wrappers
@@ -33,7 +33,7 @@ class PythonWatchedCall(CallWrapper):
     def __init__(self, recorder: PythonRecorder, module: nn.Module, inner: Any, node: int) -> None:
         self.recorder = recorder
         self.inner = inner
-        self._node = node
+        self.node = node
         self._module = weakref.ref(module)
 
     @property
@@ -50,7 +50,7 @@ class PythonWatchedCall(CallWrapper):
             raise ReferenceError("nanwatch: the watched module of this call no longer exists")
         target = module._call_impl if self.inner is None else self.inner
         recorder = self.recorder
-        entered = recorder.enter(self._node, module, args, kwargs)
+        entered = recorder.enter(self.node, module, args, kwargs)
         if entered is None:
             return target(*args, **kwargs)
         try:
@@ -112,8 +112,8 @@ class Attachment:
     """Recorder on the modules of one model, until `remove`.
 
     `observed(name)` says whether the calls of a module are recorded. The calls of other modules only mark where a batch
-    begins. `allow_inf(name, module)` says which infinities are meant. `parts` are the letters of the tensors to read:
-    weights, buffers, inputs, outputs. Modules registered later in a watched module are watched too.
+    begins. `allow_inf(name, module)` says which infinities are meant. Modules registered later in a watched module are
+    watched too.
     """
 
     def __init__(
@@ -122,16 +122,9 @@ class Attachment:
         recorder: Any,
         observed: Callable[[str], bool],
         allow_inf: Callable[[str, nn.Module], bool | Excuses],
-        parts: str = "wbio",
     ) -> None:
         self.is_attached = True
         self._recorder = recorder
-        self._parts = parts
-        self._watch = operators.register_recorder(model, recorder)
-        # Operators in compiled code declare that they write this tensor; see compile/operators.py.
-        with torch.inference_mode(False):
-            self._sequence = torch.zeros(1, dtype=torch.int64)
-        dynamo.follow_watched_calls(_INTERPRETED)
         skip_shape_inference()
         self._observed = observed
         self._allow_inf = allow_inf
@@ -141,6 +134,7 @@ class Attachment:
             if any(type(x).__name__ == "DTensor" for x in one.module._parameters.values()):
                 recorder.gathers_weights = True
             self.add(one.name, one.module)
+        dynamo.follow_watched_calls(_INTERPRETED)
         # torch's registries are global and outlive this: the hooks must keep neither it nor the model alive.
         this = weakref.ref(self)
 
@@ -168,11 +162,8 @@ class Attachment:
         records = is_recorded(module) and self._observed(name)
         node = self._recorder.add_node(with_utf8(name), module, records, self._allow_inf(name, module))
         call = _watched_call(self._recorder, module, None, node)
-        # For compiled code. `site` spells `target` in one word, which Dynamo guards on.
         call.attachment = weakref.ref(self)
-        call.target = (self._watch, node, self._parts if records else "")
-        call.site = f"{self._watch}.{node}.{call.target[2]}"
-        call.sequence = self._sequence
+        call.node = node  # for compiled code
         attach(module, call)
         self._names[module] = name
 
@@ -187,7 +178,6 @@ class Attachment:
         self.is_attached = False
         watch_ends(self)
         self._recorder.paused = True
-        operators.unregister_recorder(self._recorder)
         self._recorder.forget_tensors()
         self._hooks.remove()
         for module in self._names.objects():

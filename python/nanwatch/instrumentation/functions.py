@@ -27,7 +27,7 @@ V = TypeVar("V")
 # Each name is a node in the recorders that see it, for good.
 MAX_SPANS = 1000
 
-# Attachments of running watches, the oldest first. The flag is what torch.compile guards on.
+# Attachments of running watches, the oldest first.
 _running: list[weakref.ref[Any]] = []
 _is_any_running = False
 _functions: weakref.WeakSet[Function] = weakref.WeakSet()
@@ -87,10 +87,11 @@ def watched(function: Any = None, /, *, name: str | None = None) -> Any:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():  # a guard on whether a watch runs would compile this again
+            return module(*args, **kwargs)
         if not _is_any_running:
             return function(*args, **kwargs)
-        if not is_compiling():
-            _attach(module)
+        _attach(module)
         return module(*args, **kwargs)
 
     return call

@@ -8,6 +8,10 @@ with what `module.compile()` has put into the module's `__dict__`, or with None,
 Wrappers are kept beside the modules, by their addresses: an entry in a module's `__dict__` would reach every copy,
 `vars(module)`, and the pickles of all classes whose `__getstate__` copies `__dict__`, as nn.LSTM's does.
 
+Compiled code knows a module by its site, a tensor that holds the module's address and is an input of the graph. Two
+more descriptors in `nn.Module` give torch.compile the site, and say whether the module is watched. A module gets a site
+when a compiled call of it looks for a watch, and keeps it, so that the graph serves the next watch.
+
 A wrapper lives until it is detached or its module is freed. It must not refer to that module strongly: the garbage
 collector sees no cycle here. A temporary wrapper, which a `with` block detaches, may.
 
@@ -36,6 +40,8 @@ from ..util.modules import each_module
 from ..util.visible import warn_user
 
 ATTRIBUTE = "_compiled_call_impl"
+SITE = "_nanwatch_site"
+IS_WATCHED = "_nanwatch_is_watched"
 # Function that makes the call of a module, as `module._call_impl(*args, **kwargs)` would.
 Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -57,6 +63,7 @@ class _PythonCallSlot:
         self.default_call: Callable[..., Any] | None = None
         # Bound methods, because Python 3.11 counts two more calls of the recursion limit for a callable object.
         self._calls: dict[int, Any] = {}
+        self._sites: dict[int, torch.Tensor] = {}
         # The function that reads the slot, and the offset in its code of the first read.
         self._asking = code = nn.Module._wrapped_call_impl.__code__
         offsets = (one.offset for one in dis.get_instructions(code) if one.argval == ATTRIBUTE)
@@ -92,6 +99,41 @@ class _PythonCallSlot:
         """Remove the callable before the call of the module at an address."""
         self._calls.pop(address, None)
 
+    def forget(self, address: int, /) -> None:
+        """Drop everything of the module that was at an address."""
+        self.clear(address)
+        self._sites.pop(address, None)
+
+    def keep_sites(self, function: Callable[[nn.Module], None], /) -> None:
+        """Call the function with each module that gets a site."""
+        self._keep = function
+
+    def site(self, module: nn.Module) -> torch.Tensor:
+        """Return the site of the module, made at its first use."""
+        if id(module) not in self._sites:
+            self._keep(module)
+            with torch.inference_mode(False):
+                self._sites[id(module)] = torch.tensor([id(module)], device="cpu")
+        return self._sites[id(module)]
+
+    def is_watched(self, module: nn.Module) -> bool:
+        """Return whether a recorder watches the module."""
+        return any(wrapper.recorder is not None for wrapper in wrappers(module))
+
+    def has_site(self, address: int, /) -> bool:
+        """Return whether the module at an address has a site."""
+        return address in self._sites
+
+
+class _PythonAnswer:
+    """The twin of CallSite and IsWatched. No `property`: torch.jit.script compiles those of a module's class."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: nn.Module | None, kind: type | None = None) -> Any:
+        return self if module is None else getattr(_slot, self._name)(module)
+
 
 # True if modules answer with bound methods of wrappers in place of the wrappers.
 HOLDS_METHODS = _extension.C is None
@@ -118,14 +160,18 @@ class _Descriptor(_CallSlot):  # type: ignore[misc]
 
 
 _slot = _Descriptor()
+_site = _PythonAnswer("site") if _extension.C is None else _extension.C.CallSite()
+_is_watched = _PythonAnswer("is_watched") if _extension.C is None else _extension.C.IsWatched()
 # Reentrant: the garbage collector may free a module anywhere in here, and so call _forget.
 _lock = threading.RLock()
-_alive: dict[int, weakref.ref[nn.Module]] = {}  # those with a wrapper
+_alive: dict[int, weakref.ref[nn.Module]] = {}  # those with a wrapper or a site
 
 
 def _install() -> None:
-    """Put the descriptor into nn.Module, for good: each change of a class makes the interpreter forget its lookups."""
+    """Put the descriptors into nn.Module, for good: each change of a class makes the interpreter forget its lookups."""
     if nn.Module.__dict__[ATTRIBUTE] is not _slot:
+        setattr(nn.Module, SITE, _site)
+        setattr(nn.Module, IS_WATCHED, _is_watched)
         nn.Module._compiled_call_impl = _slot
 
 
@@ -143,12 +189,22 @@ def default_call() -> Callable[..., Any] | None:
 
 def wrappers(module: nn.Module) -> list[Any]:
     """Return the wrappers of the module's call, the outermost first."""
+    return wrappers_at(id(module))
+
+
+def wrappers_at(address: int) -> list[Any]:
+    """Return the wrappers of the call of the module at an address, the outermost first."""
     found = []
-    current = _slot.find(id(module))
+    current = _slot.find(address)
     while isinstance(current, CallWrapper):
         found.append(current)
         current = current.inner
     return found
+
+
+def needs_operators(module: nn.Module) -> bool:
+    """Return whether graphs need operators for the module's calls: for its watch now, or for the next one."""
+    return bool(getattr(module, IS_WATCHED) or _slot.has_site(id(module)))
 
 
 def own_call(module: nn.Module) -> Callable[..., Any]:
@@ -165,7 +221,7 @@ def attach(module: nn.Module, wrapper: Any) -> None:
         wrapper.inner = module.__dict__.get(ATTRIBUTE) if before is None else before
         if before is None:
             _install()
-            _alive[key] = weakref.ref(module, functools.partial(_forget, key))
+            _keep(module)
         _slot.set(key, wrapper)
 
 
@@ -182,13 +238,23 @@ def detach(module: nn.Module, wrapper: Any) -> None:
             elif isinstance(wrapper.inner, CallWrapper):
                 _slot.set(key, wrapper.inner)
             else:
-                _alive.pop(key, None)
                 _slot.clear(key)
+                if not _slot.has_site(key):
+                    _alive.pop(key, None)
+
+
+def _keep(module: nn.Module) -> None:
+    """Forget the module when it is freed."""
+    key = id(module)
+    _alive.setdefault(key, weakref.ref(module, functools.partial(_forget, key)))
 
 
 def _forget(key: int, _: object) -> None:
     _alive.pop(key, None)
-    _slot.clear(key)
+    _slot.forget(key)
+
+
+_slot.keep_sites(_keep)
 
 
 class TemporaryWrapper(CallWrapper):

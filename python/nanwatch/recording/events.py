@@ -163,7 +163,6 @@ class Recorder(Protocol):
     gathers_inputs: bool  # among the peaks
     gathers_gradient_peaks: bool  # for `take_gradient_peaks`
     gathers_weights: bool  # from shards, anew in each batch: none is known from the batch before
-    watch: int  # by which compiled code finds it; see compile/operators.py
 
     def subscribe(self, events: int) -> Subscription:
         """Report these events from now on. Several subscriptions to one event are counted."""

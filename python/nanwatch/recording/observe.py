@@ -67,7 +67,11 @@ _VALUES: dict[str, Any] = {"n": None, "x": 0}
 
 
 def planned_rows(
-    plan: str, tensors: Sequence[Tensor], allow_inf: bool | Excuses, observe: Observe
+    wanted: Settings,
+    plan: str,
+    tensors: Sequence[Tensor],
+    allow_inf: bool | Excuses,
+    observe: Observe,
 ) -> tuple[str, list[Record], list[tuple[Role, str, Tensor]]]:
     """Return class, rows and tensors of a call in compiled code. call_recorder_compiled.cpp explains plans."""
     class_name, *lines = plan.split("\n")
@@ -78,6 +82,8 @@ def planned_rows(
         role, kind = _ROLES[line[0]], line[1]
         label, _, reason = line[3:].partition("\t")
         value = next(left) if kind == "t" else Unwalked(reason) if kind == "u" else _VALUES[kind]
+        if not getattr(wanted, f"{role}s"):
+            continue
         if kind == "t" and role in ("weight", "buffer"):
             if id(value) in own:
                 continue

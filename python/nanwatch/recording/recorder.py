@@ -54,7 +54,6 @@ class PythonRecorder(RecordsBackwards):
         self.gathers_inputs = False
         self.gathers_gradient_peaks = False
         self.gathers_weights = False  # nothing is remembered here
-        self.watch = -1
         self.latest_batch = -1
         self.counters = dict.fromkeys(
             ("calls", "frames", "tensors", "tensors_read", "bytes_read", "cache_hits"), 0
@@ -239,7 +238,11 @@ class PythonRecorder(RecordsBackwards):
 
     def record_compiled(self, callee: int, caller: int, plan: str, tensors: Sequence[Tensor]) -> None:
         thread = self._thread
-        if not thread.nodes or thread.recording or not 0 <= callee < len(self._nodes):
+        if thread.recording or not 0 <= callee < len(self._nodes):
+            return
+        if not thread.nodes:  # the graph was made for another watch, for which this call was no outermost one
+            self.begin_compiled(callee if caller < 0 else caller, ())
+        if not thread.nodes:
             return
         ends = thread.compiled is not None and caller < 0
         if ends:
@@ -250,7 +253,7 @@ class PythonRecorder(RecordsBackwards):
         try:
             if node.observed and not self.paused and thread.batch % self._settings.every == 0:
                 observe = partial(self._observe, batch=thread.batch)
-                class_name, rows, read = planned_rows(plan, tensors, node.allow_inf, observe)
+                class_name, rows, read = planned_rows(self._settings, plan, tensors, node.allow_inf, observe)
                 self._count(rows)
                 if thread.compiled is not None:
                     thread.given = (tuple(x for one in thread.compiled if (x := one()) is not None), None)

@@ -249,12 +249,6 @@ class Options:
     )
     log_every: int = _tell(50, whole_from(1), "sum up one in N batches for sinks", needs="sinks=")
 
-    @property
-    def parts(self) -> str:
-        """The letters of the tensors to read: weights, buffers, inputs, outputs."""
-        wanted = {"w": self.weights, "b": self.buffers, "i": self.inputs, "o": self.outputs}
-        return "".join(letter for letter, is_wanted in wanted.items() if is_wanted)
-
     def observes(self, name: str) -> bool:
         """Return whether the calls of the module of this name are recorded."""
         return (not self.include or _matches(name, self.include)) and not _matches(name, self.exclude)

@@ -151,9 +151,7 @@ class Watch:
             self._steps = OptimizerSteps(self._reports, self._failures, self._backward)
             if options.guard_checkpoints:
                 self._checkpoints = CheckpointGuard(self._reports, self._failures)
-            self._attachment = Attachment(
-                model, self._recorder, options.observes, options.excuses, options.parts
-            )
+            self._attachment = Attachment(model, self._recorder, options.observes, options.excuses)
             for call in _callers:
                 call(self, model)
 

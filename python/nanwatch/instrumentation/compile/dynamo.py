@@ -1,52 +1,50 @@
 """Watched calls inside torch.compile.
 
 Dynamo, the part of torch.compile that reads Python code, goes from a module straight to its `forward`, past the slot.
-`follow_watched_calls` makes it put operators into the graph where watched modules are called (operators.py). The
-operators run in the order of the calls. Each finds its recorder by number, reads tensors, makes a frame and
-raises as a call in the interpreter does (csrc/recorder/call_recorder_compiled.cpp).
+`follow_watched_calls` makes it put an operator into the graph where watched modules are called (operators.py). The
+operators run in the order of the calls. Each finds the recorders of its module, reads tensors, makes a frame and raises
+as a call in the interpreter does (csrc/recorder/call_recorder_compiled.cpp).
 
-With `mode="reduce-overhead"` Inductor cuts a graph at operators on the host, and captures the parts between the cuts
-into CUDA graphs. The operators of watched calls cut the graph at every call, because they declare to write `sequence`,
-a number in host memory.
+Dynamo guards on no watch, module or option where the graph has the operator. A graph without it has a guard for each
+module: that nobody watches it. Graphs that were made before Dynamo was changed here get one guard for all.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Iterable
-from types import CodeType
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...util.imports import when_imported
+from ...util.modules import WeakIdentityDict, each_module
 from ...util.visible import warn_user
 from .. import slot
-from ..slot import ATTRIBUTE, HOLDS_METHODS, wrappers
-from .operators import NOBODY, Site, given_leaves, output_leaves, own_leaves, put_begin, put_record
+from ..slot import IS_WATCHED, SITE, needs_operators
+from .operators import given_leaves, output_leaves, own_leaves, put_begin, put_record
 
 _DYNAMO = "torch._dynamo"
 
 _installed = False
 _warned = False
-# Code that Dynamo followed before: its graphs have no guard by which Dynamo notices a watch that begins later.
-_unexpecting: weakref.WeakSet[CodeType] = weakref.WeakSet()
+_num_watches = 0
+# How many watches had begun when a model was found to have no watched module.
+_unwatched: WeakIdentityDict[int] = WeakIdentityDict()
 
 
 def follow_watched_calls(interpreted: Iterable[Any]) -> None:
     """Make Dynamo see watched modules: at once, or when it is imported, which takes a second and may never happen.
 
-    Dynamo does not compile the functions `interpreted`, which make watched calls without the compiled part. Code that
-    was compiled before is compiled again at its next call.
+    Dynamo does not compile the functions `interpreted`, which make watched calls without the compiled part.
     """
-    global _installed
+    global _installed, _num_watches
+    _num_watches += 1
     if not _installed:
         _installed = True
         when_imported(_DYNAMO, lambda: _change_dynamo(interpreted))
-    if _unexpecting:
-        _forget_traces()
 
 
 def _change_dynamo(interpreted: Iterable[Any]) -> None:
@@ -64,37 +62,34 @@ def _warn(what: str, error: Exception) -> None:
 
 
 def _change_call_function(interpreted: Iterable[Any]) -> None:
-    from torch._dynamo.convert_frame import input_codes
     from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
-    _unexpecting.update(code for reference in input_codes.seen if (code := reference()) is not None)
     for function in (slot._PythonCallSlot._get, *interpreted):
         skip_code(function.__code__)
     original: Any = UnspecializedNNModuleVariable.call_function
 
     @functools.wraps(original)
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        sites: list[Site] = []
+        callers, site = _callers(tx), None
         with _Doubtful(self.value):
-            sites = _sites(self, tx)
-            for site in reversed(sites):
+            site = _site(self, tx)
+            if site is not None and not callers:
                 put_begin(tx, site, given_leaves(args, kwargs))
-        under_way = _under_way(tx)
-        if sites:
-            under_way.append(self.value)
+        if site is None:
+            return original(self, tx, args, kwargs)
+        callers.append(site)
         try:
             output = original(self, tx, args, kwargs)
         finally:
-            if sites:
-                under_way.pop()
+            callers.pop()
         with _Doubtful(self.value):
-            for site in sites:
-                found = own_leaves(tx, self) + given_leaves(args, kwargs) + output_leaves(output)
-                put_record(tx, site, found)
+            leaves = own_leaves(tx, self) + given_leaves(args, kwargs) + output_leaves(output)
+            put_record(tx, site, callers[-1] if callers else None, type(self.value).__name__, leaves)
         return output
 
     UnspecializedNNModuleVariable.call_function = call_function  # type: ignore[method-assign]
+    _guard_older_graphs()
 
 
 class _Doubtful:
@@ -115,67 +110,63 @@ class _Doubtful:
         return True
 
 
-def _under_way(tx: Any) -> list[nn.Module]:
-    """Return the modules whose watched calls are under way in this trace, the outermost first."""
-    under_way: list[nn.Module] = tx.output.__dict__.setdefault("_nanwatch_under_way", [])
-    return under_way
+def _callers(tx: Any) -> list[Any]:
+    """Return the sites of the modules whose calls are under way in this trace, the outermost first."""
+    callers: list[Any] = tx.output.__dict__.setdefault("_nanwatch_callers", [])
+    return callers
 
 
-def _sites(variable: Any, tx: Any) -> list[Site]:
-    """Return a Site for every recorder that watches the module, the innermost first."""
+def _site(variable: Any, tx: Any) -> Any:
+    """Return Dynamo's variable for the site of the module, or None if its calls need no operator."""
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables.base import VariableTracker
 
     module: nn.Module = variable.value
-    if tx.output.export or torch.compiler.is_exporting():
-        return []
-    calls = _calls(module)
-    if not calls:
-        # Make Dynamo notice a watch that begins later.
-        if getattr(module, ATTRIBUTE) is not None:
-            _unexpecting.add(
-                tx.output.root_tx.f_code
-            )  # by ModelFinder or `module.compile()`: no guard can tell
-        elif variable.source is not None:
-            install_guard(AttrSource(variable.source, ATTRIBUTE).make_guard(GuardBuilder.CONSTANT_MATCH))
-        return []
+    if tx.output.export or torch.compiler.is_exporting() or variable.source is None:
+        return None
+    if not needs_operators(module):
+        install_guard(AttrSource(variable.source, IS_WATCHED).make_guard(GuardBuilder.CONSTANT_MATCH))
+        return None
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        return []  # values inside vmap and grad cannot be read
-    sites: list[Site] = []
-    wrapper = variable.var_getattr(tx, ATTRIBUTE)
-    if HOLDS_METHODS:
-        wrapper = wrapper.var_getattr(tx, "__self__")
-    for call in calls:
-        # `site` names the recorder, the module and the options. Dynamo guards on it, so its parts are constants.
-        wrapper.var_getattr(tx, "site").as_python_constant()
-        watch, node, parts = call.target
-        caller = _caller(_under_way(tx), call)
-        sequence = wrapper.var_getattr(tx, "sequence")
-        sites.append(Site(sequence, watch, node, caller, type(module).__name__, parts))
-        wrapper = wrapper.var_getattr(tx, "inner")
-    return sites[::-1]
+        return None  # values inside vmap and grad cannot be read
+    return VariableTracker.build(tx, getattr(module, SITE), AttrSource(variable.source, SITE))
 
 
-def _calls(module: nn.Module) -> list[Any]:
-    """Return the watched calls of a module, the outermost first."""
-    return [one for one in wrappers(module) if one.recorder is not None]
+def _guard_older_graphs() -> None:
+    """Make the graphs that were compiled before notice a call that reaches a watched module."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.convert_frame import input_codes
+
+    for code in [code for reference in input_codes.seen if (code := reference()) is not None]:
+        for entry in _debug_get_cache_entry_list(code):
+            manager = entry.guard_manager
+            scope = (manager.global_scope or {}).get("G", {})
+            guard = functools.partial(_reaches_no_watch, code, scope)
+            manager.root.add_lambda_guard(guard, ["nanwatch: a watched module is called"], None)
 
 
-def _caller(under_way: list[nn.Module], call: Any) -> int:
-    for module in reversed(under_way):
-        for other in _calls(module):
-            if other.recorder is call.recorder:
-                return int(other.target[1])
-    return NOBODY
+def _reaches_no_watch(code: CodeType, scope: dict[str, Any], variables: dict[str, Any]) -> bool:
+    values = [*variables.values(), *(scope.get(name) for name in code.co_names)]
+    return not any(_holds_watched(module) for value in values for module in _modules_of(value))
 
 
-def _forget_traces() -> None:
-    """Drop all code that was compiled before Dynamo expected a watch, so that Dynamo traces it again.
+def _modules_of(value: Any) -> Iterator[nn.Module]:
+    """Yield the modules that code finds in a variable: itself, in a container, or in an object."""
+    if isinstance(value, MethodType):
+        value = value.__self__
+    if isinstance(value, nn.Module):
+        yield value
+    elif not isinstance(value, (type, ModuleType, FunctionType)):
+        values = value if isinstance(value, (dict, list, tuple)) else getattr(value, "__dict__", ())
+        values = values.values() if isinstance(values, dict) else values
+        yield from (module for module in list(values) if isinstance(module, nn.Module))
 
-    A model may be in the graph of any function that calls it, and behind decorators of its forward.
-    """
-    from torch._dynamo.eval_frame import remove_from_cache
 
-    for code in list(_unexpecting):
-        _unexpecting.discard(code)
-        remove_from_cache(code)
+def _holds_watched(model: nn.Module) -> bool:
+    if _unwatched.get(model) == _num_watches:
+        return False
+    is_watched = any(getattr(module, IS_WATCHED) for _, module in each_module(model))
+    if not is_watched:
+        _unwatched[model] = _num_watches
+    return is_watched

@@ -1,9 +1,9 @@
-"""Operators that a watched model has in a compiled graph: their way to a recorder, and their arguments.
+"""The operator that a watched model has in a compiled graph: its way to the recorders, and its arguments.
 
-A graph holds numbers and tensors, no Python objects, so each operator takes the number of a recorder. The compiled part
-has kernels of its own for the operators (csrc/recorder/call_recorder_compiled.cpp), and falls back to those here. A
-model that is watched again, after its first watch has stopped, gets its number back, so that the graph compiled before
-serves the new watch.
+A graph holds no Python objects, and a constant in it would make Dynamo compile each layer anew. So the operator takes
+the site of a module (slot.py), a tensor that Dynamo makes an input of the graph. The wrappers of the module know its
+recorders. Without a wrapper the operator does nothing, and the graph serves the next watch. The compiled part has a
+kernel of its own (csrc/recorder/call_recorder_compiled.cpp), and falls back to the one here.
 
 Dynamo's variables stand for the values of a call while it traces. This module reads those of tensors, None, numbers and
 plain containers directly. Dynamo itself must read all others (dataclasses, a ModelOutput) by tracing `_add_leaves`. To
@@ -12,79 +12,50 @@ do so for all values doubled the time to trace GPT-2.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ...numerics._extension import define
 from ...recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, spell_key
-from ...util.modules import WeakIdentityDict
+from ..slot import wrappers_at
 
 NOBODY = -1  # the caller of a call that no watched call of the same graph made
 
-_recorders: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_numbers: WeakIdentityDict[list[int]] = WeakIdentityDict()
-_next_number = itertools.count()
-
-
-def register_recorder(model: nn.Module, recorder: Any) -> int:
-    """Give the recorder of `model` the number by which compiled code finds it."""
-    numbers = _numbers.get(model)
-    if numbers is None:
-        numbers = _numbers[model] = []
-    free = [one for one in numbers if one not in _recorders]
-    number = free[0] if free else next(_next_number)
-    if not free:
-        numbers.append(number)
-    _recorders[number] = recorder
-    recorder.watch = number
-    return number
-
-
-def unregister_recorder(recorder: Any) -> None:
-    """Take the recorder's number away. Its operators in compiled code do nothing from now on."""
-    number: int = recorder.watch
-    if _recorders.get(number) is recorder:
-        del _recorders[number]
-    recorder.watch = -1
-
-
-def _begin(sequence: Tensor, watch: int, callee: int, tensors: Sequence[Tensor]) -> None:
-    _count(sequence)
-    if (recorder := _recorders.get(watch)) is not None:
-        recorder.begin_compiled(callee, list(tensors))
+# The operator is declared to write this tensor, so that a compiler keeps all calls and their order.
+SEQUENCE = torch.zeros(1, dtype=torch.int64, device="cpu")
 
 
 def _record(
-    sequence: Tensor, watch: int, callee: int, caller: int, plan: str, tensors: Sequence[Tensor]
+    sequence: Tensor, site: Tensor, caller: Tensor | None, plan: str, tensors: Sequence[Tensor]
 ) -> None:
-    _count(sequence)
-    if (recorder := _recorders.get(watch)) is not None:
-        recorder.record_compiled(callee, caller, plan, list(tensors))
+    sequence.add_(1)
+    calls = _calls_at(site)
+    if not plan:
+        for call in calls:
+            call.recorder.begin_compiled(call.node, list(tensors))
+        return
+    nodes = {} if caller is None else {id(outer.recorder): outer.node for outer in _calls_at(caller)}
+    for call in reversed(calls):
+        call.recorder.record_compiled(call.node, nodes.get(id(call.recorder), NOBODY), plan, list(tensors))
 
 
-def _count(sequence: Tensor) -> None:
-    if sequence.device.type == "cpu":
-        sequence.add_(1)
+def _calls_at(site: Tensor) -> list[Any]:
+    return [call for call in wrappers_at(int(site)) if call.recorder is not None]
 
 
-def _fake_nothing(*_: object) -> None:
-    """Do nothing: the operators count calls in `sequence`, and no code reads that count."""
+def _fake_record(*_: object) -> None:
+    """Do nothing: the operator counts calls in `sequence`, and no code reads that count."""
 
 
 # No argument may be called `node` or `self`: Inductor passes an operator's arguments by name, among names of its own.
-begin_ = define(
-    "begin_(Tensor(a!) sequence, int watch, int callee, Tensor[] tensors) -> ()", _begin, _fake_nothing
-)
 record_ = define(
-    "record_(Tensor(a!) sequence, int watch, int callee, int caller, str plan, Tensor[] tensors) -> ()",
+    "record_(Tensor(a!) sequence, Tensor site, Tensor? caller, str plan, Tensor[] tensors) -> ()",
     _record,
-    _fake_nothing,
+    _fake_record,
 )
 
 
@@ -95,38 +66,28 @@ _SCALARS = (int, float, complex, str, bytes)
 _PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
-class Site(NamedTuple):
-    """Call in a graph: the arguments of the operators besides its tensors.
-
-    `sequence` is Dynamo's variable. `parts` are the letters of the tensors to read (w, b, i, o), none for a call that
-    only begins and ends a batch.
-    """
-
-    sequence: Any
-    watch: int
-    callee: int
-    caller: int
-    class_name: str
-    parts: str
-
-
 # Role, label, and Dynamo's variable or the finished line (see csrc/recorder/call_recorder_compiled.cpp).
 Leaf: TypeAlias = tuple[str, str, Any]
 
 
-def put_begin(tx: Any, site: Site, found: list[Leaf]) -> None:
-    """Put `begin_` into the graph for a call that no watched call of the graph made."""
-    if site.caller == NOBODY:
-        _, tensors = _plan(tx, "", found)
-        _call(tx, begin_, site.sequence, _constant(site.watch), _constant(site.callee), tensors)
+def put_begin(tx: Any, site: Any, leaves: list[Leaf]) -> None:
+    """Put the operator into the graph before a call that no call of the graph made."""
+    _, tensors = _plan(tx, "", leaves)
+    _put(tx, site, _constant(None), _constant(""), tensors)
 
 
-def put_record(tx: Any, site: Site, found: list[Leaf]) -> None:
-    """Put `record_` into the graph."""
-    if site.parts or site.caller == NOBODY:
-        lines, tensors = _plan(tx, site.class_name, [leaf for leaf in found if leaf[0] in site.parts])
-        numbers = map(_constant, (site.watch, site.callee, site.caller))
-        _call(tx, record_, site.sequence, *numbers, lines, tensors)
+def put_record(tx: Any, site: Any, caller: Any, class_name: str, leaves: list[Leaf]) -> None:
+    """Put the operator into the graph after a call. `caller` is the site of the module that made it, or None."""
+    plan, tensors = _plan(tx, class_name, leaves)
+    _put(tx, site, _constant(None) if caller is None else caller, plan, tensors)
+
+
+def _put(tx: Any, site: Any, caller: Any, plan: Any, tensors: Any) -> None:
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables.base import VariableTracker
+
+    source = AttrSource(tx.import_source(__name__), "SEQUENCE")
+    _call(tx, record_, VariableTracker.build(tx, SEQUENCE, source), site, caller, plan, tensors)
 
 
 def own_leaves(tx: Any, module: Any) -> list[Leaf]:
@@ -215,7 +176,7 @@ def _unread(role: str, label: str) -> str:
 
 
 def _plan(tx: Any, class_name: str, found: list[Leaf]) -> tuple[Any, Any]:
-    """Return the text and the list of tensors for an operator, as variables."""
+    """Return the text and the list of tensors for the operator, as variables."""
     from torch._dynamo.variables import ListVariable, TensorVariable
     from torch._dynamo.variables.base import VariableTracker
 
