@@ -83,6 +83,7 @@ void bind_recorder(py::module_& m) {
            py::arg("settings"), py::kw_only(), py::arg("events"), py::arg("frame_type"), py::arg("helpers"))
       .def("add_node", &CallRecorder::add_node, py::arg("name"), py::arg("module"), py::arg("observed"),
            py::arg("allow_inf"))
+      .def("set_allow_inf", &CallRecorder::set_allow_inf)
       .def("frames", &CallRecorder::frames)
       .def("frames_since", &CallRecorder::frames_since)
       .def("frames_of_batch", &CallRecorder::frames_of_batch)

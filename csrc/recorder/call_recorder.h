@@ -26,6 +26,10 @@ class CallRecorder {
   CallRecorder& operator=(const CallRecorder&) = delete;
 
   int32_t add_node(const std::string& name, pybind11::handle module, bool observed, pybind11::object allow_inf);
+  // For a node that another module of this name and class gets.
+  void set_allow_inf(int32_t node, pybind11::object allow_inf) {
+    nodes_[size_t(node)]->allow_inf = std::move(allow_inf);
+  }
 
   // Makes the call `target(*args, **kwargs)` of a module and records it. A new reference, or null with an exception
   // set, as in the C API.

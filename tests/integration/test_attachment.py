@@ -274,3 +274,20 @@ def test_all_of_it_without_the_compiled_part(request: pytest.FixtureRequest) -> 
         check=False,
     )
     assert done.returncode == 0, done.stdout
+
+
+def test_a_module_made_in_each_forward_takes_the_place_of_the_one_before() -> None:
+    """A recorder grows by nothing for it, and each has its frame, also where an infinity is meant for some."""
+
+    class Makes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.act = nn.Softmax(dim=0)
+            return self.act(x)
+
+    model = Makes()
+    with watch(model, max_frames=200) as w:
+        for _ in range(50):
+            model(torch.tensor([1.0, float("-inf")]))
+        num_nodes = w._recorder.add_node("next", model, False, False)
+    assert names(w) == [(batch, name) for batch in range(50) for name in ("act", "")]
+    assert num_nodes <= 3

@@ -129,6 +129,7 @@ class Attachment:
         self._observed = observed
         self._allow_inf = allow_inf
         self._names: WeakIdentityDict[str] = WeakIdentityDict()
+        self._nodes: dict[tuple[str, type], list[tuple[weakref.ref[nn.Module], int]]] = {}
         # The recorder knows FSDP's own classes, but the model may be a part of a module that was sharded as a whole.
         for one in named_modules(model):
             if any(type(x).__name__ == "DTensor" for x in one.module._parameters.values()):
@@ -159,13 +160,29 @@ class Attachment:
             warn_user(
                 f"calls of {owner.__name__} are not recorded: the class has its own attribute {ATTRIBUTE}"
             )
-        records = is_recorded(module) and self._observed(name)
-        node = self._recorder.add_node(with_utf8(name), module, records, self._allow_inf(name, module))
+        node = self._node_of(name, module)
         call = _watched_call(self._recorder, module, None, node)
         call.attachment = weakref.ref(self)
         call.node = node  # for compiled code
         attach(module, call)
         self._names[module] = name
+
+    def _node_of(self, name: str, module: nn.Module) -> int:
+        """Return a node for the module: that of a freed module of this name and class, or a new one.
+
+        A forward that registers a module in each batch would else make a node for each, and a recorder keeps them.
+        """
+        allow_inf = self._allow_inf(name, module)
+        nodes = self._nodes.setdefault((name, type(module)), [])
+        for place, (reference, node) in enumerate(nodes):
+            if reference() is None:
+                nodes[place] = (weakref.ref(module), node)
+                self._recorder.set_allow_inf(node, allow_inf)
+                return node
+        records = is_recorded(module) and self._observed(name)
+        number: int = self._recorder.add_node(with_utf8(name), module, records, allow_inf)
+        nodes.append((weakref.ref(module), number))
+        return number
 
     def _registered(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         if (known := self._names.get(parent)) is None:
@@ -185,3 +202,4 @@ class Attachment:
                 if wrapper.recorder is self._recorder:
                     detach(module, wrapper)
         self._names.clear()
+        self._nodes.clear()

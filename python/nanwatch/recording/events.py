@@ -182,6 +182,9 @@ class Recorder(Protocol):
     def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | Excuses) -> int:
         """Return a number for a module, for its WatchedCall; or for an optimizer."""
 
+    def set_allow_inf(self, node: int, allow_inf: bool | Excuses, /) -> None:
+        """Give the number to another module of the same name and class."""
+
     def frames(self) -> list[Frame]:
         """Return the latest frames, oldest first."""
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -87,6 +88,10 @@ class PythonRecorder(RecordsBackwards):
         with self.lock:
             self._nodes.append(Node(name, type(module).__name__, observed, allow_inf))
             return len(self._nodes) - 1
+
+    def set_allow_inf(self, node: int, allow_inf: bool | Excuses, /) -> None:
+        with self.lock:
+            self._nodes[node] = replace(self._nodes[node], allow_inf=allow_inf)
 
     @property
     def paused(self) -> bool:
