@@ -14,7 +14,6 @@
 
 #include "bindings.h"
 #include "ops/plain_view.h"
-#include "cpu/file_health.h"
 #include "cpu/range_cpu.h"
 #include "recorder/watched_call.h"
 
@@ -153,27 +152,6 @@ py::list instances_of(const py::type& kind) {
   return found;
 }
 
-// The row of file_health_cpu, the number of dead rows and the first of them; nothing where the file cannot be read.
-using FileHealth = std::optional<std::tuple<std::vector<double>, int64_t, std::vector<int64_t>>>;
-
-// Those of runs of numbers in one file.
-std::vector<FileHealth> file_health(int file, const std::vector<std::array<int64_t, 7>>& runs,
-                                    const at::Tensor& buffer) {
-  View bytes;
-  if (!plain_view(buffer, &bytes) || !buffer.is_contiguous() || bytes.format != Format::u8)
-    throw py::value_error("file_health: the buffer is no contiguous tensor of uint8");
-  std::vector<FileHealth> found(runs.size());
-  const py::gil_scoped_release released;
-  for (size_t i = 0; i < runs.size(); ++i) {
-    std::vector<double> row(kHealthColumns);
-    DeadRows dead;
-    auto* const memory = static_cast<char*>(const_cast<void*>(bytes.data));
-    if (file_health_cpu(file, std::bit_cast<FileRun>(runs[i]), memory, bytes.numel, row.data(), &dead))
-      found[i].emplace(std::move(row), dead.total, std::move(dead.first));
-  }
-  return found;
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -206,8 +184,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info, "What the compiled part was built with.");
   m.def("instances_of", &instances_of, py::arg("kind"),
         "The objects of that class, or of one derived from it, that gc knows.");
-  m.def("file_health", &file_health, py::arg("file"), py::arg("runs"), py::arg("buffer"),
-        "The health of runs of numbers in an open file, and their dead rows.");
   m.def("cuda_compiled", &cuda_compiled, "Whether CUDA kernels are linked in.");
   bind_watched_call(m);
   bind_recorder(m);

@@ -100,16 +100,12 @@ void range_cpu(const View& view, double* row) {
 void health_cpu(const View& view, double* row) {
   const HostWalk walk(view);
   const HealthBits bits = reduce<HealthBits>(walk, current_kernels().health[int(view.format)]);
-  write_health(view, bits, walk.repeats, row);
-}
-
-void write_health(const View& view, const HealthBits& bits, int64_t repeats, double* row) {
   with_format(view.format, [&](auto tag) {
     constexpr Format F = decltype(tag)::format;
     Health<F> health;
     health.range = bits.range.narrow<F>();
     health.finite = bits.finite.narrow<F>();
-    health.HealthCounts::merge(bits.times(repeats));
+    health.HealthCounts::merge(bits.times(walk.repeats));
     if (bits.num_nonfinite() > 0) health.first_nonfinite = first_nonfinite<F>(view);
     health.write(row);
   });

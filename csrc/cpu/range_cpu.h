@@ -26,9 +26,6 @@ RangeRow range_cpu(const View& view);
 // Writes kHealthColumns doubles.
 void health_cpu(const View& view, double* row);
 
-// Writes the row of these bits of the view, each of whose elements stands for `repeats` of the tensor.
-void write_health(const View& view, const HealthBits& bits, int64_t repeats, double* row);
-
 // The instruction sets this machine can run, widest last, and the one in force. The first use reads NANWATCH_CPU;
 // `cpu_capability_warning` is then not empty if that named something this machine does not have.
 std::vector<std::string> cpu_capabilities();

@@ -1,7 +1,6 @@
 // The inner loops of the CPU reduction, one table per instruction set. No torch here: pointers in, bits out.
 #pragma once
 
-#include "numerics/fingerprint.h"
 #include "numerics/range.h"
 
 namespace nanwatch {
@@ -48,8 +47,6 @@ struct KernelTable {
   const char* name;
   void (*range[kNumFormats])(const Plane&, RangeBits*);
   void (*health[kNumFormats])(const Plane&, HealthBits*);
-  void (*fingerprint)(const char* blocks, int64_t count, uint64_t index, const FingerprintKeys&, const char* end,
-                      uint64_t* sum);
 };
 
 const KernelTable& baseline_kernels();

@@ -47,17 +47,6 @@ struct Avx512 {
   }
   static V bit_and(V a, V b) { return _mm512_and_si512(a, b); }
   static V bit_xor(V a, V b) { return _mm512_xor_si512(a, b); }
-  static V add64(V a, V b) { return _mm512_add_epi64(a, b); }
-  static V multiply_halves(V v) { return _mm512_mul_epu32(v, _mm512_srli_epi64(v, 32)); }
-  template <uint64_t factor>
-  static V times64(V v) {
-    return _mm512_mullo_epi64(v, _mm512_set1_epi64(int64_t(factor)));
-  }
-  template <int bits>
-  static V xor_shifted64(V v) {
-    return _mm512_xor_si512(v, _mm512_srli_epi64(v, bits));
-  }
-  static V swap64(V v) { return _mm512_shuffle_epi32(v, _MM_PERM_ENUM(0x4e)); }  // neighbours
   static V min_signed8(V a, V b) { return _mm512_min_epi8(a, b); }
   static bool any_zero8(V v) { return _mm512_testn_epi8_mask(v, v) != 0; }
   static V select(V mask, V a, V b) { return _mm512_ternarylogic_epi32(mask, a, b, 0xca); }

@@ -46,20 +46,6 @@ struct Baseline {
   }
   static V bit_and(V a, V b) { return a & b; }
   static V bit_xor(V a, V b) { return a ^ b; }
-  static V add64(V a, V b) { return V(U<8>(a) + U<8>(b)); }
-  static V multiply_halves(V v) { return V((U<8>(v) & 0xffffffffu) * (U<8>(v) >> 32)); }
-  template <uint64_t factor>
-  static V times64(V v) {
-    return V(U<8>(v) * factor);
-  }
-  template <int bits>
-  static V xor_shifted64(V v) {
-    return V(U<8>(v) ^ (U<8>(v) >> bits));
-  }
-  static V swap64(V v) {  // neighbours
-    const U<8> words = U<8>(v);
-    return V(U<8>{words[1], words[0]});
-  }
   static V min_signed8(V a, V b) { return select(V(I<1>(a) < I<1>(b)), a, b); }
   static bool any_zero8(V v) { return least<1>(v) == 0; }
   static V select(V mask, V a, V b) { return (a & mask) | (b & ~mask); }

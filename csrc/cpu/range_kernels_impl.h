@@ -1,7 +1,6 @@
 // The table of the kernels of one instruction set, `S`. In an unnamed namespace, for the target of the including file.
 #pragma once
 
-#include "cpu/fingerprint_loop_impl.h"
 #include "cpu/health_loop_impl.h"
 
 namespace nanwatch {
@@ -11,7 +10,6 @@ template <class S>
 constexpr KernelTable make_kernels(const char* name) {
   KernelTable table{};
   table.name = name;
-  table.fingerprint = fingerprint_blocks<S>;
 #define NANWATCH_KERNELS(name, ...)                              \
   table.range[int(Format::name)] = range_plane<S, Format::name>; \
   table.health[int(Format::name)] = health_plane<S, Format::name>;

@@ -73,12 +73,12 @@ std::vector<Followed> with_gradient(const std::vector<GradientCandidate>& candid
 }
 
 // Returns whether the known row differs from the tensor's content.
-bool is_stale(const at::Tensor& gradient, const RowData& row, RangeReader reader) {
+bool is_stale(const at::Tensor& gradient, const RowData& row) {
   View view{};
   if (!plain_view(gradient, &view)) return false;
-  const RangeRow now = reader(view);
+  const RangeRow now = range_cpu(view);
   if (!now.isfinite || !row.range.isfinite) return now.isfinite != row.range.isfinite;
-  return now.abs_min != row.range.abs_min || now.abs_max != row.range.abs_max || now.blocks != row.range.blocks;
+  return now.abs_min != row.range.abs_min || now.abs_max != row.range.abs_max;
 }
 
 // Returns whether the job has no other process.
@@ -224,10 +224,10 @@ Finite GradientLog::read(const at::Tensor& gradient, int64_t batch, RowData* row
   const bool is_plain = plain_view(gradient, &view) && view.dims <= 255;
   if (is_plain) {
     *bytes = view.numel * int64_t(word_size(view.format));
-    row->range = reader_(view);
+    row->range = range_cpu(view);
     row->dtype = int8_t(gradient.scalar_type());
     row->dims = uint8_t(view.dims);
-    const bool is_pythons = options_.is_pythons(Role::gradient, batch) || options_.needs_python(gradient);
+    const bool is_pythons = options_.is_pythons(Role::gradient, batch) || !options_.may_be_pending();
     if (row->range.isfinite && !is_pythons) return Finite::yes;
   }
   row->python = row_from_python(gradient, row->label, batch);
@@ -265,7 +265,7 @@ void GradientLog::on_gradient(const at::Tensor& gradient, const Place& place, co
     if (users.size() == 1 && users[0].part == Part::input && users[0].call->task != task) return;
     if (const GradientEvent* const found = backward->find(gradient, state, place)) {
       const GradientEvent known = *found;  // which moves when events are added
-      if (verify_hits_ && known.pending == nullptr && is_stale(gradient, known.row, reader_)) ++backward->stale_hits;
+      if (verify_hits_ && known.pending == nullptr && is_stale(gradient, known.row)) ++backward->stale_hits;
       backward->add(users, state, place, known);
       if (known.pending == nullptr || !verify_hits_) return;
       known_pending = known.pending;

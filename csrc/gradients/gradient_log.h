@@ -30,8 +30,7 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
         observe_(std::move(observe)),
         verify_hits_(options.verify_hits),
         may_be_pending_(!options.waits_for_calls && options.may_be_pending()),
-        options_(options),
-        reader_(options.reader()) {}
+        options_(options) {}
   GradientLog(const GradientLog&) = delete;
   GradientLog& operator=(const GradientLog&) = delete;
   ~GradientLog();
@@ -80,7 +79,6 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
   pybind11::object observe_;
   const bool verify_hits_, may_be_pending_;
   const Options options_;
-  const RangeReader reader_;
   std::vector<std::unique_ptr<Backward>> backwards_;
   std::vector<Labels::Id> labels_;  // of a tensor's gradient, by that of the tensor
   int64_t next_number_ = 0;

@@ -12,7 +12,6 @@ namespace nanwatch {
 struct RangeRow {
   double abs_min, abs_max;
   bool isfinite;
-  uint64_t blocks = 0;  // their sum for sealed_fingerprint(), where the fingerprint was read too
 
   // Writes kRangeColumns.
   NANWATCH_HD void write(double* out) const {

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "cpu/fingerprint_cpu.h"
 #include "ops/readable.h"
 
 namespace nanwatch {
@@ -42,53 +41,12 @@ at::Tensor health(const at::Tensor& x) {
   return row;
 }
 
-at::Tensor as_scalar(uint64_t number) {
-  return at::scalar_tensor(at::Scalar(int64_t(number)), at::kLong);
-}
-
-// The dispatcher resolves a lazy conjugate or negative bit before: a fingerprint is of the bits that the values have.
-at::Tensor fingerprint(const at::Tensor& x) {
-  check_storage(x, "fingerprint");
-  const std::optional<int64_t> format = fingerprint_format(x.scalar_type());
-  if (!format.has_value()) return reference("nanwatch::fingerprint", x);
-  const uint64_t sum =
-      fingerprint_cpu({x.const_data_ptr(), x.element_size(), x.numel(), x.dim(), x.sizes().data(), x.strides().data()});
-  return as_scalar(sealed_fingerprint(sum, *format, x.dim(), x.sizes().data()));
-}
-
-// The results of the two operators from one read.
-std::tuple<at::Tensor, at::Tensor> range_and_fingerprint(const at::Tensor& x) {
-  const std::optional<View> view = readable(x, "range_and_fingerprint");
-  if (!view.has_value()) return {abs_range(x), fingerprint(x)};
-  at::Tensor values = at::empty({kRangeColumns}, at::kDouble);
-  const RangeRow row = range_and_fingerprint_cpu(*view);
-  row.write(values.mutable_data_ptr<double>());
-  return {values, as_scalar(sealed_fingerprint(row.blocks, int64_t(view->format), view->dims, view->sizes))};
-}
-
-// The health of a part of a tensor, and the sum of its blocks, the first of which has the number `first` in the tensor.
-std::tuple<at::Tensor, at::Tensor> part_health(const at::Tensor& x, int64_t first) {
-  const BlockPart part{first, true};
-  const std::optional<View> view = readable(x, "part_health");
-  if (!view.has_value()) {
-    const ElementView elements{x.const_data_ptr(), x.element_size(),  x.numel(), x.dim(),
-                               x.sizes().data(),   x.strides().data()};
-    return {reference("nanwatch::health", x), as_scalar(fingerprint_cpu(elements, part))};
-  }
-  at::Tensor row = at::empty({kHealthColumns}, at::kDouble);
-  const uint64_t sum = health_and_fingerprint_cpu(*view, part, row.mutable_data_ptr<double>());
-  return {row, as_scalar(sum)};
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
-  m.impl("fingerprint", fingerprint);
-  m.impl("range_and_fingerprint", range_and_fingerprint);
   m.impl("abs_range", abs_range);
   m.impl("abs_ranges", abs_ranges);
   m.impl("health", health);
-  m.impl("part_health", part_health);
 }
 
 }  // namespace nanwatch

@@ -9,8 +9,6 @@
 #include <vector>
 
 #include "ops/cuda_launch.h"
-#include "cuda/fingerprint_cuda.h"
-#include "numerics/fingerprint.h"
 #include "numerics/range.h"
 
 namespace nanwatch {
@@ -74,27 +72,9 @@ at::Tensor health(const at::Tensor& x) {
   return reference("nanwatch::health", x);
 }
 
-// A tensor that is no run of elements from a 16-byte boundary on is copied.
-at::Tensor fingerprint(const at::Tensor& x) {
-  const c10::DeviceGuard guard(x.device());
-  check_storage(x, "fingerprint");
-  const std::optional<int64_t> format = fingerprint_format(x.scalar_type());
-  if (format.has_value()) {
-    const bool is_plain = x.is_contiguous() && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
-    const at::Tensor run = is_plain ? x : x.clone(at::MemoryFormat::Contiguous);
-    at::Tensor number = at::zeros({}, at::TensorOptions(at::kLong).device(x.device()));
-    const int error = nanwatch_cuda_fingerprint(
-        run.const_data_ptr(), run.numel() * run.element_size(), fingerprint_seal(*format, x.dim(), x.sizes().data()),
-        number.mutable_data_ptr<int64_t>(), x.device().index(), current_stream(x.device()));
-    if (launched(error, "fingerprint")) return number;
-  }
-  return reference("nanwatch::fingerprint", x);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(nanwatch, CUDA, m) {
-  m.impl("fingerprint", fingerprint);
   m.impl("abs_range", abs_range);
   m.impl("abs_ranges", abs_ranges);
   m.impl("health", health);

@@ -20,19 +20,6 @@ inline std::optional<Format> format_of(at::ScalarType type) {
   }
 }
 
-// The number that a fingerprint has for the dtype. Fingerprints are kept in files: append only.
-inline std::optional<int64_t> fingerprint_format(at::ScalarType type) {
-  switch (type) {
-#define NANWATCH_CASE(number, scalar_type) \
-  case at::ScalarType::scalar_type: return number;
-    NANWATCH_COMPLEX_FORMATS(NANWATCH_CASE)
-#undef NANWATCH_CASE
-    default: break;
-  }
-  const std::optional<Format> format = format_of(type);
-  return format.has_value() ? std::optional<int64_t>(int64_t(*format)) : std::nullopt;
-}
-
 // Returns whether the storage really holds the elements that sizes and strides name. A storage resized to nothing (a
 // sharded parameter between uses) does not, and reading it would crash the process.
 inline bool storage_covers(const at::Tensor& x) {

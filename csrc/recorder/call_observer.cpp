@@ -49,15 +49,14 @@ RangeRow CallObserver::read(const at::Tensor& x, const View& view) {
   ++counters.tensors_read;
   const int64_t bytes = view.numel * int64_t(word_size(view.format));
   counters.bytes_read += bytes;
-  return read_released(x, view, bytes, reader_);
+  return read_released(x, view, bytes, [](const View& held) { return range_cpu(held); });
 }
 
 RangeRow CallObserver::hit(const CacheEntry& entry, const View& view) {
   ++counters.cache_hits;
   if (options_.verify_hits) {
-    const RangeRow again = reader_(view);
-    counters.stale_hits += again.abs_min != entry.range.abs_min || again.abs_max != entry.range.abs_max ||
-                           again.blocks != entry.range.blocks;
+    const RangeRow again = range_cpu(view);
+    counters.stale_hits += again.abs_min != entry.range.abs_min || again.abs_max != entry.range.abs_max;
   }
   return entry.range;
 }
@@ -105,8 +104,7 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
   View view;
   const bool is_pythons = options_.is_pythons(role, frame->batch), may_wait = may_be_pending_ && !is_pythons;
   if (may_wait && table_ != nullptr && device_tensor(object, label, role, memory, slot, frame)) return true;
-  if (is_pythons || (!may_be_pending_ && options_.needs_python(THPVariable_Unpack(object))) ||
-      !plain_view(object, &view) || view.dims > 255) {
+  if (is_pythons || !may_be_pending_ || !plain_view(object, &view) || view.dims > 255) {
     // The first tensor of a device: until then the devices cost nothing.
     if (may_wait && table_ == nullptr && meets_device(object) &&
         device_tensor(object, label, role, memory, slot, frame))

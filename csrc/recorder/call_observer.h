@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "blackbox/layout.h"
-#include "cpu/fingerprint_cpu.h"
+#include "cpu/range_cpu.h"
 #include "recorder/frame.h"
 #include "recorder/outside_compiler.h"
 #include "ops/plain_view.h"
@@ -69,12 +69,8 @@ struct Options {
     return (role == Role::output && sketches > 0 && batch % sketches == 0) ||
            (statistics > 0 && batch % statistics == 0);
   }
-  // A device makes ranges only.
+  // A device makes ranges only, and so do the readers here: Python adds counts and fingerprints.
   bool may_be_pending() const { return !counts && !fingerprints; }
-  RangeReader reader() const { return fingerprints ? range_and_fingerprint_cpu : RangeReader(range_cpu); }
-  // Returns whether Python makes the row of a tensor that the reader could read, too. The reader looks through the
-  // conjugate and negative bits, which change a fingerprint.
-  bool needs_python(const at::Tensor& x) const { return counts || (fingerprints && (x.is_conj() || x.is_neg())); }
 };
 
 struct Helpers {
@@ -179,7 +175,6 @@ class CallObserver {
   const std::string& label_text(Labels::Id id) const { return labels_.text(id); }
   Labels& labels() { return labels_; }
   const pybind11::object& observe_helper() const { return helpers_.observe; }
-  bool has_fingerprints() const { return options_.fingerprints; }
 
   Counters counters;
   size_t num_labels() const { return labels_.size(); }
@@ -224,7 +219,6 @@ class CallObserver {
 
   const Options options_;
   const bool may_be_pending_;
-  const RangeReader reader_;
   Helpers helpers_;
   Labels labels_;
   ActivationCache activations_;

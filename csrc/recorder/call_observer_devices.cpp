@@ -40,10 +40,7 @@ bool same(const RangeRow& a, const RangeRow& b) {
 }  // namespace
 
 CallObserver::CallObserver(const Options& options, Helpers helpers)
-    : options_(options),
-      may_be_pending_(options.may_be_pending()),
-      reader_(options.reader()),
-      helpers_(std::move(helpers)) {
+    : options_(options), may_be_pending_(options.may_be_pending()), helpers_(std::move(helpers)) {
   const NanwatchBackend* backend = RowTable::backend();
   if (backend != nullptr && backend->takes_host_memory != 0) table_ = RowTable::instance();
 }

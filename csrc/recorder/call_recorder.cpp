@@ -446,7 +446,6 @@ py::object CallRecorder::to_python(const FrameData& frame) const {
       items[row_item::abs_min] = py::float_(row.range.abs_min);
       items[row_item::abs_max] = py::float_(row.range.abs_max);
       items[row_item::isfinite] = py::bool_(row.range.isfinite);
-      if (observer_.has_fingerprints()) items[row_item::fingerprint] = fingerprint_of(frame, row);
     } else {
       items[row_item::note] = make_note(row.note);
     }

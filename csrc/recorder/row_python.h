@@ -12,7 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include "numerics/fingerprint.h"
 #include "ops/tensor_view.h"
 #include "recorder/frame.h"
 
@@ -26,13 +25,6 @@ inline pybind11::tuple shape_of(const FrameData& frame, const RowData& row) {
   pybind11::tuple shape(row.dims);
   for (size_t d = 0; d < row.dims; ++d) shape[d] = frame.shapes[row.shape_at + d];
   return shape;
-}
-
-// The fingerprint of a tensor that range_and_fingerprint_cpu has read.
-inline pybind11::object fingerprint_of(const FrameData& frame, const RowData& row) {
-  const auto format = fingerprint_format(static_cast<at::ScalarType>(row.dtype));
-  const int64_t* const sizes = frame.shapes.data() + row.shape_at;
-  return pybind11::int_(sealed_fingerprint(row.range.blocks, format.value_or(-1), row.dims, sizes));
 }
 
 // `float16` for torch.float16.

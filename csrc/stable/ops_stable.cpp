@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/fingerprint_cpu.h"
 #include "cpu/parallel.h"
+#include "cpu/range_cpu.h"
 
 namespace nanwatch {
 
@@ -103,24 +103,12 @@ Tensor health(const Tensor& x) {
   return row;
 }
 
-// Complex numbers have no Format: the reference serves them.
-Tensor fingerprint(const Tensor& x) {
-  const std::optional<View> view = view_of(x, "fingerprint");
-  if (!view.has_value()) return reference("nanwatch::reference_fingerprint", x);
-  const uint64_t sum = fingerprint_cpu(
-      {view->data, int64_t(word_size(view->format)), view->numel, view->dims, view->sizes, view->strides});
-  Tensor number = filled({}, ScalarType::Long);
-  *numbers<int64_t>(number) = int64_t(sealed_fingerprint(sum, int64_t(view->format), view->dims, view->sizes));
-  return number;
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
   m.impl("abs_range", TORCH_BOX(&abs_range));
   m.impl("abs_ranges", TORCH_BOX(&abs_ranges));
   m.impl("health", TORCH_BOX(&health));
-  m.impl("fingerprint", TORCH_BOX(&fingerprint));
 }
 
 }  // namespace nanwatch

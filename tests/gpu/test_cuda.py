@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import nanwatch
-from nanwatch.numerics import _extension, _reference, _spread
+from nanwatch.numerics import _extension, _fingerprint, _reference, _spread
 
 
 def _missing() -> str:
@@ -235,7 +235,8 @@ def test_no_synchronisation(cuda: torch.device) -> None:
         _extension.abs_range(x)
         _extension.abs_ranges([x, x[::2]])
         _extension.health(x)
-        _extension.statistics(x)
+        _spread.statistics(x, _extension.abs_range)
+        _fingerprint.fingerprint(x)
         _spread.exponent_histogram(x)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -210,26 +210,3 @@ def test_every_format_of_the_library_has_its_loop(architecture: str) -> None:
         # A health of fnuz on sm_80 has so much to keep that its fourth load comes after the first use.
         assert min(in_flight) >= (3 if "DeviceHealth" in name else 4)
         assert in_flight.count(4) >= 12
-
-
-@pytest.mark.parametrize(("source", "kernels"), [("fingerprint_cuda.cu", 2)])
-@pytest.mark.parametrize("architecture", ["75", "90"])
-def test_the_small_sources_spill_nothing(
-    architecture: str, source: str, kernels: int, tmp_path: Path
-) -> None:
-    """Each compiles without a warning and spills nothing, and with 64 registers all blocks of threads fit."""
-    command = [_nvcc(), "-cubin", "-O3", "-std=c++17", f"-arch=sm_{architecture}", "-Xptxas=-v", "-Icsrc"]
-    command += [
-        "-Xcompiler=-Wall,-Wextra",
-        f"csrc/cuda/{source}",
-        "-o",
-        str(tmp_path / "kernels.cubin"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    report = done.stdout + done.stderr
-    assert done.returncode == 0, report
-    assert "warning" not in report
-    assert set(re.findall(r"(\d+) bytes spill", report)) == {"0"}
-    registers = [int(number) for number in re.findall(r"Used (\d+) registers", report)]
-    assert len(registers) == kernels
-    assert max(registers) <= 64

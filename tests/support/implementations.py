@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from nanwatch.numerics import _extension, _fingerprint, _reference, ranges
+from nanwatch.numerics import _extension, _reference, ranges
 
 NATIVE_LEVELS = ("baseline", "avx2", "avx512")
 
@@ -71,8 +71,6 @@ def active(name: str) -> Iterator[Implementation]:
                 abs_range=_reference.abs_range,
                 abs_ranges=_reference.abs_ranges,
                 health=_reference.health,
-                fingerprint=_fingerprint.fingerprint,
-                range_and_fingerprint=lambda x: (_reference.abs_range(x), _fingerprint.fingerprint(x)),
             ),
             mock.patch.object(_extension, "C", None),
         ):

@@ -52,6 +52,8 @@ def compare(a: Side, b: Side, problems: Sequence[str], threads: int, tell: Tell)
 
 
 def _why_not(one: StoredTensor, scanned: TensorScan) -> str:
+    if scanned.dtype in ENCODINGS and scanned.dtype not in _BLOCK_ERRORS:
+        return f"the error of {scanned.dtype} blocks is not known"
     return scanned.lost or scanned.unread
 
 

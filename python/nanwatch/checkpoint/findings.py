@@ -37,9 +37,6 @@ def find(contents: Contents, tensors: Sequence[TensorScan]) -> Iterator[Finding]
     for one in tensors:
         if one.lost:
             yield Finding("lost", True, one.lost, (one.name,))
-        if one.bad_scales:
-            text = f"{one.bad_scales:,} scales of its blocks are nan or inf"
-            yield Finding("non-finite", True, text, (one.name,))
         if one.health is not None and not one.health.isfinite:
             yield _nonfinite(one, one.health)
     for path, text in contents.remarks:

@@ -30,7 +30,6 @@ class TensorScan:
     `fingerprint` is `nanwatch.fingerprint` of the tensor, of an encoded one (GGUF) that of its bytes. It is None of one
     that lies transposed, and where nothing needs it: without `against`, of one that no other tensor is like.
     `sqnr` has the ratio of signal to quantization noise in dB by the block formats that a matrix was tried in.
-    `bad_scales` counts the scales of blocks that are nan or inf, of an encoding that is not decoded.
     """
 
     name: str
@@ -46,7 +45,6 @@ class TensorScan:
     dead_columns: int = 0
     first_dead_rows: tuple[int, ...] = ()
     first_dead_columns: tuple[int, ...] = ()
-    bad_scales: int = 0
     sqnr: Mapping[str, float] | None = None
 
     @property

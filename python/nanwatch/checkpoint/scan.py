@@ -24,7 +24,7 @@ from .findings import TARGETS, find, tried
 from .formats import read_checkpoint
 from .result import Scan, TensorScan
 from .stored import Contents, DamagedError, Deflated, OpenFiles, StoredTensor
-from .streaming import CHUNK, NONE, Dead, Piece, Streamer, dead_lines, in_threads, step_of
+from .streaming import CHUNK, NONE, Piece, Streamer, dead_lines, in_threads, step_of
 from .zips import wrong_checksums
 
 _TASK = 1 << 26  # bytes that a thread reads in one go
@@ -138,12 +138,10 @@ def _alike(stored: Sequence[StoredTensor], tensors: Sequence[TensorScan]) -> lis
 
 
 class _Part(NamedTuple):
-    """Result of reading a piece: its health, or of what is not decoded that of its scales; `bits` has a fingerprint."""
+    """Result of reading a piece: its health, and in `bits` the fingerprint of its bytes."""
 
     health: PartialHealth
     bits: PartialHealth
-    dead: Dead | None = None
-    """Dead rows, None where they were not looked for."""
     error: str = ""
 
 
@@ -168,23 +166,16 @@ def _tasks(tensors: Sequence[StoredTensor]) -> list[list[Piece]]:
 def _read(task: Sequence[Piece], fingerprints: bool) -> list[tuple[Piece, _Part]]:
     with OpenFiles() as files:
         streamer = Streamer(files)
-        known = [None] * len(task) if fingerprints else streamer.healths(task)
-        return [
-            (piece, _read_piece(streamer, piece, fingerprints) if one is None else _Part(one[0], *one))
-            for piece, one in zip(task, known, strict=True)
-        ]
+        return [(piece, _read_piece(streamer, piece, fingerprints)) for piece in task]
 
 
 def _read_piece(streamer: Streamer, piece: Piece, fingerprints: bool) -> _Part:
-    health, encoding = PartialHealth(), ENCODINGS.get(piece.tensor.dtype)
-    bits = health if encoding is None else PartialHealth()
-    # Decoded numbers are more than one thread would read without.
-    with_bits = fingerprints if encoding is None else encoding.decode is not None
+    health, bits = PartialHealth(), PartialHealth()
     try:
         for at, raw, values in streamer.chunks(*piece):
-            if encoding is not None and fingerprints:
-                bits.add(raw, at)
-            health.add(values, at * values.numel() // len(raw), fingerprints=with_bits)
+            if fingerprints:
+                bits.add_bits(raw, at)
+            health.add(values, at * values.numel() // len(raw))
     except (DamagedError, OSError, MemoryError) as error:
         return _Part(health, bits, error=_told(error))
     return _Part(health, bits)
@@ -212,35 +203,26 @@ def _scanned(
 def _together(a: _Part, b: _Part) -> _Part:
     """Return the result of two pieces of a tensor; that of the first is part of it from now on."""
     a.health.merge(b.health)
-    if a.bits is not a.health:
-        a.bits.merge(b.bits)
-    dead = None
-    if a.dead is not None and b.dead is not None:
-        dead = Dead(a.dead.total + b.dead.total, (*a.dead.first, *b.dead.first)[:_SHOWN])
-    return _Part(a.health, a.bits, dead, a.error or b.error)
+    a.bits.merge(b.bits)
+    return _Part(a.health, a.bits, a.error or b.error)
 
 
 def _finished(tensor: StoredTensor, part: _Part, fingerprints: bool) -> TensorScan:
     unread, lost, encoding = tensor.unread, tensor.lost or part.error, ENCODINGS.get(tensor.dtype)
-    health, fingerprint, bad_scales, rows, columns = None, None, 0, NONE, NONE
+    health, fingerprint, rows, columns = None, None, NONE, NONE
     if not (unread or lost) and tensor.source is not None:
         if fingerprints and encoding is not None:
             fingerprint = part.bits.fingerprint("uint8", (tensor.nbytes,))
         elif fingerprints and tensor.order is None:
             fingerprint = part.bits.fingerprint(tensor.dtype, tensor.shape)
-        if encoding is not None and encoding.decode is None:
-            unread = f"{tensor.dtype} is not decoded; its scales are read"
-            scales = part.health.health((tensor.nbytes // encoding.bytes * encoding.scales,))
-            bad_scales = scales.num_nan + scales.num_posinf + scales.num_neginf
-        else:
-            health = _in_order(part.health.health(tensor.lying), tensor)
-            try:
-                rows, columns = dead_lines(tensor, health.num_zero, _SHOWN, part.dead)
-            except (DamagedError, OSError, MemoryError) as error:  # cut off since
-                health, lost = None, _told(error)
+        health = _in_order(part.health.health(tensor.lying), tensor)
+        try:
+            rows, columns = dead_lines(tensor, health.num_zero, _SHOWN)
+        except (DamagedError, OSError, MemoryError) as error:  # cut off since
+            health, lost = None, _told(error)
     of_file = tensor.name, str(tensor.file), tensor.dtype, tensor.shape, tensor.nbytes, unread, lost
     dead = rows.total, columns.total, rows.first, columns.first
-    return TensorScan(*of_file, health, fingerprint, *dead, bad_scales)
+    return TensorScan(*of_file, health, fingerprint, *dead)
 
 
 def _told(error: Exception) -> str:

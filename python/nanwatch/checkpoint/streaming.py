@@ -6,43 +6,27 @@ the pages of a mapping would count as this process's memory.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from itertools import islice
 from math import lcm, prod
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..numerics._extension import C
-from ..numerics.formats import BY_NAME
-from ..numerics.partial_health import BLOCK, PartialHealth
-from .encodings import ENCODINGS, Array, bytes_of, is_float
-from .stored import OpenFiles, Span, StoredTensor
+from ..numerics.partial_health import BLOCK
+from .encodings import ENCODINGS, Array, bytes_of, decoded, is_float
+from .stored import OpenFiles, StoredTensor
 
 # In bytes. Of 384 KiB and more the kernels would share the work among PyTorch's threads, for which readers would wait.
 CHUNK = 352 << 10
 # A longer row is an embedding of 16 Mi columns, or no row.
 _MOST_LINE = 1 << 24
-_GLANCE = 20 << 10  # elements
 _A = TypeVar("_A")
 _B = TypeVar("_B")
-# Of each dtype its kind for the compiled call, the bytes and the elements of a block, and where in it how many numbers
-# are read: its scales if the encoding is not decoded.
-_KINDS = {
-    name: (form.number, form.bits // 8, 1, 0, 1) for name, form in BY_NAME.items() if form.kind != "complex"
-}
-_KINDS["bool"] = _KINDS["uint8"]  # a byte of a bool may hold anything
-for _name, _one in ENCODINGS.items():
-    if _one.decode is not None:
-        _KINDS[_name] = (-_one.number, _one.bytes, _one.elements, 0, 1)
-    else:
-        _KINDS[_name] = (BY_NAME["float16"].number, _one.bytes, 1, _one.place, _one.scales)
 _WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
@@ -50,7 +34,7 @@ def step_of(tensor: StoredTensor, size: int) -> int:
     """Return the bytes of a part of about `size`: whole elements, blocks of a fingerprint, and rows if they fit."""
     unit = BLOCK
     if (encoding := ENCODINGS.get(tensor.dtype)) is not None:
-        unit *= encoding.bytes
+        unit = lcm(unit, encoding.bytes)
     with_rows = lcm(unit, bytes_of(tensor.dtype, prod(tensor.lying[1:])))
     unit = with_rows if 0 < with_rows <= size else unit
     return max(size // unit, 1) * unit
@@ -80,7 +64,6 @@ class Streamer:
     def __init__(self, files: OpenFiles, size: int = CHUNK) -> None:
         self._files = files
         self._bytes = torch.empty(size, dtype=torch.uint8)
-        self._decoded = torch.empty(0)
 
     def chunks(self, tensor: StoredTensor, begin: int, end: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield places between two bytes of a tensor, with what `read` returns there."""
@@ -88,35 +71,8 @@ class Streamer:
         for at in range(begin, end, step):
             yield at, *self.read(tensor, at, min(step, end - at))
 
-    def healths(self, pieces: Sequence[Piece]) -> list[tuple[PartialHealth, Dead | None] | None]:
-        """Return the health of each piece and the dead ones of its rows, by one compiled call for those of a file.
-
-        None for a piece that the call could not read, and in place of the rows where it did not see whole ones.
-        """
-        found: list[tuple[PartialHealth, Dead | None] | None] = [None] * len(pieces)
-        by_file: dict[Path, list[tuple[int, int, int, bool, tuple[int, ...]]]] = defaultdict(list)
-        for i, (tensor, begin, end) in enumerate(pieces if C is not None else ()):
-            source = tensor.source
-            if begin < end and tensor.dtype in _KINDS and isinstance(source, Span):
-                kind, block, elements, *read = _KINDS[tensor.dtype]
-                width, start = lines_of(tensor)[1], begin // block * elements
-                is_seen = width == 0 or (width // elements * block <= len(self._bytes) and start % width == 0)
-                width = width if is_seen else 0
-                run = source.offset + begin, (end - begin) // block * elements, kind, width, block, *read
-                by_file[source.path].append((i, start, width, is_seen, run))
-        for path, asked in by_file.items():
-            with suppress(OSError):
-                fd, runs = self._files.descriptor(path), [run for *_, run in asked]
-                answers = cast(Any, C).file_health(fd, runs, self._bytes)
-                for (i, start, width, is_seen, _), answer in zip(asked, answers, strict=True):
-                    if answer is not None:
-                        row, total, first = answer
-                        dead = Dead(total, tuple([start // width + one for one in first]))
-                        found[i] = PartialHealth(row, start), dead if is_seen else None
-        return found
-
     def read(self, tensor: StoredTensor, begin: int, nbytes: int) -> tuple[Tensor, Tensor]:
-        """Return some bytes, and their numbers: float32 where they were decoded, the scales where the encoding is not.
+        """Return some bytes, and their numbers: float32 where they were decoded.
 
         Both are valid until the next ones are read. Raises DamagedError and OSError.
         """
@@ -128,17 +84,8 @@ class Streamer:
         tensor.source.read(self._files, begin, memoryview(memory))
         if (encoding := ENCODINGS.get(tensor.dtype)) is None:
             return raw, raw.view(_dtype_of(tensor))
-        if encoding.decode is None:
-            scales = slice(encoding.place, encoding.place + 2 * encoding.scales)
-            return raw, raw.view(-1, encoding.bytes)[:, scales].view(torch.float16)
         blocks = memory.reshape(-1, encoding.bytes)
-        count = len(blocks) * encoding.elements
-        if self._decoded.numel() < count:
-            self._decoded = torch.empty(count)
-        values = self._decoded[:count]
-        with np.errstate(invalid="ignore"):
-            encoding.decode(blocks, values.numpy().reshape(-1, encoding.elements))
-        return raw, values
+        return raw, torch.from_numpy(decoded(blocks, tensor.dtype)).flatten()
 
     def values(self, tensor: StoredTensor, start: int, count: int) -> Tensor:
         """Return some elements of a tensor that can be decoded, valid until the next are read."""
@@ -171,40 +118,33 @@ def lines_of(tensor: StoredTensor) -> tuple[int, int]:
     """Return how many rows a matrix has, and how long they are; (0, 0) where they are not looked at."""
     lying = tensor.lying
     width = prod(lying[1:])
-    encoding = ENCODINGS.get(tensor.dtype)
-    if encoding is not None and encoding.decode is None:
-        return 0, 0
     is_matrix = len(lying) > 1 and min(lying[0], width) > 1 and not (tensor.order and len(lying) > 2)
     if not is_matrix or not is_float(tensor.dtype) or max(lying[0], width) > _MOST_LINE:
         return 0, 0
     return lying[0], width
 
 
-def dead_lines(tensor: StoredTensor, zeros: int, most: int, known: Dead | None = None) -> tuple[Dead, Dead]:
+def dead_lines(tensor: StoredTensor, zeros: int, most: int) -> tuple[Dead, Dead]:
     """Return the rows and the columns that are all zero, with the numbers of the first `most`.
 
-    `zeros` elements of the tensor are zero: with fewer than a line has, nothing is read. `known` has the rows, if they
-    are. The rows are those of the first dimension, the columns all others together. Vectors, integers and matrices of
-    longer rows have none.
+    `zeros` elements of the tensor are zero: with fewer than a line has, nothing is read. The rows are those of the
+    first dimension, the columns all others together. Vectors, integers and matrices of longer rows have none.
     """
     rows, width = lines_of(tensor) if zeros else (0, 0)
     if not 0 < min(rows, width) <= zeros:
         return NONE, NONE
     live, columns = np.zeros(rows, dtype=bool), np.full(width, zeros < rows)
-    # Nearly always a few rows show that no column is dead.
-    band = max(1, CHUNK // bytes_of(tensor.dtype, width) if known is None else _GLANCE // width)
+    band = max(1, CHUNK // bytes_of(tensor.dtype, width))
     with OpenFiles() as files:
         streamer = Streamer(files)
         for at in range(0, rows if zeros < tensor.numel else 0, band):
-            if known is not None and columns.all():
-                break
             count = min(band, rows - at)
             values = streamer.values(tensor, at * width, count * width)
             words = values.view(_WORDS[values.itemsize]).numpy().reshape(count, width)
             magnitude = words.dtype.type((1 << (8 * words.itemsize - 1)) - 1)
             live[at : at + count] = (np.bitwise_or.reduce(words, 1) & magnitude) != 0
             columns |= (np.bitwise_or.reduce(words, 0) & magnitude) != 0
-    found = known or _dead(live, most), _dead(columns, most)
+    found = _dead(live, most), _dead(columns, most)
     return found if tensor.order is None else (found[1], found[0])
 
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.wrapped_names import named_modules, parameter_names
 from ..numerics import _extension
+from ..numerics._fingerprint import fingerprint
 from ..numerics.readable import Numbers, local_shard, only_our_dispatch, unreadable
 from ..recording.optimizer_state import state_tensors
 
@@ -158,7 +159,7 @@ class Fingerprints:
         values: dict[int, Tensor] = {}
         with torch.no_grad(), only_our_dispatch():
             for at, one in enumerate(tensors):
-                values[at] = _extension.fingerprint(one.tensor.detach())
+                values[at] = fingerprint(one.tensor.detach())
                 by_device.setdefault(one.tensor.device, []).append(at)
             self._parts = [
                 (ats, Numbers(torch.stack([values[at] for at in ats]))) for ats in by_device.values()

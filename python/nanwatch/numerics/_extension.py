@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from .._version import __version__
-from . import _fingerprint, _reference, _spread
+from . import _reference
 
 _T = TypeVar("_T")
 
@@ -242,15 +242,6 @@ def _fake_abs_ranges(xs: Sequence[Tensor]) -> Tensor:
     return _row(xs[0], len(xs), width) if xs else torch.empty((0, width), dtype=torch.float64)
 
 
-def _fake_exponent_histogram(x: Tensor) -> Tensor:
-    columns = _spread.EXPONENT_HEAD + len(_spread.exponents_of(x.dtype))
-    return torch.empty((columns,), dtype=torch.int64, device=x.device)
-
-
-def _fake_fingerprint(x: Tensor) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device=x.device)
-
-
 abs_range = define("abs_range(Tensor x) -> Tensor", _reference.abs_range, _fake_abs_range, of_views=True)
 abs_ranges = define(
     "abs_ranges(Tensor[] xs) -> Tensor", _reference.abs_ranges, _fake_abs_ranges, of_views=True
@@ -260,27 +251,4 @@ health = define(
     _reference.health,
     lambda x: _row(x, _reference.HEALTH_WIDTH),
     of_views=True,
-)
-statistics = define(
-    "statistics(Tensor x) -> Tensor",
-    lambda x: _spread.statistics(x, abs_range),
-    lambda x: _row(x, _spread.STATISTICS_WIDTH),
-    of_views=True,
-)
-define(
-    "exponent_histogram(Tensor x) -> Tensor",
-    _spread.exponent_histogram,
-    _fake_exponent_histogram,
-    of_views=True,
-)
-fingerprint = define("fingerprint(Tensor x) -> Tensor", _fingerprint.fingerprint, _fake_fingerprint)
-range_and_fingerprint = define(
-    "range_and_fingerprint(Tensor x) -> (Tensor, Tensor)",
-    lambda x: (abs_range(x), fingerprint(x)),  # in two reads, each native where its device has a kernel
-    lambda x: (_fake_abs_range(x), _fake_fingerprint(x)),
-)
-part_health = define(
-    "part_health(Tensor x, int first_block) -> (Tensor, Tensor)",
-    lambda x, first: (_reference.health(x), _fingerprint.sum_of_blocks(x, first)),
-    lambda x, first: (_row(x, _reference.HEALTH_WIDTH), _fake_fingerprint(x)),
 )

@@ -1,6 +1,13 @@
 """Small values that tell whether the tensors of two runs are the same, or how far apart: fingerprints and sketches.
 
-The fingerprint is a hash in plain torch, for every device; csrc/numerics/fingerprint.h describes it.
+The fingerprint is a hash in integer arithmetic, the same on every device. The elements in C order are cut into blocks
+of 8 KiB, the last filled up with zeros. A block becomes the sum of its 64-bit words modulo 2^64, each of which is
+multiplied by an odd number, folded, and multiplied by the odd key of its place. The sums of the blocks are hashed in
+the same way, until one number is left, which is sealed with dtype and shape.
+
+Folding xors higher bits into lower ones, as a product carries none down. Each step is invertible, so tensors that
+differ in one word always differ. Any others are alike with a chance of 2^-48 or less, which is that of two float64 with
+other signs. Without the first product the signs of all float32 in a row would cancel.
 
 A sketch has 32 numbers for each row of a tensor, from which the distance of two tensors can be estimated. A row is all
 elements along the last dimension, such as a token's hidden state. Its sketch is the row times a matrix of random signs
@@ -22,11 +29,12 @@ from .formats import BY_NAME
 if TYPE_CHECKING:
     import numpy as np
 
-BLOCK = 1024  # bytes
-_LANES = 8
-_WORDS = BLOCK // 8
-_CHUNK = 1 << 22  # bytes at a time: the temporaries stay below 40 MiB
+_WORDS = 1024
+BLOCK = 8 * _WORDS  # bytes
+_CHUNK = 64 * BLOCK  # bytes at a time: the copy lies in the second cache
 _ONES = (1 << 64) - 1
+# Of SplitMix64 (Steele, Lea, Flood 2014).
+_STEP, _FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def _signed(x: int) -> int:
@@ -34,49 +42,50 @@ def _signed(x: int) -> int:
     return x - (1 << 64) if x >> 63 else x
 
 
-def _mix(x: int) -> int:
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _ONES
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _ONES
+def _split_mix(i: int) -> int:
+    x = (i + 1) * _STEP & _ONES
+    x = (x ^ (x >> 30)) * _FACTORS[0] & _ONES
+    x = (x ^ (x >> 27)) * _FACTORS[1] & _ONES
     return x ^ (x >> 31)
 
 
-def _split_mix(i: int) -> int:
-    return _mix((i + 1) * 0x9E3779B97F4A7C15 & _ONES)
-
-
 @cache
-def _keys() -> list[int]:
-    return [_signed(_split_mix(i)) for i in range(_WORDS + _LANES)]
+def _keys(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        keys = torch.tensor([_signed(_split_mix(i) | 1) for i in range(_WORDS)])
+        return keys.to(device, non_blocking=True)  # or the host would wait for a GPU
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shift right and fill with zeros."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+def _hashed(data: Tensor) -> Tensor:
+    """Return the sums of the blocks of these bytes."""
+    words = data.new_zeros(-(-len(data) // BLOCK) * BLOCK)
+    words[: len(data)] = data
+    words.view(torch.int64).mul_(_signed(_FACTORS[0]))
+    # Each half of 32 bits, then each quarter, into the one below.
+    for dtype, count in ((torch.int32, 2), (torch.int16, 4)):
+        parts = words.view(dtype)
+        parts[0::count].bitwise_xor_(parts[1::count])
+    return words.view(torch.int64).view(-1, _WORDS).mul_(_keys(data.device)).sum(1)
 
 
-def _mixed(x: Tensor) -> Tensor:
-    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shifted(x, 31)
+def block_sums(x: Tensor) -> Tensor:
+    """Return the sums of the blocks of `x`, int64 on its device. Those of parts of whole blocks follow each other."""
+    with torch.no_grad():
+        values = x.resolve_conj().resolve_neg().contiguous()
+        # The stride of a dimension of one element may be anything, also in a contiguous tensor.
+        data = values.as_strided((values.numel(),), (1,)).view(torch.uint8)
+        sums = [_hashed(data[start : start + _CHUNK]) for start in range(0, len(data), _CHUNK)]
+        return sums[0] if len(sums) == 1 else torch.cat([data.new_zeros(0, dtype=torch.int64), *sums])
 
 
-def _sum_of_blocks(data: Tensor, first: int) -> Tensor:
-    """Return the sum over the blocks of these bytes, the first of which has number `first`."""
-    keys = torch.tensor(_keys(), dtype=torch.int64, device=data.device)
-    data = torch.nn.functional.pad(data, (0, -len(data) % BLOCK))
-    words = data.view(torch.int64).reshape(-1, _WORDS)
-    keyed = words ^ keys[:_WORDS]
-    products = (keyed & 0xFFFFFFFF) * _shifted(keyed, 32)
-    lanes = products.reshape(-1, _WORDS // _LANES, _LANES).sum(1)
-    # A lane takes its neighbour's words as they are.
-    lanes += words.reshape(-1, _WORDS // _LANES, _LANES // 2, 2).sum(1).flip(-1).reshape(-1, _LANES)
-    digests = _mixed(lanes ^ keys[_WORDS:]).sum(1)
-    numbers = torch.arange(first, first + len(digests), device=data.device)
-    return _mixed(digests ^ _mixed((numbers + 1) * _signed(0x9E3779B97F4A7C15))).sum()
+def _root(sums: Tensor) -> Tensor:
+    while len(sums) > 1:
+        sums = block_sums(sums)
+    return sums.sum()  # 0 for no element
 
 
 def fingerprint(x: Tensor) -> Tensor:
-    """Return the fingerprint of `x`, int64 of shape (), on its device.
+    """Return the fingerprint of `x`, int64 of shape (), on its device. Does not wait for it.
 
     Copies a tensor that is not contiguous. Raises TypeError for a dtype whose elements are no whole bytes, and for a
     tensor that is not strided.
@@ -87,30 +96,16 @@ def fingerprint(x: Tensor) -> Tensor:
             f"nanwatch.fingerprint got a tensor of dtype {name} and layout {x.layout}; it takes strided tensors of"
             f" {', '.join(BY_NAME)}. Convert it, or take the fingerprint of the tensors that it is made of."
         )
-    return _mixed(sum_of_blocks(x, 0) ^ _signed(_seal(name, x.shape)))
+    return _root(block_sums(x)) ^ _signed(_seal(name, x.shape))
 
 
-def sum_of_blocks(x: Tensor, first: int) -> Tensor:
-    """Return the sum over the blocks of 1 KiB of `x`, the first of which has this number in a larger tensor.
-
-    Sums of parts that begin at whole blocks add up to that of the tensor, modulo 2**64.
-    """
-    with torch.no_grad():
-        values = x.resolve_conj().resolve_neg().contiguous()
-        # The stride of a dimension of one element may be anything, also in a contiguous tensor.
-        data = values.as_strided((values.numel(),), (1,)).view(torch.uint8)
-        total = torch.zeros((), dtype=torch.int64, device=x.device)
-        for start in range(0, len(data), _CHUNK):
-            total += _sum_of_blocks(data[start : start + _CHUNK], first + start // BLOCK)
-        return total
-
-
-def sealed(total: int, name: str, shape: Sequence[int]) -> int:
-    """Return the fingerprint, 0 to 2**64 - 1, of a tensor of this dtype and shape by the sum of its blocks."""
-    return _mix((total & _ONES) ^ _seal(name, shape))
+def sealed(sums: Tensor, name: str, shape: Sequence[int]) -> int:
+    """Return the fingerprint, 0 to 2**64 - 1, of a tensor of this dtype and shape by the sums of its blocks."""
+    return (int(_root(sums)) & _ONES) ^ _seal(name, shape)
 
 
 def _seal(name: str, shape: Sequence[int]) -> int:
+    # Each step hashes the one before, so that format 1 with size 2 differs from format 2 with size 1.
     state = _split_mix(BY_NAME[name].number ^ len(shape) << 32)
     for size in shape:
         state = _split_mix(state + size & _ONES)
@@ -122,7 +117,6 @@ def _seal(name: str, shape: Sequence[int]) -> int:
 WIDTH = 32  # numbers for a row
 MAX_ROWS = 4096  # of one tensor: 512 KiB
 _SEED = 0x6E616E7761746368  # "nanwatch"; kept in files like the width
-_STEP = 0x9E3779B97F4A7C15
 _SKETCH_CHUNK = 1 << 20  # elements at a time: the temporaries stay below 16 MiB
 
 Array = TypeVar("Array", Tensor, "np.ndarray[tuple[int, ...], np.dtype[np.float64]]")
@@ -140,6 +134,17 @@ def _signs(start: int, end: int, device: torch.device) -> Tensor:
             bits = (bits[:, None] >> torch.arange(WIDTH, device=device)) & 1
             known = _known[device] = (1 - 2 * bits).to(_wide(device))
     return known[start:end]
+
+
+def _mixed(x: Tensor) -> Tensor:
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        x = (x ^ _shifted(x, shift)) * _signed(factor)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Shift right and fill with zeros."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _wide(device: torch.device) -> torch.dtype:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf, nan
 
+import torch
 from torch import Tensor
 
 from . import _extension
 from ._fingerprint import BLOCK as BLOCK
-from ._fingerprint import sealed
+from ._fingerprint import block_sums, sealed
 from .formats import TensorHealth
 from .ranges import health_of
 
@@ -22,42 +23,40 @@ class PartialHealth:
     Examples:
         >>> import nanwatch, torch
         >>> from nanwatch.numerics.partial_health import PartialHealth
-        >>> x, parts = torch.arange(1024.0), PartialHealth()
-        >>> for start in (512, 0):
-        ...     parts.add(x[start : start + 512], start)
+        >>> x, parts = torch.arange(4096.0), PartialHealth()
+        >>> for start in (2048, 0):
+        ...     parts.add(x[start : start + 2048], start)
+        ...     parts.add_bits(x[start : start + 2048], 4 * start)
         >>> parts.fingerprint("float32", x.shape) == nanwatch.fingerprint(x), parts.health(x.shape).num_zero
         (True, 1)
     """
 
-    __slots__ = ("_blocks", "_row")
+    __slots__ = ("_row", "_sums")
 
-    def __init__(self, row: Sequence[float] = _EMPTY, start: int = 0) -> None:
-        """Begin with a part whose row of `torch.ops.nanwatch.health` is known, from element `start` on."""
+    def __init__(self) -> None:
         self._row: Sequence[float] = _EMPTY
-        self._blocks = 0
-        self._add(row, start, 0)
+        self._sums: dict[int, Tensor] = {}
 
-    def add(self, x: Tensor, start: int, *, fingerprints: bool = True) -> None:
-        """Read a part that begins at element `start` of the tensor, in C order, and at a whole number of BLOCK bytes.
+    def add(self, x: Tensor, start: int) -> None:
+        """Read the health of a part that begins at element `start` of the tensor, in C order.
 
-        The calling thread reads it alone; without `fingerprints` only if it has less than 384 KiB, but three times as
-        fast.
+        The calling thread reads it alone if it has less than 384 KiB.
         """
-        if fingerprints:
-            row, blocks = _extension.part_health(x, start * x.element_size() // BLOCK)
-        else:
-            row, blocks = _extension.health(x), 0
-        self._add(row.tolist(), start, int(blocks))
+        self._add(_extension.health(x).tolist(), start)
 
-    def _add(self, row: Sequence[float], start: int, blocks: int) -> None:
+    def add_bits(self, x: Tensor, start: int) -> None:
+        """Read the fingerprint of a part that begins at byte `start` of the tensor, a multiple of BLOCK."""
+        self._sums[start] = block_sums(x)
+
+    def _add(self, row: Sequence[float], start: int) -> None:
         if start and row[-1] >= 0:
             row = [*row[:-1], row[-1] + start]
         self._row = row if self._row is _EMPTY else _together(self._row, row)
-        self._blocks += blocks
 
     def merge(self, other: PartialHealth) -> None:
         """Add the parts that another one has read."""
-        self._add(other._row, 0, other._blocks)
+        self._add(other._row, 0)
+        self._sums |= other._sums
 
     def health(self, shape: Sequence[int]) -> TensorHealth:
         """Return the health of the tensor, whose parts have all been read."""
@@ -65,7 +64,8 @@ class PartialHealth:
 
     def fingerprint(self, dtype_name: str, shape: Sequence[int]) -> int:
         """Return `nanwatch.fingerprint` of the tensor, whose parts have all been read."""
-        return sealed(self._blocks, dtype_name, shape)
+        sums = [torch.zeros(0, dtype=torch.int64), *(self._sums[start] for start in sorted(self._sums))]
+        return sealed(torch.cat(sums), dtype_name, shape)
 
 
 def _together(a: Sequence[float], b: Sequence[float]) -> list[float]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from . import _extension, _reference, _spread
+from . import _extension, _fingerprint, _reference, _spread
 from .formats import AbsRange, Statistics, TensorHealth
 from .readable import is_plain, only_our_dispatch, read, readable, type_name
 
@@ -155,11 +155,9 @@ def fingerprint(x: Tensor) -> int:
     """Return a 64-bit hash of the elements of `x` in C order, with its dtype and shape: from 0 to 2**64 - 1.
 
     Two tensors of the same dtype, shape and bits have the same fingerprint, on any device, with any strides and any
-    number of threads, now and in later versions. Two tensors that differ have the same one with a chance of 1 in 2**64.
-    -0.0 and 0.0 differ, and so do two nans of different bits. A DTensor gives that of its local shard. It is not a
-    cryptographic hash: one can construct two tensors with the same fingerprint.
-
-    The lanes are those of XXH3 (https://github.com/Cyan4973/xxHash), the finaliser is that of SplitMix64.
+    number of threads. Two tensors that differ have the same one with a chance of at most 1 in 2**48, and never where
+    they differ in one element. -0.0 and 0.0 differ, and so do two nans of different bits. A DTensor gives that of its
+    local shard. It is not a cryptographic hash: one can construct two tensors with the same fingerprint.
 
     Raises TypeError where `abs_range` does, and for a tensor that is not strided (sparse, nested, quantized).
 
@@ -179,7 +177,7 @@ def fingerprint(x: Tensor) -> int:
                 f"fingerprint cannot read a {type_name(x)} of layout {x.layout}. It takes strided tensors of plain"
                 " dtypes. Pass the tensors that it is made of, or a dense copy."
             )
-        return int(_extension.fingerprint(x)) % 2**64
+        return int(_fingerprint.fingerprint(x)) % 2**64
 
 
 def statistics(x: Tensor) -> Statistics:
@@ -203,23 +201,25 @@ def statistics(x: Tensor) -> Statistics:
     return range_and_statistics(x)[1]
 
 
+def _statistics(x: Tensor) -> Tensor:
+    return _spread.statistics(x, _extension.abs_range)
+
+
 def range_and_statistics(x: Tensor) -> tuple[AbsRange, Statistics]:
-    """Return `abs_range` and `statistics` of `x` from one read where the compiled part has the dtype."""
+    """Return `abs_range` and `statistics` of `x`."""
     with only_our_dispatch():
         x = readable(x, "statistics")
         _spread.refuse_complex(x.dtype, "statistics")
-        row = read(_extension.statistics, _spread.statistics, x).tolist()
+        row = read(_statistics, _spread.statistics, x).tolist()
         return _to_range(row[:3]), Statistics(*row[3:])
 
 
 def range_and_fingerprint(x: Tensor) -> tuple[AbsRange, int | None]:
-    """Return `abs_range` and `fingerprint` of `x` from one read; None for a tensor that has no fingerprint.
+    """Return `abs_range` and `fingerprint` of `x`; None for a tensor that has no fingerprint.
 
     Raises TypeError as `abs_range` does.
     """
     with only_our_dispatch():
         x = readable(x, "abs_range")
-        if not is_plain(x):
-            return _to_range(_range_row(x).tolist()), None
-        row, number = _extension.range_and_fingerprint(x)
-        return _to_range(row.tolist()), int(number) % 2**64
+        row, number = _range_row(x), _fingerprint.fingerprint(x) if is_plain(x) else None
+        return _to_range(row.tolist()), None if number is None else int(number) % 2**64

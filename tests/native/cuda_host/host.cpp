@@ -2,7 +2,6 @@
 // clang-format off
 #include "cuda_runtime.h"
 #include "cuda/range_cuda.cu"
-#include "cuda/fingerprint_cuda.cu"
 // clang-format on
 
 extern "C" {

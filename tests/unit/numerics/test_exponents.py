@@ -238,17 +238,6 @@ def test_the_memory_does_not_grow_with_the_tensor(read: Callable[[torch.Tensor],
         assert most <= torch.get_num_threads() << 20
 
 
-def test_opcheck() -> None:
-    """Schema, fake, autograd registration and AOT dispatch of the operator hold for every dtype."""
-    arithmetic = {*DTYPES} - {*FLOATS_8, torch.uint16, torch.uint32, torch.uint64}
-    samples = [random_patterns(dtype, (5, 3)) for dtype in DTYPES]
-    samples += [torch.randn(6, 6)[::2, 1::3], torch.empty(0, 2), torch.randn(4, requires_grad=True)]
-    for x in samples:
-        utils = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-        utils += ["test_schema"] if x.dtype in arithmetic else []
-        torch.library.opcheck(torch.ops.nanwatch.exponent_histogram.default, (x,), test_utils=utils)
-
-
 def test_the_counts_stay_on_the_device(place: Place) -> None:
     """The counts stay on the tensor's device and do not require grad."""
     x = place(torch.ones(3)).requires_grad_()

@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import IO
 
-from ..encodings import ENCODINGS
+from ..encodings import ENCODINGS, cannot_decode
 from ..stored import Contents, DamagedError, Span, StoredTensor, whole
 from ..zips import opened
 
@@ -21,7 +21,7 @@ _DTYPES = {
     27: "int64",
     28: "float64",
     30: "bfloat16",
-} | {one.number: one.name for one in ENCODINGS.values()}
+} | {encoding.number: name for name, encoding in ENCODINGS.items()}
 # Sizes of the values of metadata by their type: u8, i8, u16, i16, u32, i32, f32, bool, string, array, u64, i64, f64.
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY, _U32 = 8, 9, 4
@@ -81,7 +81,7 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: in
     lost = whole(path, offset, tensor.nbytes, size)
     if (encoding := ENCODINGS.get(dtype)) and prod(shape[-1:]) % encoding.elements:
         lost = f"its rows are no whole blocks of {encoding.elements}"
-    return tensor._replace(lost=lost)
+    return tensor._replace(lost=lost, unread=cannot_decode() if encoding else "")
 
 
 class _Header:
