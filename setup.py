@@ -8,12 +8,12 @@ Environment
     NANWATCH_REQUIRE_EXT=1   a build without the compiled part, or with its CUDA part broken, is an error
     FORCE_CUDA=1             build the CUDA part even where torch has no CUDA; a build without it is an error
     FORCE_CPU=1              leave the CUDA part out even where torch has CUDA
-    TORCH_CUDA_ARCH_LIST     GPU architectures, as PyTorch reads it: "8.0;9.0+PTX" or "Hopper"; what this nvcc
-                             cannot compile for is left out. Default: those of the GPUs of this machine, or where
+    TORCH_CUDA_ARCH_LIST     GPU architectures, as PyTorch reads it: "8.0;9.0+PTX"; what this nvcc cannot compile
+                             for is left out. Default: those of the GPUs of this machine, or where
                              there is none every generation from Turing on
     NANWATCH_TORCH=all       compile for the published versions of PyTorch that a wheel serves in place of the
-                             installed one (`make wheel`), or for some of them: "2.12 2.13". Their headers are
-                             fetched; PyTorch need not be installed
+                             installed one (`make wheel`), or for some of them: "2.12 2.13". pip downloads
+                             them for their headers; PyTorch need not be installed
     CUDA_HOME, CXX, MAX_JOBS, CPPFLAGS, CFLAGS, CXXFLAGS, LDFLAGS  as other builds read them
 
 Each step prints one line with its time. The compilers' output goes to build/compile.log. ccache is used where it is

@@ -23,23 +23,6 @@ ROOT = CSRC.parent
 LOG = ROOT / "build" / "compile.log"
 # From Turing to Blackwell: one binary for every generation PyTorch still builds for, and PTX for what comes after.
 DEFAULT_ARCHS = ("75", "80", "86", "89", "90", "100", "120")
-# PyTorch's names, those with a suffix before those without: the first that fits is taken.
-NAMED_ARCHS = {
-    "Kepler+Tesla": "3.7",
-    "Kepler": "3.5+PTX",
-    "Maxwell+Tegra": "5.3",
-    "Maxwell": "5.0;5.2+PTX",
-    "Pascal": "6.0;6.1+PTX",
-    "Volta+Tegra": "7.2",
-    "Volta": "7.0+PTX",
-    "Turing": "7.5+PTX",
-    "Ampere+Tegra": "8.7",
-    "Ampere": "8.0;8.6+PTX",
-    "Ada": "8.9+PTX",
-    "Hopper": "9.0+PTX",
-    "Blackwell+Tegra": "11.0",
-    "Blackwell": "10.0;10.3;12.0;12.1+PTX",
-}
 
 
 class BuildError(Exception):
@@ -104,16 +87,16 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
-def output_of(command: list[str], stderr: bool = True) -> str:
-    """stdout, and stderr where asked for, of a short command; BuildError when it cannot run or fails."""
+def output_of(command: list[str], seconds: int = 120) -> str:
+    """stdout and stderr of a command; BuildError when it cannot run, fails or takes longer."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"`{shlex.join(command)}` did not run: {error}") from error
     if done.returncode != 0:
         text = (done.stdout + done.stderr).strip()[-400:]
         raise BuildError(f"`{shlex.join(command)}` failed ({done.returncode}): {text}")
-    return done.stdout + done.stderr if stderr else done.stdout
+    return done.stdout + done.stderr
 
 
 def read_toolkit(nvcc: str) -> Toolkit:
@@ -152,14 +135,13 @@ def wanted_archs(available: tuple[str, ...]) -> tuple[list[str], list[str]]:
             return present, present[-1:]
         binaries = [arch for arch in DEFAULT_ARCHS if arch in available]
         return (binaries, binaries[-1:]) if binaries else ([available[-1]], [available[-1]])
-    for name, value in NAMED_ARCHS.items():
-        listed = re.sub(rf"\b{re.escape(name)}\b(\+PTX)?", value, listed)
     binaries, ptx = [], []
     for entry in re.split(r"[\s;,]+", listed):
         match = re.fullmatch(r"(\d+)\.(\d[a-z]?)(\+PTX)?", entry)
         if match is None:
-            accepted = "numbers such as 8.0, 9.0a or 12.0+PTX, or " + ", ".join(NAMED_ARCHS)
-            raise BuildError(f"TORCH_CUDA_ARCH_LIST has {entry!r}; accepted are {accepted}")
+            raise BuildError(
+                f"TORCH_CUDA_ARCH_LIST has {entry!r}; accepted are numbers such as 8.0, 9.0a or 12.0+PTX"
+            )
         arch = match.group(1) + match.group(2)
         if (
             arch not in available

@@ -242,9 +242,6 @@ def make_toolkit(home: Path, compile_command: str) -> Path:
         ("9.0", "sm_90"),
         ("8.0;9.0a+PTX", "sm_80 sm_90a compute_90a"),
         ("7.0 8.0", "sm_80"),  # an entry that this nvcc has forgotten
-        ("Hopper", "sm_90 compute_90"),
-        ("Volta;Hopper", "sm_90 compute_90"),  # a name of which this nvcc has forgotten all
-        ("Kepler+Tesla Maxwell Pascal Volta+Tegra Ampere+Tegra Turing", "sm_75 compute_75"),
     ],
 )
 def test_the_cuda_part_is_built_for_the_architectures_asked_for(tiny, toolkit, listed, archs):
@@ -342,6 +339,33 @@ def test_a_build_of_several_versions_of_torch_gives_one_wheel_with_a_module_for_
         dynamic = subprocess.run(["readelf", "-d", str(path)], capture_output=True, text=True).stdout
         assert "[libtorch_cpu.so]" in dynamic
         assert "gomp" not in dynamic
+
+
+def test_headers_are_those_of_the_wheel_that_pip_downloads(tmp_path, monkeypatch):
+    """Nothing else of it is unpacked."""
+    files = {
+        "torch/version.py": "__version__ = '2.1.3'\ncuda = None\n",
+        "torch/include/torch/all.h": "",
+        "torch/lib/large.so": "",
+        "torch-2.1.3.dist-info/METADATA": "Metadata-Version: 2.1\nName: torch\nVersion: 2.1.3\n",
+        "torch-2.1.3.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "torch-2.1.3.dist-info/RECORD": "",
+    }
+    with zipfile.ZipFile(tmp_path / "torch-2.1.3-py3-none-any.whl", "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(name, text)
+    for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path), "NO_CACHE_DIR": "1"}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    monkeypatch.syspath_prepend(str(ROOT / "csrc" / "cuda"))
+    monkeypatch.syspath_prepend(str(ROOT / "csrc"))
+    import torch_headers
+
+    monkeypatch.setattr(torch_headers, "HEADERS", tmp_path / "headers")
+    found = torch_headers.published_torch("2.1")
+    assert (found.version, found.minor, found.cuda) == ("2.1.3", "2.1", None)
+    names = {path.name for path in (tmp_path / "headers").rglob("*") if path.is_file()}
+    assert names == {"version.py", "all.h"}
+    assert torch_headers.published_torch("2.1") == found
 
 
 def test_a_version_of_torch_that_is_none_is_refused_by_name(tiny):
