@@ -200,7 +200,9 @@ def run_backward(
     """Run a backward from these gradients of the roots to the wanted tensors, with `hook(node)` at each node."""
     handles = [node.register_hook(hook(node)) for node in graph_nodes(x.grad_fn for x in roots) if node]
     try:
-        with without_hooks(wanted):
+        with ExitStack() as modes, without_hooks(wanted):
+            for kind in autocast_kinds():  # a backward runs behind the block of the forward's autocast
+                modes.enter_context(torch.autocast(kind, enabled=False))
             torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)
     finally:
         for handle in handles:

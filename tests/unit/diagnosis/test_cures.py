@@ -247,3 +247,37 @@ def test_infinities_that_the_watch_allows() -> None:
     assert finding.module == "3"
     cures, _ = try_cures(start, finding, model)
     assert cures[0].works
+
+
+class Unbound(nn.Module):
+    """The backward of unbind stacks what comes to it, which autocast refuses for bfloat16 inside a float16 block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.a(x).view(-1, 2, 4).unbind(1)
+        return self.b(torch.cat([first, second], -1))
+
+
+def test_the_backward_of_a_trial_runs_behind_autocast() -> None:
+    """As that of the user does: the best cure is the same with gradients as without."""
+    torch.manual_seed(0)
+    model, x = Unbound(), torch.randn(4, 8)
+    with torch.no_grad():
+        model.b.weight.mul_(1e5)
+    found = []
+    for gradients in (False, True):
+        autocast = torch.autocast("cpu", dtype=torch.float16)
+        with (
+            nanwatch.watch(model, gradients=gradients),
+            autocast,
+            pytest.raises(nanwatch.NonFiniteError) as error,
+        ):
+            model(x)
+        finding = error.value.report.finding
+        assert finding is not None
+        found.append(finding.cures)
+    assert found[0] == found[1]
+    assert found[0][0].what == 'use bfloat16 in autocast, torch.autocast("cpu", dtype=torch.bfloat16)'
