@@ -45,7 +45,7 @@ def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_place_that_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
     """No folder is made before there is something to write."""
-    watch(nn.ReLU(), output_dir=tmp_path / "a" / "b").stop()
+    watch(nn.ReLU(), output_dir=tmp_path / "a" / "b", black_box=False).stop()
     assert not list(tmp_path.iterdir())
 
 
