@@ -119,7 +119,7 @@ def test_inputs_are_seen_wherever_they_are(args: tuple[Any, ...], kwargs: dict[s
         model(*args, **kwargs)
     finding = error.value.report.finding
     assert finding is not None
-    assert (finding.module, finding.label, finding.origin) == ("part", label, "data")
+    assert (finding.module, finding.label, finding.origin) == ("", label, "data")
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
