@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..instrumentation.execution_context import Autocast, RngState
@@ -156,6 +157,8 @@ class BatchSnapshot:
             with ExitStack() as modes:
                 modes.enter_context(torch.inference_mode() if self.inference else torch.no_grad())
                 modes.enter_context(torch.compiler.set_stance("force_eager"))
+                modes.callback(setattr, checkpoint, "CheckpointFunction", checkpoint.CheckpointFunction)
+                setattr(checkpoint, "CheckpointFunction", _NoCheckpoint)  # noqa: B010 - a class, for mypy
                 for autocast in self.autocast:
                     modes.enter_context(autocast.context())
                 if self.grad and torch.backends.mha.get_fastpath_enabled():
@@ -242,6 +245,15 @@ class _NoCollectives(TorchDispatchMode):
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional", "c10d_functional"):
             raise RuntimeError(f"{func} would wait for the other ranks, which do not run this batch again")
         return func(*args, **(kwargs or {}))
+
+
+class _NoCheckpoint:
+    """Stand-in for the re-entrant checkpoint, whose backward refuses to give the gradients of chosen tensors."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
+        """Call the function."""
+        return function(*args)
 
 
 def _set_training(flags: list[tuple[nn.Module, bool]]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from nanwatch.report.finding import Finding
 from nanwatch.report.report import NonFiniteError, Report
@@ -399,3 +400,25 @@ def test_a_loss_outside_the_model_is_read_from_its_graph(
     (told,) = (one for one in finding.remarks if one.startswith(f"the loss was {value};"))
     assert ("SqrtBackward0" in told) == (loss is not exponential)
     assert "should not run a second time" in finding.remarks[-1]
+
+
+class Checkpointed(nn.Module):
+    """The root of zero inside a re-entrant checkpoint has a finite value and no finite gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(torch.sqrt, self.linear(x), use_reentrant=True)
+
+
+def test_a_reentrant_checkpoint_is_looked_into() -> None:
+    """Its own backward can give no gradient of chosen tensors, as a re-run asks for."""
+    model = Checkpointed()
+    with watch(model, gradients=True), pytest.raises(NonFiniteError) as caught:
+        model(torch.zeros(1, 2)).sum().backward()
+        torch.optim.SGD(model.parameters()).step()
+    finding = caught.value.report.finding
+    assert finding is not None
+    assert (finding.operation, finding.source_module) == ("SqrtBackward0", "")
