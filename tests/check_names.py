@@ -21,9 +21,13 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "instrumentation/compile/dynamo",
         "instrumentation/compile/operators",
     ),
-    "distributed/test_replicas.py": ("distributed/replica_bytes",),
+    "distributed/test_replicas.py": (
+        "distributed/replica_bytes",
+        "distributed/replica_thread",
+    ),
     "integration/test_architecture.py": ("session/dispatch",),
     "programs/test_programs.py": (
+        "diagnosis/diagnosis",
         "diagnosis/experiment",
         "diagnosis/kept_values",
         "diagnosis/loss_slice",
@@ -61,6 +65,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "checkpoint/stored",
         "cli/scan",
     ),
+    "unit/cli/test_formats.py": ("trace/format_advice",),
     "unit/cli/test_replay.py": ("session/replay",),
     "unit/diagnosis/patching/test_patches.py": ("diagnosis/patching/module_options",),
     "unit/diagnosis/test_forward_rerun_repeat.py": ("diagnosis/in_process",),

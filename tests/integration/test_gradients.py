@@ -436,13 +436,6 @@ class Power(nn.Module):
         return x.abs().pow(0.5) * 1.0
 
 
-class Logarithm(nn.Module):
-    """The logarithm of zero is cut off, its derivative is not."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.log(x.abs()).clamp(min=-10) * 1.0
-
-
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
 @pytest.mark.parametrize(
     ("kind", "operation"), [(Root, "SqrtBackward0"), (Length, "SqrtBackward0"), (Power, "PowBackward0")]

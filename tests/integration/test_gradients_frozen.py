@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,14 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch.session.api import watch
 from support.gradient_models import Adapted, freeze
 from support.heap import assert_no_growth
 from support.hooked_gradients import (
     HookedGradients,
     Seen,
     gradients_of,
-    largest_of_weights,
     new_frames,
     train,
 )
@@ -207,104 +202,7 @@ def test_a_weight_that_is_frozen_between_forward_and_backward(recorder: str) -> 
     assert_same_bits(ends[1], ends[0])
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("which", ["embedding", "adapters"])
-@pytest.mark.parametrize("recorder", WITH_DEVICE)
-def test_checkpointed_blocks_with_frozen_parts(recorder: str, which: str, reentrant: bool) -> None:
-    """Each trained weight has the record of the gradient that it has, once, and no frozen one has any; the training
-    is that without a watch.
-    """
-
-    def built() -> nn.Module:
-        torch.manual_seed(0)
-        model = Words(checkpointed=reentrant)
-        freeze(model.embed, model.blocks[0].down)
-        if which == "adapters":
-            freeze(model)
-            for block in model.blocks:
-                block.up = Adapted(block.up)
-        # A reentrant checkpoint needs this, and PEFT does it.
-        model.embed.register_forward_hook(lambda module, args, output: output.requires_grad_())
-        return model
-
-    plain, ours = built(), built()
-    expected = train(plain, WORDS, loss_of)
-    with watched(ours, recorder, gradients=True, max_frames=10_000) as w:
-        assert_same_bits(train(ours, WORDS, loss_of), expected)
-        batch = max(frame.batch for frame in w.frames)
-        rows = [
-            (f"{frame.name}.{r.label}".removesuffix(".grad"), r.abs_max)
-            for frame in w.frames
-            if frame.phase == "backward" and frame.batch == batch
-            for r in frame.records
-            if not r.label.startswith(("input", "output"))
-        ]
-    last = {name: x.abs().max().item() for name, x in gradients_of(ours).items() if x is not None}
-    assert sorted(rows) == sorted(last.items())
-
-
-@pytest.mark.parametrize("recorder", WITH_DEVICE)
-def test_a_penalty_on_the_gradient_of_a_frozen_input(recorder: str) -> None:
-    """Double backward through a frozen layer: each of both runs has the frames that plain hooks see in it."""
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-
-    def built() -> nn.Module:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-        freeze(model[2])
-        return model
-
-    def run(model: nn.Module, take: Callable[[], list[Seen]]) -> list[Any]:
-        leaf = x.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(model(leaf).sum(), leaf, create_graph=True)
-        first = take()
-        grad.square().sum().backward()
-        return [first, take(), gradients_of(model)]
-
-    hooked, ours = built(), built()
-    oracle = HookedGradients(hooked)
-    expected = run(hooked, lambda: oracle.take(again=True))
-    with watched(ours, recorder, gradients=True, max_frames=1000) as w:
-        found = run(ours, new_frames(w))
-    assert found[:2] == expected[:2]
-    assert_same_bits(found[2], expected[2])
-
-
 # Lifetimes
-
-
-@pytest.mark.parametrize("case", ["all but the head", "all but adapters", "after the first step"])
-@pytest.mark.parametrize("recorder", WITH_DEVICE)
-def test_what_the_backward_needed_is_gone_with_it(case: str, recorder: str) -> None:
-    """Outputs, their gradients and their nodes, behind what is frozen and before it, also where no backward came."""
-    model = CASES[case].built()
-    references: list[weakref.ref[Any]] = []
-
-    def note(module: nn.Module, args: Any, output: Tensor) -> None:
-        references.append(weakref.ref(output))
-        if output.grad_fn is not None:
-            # A node takes no weak reference, and lives as long as what is in its metadata.
-            output.grad_fn.metadata["nanwatch"] = kept = type("Kept", (), {})()
-            references.append(weakref.ref(kept))
-            output.register_hook(lambda gradient: references.append(weakref.ref(gradient)))
-
-    with watched(model, recorder, gradients=True):
-        for step in range(3):
-            handles = [module.register_forward_hook(note) for module in model.modules()]
-            loss = loss_of(model(WORDS[step]), step)
-            for handle in handles:
-                handle.remove()
-            before = len(references)
-            assert any(one() is not None for one in references)
-            if step != 1:
-                loss.backward()
-                assert len(references) > before
-            model.zero_grad()
-            del loss
-            CASES[case].after_step(model, step)
-            gc.collect()
-            assert [one() for one in references if one() is not None] == []
-            references.clear()
 
 
 @pytest.mark.slow
@@ -326,69 +224,3 @@ def test_nothing_grows_while_a_part_is_frozen_and_thawed(recorder: str) -> None:
 
 
 # torch.compile
-
-
-@functools.cache
-def trained_compiled(case: str, backend: str) -> Any:
-    """Return what a training of the compiled model leaves that nobody watches."""
-    torch._dynamo.reset()
-    return train(torch.compile(CASES[case].built(), backend=backend, fullgraph=True), WORDS[:3], loss_of)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "backend"),
-    [
-        ("the embedding", "aot_eager"),
-        ("a whole block in the middle", "aot_eager"),
-        ("all but the head", "eager"),
-        ("all but adapters", "eager"),
-        ("all but adapters", "aot_eager"),
-    ],
-)
-@pytest.mark.parametrize("recorder", WITH_DEVICE)
-def test_a_compiled_model_with_frozen_parts(recorder: str, case: str, backend: str) -> None:
-    """One graph, trained as it would be unwatched; each trained weight has its record, no other has one."""
-    expected, ours = trained_compiled(case, backend), CASES[case].built()
-    torch._dynamo.reset()
-    compiled = torch.compile(ours, backend=backend, fullgraph=True)
-    with (
-        watched(ours, recorder, gradients=True, max_frames=1000) as w,
-        torch._dynamo.config.patch(error_on_recompile=True),
-    ):
-        assert_same_bits(train(compiled, WORDS[:3], loss_of), expected)
-        rows = largest_of_weights(w)
-    last = {name: x.abs().max().item() for name, x in gradients_of(ours).items() if x is not None}
-    assert rows == set(last.items())
-    torch._dynamo.reset()
-
-
-@pytest.mark.slow
-def test_freezing_compiles_anew_and_is_watched() -> None:
-    """A part that is frozen after two compiled steps has no gradient from then on; the rest goes on."""
-    torch._dynamo.reset()
-    case = CASES["after the first step"]
-    plain, ours = case.built(), case.built()
-    expected = train(torch.compile(plain, backend="aot_eager"), WORDS, loss_of, after_step=late_freeze)
-    with watch(ours, gradients=True, max_frames=10_000) as w:
-        trace = train(torch.compile(ours, backend="aot_eager"), WORDS, loss_of, after_step=late_freeze)
-        owners = {
-            batch: {
-                frame.name
-                for frame in w.frames
-                if frame.phase == "backward" and frame.batch == batch
-                if any(r.label == "weight.grad" for r in frame.records)
-            }
-            for batch in (1, 2)
-        }
-    assert_same_bits(trace, expected)
-    weights = {name.rpartition(".")[0] for name, _ in ours.named_parameters() if name.endswith("weight")}
-    assert owners[1] == weights
-    assert owners[2] == {name for name in weights if not name.startswith("blocks.0")}
-    torch._dynamo.reset()
-
-
-def late_freeze(model: nn.Module, step: int) -> None:
-    """After the second step."""
-    if step == 1:
-        freeze(model.blocks[0])

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import pickle
 import threading
-import warnings
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -231,41 +228,6 @@ def test_counts_that_were_asked_for_are_in_the_trace(tmp_path: Path, recorder: s
             assert set(found) == {(None,) * 4}
 
 
-class Interrupted:
-    """A recorder in whose work the garbage collector comes, and with it somebody who runs a batch."""
-
-    def __init__(self, recorder: Any, come: Callable[[], object]) -> None:
-        self._recorder = recorder
-        self._come = come
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._recorder, name)
-
-    def frames_since(self, kept: int) -> Any:
-        """The frames, and then a batch before anybody has them."""
-        found = self._recorder.frames_since(kept)
-        come, self._come = self._come, lambda: None
-        come()
-        return found
-
-
-def test_a_batch_within_the_fetching_is_written_once(tmp_path: Path, recorder: str) -> None:
-    """Its end asks for frames again, while those before it are on their way."""
-    model = mlp()
-    with watch(model, trace=tmp_path / "run.parquet") as w:
-        assert w._tracer is not None
-
-        def come() -> None:
-            model(torch.ones(2, 3))
-            w._tracer.gather()
-
-        w._tracer._recorder = Interrupted(w._tracer._recorder, come)
-        model(torch.ones(2, 3))
-        w._tracer.gather()
-        w._tracer._recorder = w._tracer._recorder._recorder
-    assert [one.name for one in traced(tmp_path / "run.parquet")] == ["0", "1", "2", ""] * 2
-
-
 def test_a_compiled_model_gives_the_rows_of_the_interpreter(tmp_path: Path) -> None:
     """With torch.compile(backend="eager") the trace has the same frames as without."""
     torch._dynamo.reset()
@@ -358,41 +320,6 @@ def test_a_watch_that_is_off_makes_no_file(tmp_path: Path) -> None:
         assert threading.active_count() == before
     assert list(tmp_path.iterdir()) == []
     assert w.trace_path is None
-
-
-@pytest.mark.parametrize(
-    ("value", "error"), [(3, TypeError), ("", TypeError), (b"x", TypeError), ("/", ValueError)]
-)
-def test_what_is_no_path_is_refused(value: Any, error: type[Exception]) -> None:
-    """The error says what came and what belongs there."""
-    with pytest.raises(error, match="trace should be the path of a file"):
-        watch(mlp(), trace=value)
-
-
-def test_a_run_that_changes_its_folder_writes_where_it_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A relative path means the folder of the start."""
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    monkeypatch.chdir(tmp_path / "a")
-    model = mlp()
-    with watch(model, trace="run.parquet"):
-        os.chdir(tmp_path / "b")
-        model(torch.ones(2, 3))
-    assert [one.name for one in (tmp_path / "a").iterdir()] == ["run.parquet"]
-    assert list((tmp_path / "b").iterdir()) == []
-
-
-def test_no_warning_in_a_run_that_goes_well(tmp_path: Path) -> None:
-    """A trace that is whole says nothing."""
-    model = mlp()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        with watch(model, trace=tmp_path / "run.parquet"):
-            for _ in range(200):
-                model(torch.ones(2, 3))
-    assert told == []
 
 
 @needs_native

@@ -158,17 +158,6 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
-def largest_of_weights(w: Watch) -> set[tuple[str, float | None]]:
-    """Return name and largest gradient magnitude of each weight that has a gradient in the latest batch."""
-    return {
-        (f"{frame.name}.{r.label}".removesuffix(".grad"), r.abs_max)
-        for frame in w.frames
-        if frame.phase == "backward" and frame.batch == w.batch
-        for r in frame.records
-        if not r.label.startswith(("input", "output"))
-    }
-
-
 def train(
     model: nn.Module,
     batches: Iterable[Any],

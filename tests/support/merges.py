@@ -13,7 +13,6 @@ from nanwatch.distributed.merge import Digest, Merged, WeightKey
 from nanwatch.distributed.merge_pages import document
 from nanwatch.records.record import Frame, Record
 from nanwatch.report.report import Report
-from nanwatch.util.job import Attempt
 from support.sightings import finding
 
 NAMES = ["", "a", "a.b", "c"]
@@ -25,10 +24,6 @@ PLACES = st.builds(
     st.sampled_from(NAMES),
     st.sampled_from(["weight", "bias"]),
     st.sampled_from([None, (), (2, 3)]),
-)
-
-ATTEMPTS = st.builds(
-    Attempt, st.text(), st.integers(0, 10**9), st.text(), st.floats(0, 253_402_300_799, allow_subnormal=False)
 )
 
 

@@ -275,15 +275,3 @@ def stand_in(**settings: Any) -> Iterator[StandIn]:
 
 # A watch may outlive the block, and ask for its rows.
 _KEPT: list[Any] = []
-
-
-class ReadsFoundInf(torch.amp.GradScaler):
-    """One whose gradients are on the device: it has run when `found_inf` is read."""
-
-    def __init__(self, device: StandIn, init_scale: float = 4.0) -> None:
-        super().__init__("cpu", init_scale=init_scale)
-        self.device = device
-
-    def _maybe_opt_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.device.run()
-        return super()._maybe_opt_step(*args, **kwargs)

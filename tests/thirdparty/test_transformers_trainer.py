@@ -100,41 +100,6 @@ def test_an_overflow_is_found_and_named(case, tmp_path):
 
 
 @pytest.mark.slow
-def test_gradients_under_torch_compile(tmp_path):
-    """`torch_compile=True` with gradients: the weights end as those of an unwatched compiled training, each gradient of
-    a weight has its record, and an overflow is stopped before it is in a weight.
-    """
-    compiled: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 3}
-    plain = trainer_of(tmp_path, **compiled)
-    plain.train()
-    callback = NanWatchCallback(gradients=True, max_frames=1000)
-    watched = trainer_of(tmp_path, callbacks=[callback], **compiled)
-    watched.train()
-    assert all(torch.equal(a, b) for a, b in zip(weights(plain), weights(watched), strict=True))
-    assert callback.watch is not None
-    seen = {
-        f"{frame.name}.{record.label}"
-        for frame in callback.watch.frames
-        if frame.phase == "backward"
-        for record in frame.records
-    }
-    assert {f"{name}.grad" for name, p in watched.model.named_parameters() if p.requires_grad} <= seen
-    trainer = trainer_of(
-        tmp_path,
-        callbacks=[NanWatchCallback(gradients=True)],
-        compute_loss_func=lambda output, labels, num_items_in_batch: output["logits"].sum() * 1e38,
-        **compiled,
-    )
-    before = weights(trainer)
-    with pytest.raises(nanwatch.NonFiniteError) as error:
-        trainer.train()
-    finding = error.value.report.finding
-    assert finding is not None
-    assert finding.phase == "backward"
-    assert all(torch.equal(a, b) for a, b in zip(weights(trainer), before, strict=True))
-
-
-@pytest.mark.slow
 def test_an_overflow_is_found_under_torch_compile(tmp_path):
     """`torch_compile=True`: what Trainer compiles is the watched model."""
     options = OVERFLOWS["bf16 autocast"]
@@ -230,21 +195,6 @@ def test_a_loss_function_of_the_user(tmp_path):
     assert finding.cures[0].patch.count("\n+") == 2  # the new line, and the head
 
 
-@pytest.mark.parametrize("gradients", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_resumed_training_is_watched(gradients, tmp_path):
-    """`resume_from_checkpoint`: the rest of the training is watched and ends as the whole one did."""
-    whole = trainer_of(
-        tmp_path / "whole", save_strategy="steps", save_steps=5, callbacks=[NanWatchCallback()], max_steps=8
-    )
-    whole.train()
-    callback = NanWatchCallback(gradients=gradients)
-    resumed = trainer_of(tmp_path / "rest", callbacks=[callback], max_steps=8)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-5"))
-    assert callback.watch is not None
-    assert callback.watch.batch == 2
-    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(resumed), strict=True))
-
-
 class _Oracle(transformers.TrainerCallback):
     """The least room of weights and outputs between two logs, by plain torch in forward hooks."""
 
@@ -289,35 +239,6 @@ def test_the_least_headroom_of_each_interval_is_logged(accumulation, tmp_path):
     names = {name for name, _ in model.named_modules()}
     assert all(entry[PLACE].split()[0] in names | {"the"} for entry in entries)
     json.loads(json.dumps(trainer.state.log_history))
-
-
-def test_headroom_reaches_callbacks_before_and_after(tmp_path):
-    """Headroom goes through `Trainer.log`, so reporters that came first get it. Their failures are not hidden."""
-
-    class Reporter(transformers.TrainerCallback):
-        def __init__(self) -> None:
-            self.seen: list[Any] = []
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            self.seen += [logs[HEADROOM]] if HEADROOM in logs else []
-
-    first, last = Reporter(), Reporter()
-    trainer = trainer_of(tmp_path, callbacks=[first, NanWatchCallback(), last])
-    trainer.train()
-    assert first.seen == last.seen
-    assert len(first.seen) == 4
-    quiet = trainer_of(tmp_path, callbacks=[NanWatchCallback(headroom=False), last := Reporter()])
-    quiet.train()
-    assert last.seen == []
-
-
-def test_reports_stay_as_long_as_asked(tmp_path):
-    """The callback holds whole batches for the headroom, and reports no more than `max_frames`."""
-    callback = NanWatchCallback(max_frames=5)
-    trainer_of(tmp_path, callbacks=[callback]).train()
-    assert callback.watch is not None
-    assert len(callback.watch.frames) == 5
-    assert callback.watch.frames[-1].name == ""
 
 
 def test_bad_options_are_refused_at_once():

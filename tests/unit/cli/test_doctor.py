@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
@@ -10,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -83,18 +81,6 @@ def test_the_text_names_versions_devices_and_threads(name, capsys):
     for label in ("nanwatch", "python", "torch", "compiled part", "threads", "cpu"):
         assert label in labels
     assert torch.__version__ in out
-
-
-@pytest.mark.parametrize("name", [["doctor"], []])
-def test_help_shows_examples(name, capsys):
-    """--help is enough to use it."""
-    with pytest.raises(SystemExit) as left:
-        main([*name, "--help"])
-    assert left.value.code == 0
-    out = capsys.readouterr().out
-    assert "exit status" in out
-    assert "--selfcheck" in out
-    assert "examples:" in out
 
 
 def test_switched_off_is_reported_as_the_users_wish():
@@ -191,17 +177,6 @@ def test_a_damaged_module_costs_speed_and_not_the_import(copied):
     assert "could not be loaded" in reason_in(copied)
 
 
-@pytest.mark.parametrize(
-    "text", ["{", *(pytest.param(text, marks=pytest.mark.slow) for text in ("", "[1, 2]", "\x00"))]
-)
-def test_a_damaged_build_record_is_ignored(copied, text):
-    """The record is a help, never a reason to fail."""
-    (copied / "nanwatch" / "_build.json").write_text(text)
-    done = run("-m", "nanwatch", "--json", place=copied)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["compiled"]["build"] == {}
-
-
 @pytest.mark.slow
 @needs_extension
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -242,170 +217,4 @@ def test_selfcheck_sees_a_wrong_number(monkeypatch, column):
     assert doctor.main(["--selfcheck", "--json"]) == 1
 
 
-def test_selfcheck_goes_on_after_a_crash(monkeypatch, capsys):
-    """An implementation that raises is reported as wrong, and the others are still checked."""
-
-    def broken(x: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(_extension, "abs_range", broken)
-    assert doctor.main(["--selfcheck"]) == 1
-    lines = [line for line in capsys.readouterr().out.splitlines() if "no such kernel" in line]
-    assert len(lines) == len(doctor.implementations()) * len(nanwatch.numerics._reference.READABLE_DTYPES)
-
-
-def test_selfcheck_says_what_was_equal_and_what_was_skipped(monkeypatch, capsys):
-    """A device that cannot make a tensor of a dtype is no error: the line has torch's own reason."""
-    monkeypatch.setattr(doctor._reference, "READABLE_DTYPES", frozenset({torch.uint8}))
-    assert doctor.main(["--selfcheck"]) == 0
-    *lines, last = capsys.readouterr().out.splitlines()
-    assert last == "self-check: all equal"
-    compared = [line.split("uint8")[1].strip() for line in lines if " uint8 " in line]
-    assert compared == ["equal on 1 tensor"] * len(doctor.implementations())
-    with pytest.raises((RuntimeError, TypeError)) as error:
-        torch.empty(1, device="ve")  # not built into this torch
-    outcome = doctor._check("ve torch operations", torch.device("ve"), "", torch.uint8)
-    first = str(error.value).splitlines()[0]
-    assert (outcome.cases, outcome.error, outcome.skipped) == (0, "", first)
-    assert doctor._outcome_line(outcome).endswith(f"uint8           skipped: {first}")
-
-
 # A machine's facts: the changes to those of a CPU with everything in order, and the lines that tell of them.
-HEALTHY: dict[str, Any] = {
-    "nanwatch": {"version": "1.0", "path": "/lib/nanwatch"},
-    "python": "3.12.1",
-    "platform": "Linux",
-    "torch": {"version": "2.13.0", "cuda": None, "hip": None, "missing": []},
-    "compiled": {
-        "loaded": True,
-        "reason": "",
-        "stable_operators": False,
-        "cuda": False,
-        "build": {"torch": "2.13.0", "compiler": "g++ 12"},
-        "info": {"torch": "2.13.0"},
-    },
-    "cpu": {
-        "capability": "avx2",
-        "capabilities": ["baseline", "avx2"],
-        "warning": "",
-        "threads": 8,
-        "openmp": ["/usr/lib/libgomp.so.1"],
-    },
-    "devices": [{"device": "cpu", "name": "EPYC", "implementation": "native (avx2)", "reason": ""}],
-}
-OTHERS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "a GPU": (
-        {
-            "torch": {"cuda": "13.0"},
-            "compiled": {"cuda": True, "build": {"cuda": "13.0", "cuda_archs": "sm_90"}},
-            "devices": [{"device": "cuda:0", "name": "H200", "implementation": "native", "reason": ""}],
-        },
-        [
-            "torch           2.13.0, CUDA 13.0",
-            "  CUDA kernels  CUDA 13.0, sm_90",
-            "cuda:0          native   [H200]",
-        ],
-    ),
-    "a newer torch without a name": (
-        {"torch": {"missing": ["torch._C._gone"]}},
-        ["  WARNING       nanwatch uses private names of torch, seen in 2.13, that this version lacks: torch._C._gone"],
-    ),
-    "a GPU of AMD": ({"torch": {"hip": "6.4"}}, ["torch           2.13.0, ROCm 6.4"]),
-    "no nvcc": (
-        {"compiled": {"build": {"cuda_reason": "there is no nvcc"}}},
-        ["  CUDA kernels  no: there is no nvcc"],
-    ),
-    "an unknown build": (
-        {"compiled": {"build": {}, "info": {}}},
-        ["  built with    torch unknown, compiler unknown"],
-    ),
-    "not built": (
-        {"compiled": {"loaded": False, "reason": "g++ failed"}},
-        [
-            "compiled part   MISSING: g++ failed",
-            "  without it    every answer is the same, each takes 10 to 100 times longer",
-            f"  to get it     {_extension.REBUILD}   (in the source tree, after curing the reason)",
-        ],
-    ),
-    "another torch": (
-        {"compiled": {"loaded": False, "reason": "made for torch 2.9", "stable_operators": True}},
-        ["  in its place  the kernels are compiled (stable ABI); the recorder is not"],
-    ),
-    "switched off": (
-        {"compiled": {"loaded": False, "reason": "switched off by NANWATCH_EXT=0"}},
-        ["compiled part   MISSING: switched off by NANWATCH_EXT=0"],
-    ),
-    "a held level": (
-        {"cpu": {"warning": "NANWATCH_CPU=avx99 is unknown"}},
-        ["  WARNING       NANWATCH_CPU=avx99 is unknown"],
-    ),
-    "two runtimes": (
-        {"cpu": {"openmp": ["/a/libgomp.so", "/b/libiomp5.so"]}},
-        [
-            "threads         8, OpenMP: /a/libgomp.so, /b/libiomp5.so",
-            "  WARNING       several OpenMP runtimes are loaded: their threads compete for the same cores",
-        ],
-    ),
-    "no runtime": ({"cpu": {"openmp": []}}, ["threads         8, OpenMP: none found"]),
-    "no kernels": (
-        {"devices": [{"device": "mps", "name": "", "implementation": "torch operations", "reason": "no kernels"}]},
-        ["mps             torch operations: no kernels   []"],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "told"), OTHERS.values(), ids=OTHERS)
-def test_the_text_tells_what_differs_on_another_machine(changes, told):
-    """Each fact has its line, and on a machine where everything is in order none of them appears."""
-    machine = copy.deepcopy(HEALTHY)
-    for part, values in changes.items():
-        machine[part] = values if isinstance(values, list) else machine[part] | values
-    usual, lines = doctor._lines(HEALTHY), doctor._lines(machine)
-    assert [line for line in told if line not in lines] == []
-    assert [line for line in told if line in usual] == []
-    # Whoever has switched it off knows how to get it back.
-    is_missing = not machine["compiled"]["loaded"] and "switched off" not in machine["compiled"]["reason"]
-    assert any("to get it" in line for line in lines) == is_missing
-
-
-def test_without_proc_the_rest_is_told(monkeypatch):
-    """On macOS neither the CPU's model nor the loaded libraries can be read there."""
-
-    def unreadable(*_: Any, **__: Any) -> str:
-        raise FileNotFoundError("/proc")
-
-    monkeypatch.setattr(doctor.Path, "read_text", unreadable)
-    found = doctor.facts()
-    assert found["cpu"]["openmp"] == []
-    assert found["devices"][0]["name"] in (doctor.platform.processor(), doctor.platform.machine())
-
-
-def test_each_device_of_a_machine_is_told_with_what_serves_it(monkeypatch):
-    """Two GPUs, whose kernels a build for the CPU does not have, and Intel's and Apple's, for which there are none."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"H200 number {device.index}")
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
-    monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
-    monkeypatch.setattr(
-        doctor, "_has_kernel", lambda device: device.type == "cpu" and _extension.C is not None
-    )
-    monkeypatch.setitem(_extension.build, "cuda_reason", "there is no nvcc")
-    devices = {one["device"]: one for one in doctor.facts()["devices"]}
-    assert list(devices) == ["cpu", "cuda:0", "cuda:1", "mps", "xpu:0"]
-    assert devices["cuda:1"]["name"] == "H200 number 1"
-    names = [name for name, _, _ in doctor.implementations() if not name.startswith("cpu")]
-    assert names == [f"{device} torch operations" for device in ("cuda:0", "cuda:1", "mps", "xpu:0")]
-    if _extension.C is None:
-        assert {one["reason"] for one in devices.values()} == {_extension.reason}
-    else:
-        assert devices["cuda:0"]["reason"] == "there is no nvcc"
-        assert devices["xpu:0"]["reason"] == "there are no native kernels for xpu"
-    monkeypatch.setattr(_extension, "C", None)
-    monkeypatch.setattr(_extension, "reason", "g++ failed")
-    found = doctor.facts()
-    assert not found["compiled"]["loaded"]
-    assert found["cpu"]["capability"] is None
-    assert found["devices"][2]["reason"] == "g++ failed"
-    assert doctor._cuda_part(found["compiled"]) == "no"

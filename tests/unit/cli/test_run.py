@@ -241,18 +241,6 @@ def test_in_a_process_group_the_report_is_shown_once(tmp_path, capsys, hook):
     assert err.startswith("[rank0]: ") == (not hook)
 
 
-def test_a_warning_without_a_line_of_the_users_names_no_file_of_nanwatchs(tmp_path):
-    """The sum of `nanwatch run` comes when the script has ended."""
-    arguments = ["run", "--on-nonfinite", "warn", script(tmp_path, "net(x * torch.nan)\n")]
-    # No fork, whose callers are lines of a file too.
-    line = [sys.executable, "-W", "default", "-m", "nanwatch", *arguments]
-    done = subprocess.run(line, env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True)
-    warned = [line.partition(": RuntimeWarning: ") for line in done.stderr.splitlines() if "Warning" in line]
-    places = [(Path(place).name, text.split()[0]) for place, _, text in warned]
-    assert [place.partition(":")[0] for place, _ in places] == ["script.py", "nanwatch"]
-    assert [word for _, word in places] == ["nan", "of"]
-
-
 def in_process(tmp_path, body, *options):
     """The exit status of a script that is run in this process."""
     return command.main(["run", *options, str(tmp_path / script(tmp_path, body))])
@@ -419,20 +407,6 @@ def test_bad_use(tmp_path, capsys):
     assert "examples:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("body", "hints"), [("net(x)\n", True), ("gradients = sys.argv[1]\nnet(x)\n", False)]
-)
-def test_an_option_behind_the_script_gets_a_hint(tmp_path, capsys, body, hints):
-    """Where the script does not name it; it is the script's all the same."""
-    body += "print(sys.argv[1:])\n"
-    assert command.main(["run", str(tmp_path / script(tmp_path, body)), "--gradients", "--lr=1"]) == 0
-    out, err = capsys.readouterr()
-    assert out == "['--gradients', '--lr=1']\n"
-    assert (
-        "run: the script gets --gradients, which it does not name; options of nanwatch run go" in err
-    ) == hints
-
-
 def test_the_traceback_of_a_forward_is_the_scripts_own(tmp_path, capsys):
     """No frame of the search for models stands between the call and the forward."""
     assert in_process(tmp_path, "net(x[:, :1])\n") == 1
@@ -510,137 +484,6 @@ def test_the_closing_lines_are_true(tmp_path, capsys, body, expected):
     """One for each way in which a run may end without a failure."""
     assert in_process(tmp_path, body) == 0
     assert expected in capsys.readouterr().err
-
-
-DROP_IN = """
-import nanwatch
-class Named(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.part = net
-    def forward(self, x):
-        return {"loss": self.part(x).sum() * torch.nan} if len(x) > 1 else self.part(x)
-named = Named()
-debug = nanwatch.DebugUnderflowOverflow(named)
-named(x)
-"""
-
-
-@pytest.mark.parametrize(
-    ("bad", "place", "shown"),
-    [
-        pytest.param("named(torch.ones(2, 2))\n", "`output[loss]` of the root module", "", id="in-a-dict"),
-        pytest.param(
-            "net[0].weight.data.fill_(3e38)\nnamed(x)\n",
-            "`output` of part.0",
-            "output has infs",
-            id="in-a-tensor",
-        ),
-    ],
-)
-def test_beside_the_drop_in_all_values_are_watched(tmp_path, capsys, bad, place, shown):
-    """Values that transformers' class reads have its text on stdout; others, as in a dict, are found all the same."""
-    assert in_process(tmp_path, DROP_IN + bad) == 3
-    out, err = capsys.readouterr()
-    assert f"first seen in {place}" in err
-    assert err.count("By:") == 1
-    assert (shown in out) if shown else not out
-    assert "nothing was watched" not in err
-
-
-def test_a_search_that_failed_is_told(tmp_path, capsys, monkeypatch):
-    """Not as if no module had been called."""
-    monkeypatch.setattr(run_command, "start_watch", lambda *_, **__: 1 / 0)
-    with pytest.warns(RuntimeWarning, match="looks for no more models"):
-        assert in_process(tmp_path, "net(x)\n") == 0
-    assert "the search for models ended by ZeroDivisionError" in capsys.readouterr().err
-
-
-class Ended:
-    """A watch whose latest batch an exception has ended."""
-
-    batch, counters, _ended_by_exception = 3, {"tensors": 7}, True
-
-
-def test_an_exception_in_a_watched_call_is_told_in_the_closing_line():
-    """Not that all was finite: what the call computed last nobody has read."""
-    line = run_command._line("Net", Ended(), nanwatch.Report((), None, 3, 0))
-    assert line.startswith("4 batches of Net, the last ended by an exception")
-    assert "finite" not in line
-
-
-OWN_CHECK = """
-def check(module, args, output):
-    if not torch.isfinite(output).all(): raise ValueError("nan, says the script")
-net[0].register_forward_hook(check)
-"""
-
-
-@pytest.mark.parametrize(("value", "status"), [("3e38", 3), ("1", 1)])
-def test_a_check_of_the_scripts_own(tmp_path, capsys, value, status):
-    """A check of the script that raises first gives status 3 and one report. Another error says nothing of finite."""
-    body = f"{OWN_CHECK}net(x)\nnet[0].weight.data.fill_({value})\nnet(x)\nnet(x[:, :1])\n"
-    report_file = tmp_path / "report.json"
-    assert in_process(tmp_path, body, "--json", str(report_file)) == status
-    err = capsys.readouterr().err
-    finding = nanwatch.Report.from_json(report_file.read_text()).finding
-    assert (finding is not None) == (status == 3)
-    assert err.count("What:  inf first seen in `output` of 0 (Linear)") == (1 if finding else 0)
-    assert ("batches of Sequential, the last ended by an exception" in err) == (status == 1)
-    assert "all that was read is finite" not in err
-
-
-@pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="notes are of Python 3.11 and later")
-def test_a_report_that_a_note_has_is_not_printed_again(tmp_path, capsys):
-    """The interpreter prints the notes of an exception."""
-    body = "net[0].weight.data.fill_(3e38)\nnet(x)\nerror = LookupError('mine')\n"
-    note = "error.add_note('nanwatch: inf first seen in `output` of 0 (Linear) in batch 0')\n"
-    for more, count in ((note, 0), ("", 1)):
-        assert in_process(tmp_path, f"{body}{more}raise error\n", "--on-nonfinite", "record") == 1
-        assert capsys.readouterr().err.count("What:  inf first seen") == count
-
-
-ENDINGS = {
-    "end": "",
-    "exit": "sys.exit(0)\n",
-    "exit status": "sys.exit(7)\n",
-    "exception": "raise LookupError('mine')\n",
-    "Ctrl-C": "raise KeyboardInterrupt\n",
-}
-
-
-@pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("finding", [True, False])
-def test_an_error_that_comes_out_at_the_end(tmp_path, capsys, monkeypatch, ending, finding):
-    """A row of a device that came last, with two models watched: status 3, one whole document, both left alone."""
-    plain = nanwatch.Watch.stop
-    stopped = []
-
-    def stop(watch):
-        plain(watch)
-        if watch.batch is not None:  # not that which tries the options
-            stopped.append(watch)
-        if len(stopped) == 1:
-            report = watch.report()
-            raise nanwatch.NonFiniteError(report) if finding else RuntimeError("the device is gone")
-
-    monkeypatch.setattr(nanwatch.Watch, "stop", stop)
-    body = "other = nn.Sequential(nn.Linear(2, 2))\nnet(x)\nother(x)\n"
-    body += ENDINGS[ending]
-    report_file = tmp_path / "report.json"
-    usual = {"end": 0, "exception": 1}
-    if finding or ending in usual:
-        status = in_process(tmp_path, body, "--json", str(report_file))
-        assert status == (3 if finding else usual[ending])
-    else:
-        with pytest.raises(KeyboardInterrupt if ending == "Ctrl-C" else SystemExit) as left:
-            in_process(tmp_path, body, "--json", str(report_file))
-        assert getattr(left.value, "code", None) == {"exit": 0, "exit status": 7, "Ctrl-C": None}[ending]
-    assert [repr(watch).partition(": ")[2] for watch in stopped] == ["1 batch, stopped>"] * 2
-    assert len(nanwatch.Report.from_json(report_file.read_text()).frames) == 2
-    err = capsys.readouterr().err
-    assert ("NonFiniteError" if finding else "the device is gone") in err
-    assert err.count("1 batch of Sequential") == 2
 
 
 def test_a_held_gradient_is_in_the_document_and_the_lines(tmp_path, capsys):

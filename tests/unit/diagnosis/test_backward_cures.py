@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from math import log2
 from typing import Any
 
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch.diagnosis.backward_cures import try_smaller
 from nanwatch.records.record import Record
 from nanwatch.report.finding import Cure
 from nanwatch.report.report import NonFiniteError
@@ -91,14 +89,6 @@ def test_without_a_scaler_the_factor_is_told() -> None:
         "a loss scale that is 1024 times smaller, tried on the backward of `1`",
         True,
     )
-
-
-def test_a_scaler_that_nobody_named_is_not_believed() -> None:
-    """A scaler in the process may belong to another training, so the cure names the factor."""
-    scaler = scaler_of(2.0**15)
-    (cure,) = cures_of(30.0, 2.0**14)
-    assert cure.what.startswith("a loss scale that is 1024 times smaller,")
-    assert scaler.get_scale() == 2.0**15
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -223,48 +213,6 @@ def test_a_forward_that_is_called_with_the_scale() -> None:
     assert model(x, 256.0).isfinite()
 
 
-def test_a_scaler_that_cannot_be_asked() -> None:
-    """An error that a scaler of another make raises is dropped, and the factor is reported."""
-
-    class Odd:
-        def get_scale(self) -> float:
-            raise RuntimeError("not now")
-
-    (cure,) = cures_of(30.0, 2.0**14, Odd())
-    assert cure.what.startswith("a loss scale that is 1024 times smaller")
-
-
-def test_a_function_that_runs_backward_once_is_a_remark() -> None:
-    """Where the backward cannot be made again, the operation is told all the same."""
-
-    class Once(torch.autograd.Function):
-        runs = 0
-
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            Once.runs += 1
-            if Once.runs > 3:
-                raise RuntimeError("once only")
-            return gradient * 1e4
-
-    class Layer(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return Once.apply(x)
-
-    model = nn.Sequential(nn.Linear(2, 2), Layer()).half()
-    x = torch.ones(1, 2, dtype=torch.float16)
-    finding = failing_backward(model, x, lambda y: y.float().sum() * 100).finding
-    assert finding is not None
-    assert finding.cures == ()
-    assert any(
-        "could not try a smaller loss scale: RuntimeError: once only" in one for one in finding.remarks
-    )
-
-
 # By itself
 
 
@@ -272,41 +220,3 @@ def record(value: float, dtype: str = "float16") -> Record:
     """A record with that largest magnitude; above the end of float16 it is inf."""
     isfinite = value <= torch.finfo(getattr(torch, dtype)).max
     return Record("", "gradient", (1,), dtype, value, value if isfinite else math.inf, isfinite, None)
-
-
-@given(largest=st.floats(1.0, 2.0**50), scale=st.sampled_from([None, 2.0**8, 2.0**16, 3000.0]))
-def test_it_takes_few_runs_and_leaves_a_bit(largest: float, scale: float | None) -> None:
-    """For a backward in proportion: at most nine runs, the largest power of two that leaves a bit, or none."""
-    factors: list[float] = []
-
-    def backward(factor: float) -> Sequence[Record]:
-        factors.append(factor)
-        return (
-            [record(largest * factor), record(1e30, "float32")]
-            if largest * factor <= END
-            else [record(math.inf)]
-        )
-
-    cure = try_smaller(backward, [record(1.0)], scale)
-    assert len(factors) <= 9
-    # A normal number of float16 is left of 1.0 when it has been divided by 2^14.
-    most = 2.0**14 if scale is None else min(scale, 2.0**14)
-    steps = [2.0**power for power in range(1, 15)]
-    allowed = [one for one in steps if largest / one <= END / 2 and one <= most] or [
-        one for one in (most,) if largest / one <= END
-    ]
-    if allowed:
-        assert cure is not None
-        assert cure.works == (largest / min(allowed) <= END / 2)
-        assert cure.headroom_bits == pytest.approx(log2(END / (largest / min(allowed))), abs=1e-6)
-    else:
-        assert cure == (None if most != scale else Cure(f"a loss scale of 1 in place of {scale:g}", False))
-
-
-def test_a_gradient_that_would_vanish_shows_nothing() -> None:
-    """A gradient divided until it is zero makes no inf at a pole: that is no cure."""
-
-    def pole(factor: float) -> Sequence[Record]:
-        return [record(math.inf if factor >= 2.0**-13 else 0.0)]
-
-    assert try_smaller(pole, [record(0.5)], None) is None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import pickle
 import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from nanwatch import NonFiniteError, Report, watch
 from nanwatch.session import rerun_policy
-from nanwatch.util import throttle
 
 
 class Log(nn.Module):
@@ -120,26 +117,6 @@ def test_a_fault_in_a_recomputation_is_raised_where_it_is_seen(check: Any) -> No
             (y * y).sum().backward()
 
 
-def test_what_could_not_be_written_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk: what is there is whole and named, the rest is a remark, and the report itself is whole."""
-    write = Path.write_text
-
-    def full(self: Path, text: str, **kwargs: Any) -> int:
-        if "report.json" in self.name:
-            write(self, text[:100], **kwargs)
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(self, text, **kwargs)
-
-    monkeypatch.setattr(Path, "write_text", full)
-    finding = failed(Log(), output_dir=tmp_path).finding
-    assert finding is not None
-    names = [Path(path).name for path in finding.files]
-    assert "report.json" not in names
-    assert "report.txt" in names
-    assert {Path(path) for path in finding.files} == set((tmp_path / "batch-0").iterdir())
-    assert any("report.json" in remark and "No space" in remark for remark in finding.remarks)
-
-
 def test_everything_is_written_and_named_in_the_error(tmp_path: Path) -> None:
     """The folder holds text, JSON, page, capsule and the first patch, and the JSON is the error's report."""
     pytest.importorskip("plotly")
@@ -155,20 +132,6 @@ def test_everything_is_written_and_named_in_the_error(tmp_path: Path) -> None:
     assert Report.from_json((folder / "report.json").read_text()) == error.value.report
     for path in folder.iterdir():
         assert str(path) in str(error.value)
-
-
-def test_a_thread_that_has_left_the_model_does_not_end_second_runs() -> None:
-    """A call from another thread, once, is no reason to look at failures less closely ever after."""
-    model = Log()
-    with watch(model):
-        thread = threading.Thread(target=lambda: model(torch.ones(2)))
-        thread.start()
-        thread.join()
-        with pytest.raises(NonFiniteError) as error:
-            model(torch.zeros(2))
-    finding = error.value.report.finding
-    assert finding is not None
-    assert finding.operation == "aten.log.default"
 
 
 class Waits(nn.Module):
@@ -249,43 +212,3 @@ def test_a_thread_inside_the_model(monkeypatch: pytest.MonkeyPatch, leaves: bool
     assert finding is not None
     assert (finding.operation == "aten.log.default") == leaves
     assert any("another thread was inside the model" in remark for remark in finding.remarks) != leaves
-
-
-def test_after_many_failures_looks_get_rarer_and_say_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """One warning; each report that is passed over says why; those at numbers that double are looked at."""
-    for module in (throttle, rerun_policy):
-        monkeypatch.setattr(module, "MANY", 2)
-    model = Log()
-    looked, told = [], []
-    with watch(model, output_dir=tmp_path), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(9):
-            with pytest.raises(NonFiniteError) as error:
-                model(torch.zeros(2))
-            finding = error.value.report.finding
-            assert finding is not None
-            looked.append(finding.operation is not None)
-            told.append(any("of this watch" in remark for remark in finding.remarks))
-    numbers = [number for number, was in enumerate(looked, 1) if was]
-    assert numbers == [1, 2, 4, 8]
-    assert told == [not was for was in looked]
-    assert len(list(tmp_path.iterdir())) == 4
-    assert len([one for one in caught if "has re-run" in str(one.message)]) == 1
-
-
-def test_a_list_that_lives_no_longer_than_the_call_of_watch(tmp_path: Path) -> None:
-    """Model and loss in a list that nobody holds: the operation, the files, and a backward that is not finite."""
-    model, loss = nn.Linear(2, 2), Log()
-    watch(nn.ModuleList([model, loss]), output_dir=tmp_path, gradients=True)
-    with pytest.raises(NonFiniteError) as error:
-        loss(model(torch.zeros(1, 2)) * 0)
-    finding = error.value.report.finding
-    assert finding is not None
-    assert (finding.module, finding.operation) == ("1", "aten.log.default")
-    assert tmp_path / "batch-1" / "capsule" in map(Path, finding.files)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model(torch.ones(1, 2)).backward(torch.full((1, 2), float("inf")))
-    with pytest.raises(NonFiniteError, match=r"output.grad` of 0 \(Linear\)"):
-        optimizer.step()

@@ -16,7 +16,6 @@ from torch import nn
 import nanwatch
 from nanwatch.distributed import consensus, coordinator
 from nanwatch.distributed.consensus import PeerNonFiniteError, StoreProtocol
-from nanwatch.distributed.coordinator import RankCoordinator
 from nanwatch.report.finding import RankObservation
 from nanwatch.util.job import store_key
 from support.sightings import connect, finding, serve
@@ -324,15 +323,6 @@ def test_without_peer_timeout_each_rank_speaks_for_itself(job):
         assert verdict_threads() == 0
 
 
-@pytest.mark.parametrize(
-    ("given", "error"), [(-1, ValueError), (float("nan"), ValueError), ("30", TypeError), (True, TypeError)]
-)
-def test_a_peer_timeout_that_means_nothing_is_refused(given, error):
-    """With what was given and what is accepted."""
-    with pytest.raises(error, match=r"peer_timeout should be .* seconds.*got"):
-        nanwatch.watch(nn.Linear(2, 2), peer_timeout=given)
-
-
 def test_a_watch_that_is_dropped_ends_its_thread(job):
     """Nobody has to call stop()."""
     model = nn.Linear(4, 4)
@@ -347,74 +337,3 @@ def test_a_watch_that_is_dropped_ends_its_thread(job):
         if thread.name == "nanwatch consensus":
             thread.join(30)
     assert verdict_threads() == 0
-
-
-def test_a_watch_that_is_collected_while_another_begins_is_in_nobodys_way(job, monkeypatch):
-    """Python collects where it is, say in the thread that is being started: nothing waits and the verdict stays."""
-    ended = []
-
-    class Collecting(consensus.OriginConsensus):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            collects = threading.Thread(target=coordinator._job.leave_if_last, daemon=True)
-            collects.start()
-            collects.join(5)
-            ended.append(not collects.is_alive())
-            super().__init__(*arguments, **options)
-
-    monkeypatch.setattr(coordinator, "OriginConsensus", Collecting)
-    model = nn.Linear(4, 4)
-    with nanwatch.watch(model, peer_timeout=10):
-        model(torch.ones(2, 4))
-        assert ended == [True]
-        assert verdict_threads() == 1
-
-
-def test_clocks_count_steps_and_batches_since(job):
-    """So that a rank that validates in between counts like the others after its next step."""
-    model = nn.Linear(4, 4)
-    mine = RankCoordinator(model, 10.0, lambda name: nanwatch.Report((), None, None))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    seen = []
-    for batch, steps in enumerate((False, True, False, False, True, False)):
-        mine.batch_started(batch)
-        seen.append(mine._clock(batch))
-        if steps:
-            optimizer.step()
-    mine.close()
-    assert seen == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0)]
-    assert [mine._clock(batch) for batch in (0, 3, 5)] == [(0, 0), (1, 1), (2, 0)]
-
-
-def test_clocks_go_on_where_the_run_goes_on(job):
-    """No rank stops before a step, so steps count from the first batch on, and none is missed after a verdict."""
-    model = nn.Linear(4, 4)
-    mine = RankCoordinator(model, 10.0, lambda name: nanwatch.Report((), None, None), goes_on=True)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for batch in range(3):
-        mine.batch_started(batch)
-        if batch == 1:
-            job.other_fails(job.board(coordinator._job_that_goes_on, "goes-on/"))
-            assert mine.settle(None) is not None
-        optimizer.step()
-    mine.batch_started(3)
-    assert mine._clock(3) == (3, 0)
-    mine.close()
-
-
-def test_clocks_begin_anew_with_each_verdict(job):
-    """The rank that failed was stopped before a step that others had made: with what follows all count alike again."""
-    model = nn.Linear(4, 4)
-    mine = RankCoordinator(model, 10.0, lambda name: nanwatch.Report((), None, None))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for batch in range(3):
-        mine.batch_started(batch)
-        optimizer.step()
-    job.other_fails()
-    assert mine.settle(None) is not None
-    seen = []
-    for batch in (3, 4):
-        mine.batch_started(batch)
-        seen.append(mine._clock(batch))
-    mine.close()
-    assert seen == [(0, 0), (0, 1)]
-    assert mine._clock(2) == (0, 0)  # from before: as early as can be

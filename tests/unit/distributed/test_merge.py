@@ -80,15 +80,6 @@ def test_the_place_in_a_batch_counts_what_the_rings_have_dropped(tmp_path):
     assert [one.finding.sequence for one in merged.digests if one.finding is not None] == [2, 0]
 
 
-def test_where_a_report_has_no_place_its_frames_are_counted(tmp_path):
-    """Older reports have no place: the frames that they hold before the non-finite one of the batch are counted."""
-    reports = [ran(0, 2, "weight", 1), ran(1, 2, "data", 1)]
-    without = [replace(one, finding=replace(one.finding, sequence=None)) for one in reports]
-    merged = merge(written(tmp_path, *without))
-    assert [one.rank for one in merged.origins] == [1]
-    assert [one.finding.sequence for one in merged.digests if one.finding is not None] == [2, 0]
-
-
 def test_headroom_is_that_of_each_rank(tmp_path):
     """One column a rank, the worst module of any rank first."""
     reports = [ran(0), ran(1, factor=1024.0)]
@@ -126,12 +117,6 @@ def test_json_is_one_document(tmp_path, capsys):
     assert found["origins"][0]["origin"] == "data"
     assert found["ranks"] == [0, 1]
     assert found["headroom_bits"]["0"][0] == "-inf"
-
-
-def test_of_several_failures_of_a_rank_the_first_counts(tmp_path):
-    """A run that goes on writes a folder for each."""
-    merged = merge(written(tmp_path, ran(0, 5, "data", 4), ran(0, 3, "data", 2)))
-    assert [one.finding.batch for one in merged.digests if one.finding is not None] == [2]
 
 
 def test_a_file_that_is_no_report_is_left_out_and_named(tmp_path, capsys):
@@ -194,27 +179,12 @@ def test_the_latest_attempt_that_failed_is_merged(tmp_path, capsys):
     )
 
 
-def test_an_attempt_without_a_finding_is_not_the_one(tmp_path):
-    """The job failed, was started again, and wrote the frames of ranks that found nothing."""
-    merged = merge(restarted(tmp_path, replace(ran(0, 9), attempt=SECOND)))
-    assert (merged.attempt, [one.attempt for one in merged.others]) == (FIRST, [SECOND])
-    assert [one.rank for one in merged.origins] == [1]
-
-
 @pytest.mark.parametrize(("given", "status"), [("1", 0), ("job7/1", 0), ("0", 1), ("job7/0", 1)])
 def test_an_attempt_is_chosen(tmp_path, capsys, given, status):
     """By its number, or with the run id before it."""
     restarted(tmp_path, replace(ran(0, 9), attempt=SECOND))
     assert doctor.main(["merge", str(tmp_path), "--attempt", given]) == status
     assert capsys.readouterr().out.splitlines()[1].startswith(f"Of attempt {given[-1]} of run job7")
-
-
-def test_of_two_runs_with_that_number_it_is_the_later(tmp_path):
-    """A job that was given to the scheduler again, with the same folder; the earlier one is had by its id."""
-    again = Attempt("job6", 0, "", 2000.0)
-    restarted(tmp_path, replace(ran(0, 2), attempt=again))
-    assert merge(tmp_path, attempt="0").attempt == again
-    assert merge(tmp_path, attempt="job7/0").attempt == FIRST
 
 
 @pytest.mark.parametrize("given", ["2", "one", "", "/1", "job8/1", "job7/"])
@@ -225,45 +195,6 @@ def test_an_attempt_that_is_not_there_is_an_error(tmp_path, capsys, given):
     told = capsys.readouterr().err
     assert f"there is no attempt {given!r}: there is attempt 0 of run job7, begun" in told
     assert "; attempt 1 of run job7, begun" in told
-
-
-def test_reports_that_name_no_attempt_are_merged_as_ever(tmp_path, capsys):
-    """Without a word of attempts; and where others name theirs, as those of one before."""
-    written(tmp_path, ran(0, 2), ran(1, 2, "data", 1))
-    assert doctor.main(["merge", str(tmp_path)]) == 1
-    assert "ttempt" not in capsys.readouterr().out
-    assert doctor.main(["merge", str(tmp_path), "--attempt", "0"]) == 2
-    assert "no report names any" in capsys.readouterr().err
-    written(tmp_path, replace(ran(0, 5, "data", 4), attempt=FIRST))
-    assert doctor.main(["merge", str(tmp_path)]) == 1
-    told = capsys.readouterr().out
-    assert told.startswith("1 rank: 0\nOf attempt 0 of run job7")
-    assert "Not merged: reports that name no attempt, 2 ranks: nan first seen in" in told
-
-
-def test_of_many_attempts_the_latest_are_named(tmp_path, capsys):
-    """Twenty of them, the earliest first; the rest is counted."""
-    one = ran(0, 2, "data", 1)
-    for number in range(30):
-        attempt = Attempt("job7", number, "", 60.0 * number)
-        written(tmp_path / str(number), replace(one, attempt=attempt))
-    assert doctor.main(["merge", str(tmp_path)]) == 1
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Not merged: ")]
-    assert [line.split()[3] for line in lines[:-1]] == [str(number) for number in range(9, 29)]
-    assert lines[-1] == "Not merged: 9 attempts before these"
-
-
-def test_the_folders_of_two_attempts_stand_side_by_side(tmp_path, monkeypatch):
-    """Both fail in one batch of one rank, in one output_dir: each report is whole, and tells its attempt."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job7")
-    for count in ("0", "1"):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        net = model()
-        with nanwatch.watch(net, output_dir=tmp_path), pytest.raises(nanwatch.NonFiniteError):
-            net(torch.full((2, 4), float("inf")))
-    merged = merge(tmp_path)
-    assert merged.left_out == ()
-    assert [one.attempt.number for one in (*merged.others, merged)] == [0, 1]
 
 
 @given(

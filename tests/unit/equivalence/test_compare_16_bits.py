@@ -35,11 +35,6 @@ def curved(share: float) -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 16), Curved(share), nn.Linear(16, 16))
 
 
-def under_autocast(model: nn.Module, x: Any) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        model(x)
-
-
 @pytest.mark.parametrize("dtype", NARROW)
 def test_a_difference_that_rounding_hides_is_told_with_its_module(dtype: torch.dtype) -> None:
     """The error of float32 copies is that of the models before the cast."""
@@ -54,27 +49,6 @@ def test_a_difference_that_rounding_hides_is_told_with_its_module(dtype: torch.d
     exact = nanwatch.compare(curved(0.0), curved(share), X)
     assert exact.first is not None
     assert found.first.error == pytest.approx(exact.first.error, rel=0.05)
-
-
-def test_copies_of_models_under_autocast_compute_without_it() -> None:
-    a, b = curved(0.0), curved(3e-3)
-    found = nanwatch.compare(a, b, X, call_a=under_autocast, call_b=under_autocast)
-    assert found.first is not None
-    assert (found.equal_in, found.first.module_a) == ("bfloat16", "1")
-    assert nanwatch.compare(a, copy.deepcopy(a), X, call_a=under_autocast, call_b=under_autocast).equal
-
-
-def test_the_module_that_16_bits_name_later_is_told_too() -> None:
-    a = curved(0.0)
-    b = copy.deepcopy(a)
-    b[1].share = 1e-3
-    b[2].weight.data *= 1.5
-    found = nanwatch.compare(a.bfloat16(), b.bfloat16(), X.bfloat16())
-    assert found.first is not None
-    assert (found.equal_in, found.first.module_a) == ("", "1")
-    assert found.remarks[0].startswith(
-        "this is of float32 copies; in bfloat16 they differ first in 2 (Linear), 0."
-    )
 
 
 class Narrow(nn.Module):
@@ -136,36 +110,6 @@ def test_a_buffer_that_the_cast_rounded_is_no_difference() -> None:
     assert (near.equal_in, near.first.module_a) == ("bfloat16", "1")
 
 
-class Far(nn.Module):
-    """Angles of far positions, of frequencies in a buffer that a cast rounds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("frequencies", 100.0 ** -(torch.arange(16) / 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (torch.arange(2000.0, 2008.0)[:, None] * self.frequencies.float()).cos().to(x.dtype) * x
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_noise_that_has_the_fault_hides_it_not(dtype: torch.dtype) -> None:
-    """A run in bfloat16, in which the noise of a float32 model is measured, has rounded frequencies as B has."""
-    a = nn.Sequential(nn.Linear(16, 16), Far()).to(dtype)
-    b = copy.deepcopy(a).bfloat16()
-    a[1].frequencies = Far().frequencies
-    x = X.to(dtype)
-    outputs = [one(x.to(one[0].weight.dtype)).double().detach() for one in (a, b)]
-    assert float((outputs[0] - outputs[1]).norm() / outputs[0].norm()) > 0.2
-    found = nanwatch.compare(a, b, x, call_b=lambda model, inputs: model(inputs.bfloat16()))
-    assert found.equal is False
-    assert found.first is not None
-    assert found.first.module_a == "1"
-    gap = float((a[1].frequencies - b[1].frequencies).norm() / a[1].frequencies.norm())
-    words = f"its frequencies is {gap:.2g} apart, float32 in A and bfloat16 in B"
-    assert found.remarks[-1] == f"apart before anything is run: 1 ({words})"
-    assert (words in found.likely) == (dtype is torch.float32)
-
-
 def embedded() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
@@ -216,18 +160,6 @@ def test_a_leaf_with_another_parameter_is_never_equal(
     assert found.first is not None
     assert found.first.module_a == module
     assert words in " ".join(found.likely)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
-def test_another_order_of_hidden_numbers_is_a_convention(dtype: torch.dtype) -> None:
-    """The weights of two leaves differ, and so do the values between them."""
-    a = embedded()
-    b = copy.deepcopy(a)
-    order = torch.randperm(32, generator=torch.Generator().manual_seed(1))
-    b[1].weight.data, b[1].bias.data = a[1].weight.data[order], a[1].bias.data[order]
-    b[3].weight.data = a[3].weight.data[:, order]
-    whole = [nn.Sequential(one[0], nn.Sequential(*one[1:4]), one[4]).to(dtype) for one in (a, b)]
-    assert nanwatch.compare(*whole, IDS).equal
 
 
 def test_a_model_that_runs_in_16_bits_alone_is_compared_there() -> None:

@@ -23,7 +23,6 @@ from nanwatch.numerics import _extension
 from nanwatch.recording.events import Event, Settings
 from nanwatch.recording.recorder import make_recorder
 from support import heap
-from support.stand_in_device import stand_in
 
 needs_native = pytest.mark.skipif(_extension.C is None, reason="no compiled part")
 
@@ -178,27 +177,6 @@ def test_what_the_listener_raises_the_call_raises(method: str, kind: type[BaseEx
     stand.assert_as_ever()
 
 
-@needs_native
-@pytest.mark.parametrize("method", ["on_frame", "on_nonfinite", "on_batch_end"])
-def test_what_the_listener_raises_of_a_devices_rows(method: str) -> None:
-    """By the call that leaves the batch: once, and the batch is told to its end."""
-    with stand_in(place=lambda _: 0):
-        stand = Stand(check="batch")
-        stand.listener.raises[method] = KeyboardInterrupt()
-        x = torch.tensor([1.0, float("nan")])
-        assert stand.outcome(x) is stand.listener.raises[method]
-        assert not Held.alive
-        assert stand.listener.told[-1][0] == "on_batch_end"
-        assert not stand.recorder.is_under_way
-        stand.listener.raises.pop(method).__traceback__ = None
-        gone = weakref.ref(x)
-        del x
-        gc.collect()
-        assert gone() is None
-        stand.outcome(torch.ones(2))
-        assert stand.listener.told[-1] == ("on_batch_end", 1, True)
-
-
 @pytest.mark.usefixtures("each_recorder")
 def test_ctrl_c_while_a_call_is_looked_at() -> None:
     """The call raises it, and its batch is closed."""
@@ -243,37 +221,6 @@ class Turncoat(nn.Module):
     def forward(self, _: Tensor) -> Tensor:
         self.__class__ = Nameless  # type: ignore[assignment]
         raise KeyError("user's")
-
-
-@pytest.mark.usefixtures("each_recorder")
-def test_a_class_that_changes_in_a_forward_that_raises() -> None:
-    """Looking at the new class runs no Python code while the user's exception is pending."""
-    model = Turncoat()
-    with watch(model, on_nonfinite="record"), pytest.raises(KeyError, match="user's"):
-        model(torch.ones(2))
-
-
-class OneOfTwo(nn.Module):
-    """Returns a view whose base was written into since: autograd refuses each use of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        both = self.weight * x
-        first, _ = both.unbind()
-        both.add_(1)
-        return first
-
-
-@pytest.mark.usefixtures("each_recorder")
-def test_an_output_that_autograd_refuses_to_speak_of() -> None:
-    """Following its gradients raises nothing into a run that never asks for any."""
-    model = OneOfTwo()
-    with watch(model, gradients=True, rerun=False) as w:
-        assert model(torch.ones(2, 2)).tolist() == [2.0, 2.0]
-        assert [record.label for record in w.frames[0].records] == ["weight", "input[0]", "output"]
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, watch
-from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.instrumentation import slot
 from nanwatch.instrumentation.slot import wrappers
 from support.spy import Spy
@@ -113,59 +109,6 @@ def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(outputs[0], torch.full((2,), 2.0).log())
 
 
-def test_a_thread_that_came_before_the_look_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the failure and the re-run nobody slips in: who is told of a start waits for the end of the look."""
-    from nanwatch.diagnosis import rerun
-
-    model, outputs, threads = Log(), [], []
-    looked = []
-
-    def slow(*given: Any, **options: Any) -> Any:
-        thread = threading.Thread(target=lambda: outputs.append(model(torch.full((2,), 2.0))))
-        thread.start()
-        threads.append(thread)
-        time.sleep(0.3)
-        looked.append(len(outputs))
-        return real(*given, **options)
-
-    real = rerun.examine
-    monkeypatch.setattr(rerun, "examine", slow)
-    with watch(model), pytest.raises(NonFiniteError) as error:
-        model(torch.zeros(2))
-    threads[0].join(60)
-    assert looked == [0]
-    assert len(outputs) == 1
-    assert error.value.report.finding is not None
-    assert error.value.report.finding.operation == "aten.log.default"
-
-
-def test_the_hooks_of_gradients_are_quiet_too() -> None:
-    """A backward inside is no backward of any watch, though the weights have its hooks and the graph is alive."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    with watch(model, gradients=True) as w:
-        loss = model(torch.ones(1, 2)).sum()
-        loss.backward()
-        frames = w.frames
-        with slot.unwatched(model):
-            torch.autograd.grad(model(torch.ones(1, 2)).sum(), list(model.parameters()))
-        assert w.frames == frames
-        model(torch.ones(1, 2)).sum().backward()
-        assert len(w.frames) == 2 * len(frames)
-        w.pause()
-        with slot.unwatched(model):
-            pass
-        model(torch.ones(1, 2))
-        assert len(w.frames) == 2 * len(frames)  # still paused
-
-
-def test_a_copy_of_the_model_made_meanwhile_is_a_plain_model() -> None:
-    """No copy and no pickle shows a watch or a re-run, at any time."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    with watch(model), BatchSnapshot.capture(model, (torch.ones(1, 2),), {}).again():
-        for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert all(not wrappers(module) for module in one.modules())
-
-
 class Ends(nn.Module):
     """In its re-run it does what it was given, here or in another thread."""
 
@@ -210,16 +153,3 @@ def test_what_ends_a_watch_during_a_second_run_holds(action: str, elsewhere: boo
         with pytest.raises(NonFiniteError):
             model(torch.zeros(2))
         w.stop()
-
-
-def test_resume_during_a_second_run_begins_after_it() -> None:
-    """The re-run stays unrecorded; the batch after it is recorded."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    with watch(model) as w:
-        with slot.unwatched(model):
-            w.pause()
-            w.resume()
-            model(torch.ones(1, 2))
-        assert w.batch is None
-        model(torch.ones(1, 2))
-    assert w.batch == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +16,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import nanwatch
 from nanwatch.instrumentation.wrapped_names import (
     find_module,
-    for_names,
-    is_recorded,
     name_of,
     named_modules,
     parameter_names,
@@ -153,42 +150,11 @@ def test_frozen_takes_both_ways_to_write_a_name(wrap: Callable[[nn.Module], nn.M
         assert not w._options.is_frozen("1.weight")
 
 
-def test_a_pattern_is_shortened_only_where_it_has_to_be() -> None:
-    """A pattern that matches as it is, or matches in neither form, stays as it is."""
-    assert for_names("module.a", ["module.a", "a"]) == "module.a"
-    assert for_names("module.a", ["a"]) == "a"
-    assert for_names("module.b", ["a"]) == "module.b"
-
-
 def test_an_unknown_pattern_names_the_users_modules() -> None:
     """The error for a pattern that matches nothing proposes names without prefixes."""
     model = nn.DataParallel(nn.ModuleDict({"encoder": nn.Linear(1, 1)}))
     with pytest.raises(ValueError, match=r"close names: encoder$"):
         watch(model, include="module.encode")
-
-
-def test_a_shared_module_is_found_under_each_of_its_names() -> None:
-    """Tied modules have one name in the frames, and any of their names leads to them."""
-    shared = nn.Linear(1, 1)
-    model = nn.DataParallel(nn.Sequential(shared, nn.Sequential(shared)))
-    for name in ("0", "1.0", "module.1.0"):
-        found = find_module(model, name)
-        assert found is not None
-        assert found.module is shared
-    assert name_of(model, shared) == "0"
-    assert find_module(model, "1.1") is None
-    wrapper = find_module(model, "(DataParallel)")
-    assert wrapper is not None
-    assert wrapper.module is model
-
-
-def test_data_parallel_over_several_devices_is_recorded() -> None:
-    """DataParallel calls copies of the model that nobody sees, so its own call is a frame."""
-    model = nn.DataParallel(mlp())
-    assert not is_recorded(model)
-    model.device_ids = [0, 1]
-    assert is_recorded(model)
-    assert is_recorded(mlp())
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -232,19 +198,6 @@ def test_parameters_and_optimizer_state_have_the_users_names() -> None:
     assert state_rows(optimizer, parameter_names(model))[0][0] == "exp_avg[0.weight]"
 
 
-def test_float32_is_asked_for_by_either_name() -> None:
-    """run_in_fp32 and fp32_modules take the user's name and the one with the prefix."""
-    for name in ("0", "module.0"):
-        model = nn.DataParallel(mlp().half())
-        with nanwatch.run_in_fp32(name, model), watch(model) as w:
-            model(torch.randn(2, 3).half())
-        with nanwatch.fp32_modules(model, name):
-            assert "forward" in model.module[0].__dict__
-        assert w.frames[0].name == "0"
-    with pytest.raises(ValueError, match=r"has no module 'module\.9'"):
-        nanwatch.run_in_fp32("module.9", model)
-
-
 class Big(nn.Module):
     """Overflows float16 in the product of two sums."""
 
@@ -285,15 +238,3 @@ def test_a_bad_gradient_is_stopped_and_examined_under_the_users_names() -> None:
     assert finding is not None
     assert (finding.module, finding.phase, finding.operation) == ("1", "backward", "SqrtBackward0")
     assert first.weight.item() == 0.0
-
-
-def test_a_capsule_of_a_wrapped_root_is_replayed_on_the_model(tmp_path: Any) -> None:
-    """Names of root modules agree whichever of the two, the recorded and the given model, is wrapped."""
-    pytest.importorskip("safetensors")
-    big = Big()
-    wrapped = nn.DataParallel(big)
-    with watch(wrapped, output_dir=tmp_path), pytest.raises(nanwatch.NonFiniteError):
-        wrapped(torch.ones(1, dtype=torch.float16))
-    folder = next(tmp_path.glob("*/capsule"))
-    for model in (copy.deepcopy(big), nn.DataParallel(copy.deepcopy(big))):
-        assert nanwatch.replay(folder, model).finding is not None

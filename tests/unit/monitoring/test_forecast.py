@@ -6,14 +6,10 @@
 from __future__ import annotations
 
 import re
-import sys
-import threading
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from time import sleep
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.monitoring.forecast import Ending, Forecast, Forecaster
-from nanwatch.monitoring.peaks import PeakHistory
+from nanwatch.monitoring.forecast import Forecast, Forecaster
 from nanwatch.recording.frame_ring import PeakMagnitudes
 from nanwatch.records.note import Note
 from nanwatch.records.record import Frame, Record
-from nanwatch.session.dispatch import EventDispatch
 from nanwatch.trace.picture import Mark, draw
 
 END = 65504.0
@@ -121,14 +115,6 @@ def falls(batches: range, rates: dict[str, float], told: Told) -> list[tuple[int
     return found
 
 
-def test_one_line_names_the_leader_and_counts_the_followers() -> None:
-    """Three fall, one stays: one forecast, of the module that falls fastest, and two that follow."""
-    found = falls(range(95), {"slow": 0.07, "first": 0.1, "calm": 0.0, "second": 0.08}, Told())
-    assert [(one.module, one.followers, one.replaces) for _, one in found] == [("first", 2, None)]
-    assert within(found[0][1], 100)
-    assert "; 2 more modules follow" in str(found[0][1])
-
-
 def test_a_forecast_that_no_longer_holds_is_replaced() -> None:
     """A learning rate that falls to a third: a second line says what it replaces, and is right."""
     found, hit = run(lambda b: 10 - 0.05 * min(b, 150) - 0.05 / 3 * max(0, b - 150), 500)
@@ -137,84 +123,6 @@ def test_a_forecast_that_no_longer_holds_is_replaced() -> None:
     for before, after in pairwise(found):
         assert after.replaces == before.batch
         assert str(after).endswith(f"; replaces the forecast of batch {before.batch}")
-
-
-def test_lines_are_few_in_ten_thousand_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However expectations jump: three lines, and more only after 10,000 batches."""
-
-    def jumps(batches: Any, bits: Any) -> Ending:
-        return Ending(300.0 if batches[-1] // 500 % 2 else 1000.0, 0.05)
-
-    monkeypatch.setattr("nanwatch.monitoring.forecast.ending", jumps)
-    forecaster, at = Told(), []
-    for batch in range(20_000):
-        if forecaster.is_due(batch):
-            forecaster.add(frame(batch, 10 * 2 ** (-batch / 1200)))
-            at += [batch] * len(forecaster.end(batch))
-    assert len(at) >= 4
-    assert all(later - first >= 10_000 for first, later in zip(at, at[3:], strict=False))
-
-
-def looks(forecaster: Told, batches: range, bits: Callable[[int], float]) -> list[int]:
-    """The batches that are looked at."""
-    due = []
-    for batch in batches:
-        if forecaster.is_due(batch):
-            due.append(batch)
-            forecaster.add(frame(batch, bits(batch)))
-            forecaster.end(batch)
-    return due
-
-
-def test_most_batches_are_not_looked_at() -> None:
-    """All of 128 batches at first, then ever fewer, and one in sixteen from batch 1,024 on."""
-    due = looks(Told(), range(3000), lambda b: 9.0)
-    assert due[:128] == list(range(128))
-    assert max(b - a for a, b in pairwise(due)) == 16
-    assert {b - a for a, b in pairwise(due) if a >= 1024} == {16}
-
-
-def test_looks_are_bounded_by_their_number() -> None:
-    """However headroom jumps about near its end: 128 looks and one in eight batches."""
-    rng = np.random.default_rng(0)
-    due = looks(Told(), range(5000), lambda b: 3 + rng.uniform(-2.5, 2.5) - (b % 40) * 0.01)
-    assert len(due) <= 128 + 5000 / 8
-    assert max(b - a for a, b in pairwise(due)) <= 16
-
-
-def test_a_fast_fall_after_a_calm_is_followed_closely() -> None:
-    """Looks that were not used are there when they are wanted: near the end of a fall every second batch, or more."""
-    forecaster = Told()
-    calm = looks(forecaster, range(5000), lambda b: 15.0)
-    assert {b - a for a, b in pairwise(calm[-100:])} == {16}
-    due = looks(forecaster, range(5000, 5140), lambda b: 15 - 0.1 * (b - 5000))
-    assert due[0] <= 5016
-    assert max(b - a for a, b in pairwise(due[-20:])) <= 2
-
-
-def test_a_slow_machine_is_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two runs of one seed look at the same batches and tell the same, whatever a look takes."""
-
-    def told() -> tuple[list[int], list[str]]:
-        rng, forecaster = np.random.default_rng(3), Told()
-        due, found = [], []
-        for batch in range(190):
-            if forecaster.is_due(batch):
-                due.append(batch)
-                forecaster.add(frame(batch, 14 - 0.07 * batch + rng.normal(0, 0.01)))
-                found += map(str, forecaster.end(batch))
-        return due, found
-
-    quick = told()
-    add = PeakHistory.add
-
-    def slow(self: PeakHistory, *args: Any) -> None:
-        sleep(0.003)
-        add(self, *args)
-
-    monkeypatch.setattr(PeakHistory, "add", slow)
-    assert told() == quick
-    assert quick[1]
 
 
 def test_what_has_no_headroom_is_passed_over() -> None:
@@ -231,18 +139,6 @@ def test_what_has_no_headroom_is_passed_over() -> None:
     for batch in range(50):
         forecaster.add(Frame(batch, "m", "M", tuple(rows)))
         assert forecaster.end(batch) == []
-
-
-def test_the_sentence() -> None:
-    """All that a user needs to know is in it."""
-    text = str(Forecast("decoder.wo", "output", "float16", 1.94, 0.4, 5300, 600))
-    assert text == (
-        "`output` of decoder.wo: headroom 1.9 bits of float16, losing 0.4 bits per 100 batches: overflow expected"
-        " near batch 5,300 (± 600)"
-    )
-    assert str(Forecast("a", "w", "float16", 2, 1, 60, 5, 1, 40)).endswith(
-        "near batch 60 (± 5); 1 more module follows; replaces the forecast of batch 40"
-    )
 
 
 def interval(line: str) -> tuple[int, int]:
@@ -308,22 +204,6 @@ def test_trace_has_the_forecast_in_its_batch(tmp_path: Path) -> None:
     marks = draw(nanwatch.Trace.open(tmp_path / "run.parquet")).marks
     ((batch, line),) = told
     assert marks == (Mark("forecast", batch, "0", "output", f"forecast: {line}"),)
-
-
-@pytest.mark.parametrize("implementation", ["native", "python"])
-def test_no_frame_is_built_for_a_forecast(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forecasts follow numbers from batch to batch: without a failure or a trace the listener hears of no call."""
-    if implementation == "python":
-        monkeypatch.setattr("nanwatch.numerics._extension.C", None)
-    told: list[Frame] = []
-    monkeypatch.setattr(EventDispatch, "on_frame", lambda self, frame: told.append(frame))
-    model = nn.Sequential(Growing())
-    with warnings.catch_warnings(record=True) as caught, nanwatch.watch(model):
-        warnings.simplefilter("always")
-        for _ in range(300):
-            model(torch.ones(3, dtype=torch.float16))
-    assert any("overflow expected" in str(one.message) for one in caught)
-    assert told == []
 
 
 class Block(nn.Module):
@@ -426,33 +306,3 @@ def test_healthy_trainings_are_silent() -> None:
     """Ten that learn a sum, at learning rates from slow to fast. benchmarks/forecast_runs.py has hundreds."""
     for seed in range(10):
         assert trained(seed, [1e-4, 1e-3, 3e-3, 1e-2, 3e-2][seed % 5], 300) == ([], None)
-
-
-def test_threads_of_one_watch_do_not_disturb_each_other() -> None:
-    """Batches that end at once in four threads: none raises, and each that is looked at is looked at whole."""
-    errors: list[Exception] = []
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for _ in range(3):
-            model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(60)))
-            go = threading.Barrier(4)
-
-            def run(model: nn.Module = model, go: threading.Barrier = go) -> None:
-                go.wait()
-                with torch.no_grad():
-                    for _ in range(100):
-                        try:
-                            model(torch.ones(1, 8))
-                        except Exception as error:
-                            errors.append(error)
-
-            with nanwatch.watch(model):
-                threads = [threading.Thread(target=run) for _ in range(4)]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
-    finally:
-        sys.setswitchinterval(before)
-    assert errors == []

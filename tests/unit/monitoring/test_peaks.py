@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from math import inf, isnan, nan
+from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from nanwatch.monitoring.peaks import CHANGED, LATEST, LEVEL, ROWS, WINDOW, PeakHistory
+from nanwatch.monitoring.peaks import CHANGED, LEVEL, WINDOW, PeakHistory
 
 DEPTH = WINDOW + LEVEL + 1
 
@@ -110,68 +108,3 @@ def test_weight_that_changed_at_once_is_remembered_until_it_is_back(later: int) 
     assert change.value == pytest.approx(32, rel=0.05)
     assert change.usual == pytest.approx(1, rel=0.05)
     assert change.deviations > CHANGED
-
-
-class Lists:
-    """The rows of a history that reaches back, in Python lists."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[float, list[float]]] = []
-
-    def add(self, step: int, bits: list[float]) -> None:
-        if len(self.rows) == ROWS:
-            older = self.rows[:-LATEST]
-            joined = [
-                ((step + later) / 2, [self.mean(*pair) for pair in zip(a, b, strict=True)])
-                for (step, a), (later, b) in zip(older[::2], older[1::2], strict=True)
-            ]
-            self.rows[:-LATEST] = joined
-        self.rows.append((step, bits))
-
-    @staticmethod
-    def mean(a: float, b: float) -> float:
-        """Return the mean, or the one that is there."""
-        return b if isnan(a) else a if isnan(b) else (a + b) / 2
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**32), st.integers(15, 300), st.sampled_from([0.2, 0.7, 1.0]))
-def test_rows_reach_back_as_lists_do(seed: int, steps: int, share: float) -> None:
-    """Tensors come one after the other, each seen with this chance. Sums of halves are exact, so equal to the bit."""
-    rng = np.random.default_rng(seed)
-    made, lists = PeakHistory(reaches_back=True, room=2), Lists()
-    ends: dict[str, list[float]] = {}
-    for step in range(steps):
-        if step % 3 == 0 and len(made.names) < 5:
-            made.meet([(f"m{step}", "output", "float32")])
-        bits = rng.integers(-8, 9, len(made.names)) / 4
-        bits[rng.random(len(bits)) >= share] = nan
-        lists.add(step, [*bits, *[nan] * (5 - len(bits))])
-        made.add(step, np.nan_to_num(np.exp2(bits)))
-        for (module, _), value in zip(made.names, np.exp2(bits).tolist(), strict=True):
-            if not isnan(value):
-                ends[module] = [*ends.get(module, [value])[:1], value]
-    at, rows = made.rows()
-    assert at.tolist() == [step for step, _ in lists.rows]
-    np.testing.assert_array_equal(rows, [row[: len(made.names)] for _, row in lists.rows])
-    assert made.ends() == [(name, *ends[name[0]]) for name in made.names if name[0] in ends]
-
-
-def test_steps_can_be_told_apart_after_years() -> None:
-    """Numbers of steps are whole beyond the 2^24 that float32 counts to."""
-    made = PeakHistory(reaches_back=True)
-    made.meet([("m", "output", "float32")])
-    first = 1 << 40
-    for step in range(first, first + 3 * ROWS):
-        made.add(step, np.ones(1))
-    assert np.diff(made.rows()[0]).min() >= 1
-
-
-def test_infinite_modulus_is_missing() -> None:
-    """A complex number of finite parts may have one."""
-    made = PeakHistory(reaches_back=True)
-    made.meet([("m", "output", "complex64")])
-    for step, value in enumerate([2.0, inf, 4.0, inf]):
-        made.add(step, np.array([value]))
-    np.testing.assert_array_equal(made.rows()[1], [[1], [nan], [2], [nan]])
-    assert made.ends() == [(("m", "output"), 2.0, 4.0)]

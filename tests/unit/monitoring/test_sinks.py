@@ -23,7 +23,6 @@ from nanwatch.report.report import Report
 from nanwatch.report.skipped_step import SkippedStep
 from nanwatch.report.spike import SpikeReport
 from nanwatch.session.api import DeferredWatch
-from nanwatch.session.dispatch import EventDispatch
 from nanwatch.util.visible import counts
 from support.toys import Scale
 
@@ -127,34 +126,6 @@ def test_a_sink_stands_beside_the_policy(action: str) -> None:
     assert sink.closed == 1
 
 
-def test_of_failures_in_a_row_one_is_told_where_the_run_goes_on() -> None:
-    """The first of each row, as only that one is examined."""
-    sink, model = Failures(), nn.Sequential(Scale(float("inf")))
-    with nanwatch.watch(model, sinks=[sink], on_nonfinite="record"):
-        run(model, 4)
-        model[0].factor = 1.0
-        run(model, 1)
-        model[0].factor = float("nan")
-        run(model, 2)
-    assert [report.batch for report in sink.reports] == [0, 5]
-
-
-def test_no_frame_is_built_for_a_sink_that_takes_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recorder reports frames and batches only while a sink takes them."""
-    told: list[str] = []
-    monkeypatch.setattr(EventDispatch, "on_frame", lambda self, frame: told.append("frame"))
-    monkeypatch.setattr(EventDispatch, "on_batch_end", lambda self, *_: told.append("batch"))
-
-    class Alarm(Sink):
-        def on_failure(self, report: Report) -> None:
-            """Never called."""
-
-    model = nn.Sequential(Scale())
-    with nanwatch.watch(model, sinks=Alarm(), forecast=False, on_nonfinite="record"):
-        run(model, 3)
-    assert told == []
-
-
 def test_each_event_comes() -> None:
     """Frames, batches, a non-finite value before its report, forecasts, and the end."""
     sink, model = Everything(), nn.Sequential(Scale())
@@ -219,20 +190,6 @@ def test_a_sink_that_raises_is_dropped(event: str, check: Any) -> None:
     assert (behind.batches, len(behind.reports), behind.closed) == ([0, 1, 2], 2, 1)
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_filter_that_raises_takes_no_failures_place(capsys: pytest.CaptureFixture[str]) -> None:
-    """The warning of a sink that raised goes to stderr then."""
-
-    class Slack(Sink):
-        def on_failure(self, report: Report) -> None:
-            raise OSError("no route to host")
-
-    model = nn.Sequential(Scale(float("inf")))
-    with nanwatch.watch(model, sinks=Slack()), pytest.raises(nanwatch.NonFiniteError):
-        run(model, 1)
-    assert "logs no more to the sink Slack" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("event", "factor"), [("on_batch", 1.0), ("on_frame", 1.0), ("on_frame", float("inf"))]
 )
@@ -254,29 +211,6 @@ def test_a_sink_that_blocks_is_called_less_often(clock: Clock, event: str, facto
     assert taken[:2] == [0, 1]
     assert taken[2] in (50, 51, 52)
     assert fast.batches == (list(range(60)) if factor == 1.0 else [])
-
-
-def test_a_sink_that_blocks_in_failures_gets_the_first_of_them(clock: Clock) -> None:
-    """Its slow batches keep no failure from it, and its slow failures come at most every fifty seconds."""
-
-    class Slow(Failures):
-        def on_batch(self, summary: BatchSummary) -> None:
-            clock.now += 1.0
-
-        def on_failure(self, report: Report) -> None:
-            super().on_failure(report)
-            clock.now += 1.0
-
-    sink, model = Slow(), nn.Sequential(Scale())
-    with nanwatch.watch(model, sinks=sink, log_every=1, rerun=False):
-        run(model, 3)
-        model[0].factor = float("inf")
-        for _ in range(60):
-            with pytest.raises(nanwatch.NonFiniteError):
-                run(model, 1)
-            clock.now += 1.0
-    assert [report.batch for report in sink.reports][:2] == [3, 4]
-    assert len(sink.reports) == 3
 
 
 def test_a_package_declares_a_sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

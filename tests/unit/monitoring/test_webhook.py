@@ -130,22 +130,6 @@ def test_a_server_that_is_not_there_is_told_once(
     assert str(warning.message).startswith("127.0.0.1 took no message of the sink webhook: ")
 
 
-def test_one_message_a_minute_of_each_kind(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one says how many were held back. A skipped step is nobody's business."""
-    now = [100.0]
-    monkeypatch.setattr(webhook.time, "monotonic", lambda: now[0])
-    sink = WebhookSink("slack", server.url)
-    for event in ("failure", "failure", "failure", "spike", "skipped_step"):
-        sink.send(Message(event, 0, f"a {event}", {}, 0, "h"))
-    now[0] += 60.0
-    sink.send(Message("failure", 0, "another", {}, 0, "h"))
-    assert [body["text"] for body in server.bodies] == [
-        "nanwatch failure, rank 0 on h: a failure",
-        "nanwatch spike, rank 0 on h: a spike",
-        "nanwatch failure, rank 0 on h: (2 more since the last) another",
-    ]
-
-
 @pytest.mark.parametrize(
     "words", ["slack", "slack:hooks.slack.com/x", "slack:file:///etc/passwd", "slack:https://a/b c"]
 )

@@ -67,20 +67,6 @@ def test_smallest_normal_is_no_subnormal(implementation: Implementation, dtype: 
     assert implementation.tensor_health(implementation.place(x)).num_subnormal == 50 * want
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
-def test_first_nonfinite_at_each_place(implementation: Implementation, dtype: torch.dtype) -> None:
-    """The first bad element is found wherever it is, with others after it, across blocks and threads."""
-    numel = 600_000 if dtype is torch.bfloat16 else 40_000
-    x = implementation.place(torch.ones(numel).to(dtype))
-    nan, one = torch.tensor(NAN).to(dtype), torch.tensor(1.0).to(dtype)
-    for place in (0, 1, 63, 64, 4095, 16_384, 20_001, numel // 2, numel - 1):
-        x[place] = nan
-        x[numel - 1] = nan
-        assert implementation.tensor_health(x).first_nonfinite == (place,)
-        x[place] = one
-        x[numel - 1] = one
-
-
 def test_first_nonfinite_follows_the_shape(implementation: Implementation) -> None:
     """The index is in C order of the shape, not in the order of the memory."""
     x = torch.ones(30, 20)
@@ -151,14 +137,3 @@ def test_sparse(implementation: Implementation) -> None:
     for x in (dense.to_sparse(), dense.to_sparse(1), dense.to_sparse_csr(), dense.to_sparse_bsc((2, 2))):
         got = implementation.tensor_health(implementation.place(x))
         assert same(got, expected(dense)), x.layout
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_nested_index_begins_with_the_component(implementation: Implementation) -> None:
-    """In a nested tensor the index is the component's number and the index in it."""
-    if implementation.device != "cpu":
-        pytest.skip("CPU layouts")
-    components = [torch.ones(2, 3), torch.tensor([[1.0, 1.0, 1.0], [1.0, NAN, 1.0]])]
-    for layout in (torch.strided, torch.jagged):
-        got = implementation.tensor_health(torch.nested.nested_tensor(components, layout=layout))
-        assert (got.numel, got.num_nan, got.first_nonfinite) == (12, 1, (1, 1, 1))

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import nanwatch
 from nanwatch import Finding
-from nanwatch.recording.frame_ring import FrameRing
-from nanwatch.records.record import Frame
 from nanwatch.report.report import Report
 from nanwatch.session.watch import Watch
 
@@ -147,33 +142,3 @@ def test_the_document_of_a_report_has_the_place() -> None:
     old = Report.from_json(text.replace(', "sequence": 2', ""))
     assert old.finding is not None
     assert old.finding.sequence is None
-
-
-@given(st.lists(st.integers(0, 12), max_size=200), st.integers(1, 5))
-def test_the_ring_counts_as_a_counter_does(batches: list[int], size: int) -> None:
-    """While there are no more batches than it remembers, in any order."""
-    ring = FrameRing(size)
-    for number, batch in enumerate(batches):
-        frame = Frame(batch, "", "", ())
-        ring.extend([frame]) if number % 2 else ring.append(frame)
-    assert len(ring) == min(size, len(batches))
-    assert {batch: ring.of_batch(batch) for batch in range(14)} == {b: Counter(batches)[b] for b in range(14)}
-
-
-def test_a_batch_of_long_ago_has_no_count() -> None:
-    """None, and not a number that begins anew."""
-    ring = FrameRing(4)
-    for batch in (*range(40), 3):
-        ring.append(Frame(batch, "", "", ()))
-    assert [ring.of_batch(batch) for batch in (3, 23, 24, 39, 40)] == [None, None, 1, 1, 0]
-
-
-@pytest.mark.usefixtures("each_recorder")
-def test_both_recorders_forget_alike() -> None:
-    """Both recorders count the frames of the latest 16 batches; an older batch has None."""
-    model = chain(2)
-    with nanwatch.watch(model) as watch:
-        for _ in range(40):
-            model(torch.ones(2))
-        said = [watch._recorder.frames_of_batch(batch) for batch in (3, 23, 24, 39, 40)]
-    assert said == [None, None, 3, 3, 0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -14,7 +13,6 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanwatch.numerics import _extension
 from nanwatch.recording.observe import observe
 from nanwatch.records.note import Note
 from nanwatch.report.report import NonFiniteError, Report
@@ -79,26 +77,6 @@ def test_a_mask_under_a_fake_mode_is_a_mask(masked: float) -> None:
             model(bad)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@MASKS
-def test_a_trace_does_not_see_the_look_at_a_mask(masked: float) -> None:
-    """torch.jit.trace has the nodes of the plain model and no TracerWarning; the record has numbers for its shape."""
-    graphs = []
-    for watched in (False, True):
-        model = nn.Sequential(nn.Identity())
-        w = watch(model, on_nonfinite="record", enabled=watched)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            traced = torch.jit.trace(model, (mask_of(masked),), check_trace=False)
-        assert not [one for one in told if issubclass(one.category, torch.jit.TracerWarning)]
-        graphs.append([node.kind() for node in traced.inlined_graph.nodes()])
-        w.stop()
-    assert graphs[0] == graphs[1]
-    record = w.frames[-1].records[0]
-    assert (record.note, record.shape) == (Note("mask"), (2, 2))
-    assert all(type(size) is int for size in record.shape)
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2]
 )
@@ -113,23 +91,6 @@ def test_a_saturated_tensor_of_8_bits_is_no_mask(dtype: torch.dtype) -> None:
             model(mask_of(masked).to(dtype))
             assert w.frames[-1].records[0].note == note
     assert observe(mask_of(-INF).to(dtype), "input[0]", "input")[8] == Note("mask")
-
-
-def test_a_look_leaves_the_trace_on() -> None:
-    """After a look, a fault or a refusal included, torch.jit.trace goes on where it was."""
-    seen: list[bool] = []
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        for value in (mask_of(-INF), torch.tensor([INF]), torch.empty(1, device="meta"), x):
-            observe(value, "input", "input")
-            seen.append(torch.jit.is_tracing())
-        return x + 1
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        traced = torch.jit.trace(run, (torch.ones(2),), check_trace=False)
-    assert seen == [True] * 4
-    assert traced(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
 def test_the_mask_of_a_dtensor_is_that_of_its_shard(one_process_mesh: Any) -> None:
@@ -251,14 +212,6 @@ class Lies:
         return torch.Tensor
 
 
-class Silent:
-    """Says nothing of its class."""
-
-    @property
-    def __class__(self) -> Any:  # type: ignore[override]
-        raise RuntimeError("no class")
-
-
 @pytest.mark.usefixtures("each_recorder")
 def test_an_object_that_says_it_is_a_tensor_is_none() -> None:
     """Its memory is not taken for a tensor's."""
@@ -266,15 +219,6 @@ def test_an_object_that_says_it_is_a_tensor_is_none() -> None:
     with watch(model) as w:
         model(Lies(), [Lies()])
     assert [record.note for record in w.frames[-1].records] == [Note("not_a_tensor")] * 2 + [Note("absent")]
-
-
-@pytest.mark.skipif(_extension.C is None, reason="no compiled part")
-def test_an_object_that_says_nothing_of_its_class() -> None:
-    """An object without a class to ask for is no tensor, and is not asked."""
-    model = Takes()
-    with watch(model) as w:
-        model(Silent())
-    assert w.frames[-1].records[0].note == Note("not_a_tensor")
 
 
 class Asks(TorchFunctionMode):
@@ -333,20 +277,6 @@ def test_a_mode_and_a_subclass_see_no_call_of_the_recorder(options: dict[str, An
         assert bool(w.frames) == enabled
         asked.append((mode.asked, Counts.asked.copy()))
     assert asked[0] == asked[1]
-
-
-@pytest.mark.usefixtures("each_recorder")
-@pytest.mark.parametrize("options", [{}, {"counts": True}, {"gradients": True}], ids=str)
-def test_a_mode_that_refuses_attributes_refuses_nothing_to_the_recorder(options: dict[str, Any]) -> None:
-    """Under it all is read as ever."""
-    model = nn.Linear(3, 2)
-    with watch(model, **options) as w:
-        with Asks(refuses=True):
-            model(torch.ones(2, 3))
-        model(torch.ones(2, 3))
-    under_mode, plain = ([(r.label, r.abs_max, r.note) for r in frame.records] for frame in w.frames)
-    assert under_mode == plain
-    assert len(plain) == 4
 
 
 @pytest.mark.cuda

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import copy
-import io
 import json
 import pickle
 import sys
@@ -94,15 +93,6 @@ def test_text() -> None:
     assert REPORT.to_text() == TEXT
 
 
-def test_only_the_first_fault_is_marked() -> None:
-    """Frames that followed from the culprit stand in the text unmarked."""
-    after = frame("next", record("input[0]", "input", inf), record("output", "output", nan), batch=3)
-    text = Report((*GROWING, after), REPORT.finding, 3).to_text()
-    assert [line for line in text.splitlines() if "<--" in line] == [
-        "5.00e-01      inf output  <-- inf, first"
-    ]
-
-
 def test_text_when_all_is_finite() -> None:
     """Without a finding the text says so and marks nothing."""
     text = Report(GROWING[:1], None, 7).to_text()
@@ -117,81 +107,6 @@ def test_captured_calls_are_named_in_one_line() -> None:
     for rows, count in (((row, row), 1), ((read,), 0)):
         frame = Frame(0, "a", "Linear", rows)
         assert Report((frame, frame), None, 0).to_text().count("captured into a CUDA graph") == count
-
-
-def test_text_when_nothing_was_looked_at() -> None:
-    """A batch that nobody read is not called finite: no frames, or frames without a range."""
-    assert Report((), None, None).to_text() == "Nothing was looked at: no watched call has run."
-    assert Report((), None, 4).to_text() == "Nothing was looked at up to batch 4: no watched call has run."
-    unread = Record(
-        "input[0]", "input", (2,), "float16", None, None, None, None, Note("not_checked", "meta tensor")
-    )
-    text = Report((frame("a", unread),), None, 0).to_text()
-    assert text.startswith("Nothing could be read up to batch 0: no record")
-    assert "not checked input[0] (meta tensor)" in text
-    assert (
-        Report((frame("a", unread), *GROWING[:1]), None, 0).to_text().startswith("All finite up to batch 0")
-    )
-
-
-def next_step(*records: Record) -> str:
-    """The advice for a module with these records, the last of which is not finite."""
-    frames = (frame("a", *records),)
-    (line,) = [x for x in Report(frames, find(frames), 0).to_text().splitlines() if x.startswith("Next:")]
-    return line
-
-
-@pytest.mark.parametrize(
-    ("dtype", "given", "left", "is_growth"),
-    [
-        ("float16", 6e4, 0.0, True),
-        ("float16", 300.0, 0.0, True),
-        ("float16", 1.0, 6e4, True),
-        ("float16", 1.0, 2.0, False),
-        ("float32", 1.0, 0.0, False),  # 1 / 0 and log(0)
-        ("float32", 100.0, 2.0, False),  # exp(100)
-        ("float32", 1e20, 0.0, True),  # its square
-        ("float32", 1.0, 1e37, True),
-        ("bfloat16", 1e4, 3.0, False),
-        ("float64", 1e300, 3.0, True),
-        ("float8_e4m3fn", 3.0, 3.0, True),
-    ],
-)
-def test_the_end_of_the_format_is_blamed_only_near_it(
-    dtype: str, given: float, left: float, is_growth: bool
-) -> None:
-    """Where nothing finite was large, the advice is to look for a division by zero or the like."""
-    made = record("output", "output", inf, dtype=dtype)
-    health = made.health._replace(finite_abs_max=left)  # type: ignore[union-attr]
-    inputs = record("input[0]", "input", given, dtype=dtype)
-    # Token numbers are large and overflow nothing; neither does what is not finite itself.
-    ids = record("input[1]", "input", 5e4, dtype="int64")
-    masks = record("input[2]", "input", inf, dtype=dtype, note=Note("mask"))
-    line = next_step(inputs, ids, masks, made._replace(health=health))
-    assert ("follow the abs max column" in line) is is_growth
-    assert ("division by zero" in line) is not is_growth
-    assert dtype in line
-
-
-def test_what_cannot_be_told_apart_is_said() -> None:
-    """Bad data may be the model's own in-place write, and what was handed in may come from an unwatched module."""
-    frames = (frame("a", record("input[0]", "input", inf)),)
-    data = Report(frames, find(frames, batch_inputs=[record("input[0]", "input", inf)]), 0).to_text()
-    assert "or a module wrote it there, in place" in data
-    assert "data loader" in data
-    received = Report(frames, find(frames, caller="parent"), 0).to_text()
-    assert "handed in by parent" in received
-    assert "or a submodule that is not watched" in received
-
-
-def test_color_adds_only_escapes() -> None:
-    """The coloured text is the plain text once the ANSI sequences are taken out, on any terminal width."""
-    import re
-
-    colored = REPORT.to_text(color=True)
-    assert "\x1b[1;31m" in colored
-    stripped = re.sub(r"\x1b\[[0-9;]*m", "", colored)
-    assert [line.rstrip() for line in stripped.splitlines()] == TEXT.splitlines()
 
 
 def test_color_without_rich_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,14 +256,6 @@ def test_hostile_json_is_one_clear_error(document: str, message: str) -> None:
     assert len(str(error.value)) < 500
 
 
-def test_every_truncation_is_refused() -> None:
-    """No prefix of a document is taken for a document."""
-    document = REPORT.to_json()
-    for end in range(len(document)):
-        with pytest.raises(ValueError, match="not a nanwatch report"):
-            Report.from_json(document[:end])
-
-
 def test_structures_are_immutable() -> None:
     """Nobody changes a report after the fact."""
     for thing, name in ((REPORT, "batch"), (GROWING[0], "name"), (GROWING[0].records[0], "label")):
@@ -378,65 +285,11 @@ def test_errors_survive_a_process_boundary(error: ValueError) -> None:
             assert again.report.to_json() == error.report.to_json()
 
 
-def test_an_error_that_came_as_text_is_read_like_any_other() -> None:
-    """What asks it for the report or the batch gets an empty one."""
-    error = NonFiniteError("Caught NonFiniteError in a worker")
-    assert (error.report.frames, error.report.finding, error.origin) == ((), None, None)
-    assert BatchLimitError("Caught BatchLimitError in a worker").batch is None
-
-
 def test_the_error_says_it_all() -> None:
     """The message is the summary and the report, and the report is at hand."""
     error = NonFiniteError(REPORT)
     assert str(error) == f"inf first seen in `output` of drop (Dropout) in batch 3\n\n{TEXT}"
     assert error.report is REPORT
-
-
-@pytest.mark.parametrize(
-    ("abs_max", "words"),
-    [
-        (0.0, "Under: all of `input[0]` is zero."),
-        (3e-5, "Under: all of `input[0]` is below 6.10e-05, the smallest normal number of float16."),
-        (6.2e-5, ""),
-    ],
-)
-def test_an_input_that_had_vanished(abs_max: float, words: str) -> None:
-    """An input of the guilty call that is zero or subnormal throughout is reported."""
-    frames = (
-        frame("norm", record("input[0]", "input", abs_max, abs_min=0.0), record("output", "output", nan)),
-    )
-    lines = Report(frames, find(frames), 0).to_text().splitlines()
-    assert [line for line in lines if line.startswith("Under:")] == ([words] if words else [])
-
-
-class Terminal(io.StringIO):
-    """Text in memory that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_print_colours_only_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into a file goes the plain text; onto a terminal the coloured one, unless NO_COLOR asks for none."""
-    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    plain, terminal, quiet = io.StringIO(), Terminal(), Terminal()
-    REPORT.print(plain)
-    assert plain.getvalue() == f"{REPORT.to_text()}\n" == f"{REPORT}\n"
-    REPORT.print(terminal)
-    assert terminal.getvalue() == REPORT.to_text(color=True) + "\n"
-    monkeypatch.setenv("NO_COLOR", "1")
-    REPORT.print(quiet)
-    assert quiet.getvalue() == plain.getvalue()
-
-
-def test_print_without_rich_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing package takes the colour, not the report."""
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    terminal = Terminal()
-    REPORT.print(terminal)
-    assert terminal.getvalue() == REPORT.to_text() + "\n"
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=30), st.data())

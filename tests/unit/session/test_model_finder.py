@@ -12,7 +12,6 @@ from torch import nn
 
 import nanwatch
 from nanwatch.session.model_finder import (
-    MAX_MODELS,
     ModelFinder,
     is_inside_a_call,
     made,
@@ -151,24 +150,6 @@ def test_an_optimizer_made_after_an_evaluation_is_found_in_training():
     assert found == [net]
 
 
-@pytest.mark.parametrize(("pattern", "expected"), [("NoSuch", 1), ("Lin*", 0), ("Teacher", 0)])
-def test_a_class_that_no_module_has_is_told_at_the_first_call(pattern, expected):
-    """Once, at the first call of a module with parameters, with the classes of those that no other holds; not where
-    such a module lives and is not called yet."""
-    net, other = nn.Sequential(nn.Linear(3, 3)), Teacher()
-    told: list[list[str]] = []
-    with ModelFinder(lambda model: None, pattern, told.append):
-        nn.MSELoss()(X, X)
-        assert told == []
-        net(X)
-        assert len(told) == expected
-        other(X)
-    assert len(told) == expected
-    for names in told:
-        assert {"Sequential", "Teacher"} <= set(names)
-        assert "MSELoss" not in names
-
-
 def test_what_is_called_inside_is_not_passed_over():
     """Only modules that were called from outside any other could have been the model."""
     net = frozen(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
@@ -218,33 +199,6 @@ def test_the_first_call_is_watched_whole():
     assert [(frame.batch, frame.name) for frame in watch.frames] == [
         (b, n) for b in (0, 1) for n in ("0", "1", "")
     ]
-
-
-def test_it_ends_after_many_models():
-    """A program that makes its model anew again and again does not gather watches without end."""
-    found, _ = found_in(lambda: [nn.Linear(3, 3)(X) for _ in range(2 * MAX_MODELS)])
-    assert len(found) == MAX_MODELS
-
-
-def test_an_error_ends_the_search_alone():
-    """An exception during the search becomes a warning; the call is made."""
-
-    def fail(model):
-        raise RuntimeError("no")
-
-    net = nn.Linear(3, 3)
-    with ModelFinder(fail):
-        with pytest.warns(RuntimeWarning, match="looks for no more models: RuntimeError: no"):
-            result = net(X)
-        assert nn.Module._compiled_call_impl is None
-    assert torch.equal(result, net(X))
-
-
-def test_two_at_once_are_refused():
-    """The place where it looks holds one."""
-    with ModelFinder(print), pytest.raises(RuntimeError, match="another ModelFinder"), ModelFinder(print):
-        pass
-    assert nn.Module._compiled_call_impl is None
 
 
 @pytest.mark.compile

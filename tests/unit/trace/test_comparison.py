@@ -325,48 +325,6 @@ def test_what_grew_is_sorted_and_leaves_out_inputs_zeros_and_nan(tmp_path: Path)
     assert numbers == {"batch": 1, "module": "m", "label": "output", "abs_max": [1.0, 8.0], "factor": 8.0}
 
 
-def test_records_that_grew_alike_are_one_line(tmp_path: Path) -> None:
-    """Outputs that pass a growth on, as a dropout's, are counted; another factor or batch has a line, in order."""
-
-    def frames(growth: float) -> list[Frame]:
-        factors = {"c_proj": 73.97, "dropout": 73.97, "mlp": 73.97, "block": 74.13}
-        rows = [
-            Frame(0, name, "M", (row("output", high=factor**growth),)) for name, factor in factors.items()
-        ]
-        return [*rows, Frame(1, "other", "M", (row("output", high=73.97**growth),))]
-
-    found = diff(written(tmp_path / "a.parquet", *frames(0)), written(tmp_path / "b.parquet", *frames(1)))
-    assert [(g.module, g.batch, g.num_alike) for g in found.grew] == [
-        ("block", 0, 0), ("c_proj", 0, 2), ("other", 1, 0),
-    ]  # fmt: skip
-    assert "output of c_proj in batch 0, and 2 more by this factor\n" in found.to_text()
-
-
-def test_a_smallest_magnitude_that_is_what_is_left_of_larger_ones_is_no_difference(tmp_path: Path) -> None:
-    """It may change by any factor where each element changes by less than rtol of the largest."""
-    a = one(tmp_path / "a.parquet", row(low=9.7e-6, high=0.08))
-    b = one(tmp_path / "b.parquet", row(low=1.6e-6, high=0.09))
-    assert diff(a, b, rtol=0.2).first is None
-    c = one(tmp_path / "c.parquet", row(low=0.02, high=0.08))
-    found = diff(a, c, rtol=0.2).first
-    assert found is not None
-    assert found.what.startswith("abs_min")
-
-
-def test_calls_of_threads_that_stand_in_turns_are_sorted(tmp_path: Path) -> None:
-    """Two batches interleaved in the file are compared call by call."""
-
-    def frame(batch: int, name: str, high: float = 1.0) -> Frame:
-        return Frame(batch, name, "M", (row(high=high),))
-
-    a = written(tmp_path / "a.parquet", frame(0, "x"), frame(0, "y"), frame(1, "x"), frame(1, "y"))
-    b = written(tmp_path / "b.parquet", frame(1, "x"), frame(0, "x"), frame(1, "y", 3.0), frame(0, "y"))
-    found = diff(a, b)
-    assert found.num_records == 4
-    assert found.first is not None
-    assert (found.first.batch, found.first.module) == (1, "y")
-
-
 # Traces that cannot be compared
 
 
@@ -387,17 +345,6 @@ def test_bad_use_is_named(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=words):
             wrong()
     assert not diff(a, later, batches=(0, 5)).differs
-
-
-def test_batches_of_one_side_are_told_and_not_compared(tmp_path: Path) -> None:
-    """A run that went on for longer agrees as far as both go."""
-    model = mlp()
-    x = torch.ones(2, 3)
-    a = run(tmp_path / "a.parquet", model, x)
-    b = run(tmp_path / "b.parquet", model, x, x * 2, x)
-    found = diff(a, b)
-    assert not found.differs
-    assert "2 batches are in" in found.to_text()
 
 
 # The page

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from nanwatch.recording.observe import SketchedRow, sketch_bytes
 from nanwatch.records.record import Frame, Record
 from nanwatch.trace import trace_writer
 from nanwatch.trace.trace import VERSION
@@ -145,19 +144,6 @@ def test_a_disk_that_fails_is_one_warning_and_the_parts_before_stay(
     assert [path.name for path in tmp_path.iterdir()] == ["run.parquet"]
 
 
-def test_a_warning_that_is_an_error_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Under `-W error` the message goes to stderr: an exception in the thread would reach nobody."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        one = writer(tmp_path / "run.parquet")
-        one.lose(3)
-        one.put([frame(0)])
-        one.close()
-    assert "lacks frames" in capsys.readouterr().err
-    assert Trace.open(tmp_path / "run.parquet").lost_frames == 3
-    assert batches(tmp_path / "run.parquet") == [0]
-
-
 def test_a_slow_disk_costs_frames_and_no_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_disk: threading.Event
 ) -> None:
@@ -189,19 +175,6 @@ def test_close_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, held_disk: th
     held_disk.set()
     one._thread.join(20)
     assert batches(tmp_path / "run.parquet") == [0]
-
-
-def test_without_time_for_one_file_the_parts_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Joining many parts may take longer than an exit may: then the folder is the trace."""
-    monkeypatch.setattr(trace_writer, "PART_ROWS", 1)
-    one = writer(tmp_path / "run.parquet")
-    one.put([frame(0)])
-    one.close(0, waits=False)
-    one._thread.join(20)
-    assert (tmp_path / "run.parquet").is_dir()
-    assert batches(tmp_path / "run.parquet") == [0]
-    assert Trace.open(tmp_path / "run.parquet").batches == (0,)
-    assert [path.name for path in tmp_path.iterdir()] == ["run.parquet"]
 
 
 def test_a_kill_while_the_file_takes_its_place_is_found(tmp_path: Path) -> None:
@@ -238,40 +211,3 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     one.close()
     written = Trace.open(tmp_path / "run.parquet")
     assert (written.batches, written.lost_frames) == ((0,), 0)
-
-
-def sketched_frame(batch: int, size: int) -> Frame:
-    row = SketchedRow("output", "output", (2, 3), "float32", 0.5, 1.5, True, None)
-    row.sketch = bytes(size)
-    return Frame(batch, "layer", "Linear", (row,))
-
-
-def test_waiting_sketches_are_bounded(
-    tmp_path: Path, held_disk: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By their bytes. The frame that is left out no longer holds its sketch either."""
-    monkeypatch.setattr(trace_writer, "MAX_WAITING_ROWS", 3000)
-    it = writer(tmp_path / "run.parquet")
-    it.put([frame(0)])
-    until(lambda: not it._waiting)
-    many = [sketched_frame(batch, 1 << 20) for batch in (1, 2)]
-    for one in many:
-        it.put([one])
-    assert it._facts["lost_frames"] == 1
-    assert sketch_bytes(many[1].records[0]) == 0
-    held_disk.set()
-    it.close()
-    assert batches(it.path) == [0, 1]
-
-
-def test_sketches_make_smaller_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The latest part, which is written anew every few seconds, is at most about PART_BYTES."""
-    monkeypatch.setattr(trace_writer, "PART_BYTES", 10_000)
-    it = writer(tmp_path / "folder")
-    for batch in range(4):
-        it.put([sketched_frame(batch, 6_000)])
-        until(lambda: not it._waiting)
-    it.close()
-    parts = sorted(it.path.glob("part-*.parquet"))
-    assert [one for part in parts for one in batches(part)] == [0, 1, 2, 3]
-    assert len(parts) >= 2
