@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import check_names
+import check_sizes
 from support.paths import ROOT, TESTS
 
 FILES = sorted(TESTS.rglob("*.py"))
@@ -106,3 +108,10 @@ def test_module_without_tests_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         "ELSEWHERE: trace/gone is gone, or has tests of its own",
         "ELSEWHERE: tests/unit/trace/test_gone.py is gone",
     ]
+
+
+def test_a_room_that_is_too_large_is_told() -> None:
+    """And one without a limit, and one that is gone."""
+    told = check_sizes.faults(Counter({"trace": 11, "new": 1}), {"trace": 10, "old": 5})
+    assert [line.partition(":")[0] for line in told] == ["trace", "new", "old"]
+    assert check_sizes.faults(Counter({"trace": 10}), {"trace": 10}) == []
