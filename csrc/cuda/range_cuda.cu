@@ -1,215 +1,404 @@
-// CUDA kernels of the range and the health. Alone with nvcc, no torch:
-//   nvcc -std=c++17 -O3 -c csrc/cuda/range_cuda.cu -Xcompiler=-fPIC,-Wall,-Wextra -gencode=arch=compute_90,code=sm_90
+// The CUDA kernel of the range. Alone with nvcc, no torch:
+//   nvcc -std=c++17 -O3 -I csrc -c csrc/cuda/range_cuda.cu -Xcompiler=-fPIC,-Wall,-Wextra -arch=sm_90
 //
-// This file cuts tensors into launches. One kernel (range_cuda_kernels.h) reads, merges and writes the rows; from the
-// inside out: cuda_lanes.h folds words, cuda_scan.h reads a block's share, cuda_walk.h says which share that is,
-// range_cuda_accumulators.h merges threads and blocks, range_cuda_observe.h looks closer for the recorder.
+// For each tensor of a launch, over the magnitudes |w| of its words:
+//   lo = min |w|, hi = max |w|          (abs_min, abs_max; finite if hi <= the largest finite code)
+// Blocks stride through a tensor together, one wave of them for the device. Each folds 16-byte loads into registers,
+// then over its warps, then with two atomic maxima into the tensor's cell in device memory. The block that comes last
+// decodes the cell and writes the row. For the recorder it reads a tensor that is not finite, or may be a mask, once
+// more and counts: one multiprocessor for a whole tensor, 40 us for a mask of 2 MB.
 #include "cuda/range_cuda.h"
 
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 
-#include "cuda/cuda_tensor.h"
-#include "cuda/range_cuda_kernels.h"
+#include "cuda/cuda_lanes.h"
 
 namespace nanwatch {
 namespace {
 
-// A tensor is cut so that a launch has some 2048 blocks, eight for each place that two blocks on each of 132 SMs make:
-// enough to even out, and each long enough for its end (a merge and three atomics) not to matter. Not tuned on a GPU.
-constexpr int64_t kWantedChunks = 2048;
-// At least two loads a thread, so that 1 MiB still spreads over 64 SMs.
-constexpr int64_t kMinChunkBytes = 16 << 10;
-constexpr int64_t kMaxChunkBytes = 256 << 10;
+using Bits = unsigned long long;  // the type that CUDA's 64-bit atomics take
 
-// Dimensions of a strided tensor that shares a launch: what is left of a sliced, permuted attention tensor is three.
-constexpr int kWalkDims = 4;
+constexpr int kThreads = 512, kWarpThreads = 32, kWarps = kThreads / kWarpThreads;
+constexpr unsigned kWholeWarp = 0xffffffffu;
+// Loads of 16 bytes that a thread has on the way: an H200 moves 4.5 TB/s at some 700 ns, which is 24 KB for each of 132
+// multiprocessors. Two blocks of 512 threads with eight loads have 128 KB on the way, so that short reads get there
+// too.
+constexpr int kInFlight = 8;
+constexpr int kBlocksPerMultiprocessor = 2;
+// Two loads a thread, so that 1 MiB still spreads over 64 multiprocessors.
+constexpr int64_t kLeastBytesPerBlock = 16 << 10;
 
-// Kernel parameters may take 32,764 bytes since CUDA 12.1 and 4,096 before. A tensor takes 26 and its walk 152.
+// Where the blocks of one tensor meet; zero between launches. A minimum is kept as the maximum of its complement, so
+// that zeroed memory is the identity.
+struct Cell {
+  Bits hi, not_lo;
+  unsigned arrived, unused;
+};
+
+// Tensors of one launch, passed by value: kernel parameters may take 32,764 bytes since CUDA 12.1 and 4,096 before.
+template <int most>
+struct Batch {
+  static constexpr int capacity = most;
+  const char* data[most];
+  int64_t numel[most];
+  uint32_t end[most];  // blocks of this tensor and of those before it
+  uint8_t format[most];
+  int32_t count;
+  Cell* cells;
+  double* rows;           // for operators: three numbers a row
+  NanwatchRow* recorded;  // or for the recorder, with the stamp of the first row
+  uint64_t first;
+
+  // The tensor that a block belongs to: the first whose end is beyond it.
+  __device__ int tensor_of(uint32_t block) const {
+    int low = 0, high = count - 1;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (block < end[middle]) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    return low;
+  }
+};
+
+// A frame's tensors, and the gradients of a step. A launch copies all its parameters: 11 KB are too many for a frame.
+using Few = Batch<24>;
 #if CUDART_VERSION >= 12010
-constexpr size_t kMaxParameters = 32764;
-using Many = Batch<1024, 32, kWalkDims>;
+using Many = Batch<512>;
 #else
-constexpr size_t kMaxParameters = 4096;
-using Many = Batch<96, 8, kWalkDims>;
+using Many = Batch<128>;
 #endif
-// A launch copies all its parameters: 31 KiB are too many for one linear layer's four tensors.
-using Few = Batch<16, 4, kWalkDims>;
-// Batch for tensors that only the plain kernel reads.
-using Any = Batch<1, 1, kNanwatchMaxWalkDims>;
-static_assert(sizeof(Many) <= kMaxParameters, "the parameters of a launch are bounded");
 
-// The recorder's have 106 bytes more a tensor: 4 KB for a frame.
-using Frame = Observation<Batch<24, 4, kWalkDims>>;
-static_assert(sizeof(Frame) <= 4096, "parameters beyond this are copied in a slower way");
+// ---- formats that are known only when the kernel runs ---------------------------------------------------------------
 
-// A workspace: a cell for each tensor of a launch.
-constexpr size_t kWorkspace = std::max(
-    {Many::capacity * sizeof(Cell<DeviceRange>), Frame::capacity * sizeof(Cell<Sighting>), sizeof(Cell<DeviceHealth>)});
+template <class Fn>
+__device__ __forceinline__ void with_device_format(Format format, const Fn& fn) {
+#define NANWATCH_CASE(name, ...) \
+  if (format == Format::name) return fn(FormatTag<Format::name>{});
+  NANWATCH_FORMATS(NANWATCH_CASE)
+#undef NANWATCH_CASE
+}
 
-// Where rows go: into an array, or to the recorder.
-struct Destination {
-  double* rows;
-  const NanwatchTarget* target;
+// The formats that are read by the same code as F, those with its width and sign, as a set of bits.
+static_assert(kNumFormats <= 32);
+template <Format F, Format G>
+constexpr uint32_t kBitIfAlike =
+    uint32_t(sizeof(typename Codes<F>::Word) == sizeof(typename Codes<G>::Word) && Codes<F>::sign == Codes<G>::sign)
+    << int(G);
+#define NANWATCH_BIT(name, ...) | kBitIfAlike<F, Format::name>
+template <Format F>
+constexpr uint32_t kAlike = 0 NANWATCH_FORMATS(NANWATCH_BIT);
+#undef NANWATCH_BIT
+
+// For the first format of those that are read alike: 13 loops in place of 18.
+template <class Fn>
+__device__ __forceinline__ void with_device_layout(Format format, const Fn& fn) {
+#define NANWATCH_CASE(name, ...)                                                       \
+  if constexpr ((kAlike<Format::name> & ((1u << int(Format::name)) - 1)) == 0) {       \
+    if (kAlike<Format::name> >> int(format) & 1) return fn(FormatTag<Format::name>{}); \
+  }
+  NANWATCH_FORMATS(NANWATCH_CASE)
+#undef NANWATCH_CASE
+}
+
+// ---- a block and its part of a tensor -------------------------------------------------------------------------------
+
+// Past L1, where nobody comes back to it, but not first to leave L2: the next layer reads this tensor from there.
+__device__ __forceinline__ Vector load_vector(const Vector* p) {
+#ifdef __CUDA_ARCH__
+  Vector v;
+  asm("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+      : "l"(__cvta_generic_to_global(p)));
+  return v;
+#else
+  return *p;
+#endif
+}
+
+// Block `block` of `blocks`: vectors in turn with the other blocks. The first one also reads what lies before the first
+// 16-byte boundary and behind the last.
+template <class Word, class Lanes>
+__device__ __forceinline__ void scan(Lanes& lanes, const char* data, int64_t numel, uint32_t block, uint32_t blocks) {
+  constexpr int width = sizeof(Word), per_vector = 16 / width;
+  const auto* const words = reinterpret_cast<const Word*>(data);
+  const int64_t to_boundary = int64_t((16 - reinterpret_cast<uintptr_t>(data) % 16) % 16) / width;
+  const int64_t head = to_boundary < numel ? to_boundary : numel, vectors = (numel - head) / per_vector;
+  const int64_t tail = head + vectors * per_vector;
+  if (block == 0) {
+    if (int(threadIdx.x) < head) lanes.take_one(words[threadIdx.x]);
+    if (int(threadIdx.x) < numel - tail) lanes.take_one(words[tail + threadIdx.x]);
+  }
+  const auto* p = reinterpret_cast<const Vector*>(words + head);
+  const int64_t step = int64_t(blocks) * kThreads;
+  int64_t v = int64_t(block) * kThreads + threadIdx.x;
+  Vector vector[kInFlight];
+#pragma unroll 1
+  for (; v + (kInFlight - 1) * step < vectors; v += kInFlight * step) {
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) vector[k] = load_vector(p + v + k * step);
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) lanes.take(vector[k]);
+  }
+  // The rest is fewer than kInFlight vectors, on the way at the same time as well.
+#pragma unroll
+  for (int k = 0; k < kInFlight - 1; ++k)
+    if (v + k * step < vectors) vector[k] = load_vector(p + v + k * step);
+#pragma unroll
+  for (int k = 0; k < kInFlight - 1; ++k)
+    if (v + k * step < vectors) lanes.take(vector[k]);
+}
+
+__device__ __forceinline__ Bits larger(Bits a, Bits b) {
+  return a < b ? b : a;
+}
+
+struct Ends {
+  Bits hi, not_lo;
 };
 
-// The need for positions in C order. `wished`: unless another order is faster.
-enum class Positions { none, needed, wished };
-
-// The way in which a tensor is read.
-struct Plan {
-  CoalescedDims shape;
-  bool ordered;  // whether it tells positions
-  Dim dim[kNanwatchMaxDims];
-
-  void make(const NanwatchTensor& tensor, Positions positions) {
-    ordered = positions != Positions::none;
-    shape = coalesce_dims(tensor.dims, tensor.sizes, tensor.strides, ordered, dim);
-    if (positions != Positions::wished || shape.flat) return;
-    Dim merged[kNanwatchMaxDims];
-    const CoalescedDims other = coalesce_dims(tensor.dims, tensor.sizes, tensor.strides, false, merged);
-    if (!other.flat && shape.dims <= kWalkDims) return;
-    shape = other;
-    std::copy(merged, merged + other.dims, dim);
-    ordered = other.flat && ascends(tensor);
+// `is_narrow`, the same for all threads of a block: the bits are below 2^32.
+__device__ __forceinline__ Ends merge_warp(Ends ends, bool is_narrow) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  if (is_narrow)
+    return {__reduce_max_sync(kWholeWarp, unsigned(ends.hi)), __reduce_max_sync(kWholeWarp, unsigned(ends.not_lo))};
+#endif
+  for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
+    ends.hi = larger(ends.hi, __shfl_xor_sync(kWholeWarp, ends.hi, distance));
+    ends.not_lo = larger(ends.not_lo, __shfl_xor_sync(kWholeWarp, ends.not_lo, distance));
   }
+  return ends;
+}
 
- private:
-  // Returns whether memory has C order, apart from dimensions of stride 0.
-  static bool ascends(const NanwatchTensor& tensor) {
-    int64_t stride = 0;
-    for (int64_t d = tensor.dims - 1; d >= 0; --d) {
-      if (tensor.sizes[d] == 1 || tensor.strides[d] == 0) continue;
-      if (tensor.strides[d] < stride) return false;
-      stride = tensor.strides[d];
-    }
-    return true;
-  }
-};
+// The ends of all threads, in the threads of the first warp. Every thread of the block must come here.
+__device__ __forceinline__ Ends merge_block(Ends ends, bool is_narrow) {
+  static_assert(kWarps <= kWarpThreads, "one warp merges all warps");
+  __shared__ Ends warps[kWarps];
+  const unsigned warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
+  ends = merge_warp(ends, is_narrow);
+  if (lane == 0) warps[warp] = ends;
+  __syncthreads();
+  if (warp != 0) return ends;
+  return merge_warp(lane < kWarps ? warps[lane] : Ends{0, 0}, is_narrow);
+}
 
-// The dimensions that matter, in C order, the last one for itself: a mask is judged by its rows. False if too many.
-bool describe(const NanwatchTensor& tensor, int64_t* size, int64_t* stride, uint8_t* count) {
-  const int64_t width = width_of(tensor), last = tensor.dims - 1;
-  int dims = 0;
-  for (int64_t d = 0; d <= last; ++d) {
-    if (tensor.sizes[d] == 1 && d != last) continue;
-    if (dims > 0 && d != last && stride[dims - 1] == tensor.strides[d] * width * tensor.sizes[d]) {
-      size[dims - 1] *= tensor.sizes[d];
-      stride[dims - 1] = tensor.strides[d] * width;
-      continue;
-    }
-    if (dims == kObserveDims) return false;
-    size[dims] = tensor.sizes[d];
-    stride[dims++] = tensor.strides[d] * width;
-  }
-  if (dims == 0) size[dims] = 1, stride[dims++] = width;
-  *count = uint8_t(dims);
+// ---- the last block of a tensor -------------------------------------------------------------------------------------
+
+// Adds a block's ends. True for the block that comes last, whose `ends` then are those of all, and the cell is empty
+// again. Called by one thread of each block.
+__device__ bool meet(Cell* cell, uint32_t blocks, Ends* ends) {
+  if (blocks == 1) return true;
+  atomicMax(&cell->hi, ends->hi);
+  atomicMax(&cell->not_lo, ends->not_lo);
+  __threadfence();  // our ends before our arrival
+  if (atomicAdd(&cell->arrived, 1u) != blocks - 1) return false;
+  __threadfence();                                     // their arrivals before their ends
+  *ends = {__ldcg(&cell->hi), __ldcg(&cell->not_lo)};  // from L2, where the atomics were done
+  *cell = {};
   return true;
 }
 
-template <class AnyBatch>
-class Launcher {
- public:
-  Launcher(void (*kernel)(AnyBatch), const Destination& to, void* cells, void* stream)
-      : kernel_(kernel), stream_(stream) {
-    batch_.rows = to.rows;
-    if constexpr (AnyBatch::observes) batch_.target = *to.target;
-    batch_.cells = cells;
-    batch_.count = 0;
-  }
-
-  bool has_room(bool flat) const {
-    return batch_.count < AnyBatch::capacity && (flat || walks_ < AnyBatch::walk_capacity);
-  }
-
-  // False if the kernel cannot read the tensor, and then it is not in the batch.
-  bool add(const NanwatchTensor& tensor, const Plan& plan, bool flat, int64_t row) {
-    const int i = batch_.count;
-    const CoalescedDims& shape = plan.shape;
-    if constexpr (AnyBatch::observes) {
-      if (!describe(tensor, batch_.size[i], batch_.stride[i], &batch_.dims[i])) return false;
-      batch_.repeats[i] = shape.repeats;
-      batch_.ordered[i] = plan.ordered;
-    }
-    batch_.data[i] = static_cast<const char*>(tensor.data);
-    batch_.numel[i] = shape.numel;
-    batch_.row[i] = uint32_t(row);
-    batch_.format[i] = uint8_t(tensor.format);
-    batch_.walk[i] = kFlat;
-    if (!flat) {
-      const bool fast = fill(batch_.walks[walks_], tensor, shape, plan.dim);
-      if (!fast && AnyBatch::dim_capacity < kNanwatchMaxWalkDims) return false;
-      batch_.walk[i] = uint8_t(walks_++);
-    }
-    ++batch_.count;
-    bytes_ += double(shape.numel) * double(width_of(tensor));
-    return true;
-  }
-
-  int flush() {
-    if (batch_.count == 0) return 0;
-    const double wanted = bytes_ / kWantedChunks;  // a double, because an overlapping view may pass 2^63 bytes
-    batch_.chunk_bytes = uint32_t(kMinChunkBytes);
-    while (batch_.chunk_bytes < kMaxChunkBytes && batch_.chunk_bytes < wanted) batch_.chunk_bytes *= 2;
-    if (bytes_ / batch_.chunk_bytes + batch_.count > INT32_MAX) return kNanwatchTooManyChunks;
-    uint32_t chunks = 0;
-    for (int i = 0; i < batch_.count; ++i)
-      batch_.end[i] = chunks += batch_.chunks_of(i, int(word_size(Format(batch_.format[i]))));
-    void* arguments[] = {&batch_};
-    const cudaError_t error =
-        cudaLaunchKernel(kernel_, dim3(chunks), dim3(kThreads), arguments, 0, static_cast<cudaStream_t>(stream_));
-    batch_.count = walks_ = 0;
-    bytes_ = 0;
-    return checked(error);
-  }
-
- private:
-  void (*kernel_)(AnyBatch);
-  void* stream_;
-  int walks_ = 0;
-  double bytes_ = 0;
-  AnyBatch batch_;
-};
-
-template <class Accumulator, class AnyBatch, class Alone>
-int reduce(const NanwatchTensor* tensors, int64_t count, const Destination& to, void* workspace, int device,
-           void* stream) {
-  if (count == 0) return 0;
-  // This runtime is not the one torch uses: set the device here too, or a thread that has no context yet launches on 0.
-  if (const int error = checked(cudaSetDevice(device))) return error;
-  constexpr bool counts = Accumulator::columns == kHealthColumns;
-  constexpr Positions positions = AnyBatch::observes ? Positions::wished : counts ? Positions::needed : Positions::none;
-  Launcher<AnyBatch> together(fast_kernel<Accumulator, AnyBatch>, to, workspace, stream);
-  Plan plan;
-  for (int64_t row = 0; row < count; ++row) {
-    const NanwatchTensor& tensor = tensors[row];
-    if (tensor.dims > kNanwatchMaxDims) return kNanwatchTooManyDims;
-    plan.make(tensor, positions);
-    // A health of repeated elements has to multiply its counts, which a walk knows of, and an observation.
-    const bool flat = plan.shape.flat && aligned(tensor) && (plan.shape.repeats == 1 || positions != Positions::needed);
-    if (!together.has_room(flat))
-      if (const int error = together.flush()) return error;
-    if (aligned(tensor) && plan.shape.dims <= kWalkDims && together.add(tensor, plan, flat, row)) continue;
-    if (!plan.ordered && positions != Positions::none) plan.make(tensor, Positions::needed);
-    if (plan.shape.dims > kNanwatchMaxWalkDims) return kNanwatchTooManyDims;
-    Launcher<Alone> alone(plain_kernel<Accumulator, Alone>, to, workspace, stream);
-    alone.add(tensor, plan, false, row);
-    if (const int error = alone.flush()) return error;
-  }
-  return together.flush();
+template <Format F>
+__device__ Range<F> range_of(const Ends& ends) {
+  using Word = typename Codes<F>::Word;
+  Range<F> range;
+  range.hi = Word(ends.hi);
+  range.lo = Word(~Word(ends.not_lo));
+  return range;
 }
 
-// Returns whether the recorder's kernels can walk the tensor. If they cannot walk
-// one of several, nothing is enqueued.
-bool can_observe(const NanwatchTensor& tensor) {
-  if (tensor.dims <= kObserveDims) return true;
-  if (tensor.dims > kNanwatchMaxDims) return false;
-  int64_t size[kObserveDims], stride[kObserveDims];
-  uint8_t dims;
-  Plan plan;
-  plan.make(tensor, Positions::needed);
-  return plan.shape.dims <= kNanwatchMaxWalkDims && describe(tensor, size, stride, &dims);
+// What is counted of a tensor that is not finite or may be a mask.
+struct Counts {
+  Bits num_nan, num_posinf, num_neginf, num_zero, num_subnormal, num_lowest;
+  Bits finite_hi, finite_not_lo;
+  Bits not_first;  // complement of the first non-finite position; 0: there is none
+};
+
+// A mask that is made with a dtype's minimum in place of -inf. Not of 8 bits, where finite tensors are full of the
+// largest number by saturation.
+template <Format F>
+constexpr bool kMasksWithLowest = Codes<F>::is_float && sizeof(typename Codes<F>::Word) > 1;
+
+template <Format F>
+__device__ bool needs_counts(const Range<F>& range) {
+  if (!Codes<F>::is_float || range.empty()) return false;
+  return !is_finite<F>(range.hi) || (kMasksWithLowest<F> && range.lo == 0 && range.hi == Codes<F>::max_finite);
+}
+
+// Called by all threads of the block; `counts` is in shared memory and zero.
+template <Format F>
+__device__ void count(const char* data, int64_t numel, Counts* counts) {
+  using Word = typename Codes<F>::Word;
+  constexpr Word lowest = Word(Word(Word(1) << (8 * sizeof(Word) - 1)) | Codes<F>::max_finite);
+  const auto* const words = reinterpret_cast<const Word*>(data);
+  Health<F> health;
+  int64_t num_lowest = 0;
+#pragma unroll 8
+  for (int64_t i = threadIdx.x; i < numel; i += kThreads) {
+    health.update(words[i], i);
+    num_lowest += kMasksWithLowest<F> && words[i] == lowest;
+  }
+  atomicAdd(&counts->num_nan, Bits(health.num_nan));
+  atomicAdd(&counts->num_posinf, Bits(health.num_posinf));
+  atomicAdd(&counts->num_neginf, Bits(health.num_neginf));
+  atomicAdd(&counts->num_zero, Bits(health.num_zero));
+  atomicAdd(&counts->num_subnormal, Bits(health.num_subnormal));
+  atomicAdd(&counts->num_lowest, Bits(num_lowest));
+  atomicMax(&counts->finite_hi, Bits(health.finite.hi));
+  atomicMax(&counts->finite_not_lo, Bits(Word(~health.finite.lo)));
+  if (health.first_nonfinite != Health<F>::kNone) atomicMax(&counts->not_first, ~Bits(health.first_nonfinite));
+}
+
+// Writes the columns of Health::write and whether the tensor may be a mask.
+template <Format F>
+__device__ void write_counts(const Counts& counts, int64_t numel, volatile double* values) {
+  const RangeRow finite = range_of<F>({counts.finite_hi, counts.finite_not_lo}).row();
+  values[column::finite_abs_min] = finite.abs_min;
+  values[column::finite_abs_max] = finite.abs_max;
+  values[column::num_nan] = double(counts.num_nan);
+  values[column::num_posinf] = double(counts.num_posinf);
+  values[column::num_neginf] = double(counts.num_neginf);
+  values[column::num_zero] = double(counts.num_zero);
+  values[column::num_subnormal] = double(counts.num_subnormal);
+  values[column::first_nonfinite] = counts.not_first == 0 ? -1.0 : double(~counts.not_first);
+  const Bits masked = counts.num_neginf != 0 ? counts.num_neginf : counts.num_lowest;
+  values[column::is_mask] = masked != 0 && counts.num_zero != 0 && counts.num_zero + masked == Bits(numel) ? 1.0 : 0.0;
+}
+
+// Writes the recorder's row into host memory, the stamp when all else is there. Not inlined: the loops before it keep
+// their registers, whatever is needed here.
+template <Format F>
+__device__ __noinline__ void record(const Ends& ends, const char* data, int64_t numel, NanwatchRow* to,
+                                    uint64_t stamp) {
+  __shared__ Counts counts;
+  const Range<F> range = range_of<F>(ends);
+  const bool examined = needs_counts<F>(range);
+  if (examined) {
+    if (threadIdx.x == 0) counts = {};
+    __syncthreads();
+    count<F>(data, numel, &counts);
+    __syncthreads();
+  }
+  if (threadIdx.x != 0) return;
+  volatile NanwatchRow* const row = to;
+  const RangeRow reported = range.row();
+  row->values[column::abs_min] = reported.abs_min;
+  row->values[column::abs_max] = reported.abs_max;
+  row->values[column::isfinite] = reported.isfinite ? 1.0 : 0.0;
+  if (examined) write_counts<F>(counts, numel, row->values);
+  row->examined = examined ? 1.0 : 0.0;
+  __threadfence_system();
+  row->stamp = stamp;
+}
+
+// ---- the kernel -----------------------------------------------------------------------------------------------------
+
+template <bool records, class AnyBatch>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    range_kernel(const __grid_constant__ AnyBatch batch) {
+  __shared__ Ends total;
+  __shared__ bool is_last;
+  const int tensor = batch.tensor_of(blockIdx.x);
+  const uint32_t before = tensor == 0 ? 0 : batch.end[tensor - 1], blocks = batch.end[tensor] - before;
+  const Format format = Format(batch.format[tensor]);
+  Ends ends = {0, 0};
+  bool is_narrow = true;
+  with_device_layout(format, [&](auto tag) {
+    constexpr Format F = decltype(tag)::format;
+    using Word = typename Codes<F>::Word;
+    RangeLanes<F> lanes;
+    scan<Word>(lanes, batch.data[tensor], batch.numel[tensor], blockIdx.x - before, blocks);
+    const Range<F> range = lanes.range();
+    ends = {range.hi, Word(~range.lo)};
+    is_narrow = sizeof(Word) < 8;
+  });
+  ends = merge_block(ends, is_narrow);
+  if constexpr (records) {
+    if (threadIdx.x == 0) {
+      is_last = meet(batch.cells + tensor, blocks, &ends);
+      total = ends;
+    }
+    __syncthreads();
+    if (!is_last) return;
+    with_device_format(format, [&](auto tag) {
+      record<decltype(tag)::format>(total, batch.data[tensor], batch.numel[tensor], batch.recorded + tensor,
+                                    batch.first + uint64_t(tensor));
+    });
+  } else {
+    if (threadIdx.x != 0 || !meet(batch.cells + tensor, blocks, &ends)) return;
+    with_device_format(format, [&](auto tag) { range_of<decltype(tag)::format>(ends).write(batch.rows + 3 * tensor); });
+  }
+}
+
+// ---- the host's side ------------------------------------------------------------------------------------------------
+
+// The launch's own error only: an error that an earlier call of the user left pending is neither read nor cleared. The
+// launch's error is cleared once it is read, because the caller gets it and the next check of another launch must not.
+int checked(cudaError_t error) {
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  return int(error);
+}
+
+// This runtime is not the one that torch uses, and both look at the driver's current context. To set a device that is
+// set already takes microseconds.
+int select(int device) {
+  int current = -1;
+  if (cudaGetDevice(&current) == cudaSuccess && current == device) return 0;
+  return checked(cudaSetDevice(device));
+}
+
+int blocks_in_a_wave(int device) {
+  static std::atomic<int> known[16];  // asking takes a microsecond
+  int multiprocessors = device < 16 ? known[device].load(std::memory_order_relaxed) : 0;
+  if (multiprocessors == 0) {
+    (void)cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    if (device < 16) known[device].store(multiprocessors, std::memory_order_relaxed);
+  }
+  return kBlocksPerMultiprocessor * std::max(multiprocessors, 1);
+}
+
+// A launch for `count` tensors, at most the batch's capacity. Each has a share of one wave of blocks, by its bytes.
+template <bool records, class AnyBatch>
+int launch(const NanwatchTensor* tensors, int count, AnyBatch& batch, int device, void* stream) {
+  const auto bytes_of = [](const NanwatchTensor& x) { return double(x.numel) * double(word_size(Format(x.format))); };
+  double bytes = 1;
+  for (int i = 0; i < count; ++i) bytes += bytes_of(tensors[i]);
+  // Rounded up for each tensor they are still one wave: a block of a second one would take as long as the first.
+  const int wave = blocks_in_a_wave(device), shared = std::max(wave - count, wave / 2);
+  const double per_block = std::max(double(kLeastBytesPerBlock), bytes / shared);
+  uint32_t blocks = 0;
+  for (int i = 0; i < count; ++i) {
+    batch.data[i] = static_cast<const char*>(tensors[i].data);
+    batch.numel[i] = tensors[i].numel;
+    batch.format[i] = uint8_t(tensors[i].format);
+    batch.end[i] = blocks += uint32_t(bytes_of(tensors[i]) / per_block) + 1;
+  }
+  batch.count = count;
+  void* arguments[] = {&batch};
+  return checked(cudaLaunchKernel(range_kernel<records, AnyBatch>, dim3(blocks), dim3(kThreads), arguments, 0,
+                                  static_cast<cudaStream_t>(stream)));
+}
+
+template <bool records, class AnyBatch>
+int launch_all(const NanwatchTensor* tensors, int64_t count, AnyBatch& batch, int device, void* stream) {
+  if (const int error = select(device)) return error;
+  for (int64_t done = 0; done < count; done += AnyBatch::capacity) {
+    const int many = int(std::min<int64_t>(count - done, AnyBatch::capacity));
+    if (const int error = launch<records>(tensors + done, many, batch, device, stream)) return error;
+    if constexpr (records) {
+      batch.recorded += many;
+      batch.first += uint64_t(many);
+    } else {
+      batch.rows += 3 * many;
+    }
+  }
+  return 0;
 }
 
 // While one lives an allocation on this thread is no error, and no end, of a capture elsewhere.
@@ -230,59 +419,50 @@ class Uncaptured {
 extern "C" {
 
 size_t nanwatch_cuda_workspace(void) {
-  return nanwatch::kWorkspace;
+  return nanwatch::Many::capacity * sizeof(nanwatch::Cell);
 }
 
 int nanwatch_cuda_clear(void* workspace, int device, void* stream) {
-  if (const int error = nanwatch::checked(cudaSetDevice(device))) return error;
+  if (const int error = nanwatch::select(device)) return error;
   return nanwatch::checked(cudaMemsetAsync(workspace, 0, nanwatch_cuda_workspace(), static_cast<cudaStream_t>(stream)));
 }
 
 int nanwatch_cuda_ranges(const NanwatchTensor* tensors, int64_t count, double* rows, void* workspace, int device,
                          void* stream) {
   using namespace nanwatch;
-  const auto reduction = count <= Few::capacity ? reduce<DeviceRange, Few, Any> : reduce<DeviceRange, Many, Any>;
-  return reduction(tensors, count, {rows, nullptr}, workspace, device, stream);
+  const auto send = [&](auto batch) {
+    batch.cells = static_cast<Cell*>(workspace);
+    batch.rows = rows;
+    return launch_all<false>(tensors, count, batch, device, stream);
+  };
+  return count <= Few::capacity ? send(Few{}) : send(Many{});
 }
 
-int nanwatch_cuda_health(const NanwatchTensor* tensor, double* row, void* workspace, int device, void* stream) {
-  using namespace nanwatch;
-  return reduce<DeviceHealth, Few, Any>(tensor, 1, {row, nullptr}, workspace, device, stream);
+int nanwatch_cuda_observe(const NanwatchTensor* tensors, int64_t count, NanwatchRow* rows, uint64_t first,
+                          void* workspace, int device, void* stream) {
+  nanwatch::Few batch;
+  batch.cells = static_cast<nanwatch::Cell*>(workspace);
+  batch.recorded = rows;
+  batch.first = first;
+  return nanwatch::launch_all<true>(tensors, count, batch, device, stream);
 }
 
-int nanwatch_cuda_observe(const NanwatchTensor* tensors, int64_t count, const NanwatchTarget* target, void* workspace,
-                          int device, void* stream) {
-  using namespace nanwatch;
-  for (int64_t i = 0; i < count; ++i)
-    if (!can_observe(tensors[i])) return kNanwatchTooManyDims;
-  return reduce<Sighting, Frame, Observation<Any>>(tensors, count, {nullptr, target}, workspace, device, stream);
-}
-
-int nanwatch_cuda_stream(int device, void* stream, uint64_t* id, uint64_t* capture) {
-  if (const int error = nanwatch::checked(cudaSetDevice(device))) return error;
+int nanwatch_cuda_stream(int device, void* stream, int* capturing) {
+  if (const int error = nanwatch::select(device)) return error;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long of_capture = 0;
-  if (const int error =
-          nanwatch::checked(cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream), &status, &of_capture)))
-    return error;
-  *capture = status == cudaStreamCaptureStatusNone ? 0 : of_capture + 1;  // nothing says that none has the number 0
-  *id = 0;
-#if CUDART_VERSION >= 12000
-  unsigned long long number = 0;
-  if (const int error = nanwatch::checked(cudaStreamGetId(static_cast<cudaStream_t>(stream), &number))) return error;
-  *id = number;
-#endif
-  return 0;
+  const int error = nanwatch::checked(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status));
+  *capturing = status == cudaStreamCaptureStatusNone ? 0 : 1;
+  return error;
 }
 
 int nanwatch_cuda_allocate(int device, size_t bytes, void** memory) {
-  if (const int error = nanwatch::checked(cudaSetDevice(device))) return error;
+  if (const int error = nanwatch::select(device)) return error;
   const nanwatch::Uncaptured uncaptured;
   return nanwatch::checked(cudaMalloc(memory, bytes));
 }
 
 int nanwatch_cuda_allocate_mapped(int device, size_t bytes, void** memory, void** address) {
-  if (const int error = nanwatch::checked(cudaSetDevice(device))) return error;
+  if (const int error = nanwatch::select(device)) return error;
   const nanwatch::Uncaptured uncaptured;
   if (const int error = nanwatch::checked(cudaHostAlloc(memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped)))
     return error;
@@ -290,32 +470,28 @@ int nanwatch_cuda_allocate_mapped(int device, size_t bytes, void** memory, void*
 }
 
 int nanwatch_cuda_event(int device, void** event) {
-  if (const int error = nanwatch::checked(cudaSetDevice(device))) return error;
+  if (const int error = nanwatch::select(device)) return error;
   const nanwatch::Uncaptured uncaptured;
   return nanwatch::checked(cudaEventCreateWithFlags(reinterpret_cast<cudaEvent_t*>(event), cudaEventDisableTiming));
 }
 
 int nanwatch_cuda_record(void* event, int device, void* stream) {
-  if (const int error = nanwatch::checked(cudaSetDevice(device))) return error;
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (const int error = nanwatch::checked(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status)))
-    return error;
-  if (status != cudaStreamCaptureStatusNone) return kNanwatchCapturing;
+  int capturing = 0;
+  if (const int error = nanwatch_cuda_stream(device, stream, &capturing)) return error;
+  if (capturing != 0) return kNanwatchCapturing;
   return nanwatch::checked(cudaEventRecord(static_cast<cudaEvent_t>(event), static_cast<cudaStream_t>(stream)));
 }
 
 int nanwatch_cuda_await(void* event, int device) {
-  if (const int error = nanwatch::checked(cudaSetDevice(device))) return error;
+  if (const int error = nanwatch::select(device)) return error;
   const nanwatch::Uncaptured uncaptured;
   return nanwatch::checked(cudaEventSynchronize(static_cast<cudaEvent_t>(event)));
 }
 
 const char* nanwatch_cuda_error(int code) {
-  if (code == kNanwatchRefused) return "PyTorch refused the device, its stream or its memory";
   if (code == kNanwatchCapturing) return "the stream is being captured into a CUDA graph";
   if (code == kNanwatchNoWorkspace) return "there is no workspace left for another stream";
-  if (code == kNanwatchTooManyDims) return "the tensor has more dimensions than the kernels walk";
-  if (code == kNanwatchTooManyChunks) return "the tensor has more elements than one launch reads";
+  if (code == kNanwatchRefused) return "PyTorch refused the device, its stream or its memory";
   return cudaGetErrorString(cudaError_t(code));
 }
 

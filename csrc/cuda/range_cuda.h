@@ -1,9 +1,9 @@
-// The range and health of tensors in CUDA memory, behind a C ABI: raw pointers, a device number and a stream. Neither
-// torch nor CUDA is needed to include this.
+// The range of tensors in CUDA memory, behind a C ABI: raw pointers, a device number and a stream. Neither torch nor
+// CUDA is needed to include this.
 //
 // Every function that returns an int returns 0, a cudaError_t, or one of the negative codes below. Work is enqueued on
-// `stream` (a cudaStream_t, null for the legacy default stream), waits for nothing, allocates nothing and may be
-// captured in a CUDA graph; the exceptions say so. The calling thread's current device becomes `device`.
+// `stream` (a cudaStream_t, null for the legacy default stream), waits for nothing and allocates nothing; the
+// exceptions say so. The calling thread's current device becomes `device`.
 #pragma once
 
 #include <stddef.h>
@@ -13,24 +13,18 @@
 extern "C" {
 #endif
 
-// Dimensions that may remain after those that continue each other in memory were merged, and before.
-enum { kNanwatchMaxWalkDims = 25, kNanwatchMaxDims = 64 };
+enum { kNanwatchNotReady = -3, kNanwatchCapturing = -4, kNanwatchNoWorkspace = -5, kNanwatchRefused = -7 };
 
-enum { kNanwatchTooManyDims = -1, kNanwatchTooManyChunks = -2, kNanwatchNotReady = -3 };
-enum { kNanwatchCapturing = -4, kNanwatchNoWorkspace = -5, kNanwatchRefused = -7 };
-
-// The arrays and this struct itself may be freed as soon as the call returns.
+// Elements without gaps, in any order. The array may be freed as soon as the call returns.
 typedef struct NanwatchTensor {
-  const void* data;        // device memory, any alignment
-  const int64_t* sizes;    // dims of them, host memory
-  const int64_t* strides;  // in elements, not negative
-  int64_t dims;
+  const void* data;  // device memory, aligned to an element
+  int64_t numel;
   int32_t format;  // nanwatch::Format
 } NanwatchTensor;
 
-// The columns of nanwatch::Health::write, and whether (1 or 0) the tensor may be an additive mask: zeros and -inf, or
-// zeros and, in a format of 16 bits or more, minus the largest number; nothing else, and in each row (over the last
-// dimension) a zero.
+// The columns of nanwatch::Health::write, with the position in memory of the first non-finite element; and whether (1
+// or 0) the tensor may be an additive mask: zeros and -inf, or zeros and, in a format of 16 bits or more, minus the
+// largest number; nothing else.
 enum { kNanwatchRowValues = 12 };
 
 // A row as a device delivers it, into host memory.
@@ -41,12 +35,6 @@ typedef struct NanwatchRow {
   uint64_t stamp;        // written last, when the rest can be read
 } NanwatchRow;
 
-// Where the rows of a call go. The stamp of row i is `first` + i.
-typedef struct NanwatchTarget {
-  NanwatchRow* rows;
-  uint64_t first;
-} NanwatchTarget;
-
 // Bytes of device memory, aligned to 8, where the blocks of a launch meet. It must be zero when work begins and is left
 // zero, so that one serves all calls on one stream, one after the other; two streams must not share one.
 size_t nanwatch_cuda_workspace(void);
@@ -54,23 +42,18 @@ size_t nanwatch_cuda_workspace(void);
 // Makes a workspace zero, in stream order.
 int nanwatch_cuda_clear(void* workspace, int device, void* stream);
 
-// rows[i][0..2] = abs_min, abs_max, isfinite of tensors[i]; device memory or mapped host memory. One launch for up to a
-// thousand tensors, whatever their formats; a strided one of more than four dimensions after merging has its own.
+// rows[i][0..2] = abs_min, abs_max, isfinite of tensors[i]; device memory or mapped host memory. One launch for up to
+// 512 tensors, whatever their formats. May be captured in a CUDA graph.
 int nanwatch_cuda_ranges(const NanwatchTensor* tensors, int64_t count, double* rows, void* workspace, int device,
                          void* stream);
 
-// row[0..10] = the columns of nanwatch::Health::write.
-int nanwatch_cuda_health(const NanwatchTensor* tensor, double* row, void* workspace, int device, void* stream);
+// The same for the recorder: row i is rows[i] in mapped host memory, its stamp `first` + i. All the columns of a tensor
+// that is not finite or may be a mask: one block reads it again, in the same launch.
+int nanwatch_cuda_observe(const NanwatchTensor* tensors, int64_t count, NanwatchRow* rows, uint64_t first,
+                          void* workspace, int device, void* stream);
 
-// The range of every tensor, and all the columns of one that is not finite or may be an additive mask. One launch for
-// up to 24 tensors, more for more of them or for one that has its own; all is enqueued, or with a negative code
-// nothing.
-int nanwatch_cuda_observe(const NanwatchTensor* tensors, int64_t count, const NanwatchTarget* target, void* workspace,
-                          int device, void* stream);
-
-// A number that no other stream of this process ever has (0: this toolkit knows none), and the number of the capture
-// that the stream is in (0: none).
-int nanwatch_cuda_stream(int device, void* stream, uint64_t* id, uint64_t* capture);
+// Whether the stream is being captured into a graph, 1 or 0.
+int nanwatch_cuda_stream(int device, void* stream, int* capturing);
 
 // Device memory, and host memory that kernels of every device write at `*address`. For good: there is no way to give
 // it back. May wait for the device; disturbs no capture, not even another thread's.

@@ -3,6 +3,8 @@
 
 #include "device/cuda_backend.h"
 
+#include <c10/core/DeviceGuard.h>
+
 #include "ops/cuda_launch.h"
 #include "ops/plain_cuda.h"
 
@@ -67,11 +69,10 @@ int device_of(const void* tensor) {
   return is_plain_cuda(x) ? int(x.device().index()) : -1;
 }
 
-int stream_of(int device, void** stream, uint64_t* capture) {
+int stream_of(int device, void** stream, int* capturing) {
   return on_device(device, [&] {
     *stream = current_stream(torch_device(device));
-    uint64_t id = 0;
-    return nanwatch_cuda_stream(device, *stream, &id, capture);
+    return nanwatch_cuda_stream(device, *stream, capturing);
   });
 }
 
@@ -79,15 +80,16 @@ int allocate(int device, size_t bytes, void** memory, void** address) {
   return on_device(device, [&] { return nanwatch_cuda_allocate_mapped(device, bytes, memory, address); });
 }
 
-int observe(const NanwatchTensor* tensors, int64_t count, const NanwatchTarget* target, int device, void* stream) {
+int observe(const NanwatchTensor* tensors, int64_t count, NanwatchRow* rows, uint64_t first, int device, void* stream) {
   return on_device(device, [&]() -> int {
-    // No workspace is made for the call: that would go through torch's dispatcher, where a mode of the user may be
-    // active.
-    const LaunchContext place(torch_device(device), LaunchContext::Workspace::kept);
-    if (place.error != 0) return place.error;
-    if (place.capture != 0 || place.stream != stream) return kNanwatchCapturing;
-    if (place.workspace == nullptr) return kNanwatchNoWorkspace;
-    return nanwatch_cuda_observe(tensors, count, target, place.workspace, device, stream);
+    // A capture may have begun since the frame's first tensor was met.
+    int capturing = 0;
+    if (const int error = nanwatch_cuda_stream(device, stream, &capturing)) return error;
+    if (capturing != 0) return kNanwatchCapturing;
+    // None is made for the call: that would go through torch's dispatcher, where a mode of the user may be active.
+    void* const workspace = Workspaces::instance().find(device, stream);
+    if (workspace == nullptr) return kNanwatchNoWorkspace;
+    return nanwatch_cuda_observe(tensors, count, rows, first, workspace, device, stream);
   });
 }
 
@@ -116,7 +118,7 @@ void release(void* event) {
 
 // Warns once, as `launched` does.
 int cannot_run(int error) {
-  if (error == kNanwatchTooManyDims || error == kNanwatchTooManyChunks || !cannot_run_here(error)) return 0;
+  if (!cannot_run_here(error)) return 0;
   launched(error, "watch");
   return 1;
 }

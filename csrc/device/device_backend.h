@@ -19,12 +19,13 @@ typedef struct NanwatchBackend {
   // The device that holds a plain strided tensor (an at::Tensor, whose Python class is plain too); -1 for anything
   // else.
   int (*device_of)(const void* tensor);
-  // The stream that is current there, and the number of the capture into a graph that it is in (0: none).
-  int (*stream)(int device, void** stream, uint64_t* capture);
+  // The stream that is current there, and whether it is being captured into a graph (1 or 0).
+  int (*stream)(int device, void** stream, int* capturing);
   // Host memory that every device writes at `*address`. For good.
   int (*allocate)(int device, size_t bytes, void** memory, void** address);
   // Calls nanwatch_cuda_observe: all of it is enqueued, or none.
-  int (*observe)(const NanwatchTensor* tensors, int64_t count, const NanwatchTarget* target, int device, void* stream);
+  int (*observe)(const NanwatchTensor* tensors, int64_t count, NanwatchRow* rows, uint64_t first, int device,
+                 void* stream);
   // An event behind all that was enqueued on the stream so far.
   int (*record)(int device, void* stream, void** event);
   int (*wait)(void* event);

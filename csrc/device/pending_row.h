@@ -17,13 +17,22 @@
 
 namespace nanwatch {
 
+// From the run of memory that a device reads to the tensor that lies there, where that is not the run in C order.
+struct Layout {
+  std::vector<int64_t> sizes, strides;  // of the tensor; of its elements in the run, 0 where the tensor repeats them
+  int64_t repeats;                      // elements of the tensor for each that is read
+
+  // Turns counts and the first position of a run into those of the tensor.
+  void apply(double* values) const;
+};
+
 // One tensor's row. Frames and caches that need it share it: a tensor whose row is on the way is not read again.
 struct PendingRow {
   enum class State : uint8_t {
     unsent,   // only collected, for the frame that is being made
     pending,  // enqueued
     completed,
-    failed,    // it will never come
+    failed,  // it will never come
   };
 
   State state = State::unsent;
@@ -35,6 +44,7 @@ struct PendingRow {
   uint64_t stamp = 0;
   RangeRow range{};
   double values[kNanwatchRowValues] = {};
+  std::unique_ptr<const Layout> layout;  // null: the run is the tensor
   std::shared_ptr<PendingRow> verifies;  // a row that should be the same; see Options
 
   // Returns whether the row has completed. Takes it out of its slot then, which may be used anew.
@@ -43,6 +53,7 @@ struct PendingRow {
     if (__atomic_load_n(&slot->stamp, __ATOMIC_ACQUIRE) != stamp) return false;
     std::copy(slot->values, slot->values + kNanwatchRowValues, values);
     examined = slot->examined != 0;
+    if (examined && layout != nullptr) layout->apply(values);
     range = range_of_row(values);
     state = State::completed;
     return true;
@@ -75,20 +86,16 @@ struct PendingRows {
     int device;
     void* stream;
     int error;
-    uint64_t capture;  // that the stream was in then
+    int capturing;  // whether the stream was being captured then
   };
   struct Read {
     PendingRowPtr row;
     c10::Storage storage;  // the walk may run Python code that drops the tensor
-    const void* data;
-    Format format;
-    int64_t dims;
-    size_t geometry;  // where its sizes begin, and behind them its strides
+    NanwatchTensor run;
   };
 
   std::vector<PendingRowPtr> rows;
   std::vector<Read> reads;
-  std::vector<int64_t> geometry;
   std::vector<StreamSlot> stream_slots;
 
   bool empty() const { return rows.empty(); }
@@ -106,14 +113,12 @@ struct PendingRows {
 
   void sent() {
     reads.clear();
-    geometry.clear();
     stream_slots.clear();
   }
 
   void swap(PendingRows& other) noexcept {
     rows.swap(other.rows);
     reads.swap(other.reads);
-    geometry.swap(other.geometry);
     stream_slots.swap(other.stream_slots);
   }
 };

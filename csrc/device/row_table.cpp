@@ -98,23 +98,22 @@ int RowTable::send_on_stream(const PendingRows& frame, const PendingRows::Stream
   for (; *next < frame.reads.size() && tensors.size() < kMostAtOnce; ++*next) {
     const PendingRows::Read& read = frame.reads[*next];
     if (read.row->device != stream_slot.device) continue;
-    const int64_t* const sizes = frame.geometry.data() + read.geometry;
-    tensors.push_back({read.data, sizes, sizes + read.dims, read.dims, int32_t(read.format)});
+    tensors.push_back(read.run);
     rows.push_back(read.row);
   }
   for (size_t done = 0; done < tensors.size();) {
     if (const int error = make_room(tensors.size() - done)) return error;
     const size_t slot = size_t(next_ % kSlots);
     const size_t count = std::min(tensors.size() - done, kSlots - slot);
-    const NanwatchTarget target = {address_ + slot, next_};
+    const uint64_t first = next_;
     next_ += count;
-    if (const int error =
-            backend_->observe(tensors.data() + done, int64_t(count), &target, stream_slot.device, stream_slot.stream))
+    if (const int error = backend_->observe(tensors.data() + done, int64_t(count), address_ + slot, first,
+                                            stream_slot.device, stream_slot.stream))
       return error;
     for (size_t i = 0; i < count; ++i) {
       PendingRow& row = *rows[done + i];
       row.slot = slots_ + slot + i;
-      row.stamp = target.first + i;
+      row.stamp = first + i;
       row.stream = stream_slot.stream;
       row.state = PendingRow::State::pending;
       in_flight_.push_back(rows[done + i]);

@@ -1,10 +1,10 @@
-// Context of a launch from torch: the device and its current stream, a zeroed workspace, and the handling of errors.
+// What a launch from torch needs: the device's current stream, a zeroed workspace, and the handling of errors.
 // For ops_cuda.cpp and cuda_backend.cpp; no CUDA header.
 #pragma once
 
-#include <ATen/ATen.h>
-#include <c10/core/DeviceGuard.h>
+#include <c10/core/Device.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
 #include <torch/version.h>
 
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 11
@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "cuda/range_cuda.h"
-#include "ops/readable.h"
 
 namespace nanwatch {
 
@@ -42,8 +41,8 @@ inline void* current_stream(const c10::Device& device) {
 // The kernels cannot run here at all: nothing was enqueued, and torch's own operations can still give the row.
 inline bool cannot_run_here(int error) {
   constexpr int insufficient_driver = 35, no_kernel_image = 209, unsupported_ptx = 222, unsupported_toolchain = 223;
-  return error == kNanwatchTooManyDims || error == kNanwatchTooManyChunks || error == insufficient_driver ||
-         error == no_kernel_image || error == unsupported_ptx || error == unsupported_toolchain;
+  return error == insufficient_driver || error == no_kernel_image || error == unsupported_ptx ||
+         error == unsupported_toolchain;
 }
 
 // True if the rows are on their way, false if the reference has to make them.
@@ -52,21 +51,15 @@ inline bool launched(int error, const char* op) {
   const char* const words = nanwatch_cuda_error(error);
   TORCH_CHECK(cannot_run_here(error), "nanwatch.", op, ": CUDA error ", error, " (", words,
               ") at a launch. An earlier operation may have caused it: run again with CUDA_LAUNCH_BLOCKING=1.");
-  if (error > 0) {
-    TORCH_WARN_ONCE("nanwatch's CUDA kernels cannot run here: error ", error, " (", words,
-                    "). Every answer is the same, through torch's own operations, and slower. Rebuild nanwatch with "
-                    "this GPU in TORCH_CUDA_ARCH_LIST and a toolkit no newer than the driver.");
-  }
+  TORCH_WARN_ONCE("nanwatch's CUDA kernels cannot run here: error ", error, " (", words,
+                  "). Every answer is the same, through torch's own operations, and slower. Rebuild nanwatch with "
+                  "this GPU in TORCH_CUDA_ARCH_LIST and a toolkit no newer than the driver.");
   return false;
-}
-
-inline NanwatchTensor view_of(const View& view) {
-  return {view.data, view.sizes, view.strides, view.dims, int32_t(view.format)};
 }
 
 // One workspace for each stream that ever needed one: launches on a stream come one after the other and leave it zero,
 // so only the first has to wait for a memset. Not from torch's allocator: what is kept must not lie in the private pool
-// of a graph that happens to be warming up. 1.5 MiB on each device in use, for good.
+// of a graph that happens to be warming up. 768 KiB on each device in use, for good.
 class Workspaces {
  public:
   static Workspaces& instance() {
@@ -75,11 +68,11 @@ class Workspaces {
   }
 
   // A kept one; null if there is no more room, and then the caller takes one for the call.
-  void* find(int device, void* stream, uint64_t id) {
+  void* find(int device, void* stream) {
     const std::lock_guard<std::mutex> lock(mutex_);
     Arena& arena = arena_of(device);
     for (size_t i = 0; i < arena.streams.size(); ++i)
-      if (arena.streams[i] == id) return arena.memory + i * nanwatch_cuda_workspace();
+      if (arena.streams[i] == stream) return arena.memory + i * nanwatch_cuda_workspace();
     if (arena.streams.size() == kStreams || arena.exhausted) return nullptr;
     if (arena.memory == nullptr) {
       void* memory = nullptr;
@@ -89,7 +82,7 @@ class Workspaces {
     }
     char* const fresh = arena.memory + arena.streams.size() * nanwatch_cuda_workspace();
     if (nanwatch_cuda_clear(fresh, device, stream) != 0) return nullptr;
-    arena.streams.push_back(id);
+    arena.streams.push_back(stream);
     return fresh;
   }
 
@@ -100,7 +93,7 @@ class Workspaces {
     int device = -1;
     char* memory = nullptr;
     bool exhausted = false;
-    std::vector<uint64_t> streams;
+    std::vector<void*> streams;
   };
 
   Arena& arena_of(int device) {
@@ -113,37 +106,6 @@ class Workspaces {
 
   std::mutex mutex_;
   std::vector<Arena> arenas_;
-};
-
-// A device, its current stream and a workspace that is zero there when the next launch begins.
-struct LaunchContext {
-  int device;
-  void* stream;
-  uint64_t capture = 0;  // the number of the one that the stream is in
-  int error = 0;         // of finding the place out; then nothing can be launched
-  void* workspace = nullptr;
-
-  enum class Workspace { kept, kept_or_own };
-
-  // With `kept` there may be no workspace: this path avoids torch's dispatcher, where a mode of the user's may be
-  // active.
-  explicit LaunchContext(const at::Device& on, Workspace wanted = Workspace::kept_or_own)
-      : device(on.index()), stream(current_stream(on)) {
-    uint64_t id = 0;
-    error = nanwatch_cuda_stream(device, stream, &id, &capture);
-    if (error != 0) return;
-    // A graph is replayed on other streams, and beside this one: its nodes have a workspace, and a memset, of their
-    // own.
-    if (capture == 0 && id != 0) workspace = Workspaces::instance().find(device, stream, id);
-    if (workspace != nullptr || wanted == Workspace::kept) return;
-    // Lives until the stream has passed the launch: the caching allocator reuses a block in stream order.
-    own_ = at::empty({int64_t(nanwatch_cuda_workspace())}, at::TensorOptions(at::kByte).device(on));
-    workspace = own_.mutable_data_ptr();
-    error = nanwatch_cuda_clear(workspace, device, stream);
-  }
-
- private:
-  at::Tensor own_;
 };
 
 }  // namespace nanwatch

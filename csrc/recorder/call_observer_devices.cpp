@@ -28,8 +28,7 @@ int device_of(PyObject* object, const NanwatchBackend& backend) {
 // How a device is asked for it; nothing where it cannot be.
 std::optional<Format> device_format(const at::Tensor& x) {
   const std::optional<Format> format = format_of(x.scalar_type());
-  if (!format.has_value() || x.dim() > kNanwatchMaxDims || negation_changes_magnitude(x, *format) || !storage_covers(x))
-    return std::nullopt;
+  if (!format.has_value() || x.is_neg() || !storage_covers(x)) return std::nullopt;
   return format;
 }
 
@@ -99,7 +98,7 @@ bool CallObserver::device_tensor(PyObject* object, Labels::Id label, Role role, 
   const std::optional<Format> format = device_format(x);
   if (!format.has_value()) return false;
   const PendingRows::StreamSlot& stream_slot = frame->pending.stream_slot_of(device, *backend);
-  if (stream_slot.error != 0 || stream_slot.capture != 0) return false;
+  if (stream_slot.error != 0 || stream_slot.capturing != 0) return false;
   const PendingRowPtr row =
       range_of<PendingRowPtr>(object, frame->batch, memory, slot, DeviceReader{*this, x, *format, device, frame});
   const auto at = uint32_t(frame->shapes.size());
@@ -126,7 +125,7 @@ PendingRowPtr CallObserver::enqueue_read(const at::Tensor& x) {
   if (device < 0) return nullptr;
   PendingRows pending;
   const PendingRows::StreamSlot& stream_slot = pending.stream_slot_of(device, *backend);
-  if (stream_slot.error != 0 || stream_slot.capture != 0) return nullptr;
+  if (stream_slot.error != 0 || stream_slot.capturing != 0) return nullptr;
   const PendingRowPtr row = pending.collect(x, *format, device);
   if (const int error = RowTable::instance()->send(&pending)) {
     devices_off_ = backend->cannot_run(error) != 0;

@@ -1,4 +1,4 @@
-"""Facts about the CUDA kernels that only a GPU can show, and the answers of the compiled CUDA part without one."""
+"""Facts that only a GPU can show of the kernel: every dtype, size and view, streams, threads, captures, waits."""
 
 from __future__ import annotations
 
@@ -7,40 +7,32 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import Tensor
 
 import nanwatch
-from nanwatch.numerics import _extension, _fingerprint, _reference, _spread
+from nanwatch.numerics import _extension, _reference
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.skipif(_extension.C is None or not _extension.C.cuda_compiled(), reason="built without CUDA"),
+]
+# Functions with which a host waits for a device; cudaMemcpy without Async waits too.
+WAITS = {"cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
 
 
-def _missing() -> str:
-    """Why the CUDA kernels cannot be tested here, or "" if they can."""
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    if _extension.C is None:
-        return f"the compiled part is missing: {_extension.reason}"
-    return "" if _extension.C.cuda_compiled() else "the compiled part was built without CUDA"
-
-
-@pytest.fixture
-def cuda() -> torch.device:
-    if reason := _missing():
-        pytest.skip(reason)
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
+def same(got: Tensor, expected: Tensor) -> bool:
     """Equal element for element on the host, a nan equal to a nan."""
     return torch.allclose(got.cpu(), expected.cpu(), rtol=0, atol=0, equal_nan=True)
 
 
-def any_bits(dtype: torch.dtype, count: int) -> torch.Tensor:
+def any_bits(dtype: torch.dtype, count: int) -> Tensor:
     generator = torch.Generator().manual_seed(count)
     high = 2 if dtype == torch.bool else 256
     words = torch.randint(0, high, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8)
     return words.view(dtype)
 
 
-def every_row(xs: list[torch.Tensor]) -> torch.Tensor:
+def reference(xs: list[Tensor]) -> Tensor:
     return torch.stack([_reference.abs_range(x) for x in xs])
 
 
@@ -49,26 +41,37 @@ def every_row(xs: list[torch.Tensor]) -> torch.Tensor:
     sorted(_reference.READABLE_DTYPES, key=str),
     ids=lambda dtype: str(dtype).removeprefix("torch."),
 )
-@pytest.mark.parametrize("count", [0, 1, 17, 4097, 300_001])
-def test_any_bits_of_any_dtype(cuda: torch.device, dtype: torch.dtype, count: int) -> None:
-    """Rows made on the GPU equal the reference's rows of the same bits on the CPU."""
-    if dtype.is_complex:  # its modulus is rounded by each device's own hypot: plain numbers, and a tolerance
-        x = torch.randn(max(count, 1), dtype=torch.complex64).to(dtype)
-        assert torch.allclose(
-            _extension.abs_range(x.to(cuda)).cpu(), _reference.abs_range(x), rtol=1e-6, atol=0
-        )
-        return
-    x = any_bits(dtype, count)
-    on_gpu = x.to(cuda)
-    assert same(_extension.abs_range(on_gpu), _reference.abs_range(x))
-    assert same(_extension.health(on_gpu), _reference.health(x))
+def test_any_bits_of_any_dtype(dtype: torch.dtype) -> None:
+    """Rows made on the GPU equal the reference's rows of the same bits on the CPU, at any size and alignment."""
+    for count in (0, 1, 17, 4097, 300_001, 5_000_000):
+        if (
+            dtype.is_complex
+        ):  # its modulus is rounded by each device's own hypot: plain numbers, and a tolerance
+            x = torch.randn(max(count, 1), dtype=torch.complex64).to(dtype)
+            row = _extension.abs_range(x.cuda()).cpu()
+            assert torch.allclose(row, _reference.abs_range(x), rtol=1e-6, atol=0)
+            continue
+        x = any_bits(dtype, count)
+        on_gpu = x.cuda()
+        for start in (0, 1, 3):
+            assert same(_extension.abs_range(on_gpu[start:]), _reference.abs_range(x[start:]))
 
 
-def test_many_tensors_many_dtypes(cuda: torch.device) -> None:
+@pytest.mark.parametrize("dtype", [d for d in _reference.FORMATS if d.itemsize <= 2], ids=str)
+def test_every_pattern_of_8_and_16_bits(dtype: torch.dtype) -> None:
+    """Each pattern as a tensor of its own, in launches of many tensors."""
+    count = 2 if dtype == torch.bool else 1 << 8 * dtype.itemsize
+    bits = torch.arange(count).to(torch.uint8 if dtype.itemsize == 1 else torch.int16)
+    words = bits.bool() if dtype == torch.bool else bits.view(dtype)
+    rows = _extension.abs_ranges(list(words.cuda().view(-1, 1)))
+    assert same(rows, reference(list(words.view(-1, 1))))
+
+
+def test_many_tensors_of_many_dtypes() -> None:
     """One call over more tensors than a launch takes, of mixed dtypes, keeps every row in its place."""
-    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.float8_e4m3fn, torch.complex64]
-    xs = [any_bits(dtypes[i % 5], i % 300) for i in range(2500)] + [torch.tensor([3 + 4j])]
-    assert same(_extension.abs_ranges([x.to(cuda) for x in xs]), every_row(xs))
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.float8_e4m3fn]
+    xs = [any_bits(dtypes[i % 5], i % 300) for i in range(1200)] + [torch.tensor([3 + 4j])]
+    assert same(_extension.abs_ranges([x.cuda() for x in xs]), reference(xs))
 
 
 @pytest.mark.parametrize(
@@ -81,127 +84,62 @@ def test_many_tensors_many_dtypes(cuda: torch.device) -> None:
         lambda x: x.flatten()[1:],
         lambda x: torch.as_strided(x, (500, 20), (3, 1)),
         lambda x: torch._neg_view(x),
+        lambda x: x.view(4, 16, 5, 13).permute(2, 0, 3, 1),
+        lambda x: torch.as_strided(x, (1, 2) * 9, (1, 3) * 9),
     ],
-    ids=["transposed", "columns", "steps", "expanded", "offset", "overlapping", "negative"],
+    ids=[
+        "transposed",
+        "columns",
+        "steps",
+        "expanded",
+        "offset",
+        "overlapping",
+        "negative",
+        "permuted",
+        "many_dims",
+    ],
 )
-def test_views(cuda: torch.device, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Views are read in place and give what their copy gives."""
+def test_views(view: Callable[[Tensor], Tensor]) -> None:
+    """Views give what their copy gives."""
     x = any_bits(torch.float32, 64 * 65).view(64, 65)
-    on_gpu = view(x.to(cuda))
-    assert same(_extension.abs_range(on_gpu), _reference.abs_range(view(x)))
-    assert same(_extension.health(on_gpu), _reference.health(view(x)))
-
-
-@pytest.mark.parametrize("row_bytes", [24, 32, 512, 1040, 8192, 20_000, 70_000])
-@pytest.mark.parametrize("start", [0, 1])
-def test_rows(cuda: torch.device, row_bytes: int, start: int) -> None:
-    """Rows of any length, on and off 16-byte boundaries: each element counts once, and their ends are seen."""
-    columns = row_bytes // 2
-    x = any_bits(torch.bfloat16, (4_000_000 // row_bytes) * (columns + 24)).view(-1, columns + 24)
-    view, on_gpu = x[:, start : start + columns], x.to(cuda)[:, start : start + columns]
-    assert same(_extension.abs_range(on_gpu), _reference.abs_range(view))
-    assert same(_extension.health(on_gpu), _reference.health(view))
+    assert same(_extension.abs_range(view(x.cuda())), _reference.abs_range(view(x)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_all_blocks_meet_every_time(cuda: torch.device, dtype: torch.dtype) -> None:
+def test_all_blocks_meet_every_time(dtype: torch.dtype) -> None:
     """The last of many blocks writes the row and leaves the workspace zero, a thousand times in a row."""
-    x = torch.full((3_000_001,), 2.0, device=cuda).to(dtype)
+    x = torch.full((3_000_001,), 2.0, device="cuda").to(dtype)
     bits = x.view(torch.uint8 if dtype.itemsize == 1 else dtype)
     generator = torch.Generator().manual_seed(0)
     positions = torch.randint(0, x.numel(), (1000,), generator=generator).tolist()
-    one, two = torch.ones((), device=cuda).to(dtype), x[0].clone()
+    low, high = torch.ones((), device="cuda").to(dtype).view(bits.dtype), bits[0].clone()
     rows = []
     for position in positions:
-        bits[position] = one.view(bits.dtype)
+        bits[position] = low
         rows.append(_extension.abs_range(x))
-        bits[position] = two.view(bits.dtype)
+        bits[position] = high
     assert torch.stack(rows).tolist() == [[1.0, 2.0, 1.0]] * len(positions)
 
 
-def test_streams_do_not_meet(cuda: torch.device) -> None:
+def test_streams_do_not_meet() -> None:
     """Calls that run at the same time on many streams, more than there are kept workspaces, give each its own row."""
-    streams = [torch.cuda.Stream(cuda, priority=priority) for priority in (0, -1) for _ in range(40)]
-    xs = [torch.full((500_000,), float(i + 1), device=cuda) for i in range(len(streams))]
-    torch.cuda.synchronize(cuda)
+    streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1) for _ in range(40)]
+    xs = [torch.full((500_000,), float(i + 1), device="cuda") for i in range(len(streams))]
+    torch.cuda.synchronize()
     for _ in range(5):
         rows = []
         for stream, x in zip(streams, xs, strict=True):
             with torch.cuda.stream(stream):
                 rows.append(_extension.abs_range(x))
-        torch.cuda.synchronize(cuda)
+        torch.cuda.synchronize()
         assert [row.tolist() for row in rows] == [[i + 1.0, i + 1.0, 1.0] for i in range(len(streams))]
 
 
-def test_three_numbers_at_once(cuda: torch.device) -> None:
-    """The synchronous abs_range sees what was enqueued before it, for any strides, and is one kernel and no copy."""
-    x = torch.zeros(1 << 22, device=cuda)
-    assert nanwatch.abs_range(x) == (0.0, 0.0, True)
-    for value in range(1, 200):
-        x.fill_(value)
-        assert nanwatch.abs_range(x) == (value, value, True)
-        assert nanwatch.abs_range(x.view(2048, 2048)[:, 1::2]) == (value, value, True)
-    x[-1] = float("-inf")
-    assert nanwatch.abs_range(x) == (199.0, float("inf"), False)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        nanwatch.abs_range(x)
-    on_device = [
-        event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
-    assert len(on_device) == 1, on_device
-    assert "fast_kernel" in on_device[0]
-
-
-def test_threads_wait_for_their_own_rows(cuda: torch.device) -> None:
-    """Threads that ask at the same time get the numbers of their own tensors."""
-
-    def ask(i: int) -> list[nanwatch.AbsRange]:
-        with torch.cuda.stream(torch.cuda.Stream(cuda)):
-            x = torch.full((100_000,), float(i), device=cuda)
-            return [nanwatch.abs_range(x) for _ in range(200)]
-
-    with ThreadPoolExecutor(8) as pool:
-        for i, answers in enumerate(pool.map(ask, range(1, 9)), start=1):
-            assert answers == [(i, i, True)] * 200
-
-
-def test_waiting_inside_a_capture_is_refused_and_harms_nothing(cuda: torch.device) -> None:
-    """The synchronous call says what to use in place of it, and the capture goes on."""
-    x = torch.ones(1000, device=cuda)
-    nanwatch.abs_range(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        with pytest.raises(RuntimeError, match=r"torch\.ops\.nanwatch\.abs_range"):
-            nanwatch.abs_range(x)
-        row = _extension.abs_range(x)
-    x.fill_(3)
-    graph.replay()
-    assert row.tolist() == [3, 3, 1]
-
-
-def test_a_replay_beside_other_calls(cuda: torch.device) -> None:
-    """A graph's launches have workspaces of their own: eager calls on other streams meanwhile change no row."""
-    x, y = torch.full((5_000_000,), 4.0, device=cuda), torch.full((5_000_000,), 9.0, device=cuda)
-    side = torch.cuda.Stream(cuda)
-    _extension.abs_range(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        rows = [_extension.abs_range(x) for _ in range(5)]
-    torch.cuda.synchronize(cuda)
-    for _ in range(50):
-        graph.replay()
-        with torch.cuda.stream(side):
-            others = [_extension.abs_range(y) for _ in range(5)]
-        torch.cuda.synchronize(cuda)
-        assert [row.tolist() for row in rows] == [[4, 4, 1]] * 5
-        assert [row.tolist() for row in others] == [[9, 9, 1]] * 5
-
-
-def test_the_current_stream_is_used(cuda: torch.device) -> None:
+def test_the_current_stream_is_used() -> None:
     """A range asked for on a side stream sees what that stream wrote before, with no synchronisation between."""
-    stream = torch.cuda.Stream(cuda)
-    x = torch.zeros(1 << 24, device=cuda)
-    torch.cuda.synchronize(cuda)
+    stream = torch.cuda.Stream()
+    x = torch.zeros(1 << 24, device="cuda")
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)  # long enough that a read on another stream would come first
         x.fill_(5)
@@ -210,64 +148,85 @@ def test_the_current_stream_is_used(cuda: torch.device) -> None:
     assert row.tolist() == [5, 5, 1]
 
 
-def test_a_cuda_graph_captures_and_replays(cuda: torch.device) -> None:
-    """All three operators may be captured, and a replay reads the values of its own time."""
-    x, y = torch.ones(100_000, device=cuda), torch.ones(64, 64, device=cuda)[:, ::2]
-    _extension.abs_ranges([x, y])  # loads the kernels outside the capture
-    _extension.health(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        row, rows, health = _extension.abs_range(x), _extension.abs_ranges([x, y]), _extension.health(x)
-    x[777] = float("inf")
-    y.fill_(2)
-    graph.replay()
-    assert row.tolist() == [1, float("inf"), 0]
-    assert rows.tolist() == [[1, float("inf"), 0], [2, 2, 1]]
-    assert (health[6].item(), health[10].item()) == (1, 777)
+def test_threads_wait_for_their_own_rows() -> None:
+    """Threads that ask at the same time get the numbers of their own tensors."""
+
+    def ask(i: int) -> list[nanwatch.AbsRange]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            x = torch.full((100_000,), float(i), device="cuda")
+            return [nanwatch.abs_range(x) for _ in range(200)]
+
+    with ThreadPoolExecutor(8) as pool:
+        for i, answers in enumerate(pool.map(ask, range(1, 9)), start=1):
+            assert answers == [(i, i, True)] * 200
 
 
-def test_no_synchronisation(cuda: torch.device) -> None:
-    """The operators enqueue work and do not wait for it."""
-    x = torch.ones(1000, device=cuda)
-    torch.cuda.synchronize(cuda)
+def test_a_range_is_one_launch_and_one_wait() -> None:
+    """One kernel, one copy of three numbers, and one wait; the operator itself waits for nothing."""
+    x = torch.ones(1 << 20, device="cuda")
+    assert nanwatch.abs_range(x) == (1, 1, True)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as empty:
+        pass
+    with torch.profiler.profile(activities=activities) as profile:
+        nanwatch.abs_range(x)
+    on_device = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert sum("range_kernel" in name for name in on_device) == 1, on_device
+    assert len([name for name in on_device if "Memcpy" not in name]) == 1, on_device
+    waits, of_profiler = (sum(e.name in WAITS for e in p.events()) for p in (profile, empty))
+    assert waits - of_profiler <= 1
+    torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         _extension.abs_range(x)
         _extension.abs_ranges([x, x[::2]])
-        _extension.health(x)
-        _spread.statistics(x, _extension.abs_range)
-        _fingerprint.fingerprint(x)
-        _spread.exponent_histogram(x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_every_device(cuda: torch.device) -> None:
+def test_a_capture_has_workspaces_of_its_own() -> None:
+    """The synchronous call is refused; captured operators have rows of their own, in replays beside other calls too."""
+    x, y = torch.full((5_000_000,), 4.0, device="cuda"), torch.full((5_000_000,), 9.0, device="cuda")
+    side = torch.cuda.Stream()
+    _extension.abs_range(x)  # loads the kernel outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(RuntimeError, match=r"torch\.ops\.nanwatch\.abs_range"):
+            nanwatch.abs_range(x)
+        rows = [_extension.abs_range(x) for _ in range(5)]
+        strided = _extension.abs_ranges([y, y.view(1000, 5000)[:, ::2]])
+    torch.cuda.synchronize()
+    for value in range(1, 20):
+        x.fill_(value)
+        graph.replay()
+        with torch.cuda.stream(side):
+            others = [_extension.abs_range(y) for _ in range(5)]
+        torch.cuda.synchronize()
+        assert [row.tolist() for row in rows] == [[value, value, 1]] * 5
+        assert [row.tolist() for row in others] == [[9, 9, 1]] * 5
+        assert strided.tolist() == [[9, 9, 1]] * 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_every_device() -> None:
     """A tensor on another device than the current one is read there, and the current device stays."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one CUDA device only")
+    current = torch.cuda.current_device()
     for index in range(torch.cuda.device_count()):
         row = _extension.abs_range(torch.full((10,), float(index), device=f"cuda:{index}"))
         assert row.device.index == index
         assert row.tolist() == [index, index, 1]
-    assert torch.cuda.current_device() == cuda.index
+    assert torch.cuda.current_device() == current
     with pytest.raises(ValueError, match="device"):
         _extension.abs_ranges([torch.ones(1, device="cuda:0"), torch.ones(1, device="cuda:1")])
 
 
-@pytest.mark.slow
-def test_more_than_two_to_the_31_elements(cuda: torch.device) -> None:
-    """Sizes and positions are 64-bit, flat and strided."""
+def test_more_than_two_to_the_31_elements() -> None:
+    """Sizes and positions are 64-bit."""
     count = (1 << 31) + 12_345
-    if torch.cuda.mem_get_info(cuda)[0] < count + (1 << 30):
-        pytest.skip("less than 3.2 GB of GPU memory is free")
-    x = torch.ones(count, dtype=torch.float8_e5m2, device=cuda)
+    if torch.cuda.mem_get_info()[0] < 3 * count:
+        pytest.skip("less than 6.5 GB of GPU memory is free")
+    x = torch.ones(count, dtype=torch.float8_e5m2, device="cuda")
     x.view(torch.uint8)[-1] = 0x7C  # inf
     assert _extension.abs_range(x).tolist() == [1, float("inf"), 0]
-    assert _extension.health(x)[10].item() == count - 1
-    # 0x3c is 1.0: every second element, the last of them the inf.
-    assert _extension.health(x[(count - 1) % 2 :: 2])[10].item() == (count - 1) // 2
-    # Overlapping pairs: 2^32 elements, which only the plain kernel numbers.
-    pairs = x.as_strided((count - 1, 2), (1, 1))
-    assert _extension.abs_range(pairs).tolist() == [1, float("inf"), 0]
-    assert _extension.health(pairs)[10].item() == 2 * (count - 1) - 1
+    assert _extension.abs_range(x[:-1]).tolist() == [1, 1, 1]
+    assert _extension.abs_range(x[(count - 1) % 2 :: 2]).tolist() == [1, float("inf"), 0]

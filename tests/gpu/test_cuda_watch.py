@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import nanwatch
-from nanwatch.numerics import _extension, _reference
+from nanwatch.numerics import _extension
 from nanwatch.report.report import NonFiniteError
 
 DEVICE = os.environ.get("NANWATCH_GPU_TESTS", "cuda")
@@ -88,19 +88,6 @@ def waits(step: Any) -> list[str]:
     with torch.profiler.profile(activities=activities) as profile:
         step()
     return [event.name for event in profile.events() if event.name in WAITS]
-
-
-@pytest.mark.parametrize(
-    "dtype", [d for d in _reference.FORMATS if d.itemsize <= 2 and not d.is_complex], ids=str
-)
-def test_every_pattern_of_8_and_16_bits(dtype: torch.dtype) -> None:
-    """Each pattern alone, in one launch of many tensors."""
-    count = 2 if dtype == torch.bool else 1 << 8 * dtype.itemsize
-    bits = torch.arange(count).to(torch.int32 if dtype.itemsize == 2 else torch.int16)
-    words = bits.to(torch.uint8 if dtype.itemsize == 1 else torch.int16).view(dtype)
-    rows = _extension.abs_ranges(list(words.to(DEVICE).view(-1, 1)))
-    expected = torch.stack([_reference.abs_range(x) for x in words.view(-1, 1)])
-    assert torch.allclose(rows.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_frames_are_those_of_the_host() -> None:
@@ -225,20 +212,6 @@ def test_the_host_waits_once_a_batch() -> None:
             forward()
         watched = waits(forward)
     assert len(watched) - len(plain) <= 1, (plain, watched)
-
-
-@needs_gpu
-def test_a_range_is_one_launch_and_one_wait() -> None:
-    x = torch.ones(1 << 20, device=DEVICE)
-    nanwatch.abs_range(x)
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        nanwatch.abs_range(x)
-    names = [event.name for event in profile.events()]
-    assert sum(name.startswith("cudaLaunchKernel") for name in names) <= 1, names
-    assert sum(name in WAITS for name in names) <= 1, names
-    on_device = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    assert len(on_device) == 1, on_device
 
 
 @needs_gpu

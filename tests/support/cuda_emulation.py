@@ -12,6 +12,7 @@ import hashlib
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,6 @@ from nanwatch.numerics import _reference
 from support.paths import CUDA_HOST, ROOT
 
 BUILT = ROOT / "build" / "cuda_host"
-# One for each path through the sources: without minima of 16-bit halves and reductions over a warp, and with.
-ARCHITECTURES = [pytest.param(750, id="sm_75", marks=pytest.mark.slow), pytest.param(900, id="sm_90")]
-
 # What the CUDA sources read, and its number in the C ABI.
 FORMATS = {dtype: form.number for dtype, form in _reference.FORMATS.items() if form.kind != "complex"}
 
@@ -84,26 +82,29 @@ def sources() -> list[str]:
 class DescribedTensor(ctypes.Structure):
     """NanwatchTensor of csrc/cuda/range_cuda.h."""
 
+    _fields_ = (("data", ctypes.c_void_p), ("numel", ctypes.c_int64), ("format", ctypes.c_int32))
+
+
+def describe(x: torch.Tensor) -> DescribedTensor:
+    return DescribedTensor(x.data_ptr(), x.numel(), FORMATS[x.dtype])
+
+
+class Row(ctypes.Structure):
+    """NanwatchRow."""
+
     _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("sizes", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("dims", ctypes.c_int64),
-        ("format", ctypes.c_int32),
+        ("values", ctypes.c_double * 12),
+        ("examined", ctypes.c_double),
+        ("reserved", ctypes.c_uint64 * 2),
+        ("stamp", ctypes.c_uint64),
     )
-
-
-def describe(x: torch.Tensor, address: int | None = None) -> DescribedTensor:
-    longs = ctypes.c_int64 * max(x.dim(), 1)
-    data = x.data_ptr() if address is None else address
-    return DescribedTensor(data, longs(*x.shape), longs(*x.stride()), x.dim(), FORMATS[x.dtype])
 
 
 class Host:
     """range_cuda.h through ctypes, with host memory where the kernels expect a GPU's."""
 
-    def __init__(self, architecture: int) -> None:
-        self.library = build("host.cpp", f"-DNANWATCH_CUDA_ARCH={architecture}")
+    def __init__(self) -> None:
+        self.library = build("host.cpp")
         self.library.nanwatch_cuda_error.restype = ctypes.c_char_p
         self.library.nanwatch_cuda_workspace.restype = ctypes.c_size_t
         for name in ("launches", "blocks", "clears", "waits"):
@@ -111,37 +112,26 @@ class Host:
         # One for all calls, as on a stream: each must leave it zero for the next.
         self.workspace = torch.zeros(self.library.nanwatch_cuda_workspace(), dtype=torch.uint8)
 
-    def call_ranges(self, described: list[DescribedTensor], rows: torch.Tensor) -> int:
-        array = (DescribedTensor * max(len(described), 1))(*described)
-        code: int = self.library.nanwatch_cuda_ranges(
-            array,
-            ctypes.c_int64(len(described)),
-            ctypes.c_void_p(rows.data_ptr()),
-            ctypes.c_void_p(self.workspace.data_ptr()),
-            0,
-            None,
-        )
+    def _call(self, function: str, xs: list[torch.Tensor], *more: Any) -> int:
+        array = (DescribedTensor * max(len(xs), 1))(*map(describe, xs))
+        workspace = ctypes.c_void_p(self.workspace.data_ptr())
+        code = getattr(self.library, function)(array, ctypes.c_int64(len(xs)), *more, workspace, 0, None)
         assert not self.workspace.any(), "the workspace is not zero after a call"
-        return code
+        return int(code)
+
+    def call_ranges(self, xs: list[torch.Tensor], rows: torch.Tensor) -> int:
+        return self._call("nanwatch_cuda_ranges", xs, ctypes.c_void_p(rows.data_ptr()))
 
     def ranges(self, xs: list[torch.Tensor]) -> torch.Tensor:
         rows = torch.full((len(xs), 3), -7.0, dtype=torch.float64)
-        assert self.call_ranges([describe(x) for x in xs], rows) == 0
+        assert self.call_ranges(xs, rows) == 0
         return rows
 
-    def health(self, x: torch.Tensor) -> torch.Tensor:
-        row = torch.full((11,), -7.0, dtype=torch.float64)
-        described = describe(x)
-        error = self.library.nanwatch_cuda_health(
-            ctypes.byref(described),
-            ctypes.c_void_p(row.data_ptr()),
-            ctypes.c_void_p(self.workspace.data_ptr()),
-            0,
-            None,
-        )
-        assert error == 0
-        assert not self.workspace.any(), "the workspace is not zero after a call"
-        return row
+    def observe(self, xs: list[torch.Tensor], first: int = 1) -> list[tuple[list[float], bool, int]]:
+        """Each tensor's values, whether it was examined, and the stamp."""
+        rows = (Row * max(len(xs), 1))()
+        assert self._call("nanwatch_cuda_observe", xs, rows, ctypes.c_uint64(first)) == 0
+        return [(list(row.values), bool(row.examined), int(row.stamp)) for row in rows[: len(xs)]]
 
     def launches(self) -> int:
         """Kernel launches since the last call of this."""
@@ -157,9 +147,9 @@ class Host:
 
 
 @functools.cache
-def host(architecture: int) -> Host:
-    """The one instance for this architecture."""
-    return Host(architecture)
+def host() -> Host:
+    """The one instance of a process."""
+    return Host()
 
 
 def same(got: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -1,11 +1,9 @@
-"""Tensors of given bits, and what the CUDA kernels on the host must make of them."""
+"""Tensors of given bits."""
 
 from __future__ import annotations
 
 import torch
 
-from nanwatch.numerics import _reference
-from support.cuda_emulation import Host, same
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -27,8 +25,3 @@ def random_finite(dtype: torch.dtype, count: int, seed: int = 0) -> torch.Tensor
     bits = x.view(BITS[dtype.itemsize])
     one = torch.ones((), dtype=torch.float32).to(dtype).view(bits.dtype)
     return torch.where(torch.isfinite(x.double()), bits, one).view(dtype)
-
-
-def assert_matches(host: Host, x: torch.Tensor) -> None:
-    assert same(host.ranges([x])[0], _reference.abs_range(x)), "range"
-    assert same(host.health(x), _reference.health(x)), "health"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanwatch.numerics import _extension, _reference
 from nanwatch.numerics.readable import is_plain, only_our_dispatch, unreadable
-from support.cuda_emulation import FORMATS, DescribedTensor
+from support.cuda_emulation import FORMATS, DescribedTensor, Row
 
 DTYPES = {number: dtype for dtype, number in FORMATS.items()}
 CAPTURING = -4
@@ -30,36 +30,17 @@ BROKEN = 710
 OLD_DRIVER = 35
 
 
-class Row(ctypes.Structure):
-    """NanwatchRow."""
-
-    _fields_ = (
-        ("values", ctypes.c_double * 12),
-        ("examined", ctypes.c_double),
-        ("reserved", ctypes.c_uint64 * 2),
-        ("stamp", ctypes.c_uint64),
-    )
-
-
-class Target(ctypes.Structure):
-    """NanwatchTarget."""
-
-    _fields_ = (
-        ("rows", ctypes.c_void_p),
-        ("first", ctypes.c_uint64),
-    )
-
-
 _OUT = ctypes.POINTER(ctypes.c_void_p)
 _KINDS: dict[str, Any] = {
     "device_of": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p),
-    "stream": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, _OUT, ctypes.POINTER(ctypes.c_uint64)),
+    "stream": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, _OUT, ctypes.POINTER(ctypes.c_int)),
     "allocate": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_size_t, _OUT, _OUT),
     "observe": ctypes.CFUNCTYPE(
         ctypes.c_int,
         ctypes.POINTER(DescribedTensor),
         ctypes.c_int64,
-        ctypes.POINTER(Target),
+        ctypes.c_void_p,
+        ctypes.c_uint64,
         ctypes.c_int,
         ctypes.c_void_p,
     ),
@@ -94,31 +75,28 @@ class Backend(ctypes.Structure):
 def tensor_at(described: DescribedTensor) -> Tensor:
     """A copy of what lies there now."""
     dtype = DTYPES[described.format]
-    shape = [described.sizes[d] for d in range(described.dims)]
-    strides = [described.strides[d] for d in range(described.dims)]
-    if 0 in shape:
-        return torch.empty(shape, dtype=dtype)
-    length = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
-    memory = bytearray(ctypes.string_at(described.data, length * dtype.itemsize))
-    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+    if described.numel == 0:
+        return torch.empty(0, dtype=dtype)
+    memory = bytearray(ctypes.string_at(described.data, described.numel * dtype.itemsize))
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 def values_of(x: Tensor) -> tuple[list[float], bool]:
-    """Return the row that the device writes of a tensor, and whether it had to read it more closely."""
-    values = [*_reference.health(x).tolist(), float(is_mask_like(x))]
+    """Return the row that the device writes of a run, and whether it had to read it more closely."""
+    values = [*_reference.health(x).tolist(), float(may_be_mask(x))]
     if values[2] != 0 and not values[11]:
         return [*values[:3], *[float("nan")] * 9], False
     return values, True
 
 
-def is_mask_like(x: Tensor) -> bool:
-    """Zeros and -inf, or zeros and the lowest number of 16 bits and more; a zero in each row."""
-    if not x.dtype.is_floating_point or x.numel() == 0:
+def may_be_mask(x: Tensor) -> bool:
+    """Zeros and -inf alone, or zeros and the lowest number of 16 bits and more."""
+    if not x.dtype.is_floating_point:
         return False
-    wide = x.double().reshape(-1, x.shape[-1] if x.dim() else 1)
+    wide = x.double()
     is_zero = wide == 0
     lowest = [float("-inf")] + ([torch.finfo(x.dtype).min] if x.dtype.itemsize > 1 else [])
-    return bool(is_zero.any(dim=1).all()) and any(
+    return bool(is_zero.any()) and any(
         bool((is_zero | (wide == low)).all() and (wide == low).any()) for low in lowest
     )
 
@@ -176,9 +154,9 @@ class StandIn:
             return -1
         return self.place(x) if is_plain(x) and x.device.type == "cpu" else -1
 
-    def _stream(self, device: int, stream: Any, capture: Any) -> int:
+    def _stream(self, device: int, stream: Any, capturing: Any) -> int:
         stream[0] = self.stream
-        capture[0] = int(self.capturing)
+        capturing[0] = int(self.capturing)
         return 0
 
     def _allocate(self, device: int, size: int, memory: Any, address: Any) -> int:
@@ -186,7 +164,7 @@ class StandIn:
         memory[0] = address[0] = ctypes.addressof(block)
         return 0
 
-    def _observe(self, tensors: Any, count: int, target: Any, device: int, stream: int) -> int:
+    def _observe(self, tensors: Any, count: int, rows: int, first: int, device: int, stream: int) -> int:
         if self.broken:
             return BROKEN
         if self.fail_next:
@@ -196,10 +174,8 @@ class StandIn:
         assert not self.capturing, "an operation in a capture of the user's"
         for i in range(count):
             values, examined = values_of(tensor_at(tensors[i]))
-            address = target[0].rows + i * ctypes.sizeof(Row)
-            self._enqueue(
-                stream, functools.partial(write_row, address, target[0].first + i, values, examined)
-            )
+            address = rows + i * ctypes.sizeof(Row)
+            self._enqueue(stream, functools.partial(write_row, address, first + i, values, examined))
         return 0
 
     def _enqueue(self, stream: int, operation: Callable[[], None]) -> None:

@@ -6,19 +6,6 @@
 
 extern "C" {
 
-// Bytes from the first element of a walk to this one and its position in C order, the plain way. Whether the fast
-// kernel would follow the walk.
-int cuda_host_walk(const NanwatchTensor* tensor, int64_t element, int64_t* offset, int64_t* position) {
-  using namespace nanwatch;
-  Dim dim[kNanwatchMaxDims];
-  const CoalescedDims shape = coalesce_dims(tensor->dims, tensor->sizes, tensor->strides, true, dim);
-  Walk<kNanwatchMaxWalkDims> walk = {};
-  const bool fast = fill(walk, *tensor, shape, dim);
-  *offset = walk.offset(element);
-  *position = walk.position(element);
-  return fast;
-}
-
 int64_t cuda_host_launches(void) {
   return std::exchange(cuda_host::state().launches, 0);
 }
