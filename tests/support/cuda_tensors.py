@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
