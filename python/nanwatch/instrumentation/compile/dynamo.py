@@ -24,7 +24,7 @@ from ...util.modules import WeakIdentityDict, each_module
 from ...util.visible import warn_user
 from .. import slot
 from ..slot import IS_WATCHED, SITE, needs_operators
-from .operators import given_leaves, output_leaves, own_leaves, put_begin, put_record
+from .operators import put_begin, put_record
 
 _DYNAMO = "torch._dynamo"
 
@@ -75,7 +75,7 @@ def _change_call_function(interpreted: Iterable[Any]) -> None:
         with _Doubtful(self.value):
             site = _site(self, tx)
             if site is not None and not callers:
-                put_begin(tx, site, given_leaves(args, kwargs))
+                put_begin(tx, site, args, kwargs)
         if site is None:
             return original(self, tx, args, kwargs)
         callers.append(site)
@@ -84,8 +84,7 @@ def _change_call_function(interpreted: Iterable[Any]) -> None:
         finally:
             callers.pop()
         with _Doubtful(self.value):
-            leaves = own_leaves(tx, self) + given_leaves(args, kwargs) + output_leaves(output)
-            put_record(tx, site, callers[-1] if callers else None, type(self.value).__name__, leaves)
+            put_record(tx, site, callers[-1] if callers else None, self, args, kwargs, output)
         return output
 
     UnspecializedNNModuleVariable.call_function = call_function  # type: ignore[method-assign]

@@ -5,16 +5,15 @@ the site of a module (slot.py), a tensor that Dynamo makes an input of the graph
 recorders. Without a wrapper the operator does nothing, and the graph serves the next watch. The compiled part has a
 kernel of its own (csrc/recorder/call_recorder_compiled.cpp), and falls back to the one here.
 
-Dynamo's variables stand for the values of a call while it traces. This module reads those of tensors, None, numbers and
-plain containers directly. Dynamo itself must read all others (dataclasses, a ModelOutput) by tracing `_add_leaves`. To
-do so for all values doubled the time to trace GPT-2.
+Dynamo's variables stand for the values of a call while it traces. This module walks over them as recording/walk.py does
+over values. To let Dynamo trace a walk in Python doubled the time to trace GPT-2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,107 +58,120 @@ record_ = define(
 )
 
 
-# The arguments, as Dynamo puts them into the graph.
-
 _NOT_READ = "in compiled code only plain tensors are read"
-_SCALARS = (int, float, complex, str, bytes)
+_TOO_MANY = "too many values in compiled code"
 _PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
-# Role, label, and Dynamo's variable or the finished line (see csrc/recorder/call_recorder_compiled.cpp).
-Leaf: TypeAlias = tuple[str, str, Any]
-
-
-def put_begin(tx: Any, site: Any, leaves: list[Leaf]) -> None:
+def put_begin(tx: Any, site: Any, args: Any, kwargs: Any) -> None:
     """Put the operator into the graph before a call that no call of the graph made."""
-    _, tensors = _plan(tx, "", leaves)
-    _put(tx, site, _constant(None), _constant(""), tensors)
+    plan = _Plan(tx, "")
+    plan.add_inputs(args, kwargs)
+    _put(tx, site, None, "", plan)
 
 
-def put_record(tx: Any, site: Any, caller: Any, class_name: str, leaves: list[Leaf]) -> None:
+def put_record(tx: Any, site: Any, caller: Any, module: Any, args: Any, kwargs: Any, output: Any) -> None:
     """Put the operator into the graph after a call. `caller` is the site of the module that made it, or None."""
-    plan, tensors = _plan(tx, class_name, leaves)
-    _put(tx, site, _constant(None) if caller is None else caller, plan, tensors)
+    plan = _Plan(tx, type(module.value).__name__)
+    plan.add_own(module)
+    plan.add_inputs(args, kwargs)
+    plan.add("o", "output", output)
+    _put(tx, site, caller, "\n".join(plan.lines), plan)
 
 
-def _put(tx: Any, site: Any, caller: Any, plan: Any, tensors: Any) -> None:
+def _put(tx: Any, site: Any, caller: Any, text: str, plan: _Plan) -> None:
     from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables import ConstantVariable, ListVariable
     from torch._dynamo.variables.base import VariableTracker
 
-    source = AttrSource(tx.import_source(__name__), "SEQUENCE")
-    _call(tx, record_, VariableTracker.build(tx, SEQUENCE, source), site, caller, plan, tensors)
+    sequence = VariableTracker.build(tx, SEQUENCE, AttrSource(tx.import_source(__name__), "SEQUENCE"))
+    caller = ConstantVariable.create(None) if caller is None else caller
+    arguments = [sequence, site, caller, ConstantVariable.create(text), ListVariable(plan.tensors)]
+    VariableTracker.build(tx, record_).call_function(tx, arguments, {})
 
 
-def own_leaves(tx: Any, module: Any) -> list[Leaf]:
-    """Return weights and buffers of the module that the variable stands for."""
-    value: nn.Module = module.value
-    found: list[tuple[str, str, Tensor]] = []
-    found += [("w", name, x) for name, x in value._parameters.items() if x is not None]
-    for name, buffer in value._buffers.items():
-        if buffer is not None and (buffer.is_floating_point() or buffer.is_complex()):
-            found.append(("b", name, buffer))
-    return [
-        (role, name, module.var_getattr(tx, name) if _is_plain(x) else _unread(role, name))
-        for role, name, x in found
-    ]
+class _Plan:
+    """Values of a frame: a line for each (see call_observer_compiled.cpp), and the variables of the tensors to read."""
 
+    def __init__(self, tx: Any, class_name: str) -> None:
+        self._tx = tx
+        self.lines = [class_name]
+        self.tensors: list[Any] = []
 
-def given_leaves(args: Any, kwargs: Any) -> list[Leaf]:
-    """Return the arguments of a call."""
-    found: list[Leaf] = []
-    for position, value in enumerate(args):
-        _add(value, "i", f"input[{position}]", 0, found)
-    for name, value in kwargs.items():
-        _add(value, "i", f"input[{name}]", 0, found)
-    return found
+    def add_own(self, module: Any) -> None:
+        """Add weights and buffers of the module that the variable stands for."""
+        for role, named in (("w", module.value._parameters), ("b", module.value._buffers)):
+            for name, x in named.items():
+                if x is None or (role == "b" and not (x.is_floating_point() or x.is_complex())):
+                    continue
+                if _is_plain(x):
+                    self.add(role, name, module.var_getattr(self._tx, name))
+                else:
+                    self._add_line(role, "u", name, _NOT_READ)
 
+    def add_inputs(self, args: Any, kwargs: Any) -> None:
+        """Add the arguments of a call."""
+        for key, variable in (*enumerate(args), *kwargs.items()):
+            self.add("i", f"input[{key}]", variable)
 
-def output_leaves(output: Any) -> list[Leaf]:
-    """Return the result of a call."""
-    found: list[Leaf] = []
-    _add(output, "o", "output", 0, found)
-    return found
+    def add(self, role: str, label: str, variable: Any, depth: int = 0) -> None:
+        """Add the leaves of a value, with the labels of walk.leaves.
 
+        Dynamo guards on everything that it reads, and fails on some values (sparse tensors). So this reads only plain
+        tensors among the values that the user's own code has not touched so far.
+        """
+        from torch._dynamo.variables import TensorVariable
+        from torch._dynamo.variables.lazy import LazyVariableTracker
 
-def _add(variable: Any, role: str, label: str, depth: int, found: list[Leaf]) -> None:
-    """Add the leaves of a value.
-
-    Dynamo guards on everything that it reads, and fails on some values (sparse tensors). So this reads only plain
-    tensors among the values that the user's own code has not touched so far.
-    """
-    from torch._dynamo.variables import ConstantVariable, ConstDictVariable, ListVariable, TupleVariable
-    from torch._dynamo.variables.lazy import LazyVariableTracker
-
-    if issubclass(type(variable), LazyVariableTracker):
-        if not variable.is_realized():
-            found.append((role, label, _untouched(variable, role, label)))
-            return
+        if issubclass(type(variable), LazyVariableTracker) and not variable.is_realized():
+            value = variable.original_value()
+            if not _is_harmless(value, MAX_DEPTH):
+                is_read = isinstance(value, Tensor | list | tuple | dict) or is_dataclass(value)
+                self._add_line(role, *(("u", label, _NOT_READ) if is_read else ("x", label)))
+                return
         variable = variable.realize()
-    kind = type(variable)
-    if len(found) < MAX_LEAVES and depth < MAX_DEPTH:
-        if kind in (ListVariable, TupleVariable):
-            for position, item in enumerate(variable.items):
-                _add(item, role, f"{label}[{position}]", depth + 1, found)
+        if issubclass(type(variable), TensorVariable):
+            if variable.python_type() in _PLAIN_TENSORS and variable.layout is torch.strided:
+                self._add_line(role, "t", label)
+                self.tensors.append(variable)
+            else:
+                self._add_line(role, "u", label, _NOT_READ)
             return
-        if kind is ConstDictVariable:
-            for key, item in variable.items.items():
-                _add(item, role, f"{label}[{spell_key(key.vt.as_python_constant())}]", depth + 1, found)
-            return
-    if kind is ConstantVariable:
-        found.append((role, label, f"{role}n {label}" if variable.value is None else f"{role}x {label}"))
-    else:
-        found.append((role, label, variable))
+        children = self._children(variable)
+        if children is None:
+            is_none = variable.is_python_constant() and variable.as_python_constant() is None
+            self._add_line(role, "n" if is_none else "x", label)
+        elif len(self.lines) > MAX_LEAVES or depth == MAX_DEPTH:
+            self._add_line(role, "u", label, _TOO_MANY)
+        else:
+            for key, child in children:
+                self.add(role, f"{label}[{key}]", child, depth + 1)
+
+    def _children(self, variable: Any) -> Iterable[tuple[object, Any]] | None:
+        """Return keys and variables of what is in a container, or None for any other value."""
+        tx = self._tx
+        kind = variable.python_type()
+        if issubclass(kind, tuple | list):
+            items = variable.unpack_var_sequence(tx)
+            is_data = len(items) > MAX_SCALARS and all(item.is_python_constant() for item in items)
+            return None if is_data else enumerate(items)
+        if issubclass(kind, dict):
+            pairs = [
+                pair.unpack_var_sequence(tx)
+                for pair in variable.call_method(tx, "items", [], {}).unpack_var_sequence(tx)
+            ]
+            return [(_spell(key), item) for key, item in pairs]
+        if is_dataclass(kind):
+            return [(field.name, variable.var_getattr(tx, field.name)) for field in fields(kind)]
+        return None
+
+    def _add_line(self, role: str, letter: str, label: str, reason: str = "") -> None:
+        self.lines.append(f"{role}{letter} {label}\t{reason}" if reason else f"{role}{letter} {label}")
 
 
-def _untouched(variable: Any, role: str, label: str) -> Any:
-    value = variable.original_value()
-    if value is None:
-        return f"{role}n {label}"
-    if _is_harmless(value, MAX_DEPTH):
-        return variable
-    if isinstance(value, Tensor | list | tuple | dict) or is_dataclass(value):
-        return _unread(role, label)
-    return f"{role}x {label}"
+def _spell(key: Any) -> str:
+    is_constant = key.is_python_constant()
+    return spell_key(key.as_python_constant()) if is_constant else key.python_type().__name__
 
 
 def _is_harmless(value: Any, depth: int) -> bool:
@@ -171,106 +183,6 @@ def _is_harmless(value: Any, depth: int) -> bool:
     return value is None
 
 
-def _unread(role: str, label: str) -> str:
-    return f"{role}u {label}\t{_NOT_READ}"
-
-
-def _plan(tx: Any, class_name: str, found: list[Leaf]) -> tuple[Any, Any]:
-    """Return the text and the list of tensors for the operator, as variables."""
-    from torch._dynamo.variables import ListVariable, TensorVariable
-    from torch._dynamo.variables.base import VariableTracker
-
-    lines = [class_name]
-    tensors: list[VariableTracker] = []
-    for role, label, value in found:
-        if isinstance(value, str):
-            lines.append(value)
-            continue
-        variable = value.realize()
-        if type(variable) is TensorVariable and _is_plain_variable(variable):
-            lines.append(f"{role}t {label}")
-            tensors.append(variable)
-            continue
-        text, inside = _call(tx, _add_leaves, variable, _constant(role), _constant(label)).items
-        if text.as_python_constant():
-            lines.append(text.as_python_constant())
-        tensors += inside.items
-    return _constant("\n".join(lines)), ListVariable(tensors)
-
-
-def _call(tx: Any, function: Any, *args: Any) -> Any:
-    from torch._dynamo.variables.base import VariableTracker
-
-    return VariableTracker.build(tx, function).call_function(tx, list(args), {})
-
-
-def _constant(value: Any) -> Any:
-    from torch._dynamo.variables import ConstantVariable
-
-    return ConstantVariable.create(value)
-
-
-# Dynamo traces the functions below to find tensors inside a value that it does not know itself. They are plain Python,
-# because a construct that Dynamo does not know would break the user's graph.
-
-
 def _is_plain(x: Tensor) -> bool:
-    """Return whether the operators read `x`: it is strided, and no subclass whose own code would get the operator."""
+    """Return whether the operator reads `x`: it is strided, and no subclass whose own code would get the operator."""
     return type(x) in _PLAIN_TENSORS and x.layout is torch.strided
-
-
-def _is_plain_variable(variable: Any) -> bool:
-    """Return whether the operators read the tensor that Dynamo's variable stands for."""
-    return variable.python_type() in _PLAIN_TENSORS and variable.layout is torch.strided
-
-
-def _add_leaves(value: Any, role: str, label: str) -> tuple[str, list[Tensor]]:
-    """Return the lines for all leaves of `value`, with the labels of walk.leaves, and its tensors."""
-    lines: list[str] = []
-    tensors: list[Tensor] = []
-    _add_leaf(value, role, label, 0, lines, tensors)
-    return "\n".join(lines), tensors
-
-
-def _add_leaf(value: Any, role: str, label: str, depth: int, lines: list[str], tensors: list[Tensor]) -> None:
-    """Add a line for every leaf of `value`, with the labels of walk.leaves, and the leaf itself if it is a tensor."""
-    if isinstance(value, Tensor):
-        if _is_plain(value):
-            lines.append(f"{role}t {label}")
-            tensors.append(value)
-        else:
-            lines.append(f"{role}u {label}\t{_NOT_READ}")
-    elif value is None:
-        lines.append(f"{role}n {label}")
-    elif isinstance(value, _SCALARS):
-        lines.append(f"{role}x {label}")
-    elif len(lines) > MAX_LEAVES or depth > MAX_DEPTH:
-        lines.append(f"{role}u {label}\ttoo many values in compiled code")
-    elif isinstance(value, (tuple, list)):
-        if len(value) > MAX_SCALARS and all(item is None or isinstance(item, _SCALARS) for item in value):
-            lines.append(f"{role}x {label}")
-            return
-        for position, item in enumerate(value):
-            _add_leaf(item, role, f"{label}[{position}]", depth + 1, lines, tensors)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _add_leaf(item, role, f"{label}[{_spell_traced(key)}]", depth + 1, lines, tensors)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            _add_leaf(getattr(value, field.name), role, f"{label}[{field.name}]", depth + 1, lines, tensors)
-    else:
-        lines.append(f"{role}x {label}")
-
-
-def _spell_traced(key: Any) -> str:
-    """Return the same as walk.spell_key, in Python that Dynamo knows."""
-    if isinstance(key, str):
-        plain = 0 < len(key) <= 80
-        for letter in key:
-            plain = plain and (letter.isalnum() or letter in "_.-/")
-        if plain:
-            return key
-    elif key is not None and not isinstance(key, _SCALARS):
-        return type(key).__name__
-    shown = repr(key)
-    return shown if len(shown) <= 80 else f"{shown[:77]}..."
