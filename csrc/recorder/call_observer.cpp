@@ -217,6 +217,18 @@ struct CallObserver::Walk {
   int64_t leaves = 0;
   bool ended = false;  // by the limit
   std::vector<PyObject*> inside = {};
+  PyObject *args = nullptr, *kwargs = nullptr;  // of an output's call
+
+  // Returns whether an object was an argument, such as a key-value cache: what the call wrote into it, later ones meet.
+  bool is_argument(PyObject* object) const {
+    for (Py_ssize_t i = 0; args != nullptr && i < PyTuple_GET_SIZE(args); ++i)
+      if (PyTuple_GET_ITEM(args, i) == object) return true;
+    PyObject *key, *item;
+    Py_ssize_t position = 0;
+    while (kwargs != nullptr && PyDict_Next(kwargs, &position, &key, &item))
+      if (item == object) return true;
+    return false;
+  }
 
   bool note(Labels::Id label, NoteKind what) {
     ++leaves;
@@ -256,7 +268,7 @@ struct CallObserver::Walk {
     const std::optional<Kind> kind = PyDict_CheckExact(object) ? Kind::mapping : self.kind_of(Py_TYPE(object));
     if (!kind.has_value()) return false;
     // What an object is given as an argument shows in the module's output. Its own output may be in an object alone.
-    if (kind == Kind::opaque && role != Role::output) return note(label, NoteKind::not_a_tensor);
+    if (kind == Kind::opaque && (role != Role::output || is_argument(object))) return note(label, NoteKind::not_a_tensor);
     if (kind == Kind::mapping && has_plain_keys(object)) return mapping(object, label);
     return slowly(object, label);
   }
@@ -398,6 +410,8 @@ bool CallObserver::rows(Node& node, PyObject* module, PyObject* args, PyObject* 
     // A write past the version counter between a module and the end of the forward would else hide a nan in what the
     // model returns.
     Walk walk{*this, node, frame, Role::output, outermost ? Memory::none : Memory::activation};
+    walk.args = args;
+    walk.kwargs = kwargs;
     if (!walk.value(output, Labels::kOutput)) return false;
     for (size_t i = 0; frame->added != nullptr && i < frame->added->size(); ++i)
       if (!walk.value((*frame->added)[i].tensor.ptr(), (*frame->added)[i].label)) return false;

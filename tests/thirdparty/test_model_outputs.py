@@ -47,9 +47,14 @@ def test_model_outputs_are_mappings() -> None:
     ]
 
 
-def test_opaque_objects_are_one_leaf() -> None:
-    """An unknown object, and a key-value cache of transformers, is a leaf and is not iterated."""
+def test_a_cache_is_entered_where_the_call_made_it() -> None:
+    """A key-value cache gives its tensors, and is one leaf where it was given; no object is iterated."""
     from transformers import DynamicCache
 
-    for value in (Opaque(), DynamicCache(), {X}, iter([X]), Output):
-        assert leaves((value,), "output") == [("output[0]", value)]
+    assert leaves((Opaque(),), "output") == [("output[0][keys][0]", X)]
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 1, 1, 1), torch.ones(1, 1, 1, 1), 0)
+    labels = [label for label, x in leaves({"cache": cache}, "output") if isinstance(x, Tensor)]
+    assert labels == ["output[cache][layers][0][keys]", "output[cache][layers][0][values]"]
+    assert leaves({"cache": cache}, "output", True, [cache]) == [("output[cache]", cache)]
+    assert leaves(Output, "output") == [("output", Output)]

@@ -58,7 +58,8 @@ def call_values(
     if wanted.inputs:
         values += [("input", label, x) for label, x in call_leaves(args, kwargs, objects=objects)]
     if wanted.outputs:
-        values += [("output", label, x) for label, x in leaves(output, "output")]
+        given = (*args, *kwargs.values())
+        values += [("output", label, x) for label, x in leaves(output, "output", True, given)]
     return values
 
 

@@ -13,7 +13,7 @@ import copyreg
 import itertools
 import re
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, MappingView, Sequence, Set
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, MappingView, Sequence, Set
 from dataclasses import fields, is_dataclass
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -47,17 +47,18 @@ Leaf: TypeAlias = tuple[str, Any]
 _Level: TypeAlias = tuple[str, int, "Iterator[tuple[object, Any]]"]
 
 
-def leaves(value: Any, label: str, objects: bool = True) -> list[Leaf]:
+def leaves(value: Any, label: str, objects: bool = True, given: Iterable[object] = ()) -> list[Leaf]:
     """Return `(label, leaf)` for everything in `value`, in its own order, at most MAX_LEAVES.
 
     A leaf is a tensor, None, any other object that is no container, or Unwalked where a limit or a cycle
     ended the walk. Nothing here raises: a container that cannot be read is an Unwalked leaf with the reason.
-    `objects`: of objects of other classes, at most MAX_OBJECTS, the attributes that may hold tensors are entered.
+    `objects`: of objects of other classes, at most MAX_OBJECTS, the attributes that may hold tensors are entered,
+    unless the object is one of those `given` to the call, such as a key-value cache.
     """
     if isinstance(value, torch.Tensor):
         return [(label, value)]
     found: list[Leaf] = []
-    _walk(value, label, found, objects)
+    _walk(value, label, found, objects, frozenset(map(id, given)))
     return found
 
 
@@ -74,12 +75,14 @@ def call_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, objects: bo
     return found
 
 
-def _walk(value: Any, label: str, found: list[Leaf], objects: bool) -> None:
+def _walk(
+    value: Any, label: str, found: list[Leaf], objects: bool, given: frozenset[int] = frozenset()
+) -> None:
     # A loop: each level of a recursion would take of the stack that the user's own forward may need.
     inside: list[_Level] = []
     num_objects = 0
     while True:
-        attributes = _attributes(value) if objects else None
+        attributes = _attributes(value) if objects and id(value) not in given else None
         num_objects += attributes is not None
         if num_objects > MAX_OBJECTS and attributes is not None:
             value, attributes = Unwalked(f"more than {MAX_OBJECTS} objects"), None
