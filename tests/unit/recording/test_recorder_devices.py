@@ -46,15 +46,21 @@ def watched_run(model: nn.Module, batches: int, **options: Any) -> Watch:
     holds=st.booleans(),
 )
 def test_reports_are_those_of_the_host(seed: int, poison: float, check: Any, holds: bool) -> None:
-    """Random trees with random faults: every frame and the report, whenever the rows come, and no stale hit."""
+    """Random trees with random faults: every frame and the report, whenever the rows come, and no stale hit.
+
+    At the end of a batch nobody knows what the calls inside were given. A fault that the model was given beside
+    another one that it made is the first on the host alone.
+    """
     model = tree(seed, poison)
     with watch(model, max_frames=1000, on_nonfinite="record", check="module") as w:
         run(model, seed)
-    expected = text_of(w)
+    frames, report, finding = repr(w.frames), text_of(w), w.report().finding
     with stand_in(holds=holds):
         with watch(model, max_frames=1000, on_nonfinite="record", check=check, _verify_hits=True) as w:
             run(model, seed)
-        assert text_of(w) == expected
+        assert repr(w.frames) == frames
+        if finding is None or finding.origin in ("produced", "weight", "buffer"):
+            assert text_of(w) == report
         assert w.counters["stale_hits"] == 0
 
 
