@@ -152,16 +152,20 @@ class span:  # noqa: N801  (used like a function)
 
 
 class _Box:
-    """Value of a span outside the model, which is then no input of it."""
+    """Value of a span outside the model, which is then no input of it: a walk enters nothing that can be called."""
 
-    __slots__ = ("value",)
+    __slots__ = ("_value",)
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self._value = value
+
+    def __call__(self) -> Any:
+        """Return the value."""
+        return self._value
 
 
 def _opened(value: Any) -> Any:
-    return value.value if isinstance(value, _Box) else value
+    return value() if isinstance(value, _Box) else value
 
 
 def _check_name(name: object) -> None:
