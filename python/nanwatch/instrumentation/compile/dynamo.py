@@ -65,7 +65,9 @@ def _change_call_function(interpreted: Iterable[Any]) -> None:
     from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
-    for function in (slot._PythonCallSlot._get, *interpreted):
+    twin = slot._PythonCallSlot
+    answers = (slot._PythonAnswer.__get__, twin._get, twin.site, twin.is_watched, twin.find)
+    for function in (*answers, slot.wrappers, slot.wrappers_at, slot._keep, *interpreted):
         skip_code(function.__code__)
     original: Any = UnspecializedNNModuleVariable.call_function
 
