@@ -83,8 +83,10 @@ def judge_failure(case: Case) -> Verdict:
         verdict["text"] += "".join(f"\nFAULT of a cure: {fault}" for fault in faults if fault)
     else:
         # For bad data the finding names the operation that hands it on. No cure may hide a bad weight.
-        verdict["operation"] = finding.operation is None or finding.origin == "data"
-        if case.origin in ("weight", "buffer"):
+        # A weight that a training spoils is made by the step, which has cures of its own.
+        by_step = setup.loop is not None and (finding.operation or "").startswith("the step of ")
+        verdict["operation"] = finding.operation is None or finding.origin == "data" or by_step
+        if case.origin in ("weight", "buffer") and setup.loop is None:
             verdict["cure"] = not any(cure.works for cure in finding.cures)
         if case.transient:
             verdict["operation"] &= finding.transient is True

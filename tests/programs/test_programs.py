@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the judge forks
 
 # How many programs have the column. A program that goes takes its number along, and says why in its commit.
 COUNTS = {
-    "module": 97, "operation": 118, "line": 105, "cure": 110, "state": 21, "quiet": 32, "audit": 13,
+    "module": 97, "operation": 118, "line": 105, "cure": 108, "state": 21, "quiet": 32, "audit": 13,
 }  # fmt: skip
 MISSES = {
     "module": {

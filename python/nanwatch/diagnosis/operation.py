@@ -185,10 +185,10 @@ def _is_count(x: Tensor) -> bool:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors of an argument or a result."""
+    """Return the tensors of an argument or a result. The attributes of an object are no part of it."""
     if isinstance(value, Tensor):
         return [value]
-    return [x for _, x in leaves(value, "") if isinstance(x, Tensor)]
+    return [x for _, x in leaves(value, "", objects=False) if isinstance(x, Tensor)]
 
 
 T = TypeVar("T")
