@@ -270,8 +270,7 @@ void CallRecorder::follow_gradients(const Thread& thread, std::vector<GradientCa
                                     int32_t caller, std::shared_ptr<const void>* keep) {
   if (gradients_ == nullptr || candidates.empty()) return;
   gradients_->follow(candidates,
-                     {thread.batch, index, caller, thread.recomputed, thread.held, nodes_[size_t(index)]->box},
-                     keep);
+                     {thread.batch, index, caller, thread.recomputed, thread.held, nodes_[size_t(index)]->box}, keep);
 }
 
 // Returns the arguments of the outermost call; in compiled code those of its tensors that still live.
@@ -355,7 +354,7 @@ bool CallRecorder::end_batch(Thread& thread, bool completed) {
   HeldError own;                                                  // the call's
   const std::shared_ptr<PyObject> held = std::move(thread.held);  // until the callback has returned
   box::BlackBox* const box = thread.recomputed ? nullptr : box_.box();
-  const Recording recording(&thread);                             // the callback may run the model once more
+  const Recording recording(&thread);  // the callback may run the model once more
   if (box != nullptr && !thread.deferred.empty()) thread.least.ended = box::ticks();
   bool done = thread.deferred.empty() || survived([&] { return take_deferred(thread); });
   if (box != nullptr) box->end_batch(thread.least, thread.batch, !completed);
