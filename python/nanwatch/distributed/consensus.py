@@ -299,7 +299,7 @@ class StoreProtocol:
     """The few keys of the job's store through which ranks agree. No method waits for a rank.
 
     No key exists while all is well, and a rank that looks asks for one. A rank that fails sends eleven short messages,
-    and eleven more to settle; one that only settles sends twelve (benchmarks/count_verdict.py). Nothing grows with the
+    and eleven more to settle; one that only settles sends twelve. Nothing grows with the
     number of ranks: the store keeps the earliest observation by compare-and-set, and a count of the ranks whose
     observation is at one place.
     """

@@ -34,7 +34,7 @@ _LEAVES = 4
 _VANISHED = 100.0
 KINDS = ("inputs", "outputs")
 # Outputs that are further apart are never equal, in units of the narrowest format. Products of 16 bits are summed in
-# float32, those of others in the format itself. Pairs that compute the same stay below 0.5 and 4 (judge_compare.py).
+# float32, those of others in the format itself. Pairs that compute the same stay below 0.5 and 4.
 _UNITS_OF_16_BITS, _UNITS = 8, 64
 # A difference that rounding of weights explains is within twice the error that the largest such rounding, with random
 # signs, makes in a run.

@@ -1,7 +1,4 @@
-"""Forecasts of overflow: right within their own interval on trainings that diverge, silent on those that do not.
-
-`benchmarks/forecast_runs.py` has 262 trainings. Here are a few of their kinds.
-"""
+"""Forecasts of overflow: right within their own interval on trainings that diverge, silent on those that do not."""
 
 from __future__ import annotations
 
@@ -303,6 +300,6 @@ def test_trainings_that_diverge_are_foretold() -> None:
 
 @pytest.mark.slow
 def test_healthy_trainings_are_silent() -> None:
-    """Ten that learn a sum, at learning rates from slow to fast. benchmarks/forecast_runs.py has hundreds."""
+    """Ten that learn a sum, at learning rates from slow to fast."""
     for seed in range(10):
         assert trained(seed, [1e-4, 1e-3, 3e-3, 1e-2, 3e-2][seed % 5], 300) == ([], None)
