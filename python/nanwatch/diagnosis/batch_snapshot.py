@@ -1,7 +1,7 @@
 """Snapshot of the start of a batch, from which its outermost call can be made again, and the calls an exception left.
 
-It holds references and random states, and copies of the little Python state that the batch's code can change: a batch
-that ends well costs a few microseconds. After a re-run in this process the snapshot puts back all that the run left
+It holds references and random states, and nothing of the program's own state: a batch that ends well costs a few
+microseconds. After a re-run in this process the snapshot puts back all that the run left
 behind: Python state, random states, buffers, training flags.
 """
 
@@ -39,7 +39,7 @@ from ..util.visible import suppressed
 from . import child_process, in_process
 from .outside import in_child
 from .places import attributes_of
-from .program_state import ProgramState, present_state
+from .program_state import present_state
 from .reachable import is_plain
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -75,8 +75,7 @@ class Forwards:
 class BatchSnapshot:
     """The outermost call of a batch, as it was about to be made: `module(*args, **kwargs)`.
 
-    `attributes` are those of the arguments that have plain ones alone, by id. `state` is the Python state that the
-    batch's code can change, where it was kept; `began` is the time in seconds of
+    `attributes` are those of the arguments that have plain ones alone, by id. `began` is the time in seconds of
     `time.monotonic()`. `forwards` counts the re-runs, where somebody counts.
     """
 
@@ -91,7 +90,6 @@ class BatchSnapshot:
     attributes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     cached: ParametrizationCache = field(default_factory=cached_parametrizations)
     forwards: Forwards | None = None
-    state: ProgramState | None = None
     began: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -100,15 +98,18 @@ class BatchSnapshot:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any] | None,
-        state: ProgramState | None = None,
+        *,
+        draws: bool = False,
     ) -> BatchSnapshot:
-        """Return the state at the start of a batch, which is now."""
+        """Return the state at the start of a batch, which is now; with that of random and numpy.random for `draws`."""
         kwargs = kwargs or _NOTHING
         given = [(f"args[{i}]", x) for i, x in enumerate(args)] + list(kwargs.items())
         with torch._C.DisableTorchFunction():  # looking is no business of the user's function modes
             versions = cls._versions(given)
             attributes = cls._attributes(given)
-        return cls(module, args, kwargs, versions=versions, attributes=attributes, state=state)
+        return cls(
+            module, args, kwargs, RngState.capture(others=draws), versions=versions, attributes=attributes
+        )
 
     @staticmethod
     def _versions(given: list[tuple[str, Any]]) -> tuple[tuple[str, Tensor, int], ...]:
@@ -170,8 +171,6 @@ class BatchSnapshot:
                     modes.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
                     # DistributedDataParallel would tell the other ranks that a batch has begun.
                     module = unwrapped(module)
-                if self.state is not None:
-                    self.state.restore(stands_in=True)
                 self.rng.restore()
                 if in_process.current is not None and not in_child():
                     modes.enter_context(in_process.current.running())

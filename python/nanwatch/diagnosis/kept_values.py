@@ -39,7 +39,7 @@ _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 class Limits:
     """Limits of what is kept: elements of a container, bytes of an array or tensor.
 
-    `strong`: keep what the program may drop meanwhile. At the start of a batch that would lengthen lifetimes.
+    `strong`: keep what the program may drop meanwhile.
     """
 
     elements: int
@@ -47,7 +47,6 @@ class Limits:
     strong: bool = False
 
 
-START = Limits(256, 4096)
 NOW = Limits(100_000, 1 << 26, strong=True)
 
 

@@ -25,7 +25,6 @@ from .operation import tensors_in
 from .outside import repeatable
 from .patching.code_swap import Probe, compiled_with, find_target
 from .patching.source import SourceFile, Span, Target, called_name, path_to
-from .program_state import ProgramState
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 # Lightning has twenty between the loss and the engine.
@@ -48,7 +47,6 @@ class BackwardCall:
     rng: RngState = field(default_factory=RngState.capture)
     autocast: tuple[Autocast, ...] = field(default_factory=Autocast.capture)
     remark: str = ""  # what the graph tells
-    state: ProgramState | None = None  # of the start of the batch
 
     @classmethod
     def capture(cls, since: int, forwards: Sequence[tuple[int, int]]) -> BackwardCall | None:

@@ -1,11 +1,11 @@
-"""State of the program at the start of a batch and around a re-run: Python values, buffers, tensors of the call."""
+"""State of the program around a re-run: Python values, buffers, tensors of the call."""
 
 from __future__ import annotations
 
 import random
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +16,8 @@ from ..numerics.readable import only_our_dispatch
 from ..recording.walk import call_leaves
 from ..util.modules import each_module
 from ..util.visible import suppressed
-from .kept_values import NOW, START, Clones, Kept, Limits, keep_tensor, keep_value, spared
-from .outside import in_child, repeatable
+from .kept_values import NOW, Clones, Kept, Limits, keep_tensor, keep_value, spared
+from .outside import in_child
 from .places import Fixed, Root
 from .reachable import Plan, plan_of, reached_by_other_threads
 
@@ -27,43 +27,19 @@ _MOST_OF_WEIGHTS = 1 << 28
 _WHOLE = replace(NOW, nbytes=1 << 62)
 
 
-class StateKeeper:
-    """Keeps the start of each batch of one model: what its code can change, as far as START allows."""
-
-    def __init__(self, root: Callable[[], nn.Module | None]) -> None:
-        self._root = root
-        self._plan = Plan()
-        self._num_kept = 0
-        # Clones of small tensors, by id: only those whose version has changed are cloned again.
-        self._tensors: Clones = {}
-
-    def capture(self, frame: types.FrameType | None) -> ProgramState:
-        """Return the present state. `frame` is the innermost frame that may be the program's."""
-        with only_our_dispatch():  # looking is no business of the user's modes
-            self._num_kept += 1
-            # Objects that came later are found at batches 1, 2, 4, 8 and so on.
-            if self._num_kept & (self._num_kept - 1) == 0 and (model := self._root()) is not None:
-                self._plan = plan_of(model, frame)
-                self._plan.objects = []
-                self._tensors.clear()
-            return keep(self._plan, START, self._tensors)
-
-
 @dataclass(slots=True)
 class ProgramState:
     """State of the program at one moment."""
 
     places: list[tuple[Root, Kept]]
 
-    def restore(self, *, stands_in: bool = False) -> None:
-        """Put the state back. With `stands_in`, what gives each value once is replaced by a GivesOnce."""
+    def restore(self) -> None:
+        """Put the state back."""
         with only_our_dispatch(), spared(reached_by_other_threads()):
             for root, kept in self.places:
                 try:
                     present = root.get()
                     value = kept(present)
-                    if stands_in:
-                        value = repeatable(value)
                     if value is not present:
                         root.set(value)
                 except Exception:

@@ -254,7 +254,6 @@ def _examined(
         inference=False,
         grad=True,
         forwards=Forwards(),
-        state=call.state,
     )
     # The finding of a call of this module, that returns the loss.
     own = replace(

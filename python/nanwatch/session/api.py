@@ -127,7 +127,7 @@ def watch(
         allow_nan: glob patterns on the names of modules whose nans are meant, such as missing values in the data. The
             model itself has the name "".
         rerun: after a failure run the batch once more to find the operation and the line that made the first
-            non-finite value, and to try cures. Until then it costs 10 to 60 microseconds a batch. None does so if the
+            non-finite value, and to try cures. Until then it costs 10 to 20 microseconds a batch. None does so if the
             failure ends the batch ("raise"). True does so also if the run goes on; a model with state may notice the
             second forward.
         guard_checkpoints: read what `torch.save`, safetensors, `save_pretrained`, `torch.distributed.checkpoint`, and

@@ -33,7 +33,7 @@ from ..diagnosis.experiment import Conditions
 from ..diagnosis.in_process import examination
 from ..diagnosis.incident import Incident
 from ..diagnosis.loss_statements import BackwardCall
-from ..diagnosis.program_state import StateKeeper
+from ..diagnosis.reachable import plan_of
 from ..instrumentation.functions import Function
 from ..instrumentation.slot import ExclusiveRun
 from ..report.finding import Finding
@@ -96,10 +96,11 @@ class RerunPolicy:
         self._may_keep = options.rerun is not False
         acts = options.on_nonfinite == "raise" or callable(options.on_nonfinite)
         self.keeps_start = self._may_keep and (options.rerun is True or acts)
-        self._states = StateKeeper(ModelRef(model))
         self._output_dir = options.output_dir
         self._model = ModelRef(model)
         self._failures = 0
+        # Whether the code around the first batch draws from random or numpy.random: their states take 40 µs.
+        self._draws: bool | None = None
         # By thread, from the start of its batch to its end. None where no re-run is possible. The snapshots refer to
         # the batch's tensors.
         self._starts: dict[int, tuple[BatchSnapshot | None, weakref.ref[_Graph], int]] = {}
@@ -128,8 +129,9 @@ class RerunPolicy:
         Return an object for the recorder to hold until no gradient of the batch can come any more.
         """
         try:
-            state = self._states.capture(sys._getframe(1))
-            start = BatchSnapshot.capture(module, args, kwargs, state)
+            if self._draws is None and (model := self._model()) is not None:
+                self._draws = plan_of(model, sys._getframe(1)).draws
+            start = BatchSnapshot.capture(module, args, kwargs, draws=bool(self._draws))
         except Exception:
             suppressed("the start of a batch could not be kept, so it has no re-run")
             start = None
@@ -178,8 +180,6 @@ class RerunPolicy:
             call = BackwardCall.capture(since, calls)
             if call is None:
                 return finding
-            started = (one.rest.state for one in list(self._ended.values()) if one.batch == own.batch)
-            call.state = next(started, None)
             self._losses[finding.batch] = call
             return read_graph(finding, call) if finding.is_of_loss else finding
         except Exception:
