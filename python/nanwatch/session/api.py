@@ -138,8 +138,8 @@ def watch(
             be predicted; at most three lines in 10,000 batches. Reads each of the first batches, then fewer, down to
             one in 16 (docs/forecasts.md).
         updates: audit the optimizer's steps 1, 2, 3 and every n-th: which weights get no gradient, do not move, or move
-            by something else than the optimizer's rule (docs/updates.md). True is every 100th. `Watch.updates` has the
-            findings, and a warning tells of the first.
+            though they are frozen (docs/updates.md). True is every 100th. `Watch.updates` has the findings, and a
+            warning tells of the first.
         frozen: glob patterns on the names of modules or weights that are meant to stay as they are, such as
             "backbone.*": `updates` tells of a step that moves one. Needs `updates`.
         spikes: keep histories of all magnitudes, and when the loss or the gradients jump, report the first module that

@@ -177,7 +177,7 @@ class Options:
     updates: int = _act(
         False,
         every_or_flag(_UPDATES_EVERY),
-        "audit the optimizer's steps 1, 2, 3 and every N-th: which weights do not move, or move wrongly",
+        "audit the optimizer's steps 1, 2, 3 and every N-th: which weights do not move, or move though frozen",
         also="True is 100",
     )
     frozen: tuple[str, ...] = _act(

@@ -1,7 +1,7 @@
 """The audit of an optimizer's steps: which steps are audited, and what becomes of a fault.
 
-Audited are the steps 1, 2 and 3 and every n-th, and further ones while a suspicion is neither certain nor gone. Between
-them a step costs a look at a counter.
+Audits the steps 1, 2, 3 and every n-th, three steps after the gradients, the modes or the rates become what they were
+never before, and up to ten in a row while a suspicion is neither certain nor gone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -27,30 +28,22 @@ from ...records.record import Frame
 from ...report.update_finding import UpdateFinding, update_finding
 from ...util.place import Place
 from ...util.visible import spell, suppressed, warn_user
-from . import blame, taps
-from .copies import Masters, equal_ends, equal_twins, idle_twins, parted, ties
-from .culprits import line_of
-from .epochs import Epochs
-from .evaluations import Evaluations
-from .lives import Life, Lives
-from .modes import modes
-from .never_moved import never_moved
-from .not_meant import not_meant
-from .rank_steps import RankSteps
-from .rules import expect
-from .samples import Key, StepSamples, each_weight, sample_after, sample_step
-from .suspicions import Fault, Suspicions, gathered
-from .view import Clip, StepView, Suspect
-from .window import Window, held_by_others, is_taken_scaled, scale_of
-from .wrong import wrong
+from .checks import depends_on_mode, equal_ends, suspects_of
+from .rank_steps import check_ranks, rank_faults
+from .samples import StepSamples, each_weight, sample_after, sample_step
+from .suspicions import Fault, Suspicions
+from .view import StepView
+from .window import Clip, Window, held_by_others, is_taken_scaled, place_of, scale_of
 
 _T = TypeVar("_T")
 _FIRST = 3
-# Steps in a row that a suspicion may ask for.
-_MORE = 10
+# Steps in a row that a suspicion may ask for, and states of a training that are told apart.
+_MORE, _MOST_STATES = 10, 32
 _MOST_FINDINGS = 64
-# Backwards without a step, each after the gradients of the one before were thrown away; and at the end of a run.
-_UNSTEPPED, _UNSTEPPED_AT_END = 8, 5
+# Calls of the model without grad mode, in training mode: in a row, or rarer than others. One may make the fake samples
+# of a GAN, and that for each batch.
+_EVALUATIONS = 2
+_AT_BACKWARD = ("missing-zero-grad", "accumulation", "no-gradient", "zero-gradient", "train-mode-wrong")
 
 
 def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
@@ -88,17 +81,14 @@ class _Track:
     def __init__(self) -> None:
         self.step = 0
         self.in_a_row = 0  # audits
-        self.is_own = False
-        self.is_compiled = False
-        self.is_repeated = False
+        self.due_until = _FIRST
+        self.states: set[int] = set()
+        self.is_relevant = False
         self.suspicions = Suspicions()
         self.previous: StepSamples | None = None
         self.open: StepSamples | None = None
         self.clips: list[Clip] = []
         self.calls_before = 0  # of all calls, those before this window
-        self.masters = Masters()
-        self.differing: dict[Key, float] = {}
-        self.life: Life | None = None
 
 
 class UpdateAudit(WatchPart):
@@ -124,35 +114,30 @@ class UpdateAudit(WatchPart):
         self._every = every
         self._tell = tell
         self._is_frozen = is_frozen
-        self._ranks = None if ranks is None else RankSteps(ranks)
+        self._ranks = ranks
         self._tracks: weakref.WeakKeyDictionary[Optimizer, _Track] = weakref.WeakKeyDictionary()
+        self._modules: list[weakref.ref[nn.Module]] = []
         self._modes: dict[str, bool] = {}  # modules that have been in training mode at an audit
         self._ends: list[tuple[str, str]] | None = None
-        self._twins: list[tuple[str, str]] = []
-        self._lives = Lives()
-        self._evaluations = Evaluations(recorder)
-        self._told: set[tuple[str, str, str | None]] = set()
+        self._num_trained = self._num_evaluated = self._evaluated_in_a_row = 0
+        self._named: set[tuple[str, str, str | None]] = set()
         self._window = Window(recorder)
-        self._epochs = Epochs()
-        taps.epochs.add(self)
         self._starts = recorder.subscribe(Event.BATCH_START)
-        this = weakref.ref(self)
+        reference = weakref.ref(self)
 
         def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if (own := this()) is None or own.is_over:
+            if (audit := reference()) is None or audit.is_over:
                 return None
-            return (own._before_compiled if is_compiling() else own._before)(optimizer, args, kwargs)
+            return (audit._before_compiled if is_compiling() else audit._before)(optimizer, args, kwargs)
 
         def after(optimizer: Optimizer, *_: Any) -> None:
-            if (own := this()) is not None and not own.is_over:
-                (own._after_compiled if is_compiling() else own._after)(optimizer)
+            if (audit := reference()) is not None and not audit.is_over:
+                (audit._after_compiled if is_compiling() else audit._after)(optimizer)
 
         self._hooks = Handles(self, [before_steps.add(before), after_steps.add(after)])
 
     def remove(self) -> None:
-        """Audit no more, and keep the findings. Find backwards that no step followed."""
-        if not any(one.is_own for one in self._tracks.values()):
-            self._add(self._unstepped(_UNSTEPPED_AT_END, 0))
+        """Audit no more, and keep the findings."""
         if self._ranks is not None:
             self._ranks.remove()
             self._tell_of_ranks()
@@ -163,186 +148,148 @@ class UpdateAudit(WatchPart):
         self._hooks.remove()
         self._starts.remove()
         self._window.remove()
-        self._evaluations.frames.remove()
-        taps.epochs.remove(self)
 
     def sum_up(self) -> None:
         """Warn of the findings after the first, in one line."""
-        rest = [one.kind for one in self.findings[1:]]
-        if rest:
-            kinds = ", ".join(dict.fromkeys(rest))
-            plural = "" if len(rest) == 1 else "s"
+        kinds = [finding.kind for finding in self.findings[1:]]
+        if kinds:
             warn_user(
-                f"{len(rest)} more finding{plural} about the optimizer's steps ({kinds}): Watch.updates has them",
+                f"{len(kinds)} more finding{'' if len(kinds) == 1 else 's'} about the optimizer's steps"
+                f" ({', '.join(dict.fromkeys(kinds))}): Watch.updates has them",
                 may_raise=False,
             )
 
     def on_frame(self, frame: Frame) -> None:
         """Take a recorded call."""
         self._window.on_frame(frame)
-        if self._evaluations.frames.active:
-            self._add(self._drawn(frame))
 
     @_harmless
-    def _drawn(self, frame: Frame) -> UpdateFinding | None:
-        model = self._model()
-        fault = None if model is None else self._evaluations.drawn(frame, model)
-        return None if fault is None else self._finding(self._step, fault, lambda: None)
-
     def batch_started(self, batch: int, module: nn.Module | None) -> None:
         """Take the start of a batch, in the mode of its call."""
-        self._add(self._batch_started(batch, module))
-
-    @_harmless
-    def _batch_started(self, batch: int, module: nn.Module | None) -> UpdateFinding | None:
         model = self._model()
         if model is None or self._recorder.paused:
-            return None
-        if torch.is_grad_enabled():
-            self._evaluations.trained()
-            if self._window.is_open:
-                self._window.batch_started(model, batch)
-                return self._unstepped(_UNSTEPPED, _UNSTEPPED - 2)
-        elif module is model:
-            has_stepped = any(one.is_own for one in self._tracks.values())
-            frame = sys._getframe(2)
-            for fault, where in self._evaluations.faults(model, batch, frame, has_stepped=has_stepped):
-                self._add(self._finding(self._step, fault, where))
-        return None
-
-    @_harmless
-    def epoch_begins(self, sampler: Any) -> None:
-        """Take the beginning of a DistributedSampler's epoch."""
-        model = self._model()
-        if model is None or not model.training or not torch.is_grad_enabled():
             return
-        if (epoch := self._epochs.repeated(sampler, self._step)) is not None:
-            fault, frame = Fault("data-order", "", None, 1, {"epoch": epoch}), sys._getframe(1)
-            self._add(self._finding(self._step, fault, lambda: blame.place_of(frame)))
+        if torch.is_grad_enabled():
+            self._evaluated_in_a_row = 0
+            self._num_trained += 1
+            self._window.batch_started(model, batch)
+        elif module is model and model.training and self._step:
+            self._evaluated_in_a_row += 1
+            self._num_evaluated += 1
+            is_rare = self._num_evaluated == _EVALUATIONS and self._num_trained >= 2 * _EVALUATIONS
+            if (is_rare or self._evaluated_in_a_row == _EVALUATIONS) and depends_on_mode(model):
+                place = place_of(sys._getframe(1))
+                self._add(self._step, Fault("eval-mode-wrong", "", None, 1, {}), place)
 
     @property
     def _step(self) -> int:
-        return max((one.step for one in self._tracks.values() if one.is_own), default=0)
-
-    @_harmless
-    def _unstepped(self, least: int, resets: int) -> UpdateFinding | None:
-        model, found = self._model(), self._window.unstepped(least, resets)
-        if found is None or model is None:
-            return None
-        optimizer, backward = found
-        held = {id(x) for group in optimizer.param_groups for x in group["params"]}
-        own = [(module, label, id(x)) for module, label, x in each_weight(model) if x.requires_grad]
-        suspects = [Suspect("skipped-step", module, label) for module, label, x in own if x in held]
-        fault = next(gathered(suspects, {(module, label): 1 for module, label, _ in own}))
-        track = self._tracks.get(optimizer)
-        return self._finding(0 if track is None else track.step, fault, lambda: backward.place)
+        return max((track.step for track in self._tracks.values() if track.is_relevant), default=0)
 
     @_harmless
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         track = self._tracks.get(optimizer)
         if track is None:
             track = self._tracks[optimizer] = _Track()
-            track.life = self._lives.begin(optimizer)
-        track.open, track.is_repeated = None, False
-        self._evaluations.in_a_row = 0
+        track.open = None
+        self._evaluated_in_a_row = 0
         self._tell_of_ranks()
         if not self._is_due(track, track.step + 1):
             track.step += 1
+            if track.is_relevant and self._is_new_state(optimizer, track):
+                track.due_until = track.step + _FIRST
             return None
         model, found_inf = self._model(), getattr(optimizer, "found_inf", None)
         is_skipped = isinstance(found_inf, Tensor) and bool(found_inf.any())
         if model is None or self._recorder.paused or is_skipped:
             return None
         track.step += 1
-        track.is_own = _is_relevant(model, optimizer)
-        if not track.is_own:
+        track.is_relevant = _is_relevant(model, optimizer)
+        if not track.is_relevant:
             return None
-        if track.step == 1 and (life := track.life) is not None and life.is_anew:
-            fault = Fault("wrong-update:made-anew", "", None, 1, {"times": life.number})
-            self._add(self._finding(life.steps_before + 1, fault, lambda: blame.where_made(optimizer)))
         changed = with_check_after_closure(optimizer, args, kwargs, lambda: self._begin(optimizer, track))
         if changed is None:
             self._begin(optimizer, track)
         return changed
 
-    @_disable_dynamo
-    def _before_compiled(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        changed = self._before(optimizer, args, kwargs)
-        if (track := self._tracks.get(optimizer)) is not None:
-            track.is_compiled = True
-        return changed
+    _before_compiled = _disable_dynamo(_before)
 
     def _is_due(self, track: _Track, step: int) -> bool:
-        return self._is_regular(step) or (track.suspicions.is_open and track.in_a_row < _MORE)
+        is_suspect = track.suspicions.is_open and track.in_a_row < _MORE
+        return step <= track.due_until or step % self._every == 0 or is_suspect
 
-    def _is_regular(self, step: int) -> bool:
-        return step <= _FIRST or step % self._every == 0
+    def _is_new_state(self, optimizer: Optimizer, track: _Track) -> bool:
+        """Return whether the gradients, the rates of 0 and the modes together are what they were at no step before."""
+        gradients = [
+            (x.grad is None, x.requires_grad) for group in optimizer.param_groups for x in group["params"]
+        ]
+        rates = [bool(group.get("lr")) for group in optimizer.param_groups]
+        modes = [module.training for reference in self._modules if (module := reference()) is not None]
+        state = hash((*gradients, *rates, *modes))
+        is_new = state not in track.states and len(track.states) < _MOST_STATES
+        track.states.add(state)
+        return is_new
 
     @_harmless
     def _tell_of_ranks(self) -> None:
         if self._ranks is not None and (model := self._model()) is not None:
-            for step, fault in self._ranks.faults(model):
-                self._add(self._finding(step, fault, self._ranks.place))
+            for step, fault in rank_faults(self._ranks, model):
+                self._add(step, fault, None)
 
     @_harmless
     @_past_dynamo
     def _begin(self, optimizer: Optimizer, track: _Track) -> None:
         if (model := self._model()) is None:
             return
-        # A step that calls its closure again, as L-BFGS does, is no step of a rule.
-        track.is_repeated = track.open is not None
-        before = () if track.previous is None else track.previous.weights
-        still = frozenset(one.key for one in before if one.has_moved is not True)
-        track.open = sample_step(model, optimizer, track.step, still, self._is_frozen)
+        if track.open is not None:
+            track.open.is_repeated = True
+            return
+        self._modules = [weakref.ref(item.module) for item in named_modules(model)]
+        self._is_new_state(optimizer, track)
+        track.open = sample_step(model, optimizer, track.step, self._is_frozen)
         track.clips = self._window.clips(optimizer)
-        track.differing = track.masters.differing(model, optimizer, track.step)
         # A step without a forward before it is some library's, which fills the optimizer's state on one rank.
-        is_comparable = self._is_regular(track.step) and self._recorder.latest_batch >= 0
-        if self._ranks is not None and is_comparable and not track.is_repeated:
-            self._ranks.check(track.open, self._window, self._evaluations.num_trained)
+        is_regular = track.step <= _FIRST or track.step % self._every == 0
+        if self._ranks is not None and is_regular and self._recorder.latest_batch >= 0:
+            check_ranks(self._ranks, track.open, self._window, self._num_trained)
         if self._ends is None:
             self._ends = equal_ends(model) if track.step == 1 else []
-            self._twins = equal_twins(model) if track.step == 1 else []
 
     @_harmless
     @_past_dynamo
     def _after(self, optimizer: Optimizer) -> None:
-        track = self._tracks.get(optimizer)
-        if track is None or not track.is_own:
+        track, model = self._tracks.get(optimizer), self._model()
+        if track is None or model is None or not track.is_relevant:
             return
-        if track.life is not None:
-            track.life.stepped(optimizer)
-        found: list[UpdateFinding | None] = []
-        samples, model, track.open = track.open, self._model(), None
-        if samples is not None and model is not None and not track.is_repeated:
+        faults: list[Fault] = []
+        samples, track.open = track.open, None
+        if samples is None:
+            track.in_a_row = 0
+        else:
             sample_after(samples)
-            expect(samples, optimizer)
             view = self._view(model, optimizer, track, samples)
-            suspects = [*never_moved(view), *not_meant(view), *wrong(view), *modes(view, self._modes)]
-            suspects += [*ties(view), *parted(samples, self._ends or ()), *idle_twins(view, self._twins)]
+            faults = list(track.suspicions.add(suspects_of(view), samples))
             for name, _, module in named_modules(model):
                 self._modes[name] = self._modes.get(name, False) or module.training
-            trained = {one.key: one.size for one in samples.weights if one.is_trained}
-            every = {one.key: one.size for one in samples.weights}
-            for fault in track.suspicions.add(suspects, trained, every):
-                found.append(self._finding(samples.step, fault, line_of(fault, view)))
             track.in_a_row += 1
-        else:
-            track.in_a_row, samples = 0, None
+            for fault in faults:
+                self._add(samples.step, fault, _place(fault.kind, view, sys._getframe(1)))
         track.previous = samples
         track.calls_before = self._window.num_calls
-        if any(one.is_own and self._is_due(one, one.step + 1) for one in self._tracks.values()):
-            self._window.renew(optimizer)
+        tracks = [track for track in self._tracks.values() if track.is_relevant]
+        if any(self._is_due(track, track.step + 1) for track in tracks):
+            asked = {key for track in tracks for key in track.suspicions.keys("no-gradient")}
+            self._window.renew(optimizer, model, asked)
         else:
             self._window.close()
-        for one in found:
-            self._add(one)
 
     _after_compiled = _disable_dynamo(_after)
 
     def _view(self, model: nn.Module, optimizer: Optimizer, track: _Track, samples: StepSamples) -> StepView:
-        probes = self._window.probes({one.key for one in samples.of_optimizer()})
-        scale = scale_of([factor for one in probes for own, _, _ in one.arrivals for factor in own.factors])
+        keys = {weight.key for weight in samples.of_optimizer()}
+        probes = [probe for probe in self._window.probes if probe.key in keys]
+        scale = scale_of(
+            [x for probe in probes for arrival in probe.arrivals for x in arrival.backward.factors]
+        )
         return StepView(
             model,
             optimizer,
@@ -351,30 +298,32 @@ class UpdateAudit(WatchPart):
             probes,
             track.clips,
             others=lambda: held_by_others(optimizer),
-            is_first=next(one for one in self._tracks.values() if one.is_own) is track,
+            is_first=next(first for first in self._tracks.values() if first.is_relevant) is track,
             previous=track.previous,
-            is_compiled=track.is_compiled,
             scale=scale,
             is_scaled=scale is not None and is_taken_scaled(optimizer),
-            casts=frozenset(self._window.casts),
-            called=frozenset(self._window.called),
-            mastered=track.masters.keys,
-            masters=track.differing,
-            replaced=track.masters.replaced if samples.step == 2 else frozenset(),
+            modes=self._modes,
+            ends=self._ends or (),
         )
 
-    def _finding(self, step: int, fault: Fault, where: Callable[[], Place | None]) -> UpdateFinding | None:
-        key = fault.kind, fault.module, fault.label
-        if key in self._told or len(self.findings) >= _MOST_FINDINGS:
-            return None
-        self._told.add(key)
-        place, batch = blame.safely(where), self._recorder.latest_batch
-        return update_finding(step, *fault[:3], fault.size, fault.numbers, place, batch)
+    def _add(self, step: int, fault: Fault, place: Place | None) -> None:
+        key = fault[:3]
+        if key in self._named or len(self.findings) >= _MOST_FINDINGS:
+            return
+        self._named.add(key)
+        where, batch = None if place is None else str(place), self._recorder.latest_batch
+        finding = update_finding(step, *key, fault.size, fault.numbers, where, batch)
+        self.findings.append(finding)
+        self._tell(finding)
 
-    def _add(self, found: UpdateFinding | None) -> None:
-        if found is not None:
-            self.findings.append(found)
-            self._tell(found)
+
+def _place(kind: str, view: StepView, frame: FrameType) -> Place | None:
+    """Return the line of the clip or the backward that a fault is of, else of the step."""
+    if kind.startswith(("clipping", "not-unscaled")) and view.clips:
+        return view.clips[-1].place
+    arrivals = (arrival for probe in view.probes for arrival in probe.arrivals)
+    places = [arrival.backward.place for arrival in arrivals] if kind in _AT_BACKWARD else []
+    return next(filter(None, places), None) or place_of(frame)
 
 
 def _is_relevant(model: nn.Module, optimizer: Optimizer) -> bool:
@@ -383,10 +332,10 @@ def _is_relevant(model: nn.Module, optimizer: Optimizer) -> bool:
     Others of the same shapes may be those of a copy. Where no optimizer has any weight, this one may have old ones.
     """
     held = {id(x): tuple(x.shape) for group in optimizer.param_groups for x in group["params"]}
-    own = [x for _, _, x in each_weight(model)]
-    if any(id(x) in held for x in own):
+    weights = [x for _, _, x in each_weight(model)]
+    if any(id(x) in held for x in weights):
         return True
-    trained = [x for x in own if x.requires_grad]
+    trained = [x for x in weights if x.requires_grad]
     if sorted(held.values()) == sorted(tuple(x.shape) for x in trained):
         return bool(trained)
     others = held_by_others(optimizer)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ...util.modules import is_in
-from .samples import Key
+from .samples import Key, StepSamples
 from .view import Suspect, ancestors
 
 # Audits in a row in which a weight must be suspected. A head that the loss leaves out, an expert without tokens, a
@@ -16,18 +16,13 @@ _NEEDED = {
     "zero-gradient": 6,
     "zero-lr": 5,
     "absorbed": 3,
-    "absorbed:moment": 3,
-    "skipped-step": 3,
     "not-in-optimizer": 3,
     "other-module-trained": 3,
-    "other-module-trained:copy": 3,
-    "wrong-update": 3,
     "train-mode-wrong": 3,
-    "master-differs:at-first": 1,
 }
 _NEEDED_ELSE = 2
 # Share of a module's elements that need not have a fault of the module: a bias of 0 takes any update.
-_MISSING = {"absorbed": 0.1, "wrong-update": 0.1}
+_MISSING = {"absorbed": 0.1}
 _Whole = tuple[str, str, str | None]
 
 
@@ -46,45 +41,51 @@ class Suspicions:
 
     def __init__(self) -> None:
         self._in_a_row: dict[_Whole, int] = {}
-        self._told: set[_Whole] = set()
+        self._certain: set[_Whole] = set()
 
     @property
     def is_open(self) -> bool:
         """Return whether a suspicion is neither certain nor gone."""
-        return any(key not in self._told for key in self._in_a_row)
+        return any(key not in self._certain for key in self._in_a_row)
 
-    def add(
-        self, suspects: Iterable[Suspect], trained: Mapping[Key, int], all_weights: Mapping[Key, int]
-    ) -> Iterator[Fault]:
+    def keys(self, kind: str) -> set[Key]:
+        """Return the weights that were suspected of this kind at the latest audit."""
+        return {
+            (module, label) for name, module, label in self._in_a_row if name == kind and label is not None
+        }
+
+    def add(self, suspects: Iterable[Suspect], samples: StepSamples) -> Iterator[Fault]:
         """Take the suspects of one audit, and yield the faults that are certain by now, each once."""
-        found = {(one.kind, one.module, one.label): one for one in suspects}
-        self._in_a_row = {key: self._in_a_row.get(key, 0) + 1 for key in found}
+        new = {suspect[:3]: suspect for suspect in suspects}
+        self._in_a_row = {key: self._in_a_row.get(key, 0) + 1 for key in new}
         ripe = [
-            one
-            for key, one in found.items()
-            if key not in self._told and self._in_a_row[key] >= _NEEDED.get(one.kind, _NEEDED_ELSE)
+            suspect
+            for key, suspect in new.items()
+            if key not in self._certain and self._in_a_row[key] >= _NEEDED.get(suspect.kind, _NEEDED_ELSE)
         ]
-        self._told |= {(one.kind, one.module, one.label) for one in ripe}
-        for kind in dict.fromkeys(one.kind for one in ripe):
-            own = [one for one in ripe if one.kind == kind]
-            are_trained = all((one.module, one.label) in trained for one in own)
-            yield from gathered(own, trained if are_trained else all_weights)
+        self._certain |= {suspect[:3] for suspect in ripe}
+        sizes = {key: weight.size for key, weight in samples.by_key.items()}
+        trained = {key: size for key, size in sizes.items() if samples.by_key[key].is_trained}
+        for kind in dict.fromkeys(suspect.kind for suspect in ripe):
+            alike = [suspect for suspect in ripe if suspect.kind == kind]
+            are_trained = all((suspect.module, suspect.label) in trained for suspect in alike)
+            yield from gathered(alike, trained if are_trained else sizes)
 
 
 def gathered(ripe: Sequence[Suspect], weights: Mapping[Key, int]) -> Iterator[Fault]:
     """Yield one fault for each largest module whose weights have it: all of these, or nearly all of their elements."""
-    hits = {(one.module, one.label) for one in ripe}
-    told: set[tuple[str, str | None]] = set()
-    for one in ripe:
-        module, label, count = one.module, one.label, 1
+    hits = {(suspect.module, suspect.label) for suspect in ripe}
+    named: set[tuple[str, str | None]] = set()
+    for suspect in ripe:
+        module, label, count = suspect.module, suspect.label, 1
         for above in ancestors(module) if label is not None else ():
-            own = {key: size for key, size in weights.items() if is_in(key[0], above)}
-            missing = sum(size for key, size in own.items() if key not in hits)
-            if own and missing <= _MISSING.get(one.kind, 0.0) * sum(own.values()):
-                module, label, count = above, None, len(own)
+            inside = {key: size for key, size in weights.items() if is_in(key[0], above)}
+            missing = sum(size for key, size in inside.items() if key not in hits)
+            if inside and missing <= _MISSING.get(suspect.kind, 0.0) * sum(inside.values()):
+                module, label, count = above, None, len(inside)
         # A module of one weight is named with it.
-        if label is None and count == 1 and one.label is not None:
-            module, label = one.module, one.label
-        if (module, label) not in told:
-            told.add((module, label))
-            yield Fault(one.kind, module, label, count, one.numbers)
+        if label is None and count == 1 and suspect.label is not None:
+            module, label = suspect.module, suspect.label
+        if (module, label) not in named:
+            named.add((module, label))
+            yield Fault(suspect.kind, module, label, count, suspect.numbers)

@@ -1,4 +1,4 @@
-"""Functions of PyTorch without a hook, which an audit has to see: backwards, clips, reductions and epochs.
+"""Functions of PyTorch without a hook, which an audit has to see: backwards, clips and reductions.
 
 Each ends in a function that it looks up in its module at every call. While somebody listens, a wrapper stands there.
 """
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.compiler import is_compiling
-from torch.utils.data.distributed import DistributedSampler
 
 from ...util.visible import suppressed
 
@@ -40,7 +39,9 @@ class Tap:
     def remove(self, listener: object) -> None:
         """Call it no more. With the last listener PyTorch's function is there again."""
         with self._lock:
-            self._listeners = [one for one in self._listeners if one() not in (None, listener)]
+            self._listeners = [
+                reference for reference in self._listeners if reference() not in (None, listener)
+            ]
             original = getattr(getattr(self._module, self._name, None), "_nanwatch", None)
             if not self._listeners and original is not None:
                 setattr(self._module, self._name, original)
@@ -52,18 +53,18 @@ class Tap:
                 return original(*args, **kwargs)
             if self._is_before:
                 self._tell(args, kwargs)
-            found = original(*args, **kwargs)
+            result = original(*args, **kwargs)
             if not self._is_before:
                 self._tell(args, kwargs)
-            return found
+            return result
 
         call._nanwatch = original  # type: ignore[attr-defined]
         return call
 
     def _tell(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
-            for one in list(self._listeners):
-                if (listener := one()) is not None:
+            for reference in list(self._listeners):
+                if (listener := reference()) is not None:
                     getattr(listener, self._method)(*args, **kwargs)
         except Exception:
             suppressed(f"a call of {self._name} could not be audited")
@@ -72,5 +73,4 @@ class Tap:
 backwards = Tap(torch.autograd, "backward", "backward_starts", is_before=True)
 clips = Tap(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", "clipped", is_before=False)
 reductions = Tap(torch.distributed, "all_reduce", "reduced", is_before=True)
-epochs = Tap(DistributedSampler, "__iter__", "epoch_begins", is_before=True)
 ALL = (backwards, clips, reductions)
