@@ -74,7 +74,7 @@ void bind_recorder(py::module_& m) {
              auto recorder =
                  std::make_unique<CallRecorder>(options,
                                                 Helpers{helpers["observe"], helpers["leaves"], helpers["is_container"],
-                                                        helpers["spell_key"], helpers["completed_row"]},
+                                                        helpers["spell_key"], helpers["completed_row"], helpers["plain_mask"]},
                                                 std::move(events), std::move(frame_type));
              if (options.gradients)
                recorder->set_gradients(std::make_unique<GradientRecorder>(recorder.get(), options));
@@ -113,7 +113,7 @@ void bind_recorder(py::module_& m) {
            })
       .def("is_finite", [](CallRecorder& self,
                            const py::object& x) { return self.observer().is_finite(x.ptr(), self.latest_batch()); })
-      .def("forget_weights", [](CallRecorder& self) { self.observer().forget_weights(); })
+      .def("forget_weights", &CallRecorder::forget_weights, py::arg("groups") = py::list())
       .def_property(
           "paused", [](const CallRecorder& self) { return self.paused != 0; },
           [](CallRecorder& self, bool on) { self.paused = (self.paused & ~1) | int(on); })

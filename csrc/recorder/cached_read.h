@@ -3,6 +3,9 @@
 // reader:
 //
 //   Row read()                             reads the tensor
+//   int64_t bytes()                        how many that takes
+//   bool is_urgent                         whether it is read whatever the budget says
+//   bool is_refused                        set where the budget has no room for it and nothing is known of it
 //   bool knows(const CacheEntry& entry)     whether the entry has a row for it
 //   Row hit(const CacheEntry& entry)        that row
 //   bool keeps(const Row& row)             whether to remember it
@@ -12,20 +15,28 @@
 
 namespace nanwatch {
 
+// A weight that nothing has changed since is read again after so many batches.
+constexpr int64_t kAge = 64;
+
 template <typename Row, typename Reader>
-Row CallObserver::weight_range(const at::Tensor& x, int64_t batch, int64_t lifetime, Node::Slot* slot, Reader& reader) {
+Row CallObserver::weight_range(const at::Tensor& x, int64_t batch, bool moves, Node::Slot* slot, Reader& reader) {
   const Content content(x, epoch_);
   find_entry(content.key, slot);
   const CacheEntry& known = slot->cached->entry;
   const bool unchanged = known.content.has_same_version(content);
-  if (unchanged && known.content.epoch == epoch_ && batch - known.batch < lifetime && reader.knows(known))
-    return reader.hit(known);
+  const bool is_known = unchanged && known.content.epoch == epoch_ && reader.knows(known) && !moves;
+  if (is_known && batch - known.batch < kAge) return reader.hit(known);
+  if (!budget_.spend(reader.bytes(), !is_known, &slot->cached->turn) && !reader.is_urgent) {
+    if (is_known) return reader.hit(known);
+    reader.is_refused = true;
+    return Row();
+  }
   // While the lock is released for the read, another thread may drop the slot's entry, or the slot.
   const std::shared_ptr<WeightEntry> cached = slot->cached;
   const Row row = reader.read();
   if (reader.keeps(row)) {
     // Each weight starts at another age, so that no batch comes in which all are read again.
-    const int64_t age = unchanged ? 0 : first_entries_++ % lifetime;
+    const int64_t age = unchanged ? 0 : first_entries_++ % kAge;
     cached->take(x, content, row, batch - age);
   } else {
     cached->entry.forget();  // a non-finite tensor is examined each time
@@ -34,20 +45,31 @@ Row CallObserver::weight_range(const at::Tensor& x, int64_t batch, int64_t lifet
 }
 
 template <typename Row, typename Reader>
-Row CallObserver::range_of(PyObject* object, int64_t batch, Memory memory, Node::Slot* slot, Reader reader) {
+Row CallObserver::range_of(PyObject* object, int64_t batch, Memory memory, Node::Slot* slot, Reader& reader) {
   const at::Tensor& x = THPVariable_Unpack(object);
   ++counters.tensors;
-  if (memory == Memory::none || !can_be_remembered(x)) return reader.read();
-  if (memory == Memory::weight) return weight_range<Row>(x, batch, options_.reread_weights, slot, reader);
+  const bool has_version = can_be_remembered(x);
+  if (!has_version && (memory == Memory::weight || memory == Memory::moving)) {
+    find_entry(key_of(x), slot);
+    if (budget_.spend(reader.bytes(), true, &slot->cached->turn)) return reader.read();
+    reader.is_refused = true;
+    return Row();
+  }
+  if (memory == Memory::none || !has_version) {
+    budget_.earn(reader.bytes());
+    return reader.read();
+  }
+  if (memory != Memory::activation) return weight_range<Row>(x, batch, memory == Memory::moving, slot, reader);
   if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass) {
     // A weight handed around: torch.utils.swap_tensors refuses a parameter that has weak references.
     Node::Slot passing;
-    return weight_range<Row>(x, batch, 1, &passing, reader);
+    return weight_range<Row>(x, batch, false, &passing, reader);
   }
   const Content content(x, epoch_);
   const CacheEntry* entry = activations_.find(content);
   if (entry != nullptr && entry->content.epoch == epoch_ && entry->batch == batch && reader.knows(*entry))
     return reader.hit(*entry);
+  budget_.earn(reader.bytes());
   const Row row = reader.read();
   if (reader.keeps(row)) activations_.remember(object, content, row, batch);
   return row;

@@ -65,8 +65,10 @@ struct CallObserver::HostReader {
   CallObserver& self;
   const at::Tensor& x;
   const View& view;
+  bool is_urgent = false, is_refused = false;
 
   RangeRow read() { return self.read(x, view); }
+  int64_t bytes() const { return view.numel * int64_t(word_size(view.format)); }
   bool knows(const CacheEntry& entry) const { return entry.pending == nullptr; }
   RangeRow hit(const CacheEntry& entry) { return self.hit(entry, view); }
   bool keeps(const RangeRow& row) const { return row.isfinite; }
@@ -114,12 +116,18 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
     return row_from_python(object, label, role, node, frame);
   }
   const at::Tensor& x = THPVariable_Unpack(object);
+  if (!masks_.empty() && !frame->reads_all && known_mask(x, label, role, frame)) return true;
   // Taken before the read: another thread may give the tensor other sizes while the lock is released.
   RowData row{
       label,       role, NoteKind::none, int8_t(x.scalar_type()), uint8_t(view.dims), uint32_t(frame->shapes.size()),
       kNotPending, {},   nullptr};
   frame->shapes.insert(frame->shapes.end(), view.sizes, view.sizes + view.dims);
-  row.range = range_of<RangeRow>(object, frame->batch, memory, slot, HostReader{*this, x, view});
+  HostReader reader{*this, x, view};
+  row.range = range_of<RangeRow>(object, frame->batch, memory, slot, reader);
+  if (reader.is_refused) {
+    frame->shapes.resize(row.shape_at);
+    return not_read_yet(label, role, frame);
+  }
   // Zeros and the largest number there is: perhaps an additive attention mask, which Python recognises.
   const bool may_be_mask = row.range.abs_min == 0.0 && (role == Role::input || role == Role::buffer) &&
                            word_size(view.format) > 1 && row.range.abs_max == largest_finite(view.format);
@@ -128,9 +136,13 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
     return true;
   }
   frame->shapes.resize(row.shape_at);
+  const std::optional<Content> content =
+      can_be_remembered(x) ? std::optional<Content>(Content(x, epoch_)) : std::nullopt;
   // A copy to the host that nobody has waited for yet leaves in the output what was there before.
   if (!row.range.isfinite && table_ != nullptr && role == Role::output) table_->drain();
-  return row_from_python(object, label, role, node, frame);
+  if (!row_from_python(object, label, role, node, frame)) return false;
+  if (content.has_value() && frame->rows.back().python != nullptr) remember_mask(x, *content, frame->rows.back().python);
+  return true;
 }
 
 std::optional<bool> CallObserver::is_finite(PyObject* object, int64_t batch) {
@@ -139,8 +151,57 @@ std::optional<bool> CallObserver::is_finite(PyObject* object, int64_t batch) {
   const at::Tensor x = THPVariable_Unpack(object);
   Node::Slot passing;
   HostReader reader{*this, x, view};
+  reader.is_urgent = true;
   ++counters.tensors;
-  return weight_range<RangeRow>(x, batch, options_.reread_weights, &passing, reader).isfinite;
+  return weight_range<RangeRow>(x, batch, false, &passing, reader).isfinite;
+}
+
+bool CallObserver::forget_weights(const at::Tensor& x) {
+  if (!x.has_storage()) return false;
+  WeightEntry* const entry = weight_cache_.find(key_of(x));
+  if (entry != nullptr && x.grad().defined()) entry->entry.forget();
+  return entry != nullptr;
+}
+
+// Adds the row of a tensor for which the budget has no room yet.
+bool CallObserver::not_read_yet(Labels::Id label, Role role, FrameData* frame) {
+  frame->rows.push_back({label, role, NoteKind::not_checked, -1, 0, 0, kNotPending, {}, nullptr});
+  return true;
+}
+
+// ---- masks ----------------------------------------------------------------------------------------------------------
+
+// Adds the row of a tensor that is known to be a mask, and has not changed since.
+bool CallObserver::known_mask(const at::Tensor& x, Labels::Id label, Role role, FrameData* frame) {
+  if ((role != Role::input && role != Role::buffer) || !can_be_remembered(x)) return false;
+  const Content content(x, epoch_);
+  const auto found = masks_.find(content.key);
+  if (found == masks_.end() || !found->second.tensor.entry.content.has_same_version(content) ||
+      found->second.tensor.is_expired())
+    return false;
+  PyObject* const known = found->second.row.ptr();
+  const std::string text = labels_.text(label);
+  const bool is_same = to_utf8(PyTuple_GET_ITEM(known, row_item::label)) == text &&
+                       to_utf8(PyTuple_GET_ITEM(known, row_item::role)) == role_name(role);
+  py::object row = found->second.row;
+  if (!is_same) {
+    row = with_item(known, row_item::label, from_utf8(text));
+    row = with_item(row.ptr(), row_item::role, from_utf8(role_name(role)));
+  }
+  ++counters.tensors;
+  ++counters.cache_hits;
+  frame->rows.push_back({label, role, NoteKind::none, -1, 0, 0, kNotPending, {}, row.release().ptr()});
+  return true;
+}
+
+// Remembers the row of a tensor that Python has found to be a mask.
+void CallObserver::remember_mask(const at::Tensor& x, const Content& content, PyObject* row) {
+  constexpr size_t kMost = 256;
+  if (!is_row(row) || PyTuple_GET_ITEM(row, row_item::note) != helpers_.plain_mask.ptr()) return;
+  if (masks_.size() >= kMost) masks_.clear();
+  Mask& mask = masks_[content.key];
+  mask.tensor.take(x, content, RangeRow{}, 0);
+  mask.row = py::reinterpret_borrow<py::object>(row);
 }
 
 // ---- what the module owns -------------------------------------------------------------------------------------------
@@ -183,7 +244,7 @@ bool CallObserver::own_tensors(Node& node, PyObject* module, Role role, FrameDat
   const bool done = each_own(node, module, role, [&](PyObject* value, Node::Slot& slot) {
     // BatchNorm's kernels move the running statistics past the version counter.
     const bool moves = role == Role::buffer && is_training(module);
-    return tensor(value, slot.label, role, node, moves ? Memory::none : Memory::weight, &slot, frame);
+    return tensor(value, slot.label, role, node, moves ? Memory::moving : Memory::weight, &slot, frame);
   });
   return done || excuse(labels_.of_text(role_name(role)), role, frame);
 }

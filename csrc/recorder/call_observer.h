@@ -20,6 +20,7 @@
 #include "recorder/frame.h"
 #include "recorder/outside_compiler.h"
 #include "ops/plain_view.h"
+#include "recorder/read_budget.h"
 #include "recorder/row_python.h"
 #include "device/row_table.h"
 #include "recorder/read_cache.h"
@@ -41,7 +42,6 @@ struct Counters {
   X(bool, buffers)                \
   X(bool, inputs)                 \
   X(bool, outputs)                \
-  X(int64_t, reread_weights)      \
   X(bool, verify_hits)            \
   X(bool, gradients)              \
   X(bool, counts)                 \
@@ -79,6 +79,7 @@ struct Helpers {
   pybind11::object is_container;  // (type) -> bool: may `leaves` find anything inside
   pybind11::object spell_key;     // (key) -> str
   pybind11::object completed;     // (label, role, shape, dtype, values, allow_inf) -> Row
+  pybind11::object plain_mask;    // the Note of a tensor that is a mask wherever it goes
 };
 
 // A few objects, compared by identity; borrowed. Reused, so that a steady run allocates nothing.
@@ -165,11 +166,17 @@ class CallObserver {
   std::optional<bool> is_finite(PyObject* object, int64_t batch);
 
   void forget_weights() { ++epoch_; }
+  // A step has written these, perhaps past the version counter. False if none of them is known.
+  bool forget_weights(const at::Tensor& x);
   // Nothing is remembered of activations from batch to batch.
-  void end_batch() { activations_.clear(); }
+  void end_batch() {
+    activations_.clear();
+    budget_.end_batch();
+  }
   void forget_tensors() {
     activations_.clear();
     weight_cache_.clear();
+    masks_.clear();
     ++epoch_;
   }
   const std::string& label_text(Labels::Id id) const { return labels_.text(id); }
@@ -185,8 +192,14 @@ class CallObserver {
   struct HostReader;
   struct DeviceReader;
   enum class Kind : uint8_t { opaque, mapping, container };
-  // The cache that may hold a range: for a batch, for many batches, or none.
-  enum class Memory : uint8_t { activation, weight, none };
+  // Where a range may be known from: a batch's activations, or a cache over many batches. `moving` is for what is
+  // written past the version counter: it is read within the budget, and nothing is known of it afterwards.
+  enum class Memory : uint8_t { activation, weight, moving, none };
+  // A tensor that was recognised as a mask, and its row.
+  struct Mask {
+    WeightEntry tensor;
+    pybind11::object row;
+  };
 
   template <typename Action>  // (PyObject* tensor, Node::Slot&) -> bool: go on
   bool each_own(Node& node, PyObject* module, Role role, const Action& action);
@@ -211,9 +224,12 @@ class CallObserver {
   bool row_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, FrameData* frame);
   RangeRow read(const at::Tensor& x, const View& view);
   template <typename Row, typename Reader>
-  Row range_of(PyObject* object, int64_t batch, Memory memory, Node::Slot* slot, Reader reader);
+  Row range_of(PyObject* object, int64_t batch, Memory memory, Node::Slot* slot, Reader& reader);
   template <typename Row, typename Reader>
-  Row weight_range(const at::Tensor& x, int64_t batch, int64_t lifetime, Node::Slot* slot, Reader& reader);
+  Row weight_range(const at::Tensor& x, int64_t batch, bool moves, Node::Slot* slot, Reader& reader);
+  bool not_read_yet(Labels::Id label, Role role, FrameData* frame);
+  bool known_mask(const at::Tensor& x, Labels::Id label, Role role, FrameData* frame);
+  void remember_mask(const at::Tensor& x, const Content& content, PyObject* row);
   RangeRow hit(const CacheEntry& entry, const View& view);
   std::optional<Kind> kind_of(PyTypeObject* type);
 
@@ -223,6 +239,8 @@ class CallObserver {
   Labels labels_;
   ActivationCache activations_;
   WeightCache weight_cache_;
+  ReadBudget budget_;
+  std::unordered_map<uint64_t, Mask> masks_;
   std::unordered_map<PyTypeObject*, Kind> kinds_;  // keys owned
   int64_t epoch_ = 0;
   int64_t first_entries_ = 0;  // of weights

@@ -82,7 +82,8 @@ bool CallObserver::compiled_rows(Node& node, Node::Plan& plan, at::TensorList te
     // modules is read each time; a parameter is the user's own tensor, and is known again.
     const bool is_parameter =
         value.role == Role::weight && reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) == ParameterClass;
-    const Memory memory = is_parameter ? Memory::weight : Memory::none;
+    const bool is_own = value.role == Role::weight || value.role == Role::buffer;
+    const Memory memory = is_parameter ? Memory::weight : is_own ? Memory::moving : Memory::none;
     if (!tensor(object.ptr(), label, value.role, node, memory, &value.slot, frame)) return false;
   }
   return true;

@@ -60,12 +60,14 @@ struct CallObserver::DeviceReader {
   Format format;
   int device;
   FrameData* frame;
+  bool is_urgent = false, is_refused = false;
 
   PendingRowPtr read() {
     ++self.counters.tensors_read;
-    self.counters.bytes_read += x.numel() * int64_t(word_size(format));
+    self.counters.bytes_read += bytes();
     return collect();
   }
+  int64_t bytes() const { return x.numel() * int64_t(word_size(format)); }
 
   bool knows(const CacheEntry& entry) const {
     return entry.pending != nullptr && entry.pending->serves(&frame->pending);
@@ -99,8 +101,9 @@ bool CallObserver::device_tensor(PyObject* object, Labels::Id label, Role role, 
   if (!format.has_value()) return false;
   const PendingRows::StreamSlot& stream_slot = frame->pending.stream_slot_of(device, *backend);
   if (stream_slot.error != 0 || stream_slot.capturing != 0) return false;
-  const PendingRowPtr row =
-      range_of<PendingRowPtr>(object, frame->batch, memory, slot, DeviceReader{*this, x, *format, device, frame});
+  DeviceReader reader{*this, x, *format, device, frame};
+  const PendingRowPtr row = range_of<PendingRowPtr>(object, frame->batch, memory, slot, reader);
+  if (reader.is_refused) return not_read_yet(label, role, frame);
   const auto at = uint32_t(frame->shapes.size());
   frame->shapes.insert(frame->shapes.end(), x.sizes().begin(), x.sizes().end());
   frame->rows.push_back({label,

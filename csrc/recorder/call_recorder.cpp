@@ -18,6 +18,9 @@ namespace py = pybind11;
 namespace nanwatch {
 namespace {
 
+// As NOT_READ_YET of python/nanwatch/records/note.py.
+constexpr const char* kNotReadYet = "not read yet";
+
 uint64_t next_id = 1;
 
 // The recorders there are, by their numbers. Like all here it is used under the interpreter lock.
@@ -372,6 +375,15 @@ bool CallRecorder::end_batch(Thread& thread, bool completed) {
   return completed && done;
 }
 
+void CallRecorder::forget_weights(const py::list& groups) {
+  bool is_own = false;
+  for (const py::handle group : groups)
+    if (PyList_Check(group.ptr()))
+      for (const py::handle x : py::reinterpret_borrow<py::list>(group))
+        if (THPVariable_Check(x.ptr())) is_own |= observer_.forget_weights(THPVariable_Unpack(x.ptr()));
+  if (!is_own) observer_.forget_weights();
+}
+
 void CallRecorder::settle() {
   if (!abandon_of_ended_threads() || !finish_broken_backwards()) throw py::error_already_set();
 }
@@ -446,7 +458,7 @@ py::object CallRecorder::to_python(const FrameData& frame) const {
       items[row_item::abs_max] = py::float_(row.range.abs_max);
       items[row_item::isfinite] = py::bool_(row.range.isfinite);
     } else {
-      items[row_item::note] = make_note(row.note);
+      items[row_item::note] = make_note(row.note, row.note == NoteKind::not_checked ? kNotReadYet : "");
     }
     rows.append(make_row(std::move(items)));
   }

@@ -80,6 +80,10 @@ class CallRecorder {
   // (batch, module, class) of the calls of the latest batch on a device that this device has not confirmed.
   pybind11::list unconfirmed_calls() const;
 
+  // An optimizer of these lists of tensors has made a step, perhaps past the version counter. Without any that is known
+  // here, as when it holds copies, all weights may have changed.
+  void forget_weights(const pybind11::list& groups);
+
   CallObserver& observer() { return observer_; }
   int64_t latest_batch() const { return latest_batch_; }
   bool is_under_way() { return !this_thread().nodes.empty(); }

@@ -183,6 +183,7 @@ struct WeightEntry {
   CacheEntry entry;
   c10::weak_intrusive_ptr<c10::StorageImpl> hold_storage{c10::intrusive_ptr<c10::StorageImpl>()};
   c10::VariableVersion hold_counter;
+  int64_t turn = -1;  // of ReadBudget, in which it was read last
 
   template <typename Row>
   void take(const at::Tensor& x, const Content& content, const Row& row, int64_t batch) {
@@ -205,6 +206,10 @@ class WeightCache {
     std::shared_ptr<WeightEntry>& found = entries_[key];
     if (!found) found = std::make_shared<WeightEntry>();
     return found;
+  }
+  WeightEntry* find(uint64_t key) const {
+    const auto found = entries_.find(key);
+    return found == entries_.end() ? nullptr : found->second.get();
   }
   size_t size() const { return entries_.size(); }
   void clear() { entries_.clear(); }

@@ -21,7 +21,7 @@ NAMES = ["gpt2", "mt5", "llama", "vit", "resnet"]
 def watched(name: str) -> tuple[nn.Module, Watch]:
     """The model in evaluation, and a watch that rereads no weight by age."""
     model = copy.deepcopy(built(name)).eval()
-    return model, watch(model, reread_weights=10**6, _verify_hits=True)
+    return model, watch(model, _verify_hits=True)
 
 
 def gained(w: Watch, before: dict[str, int]) -> dict[str, int]:

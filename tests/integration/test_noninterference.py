@@ -36,7 +36,7 @@ def train(
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **{how: True})
-    watcher = watch(model, reread_weights=3, **options) if watched else None
+    watcher = watch(model, **options) if watched else None
     torch.manual_seed(1)
     losses = []
     for _ in range(STEPS):

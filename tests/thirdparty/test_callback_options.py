@@ -22,7 +22,7 @@ GIVEN: dict[str, Any] = {
     "include": "0", "sketches": 3, "statistics": 5, "spikes": True, "sinks": (Sink(), print),
     "exclude": "1",
     "allow_inf": "0", "allow_nan": "0",
-    "every": 2, "reread_weights": 5, "trace_batches": (1,), "log_every": 9, "abort_after_batch": 4,
+    "every": 2, "trace_batches": (1,), "log_every": 9, "abort_after_batch": 4,
     "forecast": False, "rerun": False, "peer_timeout": 1.5, "black_box": False, "stall_timeout": 9.0,
     "enabled": False, "guard_checkpoints": True, "replicas": 3,
     "updates": 4, "frozen": "0",

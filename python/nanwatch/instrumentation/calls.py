@@ -139,10 +139,10 @@ class Attachment:
         # torch's registries are global and outlive this: the hooks must keep neither it nor the model alive.
         this = weakref.ref(self)
 
-        def changed(*_: Any) -> None:
+        def changed(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             # Fused optimizers write without the version counter. The step itself is the only sign.
             if (attachment := this()) is not None:
-                attachment._recorder.forget_weights()
+                attachment._recorder.forget_weights([group["params"] for group in optimizer.param_groups])
 
         def registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
             if (attachment := this()) is not None and module is not None:

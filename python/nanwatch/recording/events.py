@@ -36,7 +36,6 @@ class Settings:
     buffers: bool = True
     inputs: bool = True
     outputs: bool = True
-    reread_weights: int = 64
     verify_hits: bool = False  # read again on every cache hit and count the differences
     gradients: bool = False
     counts: bool = False  # every row is Python's, with the counts of its tensor
@@ -239,8 +238,8 @@ class Recorder(Protocol):
         None where the recorder cannot tell so: on a device, without a version counter, of a dtype without a range.
         """
 
-    def forget_weights(self) -> None:
-        """Read all weights again: they may have changed without a sign."""
+    def forget_weights(self, groups: list[list[Tensor]] = ..., /) -> None:
+        """Read these weights again, or all if none of them is known: they may have changed without a sign."""
 
     def forget_tensors(self) -> None:
         """Forget all cached reads."""

@@ -141,8 +141,6 @@ def _inspected(module_type: type[nn.Module]) -> frozenset[str]:
 
 def excuse(x: Tensor, row: Record, health: TensorHealth, allowed: bool | Excuses) -> NoteKind | None:
     """Return the note of a tensor whose values are meant, and remember the tensor; None for any other."""
-    if row.role in ("input", "buffer") and is_mask(x, health):
-        return "mask"
     if row.isfinite:
         return None
     # A tensor made in inference mode has no version, so that nothing tells when it changes.

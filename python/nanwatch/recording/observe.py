@@ -25,12 +25,12 @@ from ..numerics.ranges import (
 )
 from ..numerics.readable import is_plain, local_shard, only_our_dispatch, unreadable
 from ..numerics.scaled import is_captured, read_scaled
-from ..records.note import CAPTURED, Note, NoteKind
+from ..records.note import CAPTURED, PLAIN_MASK, Note, NoteKind
 from ..records.record import Record, Role
 from ..report.histogram import StoredHistogram
 from ..util.visible import suppressed
 from .events import Settings
-from .masks import Excuses, excuse, may_be_finite_mask
+from .masks import Excuses, excuse, is_mask, may_be_finite_mask
 from .shards import shard_note
 from .walk import Unwalked, call_leaves, leaves
 
@@ -367,7 +367,12 @@ def _examine(x: Tensor, row: Record, allow_inf: bool | Excuses, counts: bool) ->
     try:
         if row.isfinite is False or (row.abs_min == 0 and may_be_finite_mask(x, row)):
             health = tensor_health(x)
-            row = _with_health(row, health, excuse(x, row, health, allow_inf))
+            if row.role in ("input", "buffer") and is_mask(x, health):
+                note: Note | None = PLAIN_MASK
+            else:
+                kind = excuse(x, row, health, allow_inf)
+                note = None if kind is None else Note(kind)
+            row = _with_health(row, health, note)
         if counts and row.isfinite:
             row = row._replace(health=_health_with_exponents(x))
     except Exception:
@@ -383,8 +388,8 @@ def _health_with_exponents(x: Tensor) -> TensorHealth:
     return health
 
 
-def _with_health(row: Record, health: TensorHealth, excused: NoteKind | None) -> Record:
-    note = row.note if excused is None else Note(excused)
+def _with_health(row: Record, health: TensorHealth, excused: Note | None) -> Record:
+    note = row.note if excused is None else excused
     # A finite mask: its range says nothing about the model, and its counts nothing that the note does not.
     return row._replace(health=None if row.isfinite else health, note=note)
 
@@ -410,10 +415,10 @@ def completed_row(
     health = health_of(values[:11], shape)
     excused: NoteKind | None = None
     if role in ("input", "buffer") and len(shape) > 0 and values[11] != 0:
-        excused = "mask"
-    elif not row.isfinite and isinstance(allow_inf, Excuses):
+        return _with_health(row, health, PLAIN_MASK)
+    if not row.isfinite and isinstance(allow_inf, Excuses):
         # The tensor is gone. A row that is masked everywhere shows as nan in the output.
         excused = allow_inf.kind(None, role, label, health)
     elif not row.isfinite and allow_inf and not health.num_nan:
         excused = "allowed"
-    return _with_health(row, health, excused)
+    return _with_health(row, health, None if excused is None else Note(excused))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..numerics import _extension
-from ..records.note import Note
+from ..records.note import PLAIN_MASK, Note
 from ..records.record import Frame, Record, Role
 from .backward import RecordsBackwards
 from .events import Event, PeakName, Recorder, RecorderEvents, Settings, Subscription, Subscriptions
@@ -146,7 +146,7 @@ class PythonRecorder(RecordsBackwards):
         """Return None: there is no cache."""
         return None
 
-    def forget_weights(self) -> None:
+    def forget_weights(self, groups: list[list[Tensor]] | None = None, /) -> None:
         """Do nothing: there is no cache."""
 
     def forget_tensors(self) -> None:
@@ -349,12 +349,13 @@ def make_recorder(settings: Settings, events: RecorderEvents) -> Recorder:
     """Make the compiled recorder, or the Python one where there is none."""
     if _extension.C is None:
         return PythonRecorder(settings, events)
-    helpers: dict[str, Callable[..., Any]] = {
+    helpers: dict[str, Any] = {
         "observe": observe_with(settings),
         "leaves": leaves,
         "is_container": is_container,
         "spell_key": spell_key,
         "completed_row": completed_row,
+        "plain_mask": PLAIN_MASK,
     }
     native: type[CallRecorder] = _extension.C.CallRecorder
     return native(settings, events=events, frame_type=Frame, helpers=helpers)

@@ -60,8 +60,9 @@ EXCUSES: tuple[NoteKind, ...] = ("mask", "allowed", "skipped_step", "not_taken")
 # These say what was reported in a batch, in records that `event_frame` makes.
 EVENTS: tuple[NoteKind, ...] = ("spike", "forecast")
 
-# Text of "not_checked" where a CUDA graph was captured.
+# Texts of "not_checked": where a CUDA graph was captured, and where the bytes of a batch were used up.
 CAPTURED = "in a CUDA graph capture"
+NOT_READ_YET = "not read yet"
 
 # English of each kind, alone and with what belongs to it.
 _WORDS: dict[NoteKind, tuple[str, str]] = {
@@ -101,6 +102,10 @@ class Note(NamedTuple):
     def __str__(self) -> str:
         alone, more = _WORDS[self.kind]
         return more.format(self.placement or self.text) if self.placement is not None or self.text else alone
+
+
+# The note of a tensor that is a mask wherever it goes. CallRecorder knows it by its identity.
+PLAIN_MASK = Note("mask")
 
 
 def is_same_part(note: Note | None, other: Note | None) -> bool:

@@ -56,7 +56,6 @@ def watch(
     sketches: int = False,
     # When
     every: int = 1,
-    reread_weights: int = 64,
     abort_after_batch: int | None = None,
     enabled: bool = True,
     # What is a failure, and what follows
@@ -111,8 +110,6 @@ def watch(
             from which `nanwatch.diff` estimates relative errors and cosines of two runs (docs/traces.md); True is every
             batch. Such a batch takes longer, and waits for a GPU at every output. Needs `trace`.
         every: read only every n-th batch.
-        reread_weights: read a weight again after this many batches though nothing says that it changed; 1 is always.
-            An optimizer's step, `load_state_dict` and writes that PyTorch sees are noticed at once.
         abort_after_batch: raise BatchLimitError at the end of the batch of this number.
         enabled: False makes a Watch that watches nothing. The environment goes first: NANWATCH=0 or NANWATCH=1.
         on_nonfinite: "raise" a NonFiniteError; "warn" when non-finite values begin, change or end, and in sum at

@@ -126,12 +126,6 @@ class Options:
     )
 
     every: int = _when(1, whole_from(1), "read only the batches 0, N, 2N, ...")
-    reread_weights: int = _when(
-        64,
-        whole_from(1),
-        "read a weight again after N batches, though nothing says that it changed",
-        needs="weights or buffers",
-    )
     abort_after_batch: int | None = _when(
         None, BATCH_OR_NONE, "end the run after batch N", also="with BatchLimitError"
     )

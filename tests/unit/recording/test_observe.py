@@ -285,7 +285,7 @@ def test_a_watched_model_can_be_captured() -> None:
     """The forward of a watched model goes into a CUDA graph; its replay computes what the model does, and is seen."""
     model = nn.Linear(4, 4).cuda()
     x = torch.ones(2, 4, device="cuda")
-    with watch(model, reread_weights=1) as w, torch.no_grad():
+    with watch(model) as w, torch.no_grad():
         expected = model(x)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -37,14 +37,16 @@ def write_past_the_counter(x: Tensor) -> None:
 
 @pytest.mark.parametrize("write", [write, write_past_the_counter])
 def test_a_weight_written_while_it_is_read_is_read_again(write: Callable[[Tensor], None]) -> None:
-    """The range is that of the version before: the next batch, if not this one, has the nan."""
+    """The range is that of the version before: a later batch, when the weight has its turn, has the nan."""
     OTHER.step()  # the first one takes long
     model = Own()
     model.weight = nn.Parameter(long_to_read(), requires_grad=False)
     with watch(model, **QUIET) as w:
         with during_the_read(model, lambda: write(model.weight)):
             model(torch.ones(1))
-        model(torch.ones(1))
+        # A weight that does not fit has 1 MiB from each batch in which it waits.
+        for _ in range(model.weight.numel() * 4 >> 20):
+            model(torch.ones(1))
         assert latest(w, "weight").isfinite is False
 
 

@@ -548,7 +548,7 @@ def test_abort_after_batch_ends_the_run() -> None:
         (nn.ReLU(), {"trace_batches": (2**62,)}, ValueError, r"trace_batches should be at most"),
         (nn.ReLU(), {"max_frames": 10**9}, ValueError, r"max_frames should be at most 1000000, got 10*$"),
         (nn.ReLU(), {"every": 2**62}, ValueError, r"every should be at most"),
-        (nn.ReLU(), {"reread_weights": 10**9999}, ValueError, r"reread_weights should be at most .* bits"),
+        (nn.ReLU(), {"every": 10**9999}, ValueError, r"every should be at most .* bits"),
         (nn.ReLU(), {"abort_after_batch": 2**63}, ValueError, r"abort_after_batch should be at most"),
         (nn.ReLU(), {"trace_batches": [-1]}, ValueError, r"trace_batches should be at least 0, got -1"),
         (nn.ReLU(), {"abort_after_batch": -1}, ValueError, r"abort_after_batch should be at least 0"),

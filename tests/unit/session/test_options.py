@@ -255,7 +255,6 @@ def test_the_same_values_in_an_output_are_a_fault() -> None:
         ({"scaler": torch.amp.GradScaler("cpu")}, "scaler has no effect without gradients=True"),
         ({"max_skipped_steps": 3}, "max_skipped_steps has no effect without gradients=True"),
         ({"log_every": 9}, "log_every has no effect without sinks="),
-        ({"reread_weights": 1, "weights": False, "buffers": False}, "reread_weights has no effect without"),
     ],
 )
 def test_an_option_without_effect_is_an_error(options: dict[str, Any], needed: str) -> None:
