@@ -169,7 +169,8 @@ class UpdateAudit(WatchPart):
         model = self._model()
         if model is None or self._recorder.paused:
             return
-        if torch.is_grad_enabled():
+        # A compiled call tells no module, and runs below autograd, so its mode is not known.
+        if torch.is_grad_enabled() or module is None:
             self._evaluated_in_a_row = 0
             self._num_trained += 1
             self._window.batch_started(model, batch)
@@ -191,6 +192,7 @@ class UpdateAudit(WatchPart):
         if track is None:
             track = self._tracks[optimizer] = _Track()
         track.open = None
+        self._window.num_steps += 1
         self._evaluated_in_a_row = 0
         self._tell_of_ranks()
         if not self._is_due(track, track.step + 1):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ def _is_used(calls: Sequence[Call], names: set[str]) -> bool:
     known: set[tuple[object, ...]] = set()
     has_begun = False
     for call in calls:
-        if call.module in names:
+        if any(is_in(call.module, name) for name in names):
             has_begun = True
             made |= call.outputs
             known |= call.inputs
@@ -114,7 +115,8 @@ def _without_effect(view: StepView, weight: WeightSample) -> Iterator[Suspect]:
             yield Suspect("zero-lr", weight.module, weight.label, {"lr": 0.0})
     elif weight.grad == "zero":
         # A branch behind a factor of 0 gets its gradient once the factor has moved.
-        if before is not None and before.lr and not _is_idle(view, weight) and not _cancels(view, weight):
+        is_late = before is not None and bool(before.lr) and all(clip.total < inf for clip in view.clips)
+        if is_late and not _is_idle(view, weight) and not _cancels(view, weight):
             yield Suspect("zero-gradient", weight.module, weight.label)
     # A rate that rises still becomes what was meant.
     elif before is None or before.lr is None or weight.lr is None or weight.lr <= before.lr:
@@ -250,27 +252,22 @@ def _clipped(view: StepView, clip: Clip) -> Iterator[Suspect]:
             yield Suspect("clipping", weight.module, weight.label, numbers)
     elif view.scale is not None and view.scale > 1 and _is_ratio(clip.norm, clip.at_step, view.scale):
         yield from _all(view, "not-unscaled", {"scale": view.scale})
-    if clip.total > clip.max_norm > 0:
-        numbers = {"norm": clip.total, "max_norm": clip.max_norm}
-        for weight in clipped:
-            if clip.total == float("inf") and weight.grad == "zero":
-                yield Suspect("clipping:to-zero", weight.module, weight.label, numbers)
-            elif _is_below_eps(view, weight, clip.max_norm / clip.total):
-                yield Suspect("clipping:below-eps", weight.module, weight.label, numbers)
+    group = view.samples.groups[0]
+    eps = (number(group.get("eps")) or 0.0) if "betas" in group else 0.0
+    gradients = [weight.gradient.double().abs() for weight in clipped if weight.gradient is not None]
+    if clip.total > clip.max_norm > 0 and gradients:
+        kind, size = "", float(torch.cat(gradients).median())
+        if clip.total == inf and all(weight.grad == "zero" for weight in clipped):
+            kind = "clipping:to-zero"
+        elif 0 < size < eps <= size * clip.total / clip.max_norm:
+            kind = "clipping:below-eps"
+        for weight in clipped if kind else ():
+            numbers = {"norm": clip.total, "max_norm": clip.max_norm}
+            yield Suspect(kind, weight.module, weight.label, numbers)
 
 
 def _is_ratio(a: float, b: float, ratio: float) -> bool:
     return b > 0 and abs(a / b / ratio - 1) < _GREW - 1
-
-
-def _is_below_eps(view: StepView, weight: WeightSample, factor: float) -> bool:
-    """Return whether most of an Adam's gradients are below its eps, and were not before they were clipped."""
-    group = view.samples.groups[weight.group or 0]
-    eps, gradient = number(group.get("eps")), weight.gradient
-    if "betas" not in group or not eps or gradient is None:
-        return False
-    size = float(gradient.double().abs().median())
-    return 0 < size < eps <= size / factor
 
 
 def drops(module: nn.Module) -> bool:

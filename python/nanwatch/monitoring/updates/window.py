@@ -152,11 +152,12 @@ class Window:
         self._calls: deque[Call] = deque(maxlen=_MOST_CALLS)
         self._clips: deque[Clip] = deque(maxlen=_MOST_CLIPS)
         self._batches: deque[int] = deque(maxlen=256)  # in grad mode
-        self._num_steps = 0
+        self.num_steps = 0  # of all optimizers
         self._asked: set[Key] = set()
         self._hooks: Handles | None = None
-        self._next = Backward()
-        self._latest: tuple[int, Backward] = -1, self._next
+        self._next: Backward | None = None
+        # By the number of the engine's run. None for one of torch.autograd.grad, which adds to no `.grad`.
+        self._backwards: dict[int, Backward | None] = {}
         self._reduced: deque[tuple[weakref.ref[Tensor], weakref.ref[Any]]] = deque(maxlen=_MOST_CALLS)
         self._frames = recorder.subscribe(Event.FRAME)
         for tap in taps.ALL:
@@ -189,13 +190,13 @@ class Window:
         Those weights in `asked` that have no hook get one.
         """
         self._frames.active = True
-        self._num_steps += 1
         weights = ids_of(optimizer)
         for probe in self.probes:
             if id(probe.weight()) in weights:
                 probe.arrivals.clear()
         self._clips.clear()
         self._reduced.clear()
+        self._backwards.clear()
         if self._hooks is None or not self._asked.issuperset(asked):
             self._asked.update(asked)
             self._set_hooks(model)
@@ -239,17 +240,17 @@ class Window:
         if self._hooks is not None:
             place, batch = place_of(sys._getframe(1)), self._recorder.latest_batch
             node = tensors.grad_fn if isinstance(tensors, Tensor) else None
-            self._next = Backward(place, batch, *_scaling(node), self._num_steps)
+            self._next = Backward(place, batch, *_scaling(node), self.num_steps)
 
     def arrived(self, probe: Probe, gradient: Tensor) -> None:
         """Take a gradient that is about to be added to a probe's `.grad`."""
         task, x = torch._C._current_graph_task_id(), probe.weight()
-        if x is None or task == -1:
-            return
-        if self._latest[0] != task:
-            self._latest = task, self._next
-        with torch.no_grad(), only_our_dispatch():
-            probe.arrivals.append(Arrival(self._latest[1], is_full(x.grad), is_full(gradient)))
+        if task not in self._backwards:
+            self._backwards[task], self._next = self._next, None
+        backward = self._backwards[task]
+        if x is not None and task != -1 and backward is not None:
+            with torch.no_grad(), only_our_dispatch():
+                probe.arrivals.append(Arrival(backward, is_full(x.grad), is_full(gradient)))
 
     def clipped(self, parameters: Any, max_norm: Any, total: Any = 0.0, *_: object, **__: object) -> None:
         """Take a call of clip_grad_norm_."""

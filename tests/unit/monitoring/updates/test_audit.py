@@ -144,6 +144,58 @@ def _frozen_norm(one: Training) -> None:
     one.optimizer = torch.optim.AdamW([x for x in one.model.parameters() if x.requires_grad], lr=1e-3)
 
 
+class _Quantizer(nn.Module):
+    """Hands on a code by its number, or its input by a straight-through addition: both cut off a weight."""
+
+    def __init__(self, *, by_number: bool) -> None:
+        super().__init__()
+        self.encoder, self.book = nn.Linear(8, 16), nn.Linear(16, 16)
+        self.table, self.decoder = nn.Embedding(16, 16), nn.Linear(16, 4)
+        self.by_number = by_number
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = self.encoder(x)
+        if self.by_number:
+            return self.decoder(self.table(codes.argmax(-1)))
+        return self.decoder(codes + (self.book(codes) - codes).detach())
+
+
+def _argmax(one: Training) -> None:
+    one.model = nn.Sequential(_Quantizer(by_number=True))
+    one.optimizer = torch.optim.AdamW(one.model.parameters(), lr=1e-3)
+
+
+def _straight_through(one: Training) -> None:
+    one.model = nn.Sequential(_Quantizer(by_number=False))
+    one.optimizer = torch.optim.AdamW(one.model.parameters(), lr=1e-3)
+
+
+def _clipped_from_inf(one: Training) -> None:
+    """The squares of large gradients overflow, though the gradients are finite."""
+    one.factor = 1e25
+    one.before_step = lambda: nn.utils.clip_grad_norm_(one.model.parameters(), 1.0)  # type: ignore[method-assign,assignment]
+
+
+def _clipped_below_eps(one: Training) -> None:
+    one.before_step = lambda: nn.utils.clip_grad_norm_(one.model.parameters(), 1e-9)  # type: ignore[method-assign,assignment]
+
+
+def _left_by_another(one: Training) -> None:
+    """The backward of a generator leaves gradients in the discriminator, which is not emptied before its own."""
+    generator = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(generator.parameters(), lr=1e-3)
+
+    empty = one.optimizer.zero_grad
+
+    def generator_steps() -> None:
+        empty()
+        one.model(generator(one.x)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    one.zero, one.after_step = lambda: None, generator_steps  # type: ignore[method-assign]
+
+
 FAULTS: list[tuple[str, str, Callable[[Training], None]]] = [
     ("absorbed", "", _bfloat16),
     ("no-gradient", "0", _detached),
@@ -160,6 +212,11 @@ FAULTS: list[tuple[str, str, Callable[[Training], None]]] = [
     ("train-mode-wrong", "", _evaluation_mode),
     ("eval-mode-wrong", "", _evaluated_in_training_mode),
     ("frozen-moved", "1", _frozen_norm),
+    ("no-gradient", "0.encoder", _argmax),
+    ("no-gradient", "0.book", _straight_through),
+    ("clipping", "", _clipped_from_inf),
+    ("clipping", "", _clipped_below_eps),
+    ("missing-zero-grad", "", _left_by_another),
 ]
 
 
@@ -173,6 +230,80 @@ def test_a_planted_fault_is_found(kind: str, module: str, fault: Callable[[Train
     assert [(one.kind, one.module) for one in found[:1]] == [(kind, module)]
     assert {one.kind for one in found} == {kind}
     assert 0 <= found[0].step <= 10
+
+
+@pytest.mark.parametrize("compiled", ["model", "layers"])
+def test_a_fault_of_a_compiled_training_is_found(compiled: str) -> None:
+    """Calls and backwards are gathered whatever is compiled."""
+    training = Training()
+    _detached(training)
+    training.model = nn.Sequential(training.model[0], Detach(), training.model[4])
+    model = training.model
+
+    def step() -> None:
+        training.optimizer.zero_grad()
+        nn.functional.cross_entropy(call(training.x), training.y).backward()
+        training.optimizer.step()
+
+    call: Callable[..., Tensor] = model
+    if compiled == "layers":
+        for layer in model:
+            layer.compile(backend="aot_eager")
+    with watch(model, updates=100, black_box=False) as w:
+        if compiled == "model":
+            call = torch.compile(model, backend="aot_eager")
+        for _ in range(8):
+            step()
+    assert [(found.kind, found.module) for found in w.updates] == [("no-gradient", "0")]
+
+
+class Detach(nn.Module):
+    """Cuts off what it gets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach() * 2
+
+
+def test_a_step_that_calls_its_closure_again_is_audited() -> None:
+    """L-BFGS over the head alone, and over all weights."""
+    told = []
+    for weights in (lambda one: one.model[4], lambda one: one.model):
+        training = Training()
+        training.optimizer = torch.optim.LBFGS(weights(training).parameters(), lr=1e-3, max_iter=4)
+
+        def closure(training: Training = training) -> Tensor:
+            training.optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(training.model(training.x), training.y)
+            loss.backward()
+            return loss
+
+        with watch(training.model, updates=100, black_box=False) as w:
+            for _ in range(6):
+                training.optimizer.step(closure)  # type: ignore[arg-type]
+        told.append({(found.kind, found.module) for found in w.updates})
+    assert told == [{("not-in-optimizer", "0"), ("not-in-optimizer", "1")}, set()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"), [("train-mode-wrong", "mode"), ("zero-lr", "rate"), ("no-gradient", "cut")]
+)
+def test_a_fault_that_begins_late_is_found_soon(kind: str, fault: str) -> None:
+    """It begins at step 12, far from the next regular audit."""
+    training, steps = Training(), iter(range(1, 100))
+
+    def after_step() -> None:
+        if next(steps) == 12:
+            if fault == "mode":
+                training.model.eval()
+            elif fault == "rate":
+                training.optimizer.param_groups[0]["lr"] = 0.0
+            else:
+                _detached(training)
+
+    training.after_step = after_step  # type: ignore[method-assign]
+    found = training.run(22)
+    assert {finding.kind for finding in found} == {kind}
+    assert found[0].step <= 20
 
 
 def test_a_healthy_training_has_no_findings() -> None:
