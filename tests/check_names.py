@@ -96,7 +96,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "monitoring/updates/samples",
         "monitoring/updates/suspicions",
         "monitoring/updates/taps",
-        "monitoring/updates/view",
         "monitoring/updates/window",
         "report/update_finding",
     ),

@@ -28,11 +28,10 @@ from ...records.record import Frame
 from ...report.update_finding import UpdateFinding, update_finding
 from ...util.place import Place
 from ...util.visible import spell, suppressed, warn_user
-from .checks import depends_on_mode, equal_ends, suspects_of
+from .checks import StepView, depends_on_mode, equal_ends, suspects_of
 from .rank_steps import check_ranks, rank_faults
 from .samples import StepSamples, each_weight, sample_after, sample_step
 from .suspicions import Fault, Suspicions
-from .view import StepView
 from .window import Clip, Window, held_by_others, is_taken_scaled, place_of, scale_of
 
 _T = TypeVar("_T")
@@ -47,14 +46,18 @@ _AT_BACKWARD = ("missing-zero-grad", "accumulation", "no-gradient", "zero-gradie
 
 
 def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
-    """Let an exception of the method end the audit, by one warning, and not the user's run."""
+    """Let an exception of the method end the audit, by one warning, and not the user's run.
+
+    torch.compile does not follow what a compiled step's hook calls. Without it in use, it is not imported.
+    """
+    disabled: Callable[..., _T] = _disable_dynamo(method)
 
     @functools.wraps(method)
     def safe(self: UpdateAudit, *args: Any) -> _T | None:
         if self.is_over:
             return None
         try:
-            return method(self, *args)
+            return (disabled if "torch._dynamo" in sys.modules else method)(self, *args)
         except Exception as error:
             suppressed("a step could not be audited")
             self._drop()
@@ -62,17 +65,6 @@ def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
             return None
 
     return safe
-
-
-def _past_dynamo(method: Callable[..., _T]) -> Callable[..., _T]:
-    """Keep torch.compile from compiling what a compiled step's hook calls. Without it in use, it is not imported."""
-    disabled: Callable[..., _T] = _disable_dynamo(method)
-
-    @functools.wraps(method)
-    def call(*args: Any) -> _T:
-        return (disabled if "torch._dynamo" in sys.modules else method)(*args)
-
-    return call
 
 
 class _Track:
@@ -238,7 +230,6 @@ class UpdateAudit(WatchPart):
                 self._add(step, fault, None)
 
     @_harmless
-    @_past_dynamo
     def _begin(self, optimizer: Optimizer, track: _Track) -> None:
         if (model := self._model()) is None:
             return
@@ -257,7 +248,6 @@ class UpdateAudit(WatchPart):
             self._ends = equal_ends(model) if track.step == 1 else []
 
     @_harmless
-    @_past_dynamo
     def _after(self, optimizer: Optimizer) -> None:
         track, model = self._tracks.get(optimizer), self._model()
         if track is None or model is None or not track.is_relevant:

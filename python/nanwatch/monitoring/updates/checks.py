@@ -6,22 +6,24 @@ Each yields Suspects. `suspicions.py` says how often in a row one must show unti
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim.optimizer import Optimizer
 
 from ...instrumentation.wrapped_names import named_modules
 from ...util.modules import is_in
 from ...util.place import Place
 from ...util.visible import suppressed
 from .rules import expected, spacing
-from .samples import WeightSample, each_weight, is_full, number, plain, same_bits, sample
-from .view import StepView, Suspect, ancestors
-from .window import Backward, Call, Clip
+from .samples import Key, StepSamples, WeightSample, is_full, number, plain, same_bits, sample
+from .suspicions import Suspect, ancestors
+from .window import Backward, Call, Clip, Probe
 
 # A part without gradients may be a head that this loss leaves out, unless it is this much of the model.
 _LARGE = 0.5
@@ -32,6 +34,33 @@ _GREW = 1.01
 # Means over so unequal numbers of tokens do not add up to a mean. The last batch of an epoch may be smaller once.
 _UNEQUAL = 1.5
 _DROPS = ("p", "dropout", "drop_prob", "dropout_p", "attention_dropout")
+
+
+@dataclass(slots=True, eq=False)
+class StepView:
+    """One audited step of `optimizer`, after it was made."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    samples: StepSamples
+    calls: Sequence[Call]
+    probes: Sequence[Probe]  # of the optimizer's weights
+    clips: Sequence[Clip]
+    others: Callable[[], frozenset[int]]  # ids of weights in other optimizers
+    is_first: bool  # the first optimizer of the model
+    previous: StepSamples | None  # the step before, where it was audited too
+    scale: float | None  # of a GradScaler in use
+    is_scaled: bool  # the gradients of the step still have it
+    modes: Mapping[str, bool]  # modules, and whether an audit has seen them in training mode
+    ends: Sequence[tuple[str, str]]  # an output layer and an embedding that began with equal weights
+
+    def trained(self) -> Iterable[WeightSample]:
+        """Return the weights that the optimizer is to train."""
+        return (weight for weight in self.samples.of_optimizer() if weight.is_trained)
+
+    def before(self, key: Key) -> WeightSample | None:
+        """Return a weight in the step before, None where that was not audited."""
+        return None if self.previous is None else self.previous.by_key.get(key)
 
 
 def suspects_of(view: StepView) -> Iterator[Suspect]:
@@ -318,15 +347,7 @@ def _counting(view: StepView) -> Iterator[Suspect]:
 
 
 def _ties(model: nn.Module) -> Iterator[Suspect]:
-    """Yield second weights of what shares memory, or is said to be tied."""
-    shared: set[tuple[Any, ...]] = set()
-    for name, label, x in each_weight(model):
-        values = plain(x) if x.requires_grad else None
-        if values is not None and values.numel() and values.untyped_storage().nbytes():
-            place = (values.device, values.data_ptr(), tuple(values.shape), values.stride())
-            if place in shared:
-                yield Suspect("tie-broken", name, label)
-            shared.add(place)
+    """Yield the output weight of a model whose configuration says that it is that of the embedding."""
     for _, _, module in named_modules(model):
         is_said = getattr(getattr(module, "config", None), "tie_word_embeddings", False) is True
         if not is_said or not hasattr(module, "get_output_embeddings"):

@@ -8,8 +8,7 @@ from torch import nn
 
 from ...recording.step_weight import StepComparison, StepWeight
 from .samples import StepSamples, each_weight
-from .suspicions import Fault, gathered
-from .view import Suspect
+from .suspicions import Fault, Suspect, gathered
 from .window import Window
 
 

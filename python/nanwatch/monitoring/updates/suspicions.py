@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from ...util.modules import is_in
 from .samples import Key, StepSamples
-from .view import Suspect, ancestors
 
 # Audits in a row in which a weight must be suspected. A head that the loss leaves out, an expert without tokens, a
 # branch behind a gain of 0 and a learning rate that warms up are no fault, and are over in fewer.
@@ -26,6 +25,15 @@ _MISSING = {"absorbed": 0.1}
 _Whole = tuple[str, str, str | None]
 
 
+class Suspect(NamedTuple):
+    """A weight that may have a fault of this kind; `label` is None where a module is meant."""
+
+    kind: str
+    module: str
+    label: str | None
+    numbers: Mapping[str, float] = {}
+
+
 class Fault(NamedTuple):
     """A fault that is certain, of a weight or (`label` None) of all `size` trained weights of a module."""
 
@@ -34,6 +42,14 @@ class Fault(NamedTuple):
     label: str | None
     size: int
     numbers: Mapping[str, float]
+
+
+def ancestors(module: str) -> Iterator[str]:
+    """Yield the name of the module and of all that it is in, up to the root."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+    yield ""
 
 
 class Suspicions:

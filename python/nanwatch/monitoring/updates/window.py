@@ -302,26 +302,16 @@ def _scaling(node: Any) -> tuple[tuple[float, ...], float | None]:
     factors: list[float] = []
     for _ in range(_MAX_OPERATIONS):
         kind = "" if node is None else node.name()
-        if kind in ("MulBackward0", "DivBackward0"):
-            operand, node = _operands(node)
-            if not operand:
-                break
-            factors.append(operand if kind == "MulBackward0" else 1 / operand)
-        elif kind in ("ToCopyBackward0", "CloneBackward0", "ViewBackward0", "SqueezeBackward0"):
-            node = node.next_functions[0][0]
-        else:
+        terms = [function for function, _ in node.next_functions if function is not None] if kind else []
+        if kind in ("MulBackward0", "DivBackward0") and len(terms) == 1:
+            operands = [number(getattr(node, name, None)) for name in ("_saved_self", "_saved_other")]
+            factor = next(filter(None, operands), 0.0)
+            factors.append(factor if kind == "MulBackward0" or not factor else 1 / factor)
+        elif kind not in ("ToCopyBackward0", "CloneBackward0", "ViewBackward0", "SqueezeBackward0"):
             is_mean = getattr(node, "_saved_reduction", None) == _MEAN
             return tuple(factors), number(getattr(node, "_saved_total_weight", None)) if is_mean else None
+        node = terms[0]
     return tuple(factors), None
-
-
-def _operands(node: Any) -> tuple[float | None, Any]:
-    """Return the number that a loss was multiplied with or divided by, None for another operation; and the loss."""
-    places = [place for place, (function, _) in enumerate(node.next_functions) if function is not None]
-    if len(places) != 1 or (node.name() == "DivBackward0" and places[0] != 0):
-        return None, None
-    names = ("_saved_self", "_saved_other")
-    return number(getattr(node, names[1 - places[0]], None)), node.next_functions[places[0]][0]
 
 
 def ids_of(optimizer: Optimizer) -> set[int]:
