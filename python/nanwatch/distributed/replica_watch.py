@@ -91,7 +91,7 @@ class ReplicaWatch(WatchPart):
                 is_prefixed = frame.name and frame.name != _OPTIMIZER
                 kept[f"{frame.name}.{row.label}" if is_prefixed else row.label] = row.fingerprint
 
-    def batch_started(self, batch: int, module: nn.Module | None = None) -> None:
+    def batch_started(self, batch: int, module: nn.Module | None = None, args: tuple[Any, ...] = ()) -> None:
         """Take the fingerprints, if a check is due, and tell of differences. Never raises."""
         if self._is_off or os.getpid() != self._pid:
             return

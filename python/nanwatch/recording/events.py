@@ -141,8 +141,8 @@ class WatchPart:
     An exception from a part leaves the module call.
     """
 
-    def batch_started(self, batch: int, module: nn.Module | None) -> None:
-        """Take the start of a batch: the call of `module`, or None in compiled code."""
+    def batch_started(self, batch: int, module: nn.Module | None, args: tuple[Any, ...]) -> None:
+        """Take the start of a batch: the call of `module`, or None in compiled code, with these arguments."""
 
     def on_frame(self, frame: Frame) -> None:
         """Take a recorded call."""

@@ -45,7 +45,7 @@ class EventDispatch:
         """Print the header of a traced batch, and keep its start for a re-run."""
         self.failures.raise_postponed()
         for part in self.parts:
-            part.batch_started(batch, module)
+            part.batch_started(batch, module, args or tuple((kwargs or {}).values()))
         if traced and self.options.trace is None:
             _print_lines(text.batch_lines(batch))
         return self.failures.batch_started(batch, module, args, kwargs)

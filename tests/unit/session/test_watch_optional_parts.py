@@ -35,7 +35,7 @@ def test_a_part_gets_batches_with_their_module_and_is_removed_before_it_sums_up(
     told: list[object] = []
 
     class Part(WatchPart):
-        def batch_started(self, batch: int, module: nn.Module | None) -> None:
+        def batch_started(self, batch: int, module: nn.Module | None, args: tuple[Any, ...]) -> None:
             told.append((batch, module))
 
         def remove(self) -> None:

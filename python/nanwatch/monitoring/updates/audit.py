@@ -111,6 +111,8 @@ class UpdateAudit(WatchPart):
         self._modules: list[weakref.ref[nn.Module]] = []
         self._modes: dict[str, bool] = {}  # modules that have been in training mode at an audit
         self._ends: list[tuple[str, str]] | None = None
+        self._is_sampled = False
+        self._evaluated: Callable[[], Tensor | None] = lambda: None  # the inputs of the latest evaluation
         self._num_trained = self._num_evaluated = self._evaluated_in_a_row = 0
         self._named: set[tuple[str, str, str | None]] = set()
         self._window = Window(recorder)
@@ -156,7 +158,7 @@ class UpdateAudit(WatchPart):
         self._window.on_frame(frame)
 
     @_harmless
-    def batch_started(self, batch: int, module: nn.Module | None) -> None:
+    def batch_started(self, batch: int, module: nn.Module | None, args: tuple[Any, ...]) -> None:
         """Take the start of a batch, in the mode of its call."""
         model = self._model()
         if model is None or self._recorder.paused:
@@ -167,6 +169,15 @@ class UpdateAudit(WatchPart):
             self._num_trained += 1
             self._window.batch_started(model, batch)
         elif module is model and model.training and self._step:
+            before, inputs = self._evaluated(), next((x for x in args if isinstance(x, Tensor)), None)
+            # Monte Carlo dropout calls the model with the same tensor again and again, and is no evaluation.
+            is_again = self._evaluated_in_a_row > 0 and inputs is not None and inputs is before
+            self._evaluated = (lambda: None) if inputs is None else weakref.ref(inputs)
+            if is_again:
+                self._num_evaluated -= not self._is_sampled
+                self._is_sampled = True
+                return
+            self._is_sampled = False
             self._evaluated_in_a_row += 1
             self._num_evaluated += 1
             is_rare = self._num_evaluated == _EVALUATIONS and self._num_trained >= 2 * _EVALUATIONS

@@ -120,8 +120,8 @@ def _all_frozen(one: Training) -> None:
 def _evaluated_in_training_mode(one: Training) -> None:
     def validate() -> None:
         with torch.no_grad():
-            for _ in range(3):
-                one.model(one.x)
+            for x in one.x.chunk(3):
+                one.model(x)
 
     one.put(after_step=validate)
 
@@ -227,10 +227,18 @@ def test_a_planted_fault_is_found(name: str) -> None:
 
 
 def test_a_healthy_training_has_no_findings() -> None:
-    """The training in which the faults are planted, audited at each step."""
+    """The training in which the faults are planted, audited at each step, with Monte Carlo dropout between steps."""
+    training = Training()
+
+    @torch.no_grad()
+    def sample() -> None:
+        for _ in range(3):
+            training.model(training.x)
+
+    training.put(after_step=sample)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert Training().run(20, updates=1) == ()
+        assert training.run(20, updates=1) == ()
 
 
 def test_an_audited_training_ends_with_equal_weights() -> None:
