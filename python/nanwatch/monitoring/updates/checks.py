@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, isclose
 from typing import Any
 
 import torch
@@ -29,8 +29,7 @@ from .window import Backward, Call, Clip, Probe
 _LARGE = 0.5
 # A weight has a fault when so much of its update is lost, by elements and by magnitude.
 _ABSORBED, _LOST = 0.75, 0.5
-# A norm counts as larger, or a ratio as another, beyond rounding.
-_GREW = 1.01
+_GREW = 1.01  # a norm is larger beyond rounding
 # Means over so unequal numbers of tokens do not add up to a mean. The last batch of an epoch may be smaller once.
 _UNEQUAL = 1.5
 _DROPS = ("p", "dropout", "drop_prob", "dropout_p", "attention_dropout")
@@ -219,18 +218,13 @@ def _outside(view: StepView) -> Iterator[Suspect]:
     missing = [weight for weight in missing if id(weight.tensor()) not in others]
     # The optimizer has others of the same shapes: those of a copy, or what these were before they were replaced. In
     # another format these are masters of 16-bit weights, whose updates may round away for a while.
-    foreign = Counter(view.samples.foreign)
     shapes = Counter(weight.shape for weight in missing)
-    if missing and shapes <= Counter(shape for shape, _ in view.samples.foreign):
-        formats = Counter(
-            (weight.shape, weight.before.dtype) for weight in missing if weight.before is not None
-        )
-        if formats <= foreign:
-            for weight in missing:
-                yield Suspect("other-module-trained", weight.module, weight.label)
-        return
+    has_copy = shapes <= Counter(shape for shape, _ in view.samples.foreign)
+    formats = {dtype for _, dtype in view.samples.foreign}
     for weight in missing:
-        if weight.grad == "some":
+        if has_copy and weight.before is not None and weight.before.dtype in formats:
+            yield Suspect("other-module-trained", weight.module, weight.label)
+        elif not has_copy and weight.grad == "some":
             yield Suspect("not-in-optimizer", weight.module, weight.label)
 
 
@@ -279,7 +273,11 @@ def _clipped(view: StepView, clip: Clip) -> Iterator[Suspect]:
         for weight in clipped:
             numbers = {"norm": clip.at_step, "max_norm": clip.max_norm}
             yield Suspect("clipping", weight.module, weight.label, numbers)
-    elif view.scale is not None and view.scale > 1 and _is_ratio(clip.norm, clip.at_step, view.scale):
+    elif (
+        view.scale is not None
+        and view.scale > 1
+        and isclose(clip.norm, clip.at_step * view.scale, rel_tol=0.01)
+    ):
         yield from _all(view, "not-unscaled", {"scale": view.scale})
     group = view.samples.groups[0]
     eps = (number(group.get("eps")) or 0.0) if "betas" in group else 0.0
@@ -293,10 +291,6 @@ def _clipped(view: StepView, clip: Clip) -> Iterator[Suspect]:
         for weight in clipped if kind else ():
             numbers = {"norm": clip.total, "max_norm": clip.max_norm}
             yield Suspect(kind, weight.module, weight.label, numbers)
-
-
-def _is_ratio(a: float, b: float, ratio: float) -> bool:
-    return b > 0 and abs(a / b / ratio - 1) < _GREW - 1
 
 
 def drops(module: nn.Module) -> bool:

@@ -163,11 +163,6 @@ class Window:
         for tap in taps.ALL:
             tap.add(self)
 
-    @property
-    def is_open(self) -> bool:
-        """Return whether anything is gathered."""
-        return self._frames.active
-
     def close(self) -> None:
         """Gather nothing until `renew`."""
         self._frames.active = False
