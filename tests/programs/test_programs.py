@@ -20,7 +20,11 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the judge forks
 
 # How many programs have the column. A program that goes takes its number along, and says why in its commit.
 COUNTS = {
-    "module": 97, "operation": 118, "line": 105, "cure": 108, "state": 21, "quiet": 32, "audit": 13,
+    "module": 97, "operation": 112, "line": 99, "cure": 103, "state": 15, "quiet": 32, "audit": 13,
+}  # fmt: skip
+# They fail by a count of their own in Python, which the failed run has moved on. A re-run starts from what it left.
+_COUNTED = {
+    "forward_counts_its_calls", "forward_prints", "forward_writes_its_own_weight", "function_of_autograd_counts",
 }  # fmt: skip
 MISSES = {
     "module": {
@@ -28,10 +32,14 @@ MISSES = {
     },
     "operation": {
         "entropy_bonus", "data_in_place", "poisoned_running_mean", "scores_that_overflow", "causal_sign",
-        "function_of_autograd_keeps_a_tensor",
+        "function_of_autograd_keeps_a_tensor", *_COUNTED,
     },
-    "line": {"scores_that_overflow", "causal_sign"},
+    "line": {
+        "scores_that_overflow", "causal_sign", *_COUNTED, "loss_moves_its_own_threshold",
+    },
     "cure": {
+        # Runs differ by the state that each of them moves.
+        *_COUNTED, "loss_moves_its_own_threshold", "loss_is_a_callable_object",
         # Float64 contradicts what is said to work.
         "adam_eps", "inverse_propensity", "half_box_coder",
         # Nothing works, or no statement of the program would.

@@ -1,8 +1,7 @@
 """Snapshot of the start of a batch, from which its outermost call can be made again, and the calls an exception left.
 
-It holds references and random states, and nothing of the program's own state: a batch that ends well costs a few
-microseconds. After a re-run in this process the snapshot puts back all that the run left
-behind: Python state, random states, buffers, training flags.
+It holds references, random states and the values of small buffers, so a batch that ends well costs a few microseconds.
+After a re-run the snapshot puts back random states, buffers, training flags and the tensors of the call.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import FrameType, MappingProxyType
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from ..instrumentation.execution_context import Autocast, RngState
 from ..instrumentation.functions import find_called
 from ..instrumentation.slot import unwatched
 from ..instrumentation.wrapped_names import unwrapped
-from ..numerics.readable import unreadable
+from ..numerics.readable import is_plain, unreadable
 from ..precision.casting import (
     NARROW,
     ParametrizationCache,
@@ -32,15 +31,13 @@ from ..precision.casting import (
     caches_parametrizations,
     swap_parametrizations,
 )
-from ..recording.walk import call_leaves
+from ..recording.walk import Unwalked, call_leaves
 from ..report.finding import Finding
-from ..util.modules import each_module
+from ..util.modules import each_module, each_parameter
+from ..util.program_code import is_library, names_of
 from ..util.visible import suppressed
 from . import child_process, in_process
-from .outside import in_child
-from .places import attributes_of
-from .program_state import present_state
-from .reachable import is_plain
+from .module_state import BufferValues, begin_again
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _PLAIN = (
@@ -75,8 +72,9 @@ class Forwards:
 class BatchSnapshot:
     """The outermost call of a batch, as it was about to be made: `module(*args, **kwargs)`.
 
-    `attributes` are those of the arguments that have plain ones alone, by id. `began` is the time in seconds of
-    `time.monotonic()`. `forwards` counts the re-runs, where somebody counts.
+    `buffers` are the values of the model's small buffers. `attributes` are those of the arguments that have plain ones
+    alone, by id. `began` is the time in seconds of `time.monotonic()`. `forwards` counts the re-runs, where somebody
+    counts.
     """
 
     module: nn.Module
@@ -88,6 +86,7 @@ class BatchSnapshot:
     grad: bool = field(default_factory=torch.is_grad_enabled)
     versions: tuple[tuple[str, Tensor, int], ...] = ()
     attributes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    buffers: BufferValues = field(default_factory=dict)
     cached: ParametrizationCache = field(default_factory=cached_parametrizations)
     forwards: Forwards | None = None
     began: float = field(default_factory=time.monotonic)
@@ -99,6 +98,7 @@ class BatchSnapshot:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any] | None,
         *,
+        buffers: BufferValues = MappingProxyType({}),
         draws: bool = False,
     ) -> BatchSnapshot:
         """Return the state at the start of a batch, which is now; with that of random and numpy.random for `draws`."""
@@ -108,7 +108,13 @@ class BatchSnapshot:
             versions = cls._versions(given)
             attributes = cls._attributes(given)
         return cls(
-            module, args, kwargs, RngState.capture(others=draws), versions=versions, attributes=attributes
+            module,
+            args,
+            kwargs,
+            RngState.capture(others=draws),
+            versions=versions,
+            attributes=attributes,
+            buffers=buffers,
         )
 
     @staticmethod
@@ -129,7 +135,7 @@ class BatchSnapshot:
         return {
             id(x): dict(own)
             for _, x in given
-            if (own := attributes_of(x)) and all(map(is_plain, own.values()))
+            if (own := _attributes_of(x)) and all(map(_is_constant, own.values()))
         }
 
     @contextmanager
@@ -137,19 +143,16 @@ class BatchSnapshot:
         """Restore the state of the start for the block, which gets a callable that makes the call.
 
         It runs the model's hooks and no graph is built; compiled modules run eagerly, one operation after the other.
-        Afterwards the program's Python state, random states, buffers, training flags and the tensors of the call are as
-        they were before, also when the call raises.
+        Afterwards random states, buffers, training flags and the tensors of the call are as they were before, also when
+        the call raises.
         """
         if self.forwards is not None:
             self.forwards.made += 1
         child_process.send()
         with ExitStack() as after:
-            # The frame of who asked for the block.
-            after.callback(present_state(self.module, self.args, self.kwargs, sys._getframe(2)).restore)
+            given = [x for _, x in call_leaves(self.args, self.kwargs) if isinstance(x, Tensor)]
+            after.callback(begin_again(self.module, given, self.buffers))
             after.callback(RngState.capture(others=True).restore)
-            after.callback(
-                _set_training, [(module, module.training) for _, module in each_module(self.module)]
-            )
             after.enter_context(unwatched(self.module))
             if caches_parametrizations():
                 # Without their graphs, which a backward in here would run through.
@@ -172,7 +175,7 @@ class BatchSnapshot:
                     # DistributedDataParallel would tell the other ranks that a batch has begun.
                     module = unwrapped(module)
                 self.rng.restore()
-                if in_process.current is not None and not in_child():
+                if in_process.current is not None:
                     modes.enter_context(in_process.current.running())
                 # The class's own `__call__` is no part of the snapshot, and may wait for a lock that it holds already.
                 yield lambda: nn.Module.__call__(module, *self.args, **self.kwargs)
@@ -185,15 +188,16 @@ class BatchSnapshot:
             if x._version != version
         ]
         for label, value in call_leaves(self.args, self.kwargs):
+            if isinstance(value, Unwalked) and "belong to the caller" in value:
+                found.append(
+                    f"{label} is an iterator, which the first run has consumed ({value.partition(',')[0]})"
+                )
+                continue
             if value is None or isinstance(value, (Tensor, *_PLAIN)):
                 continue
-            if id(value) in self.attributes and self.attributes[id(value)] == attributes_of(value):
+            if id(value) in self.attributes and self.attributes[id(value)] == _attributes_of(value):
                 continue
-            kind = type(value).__name__
-            if hasattr(value, "__next__"):
-                found.append(f"{label} is an iterator ({kind}), which the first run has consumed")
-            else:
-                found.append(f"{label} is a {kind}, which the first run may have changed")
+            found.append(f"{label} is a {type(value).__name__}, which the first run may have changed")
         return found
 
 
@@ -211,6 +215,8 @@ def no_second_run(root: nn.Module | None = None) -> str:
     number = num_processes()
     if number > 1 and (root is None or not _computes_alone(root)):
         return f"in a job of {number} processes it would wait for the others"
+    if root is not None and any(x.device.type == "cpu" and _is_shared(x) for x in each_parameter(root)):
+        return "its weights lie in memory that other processes share"
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace is recording"
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -218,6 +224,10 @@ def no_second_run(root: nn.Module | None = None) -> str:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     return ""
+
+
+def _is_shared(x: Tensor) -> bool:
+    return is_plain(x) and not unreadable(x) and x.is_shared()
 
 
 def _computes_alone(root: nn.Module) -> bool:
@@ -255,9 +265,35 @@ class _NoCheckpoint:
         return function(*args)
 
 
-def _set_training(flags: list[tuple[nn.Module, bool]]) -> None:
-    for module, flag in flags:
-        module.training = flag
+def _attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, without asking the object: it may define `__getattribute__`."""
+    try:
+        own: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return {}
+    return own
+
+
+def _is_constant(value: Any) -> bool:
+    """Return whether the value is a number, text, None or a tuple, which cannot change in its place."""
+    return value is None or type(value) in (int, float, complex, str, bool, bytes, tuple)
+
+
+def draws_outside_torch(root: nn.Module) -> bool:
+    """Return whether code beside the model's forwards mentions `random`: Python's or NumPy's generator.
+
+    Noting the states of both takes 40 µs a batch.
+    """
+    names = {type(module).__module__ for _, module in each_module(root)}
+    for module in [sys.modules[name] for name in names if name in sys.modules]:
+        if is_library(getattr(module, "__file__", None) or "<program>"):
+            continue
+        for value in list(vars(module).values()):
+            inner = vars(value).values() if isinstance(value, type) else (value,)
+            codes = [getattr(each, "__code__", None) for each in inner]
+            if any("random" in names_of(code) for code in codes if isinstance(code, CodeType)):
+                return True
+    return False
 
 
 def is_narrow(dtype: str) -> bool:

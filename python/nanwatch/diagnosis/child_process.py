@@ -1,18 +1,15 @@
 """Re-runs in a forked child process, whose changes to the program end with it.
 
-The child is a copy of the process at the moment of the failure. What it runs changes neither the program's Python
-state nor its tensors, nor memory shared with other processes. Files, pipes and sockets lead nowhere there, and the
-child sends its result back over a pipe. A parent that waits too long ends the child and goes on. CUDA does not survive
-a fork, and neither do macOS's frameworks.
+The child is a copy of the process at the moment of the failure, so what it runs changes neither the program's Python
+state nor its tensors. Files, pipes and sockets that are open lead nowhere there. The child sends its result back over a
+pipe. A parent that waits too long ends the child and goes on. CUDA does not survive a fork, and neither do macOS's
+frameworks.
 """
 
 from __future__ import annotations
 
-import builtins
 import ctypes
 import faulthandler
-import importlib
-import io
 import json
 import os
 import random
@@ -31,8 +28,6 @@ import torch
 
 from ..util.program_code import is_library
 from ..util.visible import spell
-from . import outside
-from .own_memory import own_shared_memory
 
 # Seconds that each run may take: at least these, and these times the batch's own.
 LEAST_SECONDS, TIMES_BATCH = 5.0, 20.0
@@ -69,6 +64,11 @@ class ChildEndedError(RuntimeError):
 
 # In the child: sends a document to the parent. In the program itself None.
 _send: Callable[[Any], None] | None = None
+
+
+def in_child() -> bool:
+    """Return whether this process is a child that re-runs batches."""
+    return _send is not None
 
 
 def send(document: Any = None) -> None:
@@ -195,13 +195,10 @@ def _be_child(
         if os.getppid() != parent:
             os._exit(1)
         _take_signals(stack)
-        _leave_no_core()
         _cut_off({writing, stack})
         random.setstate(drawn)
         if not has_threads:
             torch.set_num_threads(1)
-        outside.enter_child()
-        sys.dont_write_bytecode = True
 
         def write(*message: Any) -> None:
             left = json.dumps(message).encode() + b"\n"
@@ -210,19 +207,11 @@ def _be_child(
 
         _send = lambda document: write(document, False, "")  # noqa: E731
         try:
-            own_shared_memory()
-            with outside.refused():
-                document = work()
-            write(document, True, "")
+            write(work(), True, "")
         except BaseException as error:
             write(None, True, f"it raised {spell(error)}")
     finally:
         os._exit(0)
-
-
-def _leave_no_core() -> None:
-    resource = importlib.import_module("resource")  # Windows has none
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def _take_signals(stack: int) -> None:
@@ -241,20 +230,3 @@ def _cut_off(kept: set[int]) -> None:
             with suppress(OSError):  # of the listing itself
                 os.fstat(int(name))
                 os.dup2(nowhere, int(name))
-    own_open = io.open
-
-    def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if outside.is_refused() and not isinstance(file, int) and not {"w", "a", "x", "+"}.isdisjoint(mode):
-            outside.discard(repr(os.fspath(file)))
-            file, mode = os.devnull, mode.replace("x", "w")
-        return own_open(file, mode, *args, **kwargs)
-
-    builtins.open = io.open = opened
-    # torch.save opens a path in C++.
-    own_writer = torch.serialization._open_zipfile_writer
-
-    def written(name_or_buffer: Any) -> Any:
-        is_path = outside.is_refused() and isinstance(name_or_buffer, str | os.PathLike)
-        return own_writer(opened(name_or_buffer, "wb") if is_path else name_or_buffer)
-
-    torch.serialization._open_zipfile_writer = written

@@ -28,7 +28,7 @@ from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, left_calls, no_second_run
 from .causes import argument_names, came_in
 from .diagnosis import Diagnosis, ModuleCall, bad_rows, describe
-from .outside import NotRepeatableError
+from .in_process import RerunEndedError
 from .provenance import ProvenanceMode
 
 
@@ -145,7 +145,7 @@ def _run(probe: _CallProbe, snapshot: BatchSnapshot, builds_graph: bool) -> str:
         graph = torch.enable_grad() if builds_graph else nullcontext()
         with snapshot.again() as call, graph, probe.in_place():
             call()
-    except NotRepeatableError as error:
+    except RerunEndedError as error:
         return str(error)
     except Exception as error:
         return f"it raised {spell(error)}"

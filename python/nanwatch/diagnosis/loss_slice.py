@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..recording.observe import observe
+from .child_process import in_child
 from .operation import tensors_in
-from .outside import in_child
 from .patching.code_swap import node_of
 from .patching.source import FunctionNode, SourceFile, called_name, names_in, path_to
 

@@ -22,7 +22,6 @@ from ..instrumentation.execution_context import Autocast, RngState
 from ..util.program_code import SKIPPED_FILES, frame_values
 from .loss_slice import RESULT, Caller, Cut, Refused, body_of, call_under_way, cut_of
 from .operation import tensors_in
-from .outside import repeatable
 from .patching.code_swap import Probe, compiled_with, find_target
 from .patching.source import SourceFile, Span, Target, called_name, path_to
 
@@ -146,15 +145,9 @@ class LossStatements(nn.Module):
         self.lines = cut.body[0].lineno, cut.last_line
         self.inputs = {name: cut.reads[name] for name in sorted(cut.reads) if tensors_in(cut.reads[name])}
         self._cut, self._caller, self._file, self._is_behind = cut, caller, file, is_behind
-        values = {**caller.globals, **caller.names, **cut.reads}
-        self._names = {name: repeatable(value) for name, value in values.items()}
+        self._names = {**caller.globals, **caller.names, **cut.reads}
         self._probe = Probe()
         self._code = compiled_with(ast.Module(cut.body, []), file, (), self._probe)
-
-    @property
-    def names(self) -> dict[str, Any]:
-        """The values that the statements read from the program, by name."""
-        return self._cut.reads
 
     def forward(self, **inputs: Any) -> Any:
         """Run the statements with these values of the names they read."""

@@ -22,7 +22,7 @@ from ..recording.walk import call_leaves
 from ..report.finding import Cure, Finding, Value, with_earlier, working_first
 from ..report.report import Report
 from ..util.visible import spell
-from . import child_process, outside
+from . import child_process
 from .backward_cures import BACKWARD_RUNS, try_backward_cures
 from .backward_rerun import loss_value, rerun_backward
 from .batch_snapshot import BatchSnapshot, Forwards, may_be_narrow, no_second_run, num_processes
@@ -87,11 +87,9 @@ def examine(
         elif diagnosis is not None:
             _tell(incident)
             steps.find_samples(diagnosis, snapshot)
-    incident.remark(*outside.discarded)
     if output_dir is not None:
         _tell(incident)
-        with outside.allowed():
-            write_failure(incident, diagnosis, snapshot, output_dir)
+        write_failure(incident, diagnosis, snapshot, output_dir)
 
 
 def _tell(incident: Incident) -> None:

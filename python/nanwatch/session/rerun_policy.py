@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 import tempfile
 import threading
 import time
@@ -20,7 +19,7 @@ from torch import nn
 
 from ..diagnosis import folder, rerun
 from ..diagnosis.backward_rerun import read_graph
-from ..diagnosis.batch_snapshot import BatchSnapshot
+from ..diagnosis.batch_snapshot import BatchSnapshot, draws_outside_torch
 from ..diagnosis.child_process import (
     LEAST_SECONDS,
     TIMES_BATCH,
@@ -30,10 +29,10 @@ from ..diagnosis.child_process import (
     why_no_child,
 )
 from ..diagnosis.experiment import Conditions
-from ..diagnosis.in_process import examination
+from ..diagnosis.in_process import clock
 from ..diagnosis.incident import Incident
 from ..diagnosis.loss_statements import BackwardCall
-from ..diagnosis.reachable import plan_of
+from ..diagnosis.module_state import BufferHistory
 from ..instrumentation.functions import Function
 from ..instrumentation.slot import ExclusiveRun
 from ..report.finding import Finding
@@ -99,7 +98,8 @@ class RerunPolicy:
         self._output_dir = options.output_dir
         self._model = ModelRef(model)
         self._failures = 0
-        # Whether the code around the first batch draws from random or numpy.random: their states take 40 µs.
+        self._buffers = BufferHistory()
+        # Whether the model's code may draw from random or numpy.random.
         self._draws: bool | None = None
         # By thread, from the start of its batch to its end. None where no re-run is possible. The snapshots refer to
         # the batch's tensors.
@@ -129,9 +129,12 @@ class RerunPolicy:
         Return an object for the recorder to hold until no gradient of the batch can come any more.
         """
         try:
-            if self._draws is None and (model := self._model()) is not None:
-                self._draws = plan_of(model, sys._getframe(1)).draws
-            start = BatchSnapshot.capture(module, args, kwargs, draws=bool(self._draws))
+            model = self._model()
+            model = module if model is None else model
+            if self._draws is None:
+                self._draws = draws_outside_torch(model)
+            buffers = self._buffers.note(model)
+            start = BatchSnapshot.capture(module, args, kwargs, buffers=buffers, draws=self._draws)
         except Exception:
             suppressed("the start of a batch could not be kept, so it has no re-run")
             start = None
@@ -241,52 +244,49 @@ class RerunPolicy:
             if not is_run:
                 examine(start)
                 return
-            began = start.began if start is not None else time.monotonic()
+            elapsed = 0.0 if start is None else time.monotonic() - start.began
+            seconds = LEAST_SECONDS + TIMES_BATCH * elapsed
             # Once, as each child would import it anew: torch._dynamo takes a second.
             importlib.import_module("torch._dynamo")
             tempfile.gettempdir()  # writes a file, the first time
-            seconds = LEAST_SECONDS + TIMES_BATCH * (time.monotonic() - began)
-            if not why_no_child():
-                with suppress(NoChildError):
-                    self._in_child(incident, start, examine, seconds)
-                    return
-            self._in_process(incident, partial(examine, start), seconds)
+            if ended := self._run_again(incident, start, examine, seconds):
+                incident.remark(ended)
+                examine(None, examines=False)
         except Exception as error:  # a failed re-run must not lose the first report
             warn_user(f"nanwatch could not re-run a failed batch: {spell(error)}", may_raise=False)
 
-    def _in_child(
+    def _run_again(
         self, incident: Incident, start: BatchSnapshot | None, examine: Callable[..., None], seconds: float
-    ) -> None:
-        """Take the report that a forked child makes; where it does not end well, the last one that it sent."""
+    ) -> str:
+        """Complete the incident in a forked child, else in this process. Return what ended that early, or ""."""
 
         def work() -> str:
             examine(start)
             return incident.report.to_json()
 
+        in_child = not why_no_child()
         try:
-            incident.report = Report.from_json(run_in_child(work, seconds))
-            return
+            if in_child:
+                with suppress(NoChildError):
+                    incident.report = Report.from_json(run_in_child(work, seconds))
+                    return ""
+                in_child = False
+            reason = "" if self._make_room() else "another thread was inside the model"
+            try:
+                with clock(seconds):
+                    examine(start, reason=reason)
+                return ""
+            finally:
+                self._end_turn()
         except ChildEndedError as ended:
-            reason = f"of a re-run in a child process: {ended}"
             if ended.latest is not None:
                 incident.report = Report.from_json(ended.latest)
-        except NoChildError:
-            raise
-        except BaseException as interrupt:  # of a signal's handler
+            return f"of a re-run in a child process: {ended}"
+        except BaseException as interrupt:  # of a signal's handler, or of code that ran again in this process
+            if isinstance(interrupt, Exception) and not in_child:
+                raise
             incident.interrupt = interrupt
-            reason = f"{type(interrupt).__name__} ended the re-run"
-        incident.remark(reason)
-        examine(None, examines=False)
-
-    def _in_process(self, incident: Incident, examine: Callable[..., None], seconds: float) -> None:
-        """Complete the incident by re-runs in this process, in which other threads keep out of the model."""
-        reason = "" if self._make_room() else "another thread was inside the model"
-        try:
-            with examination(seconds) as current:
-                examine(reason=reason)
-            incident.interrupt = current.interrupt
-        finally:
-            self._end_turn()
+            return f"{type(interrupt).__name__} ended the re-run"
 
     def _make_room(self) -> bool:
         """Keep other threads from entering the model until `_end_turn`. Return whether those inside have left it."""

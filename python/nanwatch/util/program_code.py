@@ -1,4 +1,4 @@
-"""Code of the program: which files are its own, which names its functions mention and assign, what a frame holds."""
+"""Code of the program: which files are its own, which names its functions mention, what a frame holds."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import os
 import site
 import sys
 import sysconfig
-from dis import opmap
 from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,41 +25,13 @@ SKIPPED_FILES = (
 
 # References to a frame's copy of its locals where nobody else has it. Before Python 3.13 `f_locals` returns that copy.
 _OF_FRAME = 3
-_STORES = {opmap["STORE_ATTR"]: "attributes", opmap["DELETE_ATTR"]: "attributes"}
-# At the top level of a module STORE_NAME assigns a global.
-_GLOBAL_STORES = {opmap[name] for name in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "DELETE_NAME")}
-
-
-class Names(NamedTuple):
-    """Names in a function's bytecode: all that it mentions, the attributes it assigns, the globals it assigns."""
-
-    mentioned: frozenset[str]
-    attributes: frozenset[str]
-    globals: frozenset[str]
 
 
 @functools.lru_cache(4096)
-def names_of(code: CodeType) -> Names:
-    """Return the names in this code and in the functions defined inside it."""
-    mentioned, attributes, stored = set(code.co_names), set(), set()
-    bytecode = code.co_code
-    operations = set(bytecode[::2])
-    if not operations.isdisjoint(_STORES) or not operations.isdisjoint(_GLOBAL_STORES):
-        extended = 0
-        for operation, argument in zip(bytecode[::2], bytecode[1::2], strict=True):
-            argument |= extended
-            extended = argument << 8 if operation == opmap["EXTENDED_ARG"] else 0
-            if operation in _STORES:
-                attributes.add(code.co_names[argument])
-            elif operation in _GLOBAL_STORES:
-                stored.add(code.co_names[argument])
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            below = names_of(inner)
-            mentioned |= below.mentioned
-            attributes |= below.attributes
-            stored |= below.globals
-    return Names(frozenset(mentioned), frozenset(attributes), frozenset(stored))
+def names_of(code: CodeType) -> frozenset[str]:
+    """Return the globals and attributes that this code and the functions defined inside it mention."""
+    inner = (names_of(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(code.co_names).union(*inner)
 
 
 def frame_values(frame: FrameType) -> dict[str, Any]:

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
-import threading
-import weakref
-from collections import Counter, defaultdict, deque
-from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -53,39 +47,6 @@ def forward_counts_its_calls():
     return {"calls": model.calls, "log": model.log, **ends(model)}
 
 
-class Collects(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-        self.means, self.by_sign, self.latest = [], {}, deque(maxlen=4)
-        self.shapes, self.history = set(), np.zeros(8)
-
-    def forward(self, x):
-        n = len(self.means)
-        self.means.append(x.mean().item())
-        self.by_sign[x[0, 0].item() > 0] = n
-        self.latest.append(n)
-        self.shapes.add((n, *x.shape))
-        self.history[n] += x.sum().item()
-        mask = torch.zeros(3) if n == 2 else torch.ones(3)
-        return (self.linear(x).square().mean(-1) * mask).sum() / mask.sum()  # FAULT
-
-
-@case("div", cure=True)
-def forward_appends_to_containers():
-    model = Collects()
-    train(model)
-    state = {str(key): value for key, value in model.by_sign.items()}
-    return {
-        "means": model.means,
-        "by_sign": state,
-        "latest": list(model.latest),
-        "shapes": sorted(model.shapes),
-        "history": model.history.tolist(),
-        **ends(model),
-    }
-
-
 class RunningMean(nn.Module):
     def __init__(self):
         super().__init__()
@@ -114,85 +75,6 @@ def forward_updates_a_plain_tensor():
             tell(error)
         optimizer.zero_grad()
     return {"mean": model.mean.tolist(), **ends(model)}
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.GRUCell(4, 4)
-        self.hidden = None
-        self.steps = 0
-
-    def forward(self, x):
-        if self.hidden is None:
-            self.hidden = torch.zeros(3, 4)
-        self.steps += 1
-        h = self.cell(x, self.hidden)
-        self.hidden = h.detach()
-        scale = torch.tensor(0.0 if self.steps == 3 else 1.0)
-        return h * scale / scale  # FAULT
-
-
-@case("div", cure=True)
-def forward_carries_a_hidden_state():
-    model = Recurrent()
-    train(model)
-    return {"steps": model.steps, "hidden": model.hidden.tolist(), **ends(model)}
-
-
-CALLS = Counter()
-SEEN = defaultdict(list)
-
-
-class CountsInGlobals(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        CALLS["forward"] += 1
-        SEEN[type(self).__name__].append(round(x.sum().item(), 3))
-        h = self.linear(x).exp()
-        rates = h * 0 if CALLS["forward"] == 4 else h
-        return rates.log()  # FAULT
-
-
-@case("log", cure=True)
-def forward_counts_in_global_counters():
-    model = CountsInGlobals()
-    train(model)
-    return {"calls": dict(CALLS), "seen": dict(SEEN), **ends(model)}
-
-
-@dataclass
-class Stats:
-    calls: int = 0
-    total: float = 0.0
-    peaks: list[float] = field(default_factory=list)
-
-
-class KeepsADataclass(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.stats = Stats()
-
-    def forward(self, x):
-        stats = self.stats
-        stats.calls += 1
-        stats.total += x.sum().item()
-        stats.peaks.append(x.max().item())
-        h = self.linear(x)
-        norm = (h * (stats.calls != 3)).norm(dim=-1, keepdim=True)
-        return h / norm  # FAULT
-
-
-@case("div")
-def forward_keeps_a_dataclass():
-    model = KeepsADataclass()
-    train(model)
-    stats = model.stats
-    return {"calls": stats.calls, "total": stats.total, "peaks": stats.peaks, **ends(model)}
 
 
 class Caches(nn.Module):
@@ -232,63 +114,6 @@ def forward_fills_caches():
         optimizer.zero_grad()
     info = Caches.table.cache_info()
     return {"built": model.built, "cache": [info.hits, info.misses, info.currsize], **ends(model)}
-
-
-LOCAL = threading.local()
-DEPTH = contextvars.ContextVar("depth", default=0)
-
-
-class KeepsLocals(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        LOCAL.calls = getattr(LOCAL, "calls", 0) + 1
-        DEPTH.set(DEPTH.get() + 1)
-        h = self.linear(x)
-        d = (h * (DEPTH.get() != 2)).square().sum(-1)
-        return torch.sqrt(d)  # FAULT
-
-
-@case("sqrt", cure=True)
-def forward_keeps_thread_and_context_locals():
-    model = KeepsLocals()
-    train(model)
-    return {"calls": LOCAL.calls, "depth": DEPTH.get(), **ends(model)}
-
-
-class Token:
-    pass
-
-
-class KeepsWeak(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.seen = weakref.WeakKeyDictionary()
-
-    def forward(self, x, token):
-        self.seen[token] = self.seen.get(token, 0) + 1
-        n = torch.tensor(float(self.seen[token] - 1))
-        return self.linear(x) * n / n if token.fails else self.linear(x)  # FAULT
-
-
-@case("div", cure=True)
-def forward_counts_in_a_weak_dictionary():
-    model = KeepsWeak()
-    tokens = [Token(), Token()]
-    tokens[0].fails, tokens[1].fails = False, True
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    watch(model, gradients=True)
-    for i in (0, 1, 0, 1, 1):  # the first call with the second token has 0 / 0
-        try:
-            model(torch.randn(3, 4), tokens[i]).sum().backward()
-            optimizer.step()
-        except NonFinite as error:
-            tell(error)
-        optimizer.zero_grad()
-    return {"seen": [model.seen[x] for x in tokens], **ends(model)}
 
 
 class WritesItsInput(nn.Module):

@@ -1,0 +1,147 @@
+"""Buffers and training flags of a model around a re-run: as before the batch, and as the failure left them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, jit, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ..numerics.readable import is_plain, only_our_dispatch, unreadable
+from ..util.modules import each_module
+
+# Bytes of the largest buffer that is copied at the start of a batch: the statistics of 16,384 channels.
+_MOST_BYTES = 1 << 16
+
+
+class BufferValue(NamedTuple):
+    """Value of a buffer at some batch's start. `value` is None where the buffer is too large to be copied."""
+
+    buffer: weakref.ref[Tensor]
+    version: int
+    value: Tensor | None
+
+
+# Values of buffers by the buffer's id.
+BufferValues = Mapping[int, BufferValue]
+
+
+class BufferHistory:
+    """Values of a model's small buffers at the start of the present batch.
+
+    A batch copies only buffers that were written to since the batch before, as their version counters say. The running
+    statistics of PyTorch's normalisations are left out: what a training forward computes does not depend on them.
+    """
+
+    def __init__(self) -> None:
+        self._num_batches = 0
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._values: dict[int, BufferValue] = {}
+
+    def note(self, root: nn.Module) -> BufferValues:
+        """Return the present values. The mapping never changes: batches share it until a buffer is written to."""
+        self._num_batches += 1
+        if self._num_batches & (self._num_batches - 1) == 0:  # modules may have come meanwhile
+            self._modules = [
+                weakref.ref(module)
+                for _, module in each_module(root)
+                if not isinstance(module, _NormBase) and any(True for _ in module._buffers)
+            ]
+        changed = []
+        for reference in self._modules:
+            module = reference()
+            if module is None:
+                continue
+            for x in module._buffers.values():
+                if x is None:
+                    continue
+                known = self._values.get(id(x))
+                if (
+                    known is None
+                    or known.buffer() is not x
+                    or (known.value is not None and known.version != x._version)
+                ):
+                    changed.append(x)
+        if changed and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            self._copy(changed)
+        return self._values
+
+    def _copy(self, changed: list[Tensor]) -> None:
+        with only_our_dispatch(), torch.no_grad():
+            values = {key: known for key, known in self._values.items() if known.buffer() is not None}
+            small: dict[torch.dtype, list[Tensor]] = {}
+            for x in changed:
+                if not is_plain(x) or x.is_inference() or unreadable(x) or x.nbytes > _MOST_BYTES:
+                    values[id(x)] = BufferValue(weakref.ref(x), 0, None)
+                else:
+                    small.setdefault(x.dtype, []).append(x)
+            for buffers in small.values():
+                copies = [torch.empty_like(x) for x in buffers]
+                torch._foreach_copy_(copies, buffers)
+                for x, copied in zip(buffers, copies, strict=True):
+                    values[id(x)] = BufferValue(weakref.ref(x), x._version, copied)
+            self._values = values
+
+
+def begin_again(root: nn.Module, given: Iterable[Tensor], before: BufferValues) -> Callable[[], None]:
+    """Set the buffers below `root` to their values `before`. Return a function that puts back what is there now.
+
+    It puts back buffers, training flags and the tensors that the call was `given`, and their version counters: the
+    user's own call may be under way, and have saved them for its backward.
+    """
+    with only_our_dispatch():
+        modules = [module for _, module in each_module(root)]
+        flags = [(module, module.training) for module in modules]
+        # Those of a ScriptModule cannot be exchanged.
+        tables = [
+            (module._buffers, dict(module._buffers))
+            for module in modules
+            if not isinstance(module, jit.ScriptModule)
+        ]
+        buffers = [x for module in modules for _, x in module._buffers.items() if x is not None]
+        restores = [_keep(x) for x in {id(x): x for x in (*buffers, *given)}.values()]
+        for x in buffers:
+            known = before.get(id(x))
+            if known is not None and known.buffer() is x and known.value is not None:
+                _write(x, known.value, x._version)
+
+    def put_back() -> None:
+        with only_our_dispatch():
+            for table, names in tables:
+                if [id(x) for x in table.values()] != [id(x) for x in names.values()]:
+                    table.clear()
+                    table.update(names)
+            for restore in restores:
+                restore()
+            for module, flag in flags:
+                module.training = flag
+
+    return put_back
+
+
+def _keep(x: Tensor) -> Callable[[], None]:
+    """Return a function that puts back the tensor's values, if they have changed, and its version counter."""
+    # Elements that share their memory cannot be written to, neither by a forward nor here.
+    is_shared = x.layout is torch.strided and torch._debug_has_internal_overlap(x) == 1
+    if x.is_meta or is_shared:
+        return lambda: None
+    version = None if x.is_inference() else x._version
+    value = x.detach().clone()
+
+    def restore() -> None:
+        # BatchNorm writes its statistics past the version counter.
+        if (version is not None and x._version != version) or not torch.equal(x, value):
+            _write(x, value, version)
+
+    return restore
+
+
+def _write(x: Tensor, value: Tensor, version: int | None) -> None:
+    with torch.inference_mode() if version is None else nullcontext(), torch.no_grad():
+        x.copy_(value)
+    if version is not None:
+        torch._C._autograd._unsafe_set_version_counter((x,), (version,))
