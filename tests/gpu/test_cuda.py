@@ -43,7 +43,7 @@ def reference(xs: list[Tensor]) -> Tensor:
 )
 def test_any_bits_of_any_dtype(dtype: torch.dtype) -> None:
     """Rows made on the GPU equal the reference's rows of the same bits on the CPU, at any size and alignment."""
-    for count in (0, 1, 17, 4097, 300_001, 5_000_000):
+    for count in (0, 1, 17, 4097, 1_000_001):
         if (
             dtype.is_complex
         ):  # its modulus is rounded by each device's own hypot: plain numbers, and a tolerance
