@@ -52,20 +52,19 @@ class BufferHistory:
                 if not isinstance(module, _NormBase) and any(True for _ in module._buffers)
             ]
         changed = []
-        for reference in self._modules:
-            module = reference()
-            if module is None:
-                continue
-            for x in module._buffers.values():
-                if x is None:
-                    continue
-                known = self._values.get(id(x))
-                if (
-                    known is None
-                    or known.buffer() is not x
-                    or (known.value is not None and known.version != x._version)
-                ):
-                    changed.append(x)
+        with torch._C.DisableTorchFunction():  # no subclass and no function mode sees the reads
+            for reference in self._modules:
+                module = reference()
+                for x in () if module is None else module._buffers.values():
+                    if x is None:
+                        continue
+                    known = self._values.get(id(x))
+                    if (
+                        known is None
+                        or known.buffer() is not x
+                        or (known.value is not None and known.version != x._version)
+                    ):
+                        changed.append(x)
         if changed and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             self._copy(changed)
         return self._values
