@@ -149,7 +149,7 @@ class _Check:
             while not store.check(["first"]):
                 time.sleep(max(0.5, self._count / 5000))
             self._news = store.get("first").decode()
-        except Exception:
+        except RuntimeError:  # torch's errors of a connection
             self._news = f"the store at {self._master} has gone, and with it the process that held it"
         time.sleep(_GRACE)
         if not self._is_done:

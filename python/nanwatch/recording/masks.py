@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..numerics._reference import without_repeats
 from ..numerics.readable import local_shard, only_our_dispatch
 from ..records.note import NoteKind
+from ..util.visible import suppressed
 
 if TYPE_CHECKING:
     from ..numerics.formats import TensorHealth
@@ -130,6 +131,7 @@ def _inspected(module_type: type[nn.Module]) -> frozenset[str]:
     try:
         parameters = [*inspect.signature(module_type.forward).parameters.values()][1:]
     except Exception:  # no Python function, as that of a ScriptModule
+        suppressed("the arguments of a forward could not be told")
         return frozenset()
     named = [(i, one.name) for i, one in enumerate(parameters) if one.kind is not one.VAR_POSITIONAL]
     if issubclass(module_type, _SOFTMAXES + _MAXIMA):
