@@ -277,7 +277,8 @@ def test_threads_share_a_model_and_its_weights() -> None:
 def test_several_watches_stop_in_any_order(order: tuple[int, ...]) -> None:
     """Three watches on one model, stopped in every order: each sees its own batches, then the model is as it was."""
     model = nn.Sequential(Scale(), Scale())
-    watches = [watch(model) for _ in range(3)]
+    # With the same options each would take the place of the one before.
+    watches = [watch(model, max_frames=100 + number) for number in range(3)]
     for stopped in order:
         model(torch.ones(1))
         watches[stopped].stop()
