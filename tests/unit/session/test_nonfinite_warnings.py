@@ -61,10 +61,10 @@ def test_a_run_of_nonfinite_batches_is_one_line_and_a_sum() -> None:
         (begun,) = texts(caught)
         w.stop()
         w.stop()
-    assert begun.startswith("nan first seen in `input[0]` of 0 (Linear) in batch 5; ")
+    assert begun.startswith("nan first seen in `input[0]` of the root module (Sequential) in batch 5; ")
     assert set(counts.values()) == {45}
     assert texts(caught)[1:] == [
-        "of 50 batches watched, 45 non-finite batches (from 5 to 49), first in '0' 45x;"
+        "of 50 batches watched, 45 non-finite batches (from 5 to 49), first in the root module 45x;"
         " non-finite calls: '0' 45x, '1' 45x, '2' 45x and 58 more modules"
     ]
     assert {one.category for one in caught} == {RuntimeWarning}
