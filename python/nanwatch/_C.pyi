@@ -58,7 +58,6 @@ class CallRecorder:
     gathers_peaks: bool
     gathers_inputs: bool
     gathers_gradient_peaks: bool
-    awaits_backwards: bool
     gathers_weights: bool
     def __init__(
         self,
