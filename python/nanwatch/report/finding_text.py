@@ -296,8 +296,6 @@ def _why_backward(finding: Finding, frame: Frame | None) -> Statement:
             return _of("weight since the forward")
         return _of("gradient at the step" if finding.label.endswith(".grad") else "optimizer step")
     if finding.origin == "produced":
-        if finding.label.startswith("input"):
-            return _of("written into its input")
         records = () if frame is None else frame.records
         given = [r.abs_max for r in records if r.isfinite and r.abs_max and r.label.startswith("output")]
         maker = "function" if finding.class_name == "Function" else "module"

@@ -203,6 +203,19 @@ def test_code_of_the_parent_that_shares_a_tensor_is_not_the_modules() -> None:
     assert "it came out of the backward of 0, which" in str(error.value)
 
 
+def test_a_gradient_of_an_input_is_made_by_the_backward_of_the_module() -> None:
+    """The derivative of a root is infinite at 0. The module wrote nothing into what it was given."""
+
+    class Root(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sqrt()
+
+    model = Root()
+    with watch(model, gradients=True, on_nonfinite="record") as w:
+        model(torch.zeros(2, requires_grad=True)).sum().backward()
+    assert "Why:   the backward of this module made it: the gradients of its outputs" in str(w.report())
+
+
 class NoSecond(torch.autograd.Function):
     """A product that has a first derivative and no second."""
 
