@@ -123,7 +123,7 @@ def enrich(finding: Finding, diagnosis: Diagnosis) -> Finding:
         finding,
         operation=diagnosis.operation or finding.operation,
         place=finding.place if diagnosis.place is None else diagnosis.place.at,
-        operands=diagnosis.operands,
+        operands=diagnosis.operands or finding.operands,
         transient=diagnosis.transient,
         extent=diagnosis.extent,
         spreads=diagnosis.spreads,

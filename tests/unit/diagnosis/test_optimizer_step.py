@@ -26,7 +26,7 @@ def train(kind: type[torch.optim.Optimizer], options: dict[str, Any], dtype: tor
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 8)).to(dtype)
     optimizer = kind(model.parameters(), lr=1e-4, **options)
-    with watch(model, rerun=False):
+    with watch(model):
         for _ in range(3):
             loss = model(torch.randint(0, 50, (4, 6))).float().square().mean()
             optimizer.zero_grad()
