@@ -92,15 +92,18 @@ def test_a_pair_that_cannot_talk_is_named(ranks: Ranks, listens: bool, reason: s
 def test_a_rank_lost_in_the_middle_is_named_by_the_others(ranks: Ranks, how: signal.Signals) -> None:
     """Rank 1 disappears once all have arrived, and before it goes on: the others say that they wait for it."""
     waiting = "import sys, time, nanwatch.netcheck as n; n._Check._send = lambda self: time.sleep(60)"
-    program = ("-c", f"{waiting}; n.main(sys.argv[1:])")
-    ranks.start(1, 3, "--timeout", "5", program=program, is_forked=False)
+    program = ("-c", f"{waiting}; print('imported', flush=True); n.main(sys.argv[1:])")
+    # Rank 1 imports torch, which takes longer than 5 s on a busy machine, and would not arrive in time.
+    lost = ranks.start(1, 3, "--timeout", "60", program=program, is_forked=False)
+    assert lost.stdout is not None
+    assert lost.stdout.readline() == "imported\n"
     for rank in (0, 2):
         ranks.start(rank, 3, "--timeout", "5")
     store = TCPStore("127.0.0.1", ranks.port, None, False, timeout=timedelta(seconds=60))
     store = PrefixStore("nanwatch/netcheck//0", store)
     while store.add("linked", 0) < 3:
         time.sleep(0.1)
-    ranks.started[1].send_signal(how)
+    lost.send_signal(how)
     outs = [ranks.end_of(rank, 20 + MARGIN) for rank in (0, 2)]
     assert [status for status, _ in outs] == [1, 1]
     assert any(f"rank 1 ({HOST}-1)" in why(out) for _, out in outs)
