@@ -21,7 +21,7 @@ from support.processes import forking_python
 
 _SCRIPT = SCRIPTS / "rank_scenarios.py"
 _GUILTY = re.compile(
-    r"first seen in `\S+` of (\S+) \(\w+\) in batch \d+ on (?:rank (\d+)|(?:all )?(\d+) ranks)"
+    r"first seen in `\S+` of (the root module|\S+) \(\w+\) in batch \d+ on (?:rank (\d+)|(?:all )?(\d+) ranks)"
 )
 _IN_STAGES = ("pipeline", "stages")
 
@@ -111,7 +111,7 @@ def check(
             words = one["said"]
             found = _GUILTY.search(words)
             assert found is not None, words
-            assert found[1] == ("up" if played["way"] in _IN_STAGES else "0.up") or played["kind"] != "data"
+            assert (found[1] == "the root module") is (played["kind"] == "data")
             if played["kind"] == "all":
                 assert found[3] == str(world_size), (played, words)
             else:
@@ -206,7 +206,7 @@ def test_the_second_attempt_of_an_elastic_job_has_its_own_verdict(second, tmp_pa
         check(then, again, 2, folder, "1")
         assert (latest.attempt.number, [one.attempt.number for one in latest.others]) == (1, [0])
         assert len(list(folder.rglob("report.json"))) == 4
-        assert [one["origin"][:3] for one in again if one.get("origin")] == [[0, "0.up", "data"]] * 2
+        assert [one["origin"][:3] for one in again if one.get("origin")] == [[0, "", "data"]] * 2
 
 
 def test_launchers_that_count_restarts_for_themselves_have_one_verdict(tmp_path):

@@ -58,11 +58,11 @@ def test_the_earliest_batch_is_the_origin(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "3 ranks: 0, 1, 2"
     assert lines[1] == "First: nan first seen in `weight` of 2 (Linear) in batch 1, rank 2"
-    assert lines[2] == "Later: nan first seen in `input[0]` of 0 (Linear) in batch 3, rank 0"
+    assert lines[2] == "Later: nan first seen in `input[0]` of the root module (Sequential) in batch 3, rank 0"
 
 
 def test_within_a_batch_the_earlier_frame_is_the_origin(tmp_path):
-    """Bad data is seen by the first layer, a bad weight by the last."""
+    """Bad data is there when the model is called, a bad weight when the last layer is."""
     merged = merge(written(tmp_path, ran(0, 2, "weight", 1), ran(1, 2, "data", 1)))
     assert [one.rank for one in merged.origins] == [1]
 
@@ -175,7 +175,7 @@ def test_the_latest_attempt_that_failed_is_merged(tmp_path, capsys):
     ]
     assert lines[5] == (
         "Not merged: attempt 0 of run job7, begun 1970-01-01 00:16:40 UTC, 2 ranks:"
-        " nan first seen in `input[0]` of 0 (Linear) in batch 1, rank 1"
+        " nan first seen in `input[0]` of the root module (Sequential) in batch 1, rank 1"
     )
 
 
