@@ -22,6 +22,9 @@ Role role_of(char letter) {
 
 }  // namespace
 
+// No newline: Inductor writes an operator's arguments into comments of the code that it makes for a GPU, as they are.
+constexpr char kPlanSeparator = '\x1f';
+
 std::shared_ptr<Node::Plan> CallObserver::plan_of(Node& node, std::string_view text) {
   for (const std::shared_ptr<Node::Plan>& known : node.plans)
     if (known->text == text) return known;
@@ -31,11 +34,11 @@ std::shared_ptr<Node::Plan> CallObserver::plan_of(Node& node, std::string_view t
   node.plans.push_back(made);
   Node::Plan& plan = *made;
   plan.text = text;
-  size_t end = text.find('\n');
+  size_t end = text.find(kPlanSeparator);
   plan.class_name = text.substr(0, end);
   while (end != std::string_view::npos) {
     const size_t start = end + 1;
-    end = text.find('\n', start);
+    end = text.find(kPlanSeparator, start);
     const std::string_view line = text.substr(start, end == std::string_view::npos ? end : end - start);
     if (line.size() < 3) continue;
     const size_t tab = line.find('\t');

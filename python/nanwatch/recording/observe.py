@@ -67,6 +67,11 @@ _ROLES: dict[str, Role] = {"w": "weight", "b": "buffer", "i": "input", "o": "out
 _VALUES: dict[str, Any] = {"n": None, "x": 0}
 
 
+# Between the lines of a plan. No newline: Inductor writes an operator's arguments into comments of the code that it
+# makes for a GPU, as they are.
+PLAN_SEPARATOR = "\x1f"
+
+
 def planned_rows(
     wanted: Settings,
     plan: str,
@@ -75,7 +80,7 @@ def planned_rows(
     observe: Observe,
 ) -> tuple[str, list[Record], list[tuple[Role, str, Tensor]]]:
     """Return class, rows and tensors of a call in compiled code. call_recorder_compiled.cpp explains plans."""
-    class_name, *lines = plan.split("\n")
+    class_name, *lines = plan.split(PLAN_SEPARATOR)
     left, own = iter(tensors), set()
     rows: list[Record] = []
     read: list[tuple[Role, str, Tensor]] = []

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...numerics._extension import define
+from ...recording.observe import PLAN_SEPARATOR
 from ...recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, spell_key
 from ..slot import wrappers_at
 
@@ -76,7 +77,7 @@ def put_record(tx: Any, site: Any, caller: Any, module: Any, args: Any, kwargs: 
     plan.add_own(module)
     plan.add_inputs(args, kwargs)
     plan.add("o", "output", output)
-    _put(tx, site, caller, "\n".join(plan.lines), plan)
+    _put(tx, site, caller, PLAN_SEPARATOR.join(plan.lines), plan)
 
 
 def _put(tx: Any, site: Any, caller: Any, text: str, plan: _Plan) -> None:
