@@ -141,7 +141,8 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
   // A copy to the host that nobody has waited for yet leaves in the output what was there before.
   if (!row.range.isfinite && table_ != nullptr && role == Role::output) table_->drain();
   if (!row_from_python(object, label, role, node, frame)) return false;
-  if (content.has_value() && frame->rows.back().python != nullptr) remember_mask(x, *content, frame->rows.back().python);
+  if (content.has_value() && frame->rows.back().python != nullptr)
+    remember_mask(x, *content, frame->rows.back().python);
   return true;
 }
 
@@ -301,9 +302,8 @@ struct CallObserver::Walk {
   bool slowly(PyObject* value, Labels::Id label) {
     const OutsideCompiler outside;
     const py::object text = from_utf8(self.labels_.text(label));
-    const py::object found = py::reinterpret_steal<py::object>(
-        PyObject_CallFunctionObjArgs(self.helpers_.leaves.ptr(), value, text.ptr(),
-                                     role == Role::output ? Py_True : Py_False, nullptr));
+    const py::object found = py::reinterpret_steal<py::object>(PyObject_CallFunctionObjArgs(
+        self.helpers_.leaves.ptr(), value, text.ptr(), role == Role::output ? Py_True : Py_False, nullptr));
     if (!found) return self.excuse(label, role, frame);
     if (!PyList_Check(found.ptr())) return true;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(found.ptr()); ++i) {
@@ -329,7 +329,8 @@ struct CallObserver::Walk {
     const std::optional<Kind> kind = PyDict_CheckExact(object) ? Kind::mapping : self.kind_of(Py_TYPE(object));
     if (!kind.has_value()) return false;
     // What an object is given as an argument shows in the module's output. Its own output may be in an object alone.
-    if (kind == Kind::opaque && (role != Role::output || is_argument(object))) return note(label, NoteKind::not_a_tensor);
+    if (kind == Kind::opaque && (role != Role::output || is_argument(object)))
+      return note(label, NoteKind::not_a_tensor);
     if (kind == Kind::mapping && has_plain_keys(object)) return mapping(object, label);
     return slowly(object, label);
   }

@@ -58,7 +58,9 @@ def test_the_earliest_batch_is_the_origin(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "3 ranks: 0, 1, 2"
     assert lines[1] == "First: nan first seen in `weight` of 2 (Linear) in batch 1, rank 2"
-    assert lines[2] == "Later: nan first seen in `input[0]` of the root module (Sequential) in batch 3, rank 0"
+    assert (
+        lines[2] == "Later: nan first seen in `input[0]` of the root module (Sequential) in batch 3, rank 0"
+    )
 
 
 def test_within_a_batch_the_earlier_frame_is_the_origin(tmp_path):
