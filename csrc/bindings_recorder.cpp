@@ -89,8 +89,8 @@ void bind_recorder(py::module_& m) {
       .def("frames_of_batch", &CallRecorder::frames_of_batch)
       .def("unconfirmed_calls", &CallRecorder::unconfirmed_calls)
       .def("settle", &CallRecorder::settle)
-      .def("begin_compiled", [](CallRecorder& self, int64_t node,
-                                const std::vector<at::Tensor>& tensors) { self.begin_compiled(node, tensors); })
+      .def("begin_compiled", [](CallRecorder& self, int64_t node, std::string_view plan,
+                                const std::vector<at::Tensor>& tensors) { self.begin_compiled(node, plan, tensors); })
       .def("record_compiled",
            [](CallRecorder& self, int64_t node, int64_t caller, const std::string& plan,
               const std::vector<at::Tensor>& tensors) { self.record_compiled(node, caller, plan, tensors); })
@@ -102,6 +102,7 @@ void bind_recorder(py::module_& m) {
            })
       .def("add_frame", &CallRecorder::add_frame)
       .def("call_under_way", &CallRecorder::call_under_way)
+      .def("outermost", &CallRecorder::outermost)
       .def("add_output", &CallRecorder::add_output)
       .def("excuse_gradients",
            [](CallRecorder& self, const std::vector<int64_t>& batches, const py::object& note) {

@@ -135,6 +135,10 @@ struct Node {
   std::shared_ptr<const void> compiled_call;  // its latest call in compiled code, for gradients/
 };
 
+// Between the lines of a plan (call_observer_compiled.cpp). No newline: Inductor writes an operator's arguments into
+// comments of the code that it makes for a GPU, as they are.
+constexpr char kPlanSeparator = '\x1f';
+
 class CallObserver {
  public:
   CallObserver(const Options& options, Helpers helpers);

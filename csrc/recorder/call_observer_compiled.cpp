@@ -22,9 +22,6 @@ Role role_of(char letter) {
 
 }  // namespace
 
-// No newline: Inductor writes an operator's arguments into comments of the code that it makes for a GPU, as they are.
-constexpr char kPlanSeparator = '\x1f';
-
 std::shared_ptr<Node::Plan> CallObserver::plan_of(Node& node, std::string_view text) {
   for (const std::shared_ptr<Node::Plan>& known : node.plans)
     if (known->text == text) return known;

@@ -276,16 +276,22 @@ void CallRecorder::follow_gradients(const Thread& thread, std::vector<GradientCa
                      {thread.batch, index, caller, thread.recomputed, thread.held, nodes_[size_t(index)]->box}, keep);
 }
 
-// Returns the arguments of the outermost call; in compiled code those of its tensors that still live.
+// Returns the positional arguments of the outermost call.
 py::object CallRecorder::given_to(const Thread& thread) const {
   if (thread.args != nullptr) return py::reinterpret_borrow<py::object>(thread.args);
-  py::list alive;
-  if (thread.given)
-    for (const py::handle weak : thread.given) {
-      PyObject* object = PyWeakref_GetObject(weak.ptr());
-      if (object != nullptr && object != Py_None) alive.append(py::handle(object));
-    }
-  return py::tuple(alive);
+  return py::tuple();
+}
+
+// Returns the named arguments of the outermost call; in compiled code all tensors that still live, by their places.
+py::object CallRecorder::named_given_to(const Thread& thread) const {
+  if (thread.kwargs != nullptr) return py::reinterpret_borrow<py::object>(thread.kwargs);
+  if (!thread.given) return py::none();
+  py::dict alive;
+  for (const auto& [place, weak] : py::reinterpret_borrow<py::dict>(thread.given)) {
+    PyObject* object = PyWeakref_GetObject(weak.ptr());
+    if (object != nullptr && object != Py_None) alive[place] = py::handle(object);
+  }
+  return alive;
 }
 
 py::object CallRecorder::name_of(int32_t caller) const {
@@ -315,9 +321,8 @@ bool CallRecorder::tell(Thread& thread, int32_t caller, bool is_over) {
   const py::object seen = to_python(copy);
   if (reports_frames(thread.batch) && !notify("on_frame", py::make_tuple(seen))) return false;
   if (!has_nonfinite) return true;
-  const py::handle none = Py_None;
-  return notify("on_nonfinite", py::make_tuple(seen, name_of(caller), given_to(thread),
-                                               thread.kwargs != nullptr ? py::handle(thread.kwargs) : none, is_over));
+  return notify("on_nonfinite",
+                py::make_tuple(seen, name_of(caller), given_to(thread), named_given_to(thread), is_over));
 }
 
 // Waits for the rows of the frames that the batch has deferred, once for each stream, and reports the frames. Each goes
@@ -393,6 +398,11 @@ py::list CallRecorder::unconfirmed_calls() const {
   for (const auto& [batch, node] : std::vector(unconfirmed_))  // a copy: new objects may run code that calls a model
     found.append(py::make_tuple(batch, nodes_[size_t(node)]->name, nodes_[size_t(node)]->class_name));
   return found;
+}
+
+py::object CallRecorder::outermost() {
+  const Thread& thread = this_thread();
+  return thread.nodes.empty() ? py::object(py::none()) : name_of(thread.nodes.front());
 }
 
 py::object CallRecorder::call_under_way() {

@@ -39,7 +39,7 @@ class CallRecorder {
   // throw error_already_set. `begin` is for a call that no watched call of the same graph has made. Its caller is then
   // kNoCaller.
   static constexpr int64_t kNoCaller = -1;
-  void begin_compiled(int64_t node, at::TensorList tensors);
+  void begin_compiled(int64_t node, std::string_view plan, at::TensorList tensors);
   void record_compiled(int64_t node, int64_t caller, std::string_view plan, at::TensorList tensors);
 
   // For gradients/: these make frames of backwards. Functions that return a bool return false with a Python exception
@@ -61,6 +61,8 @@ class CallRecorder {
   // The batch, the name and the class of the module of the innermost call under way on this thread, if it is recorded;
   // else None. `add_output` gives the frame of this call one more output.
   pybind11::object call_under_way();
+  // Returns the name of the module of this thread's outermost call, or None.
+  pybind11::object outermost();
   void add_output(const std::string& label, pybind11::object tensor);
 
   pybind11::list frames() const;
@@ -114,7 +116,7 @@ class CallRecorder {
     bool compiled = false;                // the outermost call runs in compiled code, whose end an exception leaves out
     bool recording = false;  // Python code called from here may call a watched module: that call is not recorded
     PyObject *args = nullptr, *kwargs = nullptr;  // of the outermost call under way, which keeps them alive
-    pybind11::object given = {};                  // weak references to what a compiled outermost call was given
+    pybind11::object given = {};                  // weak references to the arguments of a compiled outermost call
     std::shared_ptr<PyObject> held = {};          // the answer of `on_batch_start` for the batch under way
     std::deque<CallFrame> deferred = {};          // frames of the batch under way, since one waits for a device
     FrameData frame = {};
@@ -136,6 +138,7 @@ class CallRecorder {
                         std::shared_ptr<const void>* keep);
   bool finish(Thread& thread, int32_t caller);
   pybind11::object given_to(const Thread& thread) const;
+  pybind11::object named_given_to(const Thread& thread) const;
   bool tell(Thread& thread, int32_t caller, bool is_over);
   bool take_deferred(Thread& thread);
   bool abandon(Thread& thread);

@@ -1,9 +1,10 @@
 // Calls of watched modules inside compiled code. There is no module call any more:
 // python/nanwatch/instrumentation/compile/dynamo.py has put an operator into the graph in its place:
 //
-//   record_(sequence, site, None, "", tensors)       before a call that no call of the graph made, with its arguments
+//   record_(sequence, site, None, plan, tensors)     before a call that no call of the graph made, with its arguments
 //   record_(sequence, site, caller, plan, tensors)   after every call, with all the tensors of its frame
 //
+// The plan of the first names no class.
 // `site` and `caller` hold the addresses of modules. They are inputs of the graph, so that one graph serves every
 // module that Dynamo takes for equal. The wrappers of a module, if there are any, know its recorders.
 //
@@ -36,8 +37,8 @@ void record_(const at::Tensor& sequence, const at::Tensor& site, const std::opti
     return call_reference<void(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, c10::string_view,
                                at::TensorList)>("nanwatch::record_", sequence, site, caller, plan, tensors);
   if (sequence.is_cpu() && sequence.numel() > 0) ++*sequence.mutable_data_ptr<int64_t>();
-  if (plan.empty()) {
-    for (const WatchedNode& watched : calls) watched.recorder->begin_compiled(watched.node, tensors);
+  if (plan.empty() || plan.front() == kPlanSeparator) {
+    for (const WatchedNode& watched : calls) watched.recorder->begin_compiled(watched.node, plan, tensors);
     return;
   }
   for (auto watched = calls.rbegin(); watched != calls.rend(); ++watched) {
@@ -65,19 +66,23 @@ bool CallRecorder::end_compiled(Thread& thread, bool completed) {
   return done;
 }
 
-void CallRecorder::begin_compiled(int64_t node, at::TensorList tensors) {
+void CallRecorder::begin_compiled(int64_t node, std::string_view text, at::TensorList tensors) {
   Thread& thread = this_thread();
   if (thread.recording || node < 0 || node >= int64_t(nodes_.size())) return;
   if (thread.compiled && !abandon(thread)) throw py::error_already_set();
   if (!thread.nodes.empty() || paused) return;
   // No tensor lives longer for being watched.
-  py::list given;
-  for (const at::Tensor& x : tensors) {
-    const py::object object = wrap(x);
+  py::dict given;
+  const std::shared_ptr<Node::Plan> plan = observer_.plan_of(*nodes_[size_t(node)], text);
+  size_t next = 0;
+  for (const Node::Plan::Value& value : plan->values) {
+    if (value.kind != 't' || next == tensors.size()) continue;
+    const py::object object = wrap(tensors[next++]);
     py::object weak =
         object ? py::reinterpret_steal<py::object>(PyWeakref_NewRef(object.ptr(), nullptr)) : py::object();
     if (weak) {
-      given.append(weak);
+      const std::string& label = observer_.labels().text(value.slot.label);
+      given[py::str(label.substr(6, label.size() - 7))] = weak;  // `input[0]` without `input[` and `]`
     } else {
       PyErr_Clear();
     }
@@ -93,7 +98,7 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
   Thread& thread = this_thread();
   if (thread.recording || index < 0 || index >= int64_t(nodes_.size())) return;
   // The graph was made for another watch, for which this call was no outermost one.
-  if (thread.nodes.empty()) begin_compiled(caller == kNoCaller ? index : caller, {});
+  if (thread.nodes.empty()) begin_compiled(caller == kNoCaller ? index : caller, {}, {});
   if (thread.nodes.empty()) return;
   const bool ends = thread.compiled && caller == kNoCaller;
   if (caller >= int64_t(nodes_.size())) caller = kNoCaller;

@@ -299,7 +299,11 @@ def test_origins_are_those_of_the_interpreter() -> None:
     def run(compiled: bool) -> list[Any]:
         torch.manual_seed(0)
         model = Between()
-        call: Any = torch.compile(lambda x: model(x), backend="aot_eager") if compiled else model
+
+        def by_name(x: Tensor) -> Tensor:
+            return model(x=x)
+
+        call: Any = torch.compile(by_name, backend="aot_eager") if compiled else by_name
         found = []
         for factor, weight, value in ((1.0, 1.0, INF), (INF, 1.0, 1.0), (1.0, INF, 1.0)):
             model.factor = factor

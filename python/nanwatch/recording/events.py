@@ -117,7 +117,8 @@ class RecorderEvents(Protocol):
     ) -> None:
         """Handle a call that held a non-finite value.
 
-        `caller` is the watched module that made the call. `args` and `kwargs` (or None) are the outermost call's.
+        `caller` is the watched module that made the call. `args` and `kwargs` (or None) are the outermost call's. In
+        compiled code `kwargs` are its tensors, by their places: `input[0][1]` is named `0][1`.
         `is_over`: that call has ended, as its rows came from a device at its end; `on_batch_end` follows.
         """
 
@@ -217,6 +218,9 @@ class Recorder(Protocol):
     def call_under_way(self) -> tuple[int, str, str] | None:
         """Return the batch, and name and class of the module, of this thread's innermost call if it is recorded."""
 
+    def outermost(self) -> str | None:
+        """Return the name of the module of this thread's outermost call."""
+
     def add_output(self, label: str, tensor: Tensor) -> None:
         """Give the innermost observed call under way in this thread one more output."""
 
@@ -244,7 +248,7 @@ class Recorder(Protocol):
     def forget_tensors(self) -> None:
         """Forget all cached reads."""
 
-    def begin_compiled(self, callee: int, tensors: Sequence[Tensor]) -> None:
+    def begin_compiled(self, callee: int, plan: str, tensors: Sequence[Tensor]) -> None:
         """Begin a call in compiled code that no watched call of the same graph made; see compile/operators.py."""
 
     def record_compiled(self, callee: int, caller: int, plan: str, tensors: Sequence[Tensor]) -> None:

@@ -25,7 +25,7 @@ from .events import Event, PeakName, Recorder, RecorderEvents, Settings, Subscri
 from .frame_ring import FrameRing, PeakMagnitudes
 from .gradients import PythonGradients
 from .masks import Excuses
-from .observe import call_values, completed_row, observe_with, planned_rows
+from .observe import PLAN_SEPARATOR, call_values, completed_row, observe_with, planned_rows
 from .thread_calls import Node, ThreadCalls
 from .walk import is_container, leaves, spell_key
 
@@ -219,6 +219,9 @@ class PythonRecorder(RecordsBackwards):
             return None
         return thread.batch, thread.nodes[-1].name, thread.nodes[-1].class_name
 
+    def outermost(self) -> str | None:
+        return self._thread.nodes[0].name if self._thread.nodes else None
+
     def add_output(self, label: str, tensor: Tensor) -> None:
         observed = [depth for depth, node in enumerate(self._thread.nodes, 1) if node.observed]
         if observed and self._settings.outputs:
@@ -229,7 +232,7 @@ class PythonRecorder(RecordsBackwards):
         thread.added.clear()
         self._end_batch(thread, completed)
 
-    def begin_compiled(self, callee: int, tensors: Sequence[Tensor]) -> None:
+    def begin_compiled(self, callee: int, plan: str, tensors: Sequence[Tensor]) -> None:
         thread = self._thread
         if thread.recording:
             return
@@ -239,14 +242,15 @@ class PythonRecorder(RecordsBackwards):
             return
         self._begin_batch(thread, None, (), None)
         thread.nodes.append(self._nodes[callee])
-        thread.compiled = [weakref.ref(x) for x in tensors]
+        places = [line[3:].removeprefix("input[")[:-1] for line in plan.split(PLAN_SEPARATOR) if line[1:2] == "t"]
+        thread.compiled = {place: weakref.ref(x) for place, x in zip(places, tensors, strict=False)}
 
     def record_compiled(self, callee: int, caller: int, plan: str, tensors: Sequence[Tensor]) -> None:
         thread = self._thread
         if thread.recording or not 0 <= callee < len(self._nodes):
             return
         if not thread.nodes:  # the graph was made for another watch, for which this call was no outermost one
-            self.begin_compiled(callee if caller < 0 else caller, ())
+            self.begin_compiled(callee if caller < 0 else caller, "", ())
         if not thread.nodes:
             return
         ends = thread.compiled is not None and caller < 0
@@ -261,7 +265,8 @@ class PythonRecorder(RecordsBackwards):
                 class_name, rows, read = planned_rows(self._settings, plan, tensors, node.allow_inf, observe)
                 self._count(rows)
                 if thread.compiled is not None:
-                    thread.given = (tuple(x for one in thread.compiled if (x := one()) is not None), None)
+                    arguments = ((place, reference()) for place, reference in thread.compiled.items())
+                    thread.given = ((), {place: x for place, x in arguments if x is not None})
                 outer = self._nodes[caller].name if caller >= 0 else thread.innermost
                 with thread.is_recording():
                     call = (thread.batch, node.name, class_name, outer, thread.recomputed)

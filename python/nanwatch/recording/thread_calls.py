@@ -36,8 +36,9 @@ class ThreadCalls(threading.local):
         self.given: tuple[tuple[Any, ...], Any] = ((), None)
         self.held: object = None  # the answer of `on_batch_start` for the batch under way
         self.added: list[tuple[int, str, Tensor]] = []  # outputs to add to calls, which their depths name
-        # The arguments of an outermost call in compiled code. An exception there leaves out the operator at its end.
-        self.compiled: list[weakref.ref[Tensor]] | None = None
+        # The arguments of an outermost call in compiled code, by their places. An exception there leaves out the
+        # operator at its end.
+        self.compiled: dict[str, weakref.ref[Tensor]] | None = None
 
     @property
     def innermost(self) -> str | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..blackbox.errors import note_error
-from ..diagnosis.batch_snapshot import failed_call, open_calls
+from ..diagnosis.batch_snapshot import failed_call
 from ..diagnosis.incident import Incident
 from ..distributed.coordinator import RankCoordinator
 from ..monitoring.monitor import Monitor
@@ -155,7 +155,10 @@ class FailureHandler:
             # A recomputation has the number of the latest batch, which may be another thread's.
             number = ~number
         is_new = not self.knows(number)
-        calls = partial(self._reports.calls_around, frame.name) if is_over else open_calls
+        if is_over:
+            calls = partial(self._reports.calls_around, frame.name)
+        else:
+            calls = partial(self._reports.calls_to, frame.name, caller, args, kwargs)
         make = partial(self._reports.of_failure, frame, caller, given_records(args, kwargs), calls=calls)
         try:
             incident = self._take(number, frame.name, make, is_under_way=not (recomputed or is_over))

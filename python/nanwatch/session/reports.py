@@ -147,6 +147,34 @@ class Reports:
         named = [] if model is None else named_modules(model)
         return [LeftCall(one.module, (), {}, ()) for one in named if one.name in names][::-1]
 
+    def calls_to(
+        self, name: str, caller: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+    ) -> list[LeftCall]:
+        """Return the calls under way in this thread around that of `name`, the innermost first.
+
+        Calls in compiled code are in no stack: `calls_around` has them. `args` and `kwargs` are the outermost call's.
+        """
+        calls, model = open_calls(), self.model()
+        if model is None:
+            return calls
+        names = _recorded_names(model)
+        target = name if name in names.values() else caller
+        innermost = next((names[id(call.module)] for call in calls if id(call.module) in names), None)
+        is_function = bool(calls) and isinstance(calls[0].module, Function)
+        if target is None or target not in names.values() or innermost == target or is_function:
+            return calls
+        around = [call for call in self.calls_around(target) if id(call.module) in names]
+        if innermost is not None:
+            return [call for call in around if _is_inside(names[id(call.module)], innermost)] + calls
+        if (outermost := self.recorder.outermost()) is None:
+            outermost = target
+        given = [
+            LeftCall(module, args, kwargs or {}, ())
+            for module in model.modules()
+            if names.get(id(module)) == outermost
+        ]
+        return [call for call in around if _is_inside(names[id(call.module)], outermost)] + given + calls
+
     def _is_inside(self, calls: Sequence[LeftCall]) -> bool:
         """Return whether code of the model makes the outermost of these calls, with no call of the model around it.
 
@@ -180,7 +208,7 @@ class Reports:
     def _read_inward(
         self, batch: int, calls: Sequence[LeftCall], model: nn.Module
     ) -> tuple[Frame, str | None] | None:
-        names = {id(one.module): one.name for one in named_modules(model) if is_recorded(one.module)}
+        names = _recorded_names(model)
         settings, caller = self.options.recorder_settings(), None
         roles = ["weight"] * settings.weights + ["buffer"] * settings.buffers
         settings = replace(settings, weights=False, buffers=False)
@@ -209,6 +237,14 @@ class Reports:
 
     def _frames(self, more: Iterable[Frame]) -> tuple[Frame, ...]:
         return (*self.recorder.frames(), *more)
+
+
+def _recorded_names(model: nn.Module) -> dict[int, str]:
+    return {id(one.module): one.name for one in named_modules(model) if is_recorded(one.module)}
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    return name != outer and (not outer or name.startswith(f"{outer}."))
 
 
 def given_records(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Iterator[Record]:

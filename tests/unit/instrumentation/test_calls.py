@@ -249,7 +249,7 @@ def test_ctrl_c_in_a_backward_ends_it(place: str) -> None:
 def test_an_unended_batch_of_compiled_code_ends_with_the_next() -> None:
     """The next call raises the exception that the listener raises then, and nothing of it is lost."""
     stand = Stand()
-    stand.recorder.begin_compiled(stand.model_node, [torch.ones(2)])
+    stand.recorder.begin_compiled(stand.model_node, "", [torch.ones(2)])
     stand.listener.raises["on_batch_end"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         stand.model(torch.ones(2))
@@ -269,7 +269,7 @@ def in_threads(rounds: int, body: Callable[[], object]) -> None:
 def test_a_batch_that_its_thread_left_unended_is_ended() -> None:
     """Compiled code that raises does not end its batch. If its thread ends too, `settle` ends the batch."""
     stand = Stand()
-    in_threads(3, lambda: stand.recorder.begin_compiled(stand.model_node, [torch.ones(2)]))
+    in_threads(3, lambda: stand.recorder.begin_compiled(stand.model_node, "", [torch.ones(2)]))
 
     def ended() -> list[int]:
         stand.recorder.settle()
@@ -293,7 +293,7 @@ def test_threads_that_end_leave_nothing(way: str) -> None:
 
     def body() -> None:
         if way == "compiled":
-            stand.recorder.begin_compiled(stand.model_node, [x])
+            stand.recorder.begin_compiled(stand.model_node, "", [x])
         elif way == "backward":
             stand.model(x).sum().backward()
         else:

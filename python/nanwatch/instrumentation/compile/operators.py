@@ -34,9 +34,9 @@ def _record(
 ) -> None:
     sequence.add_(1)
     calls = _calls_at(site)
-    if not plan:
+    if plan[:1] in ("", PLAN_SEPARATOR):  # it names no class
         for call in calls:
-            call.recorder.begin_compiled(call.node, list(tensors))
+            call.recorder.begin_compiled(call.node, plan, list(tensors))
         return
     nodes = {} if caller is None else {id(outer.recorder): outer.node for outer in _calls_at(caller)}
     for call in reversed(calls):
@@ -68,7 +68,7 @@ def put_begin(tx: Any, site: Any, args: Any, kwargs: Any) -> None:
     """Put the operator into the graph before a call that no call of the graph made."""
     plan = _Plan(tx, "")
     plan.add_inputs(args, kwargs)
-    _put(tx, site, None, "", plan)
+    _put(tx, site, None, plan)
 
 
 def put_record(tx: Any, site: Any, caller: Any, module: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -77,17 +77,18 @@ def put_record(tx: Any, site: Any, caller: Any, module: Any, args: Any, kwargs: 
     plan.add_own(module)
     plan.add_inputs(args, kwargs)
     plan.add("o", "output", output)
-    _put(tx, site, caller, PLAN_SEPARATOR.join(plan.lines), plan)
+    _put(tx, site, caller, plan)
 
 
-def _put(tx: Any, site: Any, caller: Any, text: str, plan: _Plan) -> None:
+def _put(tx: Any, site: Any, caller: Any, plan: _Plan) -> None:
     from torch._dynamo.source import AttrSource
     from torch._dynamo.variables import ConstantVariable, ListVariable
     from torch._dynamo.variables.base import VariableTracker
 
     sequence = VariableTracker.build(tx, SEQUENCE, AttrSource(tx.import_source(__name__), "SEQUENCE"))
     caller = ConstantVariable.create(None) if caller is None else caller
-    arguments = [sequence, site, caller, ConstantVariable.create(text), ListVariable(plan.tensors)]
+    text = ConstantVariable.create(PLAN_SEPARATOR.join(plan.lines))
+    arguments = [sequence, site, caller, text, ListVariable(plan.tensors)]
     VariableTracker.build(tx, record_).call_function(tx, arguments, {})
 
 
