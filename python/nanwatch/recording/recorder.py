@@ -242,7 +242,9 @@ class PythonRecorder(RecordsBackwards):
             return
         self._begin_batch(thread, None, (), None)
         thread.nodes.append(self._nodes[callee])
-        places = [line[3:].removeprefix("input[")[:-1] for line in plan.split(PLAN_SEPARATOR) if line[1:2] == "t"]
+        places = [
+            line[3:].removeprefix("input[")[:-1] for line in plan.split(PLAN_SEPARATOR) if line[1:2] == "t"
+        ]
         thread.compiled = {place: weakref.ref(x) for place, x in zip(places, tensors, strict=False)}
 
     def record_compiled(self, callee: int, caller: int, plan: str, tensors: Sequence[Tensor]) -> None:

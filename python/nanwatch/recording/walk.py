@@ -32,7 +32,7 @@ MAX_SCALARS = 64
 # An object that holds more has its attributes for other reasons than to hand over tensors.
 MAX_OBJECTS = 64
 
-_SCALARS = (int, float, str, bytes, type(None))
+SCALARS = (int, float, str, bytes, type(None))
 _PLAIN_KEY = re.compile(r"[\w.\-/]{1,80}")
 
 
@@ -113,7 +113,7 @@ def _enter(
     attributes: list[tuple[object, Any]] | None,
 ) -> list[tuple[object, Any]] | None:
     """Return the children of a container; add anything else to `found`. `inside` are the containers around it."""
-    if isinstance(value, (torch.Tensor, *_SCALARS)):
+    if isinstance(value, (torch.Tensor, *SCALARS)):
         found.append((label, value))
         return None
     leaf = value
@@ -135,13 +135,13 @@ def _enter(
 def _children(value: Any) -> list[tuple[object, Any]] | None:
     """Return `(key, child)` pairs of a container, or None for any other value."""
     if isinstance(value, tuple | list):
-        if len(value) > MAX_SCALARS and all(isinstance(item, _SCALARS) for item in value):
+        if len(value) > MAX_SCALARS and all(isinstance(item, SCALARS) for item in value):
             return None
         # One more than the limit is enough to see that there are more.
         return list(enumerate(value[: MAX_LEAVES + 1]))
     if isinstance(value, Set | MappingView):
         items = list(itertools.islice(value, MAX_LEAVES + 1))  # type: ignore[arg-type]
-        return None if all(isinstance(item, _SCALARS) for item in items) else list(enumerate(items))
+        return None if all(isinstance(item, SCALARS) for item in items) else list(enumerate(items))
     if isinstance(value, Mapping):
         return [(spell_key(key), value[key]) for key in value]
     if is_dataclass(value) and not isinstance(value, type):
@@ -181,7 +181,7 @@ _NEVER_ENTERED = (type, ModuleType, torch.nn.Module, torch.optim.Optimizer)
 def _attributes(value: Any) -> list[tuple[object, Any]] | None:
     """Return the attributes of an object that may hold tensors; None for a container, and where there are none."""
     kind = type(value)
-    if isinstance(value, (torch.Tensor, *_SCALARS, *_NEVER_ENTERED)) or callable(value) or is_container(kind):
+    if isinstance(value, (torch.Tensor, *SCALARS, *_NEVER_ENTERED)) or callable(value) or is_container(kind):
         return None
     try:
         named = {name: getattr(value, name) for name in copyreg._slotnames(kind) if hasattr(value, name)}  # type: ignore[attr-defined]
@@ -190,7 +190,7 @@ def _attributes(value: Any) -> list[tuple[object, Any]] | None:
     except Exception:
         suppressed("the attributes of an object could not be read")
         return None
-    return [(name, x) for name, x in named.items() if not isinstance(x, _SCALARS)] or None
+    return [(name, x) for name, x in named.items() if not isinstance(x, SCALARS)] or None
 
 
 def spell_key(key: object) -> str:

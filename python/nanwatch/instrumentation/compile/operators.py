@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ...numerics._extension import define
 from ...recording.observe import PLAN_SEPARATOR
-from ...recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, spell_key
+from ...recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_OBJECTS, MAX_SCALARS, SCALARS, spell_key
 from ..slot import wrappers_at
 
 NOBODY = -1  # the caller of a call that no watched call of the same graph made
@@ -76,7 +76,7 @@ def put_record(tx: Any, site: Any, caller: Any, module: Any, args: Any, kwargs: 
     plan = _Plan(tx, type(module.value).__name__)
     plan.add_own(module)
     plan.add_inputs(args, kwargs)
-    plan.add("o", "output", output)
+    plan.add_output(output, [*args, *kwargs.values()])
     _put(tx, site, caller, plan)
 
 
@@ -99,6 +99,8 @@ class _Plan:
         self._tx = tx
         self.lines = [class_name]
         self.tensors: list[Any] = []
+        self._given: set[int] | None = None  # the variables of the arguments, while an output is added
+        self._num_objects = 0
 
     def add_own(self, module: Any) -> None:
         """Add weights and buffers of the module that the variable stands for."""
@@ -115,6 +117,11 @@ class _Plan:
         """Add the arguments of a call."""
         for key, variable in (*enumerate(args), *kwargs.items()):
             self.add("i", f"input[{key}]", variable)
+
+    def add_output(self, output: Any, given: Iterable[Any]) -> None:
+        """Add what a call returned. As walk.leaves, enter objects that are none of its arguments."""
+        self._given = {id(_realized(variable)) for variable in given}
+        self.add("o", "output", output)
 
     def add(self, role: str, label: str, variable: Any, depth: int = 0) -> None:
         """Add the leaves of a value, with the labels of walk.leaves.
@@ -165,10 +172,44 @@ class _Plan:
             return [(_spell(key), item) for key, item in pairs]
         if is_dataclass(kind):
             return [(field.name, variable.var_getattr(tx, field.name)) for field in fields(kind)]
-        return None
+        return self._attributes(variable)
+
+    def _attributes(self, variable: Any) -> list[tuple[object, Any]] | None:
+        """Return the attributes of an object that the traced code has made, without numbers and texts."""
+        from torch._dynamo.variables import UserDefinedObjectVariable
+        from torch._dynamo.variables.base import AttributeMutationNew
+
+        is_new = issubclass(type(variable), UserDefinedObjectVariable) and isinstance(
+            variable.mutation_type, AttributeMutationNew
+        )
+        if not is_new or self._given is None or id(variable) in self._given:
+            return None
+        kinds = variable.python_type().__mro__
+        is_callable = any("__call__" in vars(kind) for kind in kinds)
+        if nn.Module in kinds or is_callable or self._num_objects == MAX_OBJECTS:
+            return None
+        self._num_objects += 1
+        attributes = self._tx.output.side_effects.store_attr_mutations.get(variable, {})
+        return [(name, value) for name, value in attributes.items() if not _is_left_out(value)] or None
 
     def _add_line(self, role: str, letter: str, label: str, reason: str = "") -> None:
         self.lines.append(f"{role}{letter} {label}\t{reason}" if reason else f"{role}{letter} {label}")
+
+
+def _realized(variable: Any) -> Any:
+    from torch._dynamo.variables.lazy import LazyVariableTracker
+
+    is_lazy = issubclass(type(variable), LazyVariableTracker) and not variable.is_realized()
+    return variable if is_lazy else variable.realize()
+
+
+def _is_left_out(attribute: Any) -> bool:
+    from torch._dynamo.variables import DeletedVariable
+
+    attribute = _realized(attribute)
+    if issubclass(type(attribute), DeletedVariable):
+        return True
+    return attribute.is_python_constant() and isinstance(attribute.as_python_constant(), SCALARS)
 
 
 def _spell(key: Any) -> str:
