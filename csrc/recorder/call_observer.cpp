@@ -68,7 +68,10 @@ struct CallObserver::HostReader {
   bool is_urgent = false, is_refused = false;
 
   RangeRow read() { return self.read(x, view); }
-  int64_t bytes() const { return view.numel * int64_t(word_size(view.format)); }
+  // What a view repeats is read once.
+  int64_t bytes() const {
+    return std::min(view.numel * int64_t(word_size(view.format)), int64_t(x.storage().nbytes()));
+  }
   bool knows(const CacheEntry& entry) const { return entry.pending == nullptr; }
   RangeRow hit(const CacheEntry& entry) { return self.hit(entry, view); }
   bool keeps(const RangeRow& row) const { return row.isfinite; }

@@ -67,7 +67,7 @@ struct CallObserver::DeviceReader {
     self.counters.bytes_read += bytes();
     return collect();
   }
-  int64_t bytes() const { return x.numel() * int64_t(word_size(format)); }
+  int64_t bytes() const { return std::min(x.numel() * int64_t(word_size(format)), int64_t(x.storage().nbytes())); }
 
   bool knows(const CacheEntry& entry) const {
     return entry.pending != nullptr && entry.pending->serves(&frame->pending);
