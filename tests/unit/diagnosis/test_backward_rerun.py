@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from nanwatch.numerics import _extension
 from nanwatch.report.finding import Finding
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import watch
@@ -331,7 +332,13 @@ def negative_power(model: nn.Module, x: Tensor) -> Tensor:
         (Normed(), lambda model, x: model(0 * x).sum(), "aten.div.Tensor", "1"),
         (Normed(), lambda model, x: model(x).sum(), "aten.empty.memory_format", "1"),
         (Energy(), lambda model, x: model(x).sum(), "SqrtBackward0", "1"),
-        (Power(), lambda model, x: derivative(model(0 * x), x).sum(), "PowBackward0", "1"),
+        pytest.param(
+            *(Power(), lambda model, x: derivative(model(0 * x), x).sum(), "PowBackward0", "1"),
+            marks=pytest.mark.skipif(
+                _extension.C is None,
+                reason="torch's amin ends the child process when the twin reads here: no line",
+            ),
+        ),
         (nn.Linear(4, 4), roots_of_gradients, "SqrtBackward0", None),
         (nn.Linear(4, 4), negative_power, "PowBackward0", None),
     ],
