@@ -71,11 +71,11 @@ void bind_recorder(py::module_& m) {
                            "Records the calls of watched modules; see python/nanwatch/instrumentation/calls.py.")
       .def(py::init([](const py::object& settings, py::object events, py::object frame_type, const py::dict& helpers) {
              const Options options(settings);
-             auto recorder =
-                 std::make_unique<CallRecorder>(options,
-                                                Helpers{helpers["observe"], helpers["leaves"], helpers["is_container"],
-                                                        helpers["spell_key"], helpers["completed_row"], helpers["plain_mask"]},
-                                                std::move(events), std::move(frame_type));
+             auto recorder = std::make_unique<CallRecorder>(
+                 options,
+                 Helpers{helpers["observe"], helpers["leaves"], helpers["is_container"], helpers["spell_key"],
+                         helpers["completed_row"], helpers["plain_mask"]},
+                 std::move(events), std::move(frame_type));
              if (options.gradients)
                recorder->set_gradients(std::make_unique<GradientRecorder>(recorder.get(), options));
              return recorder;

@@ -169,8 +169,7 @@ bool GradientRecorder::report(Backward& backward) {
     reported.append(py::make_tuple(seen, recorder_.name_of(calls[i]->caller), calls[i]->number));
     done = !traced || recorder_.notify("on_frame", py::make_tuple(seen));
   }
-  if (done && backward.has_nonfinite)
-    done = recorder_.notify("on_backward_end", py::make_tuple(reported, events));
+  if (done && backward.has_nonfinite) done = recorder_.notify("on_backward_end", py::make_tuple(reported, events));
   for (FrameData& frame : frames) recorder_.push(frame);
   return done;
 }
