@@ -1,4 +1,4 @@
-"""What a default watch costs small and odd programs, by processor time, each against itself unwatched.
+"""Cost of a default watch in small and odd programs, by processor time, each against itself unwatched.
 
 Every case is a step of a program that is not a large dense model. Two copies of it run in alternating rounds of one
 process: one watched, one not. A third, unwatched copy is the null test: its ratio says how far the numbers can be

@@ -213,7 +213,7 @@ __device__ Range<F> range_of(const Ends& ends) {
   return range;
 }
 
-// What is counted of a tensor that is not finite or may be a mask.
+// Counts of a tensor that is not finite or may be a mask.
 struct Counts {
   Bits num_nan, num_posinf, num_neginf, num_zero, num_subnormal, num_lowest;
   Bits finite_hi, finite_not_lo;

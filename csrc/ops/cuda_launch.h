@@ -1,4 +1,4 @@
-// What a launch from torch needs: the device's current stream, a zeroed workspace, and the handling of errors.
+// Helpers of a launch from torch: the device's current stream, a zeroed workspace, and the handling of errors.
 // For ops_cuda.cpp and cuda_backend.cpp; no CUDA header.
 #pragma once
 

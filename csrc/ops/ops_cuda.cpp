@@ -17,7 +17,7 @@
 namespace nanwatch {
 namespace {
 
-// Enqueues a row for each tensor, which `kept` holds; 0 or the error of the launch.
+// Enqueues a row for each tensor; 0 or the error of the launch. The caller keeps the tensors alive until then.
 int enqueue(const at::Device& device, const std::vector<NanwatchTensor>& tensors, const at::Tensor& rows) {
   void* const stream = current_stream(device);
   int capturing = 0;

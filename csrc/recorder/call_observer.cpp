@@ -68,7 +68,7 @@ struct CallObserver::HostReader {
   bool is_urgent = false, is_refused = false;
 
   RangeRow read() { return self.read(x, view); }
-  // What a view repeats is read once.
+  // The kernel reads elements that a view repeats once.
   int64_t bytes() const {
     return std::min(view.numel * int64_t(word_size(view.format)), int64_t(x.storage().nbytes()));
   }

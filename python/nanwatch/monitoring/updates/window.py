@@ -1,4 +1,4 @@
-"""What is gathered between one audited step and the next: calls, backwards at a few weights, clips, reductions.
+"""Window of an audit: calls, backwards at a few weights, clips and reductions between two audited steps.
 
 A hook on a leaf runs before its gradient is added to `.grad`. The hooks are there from one audited step to the next,
 and read only whether `.grad` holds something by then. Between audited steps the window is closed.
