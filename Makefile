@@ -85,7 +85,7 @@ test test-all: lint
 # (tests/integration/test_fallback.py). Left out is what proves the same with it and without: tests of documents, pages,
 # commands, benchmarks and other libraries, and the exhaustive tests of the reference, which is called by name there.
 PURE_ROOMS := capsule checkpoint diagnosis equivalence instrumentation monitoring numerics recording session
-PURE_FILES := blackbox/test_errors cli/test_doctor distributed/test_replicas
+PURE_FILES := blackbox/test_errors cli/test_doctor ranks/test_replicas
 PURE_TESTS := tests/compile tests/integration $(PURE_ROOMS:%=tests/unit/%) $(PURE_FILES:%=tests/unit/%.py) \
   tests/thirdparty/test_serving.py
 NOT_PURE := $(addprefix integration/test_,architecture black_box docs docstrings errors_travel schemas \

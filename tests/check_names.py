@@ -22,8 +22,8 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "instrumentation/compile/operators",
     ),
     "distributed/test_replicas.py": (
-        "distributed/replica_bytes",
-        "distributed/replica_thread",
+        "ranks/replica_bytes",
+        "ranks/replica_thread",
     ),
     "integration/test_architecture.py": ("session/dispatch",),
     "programs/test_programs.py": (
@@ -62,9 +62,9 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "unit/cli/test_formats.py": ("trace/format_advice",),
     "unit/cli/test_replay.py": ("session/replay",),
     "unit/diagnosis/patching/test_patches.py": ("diagnosis/patching/module_options",),
-    "unit/distributed/test_merge_golden.py": ("distributed/merge_pages",),
-    "unit/distributed/test_replica_store.py": ("report/replica",),
-    "unit/distributed/test_step_ranks.py": (
+    "unit/ranks/test_merge_golden.py": ("ranks/merge_pages",),
+    "unit/ranks/test_replica_store.py": ("report/replica",),
+    "unit/ranks/test_step_ranks.py": (
         "monitoring/updates/rank_steps",
         "recording/step_weight",
     ),

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from nanwatch import Report
-from nanwatch.distributed.merge import merge
+from nanwatch.ranks.merge import merge
 from support.netcheck_ranks import free_port, rank_environment, run_ranks
 from support.paths import SCRIPTS
 from support.processes import forking_python

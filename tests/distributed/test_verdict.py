@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nanwatch.distributed.consensus import OriginConsensus
+from nanwatch.ranks.consensus import OriginConsensus
 from nanwatch.report.finding import Origin
 from support.processes import environment
 from support.sightings import connect, finding, serve
@@ -29,7 +29,7 @@ def server() -> Any:
 _DYING = """
 import os, signal, sys, time
 import torch.distributed as dist
-from nanwatch.distributed.consensus import OriginConsensus
+from nanwatch.ranks.consensus import OriginConsensus
 from support.sightings import finding
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, wait_for_workers=False)
 assert OriginConsensus(store, 1, 3).publish(finding("produced", 4, rank=1), 17)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from nanwatch.distributed.merge import Digest, Merged, WeightKey
-from nanwatch.distributed.merge_pages import document
+from nanwatch.ranks.merge import Digest, Merged, WeightKey
+from nanwatch.ranks.merge_pages import document
 from nanwatch.records.record import Frame, Record
 from nanwatch.report.report import Report
 from support.sightings import finding

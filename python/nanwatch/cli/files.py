@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from ..blackbox.box_file import SUFFIX
-from ..distributed.merge import merge
-from ..distributed.merge_pages import document, merged_html, merged_text
+from ..ranks.merge import merge
+from ..ranks.merge_pages import document, merged_html, merged_text
 from ..report.forms import forms
 from ..report.report import Report
 from ..report.spike import SpikeReport, read_saved

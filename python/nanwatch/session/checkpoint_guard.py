@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ..diagnosis.incident import Incident
-from ..distributed.joint import all_join
 from ..instrumentation.global_hooks import Handles
 from ..instrumentation.saving import Save, guard, is_refusal
 from ..instrumentation.wrapped_names import named_modules, parameter_names
 from ..numerics._extension import instances_of
 from ..numerics.ranges import abs_range
 from ..numerics.readable import is_plain, local_shard, only_our_dispatch
+from ..ranks.meetings import all_join
 from ..recording.observe import holds_fractions, observe, read
 from ..recording.optimizer_state import state_tensors
 from ..records.record import Frame, Record, Role

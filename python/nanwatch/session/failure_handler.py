@@ -18,8 +18,8 @@ from torch import nn
 from ..blackbox.errors import note_error
 from ..diagnosis.batch_snapshot import failed_call
 from ..diagnosis.incident import Incident
-from ..distributed.coordinator import RankCoordinator
 from ..monitoring.monitor import Monitor
+from ..ranks.coordinator import RankCoordinator
 from ..recording.events import Event
 from ..records.record import Frame
 from ..report import text

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from ..blackbox.process import open_box
 from ..diagnosis.folder import write_spike
-from ..distributed.replica_watch import ReplicaWatch
-from ..distributed.step_ranks import StepRanks
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
 from ..instrumentation.calls import Attachment
 from ..instrumentation.global_hooks import GlobalHooks
@@ -22,6 +20,8 @@ from ..monitoring.monitor import Monitor
 from ..monitoring.sinks import SinkStream
 from ..monitoring.spikes.watch import SpikeWatch
 from ..monitoring.updates.audit import UpdateAudit
+from ..ranks.replica_watch import ReplicaWatch
+from ..ranks.step_ranks import StepRanks
 from ..recording.events import Event, Recorder, WatchPart
 from ..recording.recorder import make_recorder
 from ..records.record import Frame

@@ -28,8 +28,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 import nanwatch
-from nanwatch.distributed import consensus
-from nanwatch.distributed.consensus import OriginConsensus, PeerNonFiniteError
+from nanwatch.ranks import consensus
+from nanwatch.ranks.consensus import OriginConsensus, PeerNonFiniteError
 from support.parallel_models import shard, split
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanwatch.distributed.merge import merge
+from nanwatch.ranks.merge import merge
 from nanwatch.report.report import Report
 from nanwatch.report.spike import Departure, SpikeReport
 from nanwatch.session.api import watch

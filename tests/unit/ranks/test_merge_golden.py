@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from nanwatch.distributed.merge import Digest, by_attempt
-from nanwatch.distributed.merge_pages import document, merged_text
+from nanwatch.ranks.merge import Digest, by_attempt
+from nanwatch.ranks.merge_pages import document, merged_text
 from support.canonical_reports import ranks
 from support.html_page import without_parts
 
@@ -23,7 +23,7 @@ def test_merge(golden: Callable[[str, str], None]) -> None:
 def test_page(golden: Callable[[str, str], None]) -> None:
     """The page with the heat map."""
     pytest.importorskip("jinja2", reason="the page needs jinja2: pip install jinja2")
-    from nanwatch.distributed.merge_pages import merged_html
+    from nanwatch.ranks.merge_pages import merged_html
 
     (merged,) = by_attempt(map(Digest.of, ranks()))
     golden("ranks.html", without_parts(merged_html(merged)))

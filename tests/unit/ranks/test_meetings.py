@@ -6,7 +6,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from nanwatch.distributed import joint
+from nanwatch.ranks import meetings as joint
 
 
 class _EachRanks(dict[str, int]):

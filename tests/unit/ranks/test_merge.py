@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import nanwatch
 from nanwatch import Report
 from nanwatch import __main__ as doctor
-from nanwatch.distributed.merge import Digest, by_attempt, merge
+from nanwatch.ranks.merge import Digest, by_attempt, merge
 from nanwatch.records.headroom import by_module
 from nanwatch.util.job import Attempt
 from support.sightings import finding

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nanwatch.distributed.replica_store import ReplicaProtocol, Side, digest, judge
-from nanwatch.distributed.replicas import Print
+from nanwatch.ranks.replica_store import ReplicaProtocol, Side, digest, judge
+from nanwatch.ranks.replicas import Print
 
 
 class Counting:

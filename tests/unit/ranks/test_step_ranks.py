@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanwatch.distributed.replica_store import Side
-from nanwatch.distributed.step_ranks import StepPrints, judge_steps
+from nanwatch.ranks.replica_store import Side
+from nanwatch.ranks.step_ranks import StepPrints, judge_steps
 from nanwatch.recording.step_weight import StepWeight
 
 WEIGHT = torch.linspace(-1, 1, 24).reshape(4, 6)

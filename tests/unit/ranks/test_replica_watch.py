@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from nanwatch.distributed.replica_watch import ReplicaWatch
+from nanwatch.ranks.replica_watch import ReplicaWatch
 from nanwatch.report.replica import ReplicaDifference
 
 

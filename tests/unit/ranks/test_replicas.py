@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import nanwatch
-from nanwatch.distributed.replicas import Fingerprints, Held, Replicas
+from nanwatch.ranks.replicas import Fingerprints, Held, Replicas
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from ..util.modules import each_module
 from ..util.throttle import is_due
 from ..util.visible import spell, warn_user
 from .consensus import OriginConsensus, PeerNonFiniteError
-from .joint import StepMeeting
+from .meetings import StepMeeting
 
 # Seconds until this rank knows of a failure elsewhere: it looks at the store about once a second.
 _NEWS = 2.0

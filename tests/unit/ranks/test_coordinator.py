@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import nanwatch
-from nanwatch.distributed import consensus, coordinator
-from nanwatch.distributed.consensus import PeerNonFiniteError, StoreProtocol
+from nanwatch.ranks import consensus, coordinator
+from nanwatch.ranks.consensus import PeerNonFiniteError, StoreProtocol
 from nanwatch.report.finding import RankObservation
 from nanwatch.util.job import store_key
 from support.sightings import connect, finding, serve

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nanwatch import Finding
-from nanwatch.distributed.consensus import OriginConsensus
+from nanwatch.ranks.consensus import OriginConsensus
 from nanwatch.report.finding import Origin
 from support.sightings import connect, finding, serve
 
