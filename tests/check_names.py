@@ -42,7 +42,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "diagnosis/patching/written",
     ),
     "slow/test_notebook.py": ("integrations/notebook",),
-    "thirdparty/test_log_tensorboard.py": ("monitoring/log_sinks",),
+    "thirdparty/test_log_tensorboard.py": ("sinks/logs",),
     "unit/blackbox/test_story.py": ("blackbox/text",),
     "unit/capsule/test_capsule.py": (
         "capsule/files",
@@ -65,7 +65,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "unit/ranks/test_merge_golden.py": ("ranks/merge_pages",),
     "unit/ranks/test_replica_store.py": ("report/replica",),
     "unit/ranks/test_step_ranks.py": (
-        "monitoring/updates/rank_steps",
+        "audit/rank_steps",
         "recording/step_weight",
     ),
     "unit/equivalence/test_compare.py": (
@@ -81,15 +81,15 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "equivalence/trials",
     ),
     "unit/instrumentation/test_attention.py": ("instrumentation/call_readers",),
-    "unit/monitoring/spikes/test_watch.py": ("monitoring/spikes/steps",),
-    "unit/monitoring/test_forecast.py": ("monitoring/monitor",),
-    "unit/monitoring/test_webhook.py": ("monitoring/messages",),
-    "unit/monitoring/updates/test_audit.py": (
-        "monitoring/updates/checks",
-        "monitoring/updates/samples",
-        "monitoring/updates/suspicions",
-        "monitoring/updates/taps",
-        "monitoring/updates/window",
+    "unit/history/spikes/test_watch.py": ("history/spikes/steps",),
+    "unit/history/test_forecast.py": ("sinks/monitor",),
+    "unit/sinks/test_webhook.py": ("sinks/messages",),
+    "unit/audit/test_audit.py": (
+        "audit/checks",
+        "audit/samples",
+        "audit/suspicions",
+        "audit/taps",
+        "audit/window",
         "report/update_finding",
     ),
     "unit/precision/test_precision.py": ("precision/casting",),
@@ -117,7 +117,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
 # Modules that are found by their folder: what each must do is tested for all of them.
 REGISTRIES = ("report/forms", "checkpoint/formats")
 # Some tests of these rooms need the packages of others, and lie in tests/thirdparty/.
-THIRDPARTY = ("integrations", "monitoring")
+THIRDPARTY = ("integrations", "sinks")
 # The words of a shard: records/record.py writes them, report/ shows them.
 OTHER_NAMES = {"unit/report/test_placement.py"}
 

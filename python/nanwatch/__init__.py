@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .instrumentation.functions import span, watched
     from .integrations.debug import DebugUnderflowOverflow, detect_overflow
     from .integrations.trainer_debug import patch_transformers, unpatch_transformers
-    from .monitoring.sinks import Sink
     from .numerics.block_fit import BlockFit
     from .numerics.exponents import ExponentHistogram, exponent_histogram
     from .numerics.fit import Fit, narrowest, would_fit
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from .report.report import BatchLimitError, NonFiniteError, Report
     from .session.api import Watch, watch
     from .session.replay import replay
+    from .sinks.sink import Sink
     from .trace.comparison import diff
     from .trace.difference import Difference
     from .trace.trace import TraceError
@@ -55,7 +55,7 @@ else:
         "integrations.notebook": ("load_ipython_extension", "unload_ipython_extension"),
         "integrations.debug": ("DebugUnderflowOverflow", "detect_overflow"),
         "integrations.trainer_debug": ("patch_transformers", "unpatch_transformers"),
-        "monitoring.sinks": ("Sink",),
+        "sinks.sink": ("Sink",),
         "numerics.block_fit": ("BlockFit",),
         "numerics.exponents": ("ExponentHistogram", "exponent_histogram"),
         "numerics.fit": ("Fit", "narrowest", "would_fit"),

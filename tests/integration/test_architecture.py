@@ -14,10 +14,10 @@ from torch import nn
 
 import nanwatch
 from nanwatch.cli.commands import COMMANDS
-from nanwatch.monitoring.sinks import SinkStream
 from nanwatch.recording.events import RecorderEvents
 from nanwatch.session.dispatch import EventDispatch
 from nanwatch.session.failure_handler import FailureHandler
+from nanwatch.sinks.sink import SinkStream
 from nanwatch.trace.tracer import Tracer
 from support.paths import ROOT
 

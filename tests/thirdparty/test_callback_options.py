@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch.monitoring.sinks import Sink
 from nanwatch.session.api import watch
 from nanwatch.session.options import Options
+from nanwatch.sinks.sink import Sink
 
 # A value other than the default for each option; what is not among them is the test's to add.
 GIVEN: dict[str, Any] = {

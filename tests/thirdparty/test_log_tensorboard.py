@@ -14,15 +14,15 @@ from torch import nn
 
 import nanwatch
 from nanwatch.cli import run
-from nanwatch.monitoring.batch_summary import Histogram
-from nanwatch.monitoring.log_sinks import LogEntry
+from nanwatch.sinks.batch_summary import Histogram
+from nanwatch.sinks.logs import LogEntry
 from support.toys import Scale, breaks_its_log, mlp
 
 pytest.importorskip("tensorboard", reason="needs TensorBoard: pip install tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from nanwatch.monitoring.log_sinks import TensorBoardSink
+from nanwatch.sinks.logs import TensorBoardSink
 from support.paths import SCRIPTS
 
 ENTRY = LogEntry(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.monitoring.sink_thread import _finish_all
+from nanwatch.sinks.thread import _finish_all
 from support.toys import Scale
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.monitoring.opentelemetry import OpenTelemetrySink
-from nanwatch.monitoring.sink_thread import _finish_all
+from nanwatch.sinks.opentelemetry import OpenTelemetrySink
+from nanwatch.sinks.thread import _finish_all
 from support.toys import Scale
 
 _needs = "needs OpenTelemetry: pip install opentelemetry-sdk"

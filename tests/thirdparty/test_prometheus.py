@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.monitoring import log_sinks
-from nanwatch.monitoring.prometheus import PrometheusSink
+from nanwatch.sinks import logs as log_sinks
+from nanwatch.sinks.prometheus import PrometheusSink
 from support.toys import Scale
 
 client: Any = pytest.importorskip(

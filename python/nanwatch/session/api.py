@@ -14,10 +14,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..instrumentation.calls import check_model
 from ..instrumentation.wrapped_names import named_modules, original_module, parameter_names
-from ..monitoring.log_sinks import is_log
 from ..numerics import _extension
 from ..recording.events import Check
 from ..records.headroom import headroom_bits
+from ..sinks.logs import is_log
 from ..trace.trace import arrow
 from ..util.modules import each_module
 from ..util.visible import module_name

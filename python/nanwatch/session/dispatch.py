@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from ..monitoring.forecast import Forecast
-from ..monitoring.sinks import Sink, SinkStream
+from ..history.forecast import Forecast
 from ..recording.events import Arrival, BackwardCall, WatchPart
 from ..records.record import Frame
 from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError
 from ..report.spike import SpikeReport
+from ..sinks.sink import Sink, SinkStream
 from ..trace.tracer import Tracer
 from ..util.visible import suppressing
 from .failure_handler import FailureHandler

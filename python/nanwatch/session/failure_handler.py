@@ -18,12 +18,12 @@ from torch import nn
 from ..blackbox.errors import note_error
 from ..diagnosis.batch_snapshot import failed_call
 from ..diagnosis.incident import Incident
-from ..monitoring.monitor import Monitor
 from ..ranks.coordinator import RankCoordinator
 from ..recording.events import Event
 from ..records.record import Frame
 from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
+from ..sinks.monitor import Monitor
 from ..util.visible import suppressed, warn_user
 from .nonfinite_warnings import WHERE, NonFiniteWarnings
 from .optimizer_guard import OptimizerGuard

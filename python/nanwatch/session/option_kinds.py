@@ -11,8 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
-from ..monitoring.log_sinks import ACCEPTED, FOLDER, factory_of, log_for
-from ..monitoring.sinks import Sink
+from ..sinks.logs import ACCEPTED, FOLDER, factory_of, log_for
+from ..sinks.sink import Sink
 from ..util.reading import shorten
 
 SWITCH = "NANWATCH"

@@ -17,11 +17,11 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.wrapped_names import for_names
-from ..monitoring.log_sinks import sink_for
-from ..monitoring.sinks import Sink
 from ..recording.events import Check, Settings
 from ..recording.masks import Excuses, excuses
 from ..report.report import Report
+from ..sinks.logs import sink_for
+from ..sinks.sink import Sink
 from ..util.visible import close_names
 from .option_kinds import (
     BATCH_OR_NONE,

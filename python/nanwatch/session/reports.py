@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from ..diagnosis.batch_snapshot import LeftCall, left_calls, open_calls
+from ..history.suspicion import Suspicion
 from ..instrumentation.functions import Function
 from ..instrumentation.wrapped_names import is_recorded, named_modules, unwrapped
-from ..monitoring.suspicion import Suspicion
 from ..recording.events import Recorder
 from ..recording.observe import call_values, observe, observe_with, state_of
 from ..recording.shards import parameter_mesh

@@ -11,15 +11,13 @@ from types import TracebackType
 
 from torch import Tensor, nn
 
+from ..audit.audit import UpdateAudit
 from ..blackbox.process import open_box
 from ..diagnosis.folder import write_spike
+from ..history.spikes.watch import SpikeWatch
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
 from ..instrumentation.calls import Attachment
 from ..instrumentation.global_hooks import GlobalHooks
-from ..monitoring.monitor import Monitor
-from ..monitoring.sinks import SinkStream
-from ..monitoring.spikes.watch import SpikeWatch
-from ..monitoring.updates.audit import UpdateAudit
 from ..ranks.replica_watch import ReplicaWatch
 from ..ranks.step_ranks import StepRanks
 from ..recording.events import Event, Recorder, WatchPart
@@ -30,6 +28,8 @@ from ..report.report import Report
 from ..report.skipped_step import SkippedStep
 from ..report.spike import SpikeReport
 from ..report.update_finding import UpdateFinding
+from ..sinks.monitor import Monitor
+from ..sinks.sink import SinkStream
 from ..trace.tracer import Tracer, ring_size, start_tracer
 from ..util.throttle import is_due
 from .checkpoint_guard import CheckpointGuard

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from nanwatch.monitoring.sinks import Sink
 from nanwatch.session.api import DeferredWatch, watch
 from nanwatch.session.option_kinds import check_place, check_sinks
+from nanwatch.sinks.sink import Sink
 
 
 @pytest.mark.parametrize("option", ["output_dir", "trace", "sinks"])

@@ -1,0 +1,1 @@
+"""Audit of an optimizer's steps: whether each did what was meant."""

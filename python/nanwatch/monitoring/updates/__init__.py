@@ -1,1 +1,0 @@
-"""The audit of a step: whether weights moved, were meant to, and moved by what the optimizer's rule gives."""

@@ -1,0 +1,271 @@
+"""watch(spikes=True): what it gathers, what it tells, and that it harms nothing."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanwatch
+from nanwatch.history.spikes.watch import SpikeWatch
+from nanwatch.recording.recorder import PythonRecorder
+from nanwatch.report.spike import SpikeReport
+from nanwatch.trace.picture import draw
+
+AT, STEPS = 60, 64
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def train(
+    net: nn.Module,
+    watch: nanwatch.Watch,
+    *,
+    at: int = AT,
+    steps: int = STEPS,
+    scale: bool = False,
+    **spoils: Any,
+) -> list[float]:
+    """Return the losses. In step `at` one target is 1000, or the weight named in `spoils` is 50 times as large."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", enabled=scale, growth_interval=40)
+    losses = []
+    for step in range(steps):
+        drawn = torch.Generator().manual_seed(step)
+        x = torch.randn(32, 6, generator=drawn)
+        y = x.sum(1, keepdim=True) + 0.5 * torch.randn(32, 1, generator=drawn)
+        if step == at and not spoils:
+            y[5] = 1000.0
+        for name in spoils if step == at else ():
+            with torch.no_grad():
+                net.get_parameter(name.replace("_", ".")).mul_(spoils[name])
+        optimizer.zero_grad()
+        loss = (net(x) - y).square().flatten()
+        watch.note_loss(loss)
+        scaler.scale(loss.mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.mean().item())
+    return losses
+
+
+def test_sample_with_a_bad_target_is_named_with_its_share(tmp_path: Path) -> None:
+    net = model()
+    with (
+        nanwatch.watch(net, spikes=True, output_dir=tmp_path) as watch,
+        pytest.warns(RuntimeWarning, match="spike in batch 60: loss"),
+    ):
+        train(net, watch)
+    (found,) = watch.spikes
+    assert (found.batch, found.cause, found.shares[0][0]) == (AT, "loss", 5)
+    assert found.shares[0][1] > 0.99
+    folder = tmp_path / f"spike-batch-{AT}"
+    assert SpikeReport.from_json((folder / "report.json").read_text()) == found
+    assert [Path(one).name for one in found.files] == ["capsule", "report.html", "report.json", "report.txt"]
+    assert found.headline in (folder / "report.txt").read_text()
+    assert "<polyline" in (folder / "report.html").read_text()
+    # The capsule has the weights from before the step, so its replay gives the output of that batch.
+    capsule = nanwatch.Capsule.open(folder / "capsule")
+    assert torch.equal(capsule.args[0], torch.randn(32, 6, generator=torch.Generator().manual_seed(AT)))
+    assert nanwatch.replay(folder / "capsule", model()).finding is None
+
+
+def test_weight_that_was_overwritten_is_named() -> None:
+    net = model()
+    with nanwatch.watch(net, spikes=True) as watch, pytest.warns(RuntimeWarning, match="cause: weight"):
+        train(net, watch, **{"2_weight": 50.0})
+    (found,) = watch.spikes
+    assert found.first is not None
+    assert (found.first.module, found.first.label) == ("2", "weight")
+    assert found.first.value / found.first.usual == pytest.approx(50, rel=0.1)
+    assert [curve.label for curve in found.curves[:3]] == ["loss", "gradients", "weight"]
+    assert found.curves[0].values[-1] == pytest.approx(found.jumps[0].value)
+
+
+def test_a_sink_gets_the_report() -> None:
+    """The same as `Watch.spikes`, beside the warning."""
+
+    class Spikes(nanwatch.Sink):
+        def __init__(self) -> None:
+            self.reports: list[SpikeReport] = []
+
+        def on_spike(self, report: SpikeReport) -> None:
+            self.reports.append(report)
+
+    net, sink = model(), Spikes()
+    with (
+        nanwatch.watch(net, spikes=True, sinks=sink) as watch,
+        pytest.warns(RuntimeWarning, match="Watch.spikes has the report"),
+    ):
+        train(net, watch, **{"2_weight": 50.0})
+    assert len(sink.reports) == 1
+    assert tuple(sink.reports) == watch.spikes
+
+
+@pytest.mark.parametrize("chosen", [(), (3, AT), (3,)])
+def test_trace_has_the_spike_at_the_tensor_that_shows_it(tmp_path: Path, chosen: tuple[int, ...]) -> None:
+    """In a row without a range, in the batch of the spike; not in a trace of other batches."""
+    path = tmp_path / "run.parquet"
+    net = model()
+    with (
+        nanwatch.watch(net, spikes=True, trace=path, trace_batches=chosen) as watch,
+        pytest.warns(RuntimeWarning, match="cause: weight"),
+    ):
+        train(net, watch, **{"2_weight": 50.0})
+    (found,) = watch.spikes
+    trace = nanwatch.Trace.open(path)
+    told = [
+        (frame.batch, frame.phase, frame.name, record.label, record.role, record.abs_max, str(record.note))
+        for batch in trace.batches
+        for frame in trace.frames(batch)
+        for record in frame.records
+        if record.note
+    ]
+    expected = (AT, "step", "2", "weight", "weight", None, found.summary)
+    assert told == ([expected] if chosen != (3,) else [])
+    assert [one.text for one in draw(trace).marks] == [found.summary] * len(told)
+    if told:
+        assert f"weight ({found.summary})" in trace.report(AT).to_text(whole=True)
+
+
+def test_training_computes_the_same() -> None:
+    """The oracle is a run without a watch, spike included."""
+    bare, watched = model(), model()
+    with nanwatch.watch(bare, enabled=False) as watch:
+        losses = train(bare, watch)
+    with nanwatch.watch(watched, spikes=True) as watch, pytest.warns(RuntimeWarning):
+        assert train(watched, watch) == losses
+    assert all(map(torch.equal, bare.parameters(), watched.parameters()))
+
+
+@pytest.mark.filterwarnings("error")
+def test_doubling_of_the_loss_scale_is_no_jump() -> None:
+    net = model()
+    with nanwatch.watch(net, spikes=True) as watch:
+        train(net, watch, at=-1, steps=130, scale=True)
+    assert watch.spikes == ()
+
+
+@pytest.mark.filterwarnings("error")
+def test_evaluation_is_no_part_of_the_histories() -> None:
+    net = model()
+    with nanwatch.watch(net, spikes=True) as watch:
+        for _ in range(5):
+            train(net, watch, at=-1, steps=16)
+            with torch.no_grad():
+                net(1000 * torch.randn(4, 6))
+    assert watch.spikes == ()
+
+
+def test_error_inside_ends_the_search_by_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: SpikeWatch, ago: int = 0) -> None:
+        raise ZeroDivisionError("here")
+
+    monkeypatch.setattr(SpikeWatch, "_left_forward", fails)
+    net = model()
+    with nanwatch.watch(net, spikes=True) as watch, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(net, watch)
+    assert [str(one.message) for one in told] == [
+        "nanwatch looks for spikes no more, which raised ZeroDivisionError: here"
+    ]
+    assert watch.spikes == ()
+
+
+class RateOfItsOwn(torch.optim.AdamW):
+    """Has a second moment, but neither betas nor a rate in its groups, as transformers' Adafactor."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        group.update(betas=(0.9, 0.999), lr=1e-2)
+        super().step()
+        group.update(lr=None)
+        del group["betas"]
+
+
+def test_optimizer_without_betas_and_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = model()
+    monkeypatch.setattr(torch.optim, "AdamW", RateOfItsOwn)
+    with nanwatch.watch(net, spikes=True) as watch, pytest.warns(RuntimeWarning, match="cause: loss"):
+        train(net, watch)
+    assert len(watch.spikes) == 1
+
+
+def test_nothing_of_the_graph_is_kept() -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    with nanwatch.watch(net, spikes=True, rerun=False) as watch:
+        x = torch.randn(4, 6)
+        output = net(x)
+        loss = output.sum()
+        watch.note_loss(loss)
+        loss.backward()
+        kept = [weakref.ref(one) for one in (loss, output, x)]
+        optimizer.step()
+        del loss, output, x
+        assert [one() for one in kept] == [None, None, None]
+
+
+@pytest.mark.parametrize("loss", [None, "1.0", [1.0]])
+def test_loss_of_another_kind_is_refused(loss: Any) -> None:
+    with (
+        nanwatch.watch(model(), spikes=True) as watch,
+        pytest.raises(TypeError, match="loss should be a tensor"),
+    ):
+        watch.note_loss(loss)
+
+
+def test_loss_of_an_evaluation_while_paused_is_no_spike() -> None:
+    """1e6 is the loss of no training batch, though the next step comes with it pending."""
+    net = model()
+    with nanwatch.watch(net, spikes=True) as watch:
+        train(net, watch, at=-1)
+        watch.pause()
+        watch.note_loss(1e6)
+        watch.resume()
+        train(net, watch, at=-1, steps=3)
+    assert watch.spikes == ()
+
+
+def test_both_recorders_gather_the_same_gradients() -> None:
+    """The oracle is autograd: the largest magnitude of each weight's gradient."""
+
+    def peaks(watch: nanwatch.Watch, net: nn.Module) -> list[tuple[tuple[str, str, str], float]]:
+        watch._recorder.gathers_gradient_peaks = True
+        for seed in (0, 1):  # what came since it was last taken
+            drawn = torch.Generator().manual_seed(seed)
+            net(torch.randn(8, 6, generator=drawn)).square().mean().backward()
+        batch, names, values = watch._recorder.take_gradient_peaks()
+        assert batch == 1
+        assert watch._recorder.take_gradient_peaks()[:2] == (-1, [])
+        return list(
+            zip(names, torch.frombuffer(bytearray(values), dtype=torch.float64).tolist(), strict=True)
+        )
+
+    net = model()
+    with nanwatch.watch(net, gradients=True) as watch:
+        found = dict(peaks(watch, net))
+    expected: dict[str, Tensor] = {}
+    for seed in (0, 1):
+        net.zero_grad()
+        net(torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+        for name, x in net.named_parameters():
+            assert x.grad is not None
+            expected[name] = torch.maximum(expected.get(name, torch.zeros(())), x.grad.abs().max())
+    for name, largest in expected.items():
+        module, _, label = name.rpartition(".")
+        assert found[module, f"{label}.grad", "float32"] == largest.item()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nanwatch.numerics._extension.C", None)
+        other = model()
+        with nanwatch.watch(other, gradients=True) as watch:
+            assert isinstance(watch._recorder, PythonRecorder)
+            assert peaks(watch, other) == list(found.items())

@@ -1,0 +1,305 @@
+"""Forecasts of overflow: right within their own interval on trainings that diverge, silent on those that do not."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanwatch
+from nanwatch.history.forecast import Forecast, Forecaster
+from nanwatch.recording.frame_ring import PeakMagnitudes
+from nanwatch.records.note import Note
+from nanwatch.records.record import Frame, Record
+from nanwatch.trace.picture import Mark, draw
+
+END = 65504.0
+
+
+class Told:
+    """A forecaster that is told as by a recorder."""
+
+    def __init__(self) -> None:
+        self.forecaster, self.largest = Forecaster(), PeakMagnitudes()
+        self.is_due, self.add = self.forecaster.is_due, self.largest.add
+
+    def end(self, batch: int) -> list[Forecast]:
+        gathered, names, values = self.largest.take()
+        self.forecaster.meet(names)
+        return self.forecaster.end(batch, values) if gathered == batch else []
+
+
+def frame(batch: int, bits: float, name: str = "m") -> Frame:
+    row = Record("output", "output", (2,), "float16", 0.0, END * 2.0**-bits, True, None)
+    return Frame(batch, name, "Linear", (row,))
+
+
+def run(bits: Callable[[int], float], batches: int) -> tuple[list[Forecast], int | None]:
+    """Return the forecasts for one output, and the batch in which it has no headroom left."""
+    forecaster, found = Told(), []
+    for batch in range(batches):
+        now = bits(batch)
+        if now <= 0:
+            return found, batch
+        if forecaster.is_due(batch):
+            forecaster.add(frame(batch, now))
+            found += forecaster.end(batch)
+    return found, None
+
+
+def within(one: Forecast, hit: int | None) -> bool:
+    return hit is not None and abs(one.batch - hit) <= one.plus_minus
+
+
+@pytest.mark.parametrize("length", [60, 200, 500, 2000])
+def test_a_fall_is_foretold(length: int) -> None:
+    """Twenty noisy, bent falls of so many batches, each after a while without any: what is told holds in 7 of 10."""
+    rng = np.random.default_rng(length)
+    told: list[bool] = []
+    for _ in range(20):
+        start, noise, bend, calm = (
+            rng.uniform(6, 14),
+            rng.uniform(0.02, 0.2),
+            rng.uniform(0.8, 1.3),
+            rng.integers(0, length),
+        )
+        found, hit = run(
+            lambda b: start * (1 - (max(0, b - calm) / length) ** bend) + rng.normal(0, noise),  # noqa: B023
+            calm + 2 * length,
+        )
+        assert hit is not None
+        assert len(found) <= 3
+        told += [within(one, hit) for one in found]
+    assert len(told) >= 5
+    assert sum(told) >= 0.7 * len(told)
+
+
+@pytest.mark.parametrize(
+    "bits",
+    [
+        lambda b, base, noise: base + noise,
+        lambda b, base, noise: max(3.0, base + 6 - 0.7 * np.log2(1 + b)) + noise,
+        lambda b, base, noise: 0.5 * base + 3 + 3 * np.exp(-b / 200) + noise,
+        lambda b, base, noise: base + np.sin(b / 150) + noise,
+        lambda b, base, noise: base + (3 if b % 100 else 0) + noise,
+    ],
+    ids=["level", "log", "settling", "waves", "evaluations"],
+)
+def test_a_healthy_run_is_silent(bits: Callable[[int, float, float], float]) -> None:
+    """Ten runs of 3,000 batches that level off, settle or swing get no forecast."""
+    rng = np.random.default_rng(1)
+    for _ in range(10):
+        base, spread = rng.uniform(4, 12), rng.uniform(0.05, 0.5)
+        found, _ = run(lambda b: bits(b, base, rng.normal(0, spread)), 3000)  # noqa: B023
+        assert found == []
+
+
+def falls(batches: range, rates: dict[str, float], told: Told) -> list[tuple[int, Forecast]]:
+    """Modules that lose so many bits a batch, from 10 on."""
+    found = []
+    for batch in batches:
+        if told.is_due(batch):
+            for name, rate in rates.items():
+                told.add(frame(batch, 10 - rate * batch, name))
+            found += [(batch, one) for one in told.end(batch)]
+    return found
+
+
+def test_a_forecast_that_no_longer_holds_is_replaced() -> None:
+    """A learning rate that falls to a third: a second line says what it replaces, and is right."""
+    found, hit = run(lambda b: 10 - 0.05 * min(b, 150) - 0.05 / 3 * max(0, b - 150), 500)
+    assert 2 <= len(found) <= 3
+    assert within(found[-1], hit)
+    for before, after in pairwise(found):
+        assert after.replaces == before.batch
+        assert str(after).endswith(f"; replaces the forecast of batch {before.batch}")
+
+
+def test_what_has_no_headroom_is_passed_over() -> None:
+    """Integers, zeros, inputs, masks and what is not finite leave no trace and no error."""
+    rows = [
+        Record("output", "output", (2,), "int64", 0.0, 3.0, True, None),
+        Record("output", "output", (2,), "float16", 0.0, 0.0, True, None),
+        Record("input[0]", "input", (2,), "float16", 0.0, 6e4, True, None),
+        Record("mask", "buffer", (2,), "float16", 0.0, END, True, None, Note("mask")),
+        Record("output", "output", (2,), "float16", 0.0, float("inf"), False, None),
+        Record("output", "output", None, "", None, None, None, None, Note("absent")),
+    ]
+    forecaster = Told()
+    for batch in range(50):
+        forecaster.add(Frame(batch, "m", "M", tuple(rows)))
+        assert forecaster.end(batch) == []
+
+
+def interval(line: str) -> tuple[int, int]:
+    """The batch and the margin of a line."""
+    batch, margin = re.findall(r"near batch ([\d,]+) \(± ([\d,]+)\)", line)[0]
+    return int(batch.replace(",", "")), int(margin.replace(",", ""))
+
+
+class Growing(nn.Module):
+    """Float16 numbers that double every twenty batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.batch += 1
+        return x * 2.0 ** (self.batch / 20)
+
+
+def run_on(model: nn.Module) -> None:
+    while True:
+        model(torch.ones(3, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("implementation", ["native", "python"])
+def test_watch_warns(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the overflow comes, with both recorders, and not when it is switched off."""
+    if implementation == "python":
+        monkeypatch.setattr("nanwatch.numerics._extension.C", None)
+
+    def warned(**options: bool) -> tuple[list[str], int]:
+        model = nn.Sequential(Growing())
+        with warnings.catch_warnings(record=True) as caught, nanwatch.watch(model, **options):  # type: ignore[arg-type]
+            warnings.simplefilter("always")
+            with pytest.raises(nanwatch.NonFiniteError) as error:
+                run_on(model)
+        end = error.value.report.batch
+        assert end is not None
+        return [str(one.message) for one in caught if "overflow expected" in str(one.message)], end
+
+    told, end = warned()
+    assert len(told) == 1
+    assert "1 more module follows" in told[0]  # its parent
+    batch, margin = interval(told[0])
+    assert abs(batch - end) <= margin
+    assert warned(forecast=False) == ([], end)
+
+
+def test_trace_has_the_forecast_in_its_batch(tmp_path: Path) -> None:
+    """At the module that it names, in the words of the warning."""
+    pytest.importorskip("pyarrow")
+    model = nn.Sequential(Growing())
+    told = []
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        nanwatch.watch(model, trace=tmp_path / "run.parquet") as watch,
+    ):
+        warnings.simplefilter("always")
+        while not told:
+            model(torch.ones(3, dtype=torch.float16))
+            told = [(watch.batch, str(one.message).split("; grew")[0]) for one in caught]
+    marks = draw(nanwatch.Trace.open(tmp_path / "run.parquet")).marks
+    ((batch, line),) = told
+    assert marks == (Mark("forecast", batch, "0", "output", f"forecast: {line}"),)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def trained(seed: int, lr: float, steps: int) -> tuple[list[str], int | None]:
+    """A training under float16 autocast: the warnings, and the batch of the overflow."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(Block(16), Block(16), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    end = None
+    with warnings.catch_warnings(record=True) as caught, nanwatch.watch(model, rerun=False):
+        warnings.simplefilter("always")
+        for batch in range(steps):
+            x = torch.randn(8, 16)
+            try:
+                with torch.autocast("cpu", dtype=torch.float16):
+                    out = model(x)
+            except nanwatch.NonFiniteError:
+                end = batch
+                break
+            loss = (out.float() - x.sum(1, keepdim=True)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    return [str(one.message) for one in caught if "overflow expected" in str(one.message)], end
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(3 * width, width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def grown(target: float, rate: float, seed: int = 0) -> tuple[list[bool], int | None]:
+    """Train a residual net towards a target: which lines held, and the batch of the overflow."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(16, 24), *(Residual(24) for _ in range(6)), nn.Linear(24, 1))
+    optimizer = torch.optim.Adam(model.parameters(), rate)
+    end = None
+    with warnings.catch_warnings(record=True) as caught, nanwatch.watch(model, rerun=False):
+        warnings.simplefilter("always")
+        for batch in range(300):
+            try:
+                with torch.autocast("cpu", dtype=torch.float16):
+                    out = model(torch.randn(16, 16))
+            except nanwatch.NonFiniteError:
+                end = batch
+                break
+            optimizer.zero_grad()
+            (out.float() - target).abs().mean().backward()
+            optimizer.step()
+    told = [interval(str(one.message)) for one in caught if "overflow expected" in str(one.message)]
+    return [end is not None and abs(batch - end) <= margin for batch, margin in told], end
+
+
+@pytest.mark.parametrize("implementation", ["native", "python"])
+@pytest.mark.parametrize(
+    ("target", "rate"), [(3e5, 1e-2), pytest.param(3e5, 1.5e-2, marks=pytest.mark.slow), (3e3, 1e-2)]
+)
+def test_a_residual_stream_that_grows(
+    target: float, rate: float, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adam and a target beyond float16: each of at most three lines holds. One within float16 ends in silence."""
+    if implementation == "python":
+        monkeypatch.setattr("nanwatch.numerics._extension.C", None)
+    right, end = grown(target, rate)
+    assert (end is not None) == (target > END)
+    assert len(right) in ((1, 2, 3) if end is not None else (0,))
+    assert all(right)
+
+
+@pytest.mark.slow
+def test_trainings_that_diverge_are_foretold() -> None:
+    """Ten of them, at ten learning rates: eight are told, in few lines, and 7 of 10 lines hold."""
+    runs = [grown(3e5, rate, seed) for seed, rate in enumerate(np.linspace(3e-3, 2e-2, 10))]
+    assert all(end is not None and len(right) <= 3 for right, end in runs)
+    right = [one for found, _ in runs for one in found]
+    assert sum(bool(found) for found, _ in runs) >= 8
+    assert sum(right) >= 0.7 * len(right)
+
+
+@pytest.mark.slow
+def test_healthy_trainings_are_silent() -> None:
+    """Ten that learn a sum, at learning rates from slow to fast."""
+    for seed in range(10):
+        assert trained(seed, [1e-4, 1e-3, 3e-3, 1e-2, 3e-2][seed % 5], 300) == ([], None)

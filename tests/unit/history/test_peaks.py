@@ -1,0 +1,110 @@
+"""Histories of magnitudes, against distributions whose tails are known."""
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+import pytest
+
+from nanwatch.history.peaks import CHANGED, LEVEL, WINDOW, PeakHistory
+
+DEPTH = WINDOW + LEVEL + 1
+
+
+def histories(bits: np.ndarray) -> PeakHistory:
+    """Return histories of these values, a row for each step."""
+    made = PeakHistory()
+    made.meet([(f"m{i}", "output", "float32") for i in range(bits.shape[1])])
+    for step, row in enumerate(bits):
+        made.add(step, np.exp2(row))
+    return made
+
+
+@pytest.mark.parametrize(("kind", "most"), [("normal", 0), ("laplace", 8)])
+def test_rate_of_false_alarms_is_the_one_in_the_docs(kind: str, most: int) -> None:
+    """About one of 30,000 tensors, 4e-5, leaves its history by chance where logarithms have exponential tails."""
+    bits = getattr(np.random.default_rng(0), kind)(size=(DEPTH, 30_000))
+    assert len(histories(bits).departures()) <= most
+
+
+def test_departures_come_in_order_with_their_numbers() -> None:
+    bits = np.random.default_rng(0).normal(scale=0.1, size=(DEPTH, 5))
+    bits[-1, [3, 1]] = 8.0
+    bits[:-1, 4] = -inf  # all zero until now
+    found = histories(bits).departures()
+    assert [one.module for one in found] == ["m1", "m3", "m4"]
+    level = 2 ** float(np.sort(bits[-1 - LEVEL : -1, 1])[LEVEL // 2])
+    assert found[0].value == pytest.approx(256)
+    assert found[0].usual == pytest.approx(level, rel=1e-5)
+    assert CHANGED < found[0].deviations < 200
+    assert (found[2].usual, found[2].deviations) == (0.0, inf)
+
+
+def test_past_steps_are_judged_by_what_came_before_them() -> None:
+    bits = np.random.default_rng(1).normal(scale=0.1, size=(DEPTH, 2))
+    bits[-4, 1] = 8.0
+    made = histories(bits)
+    assert [[one.module for one in made.departures(ago)] for ago in range(5)] == [[], [], [], ["m1"], []]
+
+
+def test_tensor_that_comes_only_sometimes_leaves_no_history() -> None:
+    bits = np.random.default_rng(2).normal(size=(DEPTH, 64))
+    bits[np.random.default_rng(3).random(bits.shape) < 0.5] = -inf  # an expert that few tokens reach
+    bits[-1] = np.random.default_rng(4).normal(size=64)
+    assert histories(bits).departures() == []
+
+
+@pytest.mark.parametrize("late", [0, 1, 20, 43])
+def test_tensor_that_comes_late_was_missing_before(late: int) -> None:
+    """The oracle knew of it from the beginning."""
+    bits = np.random.default_rng(5).normal(scale=0.1, size=(100, 3))
+    bits[:late, 2] = -inf
+    bits[-1] = 8.0
+    made = PeakHistory()
+    made.meet([(f"m{i}", "output", "float32") for i in range(2)])
+    for step, row in enumerate(np.exp2(bits)):
+        if step == late:
+            made.meet([("m2", "output", "float32")])
+        made.add(step, row[: len(made.names)])
+    assert made.departures() == histories(bits).departures()
+    assert [one.module for one in made.departures()] == ["m0", "m1", "m2"]
+    limits = made.limits(np.array([2, 0]))
+    np.testing.assert_array_equal(limits, histories(bits).limits(np.array([2, 0])))
+    assert ((limits[0] > 0.7) & (limits[0] < limits[1]) & (limits[1] < 256)).all()
+
+
+def test_tensor_of_a_forward_leaves_its_history_downwards_and_to_zero() -> None:
+    """A zero counts only beside other tensors of the module, or the module may not have been called."""
+    bits = np.random.default_rng(7).normal(scale=0.1, size=(DEPTH, 5))
+    bits[-1] = [0, -8, -np.inf, -np.inf, -np.inf]
+    made = PeakHistory(falls=True)
+    made.meet([(*name, "float32") for name in [("a", "x"), ("a", "y"), ("a", "z"), ("b", "x"), ("b", "y")]])
+    for step, row in enumerate(np.exp2(bits)):
+        made.add(step, row)
+    found = {(one.module, one.label): one for one in made.departures()}
+    assert list(found) == [("a", "y"), ("a", "z")]
+    assert found["a", "y"].value == pytest.approx(2**-8)
+    assert CHANGED < found["a", "y"].deviations < 200
+    assert (found["a", "z"].value, found["a", "z"].deviations) == (0.0, inf)
+    assert found["a", "z"].usual == pytest.approx(1, rel=0.2)
+
+
+@pytest.mark.parametrize("later", [0, 5, 200])
+def test_weight_that_changed_at_once_is_remembered_until_it_is_back(later: int) -> None:
+    """Not one that grows as slowly as optimizers move it, and no output."""
+    noise = np.random.default_rng(8).normal(scale=0.01, size=(80 + later, 4))
+    bits = noise + np.array([0, 0, -3, 0])
+    bits[60:, 0] += 5
+    bits[60:70, 1] += 5  # back
+    bits[:, 2] += np.arange(len(bits)) * 0.1
+    bits[60:, 3] += 5
+    made = PeakHistory(falls=True)
+    made.meet([("a", "weight", ""), ("b", "weight", ""), ("c", "weight", ""), ("d", "output", "")])
+    for step, row in enumerate(np.exp2(bits)):
+        made.add(step, row)
+    ((change, ago),) = made.changed()
+    assert (change.module, change.label, ago) == ("a", "weight", 19 + later)
+    assert change.value == pytest.approx(32, rel=0.05)
+    assert change.usual == pytest.approx(1, rel=0.05)
+    assert change.deviations > CHANGED

@@ -1,0 +1,265 @@
+"""Sinks: which events each gets, and that one which raises or blocks harms neither the run nor the others."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nanwatch
+from nanwatch.history.forecast import Forecast
+from nanwatch.records.record import Frame
+from nanwatch.report.finding import Finding
+from nanwatch.report.report import Report
+from nanwatch.report.skipped_step import SkippedStep
+from nanwatch.report.spike import SpikeReport
+from nanwatch.session.api import DeferredWatch
+from nanwatch.sinks import sink as sinks
+from nanwatch.sinks.batch_summary import BatchSummary
+from nanwatch.sinks.logs import GROUP
+from nanwatch.sinks.sink import Sink
+from nanwatch.util.visible import counts
+from support.toys import Scale
+
+ONES = torch.ones(2, dtype=torch.float16)
+
+
+class Failures(Sink):
+    """Takes failures and batches, and nothing else."""
+
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+        self.batches: list[int] = []
+        self.closed = 0
+
+    def on_batch(self, summary: BatchSummary) -> None:
+        self.batches.append(summary.batch)
+
+    def on_failure(self, report: Report) -> None:
+        self.reports.append(report)
+
+    def on_close(self) -> None:
+        self.closed += 1
+
+
+class Everything(Sink):
+    """Takes every event, by its name."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Any]] = []
+
+    def on_batch(self, summary: BatchSummary) -> None:
+        self.told.append(("batch", summary.batch))
+
+    def on_frame(self, frame: Frame) -> None:
+        self.told.append(("frame", (frame.batch, frame.name)))
+
+    def on_nonfinite(self, finding: Finding) -> None:
+        self.told.append(("nonfinite", finding.batch))
+
+    def on_failure(self, report: Report) -> None:
+        self.told.append(("failure", report.batch))
+
+    def on_forecast(self, batch: int, forecast: Forecast) -> None:
+        self.told.append(("forecast", forecast.module))
+
+    def on_spike(self, report: SpikeReport) -> None:
+        self.told.append(("spike", report.cause))
+
+    def on_skipped_step(self, step: SkippedStep) -> None:
+        self.told.append(("skipped", step.batch))
+
+    def on_close(self) -> None:
+        self.told.append(("close", None))
+
+    def all(self, event: str) -> list[Any]:
+        return [value for name, value in self.told if name == event]
+
+
+class Clock:
+    """Stands for `monotonic`; goes on when told."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Time that stands still: a loaded machine changes nothing."""
+    made = Clock()
+    monkeypatch.setattr(sinks, "monotonic", made)
+    return made
+
+
+def run(model: nn.Module, batches: int) -> None:
+    for _ in range(batches):
+        model(ONES)
+
+
+@pytest.mark.parametrize("action", ["raise", "record", "call"])
+def test_a_sink_stands_beside_the_policy(action: str) -> None:
+    """It gets the complete report, with the operation, and the policy does what it does without one."""
+    sink, model = Failures(), nn.Sequential(Scale())
+    handed: list[Report] = []
+    options: Any = {"on_nonfinite": handed.append if action == "call" else action, "rerun": True}
+    with nanwatch.watch(model, sinks=sink, log_every=2, **options):
+        run(model, 5)
+        model[0].factor = float("inf")
+        if action == "raise":
+            with pytest.raises(nanwatch.NonFiniteError) as error:
+                run(model, 1)
+            handed.append(error.value.report)
+        else:
+            run(model, 1)
+    (report,) = sink.reports
+    assert report.finding is not None
+    assert (report.batch, report.finding.operation) == (5, "aten.mul.Tensor")
+    assert handed == ([] if action == "record" else [report])
+    assert sink.batches == [0, 2, 4]
+    assert sink.closed == 1
+
+
+def test_each_event_comes() -> None:
+    """Frames, batches, a non-finite value before its report, forecasts, and the end."""
+    sink, model = Everything(), nn.Sequential(Scale())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with nanwatch.watch(model, sinks=sink, log_every=100, on_nonfinite="record"):
+            for i in range(400):
+                model[0].factor = 2.0 ** (i / 30)
+                run(model, 1)
+            model[0].factor = float("inf")
+            run(model, 1)
+    assert sink.all("frame")[:3] == [(0, "0"), (0, ""), (1, "0")]
+    assert len(sink.all("frame")) == 2 * 401
+    assert sink.all("batch") == [0, 100, 200, 300]
+    forecasts = [one for one in caught if "overflow expected" in str(one.message)]
+    assert len(sink.all("forecast")) == len(forecasts) > 0
+    first = sink.all("nonfinite")[0]
+    assert sink.told.index(("nonfinite", first)) + 1 == sink.told.index(("failure", first))
+    assert sink.told[-1] == ("close", None)
+
+
+def test_a_skipped_step_comes() -> None:
+    """With the batch whose gradients were not finite."""
+    sink, model = Everything(), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with nanwatch.watch(model, sinks=sink, gradients=True, scaler=scaler):
+        for factor in (1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(1, 2)).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert sink.all("skipped") == [1]
+    assert sink.all("failure") == []
+
+
+@pytest.mark.parametrize("event", ["on_batch", "on_frame", "on_nonfinite", "on_failure", "on_close"])
+@pytest.mark.parametrize("check", ["module", "batch"])
+def test_a_sink_that_raises_is_dropped(event: str, check: Any) -> None:
+    """One warning and one count; the failure is raised all the same, and the sink behind it is told."""
+
+    def broken(self: Sink, *_: Any) -> None:
+        calls.append(event)
+        raise OSError("no route to host")
+
+    calls: list[str] = []
+    behind, model = Failures(), nn.Sequential(Scale())
+    before = counts[f"a sink raised in {event}"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        broken_sink = type("Slack", (Sink,), {event: broken})()
+        with nanwatch.watch(model, sinks=[broken_sink, behind], log_every=1, check=check):
+            run(model, 3)
+            model[0].factor = float("inf")
+            for _ in range(2):
+                with pytest.raises(nanwatch.NonFiniteError, match="inf first seen in `output` of 0"):
+                    run(model, 1)
+    assert calls == [event]
+    assert counts[f"a sink raised in {event}"] == before + 1
+    (message,) = [str(one.message) for one in caught]
+    assert "nanwatch logs no more to the sink Slack, which raised OSError: no route to host" in message
+    assert (behind.batches, len(behind.reports), behind.closed) == ([0, 1, 2], 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("event", "factor"), [("on_batch", 1.0), ("on_frame", 1.0), ("on_frame", float("inf"))]
+)
+def test_a_sink_that_blocks_is_called_less_often(clock: Clock, event: str, factor: float) -> None:
+    """A second in the first call is free, one in a later call is followed by fifty; a fast sink notices nothing."""
+    taken: list[int] = []
+
+    def slow(self: Sink, one: Any) -> None:
+        if not taken or taken[-1] != one.batch:
+            taken.append(one.batch)
+            clock.now += 1.0
+
+    fast, model = Failures(), nn.Sequential(Scale(factor))
+    slow_sink = type("Slow", (Sink,), {event: slow})()
+    with nanwatch.watch(model, sinks=[slow_sink, fast], log_every=1, on_nonfinite="record"):
+        for _ in range(60):
+            run(model, 1)
+            clock.now += 1.0
+    assert taken[:2] == [0, 1]
+    assert taken[2] in (50, 51, 52)
+    assert fast.batches == (list(range(60)) if factor == 1.0 else [])
+
+
+def test_a_package_declares_a_sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file and an entry point: the name before the colon chooses it, and the rest is what it is made with."""
+    info = tmp_path / "beacon-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: beacon\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\nbeacon = beacon_sink:Beacon\n")
+    (tmp_path / "beacon_sink.py").write_text(
+        "import nanwatch\n"
+        "class Beacon(nanwatch.Sink):\n"
+        "    made = []\n"
+        "    def __init__(self, place='here'):\n"
+        "        self.place, self.failures = place, 0\n"
+        "        self.made.append(self)\n"
+        "    def on_failure(self, report):\n"
+        "        self.failures += 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    model = nn.Sequential(Scale(float("inf")))
+    monkeypatch.setenv("NANWATCH_OPTIONS", "sinks=beacon:there,beacon on_nonfinite=record")
+    nanwatch.watch(model, enabled=False)
+    with nanwatch.watch(model):
+        run(model, 1)
+    made = sys.modules["beacon_sink"].Beacon.made
+    assert [(one.place, one.failures) for one in made] == [("there", 1), ("here", 1)]
+    monkeypatch.setenv("NANWATCH_OPTIONS", "sinks=bacon")
+    with pytest.raises(
+        ValueError, match=r"NANWATCH_OPTIONS.*no sink 'bacon'; known are beacon, discord, jsonl"
+    ):
+        nanwatch.watch(model)
+
+
+def test_a_misspelt_event_is_refused() -> None:
+    """When the class is made, with the close names."""
+    with pytest.raises(TypeError, match=r"Slack.on_failures is no event of a sink; close names: on_failure"):
+        type("Slack", (Sink,), {"on_failures": print})
+
+
+def test_a_trainers_callback_closes_a_sink_with_its_watch() -> None:
+    """The trial of its options calls nothing, and refuses what `watch` refuses."""
+    sink, model = Failures(), nn.Sequential(Scale())
+    deferred = DeferredWatch({"sinks": sink, "log_every": 3})
+    assert sink.closed == 0
+    deferred.start(model)
+    run(model, 4)
+    deferred.stop()
+    assert (sink.batches, sink.closed) == ([0, 3], 1)
+    with pytest.raises(ValueError, match="there is no sink 'x'"):
+        DeferredWatch({"sinks": "x"})
+    with pytest.raises(ValueError, match="log_every should be at least 1"):
+        DeferredWatch({"sinks": sink, "log_every": 0})

@@ -1,0 +1,139 @@
+"""Webhooks: what a real server on this machine gets, and when it is asked again."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nanwatch
+from nanwatch.sinks import webhook
+from nanwatch.sinks.messages import Message
+from nanwatch.sinks.thread import _finish_all
+from nanwatch.sinks.webhook import FORMS, WebhookSink
+from nanwatch.util.visible import counts
+from support.toys import Scale
+
+FAILURE = Message("failure", 3, "nan first seen in @everyone", {"module": "a"}, 1, "node7")
+
+
+class Server:
+    """Answers with the statuses in turn, the last for ever, and keeps what it gets."""
+
+    def __init__(self, *statuses: int) -> None:
+        self.statuses = [*statuses]
+        self.bodies: list[Any] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                outer.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                status = outer.statuses.pop(0) if len(outer.statuses) > 1 else outer.statuses[0]
+                self.send_response(status)
+                if status == 429:
+                    self.send_header("Retry-After", "7")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/secret"
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses between attempts, which take no time here."""
+    found: list[float] = []
+    monkeypatch.setattr(webhook.time, "sleep", found.append)
+    return found
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    made = Server(*getattr(request, "param", (200,)))
+    yield made
+    made.close()
+
+
+def test_a_failure_is_posted_while_the_policy_stays(server: Server) -> None:
+    """Named in words alone; the error is raised, the batch is run again."""
+    with nanwatch.watch(model := nn.Sequential(Scale(float("inf"))), sinks=f"webhook:{server.url}") as watch:
+        with pytest.raises(nanwatch.NonFiniteError):
+            model(torch.ones(2))
+        finding = watch.report().finding
+        assert finding is not None
+        assert finding.operation is not None
+    _finish_all()
+    (body,) = server.bodies
+    assert (body["source"], body["event"], body["batch"]) == ("nanwatch", "failure", 0)
+    assert body["facts"]["module"] == "0"
+    assert body["text"].startswith("inf first seen in `output` of 0 (Scale) in batch 0")
+
+
+def test_slack_and_discord_get_their_forms() -> None:
+    """As their documentation has them; nobody is mentioned, and no text is too long."""
+    words = "nanwatch failure, rank 1 on node7: nan first seen in @everyone"
+    assert FORMS["slack"](FAILURE) == {"text": words}
+    assert FORMS["discord"](FAILURE) == {"content": words, "allowed_mentions": {"parse": []}}
+    long = Message("failure", 3, "x" * 50_000)
+    assert len(FORMS["discord"](long)["content"]) == 2000
+    assert len(FORMS["slack"](long)["text"]) == 40_000
+
+
+@pytest.mark.parametrize(
+    ("server", "pauses", "is_lost"),
+    [
+        ((200,), [], False),
+        ((503, 429, 200), [1.0, 7.0], False),
+        ((500,), [1.0, 2.0, 4.0, 8.0], True),
+        ((404,), [], True),
+    ],
+    indirect=["server"],
+)
+def test_it_tries_again_where_that_may_help(
+    server: Server, pauses: list[float], is_lost: bool, slept: list[float], recwarn: pytest.WarningsRecorder
+) -> None:
+    """With pauses that double, or as the server asks. What is lost is counted, and told without the URL's secret."""
+    before = counts["a message of the sink slack was not taken"]
+    WebhookSink("slack", server.url).send(FAILURE)
+    assert len(server.bodies) == len(pauses) + 1
+    assert slept == pauses
+    assert counts["a message of the sink slack was not taken"] - before == is_lost
+    assert [
+        "127.0.0.1 took no message of the sink slack: HTTP status" in str(one.message) for one in recwarn
+    ] == [True] * is_lost
+    assert not [one for one in recwarn if "secret" in str(one.message)]
+
+
+@pytest.mark.usefixtures("slept")
+def test_a_server_that_is_not_there_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """It may come back."""
+    monkeypatch.setattr(webhook, "_PAUSE", 0.0)
+    sink = WebhookSink("webhook", "http://127.0.0.1:9/x")
+    for _ in range(2):
+        sink.send(FAILURE)
+    (warning,) = recwarn
+    assert str(warning.message).startswith("127.0.0.1 took no message of the sink webhook: ")
+
+
+@pytest.mark.parametrize(
+    "words", ["slack", "slack:hooks.slack.com/x", "slack:file:///etc/passwd", "slack:https://a/b c"]
+)
+def test_what_is_no_url_is_refused(words: str) -> None:
+    """When the watch begins."""
+    with pytest.raises(ValueError, match="the sink slack takes a URL, such as slack:https:"):
+        nanwatch.watch(nn.Identity(), sinks=words)
