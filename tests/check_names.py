@@ -44,10 +44,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "slow/test_notebook.py": ("integrations/notebook",),
     "thirdparty/test_log_tensorboard.py": ("sinks/logs",),
     "unit/blackbox/test_story.py": ("blackbox/text",),
-    "unit/capsule/test_capsule.py": (
-        "capsule/files",
-        "capsule/tree",
-    ),
+    "unit/capsule/test_capsule.py": ("capsule/values",),
     "unit/checkpoint/test_against.py": ("checkpoint/pairing",),
     "unit/checkpoint/test_formats.py": (
         "checkpoint/inert_pickle",

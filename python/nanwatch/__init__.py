@@ -19,8 +19,7 @@ from ._version import __version__
 from .numerics import _extension as _extension  # torch.ops.nanwatch.*
 
 if TYPE_CHECKING:
-    from .capsule.capsule import Capsule, write_capsule
-    from .capsule.files import CapsuleError
+    from .capsule.capsule import Capsule, CapsuleError, write_capsule
     from .checkpoint.scan import scan
     from .equivalence.compare import compare
     from .equivalence.twice import twice
@@ -46,8 +45,7 @@ if TYPE_CHECKING:
 else:
     # Public names and the modules that define them. A name is imported when it is first asked for.
     _MODULES = {
-        "capsule.capsule": ("Capsule", "write_capsule"),
-        "capsule.files": ("CapsuleError",),
+        "capsule.capsule": ("Capsule", "CapsuleError", "write_capsule"),
         "checkpoint.scan": ("scan",),
         "equivalence.compare": ("compare",),
         "equivalence.twice": ("twice",),

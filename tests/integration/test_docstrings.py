@@ -28,10 +28,6 @@ def _no_other_watch(monkeypatch: pytest.MonkeyPatch) -> None:
 NEEDS = {
     "transformers": "transformers",
     "lightning": "lightning",
-    "Capsule": "safetensors",
-    "CapsuleError": "safetensors",
-    "write_capsule": "safetensors",
-    "replay": "safetensors",
     "Trace": "pyarrow",
     "TraceError": "pyarrow",
     "diff": "pyarrow",

@@ -10,8 +10,6 @@ from torch import nn
 
 from nanwatch import replay, write_capsule
 
-pytest.importorskip("safetensors")
-
 
 def test_a_block_of_a_transformer_comes_again(tmp_path):
     """A GPT-2 block with its masks and caches gives the same bits when it is replayed in another model."""

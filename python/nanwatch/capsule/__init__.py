@@ -1,4 +1,4 @@
-"""A folder that holds one module call: writing it, reading one that is not trusted, its tensors.
+"""A folder that holds one module call: writing it, reading one that is not trusted.
 
 Running the call again is `replay` in `session`.
 """

@@ -19,7 +19,7 @@ from ..instrumentation.execution_context import RngState
 from ..report.report import Report
 from ..util.visible import close_names, suppressed, visible, without_wrappers
 from .capsule import Capsule
-from .tree import LeftOut, Structure
+from .values import LeftOut, Structure
 
 # Parts of a module's name. A capsule may hold any text, and a walk over modules recurses.
 _DEEPEST = 64
@@ -50,7 +50,7 @@ def call_again(
     target = _target(capsule, device, remarks)
     before = RngState.capture(others=True)
     try:
-        module = _own_module(capsule, model)
+        module = _module(capsule, model)
         check_model(module)
         call = _Restored(capsule, target, dtype, remarks)
         call.load(module)
@@ -75,12 +75,12 @@ def call_again(
 
 
 def _target(capsule: Capsule, device: torch.device | str | None, remarks: list[str]) -> torch.device:
+    """Return the device of the run: the recorded one, else one of its kind, else the CPU."""
     recorded = torch.device(capsule.device)
-    target = recorded if device is None else torch.device(device)
-    if device is None and not _is_usable(recorded):
-        # Another GPU of the same kind is closer to the recorded one than the CPU.
-        other = torch.device(recorded.type)
-        target = other if recorded.type != "meta" and _is_usable(other) else torch.device("cpu")
+    nearest = [recorded, torch.device(recorded.type)] if recorded.type != "meta" else []
+    target = (
+        next(filter(_is_usable, nearest), torch.device("cpu")) if device is None else torch.device(device)
+    )
     if target.type != recorded.type:
         remarks.append(
             f"the recorded call ran on {recorded}, this one on {target}: other kernels, other random numbers"
@@ -92,8 +92,8 @@ def _target(capsule: Capsule, device: torch.device | str | None, remarks: list[s
 
 
 def _is_usable(device: torch.device) -> bool:
-    if device.type in ("cpu", "meta"):
-        return device.type == "cpu"
+    if device.type == "cpu":
+        return True
     try:
         torch.empty(1, device=device)
     except Exception:
@@ -102,7 +102,7 @@ def _is_usable(device: torch.device) -> bool:
     return True
 
 
-def _own_module(capsule: Capsule, model: Model) -> nn.Module:
+def _module(capsule: Capsule, model: Model) -> nn.Module:
     """Return the module of the capsule: a copy from the caller's model, or the original from a callable's."""
     if isinstance(model, nn.Module):
         module = _find(capsule, model)
@@ -113,11 +113,10 @@ def _own_module(capsule: Capsule, model: Model) -> nn.Module:
                 f"the module {capsule.module!r} cannot be copied ({type(error).__name__}: {error});"
                 " pass a callable that makes the model, and that one is used"
             ) from error
-    made = model() if callable(model) else model
+    made = model()
     if not isinstance(made, nn.Module):
-        what = "a callable that returned" if callable(model) else "an object of type"
         raise TypeError(
-            f"replay needs a torch.nn.Module or a callable that makes one, got {what} {type(made).__name__}"
+            f"replay needs a torch.nn.Module or a callable that makes one, got one of {type(made).__name__}"
         )
     return _find(capsule, made)
 
@@ -135,14 +134,14 @@ def _find(capsule: Capsule, model: nn.Module) -> nn.Module:
     modules = dict(model.named_modules(remove_duplicate=False))
     plain = {without_wrappers(name): module for name, module in modules.items()}
     same = plain.get(without_wrappers(capsule.module))
-    found = modules.get(capsule.module) or same
-    for candidate in (found, same, model):
+    named = modules.get(capsule.module) or same
+    for candidate in (named, same, model):
         if candidate is not None and type(candidate).__name__ == capsule.class_name:
             return candidate
     name, kind = capsule.module or "the root module", visible(capsule.class_name)
-    if found is not None:
+    if named is not None:
         raise ValueError(
-            f"the capsule is of a {kind}, {name!r}; in this model {name!r} is a {type(found).__name__}"
+            f"the capsule is of a {kind}, {name!r}; in this model {name!r} is a {type(named).__name__}"
         )
     raise ValueError(
         f"the capsule is of {name!r}, a {kind}; this model ({type(model).__name__}) has no such"
@@ -173,13 +172,13 @@ class _Restored:
     def load(self, module: nn.Module) -> None:
         """Give the module the weights, buffers and training flags."""
         flags = self.capsule.training
-        for path, one in module.named_modules():
-            one.training = flags.get(path, flags[""])
+        for path, submodule in module.named_modules():
+            submodule.training = flags.get(path, flags[""])
         places = {}
-        for path, one in module.named_modules(remove_duplicate=False):
-            for name, x in [*one._parameters.items(), *one._buffers.items()]:
+        for path, submodule in module.named_modules(remove_duplicate=False):
+            for name, x in [*submodule._parameters.items(), *submodule._buffers.items()]:
                 if x is not None:
-                    places[f"{path}.{name}" if path else name] = (one, name, x)
+                    places[f"{path}.{name}" if path else name] = (submodule, name, x)
         if unknown := sorted(self.capsule.state.keys() - places.keys()):
             raise ValueError(
                 f"this {visible(self.capsule.class_name)} has no weight or buffer {unknown[0]!r}, which the capsule has"
@@ -187,48 +186,53 @@ class _Restored:
                 + "; build the model as the recorded one was built"
             )
         done: dict[int, Tensor] = {}
-        for path, (one, name, x) in places.items():
+        for path, (submodule, name, x) in places.items():
             if id(x) not in done:
-                done[id(x)] = _put(one, name, x, self._value(path, x))
-            elif one._parameters.get(name, one._buffers.get(name)) is not done[id(x)]:
-                setattr(one, name, done[id(x)])
+                done[id(x)] = _put(submodule, name, x, self._value(path, x))
+            elif submodule._parameters.get(name, submodule._buffers.get(name)) is not done[id(x)]:
+                setattr(submodule, name, done[id(x)])
 
     def _value(self, path: str, x: Tensor) -> Tensor:
-        given = self.capsule.state.get(path)
-        if isinstance(given, Tensor):
-            if given.shape != x.shape and not nn.parameter.is_lazy(x):
+        recorded = self.capsule.state.get(path)
+        if isinstance(recorded, Tensor):
+            if recorded.shape != x.shape and not nn.parameter.is_lazy(x):
                 raise ValueError(
-                    f"{path!r} has the shape {list(given.shape)} in the capsule and {list(x.shape)} in this model;"
+                    f"{path!r} has the shape {list(recorded.shape)} in the capsule and {list(x.shape)} in this model;"
                     " build the model as the recorded one was built"
                 )
-            return self._move(given)
+            return self._move(recorded)
         if x.is_meta or nn.parameter.is_lazy(x):
             raise ValueError(
                 f"{path!r} has no values, neither in the capsule nor in this model; load a checkpoint first"
             )
-        why = f"was left out: {given.why}" if isinstance(given, LeftOut) else "is not in the capsule"
+        why = f"was left out: {recorded.why}" if isinstance(recorded, LeftOut) else "is not in the capsule"
         self.remarks.append(f"{path} {why}; the model's own values were used")
         return self._move(x)
 
     def arguments(self, module: nn.Module) -> tuple[list[Any], dict[str, Any]]:
         """Return the positional and the keyword arguments."""
-        positional, named = _defaults(module)
+        try:
+            parameters = dict(signature(module.forward).parameters)
+        except (TypeError, ValueError):
+            parameters = {}
+        by_position = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        positional = [each for each in parameters.values() if each.kind in by_position]
         args = [
-            self._given(x, f"input[{i}]", positional[i] if i < len(positional) else Parameter.empty)
+            self._argument(x, f"input[{i}]", positional[i] if i < len(positional) else None)
             for i, x in enumerate(self.capsule.args)
         ]
         kwargs = {
-            name: self._given(x, f"input[{name}]", named.get(name, Parameter.empty))
+            name: self._argument(x, f"input[{name}]", parameters.get(name))
             for name, x in self.capsule.kwargs.items()
         }
         return args, kwargs
 
-    def _given(self, value: Any, label: str, default: Any) -> Any:
-        if not isinstance(value, LeftOut) or default is Parameter.empty:
-            return self._place(value, label)
-        # Mostly the call does not need it: a cache that is empty in training, a dictionary of options.
-        self.remarks.append(f"without {value}; its default, {default!r:.40}, was used")
-        return default
+    def _argument(self, value: Any, label: str, parameter: Parameter | None) -> Any:
+        if isinstance(value, LeftOut) and parameter is not None and parameter.default is not Parameter.empty:
+            # Mostly the call does not need it: a cache that is empty in training, a dictionary of options.
+            self.remarks.append(f"without {value}; its default, {parameter.default!r:.40}, was used")
+            return parameter.default
+        return self._place(value, label)
 
     def _place(self, value: Any, label: str) -> Any:
         if isinstance(value, Tensor):
@@ -238,15 +242,15 @@ class _Restored:
         if isinstance(value, torch.device):
             return self.target if value == torch.device(self.capsule.device) else value
         if isinstance(value, Structure):
-            held = {name: self._place(x, f"{label}[{name}]") for name, x in value.fields.items()}
+            content = {name: self._place(x, f"{label}[{name}]") for name, x in value.fields.items()}
             try:
-                return replace(value, fields=held).build()
+                return replace(value, fields=content).build()
             except LookupError as error:
                 self.remarks.append(f"{label} is a plain object with the same fields: {error.args[0]}")
-                return SimpleNamespace(**held)
+                return SimpleNamespace(**content)
         if isinstance(value, dict):
             return {key: self._place(x, f"{label}[{key}]") for key, x in value.items()}
-        if isinstance(value, list) or type(value) is tuple:
+        if type(value) in (list, tuple):
             return type(value)(self._place(x, f"{label}[{i}]") for i, x in enumerate(value))
         return value
 
@@ -264,23 +268,11 @@ def _put(owner: nn.Module, name: str, old: Tensor, value: Tensor) -> Tensor:
     return put
 
 
-def _defaults(module: nn.Module) -> tuple[list[Any], dict[str, Any]]:
-    """Return the defaults of forward's positional parameters in order, and of all parameters by name."""
-    try:
-        parameters = signature(module.forward).parameters.values()
-    except (TypeError, ValueError):
-        return [], {}
-    by_position = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    return [one.default for one in parameters if one.kind in by_position], {
-        one.name: one.default for one in parameters
-    }
-
-
 def _enter_autocast(
     capsule: Capsule, target: torch.device, dtype: torch.dtype | None, modes: ExitStack
 ) -> None:
     """Enter the recorded device's autocast for the device of the run, or none with another dtype."""
-    recorded = {one.device_type: one for one in capsule.autocast}
+    recorded = {state.device_type: state for state in capsule.autocast}
     for kind in dict.fromkeys(("cpu", target.type)):
         same = recorded.get(torch.device(capsule.device).type if kind == target.type else kind)
         if same is None or dtype is not None or not same.enabled:
@@ -298,13 +290,11 @@ def _restore_rng(rng: RngState, recorded: torch.device, target: torch.device) ->
 
 def dtype_of(capsule: Capsule) -> str:
     """Return the dtype of the recorded call in words: `float32, autocast float16`."""
-    held = [x for x in capsule.state.values() if isinstance(x, Tensor)]
-    held += [x for x in (*capsule.args, *capsule.kwargs.values()) if isinstance(x, Tensor)]
     sizes: dict[torch.dtype, int] = {}
-    for x in held:
-        if x.is_floating_point():
+    for x in (*capsule.state.values(), *capsule.args, *capsule.kwargs.values()):
+        if isinstance(x, Tensor) and x.is_floating_point():
             sizes[x.dtype] = sizes.get(x.dtype, 0) + x.numel()
     main = str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.") if sizes else "no float"
     kind = torch.device(capsule.device).type
-    active = next((one for one in capsule.autocast if one.device_type == kind and one.enabled), None)
+    active = next((state for state in capsule.autocast if state.device_type == kind and state.enabled), None)
     return main if active is None else f"{main}, autocast {str(active.dtype).removeprefix('torch.')}"

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from ..capsule.capsule import Capsule
-from ..capsule.files import DOCUMENT
+from ..capsule.capsule import FILE, Capsule
 from ..capsule.replay import Replayed, dtype_of
 from ..report import text
 from ..session.replay import rerun
@@ -117,7 +116,7 @@ def main(arguments: list[str]) -> int:
 def _folder(path: Path) -> Path:
     """Return the capsule's folder: `path`, or the one in the folder of a failure that `output_dir` holds."""
     inside = path / "capsule"
-    return inside if inside.is_dir() and not (path / DOCUMENT).exists() else path
+    return inside if inside.is_dir() and not (path / FILE).exists() else path
 
 
 def _runs(capsule: Capsule, model: Any, dtypes: list[str], device: str | None, tell: Tell) -> list[_Run]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import struct
-import sys
 import tempfile
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,14 +15,12 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch import Capsule, write_capsule
-from nanwatch.capsule.tree import LeftOut
+from nanwatch.capsule.values import LeftOut
 from nanwatch.instrumentation.execution_context import Autocast, RngState
 from support.capsules import Batch, Pair, bits, round_trip, same
 from support.oracle import DTYPES, random_patterns
 from support.strategies import views
 from support.toys import Scale, fault_of, mlp
-
-pytest.importorskip("safetensors")
 
 COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 
@@ -83,16 +77,20 @@ def test_every_dtype_comes_back_bit_for_bit(dtype, shape):
     assert same(capsule.state["held"], x)
 
 
-def test_the_file_is_safetensors(tmp_path):
-    """Its bytes are read by hand, from the definition of the format, and are those of the input."""
-    x = torch.arange(6, dtype=torch.float32).reshape(2, 3)
-    raw = (write_capsule(tmp_path / "c", nn.Identity(), "", (x,)) / "tensors.safetensors").read_bytes()
-    (size,) = struct.unpack("<Q", raw[:8])
-    entry = json.loads(raw[8 : 8 + size])["input[0]"]
-    start, end = entry["data_offsets"]
-    found = np.frombuffer(raw[8 + size :][start:end], dtype="<f4").reshape(entry["shape"])
-    assert entry["dtype"] == "F32"
-    assert np.array_equal(found, np.arange(6).reshape(2, 3))
+def test_the_file_is_read_without_nanwatch(tmp_path):
+    """It holds plain containers and tensors alone, which `torch.load` reads with weights_only."""
+    folder = write_capsule(tmp_path / "c", nn.Linear(2, 3), "head", (torch.ones(1, 2), Pair(..., {1})))
+    document = torch.load(folder / "call.pt", weights_only=True)
+    assert torch.equal(document["args"][0], torch.ones(1, 2))
+    assert document["args"][1]["class"] == "Pair"
+    assert document["args"][1]["fields"]["second"]["type"] == "set"
+    assert document["state"].keys() == {"weight", "bias"}
+    assert os.listdir(folder) == ["call.pt"]
+
+
+def test_a_dict_with_the_key_of_nanwatch_is_a_dict():
+    given = {"nanwatch": "left out", 1: [{"nanwatch": 3}]}
+    assert same(round_trip(given).args[0], given)
 
 
 def test_strides_are_put_back_where_nothing_overlaps():
@@ -124,7 +122,6 @@ def test_weights_and_buffers_are_kept_and_tied_ones_once(tmp_path):
     assert capsule.state.keys() == want.keys()
     assert all(same(capsule.state[name], want[name]) for name in want)
     assert capsule.state["0.weight"] is capsule.state["1.weight"]
-    assert len(json.loads((folder / "capsule.json").read_text())["tensors"]) == len(want) - 1 + 1  # tied, rng
 
 
 def test_training_flags_that_differ_are_kept():
@@ -201,7 +198,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("nanwatch.capsule.files.save", full)
+    monkeypatch.setattr(torch, "save", full)
     with pytest.raises(OSError, match="No space left"):
         write_capsule(tmp_path / "c", nn.Identity(), "", (torch.ones(2),))
     assert list(tmp_path.iterdir()) == []
@@ -229,14 +226,3 @@ def test_a_sharded_weight_is_left_out(one_process_mesh, tmp_path):
     assert isinstance(capsule.state["weight"], LeftOut)
     assert "DTensor" in capsule.state["weight"].type
     assert isinstance(capsule.state["bias"], Tensor)
-
-
-def test_without_safetensors_the_extra_is_named(tmp_path, monkeypatch):
-    """Writing and opening both say what to install, and leave nothing behind."""
-    folder = write_capsule(tmp_path / "c", nn.Identity(), "", ())
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ImportError, match=r"pip install .*'\.\[capsule\]'"):
-        write_capsule(tmp_path / "d", nn.Identity(), "", ())
-    with pytest.raises(ImportError, match=r"pip install .*'\.\[capsule\]'"):
-        Capsule.open(folder)
-    assert os.listdir(tmp_path) == ["c"]

@@ -17,8 +17,6 @@ from nanwatch import __main__ as command
 from nanwatch import write_capsule
 from support.processes import environment
 
-pytest.importorskip("safetensors")
-
 X = torch.full((2, 4), 3.0)
 
 FACTORY = """
@@ -93,7 +91,7 @@ def test_the_folder_of_a_failure_holds_its_capsule(place, capsys):
 def test_command_bad_use(place, capsys):
     """Status 2 and one line on stderr for a wrong capsule, model or option; nothing on stdout."""
     for arguments, expected in [
-        (("none", "--model", "zoo:make"), "none/capsule.json: No such file"),
+        (("none", "--model", "zoo:make"), "none/call.pt: No such file"),
         (("good", "--model", "zoo"), "--model should be PKG.MOD:NAME or FILE.py:NAME"),
         (("good", "--model", "zoo_no:make"), "ModuleNotFoundError: No module named 'zoo_no'"),
         (("good", "--model", "zoo:nothing"), "has no attribute 'nothing'"),
@@ -130,15 +128,3 @@ def test_command_in_a_process_of_its_own(place):
     report = nanwatch.Report.from_json(json.dumps(first["report"]))
     assert report.finding is not None
     assert report.finding.class_name == "Scale"
-
-
-def test_the_doctor_knows_the_commands(capsys):
-    """--help lists them, and a word that is none is refused with those that there are."""
-    with pytest.raises(SystemExit):
-        command.main(["--help"])
-    assert "replay" in capsys.readouterr().out
-    for arguments in (["rpelay"], ["--json", "replay"]):
-        with pytest.raises(SystemExit) as stopped:
-            command.main(arguments)
-        assert stopped.value.code == 2
-        assert "replay" in capsys.readouterr().err

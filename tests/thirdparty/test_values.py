@@ -5,19 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanwatch.capsule.tree import Structure
+from nanwatch.capsule.values import Structure
 from support.capsules import Batch, Pair, round_trip
-
-pytest.importorskip("safetensors")
 
 
 def test_structures_are_built_from_classes_that_are_imported():
     """Dataclass, named tuple and ModelOutput come as names and fields, and `build` makes the very class of them."""
     outputs = pytest.importorskip("transformers.modeling_outputs")
     given = outputs.BaseModelOutput(last_hidden_state=torch.ones(2)), Pair(1, [2]), Batch(ids=3, scale=None)
-    held = round_trip(*given).args
-    assert all(isinstance(one, Structure) for one in held)
-    output, pair, batch = (one.build() for one in held)
+    structures = round_trip(*given).args
+    assert all(isinstance(structure, Structure) for structure in structures)
+    output, pair, batch = (structure.build() for structure in structures)
     assert type(output) is outputs.BaseModelOutput
     assert torch.equal(output["last_hidden_state"], torch.ones(2))
     assert output.to_tuple()[0] is output.last_hidden_state

@@ -1,0 +1,249 @@
+"""Arguments of a call as plain containers that `torch.load(weights_only=True)` reads, and back.
+
+Tensors, None, bool, int, float, str, torch.dtype, torch.device and torch.Size stay as they are, and so do lists, tuples
+and dicts of them. A subclass of one of them is stored as its base. Anything else is a dict whose key "nanwatch" says
+what it is:
+
+    {"nanwatch": "structure", "module": …, "class": …, "fields": {…}}   a dataclass, ModelOutput or named tuple
+    {"nanwatch": "slice", "parts": (start, stop, step)}
+    {"nanwatch": "ellipsis"}
+    {"nanwatch": "dict", "items": [(key, value), …]}                     a dict that has the key "nanwatch" itself
+    {"nanwatch": "left out", "what": …, "type": …, "bytes": …, "why": …}
+
+Decoding imports, calls and looks up nothing: a class is a name, until `Structure.build` is asked for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..numerics.readable import type_name
+from ..recording.walk import spell_key
+from ..util.visible import visible
+
+MARK = "nanwatch"
+_MAX_DEPTH = 32  # the depth that a watch walks
+# A thousand sentences of token numbers in Python lists. Beyond that a value is data.
+_MAX_VALUES = 1_000_000
+_MAX_BITS, _MAX_CHARACTERS = 1024, 1 << 16  # of an int, of a str
+_BASES: tuple[tuple[type, Any], ...] = (
+    (bool, bool),
+    (int, int.__index__),
+    (float, float.__float__),
+    (str, str.__str__),
+)
+_LEAVES = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size, Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A value that is not in the capsule: what it was, of which type, how many bytes if known, and why."""
+
+    what: str
+    type: str
+    bytes: int | None
+    why: str
+
+    def __str__(self) -> str:
+        size = "" if self.bytes is None else f", {self.bytes:,} bytes"
+        return visible(f"{self.what} ({self.type}{size}): {self.why}")
+
+    def encoded(self) -> dict[str, Any]:
+        """Return the value as plain containers."""
+        return {MARK: "left out", **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A dataclass, ModelOutput or named tuple as it is read: the name of its class and its fields, no instance."""
+
+    module: str
+    class_name: str
+    fields: Mapping[str, Any]
+
+    def build(self) -> Any:
+        """Make an instance with these fields. Raise LookupError with the reason when there is no such class.
+
+        The class is looked up among the modules that this process has imported, past any `__getattr__` of theirs,
+        and filled without `__init__` or `__post_init__`: a name out of a file decides nothing but which type this is.
+        """
+        kind = _find_class(self.module, self.class_name)
+        names = _field_names(kind) if isinstance(kind, type) else None
+        if names is None or set(names) != set(self.fields):
+            reason = "no such class is imported" if kind is None else "it has other fields"
+            raise LookupError(f"{self.module}.{self.class_name}: {reason}")
+        if issubclass(kind, tuple):
+            return tuple.__new__(kind, [self.fields[name] for name in names])
+        try:
+            instance: Any = (
+                OrderedDict.__new__(kind) if issubclass(kind, OrderedDict) else object.__new__(kind)
+            )
+            for name in names:
+                object.__setattr__(instance, name, self.fields[name])
+                # A ModelOutput is also a dict of its fields that are not None.
+                if isinstance(instance, OrderedDict) and self.fields[name] is not None:
+                    OrderedDict.__setitem__(instance, name, self.fields[name])
+        except (TypeError, AttributeError) as error:
+            raise LookupError(f"{self.module}.{self.class_name}: {error}") from None
+        return instance
+
+
+def _find_class(module: str, name: str) -> Any:
+    place: Any = sys.modules.get(module)
+    for part in name.split("."):
+        place = vars(place).get(part) if isinstance(place, ModuleType | type) else None
+    return place
+
+
+def _field_names(kind: type) -> tuple[str, ...] | None:
+    if is_dataclass(kind):
+        return tuple(field.name for field in fields(kind))
+    names = getattr(kind, "_fields", None) if issubclass(kind, tuple) else None
+    return names if isinstance(names, tuple) and all(isinstance(name, str) for name in names) else None
+
+
+class Encoder:
+    """Encodes values. `keep(x, label)` returns what stands for a tensor. `left_out` lists what could not be kept."""
+
+    def __init__(self, keep: Callable[[Tensor, str], Any]) -> None:
+        self.left_out: list[LeftOut] = []
+        self._keep = keep
+        self._num_values = 0
+
+    def encode(self, value: Any, label: str, inside: tuple[int, ...] = ()) -> Any:
+        """Return the value as plain containers, with parts labelled as in a record. Never raises for a value."""
+        self._num_values += 1
+        if self._num_values > _MAX_VALUES:
+            return self.leave_out(value, label, f"the call has more than {_MAX_VALUES:,} values")
+        if isinstance(value, Tensor):
+            return self._keep(value, label)
+        if _is_leaf(value):
+            return _as_base(value)
+        if value is ...:
+            return {MARK: "ellipsis"}
+        if len(inside) == _MAX_DEPTH:
+            return self.leave_out(value, label, f"nested deeper than {_MAX_DEPTH}")
+        if id(value) in inside:
+            return self.leave_out(value, label, "contains itself")
+        try:
+            return self._encode_container(value, label, (*inside, id(value)))
+        except Exception as error:
+            # A container of the user's own may do anything when asked for its items.
+            return self.leave_out(value, label, f"raised {type(error).__name__} when it was read")
+
+    def _encode_container(self, value: Any, label: str, inside: tuple[int, ...]) -> Any:
+        if isinstance(value, slice):
+            parts = (("start", value.start), ("stop", value.stop), ("step", value.step))
+            return {
+                MARK: "slice",
+                "parts": tuple(self.encode(part, f"{label}[{name}]", inside) for name, part in parts),
+            }
+        names = _field_names(type(value))
+        if names is not None:
+            content = {name: self.encode(getattr(value, name), f"{label}[{name}]", inside) for name in names}
+            kind = type(value)
+            return {
+                MARK: "structure",
+                "module": kind.__module__,
+                "class": kind.__qualname__,
+                "fields": content,
+            }
+        if isinstance(value, tuple | list):
+            items = [self.encode(item, f"{label}[{i}]", inside) for i, item in enumerate(value)]
+            return tuple(items) if isinstance(value, tuple) else items
+        if isinstance(value, Mapping):
+            if not all(map(_is_key, value)):
+                return self.leave_out(value, label, "it has keys that are no plain values")
+            content = {
+                _as_base(key): self.encode(value[key], f"{label}[{spell_key(key)}]", inside) for key in value
+            }
+            return {MARK: "dict", "items": list(content.items())} if MARK in content else content
+        return self.leave_out(value, label, "a capsule holds tensors, plain values and containers of them")
+
+    def leave_out(self, value: Any, label: str, why: str) -> dict[str, Any]:
+        """Note a value that cannot be kept, and return what stands for it."""
+        missing = LeftOut(label, type_name(value), None, why)
+        self.left_out.append(missing)
+        return missing.encoded()
+
+
+def _is_leaf(value: Any) -> bool:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value.bit_length() <= _MAX_BITS
+    if isinstance(value, str):
+        return len(value) <= _MAX_CHARACTERS
+    return isinstance(value, _LEAVES)
+
+
+def _as_base(value: Any) -> Any:
+    """Return an instance of a subclass, such as an enum, as its base; the pickle would name its class."""
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        return tuple(map(_as_base, value))
+    for kind, convert in _BASES:
+        if isinstance(value, kind):
+            return convert(value)
+    return value
+
+
+def _is_key(key: Any) -> bool:
+    return all(map(_is_key, key)) if type(key) is tuple else _is_leaf(key) and not isinstance(key, Tensor)
+
+
+class Decoder:
+    """Decodes what an Encoder wrote, or a stranger. Raises ValueError, naming the place, for anything else."""
+
+    def __init__(self) -> None:
+        self._done: dict[int, tuple[Any, Any]] = {}  # by id: a few lists may hold each other a billion times
+
+    def decode(self, value: Any, where: str) -> Any:
+        """Return the value: a dataclass or named tuple as a Structure, what was left out as a LeftOut."""
+        if type(value) not in (list, tuple, dict):
+            if isinstance(value, _LEAVES):
+                return value
+            raise ValueError(f"{where} is a {type_name(value)}, which no capsule holds")
+        if id(value) not in self._done:
+            self._done[id(value)] = value, self._decode_container(value, where)
+        return self._done[id(value)][1]
+
+    def _decode_container(self, value: Any, where: str) -> Any:
+        if isinstance(value, dict):
+            if MARK in value:
+                return self._decode_marked(value, where)
+            return {key: self.decode(item, f"{where}[{spell_key(key)}]") for key, item in value.items()}
+        items = [self.decode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+
+    def _decode_marked(self, value: dict[Any, Any], where: str) -> Any:
+        match value:
+            case {"nanwatch": "ellipsis"}:
+                return ...
+            case {"nanwatch": "slice", "parts": tuple(parts)} if len(parts) == 3:
+                return slice(*self.decode(parts, where))
+            case {"nanwatch": "dict", "items": list(pairs)}:
+                return {key: self.decode(item, f"{where}[{spell_key(key)}]") for key, item in pairs}
+            case {
+                "nanwatch": "structure",
+                "module": str(module),
+                "class": str(name),
+                "fields": dict(content),
+            }:
+                if all(isinstance(key, str) for key in content):
+                    return Structure(module, name, {key: self.decode(x, where) for key, x in content.items()})
+            case {
+                "nanwatch": "left out",
+                "what": str(what),
+                "type": str(kind),
+                "bytes": size,
+                "why": str(why),
+            }:
+                if size is None or type(size) is int:
+                    return LeftOut(what, kind, size, why)
+        raise ValueError(f"{where} has the key {MARK!r} and is none of the kinds that a capsule holds")
