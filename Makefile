@@ -141,7 +141,6 @@ lint: $(TOOLS)
 	$(LINT_IMPORTS)
 	$(CLANG_FORMAT) --dry-run --Werror $(FORMATTED)
 	$(PY_ONLY) csrc/make_formats.py --check
-	$(PY_ONLY) tests/check_names.py
 	$(PY_ONLY) tests/check_sizes.py
 	$(PY_ONLY) csrc/make_columns.py --check
 
