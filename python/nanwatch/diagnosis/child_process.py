@@ -9,11 +9,9 @@ frameworks.
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import json
 import os
 import random
-import re
 import select
 import signal
 import sys
@@ -26,17 +24,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..util.program_code import is_library
 from ..util.visible import spell
 
-# Seconds that each run may take: at least these, and these times the batch's own.
-LEAST_SECONDS, TIMES_BATCH = 5.0, 20.0
 _HARD_PAUSE = 2  # omp_pause_hard
 _PR_SET_PDEATHSIG = 1
 # The parent acts on these, and a handler of the program's must not run twice.
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGPIPE")
-_DUMPS_STACK = signal.SIGUSR2
-_LINE = re.compile(r'File "(.+)", line (\d+)')
 
 
 def why_no_child() -> str:
@@ -88,86 +81,58 @@ def run_in_child(work: Callable[[], Any], seconds: float) -> Any:
     drawn = random.getstate()  # which Python seeds anew in a child
     has_threads = _pause_openmp()
     reading, writing = os.pipe()
-    stack = os.memfd_create("nanwatch")
-    child = None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
-            parent = os.getpid()
-            try:
-                pid = os.fork()
-            except OSError as error:
-                raise NoChildError(str(error)) from None
-        if pid == 0:
-            _be_child(work, parent, writing, stack, drawn, has_threads)
-        child = _Child(pid)
-        os.close(writing)
-        writing = -1
-        return child.result(reading, stack, seconds)
-    finally:
-        if child is not None:
-            child.end()
-        for one in (reading, writing, stack):
-            if one >= 0:
-                os.close(one)
-
-
-class _Child:
-    """A child, seen from its parent."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        # A number may be another process's by now, where the program's own handler of SIGCHLD takes the status.
-        self._process = os.pidfd_open(pid)
-
-    def result(self, reading: int, stack: int, seconds: float) -> Any:
-        """Return the document after which the child says that it is done."""
-        left, latest = b"", None
-        deadline = time.monotonic() + seconds
-        while True:
-            if not select.select([reading], [], [], max(deadline - time.monotonic(), 0.0))[0]:
-                reason = f"it took longer than {seconds:.0f} s{self._place(stack)}, and was ended"
-                raise ChildEndedError(reason, latest)
-            chunk = os.read(reading, 1 << 20)
-            if not chunk:
-                raise ChildEndedError(f"its process ended{self._status()}", latest)
-            *lines, left = (left + chunk).split(b"\n")
-            for line in lines:
-                document, is_last, error = json.loads(line)
-                deadline = time.monotonic() + seconds
-                if error:
-                    raise ChildEndedError(error, latest)
-                if is_last:
-                    return document
-                latest = latest if document is None else document
-
-    def _place(self, stack: int) -> str:
-        """Return the program's line at which the child is, in words."""
-        with suppress(OSError):
-            signal.pidfd_send_signal(self._process, _DUMPS_STACK)
-            limit = time.monotonic() + 1.0
-            while os.fstat(stack).st_size == 0 and time.monotonic() < limit:
-                time.sleep(0.01)
-            text = os.pread(stack, 1 << 16, 0).decode(errors="replace")
-            lines = [found for found in _LINE.findall(text) if not is_library(found[0])]
-            if lines:
-                return f" at line {lines[0][1]} of {lines[0][0]}"
-        return ""
-
-    def _status(self) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        parent = os.getpid()
         try:
-            code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-        except ChildProcessError:
-            return ""
-        return f" by {signal.Signals(-code).name}" if code < 0 else f" with status {code}"
-
-    def end(self) -> None:
-        """End the process if it still runs, and leave no zombie."""
+            child = os.fork()
+        except OSError as error:
+            os.close(reading)
+            os.close(writing)
+            raise NoChildError(str(error)) from None
+    if child == 0:
+        _be_child(work, parent, writing, drawn, has_threads)
+    # A number may be another process's by now, where the program's own handler of SIGCHLD takes the status.
+    process = os.pidfd_open(child)
+    os.close(writing)
+    try:
+        return _result(child, reading, seconds)
+    finally:
         with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            signal.pidfd_send_signal(process, signal.SIGKILL)
         with suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
-        os.close(self._process)
+            os.waitpid(child, 0)
+        os.close(process)
+        os.close(reading)
+
+
+def _result(child: int, reading: int, seconds: float) -> Any:
+    """Return the document after which the child says that it is done."""
+    left, latest = b"", None
+    deadline = time.monotonic() + seconds
+    while True:
+        if not select.select([reading], [], [], max(deadline - time.monotonic(), 0.0))[0]:
+            raise ChildEndedError(f"it took longer than {seconds:.0f} s, and was ended", latest)
+        chunk = os.read(reading, 1 << 20)
+        if not chunk:
+            raise ChildEndedError(f"its process ended{_status(child)}", latest)
+        *lines, left = (left + chunk).split(b"\n")
+        for line in lines:
+            document, is_last, error = json.loads(line)
+            deadline = time.monotonic() + seconds
+            if error:
+                raise ChildEndedError(error, latest)
+            if is_last:
+                return document
+            latest = latest if document is None else document
+
+
+def _status(child: int) -> str:
+    try:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    except ChildProcessError:
+        return ""
+    return f" by {signal.Signals(-code).name}" if code < 0 else f" with status {code}"
 
 
 def _pause_openmp() -> bool:
@@ -176,7 +141,7 @@ def _pause_openmp() -> bool:
     They start again at the next parallel region. A child of a process that has not ended them waits for them for ever.
     Other makes of OpenMP see to a fork themselves.
     """
-    return all(one.omp_pause_resource_all(_HARD_PAUSE) == 0 for one in _gnu_openmp())
+    return all(library.omp_pause_resource_all(_HARD_PAUSE) == 0 for library in _gnu_openmp())
 
 
 @cache
@@ -186,16 +151,17 @@ def _gnu_openmp() -> tuple[ctypes.CDLL, ...]:
     return tuple(ctypes.CDLL(file) for file in sorted(files))
 
 
-def _be_child(
-    work: Callable[[], Any], parent: int, writing: int, stack: int, drawn: Any, has_threads: bool
-) -> NoReturn:
+def _be_child(work: Callable[[], Any], parent: int, writing: int, drawn: Any, has_threads: bool) -> NoReturn:
     global _send
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-        _take_signals(stack)
-        _cut_off({writing, stack})
+        signal.set_wakeup_fd(-1)
+        for name in _IGNORED:
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        _cut_off(writing)
         random.setstate(drawn)
         if not has_threads:
             torch.set_num_threads(1)
@@ -214,19 +180,11 @@ def _be_child(
         os._exit(0)
 
 
-def _take_signals(stack: int) -> None:
-    signal.set_wakeup_fd(-1)
-    for name in _IGNORED:
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
-    faulthandler.register(_DUMPS_STACK, file=stack, all_threads=False)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-
-def _cut_off(kept: set[int]) -> None:
+def _cut_off(kept: int) -> None:
     """Let all files, pipes and sockets lead nowhere: what is written is lost, and a read raises OSError."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for name in os.listdir("/proc/self/fd"):
-        if int(name) not in kept:
+        if int(name) != kept:
             with suppress(OSError):  # of the listing itself
                 os.fstat(int(name))
                 os.dup2(nowhere, int(name))

@@ -1,4 +1,4 @@
-"""Clock of re-runs that are made in the process of the program, where no child process can be had."""
+"""Clock of re-runs, which ends one that waits or loops."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _End(BaseException):
 
 
 class Clock:
-    """Time limit of each re-run of one failure, in this process and thread."""
+    """Time limit of each re-run of one failure, in this thread."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -45,7 +45,6 @@ class Clock:
             raise RerunEndedError(self._ended)
         timer = threading.Timer(self._seconds, self._strike)
         timer.daemon = True
-        timer.name = "nanwatch clock of a re-run"
         before = None if self._signal is None else signal.signal(self._signal, self._at_signal)
         try:
             self._is_armed = True
@@ -64,16 +63,15 @@ class Clock:
         with self._lock:
             if not self._is_armed:
                 return
-            where = users_line(sys._current_frames().get(self._thread))
+            where = _line(sys._current_frames().get(self._thread))
             self._ended = f"it took longer than {self._seconds:.0f} s at {where}, and was ended"
             if self._signal is not None:
                 signal.pthread_kill(self._thread, self._signal)
             else:
                 # Where this thread waits for a lock, the error comes with the lock: no signal reaches the thread.
                 self._is_armed = False
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(self._thread), ctypes.py_object(_End)
-                )
+                thread = ctypes.c_ulong(self._thread)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_End))
 
     def _at_signal(self, *_: Any) -> None:
         if self._is_armed and self._ended:
@@ -81,9 +79,8 @@ class Clock:
             raise _End
 
 
-def users_line(innermost: FrameType | None) -> str:
+def _line(frame: FrameType | None) -> str:
     """Return the innermost line of the program at a frame, as "line 7 of train.py"."""
-    frame = innermost
     while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return "an unknown line" if frame is None else f"line {frame.f_lineno} of {frame.f_code.co_filename}"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ..report.finding import Finding
 from ..report.report import NonFiniteError, Report
-from ..util.visible import warn_user
 
 if TYPE_CHECKING:
     from .batch_snapshot import BatchSnapshot
@@ -15,19 +14,17 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Incident:
-    """A failure with a life: seen, told to the other ranks, examined, written, raised.
+    """A failure, which is seen, told to the other ranks, examined, written and raised, in this order.
 
     `report` is what is known by now. Each new fact replaces it, so that a report which was handed out stays as it was.
-    `call` is the failed call itself, in a job of several processes, where the batch cannot run again. `is_reported`:
-    the error was raised, or the user's function has the report. `raised` is an error that was raised inside the
-    forward, until the forward is left. `interrupt` is what a signal handler of the program raised during the re-run.
+    `call` is the failed call itself, in a job of several processes, where the batch cannot run again. `raised` is the
+    error that was raised inside the forward. `is_finished`: the incident was raised or handed over.
     """
 
     report: Report
     call: BatchSnapshot | None = None
-    is_reported: bool = False
     raised: NonFiniteError | None = None
-    interrupt: BaseException | None = None
+    is_finished: bool = False
 
     @property
     def finding(self) -> Finding:
@@ -47,15 +44,6 @@ class Incident:
     def remark(self, *remarks: str) -> None:
         """Add these remarks to the finding."""
         self.learn(remarks=(*self.finding.remarks, *remarks))
-
-    def pass_on_interrupt(self, error: BaseException | None) -> NoReturn:
-        """Raise the interrupt from `error`, or from an error with the report."""
-        cause = NonFiniteError(self.report) if error is None else error
-        interrupt, self.interrupt = self.interrupt, None
-        assert interrupt is not None
-        if isinstance(cause, NonFiniteError):
-            warn_user(f"{cause}", may_raise=False)
-        raise interrupt from cause
 
     def let_go(self) -> None:
         """Keep nothing of the batch but the report."""

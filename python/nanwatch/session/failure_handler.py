@@ -1,6 +1,7 @@
-"""Handling of non-finite values: report them, tell the other ranks, ask for the re-run, and act once.
+"""Handling of non-finite values, from the first one that is seen to the exception, callback or warning.
 
-The EventDispatch notifies the handler. The option `on_nonfinite` says what the handler does at the end.
+The EventDispatch notifies the handler. Each failure is one Incident. `_see` makes it and tells the other ranks;
+`_finish` has it examined and written, and raises it. The option `on_nonfinite` says what `_finish` does at its end.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _MAX_ENDED = 64
 
 
 class FailureHandler:
-    """Owner of a Watch's incidents, from the first non-finite value of a batch to the exception, callback or warning.
+    """Owner of a Watch's incidents.
 
     A batch has at most one incident, which belongs to the thread that makes the batch. `guard` holds the incident of a
     backward until a step is about to take it; None without `gradients`.
@@ -57,7 +58,7 @@ class FailureHandler:
         self._guard = guard
         # The first incident of the latest run of non-finite batches. A finite batch ends the run.
         self._first: Incident | None = None
-        self._run_is_open = False
+        self.is_run_open = False
         self._under_way: dict[int, Incident] = {}  # by the numbers of their batches
         self._ended: deque[int] = deque(maxlen=_MAX_ENDED)
         # A backward fails when its batch has ended: with gradients one finite batch says nothing of its own.
@@ -68,12 +69,12 @@ class FailureHandler:
         self._postponed: NonFiniteError | None = None
         self._ranks: RankCoordinator | None = None
         if (model := reports.model()) is not None and self._acts and options.peer_timeout and options.enabled:
-            # Not a bound method: the job would keep this alive.
-            this = weakref.ref(self)
+            # Not a bound method: the job would keep this handler alive.
+            handler = weakref.ref(self)
             self._ranks = RankCoordinator(
                 model,
                 options.peer_timeout,
-                lambda name: report_of(()) if (own := this()) is None else own._write_last_frames(name),
+                lambda name: report_of(()) if (live := handler()) is None else live._write_last_frames(name),
                 goes_on=self._action != "raise",
             )
         self._takes_starts = rerun.keeps_start or self._ranks is not None
@@ -82,69 +83,7 @@ class FailureHandler:
         self._batch_ends = recorder.subscribe(Event.BATCH_END)
         self._update_subscription()
 
-    @property
-    def failure(self) -> Report | None:
-        """The report of the first failure of the latest run of non-finite batches, else of the deferred backward."""
-        deferred = None if self._guard is None else self._guard.pending
-        incident = self._first or deferred
-        return None if incident is None else incident.report
-
-    @property
-    def is_run_open(self) -> bool:
-        """Return whether no finite batch has ended since the latest failure, whose consequence the next ones are."""
-        return self._run_is_open
-
-    def knows(self, number: int) -> bool:
-        """Return whether the batch of this number is known to be non-finite."""
-        return number in self._under_way or number in self._ended
-
-    def _update_subscription(self) -> None:
-        """Subscribe to the ends of batches while a kept start, a non-finite batch or a warning waits for one."""
-        self._batch_ends.active = (
-            self._takes_starts
-            or bool(self._under_way)
-            or self._run_is_open
-            or (self._warnings is not None and self._warnings.awaits_batches)
-        )
-
-    def settle(self) -> None:
-        """Settle the recorder. Postpone an error to the next batch or optimizer's step, or to the watch's end."""
-        try:
-            self._recorder.settle()
-        except NonFiniteError as error:
-            self._postponed = error
-            self._batch_starts.active = True
-
-    def raise_postponed(self) -> None:
-        """Raise the error that `settle` has postponed, if any."""
-        error, self._postponed = self._postponed, None
-        if error is not None:
-            self._batch_starts.active = self._takes_starts
-            raise error
-
-    @property
-    def ended_by_exception(self) -> bool:
-        """True if the latest batch ended by an exception."""
-        return self._exception_batch is not None and self._exception_batch == self._recorder.latest_batch
-
-    def note_error(self, error: BaseException) -> None:
-        """Add to an error of memory or of a device what is known about it."""
-        note_error(error, self._reports.model(), self._recorder)
-
-    def batch_started(
-        self, batch: int, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
-    ) -> object:
-        """Keep what a re-run would need, and return what the recorder is to hold; see RerunPolicy.
-
-        Raises PeerNonFiniteError when another rank has failed, unless the run goes on after a failure.
-        """
-        if self._ranks is not None:
-            self._ranks.batch_started(batch)
-        if not self.rerun.keeps_start or module is None:
-            return None
-        return self.rerun.batch_started(module, args, kwargs)
-
-    # An incident is seen.
+    # An incident, from seen to raised.
 
     def nonfinite_call(
         self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any, *, is_over: bool
@@ -161,15 +100,13 @@ class FailureHandler:
             calls = partial(self._reports.calls_to, frame.name, caller, args, kwargs)
         make = partial(self._reports.of_failure, frame, caller, given_records(args, kwargs), calls=calls)
         try:
-            incident = self._take(number, frame.name, make, is_under_way=not (recomputed or is_over))
-            if incident is None or incident.is_reported:
+            incident = self._see(number, frame.name, make, is_under_way=not (recomputed or is_over))
+            if incident is None or incident.is_finished or incident.raised is not None:
                 return
             if recomputed and self._acts:
-                self._act(incident)
+                self._finish(incident)
             elif self._action == "raise" and self._options.check in ("auto", "module") and not is_over:
-                # Leave the re-run, as a call of the user's function, to `forward_left`: it could wait for a lock that
-                # the forward holds.
-                incident.is_reported = True
+                # `forward_left` finishes it: a re-run could wait for a lock that the forward holds.
                 incident.raised = NonFiniteError(incident.report)
                 # Raise it from no local: the traceback would hold itself, and with it the locals of the forward.
                 raise incident.raised
@@ -177,19 +114,27 @@ class FailureHandler:
             if recomputed and is_new:  # the recorder reports no end of it
                 self._end(number)
 
-    def _take(
+    def step_follows(self, incident: Incident) -> None:
+        """Act on a non-finite gradient that a step is about to take, a state of an optimizer, or a checkpoint."""
+        if self._ranks is not None:
+            self._ranks.is_sharded = self._recorder.gathers_weights
+        self._tell(incident)
+        if self._warnings is not None and incident.finding.phase != "save":  # no batch; its guard warns
+            self._warnings.begin(incident.finding)
+        self._finish(incident)
+
+    def _see(
         self,
         number: int,
         module: str,
         make: Callable[[], Report],
         *,
         is_under_way: bool = False,
-        is_told: bool = True,
+        tells_ranks: bool = True,
     ) -> Incident | None:
         """Count a non-finite call of the module, and return the incident of its batch: None where that has ended.
 
         `make` makes the report, if the call is the first of its batch. `is_under_way`: the call has not been left.
-        `is_told`: to the other ranks.
         """
         if self._warnings is not None:
             self._warnings.count(module)
@@ -198,153 +143,131 @@ class FailureHandler:
             return self._under_way.get(number)
         deferred = None
         if self._guard is not None:
-            self._guard.settle_scaled()
+            self._guard.settle(only_known=True)
             # It came first: something else than an optimizer has moved the weights by its gradients.
             deferred = self._guard.release()
         incident = deferred or Incident(make())
         if is_under_way and deferred is None and self.rerun.keeps_start:
             incident.call = failed_call(self._reports.model, module)
         self._under_way[number] = incident
-        self._tell(incident, ranks=is_told)
+        self._tell(incident, ranks=tells_ranks)
         if not self._acts:
-            self._complete(incident)
-            self._pass_on_interrupt(incident)
+            self._finish(incident)
         if self._warnings is not None:
             self._warnings.begin(incident.finding)
         return incident
 
-    def _take_left_calls(self, error: Exception, batch: int) -> Incident | None:
-        """Read the calls that the exception left, and take the first non-finite one."""
-        report = self._reports.of_left_calls(error, batch)
-        if report is None or report.finding is None:
-            return None
-        # Somebody may catch the exception and go on, so the other ranks are not told.
-        return self._take(batch, report.finding.module, lambda: report, is_told=False)
-
-    def step_follows(self, incident: Incident) -> None:
-        """Act on a non-finite gradient that a step is about to take, a state of an optimizer, or a checkpoint."""
-        if self._ranks is not None:
-            self._ranks.is_sharded = self._recorder.gathers_weights
-        self._tell(incident)
-        if (
-            self._warnings is not None and incident.finding.phase != "save"
-        ):  # its guard warns, and it is no batch
-            self._warnings.begin(incident.finding)
-        if self._acts:
-            self._act(incident)
-        elif self._first is incident:
-            self._monitor.sinks.on_failure(incident.report)
-
-    def await_ranks(self) -> None:
-        """Wait until every rank begins this step, where each has a part of the model.
-
-        Raises PeerNonFiniteError when one of them does not take it.
-        """
-        if self._ranks is not None and self._action == "raise" and self._recorder.gathers_weights:
-            self._ranks.is_sharded = True
-            self._ranks.await_step()
-
-    # It is told, examined, written and raised.
-
     def _tell(self, incident: Incident, *, ranks: bool = True) -> None:
         """Tell the other ranks, before anything slow, and the sinks."""
-        if not self._run_is_open:
-            self._first, self._run_is_open = incident, True
+        if not self.is_run_open:
+            self._first, self.is_run_open = incident, True
         self._batch_ends.active = True
-        finding = incident.report.finding
-        if finding is not None:
-            if ranks and self._ranks is not None:
-                self._ranks.publish(finding, is_first=self._first is incident)
-            self._monitor.sinks.on_nonfinite(finding)
+        if ranks and self._ranks is not None:
+            self._ranks.publish(incident.finding, is_first=self._first is incident)
+        self._monitor.sinks.on_nonfinite(incident.finding)
 
-    def _complete(self, incident: Incident, *, agrees: bool = True) -> None:
-        """Re-run the batch, wait until the ranks agree on the origin, and hand the complete report to the sinks.
+    def _finish(
+        self,
+        incident: Incident,
+        error: BaseException | None = None,
+        *,
+        agrees: bool = True,
+        raises: bool = True,
+    ) -> None:
+        """Have the incident examined and written, agree with the other ranks on the origin, and raise it; once.
 
-        Of several non-finite batches in a row only the first has a re-run, unless each is raised, and the sinks get
-        only the first where the run goes on by itself.
+        `error` is an exception that ends the batch already: it gets the report, and nothing is raised beside it. Of
+        several non-finite batches in a row only the first is examined, unless each is raised, and the sinks get only
+        the first where the run goes on by itself.
         """
+        if incident.is_finished:
+            return
+        incident.is_finished = True
         is_first = self._first is incident
         if is_first or self._action == "raise":
-            self.rerun.examine(incident)
+            try:
+                self.rerun.examine(incident)
+            except BaseException as interrupt:  # what a signal handler of the program raised meanwhile
+                cause = NonFiniteError(incident.report)
+                warn_user(f"{cause}", may_raise=False)
+                raise interrupt from cause
         if agrees and self._ranks is not None:
             origin = self._ranks.settle(incident.report.finding)
             if origin is not None:
                 incident.report = replace(incident.report, origin=origin)
+        report = incident.report
         if is_first or self._acts:
-            self._monitor.sinks.on_failure(incident.report)
+            self._monitor.sinks.on_failure(report)
+        if error is not None and error is incident.raised:
+            # A second error would lose the notes that code in the forward has added to the first.
+            NonFiniteError.__init__(incident.raised, report, report.origin)
+        elif error is not None:
+            add_note(error, report)
+        elif raises and self._action == "raise":
+            raise NonFiniteError(report, report.origin)
+        if callable(self._action):
+            self._action(report)
 
-    def _act(self, incident: Incident, *, agrees: bool = True) -> None:
-        """Raise the error or call the user's function, once."""
-        if incident.is_reported:
-            return
-        incident.is_reported = True
-        self._complete(incident, agrees=agrees)
-        if not callable(self._action):
-            error = NonFiniteError(incident.report, incident.report.origin)
-            self._pass_on_interrupt(incident, error)
-            raise error
-        try:
-            self._action(incident.report)
-        finally:
-            self._pass_on_interrupt(incident)
+    # The batch begins and ends.
 
-    def _pass_on_interrupt(self, incident: Incident, error: BaseException | None = None) -> None:
-        """Raise what a signal handler of the program raised during the re-run, now that its finding is complete."""
-        if incident.interrupt is not None:
-            incident.pass_on_interrupt(error)
+    def batch_started(
+        self, batch: int, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
+    ) -> object:
+        """Keep what a re-run would need, and return what the recorder is to hold; see RerunPolicy.
 
-    # The batch ends.
+        Raises PeerNonFiniteError when another rank has failed, unless the run goes on after a failure.
+        """
+        if self._ranks is not None:
+            self._ranks.batch_started(batch)
+        if not self.rerun.keeps_start or module is None:
+            return None
+        return self.rerun.batch_started(module, args, kwargs)
 
     def forward_left(self, batch: int, completed: bool) -> None:
         """Take the end of this thread's forward, which has returned (`completed`) or raised.
 
         Raises PeerNonFiniteError from an error of a collective, when another rank's failure is behind it.
         """
-        incident = self._under_way.get(batch)
-        raised = None
-        if incident is not None:
-            raised, incident.raised = incident.raised, None
         if completed:
             return
-        error = sys.exc_info()[1]
-        if incident is not None and raised is not None:
-            # Add the results of the re-run to the error. Inside the forward, the re-run could wait for a lock that the
-            # forward holds. A second error would lose the notes that code in the forward has added to the first. No
-            # other exception is changed after it was raised.
-            self._complete(incident)
-            NonFiniteError.__init__(raised, incident.report, incident.report.origin)
-            self._pass_on_interrupt(incident, raised)
+        error, incident = sys.exc_info()[1], self._under_way.get(batch)
+        if incident is not None and incident.raised is not None:
+            self._finish(incident, incident.raised)
         else:
             self.explain(error)
         self._exception_batch = batch
-        is_own = isinstance(error, NonFiniteError | BatchLimitError)
-        if isinstance(error, Exception) and not is_own and batch % self._options.every == 0:
+        is_known = isinstance(error, NonFiniteError | BatchLimitError)
+        if isinstance(error, Exception) and not is_known and batch % self._options.every == 0:
             self._annotate(error, batch)
 
     def _annotate(self, error: Exception, batch: int) -> None:
         """Add a note with the non-finite value to somebody else's exception that ends the batch."""
         try:
-            incident = self._under_way.get(batch) or self._take_left_calls(error, batch)
-            if incident is None or incident.is_reported:
-                return
-            incident.is_reported = True
-            if self._acts:
-                self._complete(incident, agrees=self._action != "raise")
-            add_note(error, incident.report)
-            if callable(self._action):
-                self._action(incident.report)
-            self._pass_on_interrupt(incident, error)
+            incident = self._under_way.get(batch) or self._see_left_calls(error, batch)
+            if incident is not None and not incident.is_finished:
+                self._finish(incident, error, agrees=self._action != "raise")
+            elif incident is not None and not self._acts:
+                add_note(error, incident.report)
         except Exception:  # the user's error matters more
             suppressed("what an exception of the user's left could not be told")
 
+    def _see_left_calls(self, error: Exception, batch: int) -> Incident | None:
+        """Read the calls that the exception left, and take the first non-finite one."""
+        report = self._reports.of_left_calls(error, batch)
+        if report is None or report.finding is None:
+            return None
+        # Somebody may catch the exception and go on, so the other ranks are not told.
+        return self._see(batch, report.finding.module, lambda: report, tells_ranks=False)
+
     def conclude(self, batch: int, completed: bool) -> None:
-        """Act on a batch that has ended and whose frames are all known, unless `nonfinite_call` has acted."""
+        """Act on a batch that has ended and whose frames are all known, unless its forward was ended by its error."""
         try:
             if (incident := self._under_way.get(batch)) is not None:
-                if completed and self._acts:
-                    self._act(incident)
+                # A forward may have caught the error.
+                if completed and self._acts and incident.raised is None:
+                    self._finish(incident)
             elif completed and batch % self._options.every == 0:
-                self._run_is_open = False
+                self.is_run_open = False
                 if self._ranks is not None:
                     self._ranks.end_run()
                 if self._warnings is not None:
@@ -364,10 +287,14 @@ class FailureHandler:
         self.rerun.batch_ended(batch)
         self._update_subscription()
 
-    def explain(self, error: BaseException | None) -> None:
-        """Raise PeerNonFiniteError from `error` when another rank's failure is behind it."""
-        if self._ranks is not None and (explained := self._ranks.explain(error)) is not None:
-            raise explained from error
+    def _update_subscription(self) -> None:
+        """Subscribe to the ends of batches while a kept start, a non-finite batch or a warning waits for one."""
+        self._batch_ends.active = (
+            self._takes_starts
+            or bool(self._under_way)
+            or self.is_run_open
+            or (self._warnings is not None and self._warnings.awaits_batches)
+        )
 
     # The watch ends.
 
@@ -397,16 +324,13 @@ class FailureHandler:
     def _warn_at_end(self, incident: Incident) -> None:
         """Report gradients that no step was about to take. They are no failure yet, so "raise" warns too."""
         is_raising = sys.exc_info()[0] is not None
-        if callable(self._action):
-            try:
-                self._act(incident, agrees=False)
-            except Exception:
-                if not is_raising:
-                    raise
-                suppressed("on_nonfinite raised while the watch ended by another error")
-            return
-        self._complete(incident, agrees=False)
-        if self._action != "record":
+        try:
+            self._finish(incident, agrees=False, raises=False)
+        except Exception:
+            if not is_raising:
+                raise
+            suppressed("on_nonfinite raised while the watch ended by another error")
+        if self._action in ("raise", "warn"):
             words = f"{text.summary(incident.finding)}; the watch ended before a step took it; {WHERE}"
             warn_user(words, may_raise=not is_raising)
 
@@ -415,6 +339,57 @@ class FailureHandler:
         self.rerun.let_go()
         if self._ranks is not None:
             self._ranks.close()
+
+    # What others ask.
+
+    @property
+    def failure(self) -> Report | None:
+        """The report of the first failure of the latest run of non-finite batches, else of the deferred backward."""
+        deferred = None if self._guard is None else self._guard.pending
+        incident = self._first or deferred
+        return None if incident is None else incident.report
+
+    def knows(self, number: int) -> bool:
+        """Return whether the batch of this number is known to be non-finite."""
+        return number in self._under_way or number in self._ended
+
+    @property
+    def ended_by_exception(self) -> bool:
+        """True if the latest batch ended by an exception."""
+        return self._exception_batch is not None and self._exception_batch == self._recorder.latest_batch
+
+    def settle(self) -> None:
+        """Settle the recorder. Postpone an error to the next batch or optimizer's step, or to the watch's end."""
+        try:
+            self._recorder.settle()
+        except NonFiniteError as error:
+            self._postponed = error
+            self._batch_starts.active = True
+
+    def raise_postponed(self) -> None:
+        """Raise the error that `settle` has postponed, if any."""
+        error, self._postponed = self._postponed, None
+        if error is not None:
+            self._batch_starts.active = self._takes_starts
+            raise error
+
+    def note_error(self, error: BaseException) -> None:
+        """Add to an error of memory or of a device what is known about it."""
+        note_error(error, self._reports.model(), self._recorder)
+
+    def explain(self, error: BaseException | None) -> None:
+        """Raise PeerNonFiniteError from `error` when another rank's failure is behind it."""
+        if self._ranks is not None and (explained := self._ranks.explain(error)) is not None:
+            raise explained from error
+
+    def await_ranks(self) -> None:
+        """Wait until every rank begins this step, where each has a part of the model.
+
+        Raises PeerNonFiniteError when one of them does not take it.
+        """
+        if self._ranks is not None and self._action == "raise" and self._recorder.gathers_weights:
+            self._ranks.is_sharded = True
+            self._ranks.await_step()
 
     def _write_last_frames(self, name: str) -> Report:
         """Write and return the latest frames of a rank without a failure of its own, from any thread."""

@@ -83,22 +83,6 @@ class BackwardWatch:
         self._recorder.settle()
         self.guard.settle()
 
-    def ended(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
-        """Defer the failure of a backward whose frames are not kept yet."""
-        calls = [BackwardCall(*call) for call in calls]
-        fault = find_in_backward(calls, [Arrival(*one) for one in arrivals], rank=rank())
-        # The gradients of a non-finite forward are its consequence.
-        if fault is None or self._failures.knows(fault.finding.batch):
-            return
-        batch = fault.finding.batch
-        # The recorder keeps and counts the frames of a backward after this call.
-        num_before, place = self._recorder.frames_of_batch(batch), fault.finding.sequence
-        sequence = None if num_before is None or place is None else num_before + place
-        finding = self._failures.rerun.behind_model(replace(fault.finding, sequence=sequence))
-        report = self._reports.latest(finding, batch, fault.frames)
-        faults = [(call.frame, row) for call in calls for row in call.frame.records if row.is_fault]
-        self._defer(report, {frame.batch for frame, _ in faults}, self._weights(faults))
-
     def started(self) -> None:
         """Look at the loss of a backward that begins: one that is nan is a failure, though its gradients be finite."""
         loss = None if self._recorder.paused else loss_under_way()
@@ -113,6 +97,28 @@ class BackwardWatch:
         elif loss.device.type == "cuda":
             self._loss = loss.detach(), Numbers(loss), batch
 
+    def ended(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
+        """Defer the failure of a backward whose frames are not kept yet."""
+        calls = [BackwardCall(*call) for call in calls]
+        fault = find_in_backward(calls, [Arrival(*arrival) for arrival in arrivals], rank=rank())
+        # The gradients of a non-finite forward are its consequence.
+        if fault is None or self._failures.knows(fault.finding.batch):
+            return
+        batch = fault.finding.batch
+        # The recorder keeps and counts the frames of a backward after this call.
+        num_before, place = self._recorder.frames_of_batch(batch), fault.finding.sequence
+        sequence = None if num_before is None or place is None else num_before + place
+        finding = self._failures.rerun.behind_model(replace(fault.finding, sequence=sequence))
+        report = self._reports.latest(finding, batch, fault.frames)
+        faults = [(call.frame, record) for call in calls for record in call.frame.records if record.is_fault]
+        model, weights = self._model(), set[Weight]()
+        for frame, record in faults:
+            name = record.label.removesuffix(".grad")
+            owner = None if model is None else find_called(model, frame.name)
+            if owner is not None and name in owner.module._parameters:
+                weights.add((weakref.ref(owner.module), name))
+        self._defer(report, {frame.batch for frame, _ in faults}, weights)
+
     def _loss_is_nan(self, loss: Tensor, batch: int) -> None:
         """Act on a loss that is nan, unless its gradients are not finite either, which a GradScaler may skip."""
         if self.guard.pending is not None or self._failures.knows(batch):
@@ -125,10 +131,10 @@ class BackwardWatch:
         self._failures.rerun.backward_failed(batch)
         self._failures.step_follows(Incident(self._reports.latest(finding, batch, [frame])))
 
-    def before_step(self, optimizer: Optimizer, *, is_own: bool) -> None:
+    def before_step(self, optimizer: Optimizer, *, takes_ours: bool) -> None:
         """Stop a step that is about to change the weights with a non-finite gradient.
 
-        is_own: the step takes gradients of the model, as the step of a critic between forward and loss does not.
+        takes_ours: the step takes gradients of the model, as the step of a critic between forward and loss does not.
         """
         recorder, guard = self._recorder, self.guard
         recorder.settle()
@@ -139,33 +145,31 @@ class BackwardWatch:
             recorder.finish_nonfinite_backward()
         # Read what the step takes, whoever wrote it since the backward: sums of several backwards, reductions over
         # ranks, and gradients that no hook sees, such as those of weights used without their module.
-        taken: list[Tensor] = []
-        if is_own or guard.pending is not None:
-            batch = recorder.latest_batch
-            if guard.pending is not None or (batch >= 0 and batch % self._reports.options.every == 0):
-                taken = _nonfinite_parameters(optimizer)
+        batch, bad_parameters = recorder.latest_batch, list[Tensor]()
+        is_due = batch >= 0 and batch % self._reports.options.every == 0
+        if guard.pending is not None or (takes_ours and is_due):
+            bad_parameters = _nonfinite_parameters(optimizer)
         # The gradients of a non-finite forward are its consequence.
-        if taken and guard.pending is None and not self._failures.knows(recorder.latest_batch):
-            self._defer_taken(optimizer, taken)
+        if bad_parameters and guard.pending is None and not self._failures.knows(batch):
+            self._defer_taken(optimizer, bad_parameters, batch)
         loss, self._loss = self._loss, None
-        if loss is not None and not taken and any(map(isnan, loss[1].wait())):
+        if loss is not None and not bad_parameters and any(map(isnan, loss[1].wait())):
             self._loss_is_nan(loss[0], loss[2])
-        due = guard.check_step(optimizer, is_nonfinite=bool(taken))
+        due = guard.check_step(optimizer, is_nonfinite=bool(bad_parameters))
         if due is not None:
             self._failures.step_follows(due)
-        elif is_own:
+        elif takes_ours:
             self._failures.await_ranks()
         if due is None and guard.pending is None:
             if self.spikes is not None:
                 self.spikes.before_step(optimizer)
-            if is_own:
+            if takes_ours:
                 self._failures.rerun.let_go()
 
-    def _defer_taken(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
+    def _defer_taken(self, optimizer: Optimizer, parameters: list[Tensor], batch: int) -> None:
         """Defer the failure of these parameters' gradients, which were finite or unseen in the backward."""
-        model, batch = self._model(), self._recorder.latest_batch
+        model, is_never_called = self._model(), self._reports.is_never_called
         owners = {} if model is None else parameter_owners(model)
-        is_never_called = self._reports.is_never_called
         owned = [x for x in parameters if id(x) in owners]
         called = [x for x in owned if not is_never_called(owners[id(x)][0].name)]
         parameter = (called or owned or parameters)[0]
@@ -181,16 +185,16 @@ class BackwardWatch:
             class_name = type(module if around is None else around.module).__name__
         else:  # it is beside the model
             name, class_name = _OPTIMIZER, type(optimizer).__name__
-            label = next(one.label for one in state_tensors(optimizer, {}) if one.tensor is parameter)
+            label = next(state.label for state in state_tensors(optimizer, {}) if state.tensor is parameter)
         record = observe(parameter.grad, f"{label}.grad", "gradient")
-        phase: Phase = "step" if called or not owned else "backward"
+        is_unseen = bool(owned) and not called  # no hook has seen the gradient that the backward made
+        phase: Phase = "backward" if is_unseen else "step"
+        origin: OriginKind = "produced" if is_unseen else "received"
         frames = self._reports.latest(None, batch).frames
         earlier = [x for x in frames if (x.batch, x.name, x.phase) == (batch, name, phase)][-1:]
-        records = (*earlier[0].records, record) if earlier else (record,)
+        records = (*(record for frame in earlier for record in frame.records), record)
         frame = Frame(batch, name, class_name, records, phase)
-        origin: OriginKind = "received" if phase == "step" else "produced"
-        sequence = self._recorder.frames_of_batch(batch)
-        finding = finding_of(frame, record, origin, None, rank(), sequence)
+        finding = finding_of(frame, record, origin, None, rank(), self._recorder.frames_of_batch(batch))
         report = self._reports.of((*(x for x in frames if x not in earlier), frame), finding, batch)
         weights = [owners[id(x)] for x in owned]
         self._defer(report, {batch}, {(weakref.ref(owner.module), key) for owner, key in weights})
@@ -201,17 +205,6 @@ class BackwardWatch:
         due = self.guard.defer(incident, batches, weights)
         if due is not None:
             self._failures.step_follows(due)
-
-    def _weights(self, faults: list[tuple[Frame, Record]]) -> set[Weight]:
-        """Return the weights among these rows."""
-        model = self._model()
-        found: set[Weight] = set()
-        for frame, row in faults:
-            name = row.label.removesuffix(".grad")
-            owner = None if model is None else find_called(model, frame.name)
-            if owner is not None and name in owner.module._parameters:
-                found.add((weakref.ref(owner.module), name))
-        return found
 
 
 def _nonfinite_parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -237,25 +230,23 @@ class OptimizerSteps:
         self._backward = backward
         self._given = None if options.optimizer is None else weakref.ref(options.optimizer)
         # One search for each optimizer, unless it gets a group: 0.5 ms for the parameters of 400 modules.
-        self._own: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._takes: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._has_read_state = options.optimizer is None
         # The optimizers, and the latest batch before the latest step of each.
         self._stepped: WeakIdentityDict[int] = WeakIdentityDict()
         self._last_step: Incident | None = None
         reports.explain_weight = self._explain_weight
-        this = weakref.ref(self)
+        steps = weakref.ref(self)
 
         def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            own = this()
-            if own is None:
+            if (live := steps()) is None:
                 return None
-            if is_compiling():
-                return own._before_compiled_step(optimizer, args, kwargs)
-            return own._before_step(optimizer, args, kwargs)
+            begin = live._before_compiled_step if is_compiling() else live._before_step
+            return begin(optimizer, args, kwargs)
 
         def after(optimizer: Optimizer, *_: Any) -> None:
-            if (own := this()) is not None and own._steps_given(optimizer):
-                own._read_state(optimizer)
+            if (live := steps()) is not None and live._steps_given(optimizer):
+                live._read_state(optimizer)
 
         hooks = [before_steps.add(before)]
         if options.optimizer is not None:
@@ -274,10 +265,10 @@ class OptimizerSteps:
         changed = None
         if not self._recorder.paused:
             self._stepped[optimizer] = self._recorder.latest_batch
-        if self._backward is not None:
-            changed = with_check_after_closure(optimizer, args, kwargs, lambda: self._check(optimizer))
-        if self._backward is not None:
-            self._backward.before_step(optimizer, is_own=self._takes_gradients(optimizer))
+        if (backward := self._backward) is not None:
+            check = partial(backward.before_step, optimizer, takes_ours=self._takes_gradients(optimizer))
+            changed = with_check_after_closure(optimizer, args, kwargs, check)
+            check()
         if not self._has_read_state and self._steps_given(optimizer):
             self._has_read_state = True
             if optimizer.state:  # from a checkpoint
@@ -287,24 +278,21 @@ class OptimizerSteps:
     # Otherwise torch.compile compiles this with the step, function by function.
     _before_compiled_step = _disable_dynamo(_before_step)
 
-    def _check(self, optimizer: Optimizer) -> None:
-        if self._backward is not None:
-            self._backward.before_step(optimizer, is_own=self._takes_gradients(optimizer))
-
     def _takes_gradients(self, optimizer: Optimizer) -> bool:
+        """Return whether the optimizer holds a parameter of the model."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._own.get(optimizer)
+        known = self._takes.get(optimizer)
         if known is not None and (known[1] or known[0] == count):
             return known[1]
         model = self._model()
         held = {id(x) for group in optimizer.param_groups for x in group["params"]}
-        is_own = (
+        takes = (
             self._recorder.gathers_weights
             or self._steps_given(optimizer)
             or (model is not None and any(id(x) in held for x in each_parameter(model)))
         )
-        self._own[optimizer] = count, is_own
-        return is_own
+        self._takes[optimizer] = count, takes
+        return takes
 
     def _steps_given(self, stepping: Optimizer) -> bool:
         """Return whether `stepping` is the optimizer in the options, or is inside it.
@@ -332,14 +320,12 @@ class OptimizerSteps:
         for x in nonfinite(x for x in each_parameter(model) if id(x) in owners):
             (name, _, module), label = owners[id(x)]
             record = observe(x, label, "weight", self._options.excuses(name, module))
-            if not record.is_fault:
-                continue
-            frame = Frame(batch, name, type(module).__name__, (record,), "step")
-            sequence = self._recorder.frames_of_batch(batch)
-            finding = finding_of(frame, record, "weight", None, rank(), sequence)
-            report = self._reports.latest(self._explain_weight(finding), batch, [frame])
-            self._last_step = Incident(report)
-            break
+            if record.is_fault:
+                frame = Frame(batch, name, type(module).__name__, (record,), "step")
+                sequence = self._recorder.frames_of_batch(batch)
+                finding = self._explain_weight(finding_of(frame, record, "weight", None, rank(), sequence))
+                self._last_step = Incident(self._reports.latest(finding, batch, [frame]))
+                break
         return self._last_step
 
     def act(self) -> None:
@@ -353,10 +339,12 @@ class OptimizerSteps:
         model = self._model()
         path, _, key = f"{finding.module}.{finding.label}".removeprefix(".").rpartition(".")
         owner = None if model is None else find_module(model, path)
-        x = None if owner is None else owner.module._parameters.get(key)
+        weight = None if owner is None else owner.module._parameters.get(key)
         for optimizer in self._stepped.objects():
-            if x is not None and any(x is one for group in optimizer.param_groups for one in group["params"]):
-                return take_apart(finding, optimizer, x)
+            if weight is not None and any(
+                weight is x for group in optimizer.param_groups for x in group["params"]
+            ):
+                return take_apart(finding, optimizer, weight)
         return finding
 
     def _read_state(self, optimizer: Optimizer) -> None:
@@ -365,23 +353,22 @@ class OptimizerSteps:
             return
         model = self._model()
         names = {} if model is None else parameter_names(model)
-        rows = state_rows(optimizer, names, observe_with(self._options.recorder_settings()))
-        self._recorder.add_frame(batch, self._node, rows)
-        if not any(row.is_fault for row in rows):
+        records = state_rows(optimizer, names, observe_with(self._options.recorder_settings()))
+        self._recorder.add_frame(batch, self._node, records)
+        if not any(record.is_fault for record in records):
             self.act()
             return
         report = self._reports.latest(None, batch)
-        num_frames = self._recorder.frames_of_batch(batch)
-        finding = find(report.frames[-1:], rank=rank(), num_frames=num_frames)
+        finding = find(report.frames[-1:], rank=rank(), num_frames=self._recorder.frames_of_batch(batch))
         self._failures.step_follows(Incident(replace(report, finding=finding)))
 
 
 def state_rows(optimizer: Optimizer, names: dict[int, str], observe: Observe = observe) -> list[Record]:
-    """Return the rows of an optimizer's state, named as `state_tensors` names them. Step counts are left out."""
-    rows: list[Record] = []
-    for one in state_tensors(optimizer, names):
-        if one.is_parameter:
-            rows.append(observe(one.tensor, one.label, "weight"))
-        elif one.tensor.ndim and one.tensor.is_floating_point():
-            rows.append(observe(one.tensor, one.label, "buffer"))
-    return rows
+    """Return the records of an optimizer's state, named as `state_tensors` names them. Step counts are left out."""
+    records: list[Record] = []
+    for state in state_tensors(optimizer, names):
+        if state.is_parameter:
+            records.append(observe(state.tensor, state.label, "weight"))
+        elif state.tensor.ndim and state.tensor.is_floating_point():
+            records.append(observe(state.tensor, state.label, "buffer"))
+    return records

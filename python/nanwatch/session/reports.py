@@ -23,6 +23,7 @@ from ..report.finding import Finding, find, with_earlier
 from ..report.report import Report, report_of
 from ..report.text import culprit
 from ..util.job import rank
+from ..util.modules import is_in
 from ..util.visible import suppressed
 from .options import Options
 
@@ -91,7 +92,7 @@ class Reports:
 
     def latest(self, finding: Finding | None, batch: int | None, more: Iterable[Frame] = ()) -> Report:
         """Return a report of the recorder's frames, and of `more` that it has not kept."""
-        return self.of(self._frames(more), finding, batch)
+        return self.of((*self.recorder.frames(), *more), finding, batch)
 
     def of_failure(
         self,
@@ -143,9 +144,8 @@ class Reports:
     def calls_around(self, name: str) -> list[LeftCall]:
         """Return calls without arguments of the module of this name and of those around it, the innermost first."""
         model = self.model()
-        names = {"", *(name[:end] for end in range(len(name) + 1) if name[end:].startswith("."))}
-        named = [] if model is None else named_modules(model)
-        return [LeftCall(one.module, (), {}, ()) for one in named if one.name in names][::-1]
+        around = [] if model is None else [x for x in named_modules(model) if is_in(name, x.name)]
+        return [LeftCall(named.module, (), {}, ()) for named in around][::-1]
 
     def calls_to(
         self, name: str, caller: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
@@ -155,38 +155,34 @@ class Reports:
         Calls in compiled code are in no stack: `calls_around` has them. `args` and `kwargs` are the outermost call's.
         """
         calls, model = open_calls(), self.model()
-        if model is None:
+        if model is None or (calls and isinstance(calls[0].module, Function)):
             return calls
         names = _recorded_names(model)
         target = name if name in names.values() else caller
         innermost = next((names[id(call.module)] for call in calls if id(call.module) in names), None)
-        is_function = bool(calls) and isinstance(calls[0].module, Function)
-        if target is None or target not in names.values() or innermost == target or is_function:
+        if target not in names.values() or target is None or innermost == target:
             return calls
-        around = [call for call in self.calls_around(target) if id(call.module) in names]
-        if innermost is not None:
-            return [call for call in around if _is_inside(names[id(call.module)], innermost)] + calls
-        if (outermost := self.recorder.outermost()) is None:
-            outermost = target
-        given = [
-            LeftCall(module, args, kwargs or {}, ())
-            for module in model.modules()
-            if names.get(id(module)) == outermost
-        ]
-        return [call for call in around if _is_inside(names[id(call.module)], outermost)] + given + calls
+        outermost = innermost
+        if innermost is None:
+            known = self.recorder.outermost()
+            outermost = target if known is None else known
+            modules = [module for module in model.modules() if names.get(id(module)) == outermost]
+            calls = [*(LeftCall(module, args, kwargs or {}, ()) for module in modules), *calls]
+        around = {names[id(x.module)]: x for x in self.calls_around(target) if id(x.module) in names}
+        return [x for name, x in around.items() if name != outermost and is_in(name, outermost or "")] + calls
 
     def _is_inside(self, calls: Sequence[LeftCall]) -> bool:
         """Return whether code of the model makes the outermost of these calls, with no call of the model around it.
 
         A forward does so in another thread, in a coroutine, in a generator, or in the backward of a Function.
         """
-        model, outermost = self.model(), calls[-1].module if calls else None
-        root = None if model is None else unwrapped(model)
-        if outermost is None or root is None or isinstance(outermost, Function):
+        model = self.model()
+        if model is None or not calls or isinstance(calls[-1].module, Function):
             return False
-        if unwrapped(outermost) is root:
+        root = unwrapped(model)
+        if unwrapped(calls[-1].module) is root:
             return False
-        if "" in self._suspicion.called or any(frame.name == "" for frame in self._frames(())):
+        if "" in self._suspicion.called or any(frame.name == "" for frame in self.recorder.frames()):
             return True
         stacks = list(sys._current_frames().values())
         return any(unwrapped(call.module) is root for stack in stacks for call in open_calls(stack))
@@ -219,7 +215,7 @@ class Reports:
                 continue
             if self.options.observes(name):
                 allowed = self.options.excuses(name, call.module)
-                state = [one for one in state_of(call.module) if one[0] in roles]
+                state = [value for value in state_of(call.module) if value[0] in roles]
                 values = [*state, *call_values(settings, *call, objects=True)]
                 records = [observe_value(x, label, role, allowed) for role, label, x in values]
                 frame = Frame(batch, name, type(call.module).__name__, tuple(records))
@@ -232,19 +228,14 @@ class Reports:
         """Return whether batches have ended and none of them called the module, as far as is known."""
         called = self._suspicion.called
         return (
-            bool(called) and module not in called and all(frame.name != module for frame in self._frames(()))
+            bool(called)
+            and module not in called
+            and all(frame.name != module for frame in self.recorder.frames())
         )
-
-    def _frames(self, more: Iterable[Frame]) -> tuple[Frame, ...]:
-        return (*self.recorder.frames(), *more)
 
 
 def _recorded_names(model: nn.Module) -> dict[int, str]:
-    return {id(one.module): one.name for one in named_modules(model) if is_recorded(one.module)}
-
-
-def _is_inside(name: str, outer: str) -> bool:
-    return name != outer and (not outer or name.startswith(f"{outer}."))
+    return {id(named.module): named.name for named in named_modules(model) if is_recorded(named.module)}
 
 
 def given_records(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Iterator[Record]:

@@ -9,10 +9,10 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,21 +20,13 @@ from torch import nn
 from ..diagnosis import folder, rerun
 from ..diagnosis.backward_rerun import read_graph
 from ..diagnosis.batch_snapshot import BatchSnapshot, draws_outside_torch
-from ..diagnosis.child_process import (
-    LEAST_SECONDS,
-    TIMES_BATCH,
-    ChildEndedError,
-    NoChildError,
-    run_in_child,
-    why_no_child,
-)
+from ..diagnosis.child_process import ChildEndedError, NoChildError, run_in_child, why_no_child
 from ..diagnosis.experiment import Conditions
 from ..diagnosis.in_process import clock
 from ..diagnosis.incident import Incident
 from ..diagnosis.loss_statements import BackwardCall
 from ..diagnosis.module_state import BufferHistory
 from ..instrumentation.functions import Function
-from ..instrumentation.slot import ExclusiveRun
 from ..report.finding import Finding
 from ..report.report import Report
 from ..util.throttle import MANY, is_due
@@ -45,13 +37,12 @@ from .reports import ModelRef
 _GOES_ON = "no re-run was made, as the run goes on: rerun=True (--rerun) finds the operation"
 # Seconds that a re-run waits for other threads to leave the model. They may wait for this one.
 _PATIENCE = 1.0
+# Seconds that each run may take: at least these, and these times the batch's own.
+LEAST_SECONDS, TIMES_BATCH = 5.0, 20.0
 
 
 class _Graph:
-    """Stand-in for the graph of a batch.
-
-    The recorder holds it until no gradient of the batch can come any more.
-    """
+    """Stand-in for the graph of a batch. The recorder holds it until no gradient of the batch can come any more."""
 
     __slots__ = ("__weakref__",)
 
@@ -59,29 +50,27 @@ class _Graph:
 _NO_MODULE = nn.Module()
 
 
-class _Ended(NamedTuple):
-    """Start of a batch that has ended.
+@dataclass(slots=True)
+class _Forward:
+    """A forward since the latest step.
 
-    Keeps no module alive: otherwise a model that keeps its output would keep itself.
+    `begin` and `end` are autograd's sequence numbers: of its first node, and of the first behind it. `snapshot` is kept
+    for the backward, until the next batch begins. It refers to `_NO_MODULE`: a model that keeps its output keeps the
+    graph, and so would keep itself, in a cycle that the garbage collector does not see. `is_loss`: of a watched
+    function, which is a part of the loss.
     """
 
     batch: int
     module: weakref.ref[nn.Module]
-    rest: BatchSnapshot
+    snapshot: BatchSnapshot | None
+    begin: int
+    end: int
+    is_loss: bool
 
     def start(self) -> BatchSnapshot | None:
         """Return the start of the batch, or None once its module is gone."""
         module = self.module()
-        return None if module is None else replace(self.rest, module=module)
-
-
-class _Forward(NamedTuple):
-    """Autograd's sequence numbers of a batch's forward: of its first node, and of the first behind it."""
-
-    batch: int
-    begin: int
-    end: int
-    is_loss: bool  # a watched function, which is a part of the loss
+        return None if module is None or self.snapshot is None else replace(self.snapshot, module=module)
 
 
 class RerunPolicy:
@@ -97,29 +86,25 @@ class RerunPolicy:
         self.keeps_start = self._may_keep and (options.rerun is True or acts)
         self._output_dir = options.output_dir
         self._model = ModelRef(model)
-        self._failures = 0
+        self._num_failures = 0
         self._buffers = BufferHistory()
         # Whether the model's code may draw from random or numpy.random.
         self._draws: bool | None = None
-        # By thread, from the start of its batch to its end. None where no re-run is possible. The snapshots refer to
-        # the batch's tensors.
-        self._starts: dict[int, tuple[BatchSnapshot | None, weakref.ref[_Graph], int]] = {}
-        # Held while a thread enters or leaves the model; notified when one has left.
+        # Held while a thread enters or leaves the model, and during a re-run in this process.
         self._door = threading.Condition()
-        self._turn: ExclusiveRun | None = None
-        # The start of the latest batch and the batch's number, for its backward: as long as the batch has a graph, and
-        # from a non-finite backward on until a step was checked. The graph itself must not hold it: a model that
-        # keeps its output would then hold itself, in a cycle which the garbage collector does not see.
-        self._ended: weakref.WeakKeyDictionary[_Graph, _Ended] = weakref.WeakKeyDictionary()
-        self._failed: _Ended | None = None
-        # The forwards since the last step whose graphs live: a loss may have called the model several times.
+        # By thread, from the start of its batch to its end. The snapshot is None where no re-run is possible.
+        self._starts: dict[int, tuple[BatchSnapshot | None, weakref.ref[_Graph], int]] = {}
         self._forwards: weakref.WeakKeyDictionary[_Graph, _Forward] = weakref.WeakKeyDictionary()
-        # By batch, the backward that has failed, until a step has been checked.
+        # The forward whose backward has failed, until a step was checked: its graph may be gone.
+        self._failed: _Forward | None = None
+        # By batch, the backward that has failed, until a step was checked.
         self._losses: dict[int, BackwardCall] = {}
         self._keeps_ended = options.gradients
         self._scaler = options.scaler
         # A module that is not watched is not judged either.
         self._allows = lambda name, module: not options.observes(name) or options.excuses(name, module)
+
+    # A batch begins and ends.
 
     def batch_started(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
@@ -138,33 +123,43 @@ class RerunPolicy:
         except Exception:
             suppressed("the start of a batch could not be kept, so it has no re-run")
             start = None
-        if not isinstance(module, Function):  # a loss after the model's call, before the backward of both
-            self._let_go_of_start()
         graph = _Graph()
-        here = threading.get_ident()
-        while True:
-            with self._door:
-                turn = self._turn
-                if turn is None or not turn.holds_up():
-                    sequence = torch._C._autograd._get_sequence_nr()
-                    self._starts[here] = start, weakref.ref(graph), sequence
-                    return graph
-            turn.wait()
+        with self._door:
+            if not isinstance(module, Function):  # a loss after the model's call, before the backward of both
+                self._let_go_of_start()
+            sequence = torch._C._autograd._get_sequence_nr()
+            self._starts[threading.get_ident()] = start, weakref.ref(graph), sequence
+        return graph
 
     def batch_ended(self, batch: int) -> None:
         """Let go of the start of this thread's batch, or keep it for the batch's backward."""
         with self._door:
-            start, graph, begin = self._starts.pop(threading.get_ident(), (None, None, 0))
+            start, graph_ref, begin = self._starts.pop(threading.get_ident(), (None, None, 0))
             self._door.notify_all()
-            is_loss = start is not None and isinstance(start.module, Function)
-            if not is_loss:
-                self._ended.clear()
-            held = None if graph is None else graph()
-            if self._keeps_ended and start is not None and start.grad and held is not None:
-                end = torch._C._autograd._get_sequence_nr()
-                self._forwards[held] = _Forward(batch, begin, end, is_loss)
-                rest = replace(start, module=_NO_MODULE)
-                self._ended[held] = _Ended(batch, weakref.ref(start.module), rest)
+            graph = None if graph_ref is None else graph_ref()
+            if self._keeps_ended and start is not None and start.grad and graph is not None:
+                self._forwards[graph] = _Forward(
+                    batch,
+                    weakref.ref(start.module),
+                    replace(start, module=_NO_MODULE),
+                    begin,
+                    torch._C._autograd._get_sequence_nr(),
+                    isinstance(start.module, Function),
+                )
+
+    def let_go(self) -> None:
+        """Let go of all that was kept for a backward."""
+        with self._door:
+            self._forwards.clear()
+            self._let_go_of_start()
+
+    def _let_go_of_start(self) -> None:
+        for forward in list(self._forwards.values()):
+            forward.snapshot = None
+        self._losses.clear()
+        self._failed = None
+
+    # A backward fails.
 
     def behind_model(self, finding: Finding) -> Finding:
         """Return the finding of a backward under way with what the graph tells, if its loss made the value.
@@ -173,13 +168,13 @@ class RerunPolicy:
         """
         with self._door:
             forwards = list(self._forwards.values())
-        own = next((one for one in forwards if one.batch == finding.batch), None)
-        if own is None:
+        failed = next((forward for forward in forwards if forward.batch == finding.batch), None)
+        if failed is None:
             return finding
         try:
             # A later call is a part of what lies behind this one's outputs.
-            calls = [(x.begin, x.end) for x in forwards if x.batch <= own.batch and not x.is_loss]
-            since = own.end if own.is_loss else min(end for _, end in calls)
+            calls = [(x.begin, x.end) for x in forwards if x.batch <= failed.batch and not x.is_loss]
+            since = failed.end if failed.is_loss else min(end for _, end in calls)
             call = BackwardCall.capture(since, calls)
             if call is None:
                 return finding
@@ -192,125 +187,89 @@ class RerunPolicy:
     def backward_failed(self, batch: int) -> None:
         """Keep the start of the batch also when its graph is gone, until a step takes the gradients."""
         with self._door:
-            ended = list(self._ended.values())
-            self._failed = next((one for one in ended if one.batch == batch), self._failed)
+            kept = [x for x in self._forwards.values() if x.batch == batch and x.snapshot is not None]
+            if kept:
+                self._failed = replace(kept[0])
 
     def kept(self, batch: int) -> BatchSnapshot | None:
         """Return the start of the batch, if it is kept for the batch's backward."""
         with self._door:
-            kept = [*self._ended.values(), *([] if self._failed is None else [self._failed])]
-        return next((one.start() for one in kept if one.batch == batch), None)
+            forwards = [*self._forwards.values(), *filter(None, [self._failed])]
+        starts = (forward.start() for forward in forwards if forward.batch == batch)
+        return next((start for start in starts if start is not None), None)
 
-    def let_go(self) -> None:
-        """Let go of all that was kept for a backward."""
-        with self._door:
-            self._forwards.clear()
-            self._let_go_of_start()
-
-    def _let_go_of_start(self) -> None:
-        with self._door:
-            self._ended.clear()
-            self._losses.clear()
-            self._failed = None
+    # A failure is examined.
 
     def examine(self, incident: Incident) -> None:
         """Complete the incident by a re-run of this thread's batch, if it may run again, and write it to output_dir."""
-        model, finding = self._model(), incident.report.finding
-        if finding is None:
-            return
+        model, finding = self._model(), incident.finding
         if not self.keeps_start and self._may_keep and finding.origin in ("produced", "received"):
             incident.remark(_GOES_ON)
         if model is None or not (self.keeps_start or self._output_dir is not None):
             return
-        self._failures += 1
-        if not is_due(self._failures):
+        self._num_failures += 1
+        if not is_due(self._num_failures):
             self._pass_over(incident)
             return
         # What wrote a weight before it was saved, or a gradient before a step, lies behind the batch.
-        is_behind = finding.phase in ("save", "step")
-        start = None if is_behind else self._start_of(finding)
-        loss = self._losses.get(finding.batch) if finding.phase == "backward" else None
-        is_run = self.keeps_start and (start is not None or loss is not None)
+        examines = self.keeps_start and finding.phase not in ("save", "step")
+        start = self._start_of(finding) if examines else None
         examine = partial(
             rerun.examine,
             incident,
             model=model,
             output_dir=self._output_dir,
-            examines=self.keeps_start and not is_behind,
             conditions=Conditions(self._loss_scale(), self._allows, self._keeps_ended),
-            loss=loss,
+            loss=self._losses.get(finding.batch) if examines and finding.phase == "backward" else None,
         )
         try:
-            if not is_run:
-                examine(start)
-                return
-            elapsed = 0.0 if start is None else time.monotonic() - start.began
-            seconds = LEAST_SECONDS + TIMES_BATCH * elapsed
-            # Once, as each child would import it anew: torch._dynamo takes a second.
-            importlib.import_module("torch._dynamo")
-            tempfile.gettempdir()  # writes a file, the first time
-            if ended := self._run_again(incident, start, examine, seconds):
-                incident.remark(ended)
+            if start is None and examine.keywords["loss"] is None:
+                examine(start, examines=examines)
+            else:
+                self._run_again(incident, start, partial(examine, start, examines=True))
+        except (Exception, ChildEndedError) as error:  # a failed re-run must not lose the first report
+            if isinstance(error, ChildEndedError):
+                incident.remark(f"of a re-run in a child process: {error}")
                 examine(None, examines=False)
-        except Exception as error:  # a failed re-run must not lose the first report
-            warn_user(f"nanwatch could not re-run a failed batch: {spell(error)}", may_raise=False)
+            else:
+                warn_user(f"nanwatch could not re-run a failed batch: {spell(error)}", may_raise=False)
+        except BaseException as interrupt:  # of a signal's handler, or of code that ran again in this process
+            incident.remark(f"{type(interrupt).__name__} ended the re-run")
+            examine(None, examines=False)
+            raise
 
     def _run_again(
-        self, incident: Incident, start: BatchSnapshot | None, examine: Callable[..., None], seconds: float
-    ) -> str:
-        """Complete the incident in a forked child, else in this process. Return what ended that early, or ""."""
+        self, incident: Incident, start: BatchSnapshot | None, examine: Callable[..., None]
+    ) -> None:
+        """Complete the incident in a forked child, else in this process, under a clock."""
+        seconds = LEAST_SECONDS + (0.0 if start is None else TIMES_BATCH * (time.monotonic() - start.began))
+        # Once, as each child would import it anew: torch._dynamo takes a second.
+        importlib.import_module("torch._dynamo")
+        tempfile.gettempdir()  # writes a file, the first time
 
         def work() -> str:
-            examine(start)
+            with clock(seconds):
+                examine()
             return incident.report.to_json()
 
-        in_child = not why_no_child()
-        try:
-            if in_child:
-                with suppress(NoChildError):
-                    incident.report = Report.from_json(run_in_child(work, seconds))
-                    return ""
-                in_child = False
-            reason = "" if self._make_room() else "another thread was inside the model"
-            try:
-                with clock(seconds):
-                    examine(start, reason=reason)
-                return ""
-            finally:
-                self._end_turn()
-        except ChildEndedError as ended:
-            if ended.latest is not None:
-                incident.report = Report.from_json(ended.latest)
-            return f"of a re-run in a child process: {ended}"
-        except BaseException as interrupt:  # of a signal's handler, or of code that ran again in this process
-            if isinstance(interrupt, Exception) and not in_child:
-                raise
-            incident.interrupt = interrupt
-            return f"{type(interrupt).__name__} ended the re-run"
-
-    def _make_room(self) -> bool:
-        """Keep other threads from entering the model until `_end_turn`. Return whether those inside have left it."""
-        here = threading.get_ident()
-        with self._door:
-            if self._turn is not None:  # another thread's
-                return False
-            self._turn = turn = ExclusiveRun()
-            if self._door.wait_for(lambda: self._starts.keys() <= {here}, _PATIENCE):
-                return True
-        turn.end()
-        return False
-
-    def _end_turn(self) -> None:
-        with self._door:
-            turn = self._turn
-            if turn is None or not turn.is_owned():
+        if not why_no_child():
+            with suppress(NoChildError):
+                try:
+                    incident.report = Report.from_json(run_in_child(work, seconds + LEAST_SECONDS))
+                except ChildEndedError as ended:
+                    if ended.latest is not None:
+                        incident.report = Report.from_json(ended.latest)
+                    raise
                 return
-            self._turn = None
-        turn.end()
+        here = threading.get_ident()
+        with self._door:  # no other thread enters the model meanwhile
+            is_alone = self._door.wait_for(lambda: self._starts.keys() <= {here}, _PATIENCE)
+            with clock(seconds):
+                examine(reason="" if is_alone else "another thread was inside the model")
 
     def _pass_over(self, incident: Incident) -> None:
         """Remark that the batch was not re-run."""
-        if self._failures == MANY + 1:
+        if self._num_failures == MANY + 1:
             warn_user(
                 f"nanwatch has re-run {MANY} failed batches of this model. From now on it does so only at the"
                 f" {2 * MANY}th, {4 * MANY}th, {8 * MANY}th and so on. To end the failures, follow the first report."
@@ -318,7 +277,7 @@ class RerunPolicy:
                 may_raise=False,
             )
         incident.remark(
-            f"no re-run was made, and nothing was written: it is failure {self._failures} of this"
+            f"no re-run was made, and nothing was written: it is failure {self._num_failures} of this"
             f" watch, and after {MANY} only the {2 * MANY}th, {4 * MANY}th, {8 * MANY}th ... are re-run"
         )
 
@@ -334,6 +293,12 @@ class RerunPolicy:
             return None
         return scale if scale and isfinite(scale) else None
 
+    def _start_of(self, finding: Finding) -> BatchSnapshot | None:
+        if finding.phase == "backward":
+            failed = self._failed
+            return failed.start() if failed is not None and failed.batch == finding.batch else None
+        return self._starts.get(threading.get_ident(), (None,))[0]
+
     def write_frames(self, report: Report, name: str) -> None:
         """Write a report without a finding as the folder `name` of output_dir, if there is one; never raises."""
         if self._output_dir is None:
@@ -342,9 +307,3 @@ class RerunPolicy:
             folder.write_frames(report, self._output_dir / name)
         except Exception as error:
             warn_user(f"nanwatch could not write the last frames: {spell(error)}", may_raise=False)
-
-    def _start_of(self, finding: Finding) -> BatchSnapshot | None:
-        if finding.phase == "backward":
-            failed = self._failed
-            return failed.start() if failed is not None and failed.batch == finding.batch else None
-        return self._starts.get(threading.get_ident(), (None,))[0]

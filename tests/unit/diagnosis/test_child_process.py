@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -48,10 +47,6 @@ def sleeps() -> Any:
     time.sleep(60)
 
 
-def dies() -> Any:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def leaves() -> Any:
     os._exit(7)
 
@@ -70,7 +65,7 @@ def children() -> set[str]:
     ("end", "words"),
     [
         (raises, "it raised KeyError: 'mine'"),
-        (sleeps, r"it took longer than 1 s at line \d+ of .*test_child_process.py, and was ended"),
+        (sleeps, "it took longer than 1 s, and was ended"),
         (leaves, "its process ended with status 7"),
     ],
 )
@@ -88,10 +83,6 @@ def test_a_child_that_does_not_end_well_says_why(end: Callable[[], Any], words: 
         run_in_child(work, 1.0)
     assert caught.value.latest == {"known": 2}
     assert children() <= others
-
-
-def test_in_the_program_itself_nothing_is_sent() -> None:
-    send({"known": 1})
 
 
 def test_a_child_can_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
