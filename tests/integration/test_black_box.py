@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from nanwatch import watch
-from nanwatch.blackbox.story import BlackBoxReport, read_black_box
+from nanwatch.blackbox.story import BlackBoxReport
+from nanwatch.blackbox.story import read as read_black_box
 from support.black_boxes import needs_box
 from support.processes import environment, forked
 

@@ -24,25 +24,18 @@ _KINDS = ("u1", "u2", "u4", "u8", "i4", "i8", "f8")
 _FILLER = 255
 _HEAD = 8  # bytes before a name: its kind, and its length from the fifth on
 _NEEDED = {
-    "state": "pid begun begun_ticks time ticks calls batches facts notes names frames latest samples sample_ticks"
+    "state": "pid begun begun_ticks time ticks calls facts notes names frames latest samples sample_ticks"
     " step_ticks gradient_ticks gradient_batch gradient_module gradient_part signal signal_code signal_ticks"
     " signal_address signal_thread exit exit_status killed_by exit_ticks tracebacks traceback_ticks memory",
     "threads": "id depth",
-    "stacks": "begun batch module recomputed",
-    "calls": "begun ended batch module thread depth raised",
-    "batches": "begun ended batch used module label dtype raised",
-    "frame": "calls batch module rows phase recomputed sizes",
+    "stacks": "begun batch module",
+    "calls": "begun ended batch module raised",
+    "frame": "batch module rows phase recomputed sizes",
     "row": "abs_min abs_max label dtype role note isfinite dims pending",
     **dict.fromkeys(("facts", "notes", "tracebacks", "names", "frames", "samples"), ""),
 }
 
 Items = np.ndarray[Any, np.dtype[Any]]
-
-
-def state_folder() -> Path:
-    """Return the folder of black boxes without `output_dir`: `$XDG_STATE_HOME`, else `~/.local/state`, `/nanwatch`."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "nanwatch"
 
 
 class _Section(NamedTuple):
@@ -62,14 +55,20 @@ class BoxFrame(NamedTuple):
 class BoxFile:
     """The file at one moment.
 
-    `state` has its fields by name, `calls` and `batches` are the latest items, oldest first, `threads` and `stacks` the
-    places of threads. Raises ValueError for a file that is no black box, OSError where it cannot be read.
+    `state` has its fields by name, `calls` are the latest items, oldest first, `threads` and `stacks` the places of
+    threads. Raises ValueError, which names the file, for one that is no black box, OSError where it cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        try:
+            self._read()
+        except ValueError as error:
+            raise ValueError(f"{self.path} {error}") from error
+
+    def _read(self) -> None:
         check_regular(self.path)
-        with open(path, "rb") as file:
+        with open(self.path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > _MOST_BYTES:
                 raise ValueError(f"has {size:,} bytes, and a black box at most {_MOST_BYTES:,}")
@@ -85,7 +84,6 @@ class BoxFile:
         stacks = self._items("stacks")
         self.stacks = np.array_split(stacks, len(self.threads)) if len(self.threads) else []
         self.calls = self._latest("calls")
-        self.batches = self._latest("batches")
         self._names = list(self._each_name())
 
     def write_state(self, name: str, value: int) -> None:
@@ -141,50 +139,44 @@ class BoxFile:
 
     def frames(self, most: int) -> list[BoxFrame]:
         """Return the latest frames, at most so many, oldest first."""
-        ring, end = self._sections["frames"].length, self.state["frames"]
-        head, row = self._sections["frame"].item, self._sections["row"].item
-        least = max(
-            0, self._after["frames"] - ring + ring // 16
-        )  # what is being overwritten, is at most that large
-        found: list[BoxFrame] = []
-        while end > least and len(found) < most:
-            data = self._of_ring(end - 8, 8)
-            size = int.from_bytes(data, "little")
-            if len(data) < 8 or not 8 <= size <= end - least:
+        section, end = self._sections["frames"], self.state["frames"]
+        ring = max(1, section.length)
+        head_type, row_type = self._sections["frame"].item, self._sections["row"].item
+        # A sixteenth of the ring, which no frame exceeds, may be being overwritten.
+        least = max(0, self._after["frames"] - section.length + section.length // 16)
+
+        def data_at(position: int, size: int) -> bytes:
+            begin = section.at + position % ring
+            return self._data[begin : min(begin + size, section.at + section.length)]
+
+        frames: list[BoxFrame] = []
+        while end > least and len(frames) < most:
+            size = int.from_bytes(data_at(end - 8, 8), "little")
+            if not 8 <= size <= end - least:
                 break
             end -= size
-            if size < head.itemsize:
+            data = data_at(end, size)
+            if size < head_type.itemsize:
                 continue  # fills the ring to its end
-            data = self._of_ring(end, size)
             if len(data) < size:
                 break
-            one = np.frombuffer(data, head, 1)[0]
-            if one["phase"] == _FILLER:
+            head = np.frombuffer(data, head_type, 1)[0]
+            if head["phase"] == _FILLER:
                 continue
-            rows, sizes = int(one["rows"]), int(one["sizes"])
-            if head.itemsize + rows * row.itemsize + sizes * 8 + 8 != size:
+            num_rows, num_sizes = int(head["rows"]), int(head["sizes"])
+            at = head_type.itemsize + num_rows * row_type.itemsize
+            if at + num_sizes * 8 + 8 != size:
                 break
-            at = head.itemsize + rows * row.itemsize
-            found.append(
-                BoxFrame(
-                    one,
-                    np.frombuffer(data, row, rows, head.itemsize),
-                    np.frombuffer(data, "<i8", sizes, at).tolist(),
-                )
-            )
-        return found[::-1]
-
-    def _of_ring(self, position: int, size: int) -> bytes:
-        section = self._sections["frames"]
-        begin = section.at + position % max(1, section.length)
-        return self._data[begin : min(begin + size, section.at + section.length)]
+            rows = np.frombuffer(data, row_type, num_rows, head_type.itemsize)
+            frames.append(BoxFrame(head, rows, np.frombuffer(data, "<i8", num_sizes, at).tolist()))
+        return frames[::-1]
 
 
 def _sections(page: bytes, size: int) -> dict[str, _Section]:
     """Return the sections that the first page describes."""
     if not page.startswith(MAGIC):
         raise ValueError("is no black box of this version: its first line is another")
-    found: dict[str, _Section] = {}
+    sections: dict[str, _Section] = {}
     for line in page[len(MAGIC) :].partition(b"\0")[0].decode("ascii", "replace").splitlines():
         name, *words = line.split(" ")
         try:
@@ -192,22 +184,18 @@ def _sections(page: bytes, size: int) -> dict[str, _Section]:
             section = _Section(int(at), int(count), _item(int(width), fields))
         except (ValueError, TypeError) as error:
             raise ValueError(f"is a damaged black box: its first page has the line {line[:80]!r}") from error
-        if not (
-            section.at >= 0
-            and section.length >= 0
-            and section.at + section.length * section.item.itemsize <= size
-        ):
+        if min(section[:2]) < 0 or section.at + section.length * section.item.itemsize > size:
             raise ValueError(f"is a damaged or shortened black box: its section {name[:20]!r} ends after it")
-        found[name] = section
+        sections[name] = section
     for name, needed in _NEEDED.items():
-        section_of = found.get(name)
-        if section_of is None or not {*needed.split()} <= {*(section_of.item.names or ())}:
+        known = sections.get(name)
+        if known is None or not {*needed.split()} <= {*(known.item.names or ())}:
             raise ValueError(
                 f"is damaged, or of another nanwatch: its first page lacks the section {name!r} or fields of it"
             )
-    if found["state"].length < 1:
+    if sections["state"].length < 1:
         raise ValueError("is a damaged black box: its section 'state' is empty")
-    return found
+    return sections
 
 
 def _item(width: int, fields: list[str]) -> np.dtype[Any]:
@@ -216,10 +204,9 @@ def _item(width: int, fields: list[str]) -> np.dtype[Any]:
         raise ValueError(width)
     if not fields:
         return np.dtype((np.void, width)) if width > 1 else np.dtype("u1")
-    each = [field.split(":") for field in fields]
-    if any(kind not in _KINDS for _, kind, _ in each):
-        raise ValueError(each)
-    names, kinds, offsets = zip(*each, strict=True)
+    names, kinds, offsets = zip(*(field.split(":") for field in fields), strict=True)
+    if not {*kinds} <= {*_KINDS}:
+        raise ValueError(kinds)
     return np.dtype(
         {
             "names": list(names),

@@ -29,7 +29,7 @@ import torch
 from ..numerics import _extension
 from ..util.job import current_attempt, rank_and_world_size, started_at
 from ..util.visible import suppressing, warn_user
-from .box_file import SUFFIX, state_folder
+from .box_file import SUFFIX
 
 BYTES = 8 << 20
 _LEAST_STALL = 300.0  # seconds
@@ -38,7 +38,7 @@ _INNERMOST = 3  # functions in a sample
 _LIBRARIES = ("-packages/", "<frozen ", sysconfig.get_path("stdlib"))
 _DEEPEST = 64
 _MOST_WORDS, _LONGEST_WORD = 100, 200  # of the command
-_DAYS, _MOST_FILES = 7, 32
+_WEEK = 7 * 86400
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _log = logging.getLogger("nanwatch")
 _lock = threading.Lock()
@@ -48,7 +48,7 @@ class ProcessBox:
     """The black box of this process, which its first Watch opens.
 
     `path` is its file, which stays after a good end if it `is_kept`. `num_watches` counts the watches that have not
-    stopped.
+    stopped. `stall_timeout` is the time without a call that counts as a hang, None for the default.
     """
 
     def __init__(self, compiled: ModuleType, path: Path, *, is_kept: bool) -> None:
@@ -87,43 +87,48 @@ class ProcessBox:
             "rank": self._ranks[0],
             "world_size": self._ranks[1],
             "argv": [word[:_LONGEST_WORD] for word in sys.orig_argv[:_MOST_WORDS]],
-            "folder": os.readlink("/proc/self/cwd"),  # it may be gone
             **_extension.versions(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else platform.machine(),
-            "default_dtype": str(torch.get_default_dtype()),
-            "float32_matmul": torch.get_float32_matmul_precision(),
         }
         self._box.add_facts(json.dumps(facts) + "\n")
 
     def _live(self) -> None:
-        told, before = False, 0.0
+        is_told, before = False, 0.0
         while not self._ended.wait(1.0):
             with suppressing("the black box gave no sign of life"):
                 if rank_and_world_size() != self._ranks:  # torch.distributed was initialized
                     self._note_facts()
                 idle, slowest = self._box.pulse(_memory())
-                self._box.add_sample("\n".join(_chosen(_main_places())))
+                main = sys._current_frames().get(threading.main_thread().ident or 0)
+                places = _places(main)
+                del main  # it would keep the user's tensors alive
+                self._box.add_sample("\n".join(_chosen(places)))
                 limit = self.stall_timeout
                 if limit is None:
                     limit = max(_LEAST_STALL, _SLOWER * slowest)
                 self._box.set_limit(limit if self.num_watches > 0 else 0.0)
                 stalls = self.num_watches > 0 and 0 < limit <= idle
-                told = told and stalls and idle > before  # less idle: a call came, and another hang
-                if stalls and not told:
+                is_told = is_told and stalls and idle > before  # less idle: a call came, and another hang
+                if stalls and not is_told:
                     self._stalls(idle)
-                told, before = stalls, idle
+                is_told, before = stalls, idle
 
     def _stalls(self, idle: float) -> None:
         if hasattr(sys, "ps1") and not self._box.is_under_way():  # somebody thinks
             return
-        stacks = _stacks()
+        frames = sys._current_frames()
+        stacks = {
+            thread.name: _places(frames[thread.ident])
+            for thread in threading.enumerate()
+            if thread is not threading.current_thread() and thread.ident in frames
+        }
+        del frames
         self.note("stall", seconds=round(idle), stacks=stacks)
-        where = " < ".join(_chosen(stacks.get(threading.main_thread().name, [])))
         _log.warning(
             "nanwatch: no call of a watched module has begun or ended for %.0f s; the main thread is in %s. "
-            "`nanwatch blackbox %s` has the module and the stacks of all threads",
+            "`nanwatch show %s` has the module and the stacks of all threads",
             idle,
-            where,
+            " < ".join(_chosen(stacks.get(threading.main_thread().name, []))),
             self.path,
         )
 
@@ -189,19 +194,25 @@ def open_box(output_dir: Path | None, stall_timeout: float | None) -> ProcessBox
     return _process
 
 
+def state_folder() -> Path:
+    """Return the folder of black boxes without `output_dir`: `$XDG_STATE_HOME`, else `~/.local/state`, `/nanwatch`."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "nanwatch"
+
+
 def box_folder(output_dir: Path | None) -> Path:
     """Return the folder of the black boxes of a run."""
     return state_folder() if output_dir is None else output_dir / "blackbox"
 
 
 def _prune(folder: Path) -> None:
-    """Remove the files of this machine's ended processes that are a week old, and of the others all but the newest."""
-    own = re.compile(rf"rank-\d+-{re.escape(socket.gethostname())}-(\d+)-[0-9a-f]+{re.escape(SUFFIX)}")
+    """Remove the files of this machine's ended processes that are a week old."""
+    pattern = re.compile(rf"rank-\d+-{re.escape(socket.gethostname())}-(\d+)-[0-9a-f]+{re.escape(SUFFIX)}")
     with suppressing("an old black box could not be removed"):
-        made = {path: own.fullmatch(path.name) for path in folder.glob(f"*{SUFFIX}")}
-        ended = [path for path, by in made.items() if by is not None and started_at(int(by[1])) is None]
-        for number, path in enumerate(sorted(ended, key=lambda path: path.stat().st_mtime, reverse=True)):
-            if number >= _MOST_FILES or path.stat().st_mtime < time.time() - _DAYS * 86400:
+        for path in folder.glob(f"*{SUFFIX}"):
+            name = pattern.fullmatch(path.name)
+            is_old = path.stat().st_mtime < time.time() - _WEEK
+            if name is not None and is_old and started_at(int(name[1])) is None:
                 path.unlink(missing_ok=True)
 
 
@@ -224,28 +235,14 @@ def _memory() -> int:
         return 0
 
 
-def _main_places() -> list[str]:
-    """Return the places of the main thread. A caller that held the frame itself would keep the user's tensors alive."""
-    return _places(sys._current_frames().get(threading.main_thread().ident or 0))
-
-
 def _chosen(places: list[str]) -> list[str]:
     """Return the innermost places, and the innermost in the user's own code."""
-    own = (one for one in places[_INNERMOST:] if not any(library in one for library in _LIBRARIES))
-    return [*places[:_INNERMOST], *list(own)[:1]]
-
-
-def _stacks() -> dict[str, list[str]]:
-    """Return where each thread is: its name, and its functions as `file:line in name`, the innermost first."""
-    frames = sys._current_frames()
-    found = {}
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and thread.ident in frames:
-            found[thread.name] = _places(frames[thread.ident])
-    return found
+    users = (place for place in places[_INNERMOST:] if not any(library in place for library in _LIBRARIES))
+    return [*places[:_INNERMOST], *list(users)[:1]]
 
 
 def _places(frame: FrameType | None) -> list[str]:
+    """Return the functions of a stack as `file:line in name`, the innermost first, without nanwatch's."""
     places: list[str] = []
     while frame is not None and len(places) < _DEEPEST:
         code = frame.f_code

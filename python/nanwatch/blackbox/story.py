@@ -1,4 +1,4 @@
-"""BlackBoxReport: what the file of a process says, as facts."""
+"""What a process was doing when its black box was last written: how it ended, where it was, its latest calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ..records.note import NOTE_KINDS, Note
@@ -20,9 +19,7 @@ from .box_file import BoxFile, BoxFrame
 
 SCHEMA, VERSION = "nanwatch.blackbox", 1
 End: TypeAlias = Literal["runs", "exit", "exception", "signal", "unknown"]
-_MOST_CALLS = 64
-_MOST_BATCHES = 16
-_FRAMES = 21
+_MOST_CALLS, _MOST_FRAMES = 64, 21
 _LIFE = 2.0  # seconds: a sign of life that much after a signal says that the process went on
 _NO_SHAPE = 255  # dims of a row that Python has made
 _PARTS = ("output", "input", "weight")
@@ -55,19 +52,6 @@ class BoxThread:
 
 
 @dataclass(frozen=True, slots=True)
-class BoxBatch:
-    """Batch that has ended, with the least headroom of its tensors, in bits, and where; None where nothing was read."""
-
-    batch: int
-    seconds: float | None
-    raised: bool
-    headroom: float | None
-    module: str
-    label: str
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
 class BlackBoxReport:
     """State of a process when its black box was last written.
 
@@ -76,8 +60,9 @@ class BlackBoxReport:
     lost machine, and SIGKILL without a parent that says so leave no mark. A `signal` of an unknown end came before, and
     the program went on. `raised` is the call that an exception ended.
     `phase` is "forward", "backward", "step", or "" between them. `seconds_after` is the time from the end of the latest
-    call to the end. `python` is where the main thread was, `python_ago` seconds before the end. Times are in seconds,
-    moments in seconds since 1970. `facts` are of the process, `notes` what it wrote about a hang or an error.
+    call to the end. `python` is where the main thread was, `python_ago` seconds before the end. `pending` are modules
+    whose work a device had not confirmed. Times are in seconds, moments in seconds since 1970. `facts` are of the
+    process, `notes` what it wrote about a hang or an error.
     """
 
     path: str
@@ -90,7 +75,6 @@ class BlackBoxReport:
     signal: int
     signal_address: int | None
     exit_status: int | None
-    kernel: str
     phase: str
     batch: int | None
     num_calls: int
@@ -102,7 +86,6 @@ class BlackBoxReport:
     python_ago: float | None
     memory: int
     calls: tuple[BoxCall, ...]
-    batches: tuple[BoxBatch, ...]
     frames: tuple[Frame, ...]
     pending: tuple[str, ...]
     facts: dict[str, Any]
@@ -118,20 +101,27 @@ class BlackBoxReport:
         """Return the name of the machine."""
         return str(self.facts.get("host", "?"))
 
+    @property
+    def is_bad(self) -> bool:
+        """Return whether the process ended otherwise than by itself."""
+        return self.end not in ("runs", "exit") or bool(self.exit_status)
 
-def read_black_box(path: str | os.PathLike[str]) -> BlackBoxReport:
-    """Read the black box of a process, which may be running. Raises ValueError for another file, and OSError."""
-    return _Reading(BoxFile(path), Path(path)).report()
+
+def read(path: str | os.PathLike[str]) -> BlackBoxReport:
+    """Read the black box of a process, which may be running.
+
+    Raises ValueError, which names the file, for one that is no black box, and OSError.
+    """
+    return _Reading(BoxFile(path)).report()
 
 
 class _Reading:
-    def __init__(self, file: BoxFile, path: Path) -> None:
+    def __init__(self, file: BoxFile) -> None:
         self._file = file
-        self._path = path
         state = self._state = file.state
-        spent = state["ticks"] - state["begun_ticks"]
+        ticks = state["ticks"] - state["begun_ticks"]
         seconds = (state["time"] - state["begun"]) / 1e9
-        self._per_tick = seconds / spent if spent > 0 and seconds > 0 else math.nan
+        self._per_tick = seconds / ticks if ticks > 0 and seconds > 0 else math.nan
 
     def _between(self, begin: int, end: int) -> float | None:
         seconds = (end - begin) * self._per_tick
@@ -150,32 +140,20 @@ class _Reading:
         for line in _documents(self._file.text("facts")):
             facts |= line
         end = self._end(facts)
-        moments = (
-            "latest",
-            "ticks",
-            "sample_ticks",
-            "step_ticks",
-            "gradient_ticks",
-            "signal_ticks",
-            "exit_ticks",
-        )
-        latest = max(state[name] for name in moments)
+        kinds = ("sample", "step", "gradient", "signal", "exit")
+        latest = max(state["latest"], state["ticks"], *(state[f"{kind}_ticks"] for kind in kinds))
         is_marked = end == "signal" and state["killed_by"] in (0, state["signal"])
-        is_untold = end == "unknown" or (end == "signal" and not is_marked)
         ended = state["signal_ticks"] if is_marked else latest
         threads = self._threads(ended)
-        calls = tuple(self._call(one, ended) for one in self._file.calls[-_MOST_CALLS:])
+        calls = tuple(self._call(call, ended) for call in self._file.calls[-_MOST_CALLS:])
         phase = self._phase(threads)
         batch = threads[0].calls[-1].batch if threads else calls[-1].batch if calls else None
-        frames = self._file.frames(_FRAMES)
-        rank, world_size = (
-            _whole(facts.get(name), default) for name, default in (("rank", 0), ("world_size", 1))
-        )
+        frames = self._file.frames(_MOST_FRAMES)
         return BlackBoxReport(
-            path=str(self._path),
+            path=str(self._file.path),
             pid=state["pid"],
-            rank=rank,
-            world_size=world_size,
+            rank=_whole(facts.get("rank"), 0),
+            world_size=_whole(facts.get("world_size"), 1),
             begun=state["begun"] / 1e9,
             latest=self._moment(ended),
             end=end,
@@ -183,7 +161,6 @@ class _Reading:
             # The field of a signal that was sent has the pid of its sender.
             signal_address=state["signal_address"] if is_marked and state["signal_code"] > 0 else None,
             exit_status=state["exit_status"] - 1 if state["exit_status"] and end != "signal" else None,
-            kernel=_kernel_said(state["pid"]) if is_untold and _is_here(facts) else "",
             phase=phase,
             batch=batch if phase != "backward" else state["gradient_batch"],
             num_calls=state["calls"],
@@ -195,72 +172,59 @@ class _Reading:
             python_ago=self._between(state["sample_ticks"], ended),
             memory=state["memory"],
             calls=calls,
-            batches=tuple(map(self._batch, self._file.batches[-_MOST_BATCHES:])),
             frames=tuple(map(self._frame, frames)),
             pending=tuple(self._pending(frames)),
             facts=facts,
-            notes=(*_documents(self._file.text("notes")), *self._held()),
+            notes=(*_documents(self._file.text("notes")), *self._hang_with_lock()),
         )
 
     def _end(self, facts: dict[str, Any]) -> End:
         state = self._state
-        if _is_here(facts) and started_at(state["pid"]) == facts.get("started"):
+        is_here = facts.get("host") == socket.gethostname()
+        if is_here and started_at(state["pid"]) == facts.get("started"):
             return "runs"
         if state["killed_by"]:
             return "signal"
         lived = self._between(state["signal_ticks"], max(state["latest"], state["ticks"]))
-        if (
-            state["signal"] > 0
-            and state["exit_ticks"] <= state["signal_ticks"]
-            and (lived is None or lived < _LIFE)
-        ):
-            return "signal"  # else the program has handled it
+        is_last = state["exit_ticks"] <= state["signal_ticks"] and (lived is None or lived < _LIFE)
+        if state["signal"] > 0 and is_last:  # else the program has handled it
+            return "signal"
         if state["exit"] == 2:
             return "exception"
         return "exit" if state["exit"] == 1 or state["exit_status"] else "unknown"
 
-    def _held(self) -> Iterator[dict[str, Any]]:
+    def _hang_with_lock(self) -> Iterator[dict[str, Any]]:
         """Yield a hang of which no thread of Python could write a note, as one held the interpreter lock."""
-        if not (text := self._file.text("tracebacks")):
-            return
         stacks: dict[str, list[str]] = {}
-        for line in text.splitlines():
+        for line in self._file.text("tracebacks").splitlines():
             if head := _THREAD.match(line):
                 places = stacks.setdefault(head[1], [])
             elif (place := _PLACE.match(line)) and stacks:
                 places.append("{}:{} in {}".format(*place.groups()))
-        moment = self._moment(self._state["traceback_ticks"])
-        yield {"kind": "stall", "time": moment, "interpreter lock": "held by a thread", "stacks": stacks}
+        if stacks:
+            moment = self._moment(self._state["traceback_ticks"])
+            yield {"kind": "stall", "time": moment, "interpreter lock": "held by a thread", "stacks": stacks}
 
     def _threads(self, now: int) -> tuple[BoxThread, ...]:
         """Return the threads with calls under way, the one that matters first."""
-        found: list[tuple[bool, int, BoxThread]] = []
+        order: list[tuple[bool, int, BoxThread]] = []
         for thread, stack in zip(self._file.threads, self._file.stacks, strict=True):
-            depth = min(int(thread["depth"]), len(stack))
-            if not thread["id"] or not depth:
-                continue
-            calls = tuple(
-                BoxCall(
-                    *self._module(int(one["module"])),
-                    int(one["batch"]),
-                    self._between(int(one["begun"]), now),
-                )
-                for one in stack[:depth]
-            )
-            met_signal = int(thread["id"]) == self._state["signal_thread"]
-            found.append((met_signal, int(stack[depth - 1]["begun"]), BoxThread(int(thread["id"]), calls)))
-        found.sort(key=lambda one: one[:2], reverse=True)
-        return tuple(one[2] for one in found)
+            number, depth = int(thread["id"]), min(int(thread["depth"]), len(stack))
+            if number and depth:
+                calls = tuple(self._call(call, now) for call in stack[:depth])
+                is_hit = number == self._state["signal_thread"]
+                order.append((is_hit, int(stack[depth - 1]["begun"]), BoxThread(number, calls)))
+        order.sort(key=lambda item: item[:2], reverse=True)
+        return tuple(thread for *_, thread in order)
 
-    def _call(self, one: Any, now: int) -> BoxCall:
-        ended = int(one["ended"])
-        return BoxCall(
-            *self._module(int(one["module"])),
-            int(one["batch"]),
-            self._between(int(one["begun"]), ended),
-            self._between(ended, now) or 0.0,
-            bool(one["raised"]),
-        )
+    def _call(self, call: Any, now: int) -> BoxCall:
+        """Return a call that has ended, or that is under way."""
+        names, begun, batch = self._module(int(call["module"])), int(call["begun"]), int(call["batch"])
+        if "ended" not in call.dtype.names:
+            return BoxCall(*names, batch, self._between(begun, now))
+        ended = int(call["ended"])
+        ago = self._between(ended, now) or 0.0
+        return BoxCall(*names, batch, self._between(begun, ended), ago, bool(call["raised"]))
 
     def _phase(self, threads: tuple[BoxThread, ...]) -> str:
         if threads:
@@ -269,41 +233,22 @@ class _Reading:
         ended = int(calls[-1]["ended"]) if len(calls) else 0
         # Of equal ones the first: nothing has happened yet.
         ends = (ended, ""), (state["gradient_ticks"], "backward"), (state["step_ticks"], "step")
-        return max(ends, key=lambda one: one[0])[1]
+        return max(ends, key=lambda end: end[0])[1]
 
     def _gradient(self) -> tuple[str, str]:
         part = self._state["gradient_part"]
         return self._module(self._state["gradient_module"])[0], _PARTS[part] if part < len(_PARTS) else "?"
 
-    def _batch(self, one: Any) -> BoxBatch:
-        used = float(one["used"])
-        return BoxBatch(
-            int(one["batch"]),
-            self._between(int(one["begun"]), int(one["ended"])),
-            bool(one["raised"]),
-            None if not used > 0 else -math.inf if used > 1 else -math.log2(used),
-            self._module(int(one["module"]))[0] if used > 0 else "",
-            self._file.name(int(one["label"])),
-            self._file.name(int(one["dtype"])),
-        )
-
     def _frame(self, frame: BoxFrame) -> Frame:
         records, at = [], 0
         for row in frame.rows:
-            dims = int(row["dims"])
-            if dims == _NO_SHAPE:
-                records.append(self._record(row, None))
-                continue
-            records.append(self._record(row, tuple(frame.sizes[at : at + dims])))
+            dims = 0 if int(row["dims"]) == _NO_SHAPE else int(row["dims"])
+            has_shape = int(row["dims"]) != _NO_SHAPE
+            records.append(self._record(row, tuple(frame.sizes[at : at + dims]) if has_shape else None))
             at += dims
-        phase = int(frame.head["phase"])
-        return Frame(
-            int(frame.head["batch"]),
-            *self._module(int(frame.head["module"])),
-            tuple(records),
-            PHASES[phase] if phase < len(PHASES) else "forward",
-            bool(frame.head["recomputed"]),
-        )
+        phase, names = int(frame.head["phase"]), self._module(int(frame.head["module"]))
+        kind = PHASES[phase] if phase < len(PHASES) else "forward"
+        return Frame(int(frame.head["batch"]), *names, tuple(records), kind, bool(frame.head["recomputed"]))
 
     def _record(self, row: Any, shape: tuple[int, ...] | None) -> Record:
         dtype, kind, role = self._file.name(int(row["dtype"])), int(row["note"]), int(row["role"])
@@ -328,57 +273,32 @@ class _Reading:
         waits: dict[tuple[int, int], bool] = {}
         for frame in frames:
             waits[int(frame.head["batch"]), int(frame.head["module"])] = bool(frame.rows["pending"].any())
-        return [self._module(module)[0] for (_, module), pending in waits.items() if pending]
+        return [self._module(module)[0] for (_, module), is_pending in waits.items() if is_pending]
 
 
 def _raised(calls: tuple[BoxCall, ...]) -> BoxCall | None:
     """Return the innermost of the latest calls that an exception ended, as far as none came after them."""
-    found = None
+    raised = None
     for call in reversed(calls):
         if not call.raised:
             break
-        found = call
-    return found
-
-
-def _is_here(facts: dict[str, Any]) -> bool:
-    return facts.get("host") == socket.gethostname()
+        raised = call
+    return raised
 
 
 def _whole(value: Any, default: int) -> int:
     return value if isinstance(value, int) and 0 <= value < 1 << 31 else default
 
 
-def _documents(text: str) -> list[dict[str, Any]]:
-    """Return the lines of a section that are JSON objects."""
-    found = []
+def _documents(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a section that are JSON objects."""
     for line in text.splitlines():
         try:
-            one = json.loads(line)
+            document = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(one, dict):
-            found.append(one)
-    return found
-
-
-def _kernel_said(pid: int) -> str:
-    """Return the kernel's line about the end of this process, as that it had no memory left; "" where it has none."""
-    try:
-        file = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return ""
-    found = ""
-    try:
-        for _ in range(100_000):
-            line = os.read(file, 8192).decode("utf-8", "replace").partition(";")[2].partition("\n")[0]
-            if f"process {pid} " in line or f"[{pid}]" in line:
-                found = line
-    except OSError:
-        pass
-    finally:
-        os.close(file)
-    return found
+        if isinstance(document, dict):
+            yield document
 
 
 def signal_name(number: int) -> str:

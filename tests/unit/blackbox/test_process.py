@@ -18,7 +18,7 @@ from torch import nn
 from nanwatch import watch
 from nanwatch.blackbox import process
 from nanwatch.blackbox.process import process_box
-from nanwatch.blackbox.story import read_black_box
+from nanwatch.blackbox.story import read as read_black_box
 from support.black_boxes import NO_PROCESS, black_box, needs_box, until
 from support.processes import environment
 
@@ -149,11 +149,3 @@ def test_old_files_of_ended_processes_go(tmp_path: Path) -> None:
         os.utime(path, (0, 0))
     process._prune(folder)
     assert {*folder.iterdir()} == {own[0], new, others}
-
-
-def test_the_state_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it is below the home."""
-    monkeypatch.setenv("XDG_STATE_HOME", "/somewhere")
-    assert process.state_folder() == Path("/somewhere/nanwatch")
-    monkeypatch.delenv("XDG_STATE_HOME")
-    assert process.state_folder() == Path.home() / ".local/state/nanwatch"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nanwatch.blackbox.story import read_black_box
+from nanwatch.blackbox.story import read as read_black_box
 from support.black_boxes import needs_box
 from support.processes import environment
 
