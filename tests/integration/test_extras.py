@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from support.html_page import growing
-from support.merges import report
 from support.processes import forked
 
 
@@ -26,7 +25,7 @@ def test_text_and_json_need_no_extra() -> None:
 @pytest.mark.slow
 def test_without_jinja2_the_extra_is_named(tmp_path: Path) -> None:
     """And the text needs nothing."""
-    (tmp_path / "report.json").write_text(report(0).to_json())
+    (tmp_path / "report.json").write_text(growing().to_json())
     script = """
 import sys
 sys.modules["jinja2"] = None

@@ -9,12 +9,11 @@ from itertools import accumulate
 from math import frexp, inf, nan, prod
 
 from nanwatch.numerics.formats import TensorHealth
-from nanwatch.records.note import MeshPlace, Note, Placement
+from nanwatch.records.note import Note
 from nanwatch.records.record import Frame, Record, Role
 from nanwatch.report.finding import Cure, Finding, find
 from nanwatch.report.histogram import StoredHistogram
 from nanwatch.report.report import Report
-from nanwatch.util.job import Attempt
 from nanwatch.util.place import Place
 
 SHAPE = (4, 128)
@@ -327,27 +326,6 @@ def with_spreads_and_cures() -> Report:
         remarks=("the weights had been written to since the call, in place",),
         files=("run/batch-17/capsule",),
     )
-
-
-def ranks() -> tuple[Report, ...]:
-    """Four ranks of a job that was restarted once: rank 2 is the origin, rank 1 holds another weight."""
-    reports = []
-    for rank in range(4):
-        low = 128 * rank
-        place = Note("local_shard", placement=Placement((MeshPlace("Shard(0)", "dp", rank, 4),), (low, 0)))
-        weight = _read("weight", "weight", 1e-4, 0.75 if rank == 1 else 0.5)
-        output = _read("output", "output", 1e-2, 40.0 if rank == 3 else 2.0)
-        bad = _spoilt(output, infs=2, first=(1, 4)) if rank in (0, 2) else output
-        shard = _read("weight", "weight", 1e-3, 0.25, shape=SHAPE, note=place)
-        batch = 5 if rank == 2 else 6
-        frames = (
-            Frame(batch, "embed", "FSDPLinear", (shard, _read("output", "output", 1e-3, 1.5))),
-            Frame(batch, "head", "Linear", (weight, _read("input[0]", "input", 1e-3, 1.5), bad)),
-        )
-        finding = find(frames, rank=rank, num_frames=2)
-        attempt = Attempt("job", 1, "node0:29500", 1_700_000_000.0 + rank)
-        reports.append(Report(frames, finding, batch, rank, (f"dp={rank} of 4",), attempt))
-    return tuple(reports)
 
 
 REPORTS = {

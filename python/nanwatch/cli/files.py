@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from ..blackbox.box_file import SUFFIX
 from ..ranks.merge import merge
-from ..ranks.merge_pages import document, merged_html, merged_text
 from ..report.forms import forms
 from ..report.report import Report
 from ..report.spike import SpikeReport, read_saved
@@ -19,7 +17,7 @@ from ..util import reading
 from ..util.progress import Tell
 from ..util.visible import visible
 from .blackbox import main as blackbox_main
-from .commands import answered, below, command_parser, rendered, write_page
+from .commands import answered, command_parser, rendered, write_page
 
 _SHOW = """\
 exit status: 0, or 2 when there is nothing to show
@@ -45,7 +43,6 @@ exit status: 0 when all is finite, 1 when a rank has a finding, 2 when there is 
 examples:
   nanwatch merge run                the folder that watch(output_dir="run") wrote on all ranks
   nanwatch merge run --html merged.html
-  nanwatch merge run --attempt 0    of an elastic job that was restarted: its first attempt
   nanwatch merge run --json > job.json
 """
 
@@ -191,20 +188,11 @@ def merge_main(arguments: list[str]) -> int:
         nargs="+",
         help="a folder with the ranks' folders in it, or a report",
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with a heat map too")
-    parser.add_argument(
-        "--attempt",
-        metavar="N",
-        help="of a job that torchrun restarted: merge the attempt after N restarts, as N or RUN_ID/N"
-        " (default: the latest with a finding)",
-    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page too")
     options = parser.parse_args(arguments)
 
     def find(tell: Tell) -> tuple[str, int]:
-        merged = merge(*options.paths, attempt=options.attempt, tell=tell)
-        wrote = write_page(options.html, lambda: merged_html(merged), tell)
-        tell("comparing the ranks")
-        found = json.dumps(document(merged), indent=2) if options.json else below(merged_text(merged), wrote)
-        return found, int(bool(merged.failed))
+        merged = merge(*options.paths, tell=tell)
+        return rendered(merged, options, tell), int(bool(merged.failed))
 
     return answered("merge", find)

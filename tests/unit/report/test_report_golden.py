@@ -39,5 +39,5 @@ def test_page(name: str, golden: Callable[[str, str], None]) -> None:
 
 
 def test_no_golden_file_is_left_over() -> None:
-    """A report that is gone takes its files along; those of ranks belong to the merge."""
-    assert {path.stem for path in GOLDEN.iterdir()} == {*REPORTS, "ranks"}
+    """A report that is gone takes its files along."""
+    assert {path.stem for path in GOLDEN.iterdir()} == {*REPORTS}
