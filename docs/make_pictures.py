@@ -73,13 +73,6 @@ def diff(folder: Path) -> Path:
     return folder / "diff.html"
 
 
-def merged(folder: Path) -> Path:
-    (folder / "train.py").write_text(script("tutorials/four-ranks.md"), encoding="utf-8")
-    run(folder, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "train.py")
-    run(folder, *NANWATCH, "merge", "out", "--html", "merged.html")
-    return folder / "merged.html"
-
-
 def heat(folder: Path) -> Path:
     (folder / "train.py").write_text(script("tutorials/slow-divergence.md"), encoding="utf-8")
     run(folder, *NANWATCH, "run", "--trace", "run.parquet", "train.py")
@@ -90,7 +83,6 @@ def heat(folder: Path) -> Path:
 PAGES = {
     "report": (report, 1100, 1250),
     "diff": (diff, 1100, 1000),
-    "merged": (merged, 1100, 620),
     "run": (heat, 1100, 760),
 }
 

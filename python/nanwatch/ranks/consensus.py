@@ -102,7 +102,7 @@ class OriginConsensus:
 
     def own_store(self) -> Store:
         """Return a connection of the caller's own to the keys of this consensus."""
-        return _own_store(default_store(), self._prefix)
+        return own_store(default_store(), self._prefix)
 
     def stop(self) -> None:
         """End the thread. Does nothing the second time."""
@@ -181,7 +181,7 @@ class OriginConsensus:
         try:
             store, self._store = self._store, None
             assert store is not None
-            self._protocol = StoreProtocol(_own_store(store, self._prefix), self.world_size)
+            self._protocol = StoreProtocol(own_store(store, self._prefix), self.world_size)
             # A reference would keep the job's server alive, and its port taken, beyond destroy_process_group.
             del store
         except Exception as error:
@@ -287,7 +287,8 @@ def default_store() -> Store:
     return _get_default_store()
 
 
-def _own_store(store: Store, prefix: str) -> Store:
+def own_store(store: Store, prefix: str) -> Store:
+    """Return a connection of the caller's own to the keys with this prefix."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     # A connection of its own where there is such a thing: on a shared one a rank that waits for a key holds up all.

@@ -7,7 +7,8 @@ the process group of the DistributedDataParallel around it. Every other tensor i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -18,14 +19,16 @@ from torch.optim.optimizer import Optimizer
 from ..instrumentation.wrapped_names import named_modules, parameter_names
 from ..numerics import _extension
 from ..numerics._fingerprint import fingerprint
-from ..numerics.readable import Numbers, local_shard, only_our_dispatch, unreadable
+from ..numerics.readable import local_shard, only_our_dispatch, unreadable
 from ..recording.optimizer_state import state_tensors
+from .exchange import MOST_RANKS, Ranks, Side
 
-Ranks: TypeAlias = tuple[int, ...]
 Kind: TypeAlias = Literal["weight", "buffer", "state"]
 # They may differ between ranks until DistributedDataParallel broadcasts them at the next forward. PyTorch does not
 # raise their versions.
 _OF_BATCHES = ("running_mean", "running_var", "num_batches_tracked")
+# What happened to a buffer since the check before.
+_STAYED, _CHANGED, _WRITTEN = 0, 1, 2
 
 
 class Held(NamedTuple):
@@ -50,59 +53,61 @@ class Replicas:
         if model is None:
             return []
         groups = self._plain_groups(model)
-        found: list[Held] = []
+        replicated: list[Held] = []
         seen: set[int] = set()
 
         def add(name: str, kind: Kind, x: Tensor, owner: Tensor) -> None:
             for ranks in dict.fromkeys((_mesh_ranks(x), groups.get(id(owner), ()))):
                 local = local_shard(x)
                 if len(ranks) > 1 and not unreadable(x):
-                    found.append(Held(name, kind, x if local is None else local, ranks))
+                    replicated.append(Held(name, kind, x if local is None else local, ranks))
 
-        for one in named_modules(model):
+        for named in named_modules(model):
             tensors: list[tuple[Kind, str, Tensor | None]] = [
-                *(("weight", key, x) for key, x in list(one.module._parameters.items())),
-                *(("buffer", key, x) for key, x in list(one.module._buffers.items())),
+                *(("weight", key, x) for key, x in list(named.module._parameters.items())),
+                *(("buffer", key, x) for key, x in list(named.module._buffers.items())),
             ]
             for kind, key, x in tensors:
-                if x is None or id(x) in seen or (kind == "buffer" and _is_of_batches(one.module, key)):
+                if x is None or id(x) in seen or (kind == "buffer" and _is_of_batches(named.module, key)):
                     continue
                 seen.add(id(x))
-                add(f"{one.name}.{key}" if one.name else key, kind, x, x)
+                add(f"{named.name}.{key}" if named.name else key, kind, x, x)
         names = parameter_names(model)
         everywhere = [*dict.fromkeys(groups.values())]
         for optimizer in _replicated(optimizers):
             for state in state_tensors(optimizer, names):
                 if id(state.parameter) not in names and len(everywhere) == 1:
                     groups.setdefault(id(state.parameter), everywhere[0])  # a float32 copy of a weight
-                of = _mesh_ranks(state.parameter)
-                if of and not _mesh_ranks(state.tensor):  # a plain count of steps beside a shard
-                    groups.setdefault(id(state.parameter), of)
+                owners = _mesh_ranks(state.parameter)
+                if owners and not _mesh_ranks(state.tensor):  # a plain count of steps beside a shard
+                    groups.setdefault(id(state.parameter), owners)
                 add(state.label, "state", state.tensor, state.parameter)
-        return found
+        return replicated
 
     def _wrappers(self) -> Iterator[DistributedDataParallel]:
         if self._parallel is None:
-            self._parallel = [weakref.ref(one) for one in _extension.instances_of(DistributedDataParallel)]
-        yield from (one for reference in self._parallel if (one := reference()) is not None)
+            self._parallel = [
+                weakref.ref(wrapper) for wrapper in _extension.instances_of(DistributedDataParallel)
+            ]
+        yield from (wrapper for reference in self._parallel if (wrapper := reference()) is not None)
 
     def are_local_steps(self) -> bool:
         """Return whether ranks step by themselves for a while, as local SGD does, and average weights later."""
         return any(
-            not one.require_backward_grad_sync
-            or any("local" in getattr(hook, "__name__", "").lower() for hook, _ in one._comm_hooks)
-            for one in self._wrappers()
+            not wrapper.require_backward_grad_sync
+            or any("local" in getattr(hook, "__name__", "").lower() for hook, _ in wrapper._comm_hooks)
+            for wrapper in self._wrappers()
         )
 
     def _plain_groups(self, model: nn.Module) -> dict[int, Ranks]:
         """Return the ranks that hold a plain tensor alike, by its id."""
-        found: dict[int, Ranks] = {}
+        groups: dict[int, Ranks] = {}
         for parallel in self._wrappers():
             ranks = tuple(torch.distributed.get_process_group_ranks(parallel.process_group))
             for name, x in (*parallel.module.named_parameters(), *parallel.module.named_buffers()):
                 if name not in parallel.parameters_to_ignore:
-                    found[id(x)] = ranks
-        return found
+                    groups[id(x)] = ranks
+        return groups
 
 
 def _is_of_batches(module: nn.Module, key: str) -> bool:
@@ -114,12 +119,12 @@ def _replicated(optimizers: Iterable[Optimizer]) -> Iterator[Optimizer]:
     several = list(optimizers)
     # Not imported: where nobody did, there is none.
     sharded = [
-        one
-        for one in several
-        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(one).__mro__)
+        optimizer
+        for optimizer in several
+        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
     ]
-    inner = {id(getattr(one, "optim", None)) for one in sharded}
-    yield from (one for one in several if one not in sharded and id(one) not in inner)
+    inner = {id(getattr(optimizer, "optim", None)) for optimizer in sharded}
+    yield from (each for each in several if each not in sharded and id(each) not in inner)
 
 
 def _mesh_ranks(x: Any) -> Ranks:
@@ -136,53 +141,67 @@ def _mesh_ranks(x: Any) -> Ranks:
     return tuple(sorted(x.device_mesh.mesh[index].flatten().tolist()))
 
 
-class Print(NamedTuple):
-    """Fingerprint of a tensor. A buffer `is_kept` since the last check, and `writes` counts what wrote it since."""
-
-    kind: Kind
-    value: int
-    is_kept: bool = True
-    writes: int = 0
-
-
 class Fingerprints:
-    """Fingerprints of tensors, taken now; those of a GPU come later, and nobody waits for them but `read`."""
+    """Fingerprints of tensors at one check, by their ranks and names. Waits for a GPU.
 
-    def __init__(self, tensors: Sequence[Held]) -> None:
-        self._held = [(one.name, one.kind, one.ranks) for one in tensors]
-        self.versions = {
-            one.name: 0 if one.tensor.is_inference() else one.tensor._version
-            for one in tensors
-            if one.kind == "buffer"
-        }
+    A weight and a state are compared by their bits. A buffer may be a rank's own, so it is compared by whether it
+    stayed, changed by itself, or was written as far as PyTorch knows.
+    """
+
+    def __init__(self, tensors: list[Held], before: Fingerprints | None) -> None:
+        self.values: dict[Ranks, dict[str, int]] = {}
+        self.buffers = [held.name for held in tensors if held.kind == "buffer"]
+        self._known: dict[tuple[str, Ranks], tuple[int, int]] = {}
+        bits = [0] * len(tensors)
         by_device: dict[torch.device, list[int]] = {}
-        values: dict[int, Tensor] = {}
         with torch.no_grad(), only_our_dispatch():
-            for at, one in enumerate(tensors):
-                values[at] = fingerprint(one.tensor.detach())
-                by_device.setdefault(one.tensor.device, []).append(at)
-            self._parts = [
-                (ats, Numbers(torch.stack([values[at] for at in ats]))) for ats in by_device.values()
-            ]
+            prints = [fingerprint(held.tensor.detach()) for held in tensors]
+            for at, held in enumerate(tensors):
+                by_device.setdefault(held.tensor.device, []).append(at)
+            for places in by_device.values():
+                for at, value in zip(
+                    places, torch.stack([prints[at] for at in places]).tolist(), strict=True
+                ):
+                    bits[at] = int(value) % 2**64
+        for held, value in zip(tensors, bits, strict=True):
+            compared = value
+            if held.kind == "buffer":
+                key = held.name, held.ranks
+                version = 0 if held.tensor.is_inference() else held.tensor._version
+                old = (value, version) if before is None else before._known.get(key, (value, version))
+                compared = _WRITTEN if old[1] != version else _CHANGED if old[0] != value else _STAYED
+                self._known[key] = value, version
+            self.values.setdefault(held.ranks, {})[held.name] = compared
 
-    def read(self, before: Fingerprints | None, last: dict[str, int]) -> dict[Ranks, dict[str, Print]]:
-        """Return the fingerprint of each tensor by its ranks and its name.
 
-        `before` are the fingerprints of the check before, and `last` has the values that its buffers had. It then has
-        those of this check.
-        """
-        values: dict[int, int] = {}
-        for ats, numbers in self._parts:
-            values.update(zip(ats, (int(one) % 2**64 for one in numbers.tensor().tolist()), strict=True))
-        found: dict[Ranks, dict[str, Print]] = {}
-        present: dict[str, int] = {}
-        for at, (name, kind, ranks) in enumerate(self._held):
-            one = Print(kind, values[at])
-            if kind == "buffer":
-                written = self.versions[name] - (0 if before is None else before.versions.get(name, 0))
-                one = Print(kind, values[at], last.get(name) == values[at], written)
-                present[name] = values[at]
-            found.setdefault(ranks, {})[name] = one
-        last.clear()
-        last.update(present)
-        return found
+def judge(sides: list[Side]) -> dict[str, Any]:
+    """Return the names that differ, those to tell of, and the ranks that are odd by majority at the first of them.
+
+    A buffer is told of only where it stayed on some ranks, and changed on the others without a write.
+    """
+    total = sum(side.num_ranks for side in sides)
+    common = [name for name in (sides[0].values if sides else ()) if all(name in s.values for s in sides)]
+    differing = {name: values for name in common if len(values := {s.values[name] for s in sides}) > 1}
+    buffers = {name for side in sides for name in side.more["buffers"]}
+    told = [
+        name for name, values in differing.items() if name not in buffers or values == {_STAYED, _CHANGED}
+    ]
+    if not told:
+        return {"names": [*differing], "told": []}
+    counts = Counter[int]()
+    for side in sides:
+        counts[side.values[told[0]]] += side.num_ranks
+    value, most = counts.most_common(1)[0]
+    value = _STAYED if told[0] in buffers else value
+    is_majority = 2 * most > total or told[0] in buffers
+    odd = [side for side in sides if side.values[told[0]] != value] if is_majority else sides
+    ranks = sorted(rank for side in odd for rank in side.ranks)[:MOST_RANKS]
+    return {
+        "names": [*differing],
+        "told": told,
+        "ranks": [rank for rank, _ in ranks],
+        "hosts": [host for _, host in ranks],
+        "num_odd": sum(side.num_ranks for side in odd),
+        "num_ranks": total,
+        "is_majority": is_majority,
+    }

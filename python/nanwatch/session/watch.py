@@ -328,8 +328,8 @@ def optional_parts(
         return
     timeout = options.peer_timeout or PEER_TIMEOUT
     if options.replicas:
-        recorder.subscribe(Event.BATCH_START | (Event.FRAME if options.fingerprints else 0))
-        yield ReplicaWatch(model, options.replicas, timeout, options.output_dir, sinks.on_replica_difference)
+        recorder.subscribe(Event.BATCH_START)
+        yield ReplicaWatch(model, options.replicas, timeout, sinks.on_replica_difference)
     if options.updates:
         ranks = StepRanks(model, timeout)
         yield UpdateAudit(model, recorder, options.updates, sinks.on_update, options.is_frozen, ranks)

@@ -29,10 +29,10 @@ def rank_two_of_four() -> Iterator[None]:
 
 
 def ranks_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, list[tuple[int, ...]]]:
-    found: dict[str, list[tuple[int, ...]]] = {}
-    for one in Replicas(model).held(optimizers):
-        found.setdefault(one.name, []).append(one.ranks)
-    return found
+    ranks: dict[str, list[tuple[int, ...]]] = {}
+    for held in Replicas(model).held(optimizers):
+        ranks.setdefault(held.name, []).append(held.ranks)
+    return ranks
 
 
 def stepped(model: nn.Module, kind: type[torch.optim.Optimizer], **options: object) -> torch.optim.Optimizer:
@@ -101,26 +101,23 @@ def test_zero_shares_the_states_out(rank_two_of_four: None) -> None:
 
 
 def test_fingerprints_are_the_public_ones_and_keep_nothing_alive() -> None:
-    """By ranks and name; a buffer is kept as long as its bits are."""
+    """By ranks and name; of a buffer, whether it stayed, changed by itself or was written."""
     x, y, table = torch.randn(5, 3), torch.ones(4, dtype=torch.bfloat16), torch.arange(3)
     held = [
         Held("x", "weight", x, (0, 1)),
         Held("y", "state", y, (0, 1)),
         Held("table", "buffer", table, (1, 2)),
     ]
-    last: dict[str, int] = {}
-    first = Fingerprints(held)
-    found = first.read(None, last)
-    assert {name: one.value for name, one in found[0, 1].items()} == {
-        "x": nanwatch.fingerprint(x),
-        "y": nanwatch.fingerprint(y),
+    first = Fingerprints(held, None)
+    assert first.values == {
+        (0, 1): {"x": nanwatch.fingerprint(x), "y": nanwatch.fingerprint(y)},
+        (1, 2): {"table": 0},
     }
-    assert not found[1, 2]["table"].is_kept  # nobody knows yet
-    second = Fingerprints(held)
-    assert second.read(first, last)[1, 2]["table"] == ("buffer", nanwatch.fingerprint(table), True, 0)
+    table.numpy()[1] ^= 4
+    second = Fingerprints(held, first)
+    assert second.values[1, 2]["table"] == 1
     table += 1
-    third = Fingerprints(held).read(second, last)[1, 2]["table"]
-    assert (third.is_kept, third.writes) == (False, 1)
+    assert Fingerprints(held, second).values[1, 2]["table"] == 2
     gone = weakref.ref(x)
     del x, held
     gc.collect()

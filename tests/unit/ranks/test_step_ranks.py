@@ -6,17 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanwatch.ranks.replica_store import Side
+from nanwatch.ranks.exchange import Side
 from nanwatch.ranks.step_ranks import StepPrints, judge_steps
 from nanwatch.recording.step_weight import StepWeight
 
 WEIGHT = torch.linspace(-1, 1, 24).reshape(4, 6)
 GRADIENT = torch.randn(24, generator=torch.Generator().manual_seed(3))
 RANKS = (0, 1, 2)
-
-
-def prints(step: int, weight: Tensor, gradient: Tensor | None, forwards: int = 1) -> StepPrints:
-    return StepPrints(step, forwards, [(StepWeight("w", weight, weight.flatten(), gradient), RANKS)])
 
 
 def side(
@@ -28,9 +24,13 @@ def side(
     forwards: int = 1,
 ) -> Side:
     """One rank at a step, which had the weight `before` at the step before it."""
-    old = prints(step - 1, weight if before is None else before, None)
-    old.read(None, {})
-    return Side(1, [(rank, "host")], prints(step, weight, gradient, forwards).read(old, {})[RANKS])
+
+    def weights(x: Tensor) -> list[tuple[StepWeight, tuple[int, ...]]]:
+        return [(StepWeight("w", x, x.flatten(), gradient), RANKS)]
+
+    old = StepPrints(step - 1, forwards, weights(weight if before is None else before), None)
+    prints = StepPrints(step, forwards, weights(weight), old)
+    return Side(1, [(rank, "host")], prints.values[RANKS], prints.more[RANKS])
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_unequal_gradients_of_equal_weights_are_told_apart(
     """By zero, by norm and by direction. What kernels round otherwise is equal."""
     verdict = judge_steps([side(0, GRADIENT), side(1, GRADIENT), side(2, other)])
     assert verdict["weights"] == []
-    assert [list(one) for one in verdict["gradients"].values()] == ([] if found is None else [found])
+    assert [list(what) for what in verdict["gradients"].values()] == ([] if found is None else [found])
 
 
 def test_a_weight_that_differs_is_no_cause() -> None:

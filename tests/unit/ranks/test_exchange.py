@@ -1,0 +1,146 @@
+"""The few keys by which ranks compare values: what is sent, when a difference is heard of, and by whom it is judged."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from nanwatch.ranks.exchange import Side, _Check, _Group
+from nanwatch.ranks.replicas import judge
+
+
+class Counting:
+    """A store that counts its messages."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self.messages = 0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        def call(*args: Any) -> Any:
+            self.messages += 1
+            return method(*args)
+
+        return call
+
+
+def groups(size: int, timeout: float = 30.0) -> tuple[Counting, list[_Group]]:
+    store = Counting()
+    return store, [_Group(store, size, judge, timeout) for _ in range(size)]
+
+
+def check(number: int, *values: int) -> _Check:
+    return _Check(number, {f"{i}.weight": value for i, value in enumerate(values)}, {"buffers": []})
+
+
+def test_a_healthy_check_is_one_message_a_rank_and_leaves_nothing_behind() -> None:
+    """The keys of a hundred checks are those of eight."""
+    store, ranks = groups(4)
+    keys = []
+    for number in range(1, 101):
+        before = store.messages
+        for rank in ranks:
+            rank.add(check(number, 1, number))
+        # Only the first to come may have to ask for what is in its slot.
+        assert store.messages - before <= 5
+        keys.append(store._store.num_keys())
+    assert keys[-1] == keys[20]
+    assert [rank.look() for rank in ranks] == [None] * 4
+
+
+@pytest.mark.parametrize("odd", range(3))
+def test_all_ranks_hear_the_same_verdict_and_go_on(odd: int) -> None:
+    """Whichever rank is odd. What differed is left out from then on, and another difference is heard of."""
+    _, ranks = groups(3)
+    for number, rank in enumerate(ranks):
+        rank.add(check(1, 1, 2 + (number == odd), 3))
+    verdicts = {}
+    for _ in range(3):  # a rank that asks before all have reported asks again at its next step
+        for number, rank in enumerate(ranks):
+            verdicts[number] = verdicts.get(number) or rank.look()
+    assert len({str(verdict) for verdict in verdicts.values()}) == 1
+    assert verdicts[0][0] == 1
+    assert verdicts[0][1]["told"] == ["1.weight"]
+    for number, rank in enumerate(ranks):
+        rank.add(check(2, 1, 7 + number, 3))
+    assert [rank.look() for rank in ranks] == [None] * 3
+    for number, rank in enumerate(ranks):
+        rank.add(check(3, 1, 7, 3 + (number == 0)))
+    assert [rank.look() for rank in ranks][-1][1]["told"] == ["2.weight"]
+
+
+def test_the_next_check_is_compared_too_while_a_verdict_is_awaited() -> None:
+    """A cause is at one check, and its effect at the next."""
+    _, (first, second) = groups(2)
+    for number, rank in enumerate((first, second)):
+        rank.add(check(1, number, 1))
+        rank.add(check(2, number, number))
+    found = []
+    for _ in range(4):
+        found += [verdict for rank in (first, second) if (verdict := rank.look())]
+    assert [(number, verdict["told"]) for number, verdict in found] == [(1, ["0.weight"])] * 2 + [
+        (2, ["1.weight"])
+    ] * 2
+
+
+def test_ranks_that_do_not_answer_are_waited_for_only_so_long() -> None:
+    _, (first, second, _) = groups(3, timeout=0.05)
+    first.add(check(1, 1))
+    second.add(check(1, 2))
+    assert [first.look(), second.look()] == [None, None]
+    time.sleep(0.06)
+    verdict = first.look()
+    assert verdict is not None
+    assert verdict == second.look()
+    assert verdict[1]["num_ranks"] == 2
+
+
+def test_checks_that_are_far_apart_are_not_compared() -> None:
+    """A rank that comes nine checks late finds a newer one in its slot."""
+    _, (fast, slow) = groups(2)
+    for number in range(1, 10):
+        fast.add(check(number, 1))
+    slow.add(check(1, 2))
+    assert slow.look() is None
+    slow.add(check(9, 2))
+    assert slow.look() is None
+    assert slow.is_pending
+
+
+def side(first: int, count: int, *values: int, buffer: int | None = None) -> Side:
+    named = {f"{i}.weight": value for i, value in enumerate(values)}
+    ranks = [(first + i, "host") for i in range(min(count, 8))]
+    return Side(count, ranks, named | ({} if buffer is None else {"table": buffer}), {"buffers": ["table"]})
+
+
+def test_the_majority_holds_the_truth() -> None:
+    """Of those that answered; the odd ranks are those of the first tensor that differs."""
+    verdict = judge([side(0, 1, 1, 9, 3), side(1, 5, 1, 2, 3), side(6, 1, 1, 2, 8)])
+    assert (verdict["told"], verdict["ranks"]) == (["1.weight", "2.weight"], [0])
+    assert (verdict["num_ranks"], verdict["is_majority"]) == (7, True)
+
+
+def test_two_ranks_have_no_majority() -> None:
+    """So both are named."""
+    verdict = judge([side(0, 1, 1), side(4, 1, 2)])
+    assert (verdict["is_majority"], verdict["ranks"]) == (False, [0, 4])
+
+
+def test_tensors_that_not_all_have_are_not_compared() -> None:
+    """As the states of an optimizer that is shared out; nor is a rank that answers alone."""
+    assert judge([side(0, 1, 1), side(1, 1, 1, 2)])["names"] == []
+    assert judge([side(0, 1, 1)])["names"] == judge([])["names"] == []
+
+
+@pytest.mark.parametrize(("odd", "is_told"), [(1, True), (2, False)], ids=["by itself", "written"])
+def test_a_buffer_is_told_of_only_when_it_changed_by_itself(odd: int, is_told: bool) -> None:
+    """A buffer that a rank writes is its own. Either is left out from then on."""
+    verdict = judge([side(0, 1, 1, buffer=odd), side(1, 1, 1, buffer=0)])
+    assert verdict["names"] == ["table"]
+    assert verdict["told"] == ["table"] * is_told
+    assert verdict.get("ranks") == ([0] if is_told else None)
