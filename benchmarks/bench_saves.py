@@ -1,11 +1,10 @@
-"""Cost of `guard_checkpoints` to a healthy save: GPT-2's weights, changed by a step or unchanged since a forward.
+"""Cost of `guard_checkpoints` to a healthy save of GPT-2's weights.
 
     python benchmarks/bench_saves.py [--quick] [--rounds N] [--folder DIR]
 
 Plain and guarded saves take turns, within a watch. The median over the rounds counts, and the median of the ratios
 within a round, of the time that passes and of that of the processor: the latter holds on a machine that does something
-else besides. A third measurement is of a changed model's save and its next forward together, as the forward does not
-read again what the guard has read. "guard" is the time inside the guard, and "floor" that of one read of the weights.
+else besides. "guard" is the time inside the guard, and "floor" that of one read of the weights.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.instrumentation.saving import Save
-from nanwatch.session.checkpoint_guard import CheckpointGuard
+from nanwatch.checkpoint.guard import CheckpointGuard
+from nanwatch.checkpoint.saves import Save
 
 WIDTH, LAYERS, VOCABULARY = 768, 12, 50257
 
@@ -43,40 +42,29 @@ def seconds(call: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - began, time.process_time() - used
 
 
-def measured(
-    model: nn.Module, save: Callable[[], object], tokens: torch.Tensor, rounds: int, content: str
-) -> str:
+def measured(model: nn.Module, save: Callable[[], object], rounds: int) -> str:
     """Return the times of plain and of guarded saves in words."""
     inside: list[float] = []
 
-    def faults(guard: CheckpointGuard, one: Save) -> Any:
+    def examine(guard: CheckpointGuard, save: Save) -> Any:
         began = time.perf_counter()
-        found = original(guard, one)
+        result = original(guard, save)
         inside.append(time.perf_counter() - began)
-        return found
+        return result
 
-    def call() -> None:
-        save()
-        if content == "changed, with the next forward":
-            model(tokens)
-
-    original, CheckpointGuard._faults = CheckpointGuard._faults, faults  # type: ignore[method-assign]
+    original, CheckpointGuard.examine = CheckpointGuard.examine, examine  # type: ignore[method-assign]
     times: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     floor = []
     for _ in range(rounds):
         for is_guarded in (False, True):
-            with nanwatch.watch(model, guard_checkpoints=is_guarded, black_box=False), torch.no_grad():
-                model(tokens)
-                if content != "unchanged":
-                    for x in model.parameters():
-                        x.add_(0.0)
-                times[is_guarded].append(seconds(call))
+            with nanwatch.watch(model, guard_checkpoints=is_guarded, black_box=False):
+                times[is_guarded].append(seconds(save))
         floor.append(seconds(lambda: nanwatch.abs_ranges(list(model.parameters())))[0])
-    CheckpointGuard._faults = original  # type: ignore[method-assign]
+    CheckpointGuard.examine = original  # type: ignore[method-assign]
     passed, used = (
         statistics.median(b[i] / a[i] for a, b in zip(times[False], times[True], strict=True)) for i in (0, 1)
     )
-    plain, guarded = (1e3 * statistics.median(one for one, _ in times[way]) for way in (False, True))
+    plain, guarded = (1e3 * statistics.median(each[0] for each in times[way]) for way in (False, True))
     own, least = (1e3 * statistics.median(each) for each in (inside, floor))
     return (
         f"{plain:.0f} ms, guarded {guarded:.0f} ms, ratio {passed:.3f}, of processor time {used:.3f};"
@@ -92,7 +80,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=15, help="of each way, 15 by default")
     options = parser.parse_args()
-    model, tokens = weights(options.quick), torch.arange(16)[None]
+    model = weights(options.quick)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         ways: dict[str, Callable[[], object]] = {
             "torch.save": lambda: torch.save(model.state_dict(), f"{folder}/a.pt"),
@@ -100,9 +88,8 @@ def main() -> None:
         }
         for name, save in ways.items():
             save()
-            for content in ("changed", "changed, with the next forward", "unchanged"):
-                rounds = 3 if options.quick else options.rounds
-                print(f"{name}, {content}: {measured(model, save, tokens, rounds, content)}", flush=True)
+            rounds = 3 if options.quick else options.rounds
+            print(f"{name}: {measured(model, save, rounds)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from ..instrumentation.execution_context import Autocast, RngState
-from ..instrumentation.saving import unguarded
 from ..numerics import _extension
 from ..numerics.readable import only_our_dispatch, unreadable
 from ..report.finding import Finding
 from ..report.report import Report, report_of
 from ..util import reading
+from ..util.unguarded import unguarded
 from ..util.visible import module_name, visible
 from .values import Decoder, Encoder, LeftOut
 

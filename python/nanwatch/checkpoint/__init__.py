@@ -1,1 +1,1 @@
-"""Checkpoints in files: what is in them, whether it is sound, and how two of them differ. Nothing in them is run."""
+"""Checkpoints in files: whether they are sound, how two of them differ, and the guard on saves."""

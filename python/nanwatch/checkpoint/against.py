@@ -11,50 +11,50 @@ import torch
 from torch import Tensor
 
 from ..util.progress import Tell
-from .encodings import ENCODINGS
-from .pairing import Pair, Pairing, tolerance_of
+from ..util.visible import spell, without_wrappers
+from .files import Stored
 from .result import Change, CheckpointComparison, TensorScan
-from .stored import DamagedError, OpenFiles, StoredTensor, joined, transposed
-from .streaming import Streamer, in_threads
 
-_ELEMENTS = 1 << 17  # of a step, so that its temporaries stay in the caches
-_LEAST_ROWS = 32  # of a transposed matrix
-# Relative, of a tensor: what rounding to float8_e5m2 takes at most. More is no rounding, as where all becomes zero.
+# Relative, of a tensor: rounding to float8_e5m2 takes at most this. A cast that makes everything zero takes more.
 _MOST_ROUNDED = 0.125
-# Norm of a block's error by its norm, at most: each of 32 elements off by half a 127th of the largest, or by an eighth.
-_BLOCK = 32
-_BLOCK_ERRORS = {"q8_0": 0.03, "q4_0": 0.72}
-_TINY = 2.2e-5  # a scale below the normal numbers of float16 is off by up to 2^-25
+_STEP = 1 << 18  # elements: the temporaries stay in the caches
 
-Side: TypeAlias = tuple[Sequence[StoredTensor], Sequence[TensorScan]]
+Side: TypeAlias = tuple[Sequence[Stored], Sequence[TensorScan]]
+_Member: TypeAlias = tuple[Stored, TensorScan]
 
 
-def compare(a: Side, b: Side, problems: Sequence[str], threads: int, tell: Tell) -> CheckpointComparison:
-    """Return how the tensors of `b` differ from those of `a`. Each side has them with their scans."""
-    tell("matching tensors")
-    scans = {id(stored): scanned for side in (a, b) for stored, scanned in zip(*side, strict=True)}
-    readable = [[one for one in side[0] if not _why_not(one, scans[id(one)])] for side in (a, b)]
-    with OpenFiles() as files:
-        pairs = Pairing(readable[0], readable[1], files).match()
-    changes: list[Change] = []
-    for done, change in enumerate(in_threads(lambda pair: _change(pair, scans), pairs, threads)):
+def compare(a: Side, b: Side, problems: Sequence[str], tell: Tell) -> CheckpointComparison:
+    """Return how the tensors of `b` differ from those of `a`: of one name, or of one fingerprint where names differ."""
+    first, second = ([*zip(*side, strict=True)] for side in (a, b))
+    pairs, alone, alone_there = _paired(first, second)
+    changes = []
+    for done, (left, right) in enumerate(pairs):
         tell("comparing", done, len(pairs), "tensors")
-        changes.append(change)
-    matched = {id(one) for pair in pairs for one in (*pair.a, *pair.b)}
-    alone = [{one.name: one for one in side[0] if id(one) not in matched} for side in (a, b)]
-    both = [name for name in alone[0] if name in alone[1]]
-    for name in both:
-        one, other = (side.pop(name) for side in alone)
-        why = _why_not(one, scans[id(one)]) or _why_not(other, scans[id(other)])
-        text = why or f"{list(one.shape)} is no {list(other.shape)}"
-        changes.append(Change((name,), (name,), "not compared", text))
-    return CheckpointComparison(tuple(changes), tuple(alone[0]), tuple(alone[1]), tuple(problems))
+        changes.append(_change(left, right))
+    only, only_there = (tuple(scanned.name for _, scanned in side) for side in (alone, alone_there))
+    return CheckpointComparison(tuple(changes), only, only_there, tuple(problems))
 
 
-def _why_not(one: StoredTensor, scanned: TensorScan) -> str:
-    if scanned.dtype in ENCODINGS and scanned.dtype not in _BLOCK_ERRORS:
-        return f"the error of {scanned.dtype} blocks is not known"
-    return scanned.lost or scanned.unread
+def _paired(
+    first: Sequence[_Member], second: Sequence[_Member]
+) -> tuple[list[tuple[_Member, _Member]], list[_Member], list[_Member]]:
+    by_name = {without_wrappers(scanned.name): (stored, scanned) for stored, scanned in second}
+    pairs: list[tuple[_Member, _Member]] = []
+    alone: list[_Member] = []
+    for member in first:
+        match = by_name.pop(without_wrappers(member[1].name), None)
+        if match is None:
+            alone.append(member)
+        else:
+            pairs.append((member, match))
+    by_value = {member[1].fingerprint: member for member in by_name.values() if member[1].is_distinct}
+    renamed = [member for member in alone if member[1].is_distinct and member[1].fingerprint in by_value]
+    for member in renamed:
+        if (match := by_value.pop(member[1].fingerprint, None)) is not None:
+            pairs.append((member, match))
+            alone.remove(member)
+            del by_name[without_wrappers(match[1].name)]
+    return pairs, alone, [*by_name.values()]
 
 
 @dataclass(slots=True)
@@ -63,86 +63,98 @@ class _Distance:
     square: float = 0.0
     largest: float = 0.0
     at: int = -1
-    unrounded: int = 0  # elements that are not the nearest in the other's format
-    unrounded_back: int = 0  # the same of the other's elements in the first's
+    unrounded: int = 0  # elements that are not the nearest in the second's format
+    unrounded_back: int = 0  # the same of the second's elements in the first's
     num_lost: int = 0  # finite elements that are nan or inf there
-    worst: float = 0.0  # error of a block by its norm
 
-    def add(self, a: Tensor, b: Tensor, start: int, *, is_exact: bool) -> None:
-        """Add elements; `start` is the number of the first one."""
-        if is_exact:
-            self.unrounded += _unrounded(a, b)
-            self.unrounded_back += _unrounded(b, a)
-        wide = torch.float32 if max(a.element_size(), b.element_size()) < 4 else torch.float64
-        x, y = a.to(wide), b.to(wide)
-        apart = y - x
-        if not bool(apart.isfinite().all()):
+    def add(self, a: Tensor, b: Tensor, start: int) -> None:
+        """Add elements. `start` is the number of the first one."""
+        self.unrounded += _unrounded(a, b)
+        self.unrounded_back += _unrounded(b, a)
+        x, y = a.double(), b.double()
+        difference = y - x
+        if not bool(difference.isfinite().all()):
             self.num_lost += int((x.isfinite() & ~y.isfinite()).sum())
-            apart[(x == y) | (x.isnan() & y.isnan())] = 0.0
-            x, apart = x.nan_to_num(0.0, 0.0, 0.0), apart.nan_to_num(inf, inf, -inf)
-        if not is_exact:
-            far, near = (one.view(-1, _BLOCK).norm(dim=1) for one in (apart, x))
-            self.worst = max(self.worst, float(((far - _TINY).clamp_(min=0) / near).nan_to_num(0.0).max()))
-        self.noise += float(apart.square().sum(dtype=torch.float64))
-        self.square += float(x.square().sum(dtype=torch.float64))
-        largest = float(apart.abs().max()) if len(apart) else 0.0
+            difference[(x == y) | (x.isnan() & y.isnan())] = 0.0
+            x, difference = x.nan_to_num(0.0, 0.0, 0.0), difference.nan_to_num(inf, inf, -inf)
+        self.noise += float(difference.square().sum())
+        self.square += float(x.square().sum())
+        largest = float(difference.abs().max())
         if largest > self.largest:
-            self.largest, self.at = largest, start + int(apart.abs().argmax())
+            self.largest, self.at = largest, start + int(difference.abs().argmax())
 
 
 def _unrounded(a: Tensor, b: Tensor) -> int:
     """Return the number of elements of `b` that are not the nearest to those of `a`."""
     # PyTorch does not compare numbers of 8 bits.
-    nearest, given = (one.float() if b.element_size() == 1 else one for one in (a.to(b.dtype), b))
-    return int(((nearest != given) & ~(nearest.isnan() & given.isnan())).sum())
+    nearest, actual = (x.float() if x.element_size() == 1 else x for x in (a.to(b.dtype), b))
+    return int(((nearest != actual) & ~(nearest.isnan() & actual.isnan())).sum())
 
 
-def _change(pair: Pair, scans: dict[int, TensorScan]) -> Change:
-    names, others = tuple(one.name for one in pair.a), tuple(one.name for one in pair.b)
-    one, other = joined(pair.a), joined(pair.b)
-    is_fused = len(pair.a) + len(pair.b) > 2
-    if not is_fused and (one.dtype, one.shape) == (other.dtype, other.shape):
-        mine, its = scans[id(one)].fingerprint, scans[id(other)].fingerprint
-        if mine == its is not None:
-            return Change(names, others, "equal")
-    found = _Distance()
-    is_exact = not {one.dtype, other.dtype} & set(ENCODINGS)
-    try:
-        if pair.turned and not (is_exact and len(one.shape) == 2):
-            raise DamagedError("transposed, it is only compared as a matrix that is not encoded")
-        _add(one, other, pair.turned, found, is_exact=is_exact)
-    except (DamagedError, OSError) as error:
-        return Change(names, others, "not compared", str(error)[:200])
-    relative = sqrt(found.noise / found.square) if found.square else (inf if found.noise else 0.0)
-    said = {
-        "transposed": pair.turned,
-        "fused": is_fused,
-        f"{one.dtype} to {other.dtype}": one.dtype != other.dtype,
-    }
-    if found.num_lost:
-        said[f"{found.num_lost:,} finite elements become nan or inf"] = True
-    text = ", ".join(word for word, is_so in said.items() if is_so)
-    is_near = found.worst <= max(_BLOCK_ERRORS.get(x.dtype, 0.0) for x in (one, other))
-    if found.noise == 0 and (one.dtype == other.dtype or not is_exact):
+def _change(left: _Member, right: _Member) -> Change:
+    (stored, a), (stored_there, b) = left, right
+    if a.fingerprint == b.fingerprint is not None:
+        return Change(a.name, b.name, "equal")
+    why = a.lost or a.unread or b.lost or b.unread
+    if not why and a.shape != b.shape:
+        why = f"{list(a.shape)} is no {list(b.shape)}"
+    if not why and not (a.is_float and b.is_float) and a.dtype != b.dtype:
+        why = f"{a.dtype} is no {b.dtype}"
+    distance = _Distance()
+    if not why:
+        try:
+            _add_all(stored, stored_there, distance)
+        except Exception as error:  # cut off since
+            why = spell(error)
+    if why:
+        return Change(a.name, b.name, "not compared", why)
+    relative = sqrt(distance.noise / distance.square) if distance.square else (inf if distance.noise else 0.0)
+    remarks = [f"{a.dtype} to {b.dtype}"] if a.dtype != b.dtype else []
+    if distance.num_lost:
+        remarks.append(f"{distance.num_lost:,} finite elements become nan or inf")
+    is_rounded = 0 in (distance.unrounded, distance.unrounded_back) and relative <= _MOST_ROUNDED
+    kind = "changed"
+    if distance.noise == 0 and a.dtype == b.dtype:
         kind = "equal"
-    elif is_exact and 0 in (found.unrounded, found.unrounded_back) and relative <= _MOST_ROUNDED:
+    elif is_rounded and not (a.is_encoded or b.is_encoded):
         kind = "converted"
-    elif not is_exact and is_near and relative <= tolerance_of(one, other):
-        kind = "quantized"
-    else:
-        kind = "changed"
-    return Change(names, others, kind, text, relative, found.largest, found.at, sqrt(found.square))
+    return Change(
+        a.name,
+        b.name,
+        kind,
+        ", ".join(remarks),
+        relative,
+        distance.largest,
+        distance.at,
+        sqrt(distance.square),
+    )
 
 
-def _add(one: StoredTensor, other: StoredTensor, turned: bool, found: _Distance, *, is_exact: bool) -> None:
-    """Compare the elements in the order of the first."""
-    step = _ELEMENTS
-    if turned:  # a part of each of its columns is read
-        other, width = transposed(other), other.lying[0]
-        step = max(_ELEMENTS // width, _LEAST_ROWS) * width
-    with OpenFiles() as files:
-        # A streamer each, as values are valid until the next ones.
-        mine, its = Streamer(files, 1 << 10), Streamer(files, 1 << 10)
-        for at in range(0, one.numel, step):
-            count = min(step, one.numel - at)
-            found.add(mine.values(one, at, count), its.values(other, at, count), at, is_exact=is_exact)
+def _add_all(stored: Stored, stored_there: Stored, distance: _Distance) -> None:
+    assert stored.load is not None
+    assert stored_there.load is not None
+    there = _Elements(stored_there)
+    for start, _, values in stored.pieces(stored.load()):
+        for offset in range(0, len(values), _STEP):
+            part = values[offset : offset + _STEP]
+            distance.add(part, there.next(len(part)), start + offset)
+
+
+class _Elements:
+    """Elements of a stored tensor in C order, as many at a time as are asked for."""
+
+    def __init__(self, stored: Stored) -> None:
+        assert stored.load is not None
+        self._pieces = stored.pieces(stored.load())
+        self._left = torch.empty(0)
+
+    def next(self, count: int) -> Tensor:
+        """Return the next elements."""
+        parts = []
+        while count:
+            if not len(self._left):
+                self._left = next(self._pieces)[2]
+            parts.append(self._left[:count])
+            self._left = self._left[count:]
+            count -= len(parts[-1])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

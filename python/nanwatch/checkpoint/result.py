@@ -9,16 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import hypot
 
-from ..numerics.formats import TensorHealth
+from ..numerics.formats import BY_NAME, TensorHealth
 from ..report.notebook import InNotebook
 from ..report.page import NUMBER, TEXT, Table, page
 from ..util.reading import plain
 from ..util.visible import first_few, visible, without_wrappers
-from .encodings import ENCODINGS, is_float
 
-SCHEMA, VERSION = "nanwatch.scan", 1
+SCHEMA, VERSION = "nanwatch.scan", 2
 _MOST_LINES = 10  # of one kind in the text
-_MOST_NAMES = 4
 _UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 _MOST_ROWS = 2000  # of a table of the page
 
@@ -27,16 +25,16 @@ _MOST_ROWS = 2000  # of a table of the page
 class TensorScan:
     """One tensor. `unread` says why its values are not checked, `lost` why they are not all in the file.
 
-    `fingerprint` is `nanwatch.fingerprint` of the tensor, of an encoded one (GGUF) that of its bytes. It is None of one
-    that lies transposed, and where nothing needs it: without `against`, of one that no other tensor is like.
-    `sqnr` has the ratio of signal to quantization noise in dB by the block formats that a matrix was tried in.
+    `dtype` is the name of a number format, or of an encoding of GGUF ("q8_0"). With `against`, `fingerprint` is
+    `nanwatch.fingerprint` of the tensor, of an encoded one that of its bytes. `sqnr` has the ratio of signal to
+    quantization noise in dB by the block formats that a matrix was tried in.
     """
 
     name: str
     file: str
     dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
+    shape: tuple[int, ...] = ()
+    nbytes: int = 0
     unread: str = ""
     lost: str = ""
     health: TensorHealth | None = None
@@ -48,17 +46,31 @@ class TensorScan:
     sqnr: Mapping[str, float] | None = None
 
     @property
+    def is_encoded(self) -> bool:
+        """Whether its elements share scales in blocks of GGUF."""
+        return self.health is not None and self.dtype not in BY_NAME
+
+    @property
     def is_float(self) -> bool:
-        """Whether its elements are numbers of floating point."""
-        return is_float(self.dtype)
+        """Whether its elements are numbers of floating point with a sign."""
+        return self.is_encoded or (self.dtype in BY_NAME and BY_NAME[self.dtype].has_sign_bit)
+
+    @property
+    def is_distinct(self) -> bool:
+        """Whether its values tell it from others, unlike those of a new norm or bias."""
+        return (
+            self.fingerprint is not None
+            and self.health is not None
+            and self.health.abs_min != self.health.abs_max
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """Something that a scan found. A fault makes a checkpoint unsound, anything else is worth a look.
+class Problem:
+    """Something that a scan met. A fault makes a checkpoint unsound, anything else is worth a look.
 
-    `kind` is "file", "lost", "non-finite", "mask", "remark", "all zero", "zeros", "dead", "subnormal", "range",
-    "sqnr", "outlier", "tied", "duplicate" or "not checked".
+    `kind` is "file", "lost", "non-finite", "mask", "all zero", "zeros", "dead", "subnormal", "range", "outlier" or
+    "not checked".
     """
 
     kind: str
@@ -69,16 +81,15 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Tensors of two checkpoints that are one: `names` of the first, `others` of the second.
+    """Tensor of two checkpoints: its name in the first, and in the other.
 
-    `kind` is "equal" (to the bit), "converted" (each element is the nearest in the narrower format, which rounds it and
-    no more), "quantized" (each block is within its encoding's error), "changed", or "not compared" with the reason in
-    `text`. `relative` is the norm of the difference by that of the first, `largest` the largest difference of an
-    element, at number `at` in C order. `norm` is that of the first.
+    `kind` is "equal" (to the bit), "converted" (each element is the nearest in the narrower format), "changed", or "not
+    compared" with the reason in `text`. `relative` is the norm of the difference by that of the first, `largest` the
+    largest difference of an element, at number `at` in C order. `norm` is that of the first.
     """
 
-    names: tuple[str, ...]
-    others: tuple[str, ...]
+    name: str
+    other: str
     kind: str
     text: str = ""
     relative: float = 0.0
@@ -89,24 +100,21 @@ class Change:
     @property
     def is_renamed(self) -> bool:
         """Whether the names differ by more than wrappers, so that the values say that they are one."""
-        return [*map(without_wrappers, self.names)] != [*map(without_wrappers, self.others)]
+        return without_wrappers(self.name) != without_wrappers(self.other)
 
     def __str__(self) -> str:
-        names, others = " + ".join(self.names), " + ".join(self.others)
-        named = names if names == others else f"{names} -> {others}"
-        return f"{named} ({self.text})" if self.text else named
-
-
-def _relative(changes: Sequence[Change]) -> float:
-    """Return the relative difference of several tensors together."""
-    norm = hypot(*(one.norm for one in changes))
-    return hypot(*(one.relative * one.norm for one in changes if one.norm)) / (norm or 1.0)
+        names = self.name if self.name == self.other else f"{self.name} -> {self.other}"
+        return f"{names} ({self.text})" if self.text else names
 
 
 def _extent(changes: Sequence[Change]) -> tuple[float, float]:
-    """Return the relative and the largest difference, -1 where nothing was compared."""
-    compared = [one for one in changes if one.kind != "not compared"]
-    return (_relative(compared), max(one.largest for one in compared)) if compared else (-1.0, -1.0)
+    """Return the relative difference of several tensors together and the largest, -1 where nothing was compared."""
+    compared = [change for change in changes if change.kind != "not compared"]
+    if not compared:
+        return -1.0, -1.0
+    norm = hypot(*(change.norm for change in compared)) or 1.0
+    relative = hypot(*(change.relative * change.norm for change in compared if change.norm)) / norm
+    return relative, max(change.largest for change in compared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,25 +129,27 @@ class CheckpointComparison:
     @property
     def is_faithful(self) -> bool:
         """Whether the other has all tensors, equal or as exact as its formats allow."""
-        kinds = {one.kind for one in self.changes}
+        kinds = {change.kind for change in self.changes}
         return not (kinds & {"changed", "not compared"} or self.only or self.only_other or self.problems)
 
     @property
     def verdict(self) -> str:
         """Whether it is faithful, and how many tensors are of which kind, in words."""
-        counts = Counter(one.kind for one in self.changes)
+        counts = Counter(change.kind for change in self.changes)
         counts.update({"missing there": len(self.only), "only there": len(self.only_other)})
-        said = ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
-        return f"{'faithful' if self.is_faithful else 'not the same'}: {said or 'nothing to compare'}"
+        listed = ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
+        return f"{'faithful' if self.is_faithful else 'not the same'}: {listed or 'nothing to compare'}"
 
     def tables(self) -> list[Table]:
         """Return what changed, the largest change first: by layers if there are several, and each tensor."""
-        changed = sorted((one for one in self.changes if one.kind != "equal"), key=lambda one: -one.relative)
+        changed = sorted(
+            (change for change in self.changes if change.kind != "equal"), key=lambda change: -change.relative
+        )
         layers: dict[str, list[Change]] = defaultdict(list)
-        for one in changed:
-            layers[layer_of(one.names[0])].append(one)
-        found = [(*_extent(ones), str(len(ones)), layer) for layer, ones in layers.items()]
-        each = [(*_extent([one]), one.kind, str(one)) for one in changed]
+        for change in changed:
+            layers[layer_of(change.name)].append(change)
+        by_layer = [(*_extent(changes), str(len(changes)), layer) for layer, changes in layers.items()]
+        each = [(*_extent([change]), change.kind, str(change)) for change in changed]
         sizes = {"relative": NUMBER, "largest": NUMBER}
         return [
             Table(
@@ -149,7 +159,7 @@ class CheckpointComparison:
                 [("-" if a < 0 else f"{a:.3g}", "-" if a < 0 else f"{b:.3g}", *row) for a, b, *row in rows],
             )
             for title, columns, rows in (
-                ("Layers", {"tensors": NUMBER, "layer": TEXT}, sorted(found, reverse=True)),
+                ("Layers", {"tensors": NUMBER, "layer": TEXT}, sorted(by_layer, reverse=True)),
                 ("Changes", {"kind": TEXT, "tensor": TEXT}, each),
             )
             if len(rows) > (title == "Layers")
@@ -163,18 +173,18 @@ class Scan(InNotebook):
     paths: tuple[str, ...]
     against: str | None
     tensors: tuple[TensorScan, ...]
-    findings: tuple[Finding, ...]
+    problems: tuple[Problem, ...]
     comparison: CheckpointComparison | None = None
 
     @property
     def is_sound(self) -> bool:
         """Whether all files are whole and no value is nan or inf, but for those of masks."""
-        return not any(one.is_fault for one in self.findings)
+        return not any(problem.is_fault for problem in self.problems)
 
     @property
     def is_checked(self) -> bool:
-        """Whether values, or scales of blocks, of any tensor were read."""
-        return any(one.health is not None or one.dtype in ENCODINGS for one in self.tensors)
+        """Whether the values of any tensor were read."""
+        return any(tensor.health is not None for tensor in self.tensors)
 
     def to_json(self) -> str:
         """Return the result as one JSON document."""
@@ -185,8 +195,8 @@ class Scan(InNotebook):
     @property
     def headline(self) -> str:
         """The verdict in one sentence."""
-        faults = sum(one.is_fault for one in self.findings)
-        unread = sum(bool(one.unread) for one in self.tensors)
+        faults = sum(problem.is_fault for problem in self.problems)
+        unread = sum(bool(tensor.unread) for tensor in self.tensors)
         verdict = "sound" if self.is_checked else "nothing was checked"
         if faults:
             verdict = f"{faults} fault{'s' * (faults > 1)}"
@@ -195,9 +205,9 @@ class Scan(InNotebook):
     @property
     def amount(self) -> str:
         """The number of tensors that were read, by dtype, in words."""
-        dtypes = Counter(one.dtype for one in self.tensors).most_common()
+        dtypes = Counter(tensor.dtype for tensor in self.tensors).most_common()
         named = ", ".join(f"{dtype} {count:,}" for dtype, count in dtypes)
-        size = sum(one.nbytes for one in self.tensors)
+        size = sum(tensor.nbytes for tensor in self.tensors)
         unit, name = next((pair for pair in _UNITS if size >= pair[0]), (1, "bytes"))
         return f"{len(self.tensors):,} tensors, {size / unit:.3g} {name}" + (f" ({named})" if named else "")
 
@@ -205,43 +215,49 @@ class Scan(InNotebook):
         """Return the result for people."""
         lines = [self.headline, self.amount]
         for title, is_fault in (("Faults", True), ("Worth a look", False)):
-            found = [one for one in self.findings if one.is_fault is is_fault]
-            if found:
+            problems = [problem for problem in self.problems if problem.is_fault is is_fault]
+            if problems:
                 lines += ["", f"{title}:"]
-            for kind, count in Counter(one.kind for one in found).items():
-                shown = [one for one in found if one.kind == kind][:_MOST_LINES]
-                lines += [f"  {kind:<12} {_names(one.tensors, ': ')}{one.text}" for one in shown]
+            for kind, count in Counter(problem.kind for problem in problems).items():
+                shown = [problem for problem in problems if problem.kind == kind][:_MOST_LINES]
+                for problem in shown:
+                    names = f"{first_few(problem.tensors)}: " if problem.tensors else ""
+                    lines.append(f"  {kind:<12} {names}{problem.text}")
                 if count > len(shown):
                     lines.append(f"  {kind:<12} and {count - len(shown):,} more (--json has them all)")
-        if (found_there := self.comparison) is not None:
-            lines += ["", f"Against {self.against}: {found_there.verdict}", *found_there.problems]
-            for table in found_there.tables():
+        if (comparison := self.comparison) is not None:
+            lines += ["", f"Against {self.against}: {comparison.verdict}", *comparison.problems]
+            for table in comparison.tables():
                 lines += ["", *(_line(row) for row in (list(table.columns), *table.rows[:_MOST_LINES]))]
                 if (left := len(table.rows) - _MOST_LINES) > 0:
                     lines.append(f"  and {left:,} more (--json has them all)")
-            if moved := [str(one) for one in found_there.changes if one.kind == "equal" and one.is_renamed]:
-                lines += ["", f"  equal under other names: {_names(moved)}"]
-            for what, alone in (("missing there", found_there.only), ("only there", found_there.only_other)):
-                lines += [f"  {what}: {_names(alone)}"] if alone else []
+            moved = [
+                str(change) for change in comparison.changes if change.kind == "equal" and change.is_renamed
+            ]
+            alone = {
+                "equal under other names": moved,
+                "missing there": comparison.only,
+                "only there": comparison.only_other,
+            }
+            lines += [f"  {what}: {first_few(names)}" for what, names in alone.items() if names]
         return "\n".join(map(visible, lines))
 
     def to_html(self) -> str:
         """Return the result as one page. Raises ImportError without jinja2."""
         columns = {"kind": TEXT, "tensor": TEXT, "what": TEXT}
-        said = [(one.kind, _names(one.tensors), one.text) for one in self.findings]
-        tables = [Table("findings", "Findings", columns, said)] if said else []
+        rows = [(problem.kind, first_few(problem.tensors), problem.text) for problem in self.problems]
+        tables = [Table("problems", "Problems", columns, rows)] if rows else []
         facts = []
         if self.comparison is not None:
             facts = [("Against", f"{self.against}: {self.comparison.verdict}")]
             tables += self.comparison.tables()
         columns = {"tensor": TEXT, "dtype": TEXT, "shape": TEXT}
         columns |= {"abs max": NUMBER, "zeros": NUMBER, "not finite": NUMBER}
-        rows = [(one.name, one.dtype, str(list(one.shape)), *_cells(one.health)) for one in self.tensors]
-        tables.append(Table("tensors", "Tensors", columns, rows))
-        for i, one in enumerate(tables):
-            if (left := len(one.rows) - _MOST_ROWS) > 0:
+        tables.append(Table("tensors", "Tensors", columns, [*map(_cells, self.tensors)]))
+        for i, table in enumerate(tables):
+            if (left := len(table.rows) - _MOST_ROWS) > 0:
                 after = f"and {left:,} more (the JSON document has them all)"
-                tables[i] = replace(one, rows=one.rows[:_MOST_ROWS], after=after)
+                tables[i] = replace(table, rows=table.rows[:_MOST_ROWS], after=after)
         return page("Scan.to_html", self.headline, self.amount, facts, tables, is_bad=not self.is_sound)
 
 
@@ -249,15 +265,12 @@ def _line(row: Sequence[str]) -> str:
     return f"  {' '.join(f'{cell:>9}' for cell in row[:-1])}  {row[-1]}"
 
 
-def _cells(health: TensorHealth | None) -> tuple[str, str, str]:
+def _cells(tensor: TensorScan) -> tuple[str, ...]:
+    health, what = tensor.health, (tensor.name, tensor.dtype, str(list(tensor.shape)))
     if health is None:
-        return "", "", ""
+        return *what, "", "", ""
     bad = health.num_nan + health.num_posinf + health.num_neginf
-    return f"{health.finite_abs_max:.4g}", f"{health.num_zero:,}", f"{bad:,}" if bad else ""
-
-
-def _names(names: Sequence[str], end: str = "") -> str:
-    return first_few(names, _MOST_NAMES) + end if names else ""
+    return *what, f"{health.finite_abs_max:.4g}", f"{health.num_zero:,}", f"{bad:,}" if bad else ""
 
 
 def layer_of(name: str) -> str:

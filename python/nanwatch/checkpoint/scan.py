@@ -1,44 +1,47 @@
-"""Scan of checkpoints: the health of each tensor, in one read of the files, by several threads."""
+"""Scan of checkpoints: what is in each tensor, and what is wrong with it. Each file is read once."""
 
 from __future__ import annotations
 
-import os
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import reduce
-from itertools import groupby
+from math import isinf
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from statistics import median
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
 
 from ..numerics._extension import explain_once
-from ..numerics.formats import TensorHealth
+from ..numerics.block_fit import BLOCKS_BY_NAME, BlockFit
+from ..numerics.fit import FORMATS, would_fit
+from ..numerics.formats import BY_NAME, TensorHealth
 from ..numerics.partial_health import PartialHealth
-from ..numerics.readable import type_name
+from ..numerics.ranges import tensor_health
+from ..numerics.readable import type_name, unreadable
+from ..records.siblings import apart_from_siblings
 from ..util.progress import Tell, silent
+from ..util.visible import spell
 from .against import compare
-from .encodings import ENCODINGS
-from .findings import TARGETS, find, tried
-from .formats import read_checkpoint
-from .result import Scan, TensorScan
-from .stored import Contents, DamagedError, Deflated, OpenFiles, StoredTensor
-from .streaming import CHUNK, NONE, Piece, Streamer, dead_lines, in_threads, step_of
-from .zips import wrong_checksums
+from .files import PIECE, Contents, Stored, open_checkpoint
+from .result import Problem, Scan, TensorScan
 
-_TASK = 1 << 26  # bytes that a thread reads in one go
-_MOST_THREADS = 16  # memory has no more bandwidth for more
-_GLANCE = 1 << 12  # bytes that tell tensors of the same range apart
+_MANY_ZEROS, _MANY_ENCODED_ZEROS = 0.1, 0.25  # blocks of 4 bits make up to 17 % of random numbers zero
+_MANY_SUBNORMALS = 0.01
+_MANY_FLUSHED = {True: 0.25, False: 0.01}  # share that becomes zero in a format with blocks, and without
 _SHOWN = 5  # dead rows whose numbers are kept
+_CASTS = ("float16", "bfloat16")
+_TARGETS = (*FORMATS, *BLOCKS_BY_NAME)
+_Dead: TypeAlias = "tuple[int, tuple[int, ...]]"
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def scan(
     *paths: str | PathLike[str],
     against: str | PathLike[str] | None = None,
     to: str | Sequence[str] = (),
-    checksums: bool = False,
-    threads: int | None = None,
     tell: Tell = silent,
 ) -> Scan:
     """Read all tensors of a checkpoint and return what is wrong with them, without running anything of it.
@@ -46,11 +49,12 @@ def scan(
     `paths`: files of safetensors, torch.save (.pt, .pth, .bin), GGUF or NumPy (.npz, .npy), an index of such files, or
     folders with these or of torch.distributed.checkpoint. Several are one checkpoint. `against`: another checkpoint;
     the result then says which tensors differ and how far. `to`: number formats ("float16", "mxfp8") that each matrix of
-    floating point is tried in, which takes another, slower read. `checksums`: check the CRC-32 of each member of the
-    archives of torch.save and NumPy too, at some 1.5 GB/s. `threads`: the default is one a core, at most 16.
+    floating point is tried in, which takes another read.
 
-    Takes about 20 MiB beside PyTorch's own, whatever the size of the files. Damaged files are problems of the result.
-    Raises OSError for a path that is not there, ValueError for one that is no checkpoint and for an unknown format.
+    Files are mapped, so that memory does not grow with them. What cannot be mapped is loaded: a tensor at a time from
+    .npz and torch.distributed.checkpoint, and whole files of the format before PyTorch 1.6. Damaged files are problems
+    of the result. Raises OSError for a path that is not there, ValueError for one that is no checkpoint and for an
+    unknown format, ImportError where the package for a format is missing.
 
     Examples:
         >>> import nanwatch, torch
@@ -65,174 +69,209 @@ def scan(
             raise TypeError(f"scan got the path {type_name(path)}; pass each as a str or a Path of its own")
     if not paths or "" in paths or against == "":
         raise ValueError("scan got no path; pass the file or the folder of a checkpoint")
-    to = to.split(",") if isinstance(to, str) else to
-    for name in to if isinstance(to, Iterable) else (to,):
-        if name not in TARGETS:
-            raise ValueError(f"scan got the format {name!r}; accepted are {', '.join(TARGETS)}")
-    if threads is not None and threads < 1:
-        raise ValueError(f"scan got threads={threads!r}; accepted is a number above 0")
+    formats = to.split(",") if isinstance(to, str) and to else tuple(to)
+    for name in formats:
+        if name not in _TARGETS:
+            raise ValueError(f"scan got the format {name!r}; accepted are {', '.join(_TARGETS)}")
     explain_once()
-    count = min(threads or len(os.sched_getaffinity(0)), _MOST_THREADS)
-    contents = _contents(paths)
-    if checksums:
-        _check_sums(contents, tell)
-    tensors = list(_scanned(contents.tensors, count, tell, fingerprints=against is not None))
+    contents = Contents()
+    for path in paths:
+        contents.add(open_checkpoint(Path(path)))
+    needs_fingerprints = against is not None
+    tensors = list(_scanned(contents.tensors, tell, needs_fingerprints))
     comparison = None
-    if against is None:
-        # Without another checkpoint a fingerprint only tells those apart that are alike in all else.
-        alike = _alike(contents.tensors, tensors)
-        again = _scanned([contents.tensors[i] for i in alike], count, tell, fingerprints=True)
-        for i, one in zip(alike, again, strict=True):
-            tensors[i] = replace(tensors[i], fingerprint=one.fingerprint)
-    else:
-        other = _contents([against])
+    if against is not None:
+        other = open_checkpoint(Path(against))
         if not other.tensors:
             why = "; ".join(text for _, text in other.problems) or "it has no tensor"
             raise ValueError(f"{against} cannot be compared with: {why}")
-        others = list(_scanned(other.tensors, count, tell, fingerprints=True))
-        sides = (contents.tensors, tensors), (other.tensors, others)
-        comparison = compare(*sides, [text for _, text in other.problems], count, tell)
-    findings = list(find(contents, tensors))
-    for name in to:
-        findings += tried(contents.tensors, tensors, name)
+        sides = (contents.tensors, tensors), (other.tensors, list(_scanned(other.tensors, tell, True)))
+        comparison = compare(*sides, [text for _, text in other.problems], tell)
+    problems = list(_problems(contents, tensors))
+    for name in formats:
+        problems += _tried(contents.tensors, tensors, name, tell)
     other_path = None if against is None else str(against)
-    return Scan(tuple(map(str, paths)), other_path, tuple(tensors), tuple(findings), comparison)
+    return Scan(tuple(map(str, paths)), other_path, tuple(tensors), tuple(problems), comparison)
 
 
-def _contents(paths: Sequence[str | PathLike[str]]) -> Contents:
-    found = Contents()
-    for path in paths:
-        found.add(read_checkpoint(Path(path)))
-    return found
-
-
-def _check_sums(contents: Contents, tell: Tell) -> None:
-    """Add the members of archives whose checksums are wrong to the problems."""
-    broken = {path for path, _ in contents.problems}
-    for path in dict.fromkeys(one.file for one in contents.tensors):
-        if path not in broken:
-            tell(f"checking {path.name}")
-            contents.problems += [
-                (path, f"the CRC-32 of {name[:80]} is wrong") for name in wrong_checksums(path)
-            ]
-
-
-def _alike(stored: Sequence[StoredTensor], tensors: Sequence[TensorScan]) -> list[int]:
-    """Return the numbers of the tensors that may be equal to others; of those that are tied only that of the first."""
-    groups: dict[Hashable, list[int]] = defaultdict(list)
-    for i, (one, scanned) in enumerate(zip(stored, tensors, strict=True)):
-        health = scanned.health
-        if one.source is not None and health is not None and health.abs_min != health.abs_max:
-            groups[one.dtype, one.shape, health[2:]].append(i)
-    found: dict[Hashable, list[int]] = defaultdict(list)
-    with OpenFiles() as files:
-        for key, group in groups.items():
-            first_of = {stored[i].source: i for i in reversed(group)} if len(group) > 1 else {}
-            for source, i in first_of.items() if len(first_of) > 1 else ():
-                with suppress(DamagedError, OSError):
-                    assert source is not None
-                    first = bytearray(min(_GLANCE, stored[i].nbytes))
-                    source.read(files, 0, memoryview(first))
-                    found[key, bytes(first)].append(i)
-    return sorted(i for alike in found.values() if len(alike) > 1 for i in alike)
-
-
-class _Part(NamedTuple):
-    """Result of reading a piece: its health, and in `bits` the fingerprint of its bytes."""
-
-    health: PartialHealth
-    bits: PartialHealth
-    error: str = ""
-
-
-def _tasks(tensors: Sequence[StoredTensor]) -> list[list[Piece]]:
-    """Return the pieces of all tensors in their order, at least one of each, in tasks of some MiB."""
-    tasks: list[list[Piece]] = []
-    left = 0
-    for one in tensors:
-        size = 0 if one.lost or one.unread or one.source is None else one.nbytes
-        step = max(size, 1)
-        if size > _TASK and not isinstance(one.source, Deflated):
-            step = _TASK // step_of(one, CHUNK) * step_of(one, CHUNK)
-        for begin in range(0, max(size, 1), step):
-            if left <= 0:
-                tasks.append([])
-                left = _TASK
-            tasks[-1].append(Piece(one, begin, min(begin + step, size)))
-            left -= step
-    return tasks
-
-
-def _read(task: Sequence[Piece], fingerprints: bool) -> list[tuple[Piece, _Part]]:
-    with OpenFiles() as files:
-        streamer = Streamer(files)
-        return [(piece, _read_piece(streamer, piece, fingerprints)) for piece in task]
-
-
-def _read_piece(streamer: Streamer, piece: Piece, fingerprints: bool) -> _Part:
-    health, bits = PartialHealth(), PartialHealth()
-    try:
-        for at, raw, values in streamer.chunks(*piece):
-            if fingerprints:
-                bits.add_bits(raw, at)
-            health.add(values, at * values.numel() // len(raw))
-    except (DamagedError, OSError, MemoryError) as error:
-        return _Part(health, bits, error=_told(error))
-    return _Part(health, bits)
-
-
-def _scanned(
-    tensors: Sequence[StoredTensor], threads: int, tell: Tell, *, fingerprints: bool
-) -> Iterator[TensorScan]:
-    """Yield the result of each tensor, in their order."""
-
-    def pieces() -> Iterator[tuple[Piece, _Part]]:
-        done = 0
-        for task in in_threads(lambda task: _read(task, fingerprints), tasks, threads):
-            done += sum(piece.end - piece.begin for piece, _ in task)
-            tell(f"reading {task[-1][0].tensor.file.name}", done >> 20, total, "MiB")
-            yield from task
-
-    tasks = _tasks(tensors)
-    total = sum(piece.end - piece.begin for task in tasks for piece in task) >> 20
-    for _, group in groupby(pieces(), lambda one: id(one[0].tensor)):
-        (piece, part), *rest = group
-        yield _finished(piece.tensor, reduce(_together, (one for _, one in rest), part), fingerprints)
-
-
-def _together(a: _Part, b: _Part) -> _Part:
-    """Return the result of two pieces of a tensor; that of the first is part of it from now on."""
-    a.health.merge(b.health)
-    a.bits.merge(b.bits)
-    return _Part(a.health, a.bits, a.error or b.error)
-
-
-def _finished(tensor: StoredTensor, part: _Part, fingerprints: bool) -> TensorScan:
-    unread, lost, encoding = tensor.unread, tensor.lost or part.error, ENCODINGS.get(tensor.dtype)
-    health, fingerprint, rows, columns = None, None, NONE, NONE
-    if not (unread or lost) and tensor.source is not None:
-        if fingerprints and encoding is not None:
-            fingerprint = part.bits.fingerprint("uint8", (tensor.nbytes,))
-        elif fingerprints and tensor.order is None:
-            fingerprint = part.bits.fingerprint(tensor.dtype, tensor.shape)
-        health = _in_order(part.health.health(tensor.lying), tensor)
+def _scanned(tensors: Sequence[Stored], tell: Tell, fingerprints: bool) -> Iterator[TensorScan]:
+    total = sum(_size(file) for file in {stored.file for stored in tensors}) >> 20
+    done = 0
+    for stored in tensors:
+        tell(f"reading {stored.file.name}", min(done >> 20, total), total, "MiB")
+        result = TensorScan(stored.name, str(stored.file), "unknown", lost=stored.lost)
         try:
-            rows, columns = dead_lines(tensor, health.num_zero, _SHOWN)
-        except (DamagedError, OSError, MemoryError) as error:  # cut off since
-            health, lost = None, _told(error)
-    of_file = tensor.name, str(tensor.file), tensor.dtype, tensor.shape, tensor.nbytes, unread, lost
-    dead = rows.total, columns.total, rows.first, columns.first
-    return TensorScan(*of_file, health, fingerprint, *dead)
+            if stored.load is not None:
+                result = _read(stored, stored.load(), result, fingerprints)
+        except ImportError:
+            raise
+        except (TypeError, NotImplementedError) as error:  # a dtype or a layout that PyTorch does not read
+            result = replace(result, unread=spell(error))
+        except Exception as error:  # a library meets the damage when it loads the tensor
+            result = replace(result, lost=spell(error))
+        done += result.nbytes
+        yield result
 
 
-def _told(error: Exception) -> str:
-    return str(error)[:200] or type(error).__name__
+def _size(path: Path) -> int:
+    with suppress(OSError):
+        return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size
+    return 0
 
 
-def _in_order(health: TensorHealth, tensor: StoredTensor) -> TensorHealth:
-    """Return the health with the first non-finite element by its index in the tensor."""
-    first = health.first_nonfinite
-    if first is None or tensor.order is None:
-        return health
-    index = dict(zip(tensor.order, first, strict=True))
-    return health._replace(first_nonfinite=tuple(index[d] for d in range(len(first))))
+def _read(stored: Stored, x: Tensor, result: TensorScan, fingerprints: bool) -> TensorScan:
+    dtype = str(x.dtype).removeprefix("torch.") if stored.encoding is None else stored.encoding.name.lower()
+    shape = tuple(x.shape) if stored.encoding is None else stored.shape
+    result = replace(result, dtype=dtype, shape=shape)
+    if why := unreadable(x):
+        return replace(result, unread=why)
+    if x.layout is not torch.strided or x.is_nested or x.is_quantized:
+        return replace(result, health=tensor_health(x))
+    total = PartialHealth()
+    for start, raw, values in stored.pieces(x):
+        total.add(values, start)
+        if fingerprints:
+            total.add_bits(raw)
+    health = total.health(shape)
+    result = replace(result, nbytes=x.nbytes, health=health)
+    if fingerprints:
+        of = (dtype, shape) if stored.encoding is None else ("uint8", (x.numel(),))
+        result = replace(result, fingerprint=total.fingerprint(*of))
+    if stored.encoding is not None:
+        return result
+    (rows, first_rows), (columns, first_columns) = _dead_lines(stored, x, health.num_zero)
+    return replace(
+        result,
+        dead_rows=rows,
+        dead_columns=columns,
+        first_dead_rows=first_rows,
+        first_dead_columns=first_columns,
+    )
+
+
+def _dead_lines(stored: Stored, x: Tensor, zeros: int) -> tuple[_Dead, _Dead]:
+    """Return the rows of a matrix that are all zero, and the columns, which are all dimensions but the first.
+
+    Nothing is read where fewer elements are zero than a line has.
+    """
+    form = BY_NAME.get(str(x.dtype).removeprefix("torch."))
+    rows, width = (len(x), x.numel() // len(x)) if x.dim() > 1 and x.numel() else (0, 0)
+    if form is None or form.kind not in ("ieee", "fn") or not 1 < min(rows, width) <= zeros:
+        return (0, ()), (0, ())
+    matrix = x.detach().reshape(rows, width)
+    live_rows, live_columns = torch.zeros(rows, dtype=torch.bool), torch.zeros(width, dtype=torch.bool)
+    step = max(PIECE // (width * x.element_size()), 1)
+    for first in range(0, rows, step):
+        band = matrix[first : first + step]
+        nonzero = (band.view(_SIGNED[band.element_size()]) << 1) != 0  # without the sign of -0.0
+        live_rows[first : first + step] = nonzero.any(1)
+        live_columns |= nonzero.any(0)
+        stored.release(band)
+    return _dead(live_rows), _dead(live_columns)
+
+
+def _dead(live: Tensor) -> tuple[int, tuple[int, ...]]:
+    """Return how many are not live, and the first few numbers. A list of all would take more memory than the scan."""
+    first: list[int] = []
+    for begin in range(0, len(live), 1 << 16):
+        first += ((~live[begin : begin + (1 << 16)]).nonzero().flatten() + begin).tolist()
+        if len(first) >= _SHOWN:
+            break
+    return len(live) - int(live.count_nonzero()), tuple(first[:_SHOWN])
+
+
+def _problems(contents: Contents, tensors: Sequence[TensorScan]) -> Iterator[Problem]:
+    """Yield the problems, faults first."""
+    for path, text in contents.problems:
+        yield Problem("file", True, f"{path}: {text}")
+    for tensor in tensors:
+        if tensor.lost:
+            yield Problem("lost", True, tensor.lost, (tensor.name,))
+        if tensor.health is not None and not tensor.health.isfinite:
+            yield _nonfinite(tensor.name, tensor.health)
+    for tensor in tensors:
+        if tensor.health is not None and tensor.is_float and not _is_mask(tensor.health):
+            yield from _of_values(tensor, tensor.health)
+    yield from _outliers(tensors)
+    for tensor in tensors:
+        if tensor.unread:
+            yield Problem("not checked", False, tensor.unread, (tensor.name,))
+
+
+def _nonfinite(name: str, health: TensorHealth) -> Problem:
+    counts = {"nan": health.num_nan, "inf": health.num_posinf, "-inf": health.num_neginf}
+    named = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    is_mask = _is_mask(health)
+    kind, rest = ("mask", "; all others are 0, as in a mask") if is_mask else ("non-finite", "")
+    first = list(health.first_nonfinite or ())
+    return Problem(kind, not is_mask, f"{named} of {health.numel:,}, the first at {first}{rest}", (name,))
+
+
+def _is_mask(health: TensorHealth) -> bool:
+    """Return whether it may be a mask of attention: nothing but zeros and -inf."""
+    return 0 < health.num_neginf == health.numel - health.num_zero
+
+
+def _of_values(tensor: TensorScan, health: TensorHealth) -> Iterator[Problem]:
+    names, numel = (tensor.name,), health.numel
+    if health.num_zero == numel:
+        if numel > 1:
+            yield Problem("all zero", False, f"all {numel:,} elements", names)
+        return
+    if health.num_zero >= (_MANY_ENCODED_ZEROS if tensor.is_encoded else _MANY_ZEROS) * numel:
+        yield Problem("zeros", False, f"{health.num_zero / numel:.1%} of {numel:,}", names)
+    for what, count, first in (
+        ("rows", tensor.dead_rows, tensor.first_dead_rows),
+        ("columns", tensor.dead_columns, tensor.first_dead_columns),
+    ):
+        if count:
+            listed = ", ".join(map(str, first)) + (", ..." if count > len(first) else "")
+            yield Problem("dead", False, f"{count:,} {what} are all zero: {listed}", names)
+    if health.num_subnormal >= _MANY_SUBNORMALS * numel:
+        share = health.num_subnormal / numel
+        yield Problem("subnormal", False, f"{share:.1%} of {numel:,} are subnormal in {tensor.dtype}", names)
+    form, largest = BY_NAME.get(tensor.dtype), health.finite_abs_max
+    for target in _CASTS:
+        if form is not None and form.ends.largest > BY_NAME[target].ends.largest:
+            cast = float(torch.tensor(largest, dtype=torch.float64).to(getattr(torch, target)))
+            if isinf(cast):
+                yield Problem("range", False, f"abs max {largest:.4g} overflows in {target}", names)
+            elif cast < BY_NAME[target].ends.smallest_normal:
+                text = f"abs max {largest:.4g}: every element would be subnormal or zero in {target}"
+                yield Problem("range", False, text, names)
+
+
+def _outliers(tensors: Sequence[TensorScan]) -> Iterator[Problem]:
+    peaks: dict[tuple[str, str], float] = {}
+    for tensor in tensors:
+        if tensor.health is not None and tensor.is_float:
+            module, _, label = tensor.name.rpartition(".")
+            peaks[module, label] = tensor.health.finite_abs_max
+    for factor, (module, label), pattern, siblings in apart_from_siblings(peaks):
+        text = (
+            f"abs max {peaks[module, label]:.4g} is {factor:.3g} times the median {median(siblings):.4g} of the"
+            f" {len(siblings)} other {pattern}.{label}"
+        )
+        yield Problem("outlier", False, text, (f"{module}.{label}" if module else label,))
+
+
+def _tried(stored: Sequence[Stored], tensors: list[TensorScan], name: str, tell: Tell) -> Iterator[Problem]:
+    """Yield the matrices that leave a number format. Set `sqnr` in each of `tensors` for a block format."""
+    for i, (source, tensor) in enumerate(zip(stored, tensors, strict=True)):
+        is_matrix = len(tensor.shape) > 1 and tensor.is_float and not tensor.is_encoded
+        if source.load is None or tensor.health is None or not is_matrix:
+            continue
+        tell(f"trying {name}", i, len(tensors), "tensors")
+        x = source.load()
+        fit = would_fit(x, name)
+        source.release(x)
+        is_block = isinstance(fit, BlockFit)
+        over, zero = (
+            (fit.saturated, fit.flushed) if isinstance(fit, BlockFit) else (fit.overflow, fit.underflow)
+        )
+        if isinstance(fit, BlockFit) and fit.signal:
+            tensors[i] = replace(tensor, sqnr={**(tensor.sqnr or {}), name: fit.sqnr})
+        if (over and not is_block) or zero >= _MANY_FLUSHED[is_block]:
+            verb = "saturate" if is_block else "overflow"
+            text = f"{over:.3%} {verb} and {zero:.3%} become zero in {name}"
+            yield Problem("range", False, text, (tensor.name,))

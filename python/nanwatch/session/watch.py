@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..audit.audit import UpdateAudit
 from ..blackbox.process import open_box
+from ..checkpoint.guard import CheckpointGuard
 from ..diagnosis.folder import write_spike
 from ..history.spikes.watch import SpikeWatch
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
@@ -32,7 +33,6 @@ from ..sinks.monitor import Monitor
 from ..sinks.sink import SinkStream
 from ..trace.tracer import Tracer, ring_size, start_tracer
 from ..util.throttle import is_due
-from .checkpoint_guard import CheckpointGuard
 from .dispatch import EventDispatch, TraceNotes
 from .failure_handler import FailureHandler
 from .optimizer_guard import OptimizerGuard

@@ -28,7 +28,7 @@ def main() -> None:
 
     is_guarded = guards == "both" or number == 1
     watch = nanwatch.watch(
-        model, guard_checkpoints=is_guarded, on_nonfinite=policy, rerun=False, black_box=False, peer_timeout=3
+        model, guard_checkpoints=is_guarded, on_nonfinite=policy, rerun=False, black_box=False
     )
     save()
     good = {path.name: path.read_bytes() for path in (folder / "model").iterdir()}

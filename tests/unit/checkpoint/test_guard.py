@@ -18,7 +18,7 @@ from safetensors.torch import save_file as imported_save_file
 from torch import nn
 
 import nanwatch
-from nanwatch.session.checkpoint_guard import tensors_in
+from nanwatch.checkpoint.contents import tensors_in
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -131,17 +131,10 @@ def state(run: Run) -> None:
 
 PLANTED = [weight, weight_unseen, buffer, average, state]
 CASES = [
-    pytest.param(
-        save,
-        plant,
-        policy,
-        id=f"{save}-{plant.__name__}-{policy}",
-        marks=[] if (plant, policy) in ((weight, "raise"), (state, "warn")) else pytest.mark.slow,
-    )
-    for save in SAVES
-    for plant in PLANTED
-    for policy in ("raise", "warn")
-    if not (save == "save_model" and plant is state)  # which saves no optimizer
+    (save, PLANTED[(number + shift) % 5], ("raise", "warn")[(number + shift) % 2])
+    for number, save in enumerate(SAVES)
+    for shift in range(4 if number < 4 else 3)
+    if not (save == "save_model" and PLANTED[(number + shift) % 5] is state)  # which saves no optimizer
 ]
 
 
@@ -276,25 +269,6 @@ def test_two_guards_and_none_leave_the_functions_as_they_were(run):
     assert [place.save for place in places] == before
     with run.watch(enabled=False):
         assert torch.save is before[0]
-
-
-@pytest.mark.native
-def test_an_unchanged_large_weight_is_read_once(tmp_path):
-    model = nn.Linear(1024, 1024)
-    with nanwatch.watch(model, guard_checkpoints=True, black_box=False) as watch:
-        model(torch.ones(1, 1024))
-        before = watch.counters["bytes_read"]
-        torch.save(model.state_dict(), tmp_path / "a.pt")
-        safetensors.torch.save_file(model.state_dict(), tmp_path / "a.safetensors")
-        assert watch.counters["bytes_read"] == before
-        model.weight.requires_grad_(False)[0, 0] = 1.0
-        torch.save(model.state_dict(), tmp_path / "a.pt")
-        assert watch.counters["bytes_read"] == before + 2**22
-        model(torch.ones(1, 1024))  # which would read the weight if the guard had not
-        assert watch.counters["bytes_read"] < before + 2**22 + 2**20
-        model.weight.data.fill_(torch.inf)  # without a sign
-        with pytest.raises(nanwatch.NonFiniteError):
-            torch.save(model.state_dict(), tmp_path / "a.pt")
 
 
 def test_the_walk_finds_what_a_pickle_would_hold():

@@ -1,0 +1,254 @@
+"""Files of each format have the tensors that their libraries wrote. Damaged ones run nothing and never crash."""
+
+import io
+import json
+import os
+import pickle
+import random
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import nanwatch
+from nanwatch.checkpoint.files import open_checkpoint
+from support.gguf import gguf_bytes
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+torch.manual_seed(0)
+TENSORS = {
+    "layers.0.weight": torch.randn(6, 10),
+    "layers.1.weight": torch.randn(6, 10).bfloat16(),
+    "norm": torch.randn(7, dtype=torch.float64),
+    "half": torch.randn(3, 3).half(),
+    "ids": torch.arange(9),
+}
+KINDS = ("safetensors", "pt", "bin", "npz", "gguf", "dcp")
+
+
+def write(kind, folder):
+    """Write the tensors in a format and return the path, and the tensors that come back."""
+    path, expected = folder / f"model.{kind}", TENSORS
+    if kind == "safetensors":
+        save_file(TENSORS, path)
+    elif kind == "pt":
+        torch.save({"model": TENSORS}, path)
+        expected = {f"model.{name}": x for name, x in TENSORS.items()}
+    elif kind == "bin":
+        torch.save(TENSORS, path, _use_new_zipfile_serialization=False)
+    elif kind == "npz":
+        expected = {name: x for name, x in TENSORS.items() if x.dtype != torch.bfloat16}
+        np.savez_compressed(path, **{name: x.numpy() for name, x in expected.items()})
+    elif kind == "dcp":
+        dcp.save(dict(TENSORS), checkpoint_id=path)
+    elif kind == "gguf":
+        values = TENSORS["layers.0.weight"].numpy().tobytes()
+        q8 = b"".join(struct.pack("<e32b", 0.5 + i, *range(-16, 16)) for i in range(4))
+        half = TENSORS["layers.1.weight"].view(torch.int16).numpy().tobytes()
+        entries = [("w", (10, 6), 0, values), ("q8", (64, 2), 8, q8), ("b", (10, 6), 30, half)]
+        path.write_bytes(gguf_bytes(entries))
+        scales = torch.tensor([[0.5], [1.5], [2.5], [3.5]])
+        expected = {
+            "w": TENSORS["layers.0.weight"],
+            "q8": (torch.arange(-16.0, 16).repeat(4, 1) * scales).reshape(2, 64),
+            "b": TENSORS["layers.1.weight"],
+        }
+    return path, expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_format_has_the_tensors_that_were_written(kind, tmp_path):
+    path, expected = write(kind, tmp_path)
+    result = nanwatch.scan(path, against=path)
+    tensors = {tensor.name: tensor for tensor in result.tensors}
+    assert result.is_sound
+    assert result.comparison.is_faithful
+    assert tensors.keys() == expected.keys()
+    for name, x in expected.items():
+        assert tensors[name].shape == tuple(x.shape)
+        assert tensors[name].health == nanwatch.tensor_health(x)
+        if name != "q8":
+            assert tensors[name].fingerprint == nanwatch.fingerprint(x)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dcp"])
+def test_damaged_files_give_an_answer_or_a_clear_error(kind, tmp_path):
+    path, _ = write(kind, tmp_path)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) * 6 // 10])
+    assert not nanwatch.scan(path).is_sound
+    chance = random.Random(1)
+    for _ in range(30):
+        damaged = bytearray(content)
+        for _ in range(chance.choice((1, 1, 3, 20))):
+            damaged[chance.randrange(len(damaged))] = chance.choice((0, 0xFF, chance.randrange(256)))
+        path.write_bytes(damaged[: chance.choice((len(damaged), chance.randrange(len(damaged))))])
+        try:
+            result = nanwatch.scan(path)
+        except (ValueError, OSError):
+            continue  # no checkpoint at all any more
+        json.loads(result.to_json())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dcp"])
+def test_a_thousand_mutations_are_read_or_refused(kind, tmp_path):
+    path, _ = write(kind, tmp_path)
+    content = path.read_bytes()
+    chance = random.Random(2)
+    for _ in range(1000):
+        damaged = bytearray(content)
+        for _ in range(chance.choice((1, 2, 8))):
+            damaged[chance.randrange(len(damaged))] = chance.choice((0, 0xFF, chance.randrange(256)))
+        path.write_bytes(damaged)
+        try:
+            open_checkpoint(path)
+        except (ValueError, OSError):
+            continue
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch owned",)
+
+
+@pytest.mark.parametrize("is_archive", [True, False])
+def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(is_archive, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"x": TENSORS["norm"], "y": Evil()}, "evil.pt", _use_new_zipfile_serialization=is_archive)
+    (problem,) = nanwatch.scan("evil.pt").problems
+    assert not Path("owned").exists()
+    assert problem.is_fault
+    assert "posix.system" in problem.text
+
+
+def test_the_metadata_of_dcp_runs_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for content in (pickle.dumps(Evil()), b"\x80\x04\x8c\x05torch\x8c\x0aos.system\x00\x93."):
+        (tmp_path / ".metadata").write_bytes(content)
+        (problem,) = nanwatch.scan(tmp_path).problems
+        assert problem.is_fault
+    assert not Path("owned").exists()
+
+
+def test_parameters_views_and_arrays_of_torch_save(tmp_path):
+    weight, module = torch.randn(4, 6), torch.nn.Linear(3, 3)
+    weight[1, 2] = torch.nan
+    content = {
+        "w": weight,
+        "t": weight.t(),
+        "row": weight[2],
+        "strided": weight[:, :2],
+        "m": module.state_dict(),
+        "p": module.weight,
+        "array": np.array([1.0, np.nan]),
+        "number": np.float16(np.nan),
+        "big": np.array([1.0, np.inf], ">f4"),
+        "counts": np.arange(3),
+        "sparse": weight.to_sparse(),
+    }
+    torch.save(content, tmp_path / "x.pt")
+    result = nanwatch.scan(tmp_path / "x.pt", against=tmp_path / "x.pt")
+    tensors = {tensor.name: tensor for tensor in result.tensors}
+    assert tensors["w"].health.first_nonfinite == (1, 2)
+    assert tensors["t"].health.first_nonfinite == (2, 1)
+    assert tensors["row"].fingerprint == nanwatch.fingerprint(weight[2])
+    assert tensors["strided"].fingerprint == nanwatch.fingerprint(weight[:, :2])
+    assert (
+        tensors["p"].fingerprint
+        == tensors["m.weight"].fingerprint
+        == nanwatch.fingerprint(module.weight.detach())
+    )
+    assert [tensors[name].health.isfinite for name in ("array", "number", "big", "sparse")] == [False] * 4
+    assert "counts" not in tensors
+
+
+def test_an_index_names_missing_files_and_tensors(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
+    names = {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors", "d": "../x.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    result = nanwatch.scan(tmp_path)
+    assert {tensor.name for tensor in result.tensors if tensor.lost} == {"b", "c", "d"}
+    assert {problem.text.rpartition(": ")[2] for problem in result.problems if problem.kind == "file"} == {
+        "two.safetensors",
+        "'../x.safetensors'",
+    }
+
+
+def test_a_cut_file_of_safetensors_names_the_tensors_that_it_lacks(tmp_path):
+    path, _ = write("safetensors", tmp_path)
+    entry = {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}
+    path.write_bytes(path.read_bytes()[:-100])
+    lost = [tensor.name for tensor in nanwatch.scan(path).tensors if tensor.lost]
+    assert 0 < len(lost) < len(TENSORS)
+    header = json.dumps({"huge": entry}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 8)
+    assert [tensor.name for tensor in nanwatch.scan(path).tensors if tensor.lost] == ["huge"]
+
+
+def test_a_sharded_folder_of_dcp_is_put_together_and_a_missing_file_named(tmp_path):
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    whole = torch.randn(6, 8)
+    whole[4, 5] = torch.inf
+    chunks, storage, data = [], {}, b""
+    for i, (rows, columns) in enumerate([((0, 4), (0, 8)), ((4, 2), (0, 5)), ((4, 2), (5, 3))]):
+        part = whole[rows[0] : sum(rows), columns[0] : sum(columns)].clone()
+        offsets = torch.Size((rows[0], columns[0]))
+        chunks.append(ChunkStorageMetadata(offsets, part.shape))
+        buffer = io.BytesIO()
+        torch.save(part, buffer)
+        storage[MetadataIndex("w", offsets, i)] = _StorageInfo("__0_0.distcp", len(data), buffer.tell())
+        data += buffer.getvalue()
+    entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), whole.shape, chunks)
+    (tmp_path / "__0_0.distcp").write_bytes(data)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({"w": entry}, None, storage)))
+    (tensor,) = nanwatch.scan(tmp_path, against=tmp_path).tensors
+    assert tensor.fingerprint == nanwatch.fingerprint(whole)
+    assert tensor.health == nanwatch.tensor_health(whole)
+    (tmp_path / "__0_0.distcp").unlink()
+    result = nanwatch.scan(tmp_path)
+    assert result.tensors[0].lost
+    assert "missing: __0_0.distcp" in result.problems[0].text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.safetensors", b"", "it is empty"),
+        ("a.pt", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "run git lfs pull"),
+        ("a.safetensors", b"<!doctype html><html></html>", "does not begin as a file of its kind"),
+        ("step/__0_0.distcp", b"PK", ".metadata is missing"),
+    ],
+)
+def test_the_problem_says_what_a_file_is_in_place_of_a_checkpoint(name, content, words, tmp_path):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    (problem,) = nanwatch.scan(path if path.parent == tmp_path else path.parent).problems
+    assert problem.is_fault
+    assert words in problem.text
+
+
+def test_the_content_tells_the_format_where_the_ending_does_not(tmp_path):
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.model")
+    assert [tensor.name for tensor in nanwatch.scan(tmp_path / "a.model").tensors] == ["w"]
+    path = tmp_path / "model"
+    save_file({"x": torch.ones(2)}, path, metadata={"fill": "x" * 558})
+    assert path.read_bytes()[:2] == b"\x80\x02"  # as a pickle begins
+    assert [tensor.name for tensor in nanwatch.scan(path).tensors] == ["x"]
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with pytest.raises(ValueError, match="no regular file"):
+        nanwatch.scan(tmp_path / "pipe.safetensors")
