@@ -69,18 +69,19 @@ void bind_recorder(py::module_& m) {
       .def("remove", [](Subscription& self) { self.set_active(false); });
   py::class_<CallRecorder>(m, "CallRecorder", py::custom_type_setup(&collect_recorder),
                            "Records the calls of watched modules; see python/nanwatch/instrumentation/calls.py.")
-      .def(py::init([](const py::object& settings, py::object events, py::object frame_type, const py::dict& helpers) {
+      .def(py::init([](const py::object& settings, py::object events, py::object frame_type, py::object start_type,
+                       const py::dict& helpers) {
              const Options options(settings);
              auto recorder = std::make_unique<CallRecorder>(
                  options,
                  Helpers{helpers["observe"], helpers["leaves"], helpers["is_container"], helpers["spell_key"],
                          helpers["completed_row"], helpers["plain_mask"]},
-                 std::move(events), std::move(frame_type));
+                 std::move(events), std::move(frame_type), std::move(start_type));
              if (options.gradients)
                recorder->set_gradients(std::make_unique<GradientRecorder>(recorder.get(), options));
              return recorder;
            }),
-           py::arg("settings"), py::kw_only(), py::arg("events"), py::arg("frame_type"), py::arg("helpers"))
+           py::arg("settings"), py::kw_only(), py::arg("events"), py::arg("frame_type"), py::arg("start_type"), py::arg("helpers"))
       .def("add_node", &CallRecorder::add_node, py::arg("name"), py::arg("module"), py::arg("observed"),
            py::arg("allow_inf"))
       .def("set_allow_inf", &CallRecorder::set_allow_inf)
@@ -121,7 +122,16 @@ void bind_recorder(py::module_& m) {
       .def("suspend", [](CallRecorder& self, bool on) { self.paused += on ? 2 : -2; })
       .def("subscribe",
            [](const CallRecorder& self, uint32_t events) { return Subscription(self.subscriptions, events); })
-      .def_readwrite("gathers_peaks", &CallRecorder::gathers_peaks)
+      .def_readwrite("keeps_starts", &CallRecorder::keeps_starts)
+      .def("start", &CallRecorder::start)
+      .def("ended_starts", &CallRecorder::ended_starts)
+      .def("forget_starts", &CallRecorder::forget_starts)
+      .def_property_readonly("num_other_threads", &CallRecorder::num_other_threads)
+      .def("watch_buffers",
+           [](CallRecorder& self, const py::list& buffers) { self.signals.watch_buffers(buffers); })
+      .def("watch_name", [](CallRecorder& self, py::dict names,
+                            const std::string& name) { self.signals.watch_name(std::move(names), name); })
+      .def_readwrite("gathers_from", &CallRecorder::gathers_from)
       .def_readwrite("gathers_inputs", &CallRecorder::gathers_inputs)
       .def("take_peaks", &CallRecorder::take_peaks)
       .def_readwrite("gathers_gradient_peaks", &CallRecorder::gathers_gradient_peaks)

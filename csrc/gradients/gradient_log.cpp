@@ -119,7 +119,7 @@ void GradientLog::follow(const std::vector<GradientCandidate>& candidates, const
   const auto self = shared_from_this();
   made->number = next_number_++;
   if (keep != nullptr && !has_graph) {
-    made->held = nullptr;  // no graph tells when its gradients can come no more
+    made->start = nullptr;  // no graph tells when its gradients can come no more
     *keep = made;
   }
   for (const Followed& one : followed) {

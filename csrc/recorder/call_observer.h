@@ -128,6 +128,7 @@ struct Node {
   std::string name, class_name;
   PyTypeObject* type = nullptr;  // borrowed and only compared: FSDP gives a module another class
   bool observed = true;
+  bool is_function = false;  // that is watched like a module; see python/nanwatch/instrumentation/functions.py
   pybind11::object allow_inf = pybind11::bool_(false);  // a bool, or a MaskedScores; handed to Python as it is
   uint32_t box = box::kUnnamed;                         // its number in the black box
   std::vector<Slot> weights, buffers;

@@ -45,15 +45,6 @@ std::string class_name_of(PyTypeObject* type) {
   return std::string(PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE) ? name : name.substr(name.rfind('.') + 1));
 }
 
-// Lets go of it on any thread, as one of autograd's that frees a graph.
-std::shared_ptr<PyObject> shared(py::object object) {
-  return std::shared_ptr<PyObject>(object.release().ptr(), [](PyObject* held) {
-    if (Py_IsInitialized() == 0) return;
-    const py::gil_scoped_acquire lock;
-    Py_DECREF(held);
-  });
-}
-
 }  // namespace
 
 // Threads that ended in the middle of a batch, as after an exception in compiled code, which reports no end. A thread
@@ -89,10 +80,12 @@ class CallRecorder::Threads : public std::list<Thread> {
   }
 };
 
-CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object events, py::object frame_type)
+CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object events, py::object frame_type,
+                           py::object start_type)
     : observer_(options, std::move(helpers)),
       events_(std::move(events)),
       frame_type_(std::move(frame_type)),
+      start_type_(std::move(start_type)),
       ring_(options.max_frames),
       box_(options.black_box ? box::BlackBox::active() : nullptr),
       every_(options.every),
@@ -121,6 +114,7 @@ int32_t CallRecorder::add_node(const std::string& name, py::handle module, bool 
   auto node = std::make_unique<Node>();
   node->name = name;
   node->observed = observed;
+  node->is_function = py::hasattr(py::type::of(module), "is_watched_function");
   node->allow_inf = std::move(allow_inf);
   meet(*node, module.ptr());
   if (observed) observer_.prepare(*node, module.ptr());
@@ -199,17 +193,7 @@ bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args,
   if (!thread.recomputed && gathers_weights) observer_.forget_weights();
   thread.batch = latest_batch_;
   thread.active = thread.batch % every_ == 0;
-  // Also of a batch that is not recorded: its thread is inside the model.
-  if (!thread.recomputed && (subscriptions->has(kBatchStart) || (thread.active && is_traced(thread.batch)))) {
-    const auto or_none = [](PyObject* object) { return py::handle(object != nullptr ? object : Py_None); };
-    const py::object given = args != nullptr ? py::reinterpret_borrow<py::object>(args) : py::object(py::tuple());
-    py::object answer;
-    if (!notify("on_batch_start",
-                py::make_tuple(thread.batch, is_traced(thread.batch), or_none(module), given, or_none(kwargs)),
-                &answer))
-      return false;
-    if (!answer.is_none()) thread.held = shared(std::move(answer));
-  }
+  if (!thread.recomputed && !start_batch(thread, module, args, kwargs)) return false;
   if (box::BlackBox* const box = box_.box(); box != nullptr) {
     thread.slot = box->slot();
     if (!thread.recomputed) box->begin_batch(&thread.least);
@@ -219,11 +203,77 @@ bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args,
   return true;
 }
 
+// Keeps the start of the batch, and asks Python for its part where that may have changed.
+bool CallRecorder::start_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs) {
+  const bool keeps = keeps_starts && module != nullptr;
+  // Also of a batch that is not recorded: its thread is inside the model.
+  const bool is_asked = subscriptions->has(kBatchStart) || (thread.active && is_traced(thread.batch)) || signals.is_any_true();
+  // The modules that have buffers are looked for anew in every batch whose number is a power of two.
+  if (is_asked || (keeps && (!extra_ || (thread.batch & (thread.batch - 1)) == 0 || signals.has_buffer_changed()))) {
+    const auto or_none = [](PyObject* object) { return py::handle(object != nullptr ? object : Py_None); };
+    const py::object given = args != nullptr ? py::reinterpret_borrow<py::object>(args) : py::object(py::tuple());
+    extra_ = py::object();
+    py::object answer;
+    if (!notify("on_batch_start",
+                py::make_tuple(thread.batch, is_traced(thread.batch), or_none(module), given, or_none(kwargs)),
+                &answer))
+      return false;
+    signals.note_buffers();
+    extra_ = std::move(answer);
+  }
+  if (module == nullptr) return true;
+  if (keeps) {
+    const bool is_function = nodes_[size_t(thread.entering)]->is_function;
+    if (!is_function) let_go_of_starts();
+    thread.start = BatchStart::shared(
+        std::make_unique<BatchStart>(thread.batch, is_function, module, args, kwargs, extra_));
+  }
+  // What was asked for may be another in the next batch.
+  if (is_asked) extra_ = py::object();
+  thread.is_inside = true;
+  ++num_inside_;
+  return true;
+}
+
+// The forward of the batch is left. Its start is kept while a gradient of it can come.
+void CallRecorder::leave_start(Thread& thread) {
+  if (std::exchange(thread.is_inside, false)) --num_inside_;
+  const std::shared_ptr<BatchStart> start = std::move(thread.start);
+  if (start == nullptr) return;
+  start->end();
+  std::erase_if(ended_starts_, [](const std::weak_ptr<BatchStart>& ended) { return ended.expired(); });
+  if (start.use_count() > 1 && start->has_graph()) ended_starts_.push_back(start);
+}
+
+// Keeps of ended batches no more than their numbers: a later batch of the model has begun.
+void CallRecorder::let_go_of_starts() {
+  for (const std::weak_ptr<BatchStart>& ended : std::vector(ended_starts_))
+    if (const std::shared_ptr<BatchStart> start = ended.lock()) start->let_go();
+}
+
+void CallRecorder::forget_starts() {
+  let_go_of_starts();
+  ended_starts_.clear();
+}
+
+py::object CallRecorder::start() {
+  const std::shared_ptr<BatchStart> start = this_thread().start;
+  return start == nullptr ? py::object(py::none()) : start->to_python(start_type_);
+}
+
+py::list CallRecorder::ended_starts() const {
+  py::list starts;
+  for (const std::weak_ptr<BatchStart>& ended : std::vector(ended_starts_))
+    if (const std::shared_ptr<BatchStart> start = ended.lock()) starts.append(start->to_python(start_type_));
+  return starts;
+}
+
 PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* target, PyObject* args, PyObject* kwargs) {
   Thread& thread = this_thread();
   if (thread.compiled && !thread.recording && !abandon(thread)) return nullptr;
   const bool outermost = thread.nodes.empty();
   if (thread.recording || (outermost && paused)) return PyObject_Call(target, args, kwargs);
+  thread.entering = index;
   if (outermost && !begin_batch(thread, module, args, kwargs)) return nullptr;
   thread.nodes.push_back(index);
   if (box_.box() != nullptr)
@@ -273,7 +323,7 @@ void CallRecorder::follow_gradients(const Thread& thread, std::vector<GradientCa
                                     int32_t caller, std::shared_ptr<const void>* keep) {
   if (gradients_ == nullptr || candidates.empty()) return;
   gradients_->follow(candidates,
-                     {thread.batch, index, caller, thread.recomputed, thread.held, nodes_[size_t(index)]->box}, keep);
+                     {thread.batch, index, caller, thread.recomputed, thread.start, nodes_[size_t(index)]->box}, keep);
 }
 
 // Returns the positional arguments of the outermost call.
@@ -359,8 +409,7 @@ bool CallRecorder::take_deferred(Thread& thread) {
 
 // Returns false with an exception set: the call's own if it has one, unless a callback raised another from it.
 bool CallRecorder::end_batch(Thread& thread, bool completed) {
-  HeldError own;                                                  // the call's
-  const std::shared_ptr<PyObject> held = std::move(thread.held);  // until the callback has returned
+  HeldError own;  // the call's
   box::BlackBox* const box = thread.recomputed ? nullptr : box_.box();
   const Recording recording(&thread);  // the callback may run the model once more
   if (box != nullptr && !thread.deferred.empty()) thread.least.ended = box::ticks();
@@ -369,14 +418,20 @@ bool CallRecorder::end_batch(Thread& thread, bool completed) {
   thread.args = thread.kwargs = nullptr;
   observer_.end_batch();
   // Every batch that ends by an exception is reported. The callback may change the subscriptions.
-  const auto tells_end = [&] { return !thread.recomputed && (subscriptions->has(kBatchEnd) || !completed); };
-  if (done && !tells_end()) return completed;
+  const auto tells_end = [&] {
+    return !thread.recomputed && (subscriptions->has(kBatchEnd) || thread.batch >= gathers_from || !completed);
+  };
+  if (done && !tells_end()) {
+    leave_start(thread);
+    return completed;
+  }
   HeldError raised;  // by a callback
   if (tells_end()) {
     const HeldError::Shown shown(completed ? &raised : &own);
     const bool is_fine = completed && done;
     done &= survived([&] { return notify("on_batch_end", py::make_tuple(thread.batch, is_fine)); });
   }
+  leave_start(thread);
   return completed && done;
 }
 
@@ -433,7 +488,7 @@ void CallRecorder::add_frame(int64_t batch, int32_t node, const py::list& rows) 
 // A frame whose ranges are known goes into the ring.
 void CallRecorder::keep(FrameData& frame, box::Least* least) {
   if (box_.box() != nullptr) box_.add(frame, nodes_[size_t(frame.node)]->box, observer_.labels(), least);
-  if (gathers_peaks) peaks_.add(frame, observer_.labels(), gathers_inputs);
+  if (frame.batch >= gathers_from) peaks_.add(frame, observer_.labels(), gathers_inputs);
   ring_.push(frame);
 }
 

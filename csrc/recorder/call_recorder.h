@@ -3,6 +3,7 @@
 
 #include <array>
 #include <atomic>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -10,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "recorder/batch_start.h"
 #include "recorder/box_writer.h"
 #include "recorder/call_observer.h"
 #include "recorder/gradient_tracker.h"
@@ -20,7 +22,8 @@ namespace nanwatch {
 
 class CallRecorder {
  public:
-  CallRecorder(const Options& options, Helpers helpers, pybind11::object events, pybind11::object frame_type);
+  CallRecorder(const Options& options, Helpers helpers, pybind11::object events, pybind11::object frame_type,
+               pybind11::object start_type);
   ~CallRecorder();
   CallRecorder(const CallRecorder&) = delete;
   CallRecorder& operator=(const CallRecorder&) = delete;
@@ -77,6 +80,14 @@ class CallRecorder {
     gradient_peaks_.add_gradient(batch, node, label, row, observer_.labels());
   }
 
+  // The start of this thread's batch, or None; with `keeps_starts`.
+  pybind11::object start();
+  // Those of the ended batches whose graphs live.
+  pybind11::list ended_starts() const;
+  void forget_starts();
+  // How many other threads are inside a batch.
+  int64_t num_other_threads() { return num_inside_ - int64_t(this_thread().is_inside); }
+
   // Ends the batches and backwards that an exception ended without a sign. Throws what a callback raises.
   void settle();
   // (batch, module, class) of the calls of the latest batch on a device that this device has not confirmed.
@@ -98,7 +109,10 @@ class CallRecorder {
 
   int paused = 0;  // nothing is recorded while it is not 0: 1 after pause() or stop(), and 2 for each re-run under way
   const std::shared_ptr<Subscriptions> subscriptions = std::make_shared<Subscriptions>();
-  bool gathers_peaks = false;           // for take_peaks
+  bool keeps_starts = false;
+  StartSignals signals;
+  // For take_peaks: those of batches from this one on, whose ends are reported.
+  int64_t gathers_from = std::numeric_limits<int64_t>::max();
   bool gathers_inputs = false;          // among them
   bool gathers_gradient_peaks = false;  // for take_gradient_peaks
   // Set when weights are gathered from shards, as FSDP does: into the same storage each time, past the version counter,
@@ -117,7 +131,9 @@ class CallRecorder {
     bool recording = false;  // Python code called from here may call a watched module: that call is not recorded
     PyObject *args = nullptr, *kwargs = nullptr;  // of the outermost call under way, which keeps them alive
     pybind11::object given = {};                  // weak references to the arguments of a compiled outermost call
-    std::shared_ptr<PyObject> held = {};          // the answer of `on_batch_start` for the batch under way
+    std::shared_ptr<BatchStart> start = {};       // of the batch under way
+    int32_t entering = 0;                         // the node of the outermost call that begins
+    bool is_inside = false;                       // of the batch under way, which is one of a module
     std::deque<CallFrame> deferred = {};          // frames of the batch under way, since one waits for a device
     FrameData frame = {};
     box::Slot* slot = nullptr;  // in the black box, for the batch under way
@@ -131,7 +147,10 @@ class CallRecorder {
   Thread& this_thread();
   void meet(Node& node, PyObject* module);
   bool begin_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs);
+  bool start_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs);
   bool end_batch(Thread& thread, bool completed);
+  void leave_start(Thread& thread);
+  void let_go_of_starts();
   FrameData& begin_frame(Thread& thread, int32_t index, std::vector<GradientCandidate>* candidates);
   bool record(Thread& thread, int32_t node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output);
   void follow_gradients(const Thread& thread, std::vector<GradientCandidate> candidates, int32_t index, int32_t caller,
@@ -150,7 +169,10 @@ class CallRecorder {
   bool tracks_gradients() const { return gradients_ != nullptr && gradients_->is_active(); }
 
   CallObserver observer_;
-  pybind11::object events_, frame_type_;
+  pybind11::object events_, frame_type_, start_type_;
+  pybind11::object extra_;  // the latest answer of `on_batch_start`, while it holds
+  std::vector<std::weak_ptr<BatchStart>> ended_starts_;
+  int64_t num_inside_ = 0;  // threads
   FrameRing ring_;
   PeakMagnitudes peaks_, gradient_peaks_;
   BoxWriter box_;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "blackbox/layout.h"
+#include "recorder/batch_start.h"
 #include "recorder/frame.h"
 
 namespace nanwatch {
@@ -17,8 +18,7 @@ struct CallOrigin {
   int64_t batch = 0;
   int32_t node = 0, caller = -1;
   bool recomputed = false;
-  // The answer of `on_batch_start`. It lives as long as a gradient of the batch can still come.
-  std::shared_ptr<PyObject> held = {};
+  std::shared_ptr<const BatchStart> start = {};  // lives as long as a gradient of the batch can still come
   uint32_t box = box::kUnnamed;  // the number of the module in the black box
 };
 

@@ -38,6 +38,8 @@ _numbers = itertools.count()
 class Function(nn.Module):
     """A function as a module, so that its calls can be recorded."""
 
+    is_watched_function = True  # for the recorders: such a call is no new batch of the model
+
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         super().__init__()
         self.name = name

@@ -6,12 +6,15 @@ Two recorders do the same work; see recorder.py.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    import weakref
+
+    import torch
     from torch import Tensor, nn
 
     from ..records.note import Note
@@ -93,6 +96,31 @@ class Arrival(NamedTuple):
     time: int
 
 
+class Start(NamedTuple):
+    """Start of a batch: its outermost call, and the state on which that call depends.
+
+    `generator`: the state of the CPU's random numbers. `autocast`: by device. `versions`: of the tensors among the
+    arguments, and `attributes`: of the objects there that have plain ones alone. `elapsed`: seconds since.
+    `nodes`: autograd's sequence numbers of the forward's first node and of the first behind it. `is_function`: the
+    call of a watched function, which may be a part of the loss. `extra`: what `on_batch_start` has answered.
+    """
+
+    batch: int
+    module: nn.Module | None  # None once it is gone, or not kept any longer
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] | None
+    generator: Tensor
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]
+    inference: bool
+    grad: bool
+    versions: list[tuple[Tensor, int]]
+    attributes: list[tuple[object, dict[str, Any]]]
+    elapsed: float
+    nodes: tuple[int, int]
+    is_function: bool
+    extra: Any
+
+
 class RecorderEvents(Protocol):
     """Callbacks of a recorder, all of one object. An exception from one leaves the module call.
 
@@ -105,8 +133,9 @@ class RecorderEvents(Protocol):
         """Handle the start of a batch, the call `module(*args, **kwargs)`.
 
         `kwargs` may be None. In compiled code, all three are unknown. Called for traced batches, and for all with a
-        subscription to BATCH_START. The recorder holds the answer while the batch is under way, and then until no
-        gradient of it can come any more, as far as it follows gradients. It releases the answer in any thread.
+        subscription to BATCH_START or while a name is true that `watch_name` was given. A recorder that `keeps_starts`
+        takes the answer as the start's `extra`, also for later batches. It asks anew where a buffer has changed that
+        `watch_buffers` was given, and in every batch whose number is a power of two.
         """
 
     def on_frame(self, frame: Frame) -> None:
@@ -125,6 +154,7 @@ class RecorderEvents(Protocol):
     def on_batch_end(self, batch: int, completed: bool) -> None:
         """Handle an outermost call that raised; or, with a subscription to BATCH_END, returned (`completed`).
 
+        A call that returned is reported also from the batch `gathers_from` on.
         The exception of the call is then `sys.exc_info()[1]`. An exception from here replaces it only if it was raised
         from that one. Calls of watched modules made from here, or from `on_nonfinite`, are not recorded.
         """
@@ -159,13 +189,36 @@ class Recorder(Protocol):
     """Interface of the two recorders."""
 
     paused: bool  # read: whether nothing is recorded; set by pause(), resume() and stop()
-    gathers_peaks: bool  # for `take_peaks`
+    keeps_starts: bool  # for `start` and `ended_starts`
+    gathers_from: int  # the batch from which on peaks are gathered for `take_peaks`
     gathers_inputs: bool  # among the peaks
     gathers_gradient_peaks: bool  # for `take_gradient_peaks`
     gathers_weights: bool  # from shards, anew in each batch: none is known from the batch before
 
     def subscribe(self, events: int) -> Subscription:
         """Report these events from now on. Several subscriptions to one event are counted."""
+
+    def start(self) -> Start | None:
+        """Return the start of the batch under way in this thread."""
+
+    def ended_starts(self) -> list[Start]:
+        """Return the starts of ended batches of which a gradient may still come.
+
+        Of those before the latest batch only their numbers are kept.
+        """
+
+    def forget_starts(self) -> None:
+        """Forget the starts of ended batches."""
+
+    @property
+    def num_other_threads(self) -> int:
+        """Return how many other threads are inside a batch."""
+
+    def watch_buffers(self, buffers: list[tuple[weakref.ref[nn.Module], str]], /) -> None:
+        """Call `on_batch_start` after a change of these buffers."""
+
+    def watch_name(self, names: dict[str, Any], name: str, /) -> None:
+        """Call `on_batch_start` while the name is true."""
 
     @property
     def latest_batch(self) -> int:

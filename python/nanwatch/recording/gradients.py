@@ -90,7 +90,7 @@ class _Call:
     class_name: str
     caller: str | None
     recomputed: bool
-    held: object  # the answer of `on_batch_start`
+    start: object  # of the batch, kept alive
     backward: int = -1  # the one that last brought a gradient of its outputs
 
 

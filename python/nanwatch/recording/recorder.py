@@ -21,7 +21,17 @@ from ..numerics import _extension
 from ..records.note import PLAIN_MASK, Note
 from ..records.record import Frame, Record, Role
 from .backward import RecordsBackwards
-from .events import Event, PeakName, Recorder, RecorderEvents, Settings, Subscription, Subscriptions
+from .batch_start import KeptStart
+from .events import (
+    Event,
+    PeakName,
+    Recorder,
+    RecorderEvents,
+    Settings,
+    Start,
+    Subscription,
+    Subscriptions,
+)
 from .frame_ring import FrameRing, PeakMagnitudes
 from .gradients import PythonGradients
 from .masks import Excuses
@@ -51,7 +61,10 @@ class PythonRecorder(RecordsBackwards):
     def __init__(self, settings: Settings, events: RecorderEvents) -> None:
         self._is_paused = False
         self._num_suspended = 0
-        self.gathers_peaks = False
+        self.keeps_starts = False
+        self._ended_starts: list[weakref.ref[KeptStart]] = []
+        self._num_inside = 0
+        self.gathers_from = sys.maxsize
         self.gathers_inputs = False
         self.gathers_gradient_peaks = False
         self.gathers_weights = False  # nothing is remembered here
@@ -64,6 +77,7 @@ class PythonRecorder(RecordsBackwards):
         self._events = events
         self._subscriptions = Subscriptions()
         self._traced = frozenset(settings.traced)
+        self._names: list[tuple[dict[str, Any], str]] = []
         self._nodes: list[Node] = []
         self._frames = FrameRing(settings.max_frames)
         self._peaks = PeakMagnitudes()
@@ -135,6 +149,32 @@ class PythonRecorder(RecordsBackwards):
         with self.lock:
             return self._gradient_peaks.take()
 
+    def start(self) -> Start | None:
+        start = self._thread.start
+        return None if start is None else start.start
+
+    def ended_starts(self) -> list[Start]:
+        return [start.start for reference in self._ended_starts if (start := reference()) is not None]
+
+    def forget_starts(self) -> None:
+        self._let_go_of_starts()
+        self._ended_starts = []
+
+    def _let_go_of_starts(self) -> None:
+        for reference in self._ended_starts:
+            if (start := reference()) is not None:
+                start.let_go()
+
+    @property
+    def num_other_threads(self) -> int:
+        return self._num_inside - self._thread.is_inside
+
+    def watch_buffers(self, buffers: list[tuple[weakref.ref[nn.Module], str]], /) -> None:
+        """Do nothing: a recorder that keeps starts calls `on_batch_start` for each."""
+
+    def watch_name(self, names: dict[str, Any], name: str, /) -> None:
+        self._names.append((names, name))
+
     def subscribe(self, events: int) -> Subscription:
         return self._subscriptions.add(events)
 
@@ -187,7 +227,7 @@ class PythonRecorder(RecordsBackwards):
                     call = (thread.batch, node.name, class_name, caller, thread.recomputed)
                     try:
                         rows, tensors = self._rows(thread.batch, node, module, args, kwargs, output)
-                        self._follow(call, tensors, thread.held)
+                        self._follow(call, tensors, thread.start)
                     except RecursionError:
                         # The call itself was made: it needed less of the stack than its observation.
                         rows = [_NO_STACK]
@@ -272,7 +312,7 @@ class PythonRecorder(RecordsBackwards):
                 outer = self._nodes[caller].name if caller >= 0 else thread.innermost
                 with thread.is_recording():
                     call = (thread.batch, node.name, class_name, outer, thread.recomputed)
-                    self._follow(call, read, thread.held, in_compiled_code=True)
+                    self._follow(call, read, thread.start, in_compiled_code=True)
                     self._keep(thread, node.name, class_name, rows, outer)
             completed = True
         finally:
@@ -287,19 +327,27 @@ class PythonRecorder(RecordsBackwards):
         self._end_batch(thread, completed)
 
     def _end_batch(self, thread: ThreadCalls, completed: bool) -> None:
-        if thread.recomputed or (completed and not self._subscriptions.has(Event.BATCH_END)):
-            thread.held = None
-            return
+        is_reported = self._subscriptions.has(Event.BATCH_END) or thread.batch >= self.gathers_from
         own = None if completed else sys.exc_info()[1]
         try:
-            with thread.is_recording():
-                self._events.on_batch_end(thread.batch, completed)
+            if not thread.recomputed and (is_reported or not completed):
+                with thread.is_recording():
+                    self._events.on_batch_end(thread.batch, completed)
         except BaseException as error:
             # KeyboardInterrupt and SystemExit end the program, whatever came first.
             if own is None or error.__cause__ is own or not isinstance(error, Exception):
                 raise
         finally:
-            thread.held = None
+            self._leave_start(thread)
+
+    def _leave_start(self, thread: ThreadCalls) -> None:
+        with self.lock:
+            self._num_inside -= thread.is_inside
+        start, thread.start, thread.is_inside = thread.start, None, False
+        if start is not None:
+            start.end()
+            if start.has_graph:
+                self._ended_starts = [x for x in self._ended_starts if x() is not None] + [weakref.ref(start)]
 
     def _begin_batch(self, thread: ThreadCalls, module: nn.Module | None, args: Any, kwargs: Any) -> None:
         self.settle()
@@ -309,11 +357,28 @@ class PythonRecorder(RecordsBackwards):
             if not thread.recomputed:
                 self.latest_batch += 1
             thread.batch = self.latest_batch
-        traced = thread.batch in self._traced
-        # Also of a batch that is not recorded: its thread is inside the model.
-        if not thread.recomputed and (traced or self._subscriptions.has(Event.BATCH_START)):
-            thread.held = self._events.on_batch_start(thread.batch, traced, module, args, kwargs or None)
+        if not thread.recomputed:
+            self._start_batch(thread, module, args, kwargs or None)
         thread.given = (args, kwargs or None)
+
+    def _start_batch(self, thread: ThreadCalls, module: nn.Module | None, args: Any, kwargs: Any) -> None:
+        traced = thread.batch in self._traced
+        keeps = self.keeps_starts and module is not None
+        # Also of a batch that is not recorded: its thread is inside the model.
+        is_asked = self._subscriptions.has(Event.BATCH_START) or any(names.get(x) for names, x in self._names)
+        extra = None
+        if traced or keeps or is_asked:
+            extra = self._events.on_batch_start(thread.batch, traced, module, args, kwargs)
+        if module is None:
+            return
+        if keeps:
+            is_function = hasattr(type(module), "is_watched_function")
+            if not is_function:
+                self._let_go_of_starts()
+            thread.start = KeptStart(thread.batch, is_function, module, args, kwargs, extra)
+        with self.lock:
+            thread.is_inside = True
+            self._num_inside += 1
 
     def _keep(
         self, thread: ThreadCalls, name: str, class_name: str, rows: list[Record], caller: str | None
@@ -322,7 +387,7 @@ class PythonRecorder(RecordsBackwards):
         with self.lock:
             self._frames.append(frame)
             self._add(frames=1)
-            if self.gathers_peaks:
+            if frame.batch >= self.gathers_from:
                 self._peaks.add(frame, self.gathers_inputs)
         if self._subscriptions.has(Event.FRAME) or thread.batch in self._traced:
             self._events.on_frame(frame)
@@ -365,4 +430,4 @@ def make_recorder(settings: Settings, events: RecorderEvents) -> Recorder:
         "plain_mask": PLAIN_MASK,
     }
     native: type[CallRecorder] = _extension.C.CallRecorder
-    return native(settings, events=events, frame_type=Frame, helpers=helpers)
+    return native(settings, events=events, frame_type=Frame, start_type=Start, helpers=helpers)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..records.record import Role
+from .batch_start import KeptStart
 from .masks import Excuses
 
 
@@ -34,7 +35,8 @@ class ThreadCalls(threading.local):
         self.recomputed = False
         self.recording = False  # a callback may call other modules: they are not recorded
         self.given: tuple[tuple[Any, ...], Any] = ((), None)
-        self.held: object = None  # the answer of `on_batch_start` for the batch under way
+        self.start: KeptStart | None = None  # of the batch under way
+        self.is_inside = False  # of a batch that a module's call began
         self.added: list[tuple[int, str, Tensor]] = []  # outputs to add to calls, which their depths name
         # The arguments of an outermost call in compiled code, by their places. An exception there leaves out the
         # operator at its end.

@@ -1,0 +1,239 @@
+// Start of a batch: its outermost call, and the state on which that call depends, so that a re-run can make it again.
+#pragma once
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/SequenceNumber.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace nanwatch {
+
+// State of the CPU's random number generator. PyTorch makes a tensor of it, which takes ten times as long as the copy.
+class Random {
+ public:
+  Random() : Random(*at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator())) {}
+
+  at::Tensor state() const {
+    at::Generator copy = at::detail::createCPUGenerator();
+    auto* const generator = at::check_generator<at::CPUGeneratorImpl>(copy);
+    generator->set_engine(engine_);
+    generator->set_next_float_normal_sample(next_float_);
+    generator->set_next_double_normal_sample(next_double_);
+    return copy.get_state();
+  }
+
+ private:
+  explicit Random(at::CPUGeneratorImpl& generator) : Random(generator, std::lock_guard<std::mutex>(generator.mutex_)) {}
+  Random(at::CPUGeneratorImpl& generator, const std::lock_guard<std::mutex>&)
+      : engine_(generator.engine()),
+        next_float_(generator.next_float_normal_sample()),
+        next_double_(generator.next_double_normal_sample()) {}
+
+  at::mt19937 engine_;
+  std::optional<float> next_float_;
+  std::optional<double> next_double_;
+};
+
+// Used under the interpreter lock.
+class BatchStart {
+ public:
+  BatchStart(int64_t batch, bool is_function, PyObject* module, PyObject* args, PyObject* kwargs,
+             pybind11::object extra)
+      : batch_(batch),
+        is_function_(is_function),
+        module_(pybind11::reinterpret_borrow<pybind11::object>(module)),
+        args_(pybind11::reinterpret_borrow<pybind11::object>(args)),
+        kwargs_(pybind11::reinterpret_borrow<pybind11::object>(kwargs != nullptr ? kwargs : Py_None)),
+        extra_(std::move(extra)),
+        first_node_(int64_t(at::sequence_number::peek())) {
+    for (size_t i = 0; i < kDevices.size(); ++i)
+      autocast_[i] = {at::autocast::get_autocast_dtype(kDevices[i]), at::autocast::is_autocast_enabled(kDevices[i])};
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) note(PyTuple_GET_ITEM(args, i), true);
+    PyObject *key, *item;
+    Py_ssize_t position = 0;
+    while (kwargs != nullptr && PyDict_Next(kwargs, &position, &key, &item)) note(item, true);
+  }
+
+  // On any thread, as one of autograd's that frees a graph.
+  static std::shared_ptr<BatchStart> shared(std::unique_ptr<BatchStart> start) {
+    return std::shared_ptr<BatchStart>(start.release(), [](BatchStart* start) {
+      if (Py_IsInitialized() == 0) return;
+      const pybind11::gil_scoped_acquire lock;
+      delete start;
+    });
+  }
+
+  bool has_graph() const { return grad_; }
+
+  // The forward is left. A model that keeps its output would else keep itself.
+  void end() {
+    end_node_ = int64_t(at::sequence_number::peek());
+    weak_module_ = pybind11::reinterpret_steal<pybind11::object>(PyWeakref_NewRef(module_.ptr(), nullptr));
+    if (!weak_module_) PyErr_Clear();
+    module_ = pybind11::object();
+  }
+
+  // Keeps nothing of the call but its place among others.
+  void let_go() {
+    const auto released = std::make_tuple(std::move(args_), std::move(kwargs_), std::move(module_), std::move(extra_),
+                                          std::move(versions_), std::move(attributes_));
+    weak_module_ = pybind11::object();
+  }
+
+  // A Start of python/nanwatch/recording/events.py.
+  pybind11::object to_python(const pybind11::object& type) const {
+    namespace py = pybind11;
+    py::object module = module_ ? module_ : py::none();
+    if (weak_module_) module = py::reinterpret_borrow<py::object>(PyWeakref_GetObject(weak_module_.ptr()));
+    py::list autocast;
+    for (size_t i = 0; i < kDevices.size(); ++i)
+      autocast.append(
+          py::make_tuple(c10::DeviceTypeName(kDevices[i], true), py::cast(autocast_[i].dtype), autocast_[i].enabled));
+    py::list versions, attributes;
+    for (const auto& [tensor, version] : versions_) versions.append(py::make_tuple(tensor, version));
+    for (const auto& [object, copy] : attributes_) attributes.append(py::make_tuple(object, copy));
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - began_;
+    return type(batch_, module, args_ ? args_ : py::tuple(), kwargs_ ? kwargs_ : py::none(),
+                py::cast(random_.state()), py::tuple(autocast), inference_, grad_, versions, attributes,
+                elapsed.count(), py::make_tuple(first_node_, end_node_), is_function_,
+                extra_ ? extra_ : py::none());
+  }
+
+ private:
+  struct Autocast {
+    at::ScalarType dtype;
+    bool enabled;
+  };
+  static constexpr std::array<at::DeviceType, 2> kDevices = {at::DeviceType::CPU, at::DeviceType::CUDA};
+  static constexpr Py_ssize_t kMostItems = 1024;  // of a container: longer ones are data
+
+  // Notes the version of a tensor, and the attributes of an object that has plain ones alone: what a second call would
+  // find changed. Goes one level deep: a walk to the end would cost more than all else here.
+  void note(PyObject* value, bool enters) {
+    if (THPVariable_Check(value)) {
+      const at::Tensor& x = THPVariable_Unpack(value);
+      if (!x.is_inference())
+        versions_.emplace_back(pybind11::reinterpret_borrow<pybind11::object>(value), uint32_t(x._version()));
+    } else if (PyTuple_Check(value) || PyList_Check(value)) {
+      const bool is_tuple = PyTuple_Check(value);
+      for (Py_ssize_t i = 0; enters && i < std::min(Py_SIZE(value), kMostItems); ++i)
+        note(is_tuple ? PyTuple_GET_ITEM(value, i) : PyList_GET_ITEM(value, i), false);
+    } else if (PyDict_Check(value)) {
+      PyObject *key, *item;
+      Py_ssize_t position = 0;
+      while (enters && PyDict_GET_SIZE(value) <= kMostItems && PyDict_Next(value, &position, &key, &item))
+        note(item, false);
+    } else if (Py_TYPE(value)->tp_dictoffset != 0 && !PyType_Check(value)) {
+      note_attributes(value);
+    }
+  }
+
+  void note_attributes(PyObject* value) {
+    // Without asking the object, which may define `__getattribute__`.
+    const auto attributes =
+        pybind11::reinterpret_steal<pybind11::object>(PyObject_GenericGetDict(value, nullptr));
+    if (!attributes) return PyErr_Clear();
+    if (!PyDict_Check(attributes.ptr()) || PyDict_GET_SIZE(attributes.ptr()) == 0) return;
+    PyObject *key, *item;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(attributes.ptr(), &position, &key, &item))
+      if (!is_constant(item)) return;
+    attributes_.emplace_back(pybind11::reinterpret_borrow<pybind11::object>(value),
+                             pybind11::reinterpret_steal<pybind11::object>(PyDict_Copy(attributes.ptr())));
+  }
+
+  // Returns whether the value is a number, text, None or a tuple, which cannot change in its place.
+  static bool is_constant(PyObject* value) {
+    return value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) || PyFloat_CheckExact(value) ||
+           PyComplex_CheckExact(value) || PyUnicode_CheckExact(value) || PyBytes_CheckExact(value) ||
+           PyTuple_CheckExact(value);
+  }
+
+  int64_t batch_;
+  bool is_function_;
+  pybind11::object module_, weak_module_, args_, kwargs_, extra_;
+  std::vector<std::pair<pybind11::object, uint32_t>> versions_;
+  std::vector<std::pair<pybind11::object, pybind11::object>> attributes_;
+  Random random_;
+  std::array<Autocast, 2> autocast_{};
+  bool inference_ = c10::InferenceMode::is_enabled(), grad_ = c10::GradMode::is_enabled();
+  std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
+  int64_t first_node_, end_node_ = -1;
+};
+
+// When Python is asked for its part of a start: where a small buffer was written to or replaced since it was asked last,
+// or while a name that somebody watches is true.
+class StartSignals {
+ public:
+  void watch_name(pybind11::dict names, const std::string& name) {
+    names_.emplace_back(std::move(names), pybind11::reinterpret_steal<pybind11::object>(
+                                              PyUnicode_InternFromString(name.c_str())));
+  }
+  // Buffers by their module (a weak reference) and name.
+  void watch_buffers(const pybind11::list& buffers) {
+    buffers_.clear();
+    for (const pybind11::handle pair : buffers)
+      buffers_.push_back({pair[pybind11::int_(0)], pair[pybind11::int_(1)], nullptr, 0});
+    note_buffers();
+  }
+
+  bool is_any_true() const {
+    for (const auto& [names, name] : names_) {
+      PyObject* const value = PyDict_GetItem(names.ptr(), name.ptr());
+      if (value != nullptr && value != Py_False && value != Py_None && PyObject_IsTrue(value) == 1) return true;
+    }
+    return false;
+  }
+  bool has_buffer_changed() const {
+    for (const Buffer& buffer : buffers_) {
+      const Buffer now = present(buffer);
+      if (now.tensor != buffer.tensor || now.version != buffer.version) return true;
+    }
+    return false;
+  }
+  void note_buffers() {
+    for (Buffer& buffer : buffers_) buffer = present(buffer);
+  }
+
+ private:
+  struct Buffer {
+    pybind11::object module, name;
+    const void* tensor;  // only compared
+    uint32_t version;
+  };
+
+  static Buffer present(const Buffer& buffer) {
+    static PyObject* const attribute = PyUnicode_InternFromString("_buffers");
+    Buffer now{buffer.module, buffer.name, nullptr, 0};
+    PyObject* const module = PyWeakref_GetObject(buffer.module.ptr());
+    if (module == nullptr || module == Py_None) return now;
+    const auto named = pybind11::reinterpret_steal<pybind11::object>(PyObject_GetAttr(module, attribute));
+    if (!named) PyErr_Clear();
+    if (!named || !PyDict_Check(named.ptr())) return now;
+    PyObject* const value = PyDict_GetItem(named.ptr(), buffer.name.ptr());
+    if (value == nullptr || !THPVariable_Check(value)) return now;
+    const at::Tensor& x = THPVariable_Unpack(value);
+    now.tensor = x.unsafeGetTensorImpl();
+    if (!x.is_inference()) now.version = uint32_t(x._version());
+    return now;
+  }
+
+  std::vector<std::pair<pybind11::dict, pybind11::object>> names_;
+  std::vector<Buffer> buffers_;
+};
+
+}  // namespace nanwatch
