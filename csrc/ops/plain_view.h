@@ -49,4 +49,11 @@ auto read_released(const at::Tensor& x, View view, int64_t bytes, const Read& re
   return read(view);
 }
 
+// By its class alone: asking the object for its `__class__` may run user code, and its answer does not make the
+// object's memory a tensor's.
+inline bool is_tensor(PyObject* object) {
+  return THPVariable_CheckExact(object) ||
+         PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass));
+}
+
 }  // namespace nanwatch

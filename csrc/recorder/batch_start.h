@@ -7,7 +7,6 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <pybind11/pybind11.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -19,6 +18,8 @@
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "ops/plain_view.h"
 
 namespace nanwatch {
 
@@ -124,7 +125,7 @@ class BatchStart {
   // Notes the version of a tensor, and the attributes of an object that has plain ones alone: what a second call would
   // find changed. Goes one level deep: a walk to the end would cost more than all else here.
   void note(PyObject* value, bool enters) {
-    if (THPVariable_Check(value)) {
+    if (is_tensor(value)) {
       const at::Tensor& x = THPVariable_Unpack(value);
       if (!x.is_inference())
         versions_.emplace_back(pybind11::reinterpret_borrow<pybind11::object>(value), uint32_t(x._version()));
@@ -225,7 +226,7 @@ class StartSignals {
     if (!named) PyErr_Clear();
     if (!named || !PyDict_Check(named.ptr())) return now;
     PyObject* const value = PyDict_GetItem(named.ptr(), buffer.name.ptr());
-    if (value == nullptr || !THPVariable_Check(value)) return now;
+    if (value == nullptr || !is_tensor(value)) return now;
     const at::Tensor& x = THPVariable_Unpack(value);
     now.tensor = x.unsafeGetTensorImpl();
     if (!x.is_inference()) now.version = uint32_t(x._version());

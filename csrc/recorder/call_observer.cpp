@@ -17,13 +17,6 @@ bool is_scalar(PyObject* value) {
          PyBytes_Check(value);
 }
 
-// By its class alone: asking the object for its `__class__` may run user code, and its answer does not make the
-// object's memory a tensor's.
-bool is_tensor(PyObject* object) {
-  return THPVariable_CheckExact(object) ||
-         PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass));
-}
-
 bool is_training(PyObject* module) {
   static PyObject* const training = PyUnicode_InternFromString("training");
   const py::object flag = py::reinterpret_steal<py::object>(PyObject_GetAttr(module, training));

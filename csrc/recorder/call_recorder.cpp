@@ -221,15 +221,19 @@ bool CallRecorder::start_batch(Thread& thread, PyObject* module, PyObject* args,
     signals.note_buffers();
     extra_ = std::move(answer);
   }
+  const py::object extra = extra_;
+  if (is_asked) extra_ = py::object();  // it may be another in the next batch
   if (module == nullptr) return true;
   if (keeps) {
     const bool is_function = nodes_[size_t(thread.entering)]->is_function;
     if (!is_function) let_go_of_starts();
-    thread.start = BatchStart::shared(
-        std::make_unique<BatchStart>(thread.batch, is_function, module, args, kwargs, extra_));
+    try {
+      thread.start = BatchStart::shared(
+          std::make_unique<BatchStart>(thread.batch, is_function, module, args, kwargs, extra));
+    } catch (const std::exception&) {
+      PyErr_Clear();  // then the batch has no re-run
+    }
   }
-  // What was asked for may be another in the next batch.
-  if (is_asked) extra_ = py::object();
   thread.is_inside = true;
   ++num_inside_;
   return true;

@@ -2,13 +2,14 @@
 # the headers that are generated from the declarations, so that a new field of a record changes the file too.
 # headers: 305bf60fc2ab6509
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from .numerics.formats import AbsRange, TensorHealth
-from .recording.events import RecorderEvents, Settings
+from .recording.events import RecorderEvents, Settings, Start
 from .recording.masks import Excuses
 from .records.note import Note
 from .records.record import Frame, Record
@@ -55,7 +56,8 @@ def catch_signals() -> None: ...
 
 class CallRecorder:
     paused: bool
-    gathers_peaks: bool
+    keeps_starts: bool
+    gathers_from: int
     gathers_inputs: bool
     gathers_gradient_peaks: bool
     gathers_weights: bool
@@ -65,8 +67,16 @@ class CallRecorder:
         *,
         events: RecorderEvents,
         frame_type: type[Frame],
+        start_type: type[Start],
         helpers: dict[str, Any],
     ) -> None: ...
+    def start(self) -> Start | None: ...
+    def ended_starts(self) -> list[Start]: ...
+    def forget_starts(self) -> None: ...
+    @property
+    def num_other_threads(self) -> int: ...
+    def watch_buffers(self, buffers: list[tuple[weakref.ref[nn.Module], str]], /) -> None: ...
+    def watch_name(self, names: dict[str, Any], name: str, /) -> None: ...
     def subscribe(self, events: int) -> Subscription: ...
     @property
     def latest_batch(self) -> int: ...

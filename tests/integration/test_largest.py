@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("each_recorder")
 def watched(model: nn.Module, **options: Any) -> Watch:
     """A watch that gathers and whose own forecasts take nothing away."""
     w = watch(model, forecast=False, max_frames=10_000, on_nonfinite="record", rerun=False, **options)
-    w._recorder.gathers_peaks = True
+    w._recorder.gathers_from = 0
     return w
 
 
@@ -133,7 +134,7 @@ def test_nothing_of_another_batch_is_left() -> None:
         loss.backward()
         assert any(frame.recomputed for frame in w.frames)
         assert taker.take() == (-1, {})
-        w._recorder.gathers_peaks = False
+        w._recorder.gathers_from = sys.maxsize
         model(torch.ones(1, 2))
         assert taker.take() == (-1, {})
 
@@ -155,7 +156,7 @@ def test_names_without_end_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.ModuleList([Named() for _ in range(5)])
     model.forward = lambda x: [module(x) for module in model][:0]  # type: ignore[method-assign]
     with watch(model, forecast=False, inputs=False) as w:
-        w._recorder.gathers_peaks = True
+        w._recorder.gathers_from = 0
         taker = Taker(w)
         for _ in range(frame_ring.MAX_PEAKS // 20_000 + 1):
             model(torch.ones(1))

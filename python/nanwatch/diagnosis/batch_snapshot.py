@@ -31,6 +31,8 @@ from ..precision.casting import (
     caches_parametrizations,
     swap_parametrizations,
 )
+from ..recording.batch_start import KeptStart, attributes_of
+from ..recording.events import Start
 from ..recording.walk import Unwalked, call_leaves
 from ..report.finding import Finding
 from ..util.modules import each_module, each_parameter
@@ -102,41 +104,37 @@ class BatchSnapshot:
         draws: bool = False,
     ) -> BatchSnapshot:
         """Return the state at the start of a batch, which is now; with that of random and numpy.random for `draws`."""
-        kwargs = kwargs or _NOTHING
-        given = [(f"args[{i}]", x) for i, x in enumerate(args)] + list(kwargs.items())
-        with torch._C.DisableTorchFunction():  # looking is no business of the user's function modes
-            versions = cls._versions(given)
-            attributes = cls._attributes(given)
-        return cls(
-            module,
-            args,
-            kwargs,
-            RngState.capture(others=draws),
-            versions=versions,
-            attributes=attributes,
-            buffers=buffers,
-        )
+        start = KeptStart(0, False, module, args, kwargs, None).start
+        return cls.of(start, buffers, RngState.capture(others=draws), cached_parametrizations())
 
-    @staticmethod
-    def _versions(given: list[tuple[str, Any]]) -> tuple[tuple[str, Tensor, int], ...]:
+    @classmethod
+    def of(
+        cls, start: Start, buffers: BufferValues, rng: RngState, cached: ParametrizationCache
+    ) -> BatchSnapshot:
+        """Return the start of a batch as the recorder has kept it, with these values of buffers."""
+        assert start.module is not None
+        versions = {id(x): version for x, version in start.versions}
+        given = [(f"args[{i}]", x) for i, x in enumerate(start.args)] + list((start.kwargs or {}).items())
         for name, value in given.copy():
-            # One level deep: a walk to the end would cost more than all else that is kept.
+            # One level deep, as in the start.
             if isinstance(value, tuple | list):
                 given += [(f"{name}[{i}]", x) for i, x in enumerate(value)]
             elif isinstance(value, dict):
                 given += [(f"{name}[{key}]", x) for key, x in value.items()]
-        return tuple(
-            (name, x, x._version) for name, x in given if isinstance(x, Tensor) and not x.is_inference()
+        return cls(
+            start.module,
+            start.args,
+            start.kwargs or _NOTHING,
+            rng,
+            tuple(Autocast(*x) for x in start.autocast if x[0] == "cpu" or torch.backends.cuda.is_built()),
+            start.inference,
+            start.grad,
+            tuple((name, x, versions[id(x)]) for name, x in given if id(x) in versions),
+            {id(x): attributes for x, attributes in start.attributes},
+            buffers,
+            cached,
+            began=time.monotonic() - start.elapsed,
         )
-
-    @staticmethod
-    def _attributes(given: list[tuple[str, Any]]) -> Mapping[int, Mapping[str, Any]]:
-        """Return the attributes of objects that have plain ones alone, by the object's id."""
-        return {
-            id(x): dict(own)
-            for _, x in given
-            if (own := _attributes_of(x)) and all(map(_is_constant, own.values()))
-        }
 
     @contextmanager
     def again(self) -> Iterator[Callable[[], Any]]:
@@ -195,7 +193,7 @@ class BatchSnapshot:
                 continue
             if value is None or isinstance(value, (Tensor, *_PLAIN)):
                 continue
-            if id(value) in self.attributes and self.attributes[id(value)] == _attributes_of(value):
+            if id(value) in self.attributes and self.attributes[id(value)] == attributes_of(value):
                 continue
             found.append(f"{label} is a {type(value).__name__}, which the first run may have changed")
         return found
@@ -263,20 +261,6 @@ class _NoCheckpoint:
     def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
         """Call the function."""
         return function(*args)
-
-
-def _attributes_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, without asking the object: it may define `__getattribute__`."""
-    try:
-        own: dict[str, Any] = object.__getattribute__(value, "__dict__")
-    except (AttributeError, TypeError):
-        return {}
-    return own
-
-
-def _is_constant(value: Any) -> bool:
-    """Return whether the value is a number, text, None or a tuple, which cannot change in its place."""
-    return value is None or type(value) in (int, float, complex, str, bool, bytes, tuple)
 
 
 def draws_outside_torch(root: nn.Module) -> bool:

@@ -217,12 +217,12 @@ class RecordsBackwards(ABC):
         self,
         call: tuple[int, str, str, str | None, bool],
         tensors: Sequence[tuple[Role, str, Tensor]],
-        held: object,
+        start: object,
         *,
         in_compiled_code: bool = False,
     ) -> None:
         if self._gradients is not None:
             parts: list[Any] = [one for one in tensors if one[0] != "buffer"]
-            keep = self._gradients.follow(parts, call, held, in_compiled_code=in_compiled_code)
+            keep = self._gradients.follow(parts, call, start, in_compiled_code=in_compiled_code)
             if in_compiled_code:
                 self._compiled_calls[call[1]] = keep

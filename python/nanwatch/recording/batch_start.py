@@ -34,9 +34,11 @@ class KeptStart:
         for value in values.copy():
             values += value if isinstance(value, tuple | list) else ()
             values += value.values() if isinstance(value, dict) else ()
+        # By the class alone: an object may say by its `__class__` that it is a tensor.
+        tensors = [x for x in values if issubclass(type(x), Tensor)]
         with torch._C.DisableTorchFunction():  # no function mode of the user sees the reads
-            versions = [(x, x._version) for x in values if isinstance(x, Tensor) and not x.is_inference()]
-        named = [(x, own) for x in values if not isinstance(x, Tensor | type) and (own := attributes_of(x))]
+            versions = [(x, x._version) for x in tensors if not x.is_inference()]
+        named = [(x, attributes_of(x)) for x in values if not issubclass(type(x), Tensor | type)]
         self._module: weakref.ref[nn.Module] | None = None
         self._start = Start(
             batch,
@@ -51,7 +53,11 @@ class KeptStart:
             torch.is_inference_mode_enabled(),
             torch.is_grad_enabled(),
             versions,
-            [(x, dict(own)) for x, own in named if all(type(value) in _CONSTANTS for value in own.values())],
+            [
+                (x, dict(attributes))
+                for x, attributes in named
+                if attributes and all(type(value) in _CONSTANTS for value in attributes.values())
+            ],
             0.0,
             (torch._C._autograd._get_sequence_nr(), -1),
             is_function,
@@ -87,7 +93,7 @@ class KeptStart:
 def attributes_of(value: object) -> dict[str, Any]:
     """Return the attributes of an object, without asking the object: it may define `__getattribute__`."""
     try:
-        own: dict[str, Any] = object.__getattribute__(value, "__dict__")
+        attributes: dict[str, Any] = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
         return {}
-    return own
+    return attributes

@@ -148,13 +148,13 @@ class PythonGradients:
         self,
         tensors: Sequence[tuple[Part, str, Tensor]],
         call: tuple[int, str, str, str | None, bool],
-        held: object,
+        start: object,
         *,
         in_compiled_code: bool = False,
     ) -> object:
         """Leave hooks for the gradients of the tensors of a call, each with its part and label.
 
-        `call` is its batch, name, class and caller, and whether it was recomputed. The hooks keep `held` alive. Returns
+        `call` is its batch, name, class and caller, and whether it was recomputed. The hooks keep `start`. Returns
         what has to live as long as weights used in compiled code are to be followed, where nothing else of the call can
         be.
         """
@@ -164,9 +164,9 @@ class PythonGradients:
             return None
         batch, name, class_name, caller, recomputed = call
         # Where nothing but weights is followed, no graph shows when their gradients can come no more.
-        held = held if has_graph else None
+        start = start if has_graph else None
         with self._lock:
-            made = _Call(batch, self._calls, name, class_name, caller, recomputed, held)
+            made = _Call(batch, self._calls, name, class_name, caller, recomputed, start)
             self._calls += 1
         outputs = [x for part, _, x in tensors if part == "output"]
         for part, label, x in tensors:

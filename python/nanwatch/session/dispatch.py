@@ -42,13 +42,13 @@ class EventDispatch:
     def on_batch_start(
         self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
     ) -> object:
-        """Print the header of a traced batch, and keep its start for a re-run."""
+        """Print the header of a traced batch, and return what a re-run needs beside the recorder's part."""
         self.failures.raise_postponed()
         for part in self.parts:
             part.batch_started(batch, module, args or tuple((kwargs or {}).values()))
         if traced and self.options.trace is None:
             _print_lines(text.batch_lines(batch))
-        return self.failures.batch_started(batch, module, args, kwargs)
+        return self.failures.batch_started(batch, module)
 
     def on_frame(self, frame: Frame) -> None:
         """Hand the frame to the sinks, and print it or write it to the trace, if its batch is traced."""
@@ -73,16 +73,13 @@ class EventDispatch:
         error = None if completed else sys.exc_info()[1]
         if error is not None and not isinstance(error, NonFiniteError):
             self.failures.note_error(error)
+        self.failures.forward_left(batch, completed)
+        if self.tracer is not None:
+            self.tracer.batch_ended()
         try:
-            self.failures.forward_left(batch, completed)
-            if self.tracer is not None:
-                self.tracer.batch_ended()
-            try:
-                self.failures.conclude(batch, completed)
-            finally:
-                self.sinks.settle(batch)
+            self.failures.conclude(batch, completed)
         finally:
-            self.failures.batch_ended(batch)
+            self.sinks.settle(batch)
         if completed and batch == self.options.abort_after_batch:
             raise BatchLimitError(batch, "abort_after_batch")
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ..blackbox.errors import note_error
@@ -77,9 +78,10 @@ class FailureHandler:
                 lambda name: report_of(()) if (live := handler()) is None else live._write_last_frames(name),
                 goes_on=self._action != "raise",
             )
-        self._takes_starts = rerun.keeps_start or self._ranks is not None
+            if torch.distributed.is_available():
+                recorder.watch_name(vars(torch.distributed.distributed_c10d), "_pg_map")  # of process groups
         self._batch_starts = recorder.subscribe(Event.BATCH_START)
-        self._batch_starts.active = self._takes_starts
+        self._batch_starts.active = False
         self._batch_ends = recorder.subscribe(Event.BATCH_END)
         self._update_subscription()
 
@@ -210,18 +212,15 @@ class FailureHandler:
 
     # The batch begins and ends.
 
-    def batch_started(
-        self, batch: int, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
-    ) -> object:
-        """Keep what a re-run would need, and return what the recorder is to hold; see RerunPolicy.
+    def batch_started(self, batch: int, module: nn.Module | None) -> object:
+        """Return what a re-run needs beside the recorder's part; see RerunPolicy.
 
         Raises PeerNonFiniteError when another rank has failed, unless the run goes on after a failure.
         """
         if self._ranks is not None:
             self._ranks.batch_started(batch)
-        if not self.rerun.keeps_start or module is None:
-            return None
-        return self.rerun.batch_started(module, args, kwargs)
+            self._batch_ends.active = True
+        return self.rerun.batch_started(module) if self.rerun.keeps_start and module is not None else None
 
     def forward_left(self, batch: int, completed: bool) -> None:
         """Take the end of this thread's forward, which has returned (`completed`) or raised.
@@ -282,16 +281,10 @@ class FailureHandler:
             incident.let_go()
             self._ended.append(number)
 
-    def batch_ended(self, batch: int) -> None:
-        """Let go of the start of the batch, which has ended in this thread."""
-        self.rerun.batch_ended(batch)
-        self._update_subscription()
-
     def _update_subscription(self) -> None:
-        """Subscribe to the ends of batches while a kept start, a non-finite batch or a warning waits for one."""
+        """Subscribe to the ends of batches while a non-finite batch or a warning waits for one."""
         self._batch_ends.active = (
-            self._takes_starts
-            or bool(self._under_way)
+            bool(self._under_way)
             or self.is_run_open
             or (self._warnings is not None and self._warnings.awaits_batches)
         )
@@ -370,7 +363,7 @@ class FailureHandler:
         """Raise the error that `settle` has postponed, if any."""
         error, self._postponed = self._postponed, None
         if error is not None:
-            self._batch_starts.active = self._takes_starts
+            self._batch_starts.active = False
             raise error
 
     def note_error(self, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Policy of re-runs: keeps the start of each thread's batch until its end, and re-runs a failed one if it may."""
+"""Policy of re-runs: re-runs a failed batch, from the start that the recorder has kept, if it may."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ..diagnosis import folder, rerun
 from ..diagnosis.backward_rerun import read_graph
@@ -25,8 +26,10 @@ from ..diagnosis.experiment import Conditions
 from ..diagnosis.in_process import clock
 from ..diagnosis.incident import Incident
 from ..diagnosis.loss_statements import BackwardCall
-from ..diagnosis.module_state import BufferHistory
-from ..instrumentation.functions import Function
+from ..diagnosis.module_state import BufferHistory, BufferValues
+from ..instrumentation.execution_context import RngState
+from ..precision.casting import ParametrizationCache, cached_parametrizations
+from ..recording.events import Event, Recorder, Start
 from ..report.finding import Finding
 from ..report.report import Report
 from ..util.throttle import MANY, is_due
@@ -41,62 +44,60 @@ _PATIENCE = 1.0
 LEAST_SECONDS, TIMES_BATCH = 5.0, 20.0
 
 
-class _Graph:
-    """Stand-in for the graph of a batch. The recorder holds it until no gradient of the batch can come any more."""
+class _Extra(NamedTuple):
+    """Part of a start that Python keeps: small buffers, further random states, the cache of parametrizations."""
 
-    __slots__ = ("__weakref__",)
+    buffers: BufferValues
+    cuda: tuple[Tensor, ...]
+    others: tuple[Any, ...]
+    cached: ParametrizationCache
 
 
 _NO_MODULE = nn.Module()
 
 
-@dataclass(slots=True)
-class _Forward:
-    """A forward since the latest step.
+class _Failed(NamedTuple):
+    """Start of a batch whose backward has failed.
 
-    `begin` and `end` are autograd's sequence numbers: of its first node, and of the first behind it. `snapshot` is kept
-    for the backward, until the next batch begins. It refers to `_NO_MODULE`: a model that keeps its output keeps the
-    graph, and so would keep itself, in a cycle that the garbage collector does not see. `is_loss`: of a watched
-    function, which is a part of the loss.
+    `snapshot` refers to `_NO_MODULE`: a model that keeps this would keep itself.
     """
 
     batch: int
     module: weakref.ref[nn.Module]
-    snapshot: BatchSnapshot | None
-    begin: int
-    end: int
-    is_loss: bool
+    snapshot: BatchSnapshot
 
     def start(self) -> BatchSnapshot | None:
         """Return the start of the batch, or None once its module is gone."""
         module = self.module()
-        return None if module is None or self.snapshot is None else replace(self.snapshot, module=module)
+        return None if module is None else replace(self.snapshot, module=module)
 
 
 class RerunPolicy:
     """Runs a failed batch of `model` again and writes the results, as the options say; see `watch`.
 
-    `keeps_start` says whether `batch_started` and `batch_ended` are to be called.
+    The recorder keeps the starts of batches, and asks `batch_started` for what Python has of them.
     """
 
-    def __init__(self, model: nn.Module, options: Options) -> None:
+    def __init__(self, model: nn.Module, recorder: Recorder, options: Options) -> None:
         # "warn" and "record" promise a run that goes on without a pause.
         self._may_keep = options.rerun is not False
         acts = options.on_nonfinite == "raise" or callable(options.on_nonfinite)
-        self.keeps_start = self._may_keep and (options.rerun is True or acts)
+        self.keeps_start = recorder.keeps_starts = self._may_keep and (options.rerun is True or acts)
+        self._recorder = recorder
+        # For each batch of a model whose code may draw from random or numpy.random, and during a re-run in this
+        # process, whose threads then wait in `batch_started`.
+        self._entries = recorder.subscribe(Event.BATCH_START)
+        self._entries.active = False
+        if self.keeps_start:
+            recorder.watch_name(vars(parametrize), "_cache_enabled")
+            recorder.watch_name(vars(torch.cuda), "_initialized")
         self._output_dir = options.output_dir
         self._model = ModelRef(model)
         self._num_failures = 0
         self._buffers = BufferHistory()
-        # Whether the model's code may draw from random or numpy.random.
         self._draws: bool | None = None
-        # Held while a thread enters or leaves the model, and during a re-run in this process.
-        self._door = threading.Condition()
-        # By thread, from the start of its batch to its end. The snapshot is None where no re-run is possible.
-        self._starts: dict[int, tuple[BatchSnapshot | None, weakref.ref[_Graph], int]] = {}
-        self._forwards: weakref.WeakKeyDictionary[_Graph, _Forward] = weakref.WeakKeyDictionary()
-        # The forward whose backward has failed, until a step was checked: its graph may be gone.
-        self._failed: _Forward | None = None
+        self._door = threading.RLock()  # held during a re-run in this process
+        self._failed: _Failed | None = None  # until a step was checked: its graph may be gone
         # By batch, the backward that has failed, until a step was checked.
         self._losses: dict[int, BackwardCall] = {}
         self._keeps_ended = options.gradients
@@ -104,58 +105,25 @@ class RerunPolicy:
         # A module that is not watched is not judged either.
         self._allows = lambda name, module: not options.observes(name) or options.excuses(name, module)
 
-    # A batch begins and ends.
-
-    def batch_started(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
-    ) -> object:
-        """Keep what a re-run of this thread's batch would need.
-
-        Return an object for the recorder to hold until no gradient of the batch can come any more.
-        """
+    def batch_started(self, module: nn.Module) -> object:
+        """Return what the start of a batch has beside the recorder's part."""
         try:
-            model = self._model()
-            model = module if model is None else model
-            if self._draws is None:
-                self._draws = draws_outside_torch(model)
-            buffers = self._buffers.note(model)
-            start = BatchSnapshot.capture(module, args, kwargs, buffers=buffers, draws=self._draws)
+            with self._door:
+                model = self._model()
+                model = module if model is None else model
+                if self._draws is None:
+                    self._draws = self._entries.active = draws_outside_torch(model)
+                random = RngState.capture(others=self._draws)
+                buffers = self._buffers.note(model)
+                self._recorder.watch_buffers(self._buffers.names())
+            return _Extra(buffers, random.cuda, random.others, cached_parametrizations())
         except Exception:
-            suppressed("the start of a batch could not be kept, so it has no re-run")
-            start = None
-        graph = _Graph()
-        with self._door:
-            if not isinstance(module, Function):  # a loss after the model's call, before the backward of both
-                self._let_go_of_start()
-            sequence = torch._C._autograd._get_sequence_nr()
-            self._starts[threading.get_ident()] = start, weakref.ref(graph), sequence
-        return graph
-
-    def batch_ended(self, batch: int) -> None:
-        """Let go of the start of this thread's batch, or keep it for the batch's backward."""
-        with self._door:
-            start, graph_ref, begin = self._starts.pop(threading.get_ident(), (None, None, 0))
-            self._door.notify_all()
-            graph = None if graph_ref is None else graph_ref()
-            if self._keeps_ended and start is not None and start.grad and graph is not None:
-                self._forwards[graph] = _Forward(
-                    batch,
-                    weakref.ref(start.module),
-                    replace(start, module=_NO_MODULE),
-                    begin,
-                    torch._C._autograd._get_sequence_nr(),
-                    isinstance(start.module, Function),
-                )
+            suppressed("the values of buffers could not be kept for a re-run")
+            return None
 
     def let_go(self) -> None:
         """Let go of all that was kept for a backward."""
-        with self._door:
-            self._forwards.clear()
-            self._let_go_of_start()
-
-    def _let_go_of_start(self) -> None:
-        for forward in list(self._forwards.values()):
-            forward.snapshot = None
+        self._recorder.forget_starts()
         self._losses.clear()
         self._failed = None
 
@@ -166,15 +134,14 @@ class RerunPolicy:
 
         Keep the backward, whose loss may run again.
         """
-        with self._door:
-            forwards = list(self._forwards.values())
-        failed = next((forward for forward in forwards if forward.batch == finding.batch), None)
+        starts = self._recorder.ended_starts()
+        failed = next((start for start in starts if start.batch == finding.batch), None)
         if failed is None:
             return finding
         try:
             # A later call is a part of what lies behind this one's outputs.
-            calls = [(x.begin, x.end) for x in forwards if x.batch <= failed.batch and not x.is_loss]
-            since = failed.end if failed.is_loss else min(end for _, end in calls)
+            calls = [x.nodes for x in starts if x.batch <= failed.batch and not x.is_function]
+            since = failed.nodes[1] if failed.is_function else min(end for _, end in calls)
             call = BackwardCall.capture(since, calls)
             if call is None:
                 return finding
@@ -186,17 +153,17 @@ class RerunPolicy:
 
     def backward_failed(self, batch: int) -> None:
         """Keep the start of the batch also when its graph is gone, until a step takes the gradients."""
-        with self._door:
-            kept = [x for x in self._forwards.values() if x.batch == batch and x.snapshot is not None]
-            if kept:
-                self._failed = replace(kept[0])
+        start = self.kept(batch)
+        if start is not None:
+            self._failed = _Failed(batch, weakref.ref(start.module), replace(start, module=_NO_MODULE))
 
     def kept(self, batch: int) -> BatchSnapshot | None:
         """Return the start of the batch, if it is kept for the batch's backward."""
-        with self._door:
-            forwards = [*self._forwards.values(), *filter(None, [self._failed])]
-        starts = (forward.start() for forward in forwards if forward.batch == batch)
-        return next((start for start in starts if start is not None), None)
+        starts = [_snapshot(start) for start in self._recorder.ended_starts() if start.batch == batch]
+        if starts and starts[0] is not None:
+            return starts[0]
+        failed = self._failed
+        return failed.start() if failed is not None and failed.batch == batch else None
 
     # A failure is examined.
 
@@ -261,11 +228,16 @@ class RerunPolicy:
                         incident.report = Report.from_json(ended.latest)
                     raise
                 return
-        here = threading.get_ident()
+        until = time.monotonic() + _PATIENCE
         with self._door:  # no other thread enters the model meanwhile
-            is_alone = self._door.wait_for(lambda: self._starts.keys() <= {here}, _PATIENCE)
-            with clock(seconds):
-                examine(reason="" if is_alone else "another thread was inside the model")
+            self._entries.active = True
+            try:
+                while (is_shared := self._recorder.num_other_threads > 0) and time.monotonic() < until:
+                    time.sleep(0.001)
+                with clock(seconds):
+                    examine(reason="another thread was inside the model" if is_shared else "")
+            finally:
+                self._entries.active = bool(self._draws)
 
     def _pass_over(self, incident: Incident) -> None:
         """Remark that the batch was not re-run."""
@@ -297,7 +269,8 @@ class RerunPolicy:
         if finding.phase == "backward":
             failed = self._failed
             return failed.start() if failed is not None and failed.batch == finding.batch else None
-        return self._starts.get(threading.get_ident(), (None,))[0]
+        start = self._recorder.start()
+        return None if start is None else _snapshot(start)
 
     def write_frames(self, report: Report, name: str) -> None:
         """Write a report without a finding as the folder `name` of output_dir, if there is one; never raises."""
@@ -307,3 +280,13 @@ class RerunPolicy:
             folder.write_frames(report, self._output_dir / name)
         except Exception as error:
             warn_user(f"nanwatch could not write the last frames: {spell(error)}", may_raise=False)
+
+
+def _snapshot(start: Start) -> BatchSnapshot | None:
+    """Return the start as a re-run takes it; None once its module is gone or it is not kept."""
+    if start.module is None:
+        return None
+    extra: _Extra = start.extra or _Extra({}, (), (), {})
+    return BatchSnapshot.of(
+        start, extra.buffers, RngState(start.generator, extra.cuda, extra.others), extra.cached
+    )

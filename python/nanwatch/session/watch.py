@@ -116,7 +116,7 @@ class Watch:
         if options.gradients and options.enabled:
             guard = OptimizerGuard(self._recorder, options, sinks.on_skipped_step)
         self._reports = Reports(model, self._recorder, options, suspicion)
-        rerun = RerunPolicy(model, options)
+        rerun = RerunPolicy(model, self._recorder, options)
         self._failures = FailureHandler(self._reports, self._monitor, rerun, guard)
         self._backward: BackwardWatch | None = None
         self._spikes: SpikeWatch | None = None

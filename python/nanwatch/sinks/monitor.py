@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import count
 
 from torch import nn
 
@@ -82,12 +83,13 @@ class Monitor:
             recorder, sinks, [*notes, Warnings(self.suspicion)], every=every, log_every=log_every
         )
         self._looking = threading.Lock()
-        recorder.gathers_peaks = forecasts
+        if forecasts:
+            recorder.gathers_from = 0
 
     @property
     def awaits_batches(self) -> bool:
-        """Return whether the monitor needs the ends of batches."""
-        return self._forecaster is not None or self.sinks.takes_batches or self.spikes is not None
+        """Return whether the monitor needs the end of each batch. The recorder reports those with peaks."""
+        return self.sinks.takes_batches
 
     def end(self, batch: int) -> None:
         """Handle the end of a finite batch."""
@@ -100,7 +102,7 @@ class Monitor:
     def follow(self, spikes: Callable[[int, list[PeakName], bytes], None]) -> None:
         """Hand the peaks of each batch to `spikes`."""
         self.spikes = spikes
-        self._recorder.gathers_peaks = True
+        self._recorder.gathers_from = 0
 
     def _forecasts(self, batch: int) -> list[Forecast]:
         # A batch of another thread that ends meanwhile is left out. Waiting could lock up: a signal's handler or the
@@ -110,7 +112,7 @@ class Monitor:
         try:
             found = []
             forecaster = self._forecaster
-            if self._recorder.gathers_peaks:
+            if batch >= self._recorder.gathers_from:
                 gathered, names, values = self._recorder.take_peaks()
                 self._names += names
                 if self.spikes is not None:
@@ -120,9 +122,8 @@ class Monitor:
                     forecaster.meet(names)
                     if gathered == batch:
                         found = forecaster.end(batch, values)
-            self._recorder.gathers_peaks = self.spikes is not None or (
-                forecaster is not None and forecaster.is_due(batch + self._every)
-            )
+                if forecaster is not None and self.spikes is None:
+                    self._recorder.gathers_from = next(filter(forecaster.is_due, count(batch + self._every)))
             return found
         finally:
             self._looking.release()
