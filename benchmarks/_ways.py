@@ -20,6 +20,8 @@ from torch import nn
 
 import nanwatch
 from nanwatch.instrumentation.slot import attach, detach, wrappers
+from nanwatch.session.api import start_watch
+from nanwatch.session.options import make_options
 
 Way = Callable[[], AbstractContextManager[Any]]
 
@@ -58,13 +60,17 @@ class Ways:
             self.by_name["trace"] = self._watching(trace=folder / "trace")
             self.trace = self._watches[-1]
         if "fingerprints" in names:
-            self.by_name["fingerprints"] = self._watching(trace=folder / "bits", fingerprints=True)
-            self._time("fingerprints", trace=folder / "timed", fingerprints=True)
+            self.by_name["fingerprints"] = self._watching(
+                trace=nanwatch.Trace(folder / "bits", fingerprints=True)
+            )
+            self._time("fingerprints", trace=nanwatch.Trace(folder / "timed", fingerprints=True))
         if "gradients" in names:
             self.by_name["gradients"] = self._watching(gradients=True)
             self._time("gradients", gradients=True)
         if "statistics" in names:
-            self.by_name["statistics"] = self._watching(statistics=True)
+            self.by_name["statistics"] = self._watching(
+                trace=nanwatch.Trace(folder / "statistics", statistics=1)
+            )
         if "detect-anomaly" in names:
             self.by_name["detect-anomaly"] = _anomaly
         if "debug-mode" in names:
@@ -92,11 +98,12 @@ class Ways:
             watch.stop()
 
     def _time(self, name: str, **options: Any) -> None:
-        self.by_name[f"timed {name}"] = self._watching(_measure_time=True, forecast=False, **options)
+        self.by_name[f"timed {name}"] = self._watching(measure_time=True, forecast=False, **options)
         self.timed[name] = self._watches[-1]
 
     def _watching(self, **options: Any) -> Way:
-        watch = nanwatch.watch(self._model, **options)
+        recorder = {name: options.pop(name) for name in ("measure_time",) if name in options}
+        watch = start_watch(self._model, make_options(options), **recorder)
         self._watches.append(watch)
         calls = [(module, wrappers(module)[0]) for module in self._model.modules()]
         for module, call in calls:

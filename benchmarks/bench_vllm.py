@@ -35,7 +35,8 @@ def main() -> None:
     options = parser.parse_args()
     from vllm import LLM, SamplingParams
 
-    import nanwatch
+    from nanwatch.session.api import start_watch
+    from nanwatch.session.options import make_options
 
     heads = options.hidden // 64
     config = {
@@ -84,7 +85,9 @@ def main() -> None:
         times = {step: run(step) for step in order}
         pairs.append((times[watched], times[watched.__wrapped__]))
     run(watched.__wrapped__)
-    with nanwatch.watch(worker.get_model(), on_nonfinite="record", _measure_time=True) as watch:
+    with start_watch(
+        worker.get_model(), make_options({"on_nonfinite": "record"}), measure_time=True
+    ) as watch:
         before, begun = watch.counters["nanoseconds"], time.perf_counter()
         for _ in range(options.rounds):
             engine.generate(prompts, asked, use_tqdm=False)

@@ -7,54 +7,52 @@ A test fails where the page is not what this script writes.
 
 from __future__ import annotations
 
-from dataclasses import Field, fields
-from itertools import groupby
+from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
-from nanwatch.session.options import Options
+from nanwatch.session.options import OLD_NAMES, OPTIONS
 
 PLACE = Path(__file__).with_name("options.md")
 HEAD = """\
 # Options
 
-Every option of `nanwatch.watch`, of the callbacks for trainers, and, where a command line can spell it, of
-`nanwatch run`, by the question that it answers. The docstring of `watch` says more about each. The first column shows
-the default. This page is written by `docs/make_options.py` from `nanwatch/session/options.py`.
-"""
-SECTION = """
-## {}
+The options of `nanwatch.watch`, of the [callbacks for trainers](integrations.md), of `nanwatch run` (as
+`--ignore-modules`) and of [`NANWATCH_OPTIONS`](environment.md#options-without-code), which goes before the code. N
+means every N-th: `1` is every one, `True` is 100.
 
-| option | flag | meaning |
-|---|---|---|
+| option and default | meaning |
+|---|---|
 """
-TAIL = """
+MIDDLE = """
+`nanwatch.Trace(path, batches=(0, 3), counts=True, fingerprints=True, statistics=N, sketches=N)` says
+[what a trace keeps](traces.md), `nanwatch.Audit(every=100, frozen="backbone.*")` what
+[an audit](updates.md) takes for granted. As text: `run.parquet,fingerprints,batches=0+3` and `100,frozen=backbone.*`.
+
 ## Earlier names
 
 | once | now |
 |---|---|
-| `microscope=` | `rerun=` |
-| `log_to="runs/a"` | `sinks="tensorboard:runs/a"` or `sinks=Path("runs/a")` |
-| `log_to=` a SummaryWriter, a run of wandb, a function | `sinks=` the same |
-| `sketches=0` | `sketches=False` |
 """
 
 
 def page() -> str:
-    groups = groupby(fields(Options), key=lambda option: option.metadata["group"])
-    sections = (
-        SECTION.format(title) + "".join(f"{row(option)}\n" for option in group) for title, group in groups
+    options = "".join(
+        f"| `{name}={default(option)}` | {option.metadata['text']} |\n" for name, option in OPTIONS.items()
     )
-    return HEAD + "".join(sections) + TAIL
+    names = "".join(f"| `{name}=` | {marked(now)} |\n" for name, now in OLD_NAMES.items())
+    return HEAD + options + MIDDLE + names
 
 
-def row(option: Field[Any]) -> str:
-    known = option.metadata
-    flag = f"`--{option.name.replace('_', '-')}`" if known["flag"] else ""
-    meaning = ", ".join(filter(None, (known["text"], known["also"])))
-    if known["needs"]:
-        meaning += f"; needs `{known['needs'].replace(' or ', '` or `')}`"
-    return f"| `{option.name}={option.default!r}` | {flag} | {meaning} |"
+def default(option: Field[Any]) -> str:
+    is_words = isinstance(option.default, tuple) and option.default
+    return repr(" ".join(option.default) if is_words else option.default)
+
+
+def marked(now: str) -> str:
+    """Return the text with the code at its start, if any, in backquotes."""
+    code = now.partition(", ")[0] if now.endswith("wanted") else now
+    return f"`{code}`{now[len(code) :]}" if "=" in code and " in the " not in code else now
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 
 MARK = (
     "nanwatch(**options): options of nanwatch.watch for the models of this test, such as allow_inf='mask.*';"
-    " enabled=False leaves them alone"
+    " nanwatch(False) leaves them alone"
 )
 
 

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from .report.finding import Cure, Finding
     from .report.report import BatchLimitError, NonFiniteError, Report
     from .session.api import Watch, watch
+    from .session.options import Audit, Trace
     from .session.replay import replay
     from .sinks.sink import Sink
     from .trace.comparison import diff
     from .trace.difference import Difference
     from .trace.trace import TraceError
-    from .trace.trace_file import Trace
 else:
     # Public names and the modules that define them. A name is imported when it is first asked for.
     _MODULES = {
@@ -64,11 +64,11 @@ else:
         "records.record": ("Frame", "Record"),
         "report.report": ("BatchLimitError", "NonFiniteError", "Report"),
         "session.api": ("Watch", "watch"),
+        "session.options": ("Audit", "Trace"),
         "session.replay": ("replay",),
         "trace.comparison": ("diff",),
         "trace.difference": ("Difference",),
         "trace.trace": ("TraceError",),
-        "trace.trace_file": ("Trace",),
     }
     _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -84,6 +84,7 @@ else:
 
 __all__ = [
     "AbsRange",
+    "Audit",
     "BatchLimitError",
     "BlockFit",
     "Capsule",

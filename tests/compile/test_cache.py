@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from nanwatch.numerics import _extension
-from nanwatch.session.api import watch
 from support.toys import fresh, seen
+from support.watching import watch
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder remembers nothing")
 
@@ -23,7 +23,7 @@ def test_weights_are_current_after_a_compiled_step(kind: type[Any], how: str) ->
     model = nn.Sequential(nn.Linear(4, 4))
     optimizer = kind(model.parameters(), lr=0.1, **{how: True})
     step = torch.compile(optimizer.step, backend="eager")
-    with watch(model, _verify_hits=True) as w:
+    with watch(model, verify_hits=True) as w:
         for _ in range(4):
             model(torch.randn(3, 4)).square().sum().backward()
             assert seen(w, "weight", "0") == fresh(model[0].weight)

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nanwatch.numerics import _extension
-from nanwatch.session.api import Watch, watch
+from nanwatch.session.watch import Watch
 from support.processes import environment
 from support.toys import names
+from support.watching import watch
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +141,7 @@ def other_options(program: Program) -> None:
         call(x())
     torch.compiler.set_stance("fail_on_recompile")
     call(x())
-    with program.watch(model, include="*.act", weights=False, inputs=False) as w:
+    with program.watch(model, modules="*.act", read="buffers outputs") as w:
         call(x())
         w.pause()
         call(x())
@@ -231,12 +232,12 @@ for call in calls:
 before = counter.frame_count
 import nanwatch
 torch.compiler.set_stance("fail_on_recompile")
-with nanwatch.watch(nn.Sequential(nn.ReLU())), nanwatch.watch(Model()):
+with watch(nn.Sequential(nn.ReLU())), watch(Model()):
     for call in calls:
         call(torch.ones(1))
 torch.compiler.set_stance("default")
 for model, call in zip(models, calls):
-    with nanwatch.watch(model) as w:
+    with watch(model) as w:
         call(torch.ones(1))
         call(torch.ones(1))
     print([frame.name for frame in w.frames], counter.frame_count - before)

@@ -17,9 +17,10 @@ from nanwatch.numerics import _extension
 from nanwatch.records.note import Note
 from nanwatch.records.record import Frame
 from nanwatch.report.report import NonFiniteError
-from nanwatch.session.api import Watch, watch
+from nanwatch.session.watch import Watch
 from support.architectures import built, inputs_of
 from support.toys import Scale, mlp, names
+from support.watching import watch
 
 INF = float("inf")
 BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
@@ -233,7 +234,7 @@ def test_a_fault_is_reported_as_in_the_interpreter(backend: str, inlined: bool, 
             call = torch.compile(
                 (lambda x, m=model: m(x)) if inlined else model, backend=backend, fullgraph=True
             )
-        with watch(model, check=check, rerun=False) as w:
+        with watch(model, act_at=check, rerun=False) as w:
             call(torch.ones(2))
             with pytest.raises(NonFiniteError) as error:
                 call(torch.tensor([1.0, -1.0]))
@@ -406,7 +407,7 @@ def test_weights_are_read_again_only_when_they_changed() -> None:
     def look() -> None:
         seen.append(w.frames[-1].records[0].abs_max == model.weight.abs().max().item())
 
-    with watch(model, _verify_hits=True) as w:
+    with watch(model, verify_hits=True) as w:
         for step in range(6):
             loss = call(torch.ones(1, 2)).sum()
             look()

@@ -16,9 +16,9 @@ from torch import Tensor, fx, nn
 
 import nanwatch
 from nanwatch.instrumentation.compile import dynamo, operators
-from nanwatch.session.api import watch
 from nanwatch.session.model_finder import ModelFinder
 from support.toys import Scale, mlp, names
+from support.watching import watch
 
 
 class Model(nn.Module):
@@ -69,7 +69,7 @@ def of_batch(w: nanwatch.Watch, batch: int) -> list[str]:
 def test_what_torch_compile_made_can_be_watched() -> None:
     """`watch(torch.compile(model))` is a watch on the model, with the model's own names."""
     call = torch.compile(Model(), backend="aot_eager", fullgraph=True)
-    with watch(call, include="first") as w:
+    with watch(call, modules="first") as w:
         call(torch.randn(2, 3))
     assert names(w) == [(0, "first")]
 
@@ -164,7 +164,7 @@ def test_two_watches_on_one_compiled_model() -> None:
     model, x = Model(), torch.randn(2, 3)
     call = torch.compile(model, backend="aot_eager", fullgraph=True)
     with watch(model) as outer:
-        with watch(model, inputs=False) as inner:
+        with watch(model, read="weights buffers outputs") as inner:
             call(x)
         call(x)
     assert names(outer) == [(batch, name) for batch in (0, 1) for name in WHOLE]
@@ -176,7 +176,7 @@ def test_pause_every_and_exclude_need_no_new_graph() -> None:
     """One graph serves batches that are looked at, skipped and not counted."""
     model, x = mlp(), torch.randn(2, 3)
     call = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
-    with watch(model, every=2, exclude="1") as w:
+    with watch(model, every=2, ignore_modules="1") as w:
         call(x)
         with torch._dynamo.config.patch(error_on_recompile=True):
             call(x)
@@ -186,19 +186,6 @@ def test_pause_every_and_exclude_need_no_new_graph() -> None:
             call(x)
     assert names(w) == [(batch, name) for batch in (0, 2) for name in ("0", "2", "")]
     assert w.batch == 2
-
-
-def test_a_traced_batch_is_printed_as_in_the_interpreter(capsys: pytest.CaptureFixture[str]) -> None:
-    """Header and frames of a traced batch, and BatchLimitError after the last, come from compiled code as well."""
-    model, x = mlp(), torch.randn(2, 3)
-    printed = []
-    for call in (model, torch.compile(lambda x: model(x), backend="eager", fullgraph=True)):
-        with watch(model, trace_batches=[1], abort_after_batch=1):
-            call(x)
-            with pytest.raises(nanwatch.BatchLimitError):
-                call(x)
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1] != ""
 
 
 # The rest of the program
@@ -284,7 +271,7 @@ calls = compile_all() if {compiled_first} else []
 for call in calls:
     call(torch.ones(1))
 import nanwatch
-watches = [nanwatch.watch(one) for one in (plain, own, inside)]
+watches = [watch(one) for one in (plain, own, inside)]
 assert ("torch._dynamo" in sys.modules) == {compiled_first}
 calls = calls or compile_all()
 for call in calls:

@@ -59,7 +59,7 @@ def random_scenarios(ways: tuple[str, ...], world_size: int, count: int, seed: i
         if kind == "data" and way == "tp":
             kind = "module"  # its ranks share their data
         check = draw.choice(["auto", "batch"])
-        found.append(scenario(way, kind, rank, draw.randrange(1, 6), check=check))
+        found.append(scenario(way, kind, rank, draw.randrange(1, 6), act_at=check))
     return found
 
 

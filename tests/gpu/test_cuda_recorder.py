@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
 from nanwatch.report.report import NonFiniteError
-from nanwatch.session.api import watch
 from support.processes import environment
 from support.toys import Scale
+from support.watching import watch
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
@@ -52,7 +52,7 @@ def run(device: str, plant: float, **options: Any) -> tuple[str, str]:
 @pytest.mark.parametrize("plant", [2.0, INF, float("nan")])
 def test_the_report_is_that_of_the_host(check: Any, plant: float) -> None:
     """Counts, index, mask and origin included."""
-    assert run("cuda", plant, check=check) == run("cpu", plant)
+    assert run("cuda", plant, act_at=check) == run("cpu", plant)
 
 
 def test_many_batches_with_reused_memory() -> None:
@@ -143,7 +143,6 @@ def test_a_model_over_two_devices() -> None:
 ASSERTION = """
 import torch
 from torch import nn
-from nanwatch.session.api import watch
 
 class Index(nn.Module):
     def forward(self, x):

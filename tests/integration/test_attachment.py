@@ -153,7 +153,7 @@ class Private(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"gradients": True}, {"include": "1"}, {"on_nonfinite": "record"}], ids=str
+    "options", [{}, {"gradients": True}, {"modules": "1"}, {"on_nonfinite": "record"}], ids=str
 )
 def test_modules_are_asked_for_their_identity_only(options: dict[str, Any]) -> None:
     """No operator, attribute or method of a module's class is called by a watch of a healthy run."""

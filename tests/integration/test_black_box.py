@@ -21,7 +21,7 @@ pytestmark = needs_box
 TRAINS = """
 import torch, nanwatch, sys
 model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-nanwatch.watch(model, output_dir=sys.argv[1] or None)
+nanwatch.watch(model, output_dir=sys.argv[1] or None, black_box=True)
 model(torch.ones(1, 2))
 """
 

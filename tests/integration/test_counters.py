@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
 from nanwatch.recording.walk import call_leaves, leaves
-from nanwatch.session.api import Watch, watch
+from nanwatch.session.watch import Watch
 from support.architectures import built, inputs_of
+from support.watching import watch
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder reads everything")
 NAMES = ["gpt2", "mt5", "llama", "vit", "resnet"]
@@ -21,7 +22,7 @@ NAMES = ["gpt2", "mt5", "llama", "vit", "resnet"]
 def watched(name: str) -> tuple[nn.Module, Watch]:
     """The model in evaluation, and a watch that rereads no weight by age."""
     model = copy.deepcopy(built(name)).eval()
-    return model, watch(model, _verify_hits=True)
+    return model, watch(model, verify_hits=True)
 
 
 def gained(w: Watch, before: dict[str, int]) -> dict[str, int]:

@@ -15,6 +15,7 @@ from torch import nn
 import nanwatch
 from nanwatch.instrumentation import slot
 from nanwatch.numerics import _extension
+from support import watching
 from support.paths import ROOT
 from support.processes import environment, forked
 
@@ -24,7 +25,7 @@ _MAPS = Path("/proc/self/maps")
 def compiled_parts() -> dict[str, bool]:
     """Return for each part whether it is the compiled one, by what is in force and not by what was chosen."""
     model = nn.Linear(2, 2)
-    watch = nanwatch.watch(model)
+    watch = watching.watch(model)
     model(torch.ones(1, 2))
     assert watch.counters["frames"] == 1
     wrapper = type(slot._slot.find(id(model)))
@@ -86,7 +87,7 @@ def _warned() -> str:
 
 # By a word of the row's first column.
 _REFUSED: dict[str, Callable[[], str]] = {
-    "_measure_time": lambda: _told(lambda: nanwatch.watch(nn.Linear(2, 2), _measure_time=True)),
+    "_measure_time": lambda: _told(lambda: watching.watch(nn.Linear(2, 2), measure_time=True)),
     "NANWATCH_CPU": _warned,
 }
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch import watch
 from nanwatch.trace.format_advice import FORMATS, fits, holdings
+from support.watching import watch
 
 pytest.importorskip("pyarrow")
 

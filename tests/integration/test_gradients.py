@@ -357,9 +357,9 @@ def test_threads_that_share_a_model_have_whole_backwards(recorder: str) -> None:
 
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_only_what_is_asked_for_is_followed(recorder: str) -> None:
-    """include, every, weights=False and inputs=False say what of a backward is looked at, too."""
+    """modules, every and read= say what of a backward is looked at, too."""
     model = mlp()
-    with watched(model, recorder, gradients=True, include="2", every=2, weights=False, inputs=False) as w:
+    with watched(model, recorder, gradients=True, modules="2", every=2, read="buffers outputs") as w:
         for _ in range(3):
             model(torch.ones(1, 3)).sum().backward()
         assert [(f.batch, f.name, [r.label for r in f.records]) for f in backward_frames(w)] == [
@@ -373,8 +373,8 @@ def test_only_what_is_asked_for_is_followed(recorder: str) -> None:
 
 def test_gradients_need_the_outputs() -> None:
     """The graph is found from a call's outputs; without them the option says so."""
-    with pytest.raises(ValueError, match="leave outputs=True"):
-        watched(mlp(), "python", gradients=True, outputs=False)
+    with pytest.raises(ValueError, match="needs the outputs"):
+        watched(mlp(), "python", gradients=True, read="weights")
 
 
 # torch.compile

@@ -155,7 +155,7 @@ def test_names_without_end_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(frame_ring, "MAX_PEAKS", 30_000)
     model = nn.ModuleList([Named() for _ in range(5)])
     model.forward = lambda x: [module(x) for module in model][:0]  # type: ignore[method-assign]
-    with watch(model, forecast=False, inputs=False) as w:
+    with watch(model, forecast=False, read="weights buffers outputs") as w:
         w._recorder.gathers_from = 0
         taker = Taker(w)
         for _ in range(frame_ring.MAX_PEAKS // 20_000 + 1):

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from nanwatch.numerics import _extension
-from nanwatch.session.api import watch
 from support.allocated import allocated
 from support.processes import environment
 from support.sized_models import gpt2, llama, resnet
+from support.watching import watch
 
 ROOM = 16 * 1024  # for copies of the state of the random numbers, 5,056 bytes each
 # The fallback reads with PyTorch's operations, whose results lie in PyTorch's memory while they are needed: 3.6 MB.
@@ -95,7 +95,6 @@ def test_what_is_held_longer_would_be_counted() -> None:
 # In a process of its own: the peak of another test would hide this one's.
 PEAK = """
 import sys, torch
-from nanwatch.session.api import watch
 from support.heap import resident_peak
 from support.sized_models import gpt2
 

@@ -15,9 +15,9 @@ from torch.nn.utils import parametrizations, parametrize
 
 from nanwatch.numerics import _extension
 from nanwatch.report.report import NonFiniteError
-from nanwatch.session.api import watch
 from support.architectures import built, inputs_of
 from support.toys import Scale, fault_of, in_threads, mlp, names
+from support.watching import watch
 
 INF = float("inf")
 
@@ -51,7 +51,7 @@ def test_accumulation_and_evaluation_count_each_call() -> None:
     """Four calls for two optimizer steps, then one under no_grad: five batches."""
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
-    with watch(model, _verify_hits=True) as w:
+    with watch(model, verify_hits=True) as w:
         for step in range(4):
             model(torch.randn(2, 3)).sum().backward()
             if step % 2:
@@ -101,7 +101,7 @@ def test_a_fault_in_a_recomputed_forward_is_told() -> None:
 def test_after_an_exception_the_next_batch_is_whole(check: Any) -> None:
     """A forward that raises, or a fault that does, leaves its frames and nothing in the next batch."""
     model = nn.Sequential(Scale(), Scale(), Scale())
-    with watch(model, check=check, max_frames=100) as w:
+    with watch(model, act_at=check, max_frames=100) as w:
         with pytest.raises(TypeError):
             model("text", 3)
         model[1].factor = INF
@@ -197,7 +197,7 @@ def test_modules_added_and_replaced_later_are_watched() -> None:
 def test_a_model_moved_to_another_dtype_stays_watched(dtype: torch.dtype) -> None:
     """After `to(dtype)` the frames have the new dtype and the ranges of the converted weights."""
     model = mlp()
-    with watch(model, _verify_hits=True) as w:
+    with watch(model, verify_hits=True) as w:
         model(torch.randn(2, 3))
         model.to(dtype)
         model(torch.randn(2, 3, dtype=dtype))
@@ -264,7 +264,7 @@ def test_threads_share_a_model_and_its_weights() -> None:
             except NonFiniteError as error:
                 errors.append((number, error.report.finding.origin if error.report.finding else ""))
 
-    with watch(model, max_frames=10_000, _verify_hits=True) as w:
+    with watch(model, max_frames=10_000, verify_hits=True) as w:
         in_threads(4, work)
     assert errors == [(2, "data")]
     assert w.batch == 99

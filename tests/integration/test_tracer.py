@@ -17,14 +17,15 @@ from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
 from nanwatch.records.record import Frame
-from nanwatch.report.report import BatchLimitError, NonFiniteError
-from nanwatch.session.api import watch
+from nanwatch.report.report import NonFiniteError
+from nanwatch.session import options
 from nanwatch.session.options import Check
 from nanwatch.trace import tracer
 from nanwatch.trace.trace_file import Trace
 from support.architectures import built, inputs_of
 from support.stand_in_device import stand_in
 from support.toys import Scale, mlp
+from support.watching import watch
 
 pytest.importorskip("pyarrow")
 
@@ -117,17 +118,14 @@ def test_frames_beyond_the_ring_are_counted(
 def test_chosen_batches_are_written_and_not_printed(
     tmp_path: Path, recorder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With trace_batches the file has these batches, and stdout nothing; without trace they are printed as before."""
+    """The file has these batches, and stdout nothing."""
     model = mlp()
-    with watch(model, trace=tmp_path / "run.parquet", trace_batches=(1, 3)):
+    with watch(model, trace=options.Trace(tmp_path / "run.parquet", batches=(1, 3))):
         for _ in range(5):
             model(torch.ones(2, 3))
     assert capsys.readouterr().out == ""
     assert Trace.open(tmp_path / "run.parquet").batches == (1, 3)
     assert [one.name for one in traced(tmp_path / "run.parquet")] == ["0", "1", "2", ""] * 2
-    with watch(model, trace_batches=(0,)):
-        model(torch.ones(2, 3))
-    assert "batch number=0" in capsys.readouterr().out
 
 
 def test_every_leaves_batches_out(tmp_path: Path, recorder: str) -> None:
@@ -176,17 +174,6 @@ def test_the_batch_that_failed_is_in_the_trace_with_its_counts(tmp_path: Path, r
     assert report.finding.module == error.value.report.finding.module
 
 
-def test_the_limit_of_batches_loses_no_batch(tmp_path: Path, recorder: str) -> None:
-    """`abort_after_batch` raises at the end of a batch that is written whole."""
-    model = mlp()
-    with watch(model, trace=tmp_path / "run.parquet", abort_after_batch=2):
-        model(torch.ones(2, 3))
-        model(torch.ones(2, 3))
-        with pytest.raises(BatchLimitError):
-            model(torch.ones(2, 3))
-    assert [one.name for one in traced(tmp_path / "run.parquet")] == ["0", "1", "2", ""] * 3
-
-
 def test_frames_of_several_threads_all_arrive(
     tmp_path: Path, recorder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,7 +198,7 @@ def test_frames_of_several_threads_all_arrive(
 
 
 def test_counts_that_were_asked_for_are_in_the_trace(tmp_path: Path, recorder: str) -> None:
-    """With `counts=True` every row of every batch has counts; without it only non-finite rows have them."""
+    """With `Trace(counts=True)` every row of every batch has counts; without it only non-finite rows have them."""
     model = mlp()
     for counts in (True, False):
         with watch(model, trace=tmp_path / f"{counts}.parquet", counts=counts, max_frames=100) as w:
@@ -332,7 +319,7 @@ def test_rows_that_come_late_are_written_once(check: Check, tmp_path: Path) -> N
         model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
         path = tmp_path / f"{on_device}.parquet"
         device = stand_in(place=lambda x, on_device=on_device: 0 if on_device else -1)  # type: ignore[misc]
-        with device, watch(model, trace=path, check=check):
+        with device, watch(model, trace=path, act_at=check):
             for batch in range(5):
                 model(torch.full((2, 3), float(batch)))
         written.append(Trace.open(path).table().to_pylist())

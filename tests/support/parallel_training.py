@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.report.report import Report
+from support import watching
 from support.collectives import Counted, counting
 
 Parallelize = Callable[[nn.Module], nn.Module]
@@ -26,7 +27,7 @@ def same_data(step: int) -> Tensor:
 
 
 def start_watch(model: nn.Module, **options: Any) -> nanwatch.Watch:
-    return nanwatch.watch(model, max_frames=10_000, on_nonfinite="record", _verify_hits=True, **options)
+    return watching.watch(model, max_frames=10_000, on_nonfinite="record", verify_hits=True, **options)
 
 
 def local(x: Any) -> Tensor:

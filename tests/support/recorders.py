@@ -10,7 +10,8 @@ from torch import nn
 
 from nanwatch.numerics import _extension
 from nanwatch.recording.recorder import PythonRecorder
-from nanwatch.session.api import Watch, watch
+from nanwatch.session.watch import Watch
+from support.watching import watch
 
 needs_native = pytest.mark.skipif(_extension.C is None, reason="no compiled part")
 
@@ -25,7 +26,7 @@ WITH_DEVICE = [*RECORDERS, pytest.param("device", marks=needs_native)]
 def watched(model: nn.Module, recorder: str, **options: Any) -> Watch:
     """A watch with that recorder."""
     if recorder != "python":
-        return watch(model, _verify_hits=True, **options)
+        return watch(model, verify_hits=True, **options)
     with mock.patch("nanwatch.session.watch.make_recorder", PythonRecorder):
         return watch(model, **options)
 

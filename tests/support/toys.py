@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from nanwatch.records.record import Record
 from nanwatch.report.report import NonFiniteError, Report
-from nanwatch.session.api import Watch, watch
+from nanwatch.session.watch import Watch
+from support.watching import watch
 
 
 class Scale(nn.Module):

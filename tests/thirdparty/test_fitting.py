@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanwatch.session.api import watch
 from nanwatch.trace.format_advice import fits, holdings
+from support.watching import watch
 
 pytest.importorskip("pyarrow")
 

@@ -158,11 +158,6 @@ def test_steps_that_the_scaler_skips_are_counted(tmp_path):
     assert str(callback.watch.skipped_steps[0]) == "skipped step (scale 16777216 → 8388608)"
     assert callback.watch.report().finding is None
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
-    # With no step to spare it is a failure.
-    with pytest.raises(nanwatch.NonFiniteError, match="max_skipped_steps=1") as error:
-        fit(module_of(PACKAGES[0], 0.01), callback_of(gradients=True, max_skipped_steps=1))
-    assert error.value.report.finding is not None
-    assert error.value.report.finding.phase == "backward"
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])

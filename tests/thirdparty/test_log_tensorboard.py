@@ -24,6 +24,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from nanwatch.sinks.logs import TensorBoardSink
 from support.paths import SCRIPTS
+from support.watching import watch
 
 ENTRY = LogEntry(
     7,
@@ -65,7 +66,7 @@ def test_a_watch_logs_through_the_users_writer(tmp_path: Path) -> None:
     """A run until its fault: headroom of each module, then the flag 0, on disk before the error is raised."""
     writer = SummaryWriter(str(tmp_path), flush_secs=10_000)
     model = nn.Sequential(Scale(), Scale())
-    with nanwatch.watch(model, sinks=writer, log_every=1000, forecast=False):
+    with watch(model, sinks=writer, log_every=1000, forecast=False):
         model(torch.full((2,), 8.0, dtype=torch.float16))
         model[0].factor = float("inf")
         with pytest.raises(nanwatch.NonFiniteError):
@@ -83,13 +84,13 @@ def test_a_watch_logs_through_the_users_writer(tmp_path: Path) -> None:
 
 def test_a_folder_gets_a_writer_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Made with the first entry, closed by stop(); with several processes a folder each."""
-    with nanwatch.watch(mlp(), sinks=tmp_path / "idle"):
+    with watch(mlp(), sinks=tmp_path / "idle"):
         pass
     assert not (tmp_path / "idle").exists()
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     model = mlp()
-    with nanwatch.watch(model, sinks=f"tensorboard:{tmp_path / 'runs'}"):
+    with watch(model, sinks=f"tensorboard:{tmp_path / 'runs'}"):
         model(torch.ones(1, 3))
     assert [e.value for e in read(tmp_path / "runs-rank3").Scalars("nanwatch/is_finite")] == [1.0]
 
@@ -115,7 +116,7 @@ def test_a_writer_that_the_user_closed_stays_closed(tmp_path: Path) -> None:
     model = mlp()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with nanwatch.watch(model, sinks=writer, log_every=1):
+        with watch(model, sinks=writer, log_every=1):
             model(torch.ones(1, 3))
             writer.close()
             model(torch.ones(1, 3))
@@ -135,7 +136,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch,
     """Where a folder asks for a writer, and not before the watch would begin."""
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ImportError, match=r"`tensorboard`.*pip install .*'\.\[tensorboard\]'"):
-        nanwatch.watch(mlp(), sinks=tmp_path)
+        watch(mlp(), sinks=tmp_path)
 
 
 def test_a_script_does_not_start_without_the_package(

@@ -16,6 +16,7 @@ import torch
 import nanwatch
 from support.toys import Scale, breaks_its_log, mlp
 from support.wandb_file import records
+from support.watching import watch
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def history(folder: Path) -> list[tuple[int, dict[str, Any]]]:
 def test_entries_go_with_the_users_own_rows(run: Any, tmp_path: Path) -> None:
     """No row and no step is added, and none of the user's is lost; the batch is the x axis of what is nanwatch's."""
     model = mlp()
-    with nanwatch.watch(model, sinks=run, log_every=4, forecast=False):
+    with watch(model, sinks=run, log_every=4, forecast=False):
         for i in range(9):
             model(torch.ones(1, 3))
             run.log({"loss": float(i)}, step=10 * i)
@@ -80,7 +81,7 @@ def test_the_module_stands_for_its_run_and_a_fault_outlives_it(run: Any, tmp_pat
     import wandb
 
     model = torch.nn.Sequential(Scale(float("inf")))
-    with nanwatch.watch(model, sinks=wandb), pytest.raises(nanwatch.NonFiniteError):
+    with watch(model, sinks=wandb), pytest.raises(nanwatch.NonFiniteError):
         model(torch.ones(1))
     run.finish()
     ((_, row),) = [one for one in history(tmp_path) if "nanwatch/is_finite" in one[1]]
@@ -109,4 +110,4 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "wandb", None)
     likeness = SimpleNamespace(log=print, define_metric=print)
     with pytest.raises(ImportError, match=r"pip install .*'\.\[wandb\]'"):
-        nanwatch.watch(mlp(), sinks=likeness)
+        watch(mlp(), sinks=likeness)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-import nanwatch
 from nanwatch.sinks.thread import _finish_all
 from support.toys import Scale
+from support.watching import watch
 
 
 def test_numbers_and_words_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +20,7 @@ def test_numbers_and_words_are_those_of_the_run(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri((tmp_path / "store").as_uri())
     model = nn.Sequential(Scale(2.0))
-    with mlflow.start_run() as run, nanwatch.watch(model, sinks="mlflow", log_every=1, on_nonfinite="record"):
+    with mlflow.start_run() as run, watch(model, sinks="mlflow", log_every=1, on_nonfinite="record"):
         mlflow.log_metric("loss", 1.0)
         model(torch.ones(2, dtype=torch.float16))
         model[0].factor = float("inf")

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-import nanwatch
 from nanwatch.sinks.opentelemetry import OpenTelemetrySink
 from nanwatch.sinks.thread import _finish_all
 from support.toys import Scale
+from support.watching import watch
 
 _needs = "needs OpenTelemetry: pip install opentelemetry-sdk"
 metrics: Any = pytest.importorskip("opentelemetry.sdk.metrics", reason=_needs)
@@ -32,7 +32,7 @@ def test_headroom_counts_and_an_event_for_a_failure(caplog: pytest.LogCaptureFix
     for _ in range(2):
         sink = OpenTelemetrySink(meter_provider=meters, logger_provider=loggers)
         model[0].factor = 2.0
-        with nanwatch.watch(model, sinks=sink, log_every=1, on_nonfinite="record"):
+        with watch(model, sinks=sink, log_every=1, on_nonfinite="record"):
             model(torch.ones(2, dtype=torch.float16))
             model[0].factor = float("inf")
             model(torch.ones(2))
@@ -62,4 +62,4 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.Monke
     """At the start, not in the first batch."""
     monkeypatch.setitem(sys.modules, "opentelemetry.metrics", None)
     with pytest.raises(ImportError, match=r"pip install opentelemetry-sdk, .*'\.\[opentelemetry\]'"):
-        nanwatch.watch(nn.Identity(), sinks="opentelemetry")
+        watch(nn.Identity(), sinks="opentelemetry")

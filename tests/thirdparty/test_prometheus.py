@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-import nanwatch
 from nanwatch.sinks import logs as log_sinks
 from nanwatch.sinks.prometheus import PrometheusSink
 from support.toys import Scale
+from support.watching import watch
 
 client: Any = pytest.importorskip(
     "prometheus_client", reason="needs prometheus_client: pip install prometheus_client"
@@ -32,7 +32,7 @@ def test_headroom_by_module_and_failures(registry: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(log_sinks, "_MOST_MODULES", 2)
     for watched in (1, 2):
         model = nn.Sequential(Scale(), Scale(2.0), Scale(2.0**100))
-        with nanwatch.watch(model, sinks=PrometheusSink(registry), log_every=1, on_nonfinite="record"):
+        with watch(model, sinks=PrometheusSink(registry), log_every=1, on_nonfinite="record"):
             model(torch.ones(2))
             model[0].factor = float("inf")
             model(torch.ones(2))
@@ -53,7 +53,7 @@ def test_a_skipped_step_is_counted(registry: Any) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with nanwatch.watch(model, sinks=PrometheusSink(registry), gradients=True, scaler=scaler):
+    with watch(model, sinks=PrometheusSink(registry), gradients=True, scaler=scaler):
         scaler.scale(model(torch.ones(1, 2)).sum() * float("inf")).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -68,18 +68,18 @@ def test_its_name_with_a_port_serves_the_registry_of_the_process() -> None:
         port = free.getsockname()[1]
     model = nn.Sequential(Scale())
     for _ in range(2):
-        with nanwatch.watch(model, sinks=f"prometheus:{port}", log_every=1):
+        with watch(model, sinks=f"prometheus:{port}", log_every=1):
             model(torch.ones(2))
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
         assert b'nanwatch_headroom_bits{module="0"}' in page.read()
     with pytest.raises(
         ValueError, match="the sink prometheus takes a port, such as prometheus:9400, got 'x'"
     ):
-        nanwatch.watch(model, sinks="prometheus:x")
+        watch(model, sinks="prometheus:x")
 
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the start, not in the first batch."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ImportError, match=r"`prometheus_client`.*pip install .*'\.\[prometheus\]'"):
-        nanwatch.watch(nn.Identity(), sinks="prometheus")
+        watch(nn.Identity(), sinks="prometheus")

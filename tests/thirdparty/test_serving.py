@@ -85,7 +85,7 @@ def test_serving_goes_on_after_a_wrong_pattern(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only the model can tell that a pattern matches nothing: it is too late to refuse to start."""
-    monkeypatch.setenv("NANWATCH_OPTIONS", "include=nothing.*")
+    monkeypatch.setenv("NANWATCH_OPTIONS", "modules=nothing.*")
     served = ServedModel("nanwatch.test")
     own = model()
     step(served, own, rows=[1])

@@ -1,9 +1,8 @@
-"""nanwatch's audit of steps: `watch(model, updates=True)`."""
+"""nanwatch's audit of steps: `watch(model, audit=True)`."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import re
 from collections.abc import Iterator
 
@@ -13,7 +12,7 @@ import nanwatch
 from silent.tools.protocol import Finding
 
 # nanwatch imports most of itself when a watch begins. Here once, in the process that all trainings are forked from.
-with nanwatch.watch(_model := torch.nn.Linear(1, 1), updates=True, black_box=False):
+with nanwatch.watch(_model := torch.nn.Linear(1, 1), audit=True, black_box=False):
     _model(torch.ones(1, 1)).sum().backward()
     torch.optim.SGD(_model.parameters(), lr=0.1).step()
 
@@ -26,10 +25,8 @@ class Tool:
 
     @contextlib.contextmanager
     def watching(self, model, **intent) -> Iterator[None]:
-        options = {}
-        if "frozen" in intent and "frozen" in inspect.signature(nanwatch.watch).parameters:
-            options["frozen"] = [f"{name}.*" for name in intent["frozen"]]
-        with nanwatch.watch(model, updates=True, **options) as self.watch:
+        audit = nanwatch.Audit(frozen=[f"{name}.*" for name in intent.get("frozen", ())])
+        with nanwatch.watch(model, audit=audit) as self.watch:
             yield
 
     def after_step(self, step: int, loss: float) -> None:

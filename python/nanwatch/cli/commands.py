@@ -100,9 +100,6 @@ COMMANDS = {
         "..netcheck:main",
         only_prints=False,
     ),
-    "options": Command(
-        "the options in force, and who said them: environment, file or default", ".options:main"
-    ),
     "replay": Command(
         "make the call in a capsule again, in one dtype or several", ".replay:main", runs_user_code=True
     ),

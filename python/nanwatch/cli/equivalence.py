@@ -42,8 +42,8 @@ A, B and INPUTS are PKG.MOD:NAME: an object, or what makes it when called withou
 tuple by position, or the only argument. All are imported from the current directory too, which runs their code. A
 wrapper that calls the model in its forward serves models that take different arguments.
 
-Or A and B are traces that watch(trace=..., sketches=N) has written. INPUTS is left out then, or is a trace of A in
-higher precision, from which the noise floor is measured.
+Or A and B are traces that watch(trace=Trace(path, sketches=N)) has written. INPUTS is left out then, or is a trace of A
+in higher precision, from which the noise floor is measured.
 
 exit status: 0 when the models are equal, 1 when something is above the noise floor, also in float32 copies of 16-bit
 models, or a parameter differs, 2 when the models cannot be compared

@@ -20,7 +20,7 @@ and nothing is below its smallest normal number: one small element decides.
 
 The ranges of a trace say whether an element overflows and whether one becomes zero, but not how many do. By ranges a
 format fits when each element that may become zero is below 1/4096 of the largest element of its tensor. A trace of a
-few batches with counts=True (nanwatch run --counts --trace ...) has the shares.
+few batches with counts (nanwatch run --trace run.parquet,counts ...) has the shares.
 
 exit status: 0, 1 when the format of --for does not fit, or 2 when there is no trace to read
 
@@ -133,7 +133,7 @@ def _holdings_lines(found: tuple[Holding, ...], name: str, margin_bits: float) -
             "",
             f'Of {len(open_lines)} the trace does not say how many elements become zero ("some": at least one, "?":'
             " perhaps none). They fit where each is less than 1/4096 of the largest of its tensor. A trace with"
-            " counts=True has the shares: nanwatch run --counts --trace ...",
+            " counts has the shares: nanwatch run --trace run.parquet,counts ...",
         ]
     return lines
 

@@ -11,8 +11,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Iterator
-from dataclasses import Field, fields
-from itertools import groupby
+from dataclasses import Field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -21,10 +20,11 @@ from torch import nn
 
 from ..blackbox.process import box_folder, process_box
 from ..report import text
-from ..report.report import BatchLimitError, NonFiniteError, Report
-from ..session.api import DeferredWatch, Watch, start_watch
+from ..report.report import NonFiniteError, Report
+from ..session.api import Watch, start_watch
 from ..session.model_finder import MAX_MODELS, ModelFinder
-from ..session.options import Options
+from ..session.option_kinds import read_flag
+from ..session.options import OPTIONS, Options, make_options
 from ..util.visible import spell, suppressed, visible
 from .parent import run_with_parent
 from .script import FILES, add_script, check_script, misplaced_hint, run_script
@@ -43,12 +43,12 @@ exit status:
   {NONFINITE}  a value was not finite, and the script did not catch the error that says so
   {BAD_USE}  the options make no sense, there is no such script, or a pattern matches nothing
   {FAILED}  the script ended by an exception of its own
-  otherwise the script's; 0 after --abort-after-batch
+  otherwise the script's own, 0 when it ends well
 
 examples:
   nanwatch run train.py --lr 1e-3
   nanwatch run --output-dir nanwatch-out --on-nonfinite warn train.py --lr 1e-3
-  nanwatch run --include 'encoder.*' --json report.json -m package.train --lr 1e-3
+  nanwatch run --modules 'encoder.*' --json report.json -m package.train --lr 1e-3
   nanwatch run --model GPT2LMHeadModel generate.py          only the models of this class
   torchrun --nproc-per-node 2 -m nanwatch run train.py      each process watches its own
 """
@@ -57,12 +57,12 @@ examples:
 def main(arguments: list[str]) -> int:
     """Run the script. Return the exit status, or raise the script's SystemExit or KeyboardInterrupt."""
     parser = run_parser()
-    options = vars(parser.parse_args(arguments))
-    target, rest, is_module = options.pop("target"), options.pop("arguments"), options.pop("m")
-    json_file, class_name, has_parent = (options.pop(name) for name in ("json", "model", "parent"))
+    values = vars(parser.parse_args(arguments))
+    target, rest, is_module = values.pop("target"), values.pop("arguments"), values.pop("m")
+    json_file, class_name, has_parent = (values.pop(name) for name in ("json", "model", "parent"))
     try:
         # Before hours of training.
-        options = DeferredWatch(options).options
+        options = make_options({"black_box": True, **values})
         if json_file is not None:
             json_file = _of_this_rank(json_file)
             json_file.open("a").close()
@@ -78,8 +78,7 @@ def main(arguments: list[str]) -> int:
 
     if not has_parent:
         return run()
-    output_dir = options["output_dir"]
-    return run_with_parent(run, box_folder(None if output_dir is None else Path(output_dir).absolute()))
+    return run_with_parent(run, box_folder(options.output_dir))
 
 
 def _status_of(run: _Run, target: str, rest: list[str], is_module: bool, json_file: Path | None) -> int:
@@ -117,33 +116,32 @@ def run_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="run the script in a child process, and write into its black box which signal ended it, SIGKILL too",
     )
-    for title, options in groupby(fields(Options), key=lambda option: option.metadata["group"]):
-        group = parser.add_argument_group(title.lower())
-        for option in options:
-            if flag := option.metadata["flag"]:
-                name = f"--{option.name.replace('_', '-')}"
-                # A flag that is not there leaves the option to a file.
-                group.add_argument(name, default=argparse.SUPPRESS, help=_help(option), **flag)
+    group = parser.add_argument_group("options of watch")
+    for option in OPTIONS.values():
+        if option.metadata["kind"].read is not None:
+            _add_flag(group, option)
     return parser
 
 
-def _help(option: Field[Any]) -> str:
-    """Return the option's help, with its default where the help does not say it."""
-    text, needs, flag = (option.metadata[name] for name in ("text", "needs", "flag"))
-    default = option.default
-    if "=" in needs:
-        text = f"with --{needs.partition('=')[0].replace('_', '-')}: {text}"
-    if flag.get("action") == "append":
-        return f"{text}; may be repeated"
-    if default is True:
-        return f"{text} (the default)"
-    return text if default in (None, False, ()) else f"{text} ({default:{'g' if 'type' in flag else ''}})"
+def _add_flag(group: argparse._ArgumentGroup, option: Field[Any]) -> None:
+    kind, text = option.metadata["kind"], option.metadata["text"]
+    flag: dict[str, Any] = {"type": kind.read, "metavar": kind.metavar}
+    if kind.read is read_flag:
+        flag = {"action": argparse.BooleanOptionalAction}
+    elif option.default == ():
+        flag["action"], text = "extend", f"{text}; may be repeated"
+    if option.default not in (None, False, ()):
+        default = " ".join(option.default) if isinstance(option.default, tuple) else option.default
+        text += f" (default: {'on' if default is True else default})"
+    group.add_argument(
+        f"--{option.name.replace('_', '-')}", default=argparse.SUPPRESS, help=text.replace("%", "%%"), **flag
+    )
 
 
 class _Run:
     """Run of a script, and the watches of its models."""
 
-    def __init__(self, options: dict[str, Any], class_name: str | None) -> None:
+    def __init__(self, options: Options, class_name: str | None) -> None:
         self._options = options
         self._class_name = class_name
         self._watches: list[tuple[str, Watch]] = []
@@ -165,8 +163,6 @@ class _Run:
         try:
             with self._finder, self._threads():
                 run_script(target, arguments, is_module=is_module)
-        except BatchLimitError as error:
-            _tell(str(error))
         except Exception as error:
             self._meet(error)
             _show(error)
@@ -299,10 +295,10 @@ class _Run:
         return self._status
 
     def _trace_words(self, one: Watch) -> str:
-        path = one.trace_path
-        if path is None:
+        path, trace = one.trace_path, self._options.trace
+        if path is None or trace is None:
             return ""
-        asked = Path(self._options["trace"])
+        asked = trace.path
         return f"; trace: {path}" + (
             f", as {asked.name} was there" if path != asked and asked.exists() else ""
         )

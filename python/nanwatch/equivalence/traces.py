@@ -256,7 +256,9 @@ def compare_traces(
         raise ValueError(f"factor should be above 1, the noise floor itself, got {factor}")
     for trace in (a, b):
         if not trace.sketched_batches:
-            raise ValueError(f"{trace.path} has no sketches; record it with watch(trace=..., sketches=N)")
+            raise ValueError(
+                f"{trace.path} has no sketches; record it with watch(trace=nanwatch.Trace(path, sketches=N))"
+            )
     if batches is None:
         both = sorted({*a.sketched_batches} & {*b.sketched_batches})
         if not both:

@@ -160,7 +160,9 @@ class DebugUnderflowOverflow:
         watched = original_module(model)
         room = max(1, _MOST_FRAMES if max_frames_to_save is None else min(max_frames_to_save, _MOST_FRAMES))
         # "module": the original prints at the call that holds the value.
-        options = Options(max_frames=room, check="module", buffers=False, forecast=False)
+        options = Options(
+            read=("weights", "inputs", "outputs"), max_frames=room, act_at="module", forecast=False
+        )
         self._watch = DebugWatch(watched, options, events=_DebugEvents(options, self))
         self._watch._batch_ends.active = abort_after_batch_num is not None
         self._recorder = self._watch._recorder

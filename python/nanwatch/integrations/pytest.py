@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch import nn
 
 from ..report import text
 from ..report.report import NonFiniteError, Report
-from ..session.api import DeferredWatch, start_watch
+from ..session.api import start_watch
 from ..session.model_finder import ModelFinder
+from ..session.options import Trace, make_options
 from ..session.watch import Watch, watch_starts
 from ..trace.comparison import diff
 from ..trace.trace import TraceError, arrow
@@ -37,8 +39,8 @@ class TestedModels:
 
     __test__ = False  # pytest
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._options = DeferredWatch({**_OPTIONS, **options}).options
+    def __init__(self, options: dict[str, Any], **settings: bool) -> None:
+        self._options = make_options({**_OPTIONS, **options}, **settings)
         self._watches: list[tuple[Watch, set[int]]] = []
         self._is_starting = False
         self.traces: list[Path] = []
@@ -64,7 +66,8 @@ class TestedModels:
     def _start(self, model: nn.Module, folder: str | None) -> None:
         options = self._options
         if folder is not None:
-            options = {**options, "trace": Path(folder, f"{self.num_watched}.parquet")}
+            trace = options.trace or Trace(folder)
+            options = replace(options, trace=replace(trace, path=Path(folder, f"{self.num_watched}.parquet")))
         self._is_starting = True
         try:
             parts = {id(module) for module in model.modules()}
@@ -151,7 +154,10 @@ def _models_of(item: pytest.Item) -> TestedModels:
     """Return what watches the models of a test, with the options of its marks."""
     marks = reversed(list(item.iter_markers("nanwatch")))  # that of the test goes before that of its class
     try:
-        return TestedModels({name: value for mark in marks for name, value in mark.kwargs.items()})
+        options = {name: value for mark in marks for name, value in mark.kwargs.items()}
+        closest = item.get_closest_marker("nanwatch")
+        is_left_alone = closest is not None and False in closest.args
+        return TestedModels(options, **({"enabled": False} if is_left_alone else {}))
     except (TypeError, ValueError, ImportError) as error:
         message = f"options of nanwatch: {error}"
     pytest.fail(message, pytrace=False)

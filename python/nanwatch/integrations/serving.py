@@ -17,7 +17,6 @@ from ..records.record import Record
 from ..report.finding import Finding
 from ..report.text import summary
 from ..session.api import DeferredWatch
-from ..session.option_sources import DEFAULT, in_force
 from ..util.throttle import is_due
 from ..util.visible import module_name, spell, suppressing, visible
 
@@ -87,14 +86,12 @@ def owner_of(shares: Sequence[Share], row: int, num_rows: int) -> tuple[Share, i
 class ServedModel:
     """Watch of a served model, which names the requests that go bad. The engine's plugin calls it around each step.
 
-    Serving goes on: `on_nonfinite` is "record", unless the environment or a file with options says otherwise. Raises as
+    Serving goes on: `on_nonfinite` is "record", unless NANWATCH_OPTIONS says otherwise. Raises as
     `watch` does for options that make no sense.
     """
 
     def __init__(self, log: str) -> None:
-        defaults = {"on_nonfinite": "record"}
-        said = in_force({})
-        self._deferred = DeferredWatch({k: v for k, v in defaults.items() if said[k].source == DEFAULT})
+        self._deferred = DeferredWatch({"on_nonfinite": "record"})
         self._log = logging.getLogger(log)
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._steps: deque[_Step] = deque(maxlen=_MOST_STEPS)

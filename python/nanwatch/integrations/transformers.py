@@ -76,7 +76,7 @@ class NanWatchCallback(_TrainerCallback):  # type: ignore[misc]
         accelerator = getattr(trainer, "accelerator", None)
         self._undo()
         watch = self._deferred.start(model, getattr(accelerator, "scaler", None))
-        if self._deferred.options.get("spikes") and hasattr(accelerator, "backward"):
+        if self._deferred.options.spikes and hasattr(accelerator, "backward"):
             self._undo = _hand_over_losses(accelerator, watch)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

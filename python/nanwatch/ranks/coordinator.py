@@ -143,7 +143,7 @@ class RankCoordinator:
         self.close()
         warn_user(
             "nanwatch: this rank agrees with the others no more, because not all of them answered within"
-            f" peer_timeout={self._peer_timeout:g} s: {origin}",
+            f" NANWATCH_PEER_TIMEOUT={self._peer_timeout:g} s: {origin}",
             may_raise=False,
         )
 

@@ -19,7 +19,7 @@ class Record(NamedTuple):
     units of the tensor) and `isfinite` are None where nothing was read; then `note` says why. `health` is
     filled when the tensor held a non-finite value. `note` is None, or the kind of a note and what belongs to it;
     `str(note)` is English. `fingerprint` is that of `nanwatch.fingerprint`, None without
-    `watch(fingerprints=True)`. `statistics` are those of `nanwatch.statistics`, None without `watch(statistics=True)`
+    `Trace(fingerprints=True)`. `statistics` are those of `nanwatch.statistics`, None without `Trace(statistics=N)`
     and for a tensor that is complex, empty or not finite. `scaling` is None but for a tensor whose elements have
     scales, such as torchao's. All else in the record is then of element times scale.
 

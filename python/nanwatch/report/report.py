@@ -236,12 +236,13 @@ class BatchLimitError(ValueError):
     Examples:
         >>> import nanwatch, torch
         >>> model = torch.nn.ReLU()
-        >>> with nanwatch.watch(model, abort_after_batch=0):
-        ...     try:
-        ...         model(torch.ones(2))
-        ...     except nanwatch.BatchLimitError as error:
-        ...         print(error)
-        stopped after batch 0, as abort_after_batch=0 asks; leave the option out to run on
+        >>> debug = nanwatch.DebugUnderflowOverflow(model, abort_after_batch_num=0)
+        >>> try:
+        ...     model(torch.ones(2))
+        ... except nanwatch.BatchLimitError as error:
+        ...     print(error)
+        stopped after batch 0, as abort_after_batch_num=0 asks; leave the option out to run on
+        >>> debug.stop()
     """
 
     def __init__(self, batch: int | str, option: str = "") -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +12,10 @@ from torch import nn
 from ..history.forecast import Forecast
 from ..recording.events import Arrival, BackwardCall, WatchPart
 from ..records.record import Frame
-from ..report import text
-from ..report.report import BatchLimitError, NonFiniteError
+from ..report.report import NonFiniteError
 from ..report.spike import SpikeReport
 from ..sinks.sink import Sink, SinkStream
 from ..trace.tracer import Tracer
-from ..util.visible import suppressing
 from .failure_handler import FailureHandler
 from .optimizer_steps import BackwardWatch
 from .options import Options
@@ -42,24 +40,18 @@ class EventDispatch:
     def on_batch_start(
         self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
     ) -> object:
-        """Print the header of a traced batch, and return what a re-run needs beside the recorder's part."""
+        """Return what a re-run needs beside the recorder's part."""
         self.failures.raise_postponed()
         for part in self.parts:
             part.batch_started(batch, module, args or tuple((kwargs or {}).values()))
-        if traced and self.options.trace is None:
-            _print_lines(text.batch_lines(batch))
         return self.failures.batch_started(batch, module)
 
     def on_frame(self, frame: Frame) -> None:
-        """Hand the frame to the sinks, and print it or write it to the trace, if its batch is traced."""
+        """Hand the frame to the sinks, and to the trace if its batch was asked for."""
         self.sinks.on_frame(frame)
         for part in self.parts:
             part.on_frame(frame)
-        if frame.batch not in self.options.trace_batches:
-            return
-        if self.options.trace is None:
-            _print_lines(text.frame_lines(frame))
-        elif self.tracer is not None:
+        if self.tracer is not None and frame.batch in self.options.trace_batches:
             self.tracer.add(frame)
 
     def on_nonfinite(
@@ -69,7 +61,7 @@ class EventDispatch:
         self.failures.nonfinite_call(frame, caller, args, kwargs, is_over=is_over)
 
     def on_batch_end(self, batch: int, completed: bool) -> None:
-        """Act on the batch's failure where that was put off; end the run when asked to."""
+        """Act on the batch's failure where that was put off."""
         error = None if completed else sys.exc_info()[1]
         if error is not None and not isinstance(error, NonFiniteError):
             self.failures.note_error(error)
@@ -80,8 +72,6 @@ class EventDispatch:
             self.failures.conclude(batch, completed)
         finally:
             self.sinks.settle(batch)
-        if completed and batch == self.options.abort_after_batch:
-            raise BatchLimitError(batch, "abort_after_batch")
 
     def on_backward_start(self) -> None:
         """Find out whether the gradients of the deferred backward are gone, and look at the loss of this one."""
@@ -115,8 +105,3 @@ class TraceNotes(Sink):
     def _add(self, frame: Frame) -> None:
         if not self._chosen or frame.batch in self._chosen:
             self._tracer.note(frame)
-
-
-def _print_lines(lines: Iterable[str]) -> None:
-    with suppressing("stdout is closed"):
-        sys.stdout.write("".join(f"{line}\n" for line in lines))

@@ -107,7 +107,7 @@ class FailureHandler:
                 return
             if recomputed and self._acts:
                 self._finish(incident)
-            elif self._action == "raise" and self._options.check in ("auto", "module") and not is_over:
+            elif self._action == "raise" and self._options.act_at in ("auto", "module") and not is_over:
                 # `forward_left` finishes it: a re-run could wait for a lock that the forward holds.
                 incident.raised = NonFiniteError(incident.report)
                 # Raise it from no local: the traceback would hold itself, and with it the locals of the forward.

@@ -117,7 +117,7 @@ class OptimizerGuard:
         if due is not None:  # otherwise another thread's step was first
             due.remark(
                 f"the {count} steps before this one were skipped, as gradients were not finite;"
-                f" max_skipped_steps={self._max_skipped_steps} lets no more pass"
+                f" {self._max_skipped_steps} in a row are the most"
             )
         return due
 

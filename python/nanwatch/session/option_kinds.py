@@ -1,8 +1,7 @@
-"""Kinds of options: the check of a value, and the flag of `nanwatch run`."""
+"""Kinds of options: how each is checked, and how it is read from text."""
 
 from __future__ import annotations
 
-import argparse
 import operator
 import os
 from collections.abc import Callable, Iterable
@@ -15,7 +14,6 @@ from ..sinks.logs import ACCEPTED, FOLDER, factory_of, log_for
 from ..sinks.sink import Sink
 from ..util.reading import shorten
 
-SWITCH = "NANWATCH"
 # Batches are counted in 64 bits. Sums and differences of two such numbers stay in them.
 MAX_BATCH = 2**62 - 1
 _MAX_SECONDS = 86_400
@@ -24,14 +22,15 @@ _MAX_SECONDS = 86_400
 class Kind(NamedTuple):
     """Kind of option: `check(name, value)` returns the value to keep, or raises TypeError or ValueError.
 
-    `flag` is what `nanwatch run` passes to argparse: nothing for an option that has no flag.
+    `read(text)` returns a value for `check`. It is None for a kind that only code can give.
     """
 
     check: Callable[[str, Any], Any]
-    flag: dict[str, Any] = {}  # noqa: RUF012  (nobody writes to it)
+    read: Callable[[str], Any] | None = None
+    metavar: str = ""
 
 
-def whole(option: str, value: Any, least: int, most: int) -> int:
+def whole(option: str, value: Any, least: int, most: int = MAX_BATCH) -> int:
     """Return `value` as an int, if it is a whole number from `least` to `most`, one of numpy's for example."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -48,7 +47,56 @@ def whole(option: str, value: Any, least: int, most: int) -> int:
     return number
 
 
-def check_place(option: str, value: Any) -> Path | None:
+def every_n(option: str, value: Any, default: int) -> int:
+    """Return N of an option that means every N-th: `default` for True, 0 for False and 0, which switch it off."""
+    return value * default if isinstance(value, bool) else whole(option, value, 0)
+
+
+def check_flag(option: str, value: Any) -> bool:
+    """Return `value` if it is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{option} should be True or False, got {value!r}")
+    return value
+
+
+def check_words(option: str, value: Any, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the words of a text such as "weights outputs", each of which is known, in the order of `known`."""
+    words = value.replace(",", " ").split() if isinstance(value, str) else value
+    if not isinstance(words, Iterable) or not all(isinstance(word, str) for word in words):
+        raise TypeError(f"{option} should be words of {' '.join(known)!r}, got {value!r}")
+    words = tuple(words)
+    if not words or not {*words} <= {*known}:
+        raise ValueError(f"{option} should be one or more words of {' '.join(known)!r}, got {value!r}")
+    return tuple(word for word in known if word in words)
+
+
+def check_patterns(option: str, value: Any) -> tuple[str, ...]:
+    """Return one or several glob patterns as a tuple."""
+    patterns = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
+    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"{option} should be a pattern or several, such as 'encoder.block.*', got {value!r}")
+    return patterns
+
+
+def check_batches(option: str, value: Any) -> frozenset[int]:
+    """Return a collection of batch numbers as a set."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{option} should be a collection of batch numbers such as (0, 3), got {value!r}")
+    return frozenset(whole(f"each of {option}", batch, 0) for batch in value)
+
+
+def check_seconds(option: str, value: Any) -> float:
+    """Return `value` as a float, if it is from 0 to a day."""
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{option} should be a number of seconds, 0 for none, got {value!r}") from None
+    if not 0 <= seconds <= _MAX_SECONDS:
+        raise ValueError(f"{option} should be from 0 to {_MAX_SECONDS:,} seconds, got {value}")
+    return seconds
+
+
+def check_place(option: str, value: Any, *, is_folder: bool = True) -> Path | None:
     """Return `value` as an absolute path at which something can be made, or None for None.
 
     Makes a nameless file in the first folder above it that exists, and leaves nothing behind. Raises ValueError where
@@ -56,7 +104,6 @@ def check_place(option: str, value: Any) -> Path | None:
     """
     if value is None:
         return None
-    is_folder = option != "trace"
     kind = "folder" if is_folder else "file such as 'run.parquet', or of a folder,"
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
     if not text or not isinstance(text, str) or "\0" in text:
@@ -69,8 +116,8 @@ def check_place(option: str, value: Any) -> Path | None:
     path = path.absolute()  # the run may change its folder
     folder = path if is_folder else path.parent
     try:
-        # A link to nothing is there too, and no folder can be made in its place.
-        folder = next(one for one in (folder, *folder.parents) if one.is_symlink() or one.exists())
+        # A link to nothing exists too, and no folder can be made in its place.
+        folder = next(above for above in (folder, *folder.parents) if above.is_symlink() or above.exists())
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -81,64 +128,12 @@ def check_place(option: str, value: Any) -> Path | None:
     return path
 
 
-def check_flag(option: str, value: Any, *, or_none: bool = False) -> Any:
-    """Return `value` if it is True or False, or None where that is accepted."""
-    if not isinstance(value, bool) and not (or_none and value is None):
-        accepted = "True, False or None" if or_none else "True or False"
-        raise TypeError(f"{option} should be {accepted}, got {value!r}")
-    return value
-
-
-def check_enabled(option: str, value: Any) -> bool:
-    """Return what the environment says, which goes before the code."""
-    enabled, word = check_flag(option, value), os.environ.get(SWITCH, "")
-    if word not in ("", "0", "1"):
-        raise ValueError(f"{SWITCH}={word!r} is not understood; set it to 1 (watch) or 0 (do not watch)")
-    return enabled if word == "" else word == "1"
-
-
-def _check_batches(option: str, value: Any) -> frozenset[int]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{option} should be a collection of batch numbers such as (0, 3), got {value!r}")
-    return frozenset(whole(f"each of {option}", batch, 0, MAX_BATCH) for batch in value)
-
-
-def _parse_batches(value: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in value.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{value!r} should be batch numbers such as 0,3") from None
-
-
-def _parse_every(value: str) -> int:
-    try:
-        return {"true": True, "false": False}[value] if value.isalpha() else int(value)
-    except (KeyError, ValueError):
-        raise argparse.ArgumentTypeError(f"{value!r} should be a whole number, true or false") from None
-
-
-def _check_texts(option: str, value: Any) -> tuple[str, ...]:
-    several = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
-    if several is None or not all(isinstance(text, str) for text in several):
-        raise TypeError(f"{option} should be a pattern or several, such as 'encoder.block.*', got {value!r}")
-    return several
-
-
-def check_seconds(option: str, value: Any) -> float:
-    """Return `value` as a float, if it is from 0 to a day."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{option} should be a number of seconds, 0 for none, got {value!r}")
-    if not 0 <= value <= _MAX_SECONDS:
-        raise ValueError(f"{option} should be from 0 to {_MAX_SECONDS:,} seconds, got {value}")
-    return float(value)
-
-
 def check_sinks(option: str, value: Any) -> tuple[Any, ...]:
     """Return the targets of sinks, each of them accepted; a folder of TensorBoard as an absolute path."""
-    several = (value,) if _is_sink(value) else tuple(value) if isinstance(value, Iterable) else None
-    if several is None or not all(map(_is_sink, several)):
+    targets = (value,) if _is_sink(value) else tuple(value) if isinstance(value, Iterable) else None
+    if targets is None or not all(map(_is_sink, targets)):
         raise TypeError(f"{option} should be {ACCEPTED}, or several of these, got {shorten(value)}")
-    return tuple(_check_sink(option, target) for target in several)
+    return tuple(_check_sink(option, target) for target in targets)
 
 
 def _is_sink(target: Any) -> bool:
@@ -158,47 +153,25 @@ def _check_sink(option: str, target: Any) -> Any:
     return check_place(option, words or FOLDER) if name == "tensorboard" else target
 
 
-def whole_from(least: int, most: int = MAX_BATCH) -> Kind:
-    """Return the kind of a whole number."""
-    return Kind(lambda option, value: whole(option, value, least, most), {"type": int, "metavar": "N"})
+def read_flag(text: str) -> Any:
+    """Return True or False for a word that means one. Other text is left to the check."""
+    return {"true": True, "1": True, "false": False, "0": False, "none": None}.get(text.lower(), text)
 
 
-def every_or_flag(when_true: int = 1) -> Kind:
-    """Return the kind of a distance between batches, which is 0 for False and that number for True."""
-
-    def check(option: str, value: Any) -> int:
-        return value * when_true if isinstance(value, bool) else whole(option, value, 1, MAX_BATCH)
-
-    return Kind(check, {"type": _parse_every, "metavar": "N"})
+def read_number(text: str) -> Any:
+    """Return a whole number, True or False. Other text is left to the check."""
+    word = {"true": True, "false": False}.get(text.lower())
+    return word if word is not None else int(text) if text.lstrip("-").isdigit() else text
 
 
-def choice(words: tuple[str, ...], accepted: str, *, or_callable: bool = False) -> Kind:
-    """Return the kind of one of these words, which errors spell as `accepted`."""
-
-    def check(option: str, value: Any) -> Any:
-        if not (or_callable and callable(value)) and value not in words:
-            raise ValueError(f"{option} should be {accepted}, got {value!r}")
-        return value
-
-    return Kind(check, {"choices": words})
+def read_parts(text: str) -> tuple[str, ...]:
+    """Return the parts between commas."""
+    return tuple(filter(None, text.split(",")))
 
 
-def given_object(accepted: str, is_accepted: Callable[[Any], bool]) -> Kind:
-    """Return the kind of an object that only code can give."""
-
-    def check(option: str, value: Any) -> Any:
-        if value is not None and not is_accepted(value):
-            raise TypeError(f"{option} should be {accepted} or None, got {type(value).__name__}")
-        return value
-
-    return Kind(check)
-
-
-FLAG = Kind(check_flag, {"action": argparse.BooleanOptionalAction})
-FLAG_OR_NONE = Kind(lambda option, value: check_flag(option, value, or_none=True), FLAG.flag)
-PATTERNS = Kind(_check_texts, {"action": "append", "metavar": "PATTERN"})
-BATCHES = Kind(_check_batches, {"type": _parse_batches, "metavar": "N,N"})
-BATCH_OR_NONE = Kind(
-    lambda option, value: None if value is None else whole(option, value, 0, MAX_BATCH),
-    {"type": int, "metavar": "N"},
-)
+def read_arguments(text: str) -> tuple[str, dict[str, str]]:
+    """Return the first part of "value,name,name=value", and the arguments behind it."""
+    first, *rest = text.split(",")
+    return first, {
+        name: value if equals else "true" for name, equals, value in (part.partition("=") for part in rest)
+    }

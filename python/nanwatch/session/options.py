@@ -1,13 +1,15 @@
-"""Options of `watch`, each declared once: the question that it answers, its default, its check, its help and its flag.
+"""Options of `watch`, each declared once with a line of help.
 
-The checks, the flags of `nanwatch run` and docs/options.md are made from the fields of `Options`. `watch` has an
-explicit signature for type checkers, which a test compares with the fields.
+The signature of `watch`, the flags of `nanwatch run`, NANWATCH_OPTIONS and docs/options.md have the options declared
+in `Options`. A test compares them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import Field, dataclass, field, fields
+import os
+import shlex
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -22,230 +24,345 @@ from ..recording.masks import Excuses, excuses
 from ..report.report import Report
 from ..sinks.logs import sink_for
 from ..sinks.sink import Sink
+from ..trace.trace import arrow
+from ..trace.trace_file import Trace as TraceFile
 from ..util.visible import close_names
 from .option_kinds import (
-    BATCH_OR_NONE,
-    BATCHES,
-    FLAG,
-    FLAG_OR_NONE,
-    PATTERNS,
     Kind,
-    check_enabled,
+    check_batches,
+    check_flag,
+    check_patterns,
     check_place,
     check_seconds,
     check_sinks,
-    choice,
-    every_or_flag,
-    given_object,
-    whole_from,
+    check_words,
+    every_n,
+    read_arguments,
+    read_flag,
+    read_number,
+    read_parts,
+    whole,
 )
 
 OnNonfinite: TypeAlias = "Literal['raise', 'warn', 'record'] | Callable[[Report], object]"
+PARTS = ("weights", "buffers", "inputs", "outputs")
+VARIABLE, SWITCH = "NANWATCH_OPTIONS", "NANWATCH"
 # A frame of a small call takes 2 kB and is made into text when a report is written: more than this is no report.
 MAX_FRAMES = 1_000_000
-PEER_TIMEOUT = 30.0
-# An exact reading takes up to 5 % of its batch. Growth is a matter of thousands of batches.
-_ATTENTION_EVERY = 100
-# A check reads weights, buffers and states once.
-_REPLICAS_EVERY = 100
-# A small call takes 10 times as long when it is made again and compared.
-# An audit reads the weights and gradients once more, which is a part of a step: 0.5 % of a hundred.
-_UPDATES_EVERY = 100
+# An exact reading of attention logits takes up to 5 % of its batch, and growth is a matter of thousands of batches.
+# A check of replicas and an audit read the weights once, or twice, which is 0.5 % of a hundred steps.
+_EVERY = 100
+_LOG_EVERY = 50
+_POLICIES = ("raise", "warn", "record")
+
+# Earlier names of options, and what to write now. docs/options.md has this table.
+OLD_NAMES = {
+    **dict.fromkeys(PARTS, 'read="weights outputs", with the words that are wanted'),
+    "include": "modules=",
+    "exclude": "ignore_modules=",
+    "counts": "trace=nanwatch.Trace(path, counts=True)",
+    "fingerprints": "trace=nanwatch.Trace(path, fingerprints=True)",
+    "statistics": "trace=nanwatch.Trace(path, statistics=N)",
+    "sketches": "trace=nanwatch.Trace(path, sketches=N)",
+    "trace_batches": "trace=nanwatch.Trace(path, batches=(0, 3))",
+    "abort_after_batch": "a `break` in your loop",
+    "enabled": "NANWATCH=0 in the environment, or no call of watch()",
+    "check": "the device: at the module on a CPU, at the end of the batch on a GPU; NANWATCH_ACT_AT changes it",
+    "updates": "audit=",
+    "frozen": "audit=nanwatch.Audit(frozen=...)",
+    "max_skipped_steps": "nothing: the 21st step in a row that a GradScaler skips is a failure",
+    "scaler": "nothing: the watch finds the GradScaler that is in use",
+    "peer_timeout": "NANWATCH_PEER_TIMEOUT in the environment",
+    "stall_timeout": "NANWATCH_STALL_TIMEOUT in the environment",
+    "log_every": "`every`, an attribute of nanwatch.Sink",
+    "microscope": "rerun=",
+    "log_to": 'sinks=, such as "tensorboard:runs/a"',
+}
 
 
-def _option(group: str, default: Any, kind: Kind, text: str, *, also: str = "", needs: str = "") -> Any:
-    """Declare an option.
+@dataclass(frozen=True)
+class Trace:
+    """File that `watch(trace=...)` writes, with what is kept beside the range of each tensor. `Trace.open` reads one.
 
-    `text` is the help, `also` what Python code may give beyond it. `needs` says without which options this one has no
-    effect, as in "weights or buffers".
+    Args:
+        path: a Parquet file ("run.parquet") or a folder. A path that is taken gets a number, and with several processes
+            the rank: see `Watch.trace_path`.
+        batches: numbers of the batches to write, from 0; () is every batch.
+        counts: count zeros, subnormals, nans, infinities and elements by power of two in each tensor. Reads each
+            tensor three times more.
+        fingerprints: keep the `nanwatch.fingerprint` of each tensor, so that two runs can be compared bit by bit.
+        statistics: in every n-th batch keep mean, rms, kurtosis and the share beyond 6 sigma of each tensor.
+        sketches: in every n-th batch keep 32 numbers for each row (token) of an output, from which `nanwatch.diff`
+            estimates relative errors and cosines of two runs.
+
+    All four wait for a GPU at each tensor that they read (docs/traces.md). True for `statistics` and `sketches` is
+    every batch.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> model = torch.nn.ReLU()
+        >>> with nanwatch.watch(model, trace=nanwatch.Trace("bits.parquet", fingerprints=True)):
+        ...     output = model(torch.tensor([-1.0, 2.0]))
+        >>> nanwatch.Trace.open("bits.parquet").batches
+        (0,)
     """
-    metadata = {**kind._asdict(), "group": group, "text": text, "also": also, "needs": needs}
-    return field(default=default, metadata=metadata)
+
+    path: Path
+    batches: Collection[int] = ()
+    counts: bool = False
+    fingerprints: bool = False
+    statistics: int = False
+    sketches: int = False
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        batches: Iterable[int] = (),
+        counts: bool = False,
+        fingerprints: bool = False,
+        statistics: int = False,
+        sketches: int = False,
+    ) -> None:
+        vars(self).update(
+            path=check_place("trace", path, is_folder=False),
+            batches=check_batches("batches of a Trace", batches),
+            counts=check_flag("counts of a Trace", counts),
+            fingerprints=check_flag("fingerprints of a Trace", fingerprints),
+            statistics=every_n("statistics of a Trace", statistics, 1),
+            sketches=every_n("sketches of a Trace", sketches, 1),
+        )
+
+    @staticmethod
+    def open(path: str | os.PathLike[str]) -> TraceFile:
+        """Open the trace at `path` to read it; TraceError for a file that is none."""
+        return TraceFile.open(path)
 
 
-# The questions of a user, in the order of the help, the docs and the signature.
-_read = partial(_option, "What is read")
-_keep = partial(_option, "What is kept of it")
-_when = partial(_option, "When")
-_act = partial(_option, "What is a failure, and what follows")
-_tell = partial(_option, "Where it goes")
+@dataclass(frozen=True)
+class Audit:
+    """Audit of the optimizer's steps 1, 2, 3 and every n-th, for `watch(audit=...)`.
+
+    Args:
+        every: the distance between audited steps.
+        frozen: glob patterns on the names of modules or weights that are meant to stay as they are, such as
+            "backbone.*". A step that moves one is a finding.
+
+    Examples:
+        >>> import nanwatch
+        >>> nanwatch.Audit(every=10, frozen="backbone.*")
+        Audit(every=10, frozen=('backbone.*',))
+    """
+
+    every: int = _EVERY
+    frozen: tuple[str, ...] = ()
+
+    def __init__(self, every: int = _EVERY, *, frozen: str | Iterable[str] = ()) -> None:
+        vars(self).update(
+            every=whole("every of an Audit", every, 1), frozen=check_patterns("frozen of an Audit", frozen)
+        )
 
 
-@dataclass(frozen=True, slots=True)
+def _check_trace(option: str, value: Any) -> Trace | None:
+    if value is None or isinstance(value, Trace):
+        return value
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{option} should be a path or a nanwatch.Trace, got {value!r}")
+    return Trace(value)
+
+
+def _check_audit(option: str, value: Any) -> Audit | None:
+    if value is None or isinstance(value, Audit):
+        return value
+    every = every_n(option, value, _EVERY)
+    return Audit(every) if every else None
+
+
+def _read_trace(text: str) -> Any:
+    path, arguments = read_arguments(text)
+    readers = {"batches": _read_batches, "statistics": read_number, "sketches": read_number}
+    known = {name: readers.get(name, read_flag)(words) for name, words in arguments.items()}
+    return _made(Trace, text, path, **known)
+
+
+def _read_batches(text: str) -> Any:
+    return tuple(map(int, text.split("+"))) if text.replace("+", "").isdigit() else text
+
+
+def _read_audit(text: str) -> Any:
+    every, arguments = read_arguments(text)
+    if not arguments:
+        return read_number(every)
+    frozen = {name: words.split("+") for name, words in arguments.items()}
+    return _made(Audit, text, _EVERY if read_number(every) is True else read_number(every), **frozen)
+
+
+def _made(kind: Callable[..., Any], text: str, *values: Any, **arguments: Any) -> Any:
+    try:
+        return kind(*values, **arguments)
+    except TypeError as error:
+        raise ValueError(f"{text!r} is not understood: {error}") from None
+
+
+def _check_policy(option: str, value: Any) -> Any:
+    if not callable(value) and value not in _POLICIES:
+        accepted = '"raise", "warn", "record" or a callable that takes the Report'
+        raise ValueError(f"{option} should be {accepted}, got {value!r}")
+    return value
+
+
+def _check_optimizer(option: str, value: Any) -> Any:
+    if value is not None and not isinstance(value, Optimizer):
+        raise TypeError(f"{option} should be a torch.optim.Optimizer or None, got {type(value).__name__}")
+    return value
+
+
+def _check_switch(variable: str, word: str) -> bool:
+    if word not in ("0", "1"):
+        raise ValueError(f"{variable}={word!r} is not understood; set it to 1 (watch) or 0 (do not watch)")
+    return word == "1"
+
+
+def _check_act_at(variable: str, word: str) -> str:
+    if word not in ("auto", "module", "batch"):
+        raise ValueError(f"{variable}={word!r} is not understood; set it to module or batch")
+    return word
+
+
+_FLAG = Kind(check_flag, read_flag)
+_FLAG_OR_NONE = Kind(lambda option, value: None if value is None else check_flag(option, value), read_flag)
+_PATTERNS = Kind(check_patterns, read_parts, "PATTERN")
+_EVERY_N = Kind(partial(every_n, default=_EVERY), read_number, "N")
+
+
+def _option(default: Any, kind: Kind, text: str) -> Any:
+    """Declare an option of `watch`; `text` is its help."""
+    return field(default=default, metadata={"kind": kind, "text": text})
+
+
+def _setting(default: Any, variable: str = "", check: Callable[[str, str], Any] | None = None) -> Any:
+    """Declare a setting that another option has as an argument, or that an environment variable says."""
+    return field(default=default, metadata={"variable": variable, "check": check})
+
+
+@dataclass(frozen=True)
 class Options:
     """The options of `watch`, checked."""
 
-    weights: bool = _read(True, FLAG, "read weights")
-    buffers: bool = _read(True, FLAG, "read buffers of floating point")
-    inputs: bool = _read(True, FLAG, "read inputs")
-    outputs: bool = _read(True, FLAG, "read outputs")
-    gradients: bool = _read(
-        False, FLAG, "read the gradients of every backward, and stop before a step takes a bad one"
+    read: tuple[str, ...] = _option(
+        PARTS, Kind(partial(check_words, known=PARTS), str, "WORDS"), "which tensors to read in the forward"
     )
-    optimizer: Optimizer | None = _read(
-        None,
-        given_object("a torch.optim.Optimizer", lambda value: isinstance(value, Optimizer)),
-        "an optimizer whose state is read after each of its steps",
+    gradients: bool = _option(
+        False, _FLAG, "read the gradients of every backward, and stop before a step takes a bad one"
     )
-    attention: int = _read(
-        False,
-        every_or_flag(_ATTENTION_EVERY),
-        "read a bound on the attention logits in every batch, and the largest ones by head in batches 0, N, 2N, ...",
-        also="True is 100",
-        needs="outputs=True",
+    optimizer: Optimizer | None = _option(
+        None, Kind(_check_optimizer), "read the state of this optimizer after each of its steps"
     )
-    include: tuple[str, ...] = _read(
-        (), PATTERNS, "watch only modules whose name matches, such as 'encoder.*'"
+    modules: tuple[str, ...] = _option(
+        (), _PATTERNS, "watch only modules whose name matches, such as 'encoder.*'"
     )
-    exclude: tuple[str, ...] = _read((), PATTERNS, "do not watch modules whose name matches")
-
-    max_frames: int = _keep(
-        21, whole_from(1, MAX_FRAMES), "keep the latest N frames, calls of modules, for the report"
+    ignore_modules: tuple[str, ...] = _option((), _PATTERNS, "do not watch modules whose name matches")
+    every: int = _option(
+        1, Kind(lambda option, value: whole(option, value, 1), read_number, "N"), "read only every n-th batch"
     )
-    counts: bool = _keep(
-        False,
-        FLAG,
-        "count zeros, subnormals, nans and infinities of every tensor, for reports and traces (slow)",
+    max_frames: int = _option(
+        21,
+        Kind(lambda option, value: whole(option, value, 1, MAX_FRAMES), read_number, "N"),
+        "keep the latest N calls of modules for the report",
     )
-    fingerprints: bool = _keep(
-        False, FLAG, "keep a hash of the bits of every tensor, with which 'nanwatch diff' compares two runs"
-    )
-    statistics: int = _keep(
-        False,
-        every_or_flag(),
-        "keep mean, rms, kurtosis and the share beyond 6 sigma of every tensor in batches 0, N, 2N, ...",
-        also="True is 1",
-    )
-    sketches: int = _keep(
-        False,
-        every_or_flag(),
-        "keep 32 numbers for each row (token) of an output in batches 0, N, 2N, ..., with which 'nanwatch diff'"
-        " estimates relative errors",
-        also="True is 1",
-        needs="trace=",
-    )
-
-    every: int = _when(1, whole_from(1), "read only the batches 0, N, 2N, ...")
-    abort_after_batch: int | None = _when(
-        None, BATCH_OR_NONE, "end the run after batch N", also="with BatchLimitError"
-    )
-    enabled: bool = _when(
-        True,
-        Kind(check_enabled),
-        "False makes a Watch that watches nothing; NANWATCH=0 or NANWATCH=1 goes first",
-    )
-
-    on_nonfinite: OnNonfinite = _act(
+    on_nonfinite: OnNonfinite = _option(
         "raise",
-        choice(
-            ("raise", "warn", "record"),
-            '"raise", "warn", "record" or a callable that takes the Report',
-            or_callable=True,
-        ),
-        "at a nan or an inf raise NonFiniteError, warn and run on, or only record it",
-        also="or call a function with the Report",
+        Kind(_check_policy, str, f"{{{','.join(_POLICIES)}}}"),
+        "at a nan or an inf raise NonFiniteError, warn and run on, or only record it; code may give a function",
     )
-    check: Check = _act(
-        "auto",
-        choice(("auto", "module", "batch"), '"auto", "module" or "batch"'),
-        "act at the module that holds the value, or at the end of the batch; auto is"
-        " module on a CPU and batch on a GPU",
+    allow_inf: tuple[str, ...] = _option(
+        (), _PATTERNS, "infinities are meant in modules whose name matches; a nan still counts"
     )
-    allow_inf: tuple[str, ...] = _act(
-        (), PATTERNS, "infinities are meant in modules whose name matches; a nan still counts"
+    allow_nan: tuple[str, ...] = _option(
+        (), _PATTERNS, "nans are meant in modules whose name matches, such as missing values"
     )
-    allow_nan: tuple[str, ...] = _act(
-        (), PATTERNS, "nans are meant in modules whose name matches, such as missing values"
+    rerun: bool | None = _option(
+        None, _FLAG_OR_NONE, "run a failed batch again to find the operation, the line and a cure"
     )
-    rerun: bool | None = _act(
+    output_dir: Path | None = _option(
         None,
-        FLAG_OR_NONE,
-        "run a failed batch again for the operation and cures; by default with on_nonfinite raise or a function",
-    )
-    guard_checkpoints: bool = _act(
-        False,
-        FLAG,
-        "write a checkpoint with a non-finite weight or optimizer state beside the good one, not in its place",
-    )
-    forecast: bool = _act(True, FLAG, "warn of tensors that lose headroom and will overflow soon")
-    updates: int = _act(
-        False,
-        every_or_flag(_UPDATES_EVERY),
-        "audit the optimizer's steps 1, 2, 3 and every N-th: which weights do not move, or move though frozen",
-        also="True is 100",
-    )
-    frozen: tuple[str, ...] = _act(
-        (),
-        PATTERNS,
-        "weights, or modules with all of theirs, that are meant to stay as they are: tell of a step that moves one",
-        needs="updates=",
-    )
-    spikes: bool = _act(
-        False,
-        FLAG,
-        "report what left its own history when the loss or the gradients jump; reads gradients too",
-    )
-    max_skipped_steps: int = _act(
-        20,
-        whole_from(0),
-        "act when GradScaler has skipped more than N steps in a row",
-        needs="gradients=True",
-    )
-    scaler: Any = _act(
-        None,
-        given_object("a torch.amp.GradScaler", lambda value: callable(getattr(value, "get_scale", None))),
-        "the GradScaler whose scale is told with each skipped step; None looks for the one in use",
-        needs="gradients=True",
-    )
-    replicas: int = _act(
-        False,
-        every_or_flag(_REPLICAS_EVERY),
-        "with several ranks: every N steps compare, to the bit, what DDP and device meshes say that they hold alike",
-        also="True is 100",
-    )
-    peer_timeout: float = _act(
-        PEER_TIMEOUT,
-        Kind(check_seconds, {"type": float, "metavar": "S"}),
-        "with several ranks: wait at most S seconds for all to agree on where it began, 0 for none",
-    )
-
-    output_dir: Path | None = _tell(
-        None,
-        Kind(check_place, {"metavar": "DIR"}),
+        Kind(check_place, str, "DIR"),
         "write each failure's report (text, JSON, HTML) and capsule into this folder",
     )
-    black_box: bool = _tell(
-        True, FLAG, "write what the process does into a file that outlives it, for 'nanwatch blackbox'"
-    )
-    stall_timeout: float | None = _tell(
+    trace: Trace | None = _option(
         None,
-        Kind(
-            lambda option, value: None if value is None else check_seconds(option, value),
-            {"type": float, "metavar": "S"},
-        ),
-        "write all stacks when no call has begun or ended for S seconds, 0 for never; by default after 10 times the"
-        " slowest batch so far, at least 300",
-        needs="black_box=True",
+        Kind(_check_trace, _read_trace, "PATH"),
+        "write the range of every tensor into this Parquet file, for 'nanwatch show', 'diff' and 'fits'",
     )
-    trace: Path | None = _tell(
-        None,
-        Kind(check_place, {"metavar": "PATH"}),
-        "write every frame into this Parquet file, for 'nanwatch show', 'diff' and 'formats'",
-    )
-    trace_batches: frozenset[int] = _tell(
-        (), BATCHES, "print the frames of these batches on stdout, or write only them to the trace"
-    )
-    sinks: tuple[Any, ...] = _tell(
+    sinks: tuple[Any, ...] = _option(
         (),
-        Kind(check_sinks, {"action": "append", "metavar": "NAME"}),
-        "tell this sink of headroom, failures, forecasts and spikes, such as tensorboard:runs/a",
-        also="or a SummaryWriter, a run of wandb, a function, a nanwatch.Sink",
+        Kind(check_sinks, read_parts, "NAME"),
+        "send headroom, failures, forecasts and spikes to this tracker, such as tensorboard:runs/a or wandb",
     )
-    log_every: int = _tell(50, whole_from(1), "sum up one in N batches for sinks", needs="sinks=")
+    black_box: bool | None = _option(
+        None,
+        _FLAG_OR_NONE,
+        "write the latest calls into a file that outlives a killed process; on with output_dir",
+    )
+    forecast: bool = _option(True, _FLAG, "warn of tensors that lose headroom and will overflow soon")
+    spikes: bool = _option(
+        False, _FLAG, "when the loss or the gradients jump, report what left its own history; reads gradients"
+    )
+    audit: Audit | None = _option(
+        None,
+        Kind(_check_audit, _read_audit, "N"),
+        "audit the steps 1, 2, 3 and every N-th: which weights do not move, or move though frozen",
+    )
+    replicas: int = _option(
+        False, _EVERY_N, "with several ranks, compare every N steps to the bit what they should hold alike"
+    )
+    attention: int = _option(
+        False, _EVERY_N, "read a bound on attention logits, and every N batches the largest of each head"
+    )
+    guard_checkpoints: bool = _option(
+        False, _FLAG, "write a checkpoint with a nan or an inf beside the good one, not in its place"
+    )
+
+    # From the environment
+    enabled: bool = _setting(True, SWITCH, _check_switch)
+    act_at: Check = _setting("auto", "NANWATCH_ACT_AT", _check_act_at)
+    peer_timeout: float = _setting(30.0, "NANWATCH_PEER_TIMEOUT", check_seconds)
+    stall_timeout: float | None = _setting(None, "NANWATCH_STALL_TIMEOUT", check_seconds)
+    # Arguments of `trace`, `audit` and `sinks`
+    trace_batches: Collection[int] = _setting(())
+    counts: bool = _setting(False)
+    fingerprints: bool = _setting(False)
+    statistics: int = _setting(0)
+    sketches: int = _setting(0)
+    frozen: tuple[str, ...] = _setting(())
+    log_every: int = _setting(_LOG_EVERY)
+    # From a trainer
+    scaler: Any = _setting(None)
+    max_skipped_steps: int = _setting(20)
+
+    @property
+    def weights(self) -> bool:
+        """True if weights are read."""
+        return "weights" in self.read
+
+    @property
+    def buffers(self) -> bool:
+        """True if buffers are read."""
+        return "buffers" in self.read
+
+    @property
+    def inputs(self) -> bool:
+        """True if inputs are read."""
+        return "inputs" in self.read
+
+    @property
+    def outputs(self) -> bool:
+        """True if outputs are read."""
+        return "outputs" in self.read
 
     def observes(self, name: str) -> bool:
         """Return whether the calls of the module of this name are recorded."""
-        return (not self.include or _matches(name, self.include)) and not _matches(name, self.exclude)
+        return (not self.modules or _matches(name, self.modules)) and not _matches(name, self.ignore_modules)
 
     def is_frozen(self, name: str) -> bool:
         """Return whether the weight, or the module that has it, is meant to stay as it is."""
@@ -268,59 +385,114 @@ class Options:
     def recorder_settings(self, max_frames: int = 1, **more: bool) -> Settings:
         """Return the settings of a recorder for these options; it may hold more frames than are shown."""
         shared = {one.name: getattr(self, one.name) for one in fields(Settings) if hasattr(self, one.name)}
-        return Settings(**{**shared, **more, "max_frames": max_frames, "traced": tuple(self.trace_batches)})
+        shared |= {"check": self.act_at, "traced": tuple(self.trace_batches), "max_frames": max_frames}
+        shared["black_box"] = bool(self.black_box)
+        return Settings(**{**shared, **more})
+
+    def for_model(
+        self, names: Sequence[str], weights: Iterable[str] = (), *, must_match: bool = True
+    ) -> Options:
+        """Return the options with patterns on these names of modules and weights, without a wrapper's prefix.
+
+        Raises ValueError for a pattern that matches nothing, of `modules` only where not `must_match`, and where no
+        module is left.
+        """
+        known = {
+            **dict.fromkeys(("modules", "ignore_modules", "allow_inf", "allow_nan"), names),
+            "frozen": [*names, *weights],
+        }
+        matched: dict[str, Any] = {}
+        for option, candidates in known.items():
+            matched[option] = tuple(for_names(pattern, candidates) for pattern in getattr(self, option))
+            for pattern in matched[option] if must_match or option == "modules" else ():
+                if not any(fnmatchcase(name, pattern) for name in candidates):
+                    what = "no module and no weight" if option == "frozen" else "no module"
+                    hint = close_names(pattern, candidates)
+                    raise ValueError(f"{option} pattern {pattern!r} matches {what}; {hint}")
+        options = replace(self, **matched)
+        if not any(map(options.observes, names)):
+            raise ValueError(
+                f"modules={options.modules!r} and ignore_modules={options.ignore_modules!r} leave no module to watch;"
+                " loosen one of them"
+            )
+        return options
 
 
-def check_options(
-    names: Sequence[str], given: dict[str, Any], weights: Iterable[str] = (), *, must_match: bool = True
-) -> Options:
-    """Return the options for a model whose modules and weights have these names, or raise TypeError or ValueError.
+OPTIONS: dict[str, Field[Any]] = {one.name: one for one in fields(Options) if "kind" in one.metadata}
+_VARIABLES = {one.metadata["variable"]: one for one in fields(Options) if one.metadata.get("variable")}
 
-    `must_match`: each pattern matches something. Without it only those of `include` have to.
+
+def make_options(given: Mapping[str, Any], **settings: Any) -> Options:
+    """Return the options that NANWATCH_OPTIONS says, and else `given`, or raise TypeError or ValueError.
+
+    `settings` go before what the environment and the arguments of an option say.
     """
-    values = {one.name: one.metadata["check"](one.name, given[one.name]) for one in fields(Options)}
-    matched = {
-        **dict.fromkeys(("include", "exclude", "allow_inf", "allow_nan"), names),
-        "frozen": [*names, *weights],
+    for name in given:
+        check_name(name)
+    said = {**given, **_of_environment()}
+    values = {
+        name: option.metadata["kind"].check(name, said.get(name, option.default))
+        for name, option in OPTIONS.items()
     }
-    for option, known in matched.items():
-        values[option] = tuple(for_names(pattern, known) for pattern in values[option])
+    for variable, setting in _VARIABLES.items():
+        if os.environ.get(variable):
+            values[setting.name] = setting.metadata["check"](variable, os.environ[variable])
+    trace, audit = values["trace"], values["audit"]
+    if trace is not None:
+        arrow("pyarrow.parquet", "trace=")
+        values |= {
+            name: getattr(trace, name) for name in ("counts", "fingerprints", "statistics", "sketches")
+        }
+        values["trace_batches"] = trace.batches
+    if audit is not None:
+        values["frozen"] = audit.frozen
     values["gradients"] |= values["spikes"]
-    options = Options(**values)
-    if not any((options.weights, options.buffers, options.inputs, options.outputs)):
-        raise ValueError("weights, buffers, inputs and outputs are all False; leave one of them True")
-    if options.gradients and not options.outputs:
-        raise ValueError("gradients=True follows the graph from the outputs of modules; leave outputs=True")
-    if left_out := sorted(batch for batch in options.trace_batches if batch % options.every):
-        listed = ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else "")
+    if values["black_box"] is None:
+        values["black_box"] = values["output_dir"] is not None
+    values["log_every"] = min(
+        (sink.every for sink in values["sinks"] if isinstance(sink, Sink)), default=_LOG_EVERY
+    )
+    options = Options(**{**values, **settings})
+    if not options.outputs:
+        for name in ("gradients", "attention"):
+            if getattr(options, name):
+                raise ValueError(f'{name} needs the outputs of modules; add "outputs" to read={options.read}')
+    if missed := sorted(batch for batch in options.trace_batches if batch % options.every):
+        listed = ", ".join(map(str, missed[:5])) + (", ..." if len(missed) > 5 else "")
         raise ValueError(
-            f"trace_batches has {listed}, and every={options.every} looks only at batches whose number is a multiple"
-            f" of {options.every}; trace such batches, or set every=1"
-        )
-    for one in fields(Options):
-        _check_effect(one, options)
-    for option, known in matched.items():
-        for pattern in getattr(options, option) if must_match or option == "include" else ():
-            if not any(fnmatchcase(name, pattern) for name in known):
-                what = "no module and no weight" if option == "frozen" else "no module"
-                raise ValueError(
-                    f"{option} pattern {pattern!r} matches {what}; {close_names(pattern, known)}"
-                )
-    if not any(options.observes(name) for name in names):
-        raise ValueError(
-            f"include={options.include!r} and exclude={options.exclude!r} leave no module to watch; loosen one of them"
+            f"batches of the Trace has {listed}, and every={options.every} reads only multiples of {options.every};"
+            " trace such batches, or set every=1"
         )
     return options
 
 
-def _check_effect(one: Field[Any], options: Options) -> None:
-    """Raise ValueError for an option that was set and does nothing by itself."""
-    needed = one.metadata["needs"]
-    if not needed or getattr(options, one.name) == one.default:
-        return
-    values = [getattr(options, word.partition("=")[0]) for word in needed.split(" or ")]
-    if all(value is None or value is False or value == () for value in values):
-        raise ValueError(f"{one.name} has no effect without {needed}; set that too, or leave {one.name} out")
+def check_name(name: str) -> None:
+    """Raise TypeError for a name that is no option, with the present one for an earlier name."""
+    if name in OLD_NAMES:
+        raise TypeError(f"watch has no option {name!r}; in its place is {OLD_NAMES[name]}")
+    if name not in OPTIONS:
+        raise TypeError(
+            f"watch has no option {name!r}; {close_names(name, OPTIONS, 'docs/options.md has all')}"
+        )
+
+
+def _of_environment() -> dict[str, Any]:
+    """Return what NANWATCH_OPTIONS says, such as "gradients=true output_dir=out", or raise ValueError."""
+    text, said = os.environ.get(VARIABLE, ""), {}
+    try:
+        for word in shlex.split(text):
+            name, equals, value = word.partition("=")
+            if not equals:
+                raise ValueError(f"{word!r} should be option=value, such as gradients=true output_dir=out")
+            check_name(name)
+            kind = OPTIONS[name].metadata["kind"]
+            if kind.read is None:
+                raise ValueError(f"{name} takes an object, which only code can give")
+            said[name] = kind.read(value)
+            kind.check(name, said[name])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{VARIABLE}={text!r}: {error}") from None
+    return said
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

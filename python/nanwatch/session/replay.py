@@ -12,8 +12,7 @@ from ..capsule.capsule import Capsule
 from ..capsule.replay import Model, Replayed, call_again
 from ..report.report import Report
 from ..util.visible import visible
-from .option_kinds import SWITCH
-from .options import Options
+from .options import SWITCH, Options
 from .watch import Watch
 
 
@@ -68,4 +67,4 @@ def rerun(
 
 def _watch(module: nn.Module) -> Watch:
     # The re-run comes when the call is over.
-    return Watch(module, Options(on_nonfinite=lambda _: None, check="batch", rerun=True))
+    return Watch(module, Options(on_nonfinite=lambda _: None, act_at="batch", rerun=True))

@@ -37,7 +37,7 @@ from .dispatch import EventDispatch, TraceNotes
 from .failure_handler import FailureHandler
 from .optimizer_guard import OptimizerGuard
 from .optimizer_steps import BackwardWatch, OptimizerSteps
-from .options import PEER_TIMEOUT, Options
+from .options import Options
 from .reports import Reports
 from .rerun_policy import RerunPolicy
 
@@ -96,7 +96,7 @@ class Watch:
         self._tracer: Tracer | None = None
         if options.trace is not None and options.enabled:
             self._tracer = start_tracer(
-                options.trace, self._recorder, ring if fetches else 0, options.every, model
+                options.trace.path, self._recorder, ring if fetches else 0, options.every, model
             )
         self._monitor = Monitor(
             self._recorder,
@@ -109,9 +109,7 @@ class Watch:
         )
         sinks, suspicion = self._monitor.sinks, self._monitor.suspicion
         self._batch_ends = self._recorder.subscribe(Event.BATCH_END)
-        self._batch_ends.active = (
-            self._monitor.awaits_batches or self._tracer is not None or options.abort_after_batch is not None
-        )
+        self._batch_ends.active = self._monitor.awaits_batches or self._tracer is not None
         guard: OptimizerGuard | None = None
         if options.gradients and options.enabled:
             guard = OptimizerGuard(self._recorder, options, sinks.on_skipped_step)
@@ -268,7 +266,7 @@ class Watch:
 
     @property
     def updates(self) -> tuple[UpdateFinding, ...]:
-        """Findings about the optimizer's steps, oldest first, at most 64; empty without `updates`."""
+        """Findings about the optimizer's steps, oldest first, at most 64; empty without `audit`."""
         return tuple(one for part in self._optional if isinstance(part, UpdateAudit) for one in part.findings)
 
     def note_loss(self, loss: Tensor | float) -> None:
@@ -326,10 +324,10 @@ def optional_parts(
     """Yield the parts that the options ask for. The EventDispatch calls each, and the Watch removes it."""
     if not options.enabled:
         return
-    timeout = options.peer_timeout or PEER_TIMEOUT
+    timeout = options.peer_timeout or 30.0
     if options.replicas:
         recorder.subscribe(Event.BATCH_START)
         yield ReplicaWatch(model, options.replicas, timeout, sinks.on_replica_difference)
-    if options.updates:
+    if options.audit is not None:
         ranks = StepRanks(model, timeout)
-        yield UpdateAudit(model, recorder, options.updates, sinks.on_update, options.is_frozen, ranks)
+        yield UpdateAudit(model, recorder, options.audit.every, sinks.on_update, options.is_frozen, ranks)

@@ -39,11 +39,11 @@ class Sink:
     Examples:
         >>> import nanwatch, torch
         >>> class Counter(nanwatch.Sink):
-        ...     batches = 0
+        ...     every, batches = 2, 0
         ...     def on_batch(self, summary):
         ...         self.batches += 1
         >>> counter, model = Counter(), torch.nn.Identity()
-        >>> with nanwatch.watch(model, sinks=counter, log_every=2):
+        >>> with nanwatch.watch(model, sinks=counter):
         ...     for _ in range(4):
         ...         output = model(torch.ones(2))
         >>> counter.batches
@@ -51,9 +51,10 @@ class Sink:
     """
 
     in_thread: ClassVar[bool] = False
+    every: int = 50  # sum up one in so many batches; with several sinks the smallest number counts
 
     def on_batch(self, summary: BatchSummary) -> None:
-        """Take a finite batch: one in `log_every`, with the headroom and the ranges of its modules."""
+        """Take a finite batch: one in `every`, with the headroom and the ranges of its modules."""
 
     def on_frame(self, frame: Frame) -> None:
         """Take a recorded call. Every frame is then made into a Python object, which takes 3 µs."""
@@ -61,7 +62,7 @@ class Sink:
     def on_nonfinite(self, finding: Finding) -> None:
         """Take the first non-finite value of a batch as soon as it is found, before the batch is examined.
 
-        Of several batches one in `log_every` is told.
+        Of several batches one in `every` is told.
         """
 
     def on_failure(self, report: Report) -> None:

@@ -51,7 +51,7 @@ def diff(
     abs_max, and by more than rounding may account for: 4 units in the last place of abs_max, in the coarser dtype of
     the two. A tensor that was not read on either side equals anything.
 
-    With `watch(fingerprints=True)` on both sides records of one shape and dtype also part when their bits differ,
+    With `Trace(fingerprints=True)` on both sides records of one shape and dtype also part when their bits differ,
     unless `batches` names two different batches. Of traces of two ranks, only what both should have in common is then
     compared: weights and optimizer state, where they hold the same part of them.
 

@@ -1,7 +1,7 @@
 """Narrowest format that would hold the outputs and the weights of a module, by the ranges of a whole trace.
 
 A range decides whether anything overflows. It decides how many elements become zero only where that is none or all. The
-share is known of batches that were recorded with `counts=True`, which has the exponents of all elements.
+share is known of batches that were recorded with `Trace(counts=True)`, which has the exponents of all elements.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ class TraceWriter:
                 self._told_of_loss = True
                 warn_user(
                     f"nanwatch: the trace {self.path} lacks frames that came faster than they could be taken or"
-                    " written; their number is in the file's metadata. every= or trace_batches= trace fewer batches",
+                    " written; their number is in the file's metadata. every= or Trace(batches=) trace fewer batches",
                     may_raise=False,
                 )
             if ends and not frames:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import nanwatch
+from support.watching import watch
 
 
 def main() -> None:
@@ -36,7 +37,7 @@ def main() -> None:
     model = DistributedDataParallel(nn.Linear(4, 4))
     error = None
     try:
-        with nanwatch.watch(model, output_dir=folder, peer_timeout=6):
+        with watch(model, output_dir=folder, peer_timeout=6):
             for batch in range(20):
                 value = float("nan") if batch == 3 and node == "quits" else 1.0
                 model(torch.full((2, 4), value)).sum().backward()

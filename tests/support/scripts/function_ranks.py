@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import nanwatch
+from support import watching
 
 RANK = int(os.environ["RANK"])
 # By batch: the ranks on which a value overflows, and whether the step is taken all the same.
@@ -63,7 +64,7 @@ def train(*, is_watched: bool) -> tuple[list[object], list[object], bytes]:
 
     for name, one in model.named_children():
         one.register_forward_hook(lambda _, __, output, name=name: look(name, output))
-    watch = nanwatch.watch(model, on_nonfinite=tell, peer_timeout=PEER_TIMEOUT, enabled=is_watched)
+    watch = watching.watch(model, on_nonfinite=tell, peer_timeout=PEER_TIMEOUT, enabled=is_watched)
     with watch:
         for batch in range(BATCHES):
             guilty, steps = PLAN.get(batch, ([], True))

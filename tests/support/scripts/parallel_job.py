@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.recording.shards import shard_note
+from support import watching
 from support.parallel_models import (
     Block,
     Net,
@@ -92,10 +93,10 @@ def fsdp2_raised() -> dict[str, Any]:
     for way, parallelize in ways.items():
         model = parallelize(Net())
         reports = {}
-        with nanwatch.watch(model, gradients=True) as watch:
+        with watching.watch(model, gradients=True) as watch:
             (model(data(0)).sum() * INF).backward()
             reports["backward"] = watch.report()
-        with nanwatch.watch(model, rerun=False, peer_timeout=0):
+        with watching.watch(model, rerun=False, peer_timeout=0):
             try:
                 model(data(0) * INF)
             except nanwatch.NonFiniteError as error:
@@ -145,7 +146,7 @@ def fsdp2_written() -> dict[str, Any]:
     model = sharded(Net())
     seen = []
     with (
-        nanwatch.watch(model, max_frames=1000, on_nonfinite="record", _verify_hits=True) as watch,
+        watching.watch(model, max_frames=1000, on_nonfinite="record", verify_hits=True) as watch,
         torch.no_grad(),
     ):
         model(data(0))
@@ -179,7 +180,7 @@ def fsdp2_bad_gradient() -> dict[str, Any]:
     model.head.register_forward_pre_hook(lambda _, args: (args[0].detach() * factor,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
-    with nanwatch.watch(model, gradients=True) as watch:
+    with watching.watch(model, gradients=True) as watch:
         for step in range(2):
             factor = 1e25 if step == 1 and is_guilty else 1.0
             (model(data(step)).sum() * (1e15 if step == 1 and is_guilty else 1.0)).backward()
@@ -406,7 +407,7 @@ def places() -> dict[str, Any]:
                 if x.to_local().numel():
                     x.to_local().view(-1)[-1] = INF
                 module = nn.Identity()
-                with nanwatch.watch(module, on_nonfinite="record", outputs=False) as watch:
+                with watching.watch(module, on_nonfinite="record", read="weights buffers inputs") as watch:
                     module(x)
                 report = watch.report()
                 record = report.frames[0].records[0]

@@ -31,6 +31,7 @@ import nanwatch
 from nanwatch.ranks import consensus
 from nanwatch.ranks.consensus import OriginConsensus, PeerNonFiniteError
 from support.parallel_models import shard, split
+from support.watching import watch
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -65,7 +66,7 @@ def step_of(scenario: dict, watched: list[nanwatch.Watch], options: dict[str, ob
         shard(blocks[number], (), mesh["dp"])
     if way in ("pipeline", "stages"):
         mine = blocks[number]
-        watched.append(nanwatch.watch(mine, **options))
+        watched.append(watch(mine, **options))
         schedule = ScheduleGPipe(
             PipelineStage(mine, number, stages, torch.device("cpu"), group=group),
             2,
@@ -91,7 +92,7 @@ def step_of(scenario: dict, watched: list[nanwatch.Watch], options: dict[str, ob
         else:
             split(blocks, mesh)
             run = model
-    watched.append(nanwatch.watch(model, **options))
+    watched.append(watch(model, **options))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
 
     def step(x: torch.Tensor, factor: float) -> None:
@@ -144,7 +145,7 @@ def play(scenario: dict, folder: Path) -> tuple[dict, Exception | None]:
     options = {
         "peer_timeout": 6,
         "output_dir": folder,
-        "check": scenario.get("check", "auto"),
+        "act_at": scenario.get("act_at", "auto"),
         "gradients": kind == "backward",
     }
     if (dies := scenario.get("dies")) and scenario["rank"] == RANK:

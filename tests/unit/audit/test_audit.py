@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch import watch
+from nanwatch import Audit, watch
 from nanwatch.report.update_finding import UpdateFinding
 
 pytestmark = pytest.mark.filterwarnings("ignore:the optimizer's step", "ignore:.*more finding")
@@ -64,8 +64,8 @@ class Training:
     def after_step(self) -> None:
         pass
 
-    def run(self, steps: int = 10, updates: int = 100, **options: Any) -> tuple[UpdateFinding, ...]:
-        with watch(self.model, updates=updates, black_box=False, **options) as w:
+    def run(self, steps: int = 10, audit: Any = 100, **options: Any) -> tuple[UpdateFinding, ...]:
+        with watch(self.model, audit=audit, black_box=False, **options) as w:
             for _ in range(steps):
                 self.zero()
                 for _ in range(self.backwards):
@@ -238,7 +238,7 @@ def test_a_healthy_training_has_no_findings() -> None:
     training.put(after_step=sample)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert training.run(20, updates=1) == ()
+        assert training.run(20, audit=1) == ()
 
 
 def test_an_audited_training_ends_with_equal_weights() -> None:
@@ -257,7 +257,7 @@ def test_an_audited_training_ends_with_equal_weights() -> None:
 
 def test_a_weight_that_is_meant_to_stay() -> None:
     """By the option, and by an attribute of its module, which freezes nothing."""
-    told = Training().run(frozen="4")
+    told = Training().run(audit=Audit(frozen="4"))
     assert {(one.kind, one.module) for one in told} == {("frozen-moved", "4")}
     training = Training()
     training.model[0].requires_grad = False
@@ -283,4 +283,6 @@ def test_the_audit_goes_on_past_a_method_that_raises_and_a_script_module() -> No
         warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript
         scripted = torch.jit.script(nn.Linear(4, 4))
     training.model.extend([Embedder(), scripted])
-    assert {(one.kind, one.module) for one in training.run(frozen="4")} >= {("frozen-moved", "4")}
+    assert {(one.kind, one.module) for one in training.run(audit=Audit(frozen="4"))} >= {
+        ("frozen-moved", "4")
+    }

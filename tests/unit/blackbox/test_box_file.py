@@ -32,7 +32,7 @@ def test_the_calls_are_those_that_hooks_see(tmp_path: Path) -> None:
     for name, module in model.named_modules():
         module.register_forward_hook(lambda *_, name=name: log.append((name, batch[0])))  # type: ignore[misc]
     batch = [0]
-    with black_box(tmp_path) as box, watch(model):
+    with black_box(tmp_path) as box, watch(model, black_box=True):
         for batch[0] in range(5):
             model(torch.ones(3, 4))
         assert ended_calls(BoxFile(box.path)) == log
@@ -43,7 +43,7 @@ def test_the_latest_calls_outlive_the_ring(tmp_path: Path) -> None:
     model = nn.Identity()
     count = (1 << 15) + 100
     x = torch.ones(1)
-    with black_box(tmp_path) as box, watch(model):
+    with black_box(tmp_path) as box, watch(model, black_box=True):
         for _ in range(count):
             model(x)
         file = BoxFile(box.path)
@@ -63,7 +63,7 @@ def test_what_is_read_while_it_is_written_is_whole(tmp_path: Path) -> None:
         while not ended.is_set():
             model(torch.ones(2, 4))
 
-    with black_box(tmp_path) as box, watch(model):
+    with black_box(tmp_path) as box, watch(model, black_box=True):
         writer = threading.Thread(target=write)
         writer.start()
         try:
@@ -86,7 +86,7 @@ def test_what_is_read_while_it_is_written_is_whole(tmp_path: Path) -> None:
 def test_damaged_files_give_a_report_or_an_error(tmp_path: Path) -> None:
     """Cut at some places, and with a byte of chance at others."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    with black_box(tmp_path) as box, watch(model):
+    with black_box(tmp_path) as box, watch(model, black_box=True):
         model(torch.ones(2, 4))
         whole = box.path.read_bytes()
     chance = random.Random(0)

@@ -39,7 +39,7 @@ def notes_of(
 ) -> tuple[list[str], list[dict[str, object]]]:
     """Return what is added to the error, and the notes in the black box."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Raises(error, before)))
-    with black_box(tmp_path) as box, watch(model):
+    with black_box(tmp_path) as box, watch(model, black_box=True):
         model(torch.ones(1, 2))
         with pytest.raises(type(error)):
             model(torch.ones(1, 2))
@@ -96,7 +96,7 @@ def test_an_error_is_explained_once(tmp_path: Path) -> None:
     error = MemoryError()
     inner = Raises(error)
     outer = nn.Sequential(nn.Identity())
-    with black_box(tmp_path) as box, watch(inner), watch(outer):
+    with black_box(tmp_path) as box, watch(inner, black_box=True), watch(outer, black_box=True):
         outer[0].register_forward_hook(lambda *_: inner(torch.ones(1)))
         outer(torch.ones(1))
         with pytest.raises(MemoryError):

@@ -27,7 +27,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     copy = tmp_path / "source"
 
-    with black_box(tmp_path / "own") as box, watch(model):
+    with black_box(tmp_path / "own") as box, watch(model, black_box=True):
         model(torch.ones(1, 2))
         model[1].register_forward_pre_hook(lambda *_: copy.write_bytes(box.path.read_bytes()) and None)
         model(torch.ones(1, 2))

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch import watch
 from nanwatch.blackbox import process
 from nanwatch.blackbox.process import process_box
 from nanwatch.blackbox.story import read as read_black_box
 from support.black_boxes import NO_PROCESS, black_box, needs_box, until
 from support.processes import environment
+from support.watching import watch
 
 pytestmark = needs_box
 
@@ -37,7 +37,7 @@ def test_a_hang_is_told_once_with_all_stacks(tmp_path: Path, caplog: pytest.LogC
     with (
         caplog.at_level(logging.WARNING, "nanwatch"),
         black_box(tmp_path, stall_timeout=0.1) as box,
-        watch(model),
+        watch(model, black_box=True),
     ):
         helper.start()
 
@@ -65,7 +65,7 @@ def _train(folder: Path) -> None:
 def test_a_forked_child_leaves_the_parents_file_alone(tmp_path: Path) -> None:
     """Its calls are in none before it watches, and then in its own."""
     model = nn.Linear(2, 2)
-    with black_box(tmp_path) as box, watch(model):
+    with black_box(tmp_path) as box, watch(model, black_box=True):
         pid = os.fork()
         if pid == 0:
             try:
@@ -85,7 +85,7 @@ import atexit, os, sys
 atexit.register(lambda: os.abort() if sys.argv[1] == "abort" else None)  # runs after the black box's
 import torch, nanwatch
 model = torch.nn.Linear(2, 2)
-nanwatch.watch(model)
+nanwatch.watch(model, black_box=True)
 model(torch.ones(1, 2))
 sys.exit(int(sys.argv[1]) if sys.argv[1] != "abort" else 0)
 """
@@ -107,7 +107,7 @@ def test_the_status_of_the_process_decides_about_the_file(
 def test_a_hang_that_holds_the_interpreter_lock_is_told(tmp_path: Path) -> None:
     """Though no thread of Python can run."""
     model = nn.Linear(2, 2)
-    with black_box(tmp_path, stall_timeout=1) as box, watch(model):
+    with black_box(tmp_path, stall_timeout=1) as box, watch(model, black_box=True):
         model(torch.ones(1, 2))
         box._ended.wait(2.5)  # the limit goes to the compiled part once a second
         ctypes.PyDLL(None).sleep(8)
@@ -122,14 +122,14 @@ def test_a_folder_that_refuses_gives_one_warning(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(process, "state_folder", lambda: Path("/proc/none"))
     model = nn.Linear(2, 2)
     with pytest.warns(RuntimeWarning, match="nanwatch keeps no black box"):
-        watch(model).stop()
-    with warnings.catch_warnings(), watch(model):
+        watch(model, black_box=True).stop()
+    with warnings.catch_warnings(), watch(model, black_box=True):
         warnings.simplefilter("error")
         assert model(torch.ones(1, 2)).isfinite().all()
 
 
 def test_without_the_option_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither with `black_box=False` nor `enabled=False`."""
+    """Neither with `black_box=False` nor a watch that is switched off."""
     monkeypatch.setattr(process, "_process", None)
     for options in ({"black_box": False}, {"enabled": False}):
         with watch(nn.Linear(2, 2), output_dir=tmp_path, **options):  # type: ignore[arg-type]

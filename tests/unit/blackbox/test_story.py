@@ -49,7 +49,7 @@ def test_each_phase_is_told(tmp_path: Path) -> None:
 
     model = nn.Sequential(nn.Linear(4, 4), Calls(look))
     steps = torch.optim.SGD(model.parameters())
-    with black_box(tmp_path) as box, watch(model, gradients=True):
+    with black_box(tmp_path) as box, watch(model, black_box=True, gradients=True):
         look()
         model[0].register_forward_hook(lambda module, given, y: y.register_hook(look) and None)
         for _ in range(2):
@@ -75,7 +75,7 @@ def test_each_phase_is_told(tmp_path: Path) -> None:
 def test_the_frames_are_those_of_the_recorder(tmp_path: Path) -> None:
     """Modules, tensors and ranges, of forwards and backwards."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 2)))
-    with black_box(tmp_path) as box, watch(model, gradients=True, max_frames=21) as w:
+    with black_box(tmp_path) as box, watch(model, black_box=True, gradients=True, max_frames=21) as w:
         for _ in range(4):
             model(torch.randn(3, 4)).sum().backward()
         told = read_black_box(box.path).frames
@@ -98,7 +98,7 @@ def test_a_raised_call_says_so(tmp_path: Path) -> None:
         raise KeyError
 
     model = nn.Sequential(Calls(fails))
-    with black_box(tmp_path) as box, watch(model), pytest.raises(KeyError):
+    with black_box(tmp_path) as box, watch(model, black_box=True), pytest.raises(KeyError):
         model(torch.ones(1, 4))
     report = read_black_box(box.path)
     assert [(one.module, one.raised) for one in report.calls] == [
@@ -121,7 +121,7 @@ def test_two_models_share_the_file(tmp_path: Path) -> None:
     third = nn.Sequential(Calls(waits))
     second = nn.Sequential(Calls(lambda: seen.append(read_black_box(box.path))))
     first = Calls(lambda: second(torch.ones(1, 4)))
-    with black_box(tmp_path) as box, watch(first), watch(second), watch(third):
+    with black_box(tmp_path) as box, watch(first, black_box=True), watch(second, black_box=True), watch(third, black_box=True):
         thread = threading.Thread(target=third, args=(torch.ones(1, 4),))
         thread.start()
         inside.wait()
@@ -146,7 +146,7 @@ def test_a_recomputed_forward_is_no_batch(tmp_path: Path) -> None:
             return checkpoint(self.inner, x, use_reentrant=False)
 
     model = Checkpointed()
-    with black_box(tmp_path) as box, watch(model), set_checkpoint_early_stop(False):
+    with black_box(tmp_path) as box, watch(model, black_box=True), set_checkpoint_early_stop(False):
         model(torch.ones(2, 4, requires_grad=True)).sum().backward()
     forward, again = seen
     assert (forward.batch, places(forward)) == (0, [["", "inner"]])

@@ -19,6 +19,7 @@ from torch import nn
 
 import nanwatch
 from nanwatch.checkpoint.contents import tensors_in
+from support import watching
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -43,7 +44,7 @@ class Run:
         return {name: part.state_dict() for name, part in parts.items()} | {"step": 1}
 
     def watch(self, **options: Any) -> nanwatch.Watch:
-        return nanwatch.watch(
+        return watching.watch(
             self.model, **{"guard_checkpoints": True, "black_box": False, "rerun": False, **options}
         )
 

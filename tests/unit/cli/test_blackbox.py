@@ -21,7 +21,7 @@ def test_a_process_that_runs_is_told_and_written(tmp_path: Path, capsys: pytest.
     """As text, JSON and page; of a folder with one the same."""
     model = nn.Sequential(nn.Linear(2, 2))
     page = tmp_path / "page.html"
-    with black_box(tmp_path) as box, watch(model):
+    with black_box(tmp_path) as box, watch(model, black_box=True):
         model(torch.ones(1, 2))
         assert main([str(box.path)]) == 0
         text = capsys.readouterr().out
@@ -44,7 +44,7 @@ def test_ranks_are_told_together(
         monkeypatch.setenv(name, value)
     folder = tmp_path / "job"
     folder.mkdir()
-    with black_box(tmp_path) as box, watch(nn.Linear(2, 2)):
+    with black_box(tmp_path) as box, watch(nn.Linear(2, 2), black_box=True):
         for rank in "01":
             other(box.path, folder / f"{rank}.blackbox", rank=rank)
     section = BoxFile(box.path)._sections["state"]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import nanwatch
 from nanwatch import __main__ as command
 from support.html_page import Page
+from support.watching import watch
 
 MODEL = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
 MODULE = """
@@ -79,7 +79,7 @@ def test_two_traces_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     other = copy.deepcopy(MODEL)
     other[1].eps = 0.1
     for name, model in (("a", MODEL), ("b", other), ("c", copy.deepcopy(MODEL).double())):
-        with nanwatch.watch(model, trace=f"{name}.parquet", sketches=1):
+        with watch(model, trace=f"{name}.parquet", sketches=1):
             model(torch.ones(4, 8, dtype=model[0].weight.dtype))
     assert command.main(["compare", "a.parquet", "a.parquet"]) == 0
     assert capsys.readouterr().out.startswith(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import runpy
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ import torch
 import nanwatch
 from nanwatch import __main__ as command
 from nanwatch.cli import run as run_command
-from nanwatch.cli.run import run_parser
 from support.first_fault import first_fault
 from support.paths import SCRIPTS
 from support.processes import environment, forked
@@ -318,14 +315,8 @@ def test_a_trained_model_takes_the_place_of_its_teacher(tmp_path, capsys):
 def test_options_reach_the_watch(tmp_path, capsys):
     """Options of `watch` do under `run` what they do there."""
     body = "for _ in range(5): net(x)\nprint('end')\n"
-    assert in_process(tmp_path, body, "--abort-after-batch", "2") == 0
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "stopped after batch 2" in err
-    assert in_process(tmp_path, body, "--trace-batches", "1,3") == 0
-    assert capsys.readouterr().out.count("*** Starting batch number=") == 2
     report_file, trace = tmp_path / "report.json", tmp_path / "run.parquet"
-    options = ["--json", str(report_file), "--max-frames", "3", "--no-weights", "--include", "0"]
+    options = ["--json", str(report_file), "--max-frames", "3", "--read", "inputs,outputs", "--modules", "0"]
     assert in_process(tmp_path, body, *options) == 0
     frames = nanwatch.Report.from_json(report_file.read_text()).frames
     assert [(frame.name, [record.role for record in frame.records]) for frame in frames] == [
@@ -396,7 +387,7 @@ def test_bad_use(tmp_path, capsys):
         out, err = capsys.readouterr()
         assert out == ""
         assert expected in err
-    for arguments in ([], ["--evry", "2", "x.py"], ["--trace-batches", "one", "x.py"]):
+    for arguments in ([], ["--evry", "2", "x.py"], ["--gradients=1", "x.py"]):
         with pytest.raises(SystemExit) as stopped:
             command.main(["run", *arguments])
         assert stopped.value.code == 2
@@ -428,9 +419,9 @@ def test_a_model_is_watched_in_its_evaluation_before_its_training(tmp_path, caps
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (("--include", "encoder.*"), "include pattern 'encoder.*' matches no module"),
+        (("--modules", "encoder.*"), "modules pattern 'encoder.*' matches no module"),
         (("--allow-inf", "1"), "allow_inf pattern '1' matches no module"),
-        (("--exclude", "*"), "leave no module to watch"),
+        (("--ignore-modules", "*"), "leave no module to watch"),
         (("--model", "Nowhere*"), "--model 'Nowhere*' matches the class of no module"),
     ],
 )
@@ -448,14 +439,14 @@ def test_what_matches_nothing_ends_the_run_at_the_first_call(tmp_path, capsys, o
 
 
 def test_a_later_model_need_not_match(tmp_path, capsys):
-    """An include= for the first model of a program costs a second one its watch, and a line, an exclude= nothing."""
+    """A modules= for the first model of a program costs a second one its watch, and a line."""
     body = "net(x)\nnn.Linear(2, 2)(x)\nprint('end')\n"
-    assert in_process(tmp_path, body, "--exclude", "0") == 0
+    assert in_process(tmp_path, body, "--ignore-modules", "0") == 0
     assert "1 batch of Linear: all that was read is finite" in capsys.readouterr().err
-    assert in_process(tmp_path, body, "--include", "0") == 0
+    assert in_process(tmp_path, body, "--modules", "0") == 0
     out, err = capsys.readouterr()
     assert out == "end\n"
-    assert "Linear is not watched: include pattern '0' matches no module" in err
+    assert "Linear is not watched: modules pattern '0' matches no module" in err
     assert "1 batch of Sequential: all that was read is finite" in err
 
 
@@ -530,19 +521,6 @@ def test_a_script_that_changes_its_folder(tmp_path, monkeypatch):
     assert status == 3
     assert {one.name for one in tmp_path.iterdir()} >= {"report.json", "found"}
     assert not list((tmp_path / "elsewhere").iterdir())
-
-
-def test_every_option_of_watch_has_a_flag():
-    """An option that `watch` has and `run` has not is noticed here; objects have no spelling on a command line."""
-    flags = {action.dest: action for action in run_parser()._actions}
-    assert tuple(flags["check"].choices) == get_args(nanwatch.session.options.Check)
-    assert not any("nanwatch.watch" in (one.help or "") for one in flags.values())
-    options = {
-        name
-        for name, one in inspect.signature(nanwatch.watch).parameters.items()
-        if one.kind is one.KEYWORD_ONLY and not name.startswith("_")
-    }
-    assert options - set(flags) == {"enabled", "optimizer", "scaler"}
 
 
 def test_other_processes_of_torchrun_have_files_of_their_own(monkeypatch):

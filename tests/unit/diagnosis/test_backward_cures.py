@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from nanwatch.records.record import Record
 from nanwatch.report.finding import Cure
 from nanwatch.report.report import NonFiniteError
-from nanwatch.session.api import watch
 from support.gradient_models import Length, dead, failing_backward
+from support.watching import watch
 
 END = torch.finfo(torch.float16).max
 

@@ -12,7 +12,7 @@ from nanwatch import NonFiniteError
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.forward_rerun import rerun_forward
 from nanwatch.report.finding import Finding
-from nanwatch.session.api import watch
+from support.watching import watch
 
 
 class Gathers(nn.Module):

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.diagnosis import Diagnosis
 from nanwatch.diagnosis.forward_rerun import rerun_forward
-from nanwatch.session.api import watch
 from support.examined import Does, culprit, exponential, look
 from support.spy import Spy
+from support.watching import watch
 
 INF, NAN = math.inf, math.nan
 
@@ -219,7 +219,7 @@ def test_gradients_of_a_call_under_way() -> None:
         torch.manual_seed(1)
         start = BatchSnapshot.capture(net, (x,), {})
         seen: list[Diagnosis] = []
-        with watch(net, on_nonfinite="record", check="module") as w:
+        with watch(net, on_nonfinite="record", act_at="module") as w:
 
             def hook(*_: Any, net: nn.Module = net, w: Any = w, start: Any = start, seen: Any = seen) -> None:
                 if seen or w.report().finding is None:

@@ -117,7 +117,7 @@ def test_a_value_from_a_module_that_is_not_watched() -> None:
     """The operations of submodules without a frame are looked at too."""
     model = Does(lambda first, second, x: second(first(x)), Does(exponential), nn.Identity())
     start = BatchSnapshot.capture(model, (torch.ones(2),), {})
-    with watch(model, on_nonfinite="record", exclude=["parts.0"]) as w:
+    with watch(model, on_nonfinite="record", ignore_modules=["parts.0"]) as w:
         model(torch.ones(2))
     finding = w.report().finding
     assert finding is not None
@@ -146,7 +146,7 @@ def test_a_nan_among_infinities_that_are_allowed() -> None:
     part = Does(lambda x: x / (x - 1))
     model = Does(lambda part, x: part(x * 0) + part(x) + part(x * torch.tensor(INF)), part)
     start = BatchSnapshot.capture(model, (torch.ones(2),), {})
-    with watch(model, on_nonfinite="record", allow_inf=["parts.0", ""], inputs=False) as w:
+    with watch(model, on_nonfinite="record", allow_inf=["parts.0", ""], read="weights buffers outputs") as w:
         model(torch.ones(2))
     finding = w.report().finding
     assert finding is not None

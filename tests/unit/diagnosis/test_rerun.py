@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch import NonFiniteError, Report, watch
+from nanwatch import NonFiniteError, Report
 from nanwatch.session import rerun_policy
+from support.watching import watch
 
 
 class Log(nn.Module):
@@ -65,7 +66,7 @@ def failed(model: nn.Module, **options: Any) -> Report:
 @pytest.mark.parametrize("check", ["module", "batch"])
 def test_the_second_run_comes_after_the_forward_has_been_left(check: Any) -> None:
     """A lock that the forward holds is free again, and the error that was raised has the whole report."""
-    finding = failed(Locked(), check=check).finding
+    finding = failed(Locked(), act_at=check).finding
     assert finding is not None
     assert finding.operation == "aten.log.default"
     assert finding.transient is False
@@ -111,7 +112,7 @@ def test_a_fault_in_a_recomputation_is_raised_where_it_is_seen(check: Any) -> No
     """The end of a recomputed forward is told to nobody: waiting for it would lose the error."""
     model = nn.Sequential(InfLater(), nn.Tanh())  # the backward needs what the second of them saved
     x = torch.ones(2, requires_grad=True)
-    with watch(model, check=check):
+    with watch(model, act_at=check):
         y = checkpoint(model, x, use_reentrant=False)
         with pytest.raises(NonFiniteError):
             (y * y).sum().backward()

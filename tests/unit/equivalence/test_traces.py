@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import nanwatch
 from nanwatch.equivalence.comparison import Comparison
 from nanwatch.equivalence.traces import compare_traces
 from nanwatch.trace.trace_file import Trace
+from support.watching import watch
 
 pytest.importorskip("pyarrow")
 
@@ -62,7 +62,7 @@ def faulty(model: nn.Sequential, plant: Callable[[Any], object]) -> nn.Sequentia
 
 
 def trace(path: Path, model: nn.Module, x: Tensor = X, **options: Any) -> Trace:
-    with nanwatch.watch(model, trace=path, **{"sketches": 1, **options}), torch.no_grad():
+    with watch(model, trace=path, **{"sketches": 1, **options}), torch.no_grad():
         model(x)
     return Trace.open(path)
 
@@ -183,7 +183,8 @@ def test_a_fused_projection_is_matched_and_said_not_to_be_compared(tmp_path: Pat
 def test_bad_use_is_explained(tmp_path: Path) -> None:
     a = trace(tmp_path / "a.parquet", blocks())
     with pytest.raises(
-        ValueError, match=r"b.parquet has no sketches; record it with watch\(trace=..., sketches=N\)"
+        ValueError,
+        match=r"b.parquet has no sketches; record it with watch\(trace=nanwatch.Trace\(path, sketches=N\)\)",
     ):
         compare_traces(a, trace(tmp_path / "b.parquet", blocks(), sketches=False))
     with pytest.raises(ValueError, match="has no call in batch 7"):

@@ -175,7 +175,7 @@ def test_logits_are_rows_of_the_module_that_calls_attention() -> None:
 def test_attention_of_an_unwatched_module_shows_in_its_caller() -> None:
     model = Twice()
     x, _ = inputs((2, 2, 5, 8), (1,))
-    with watch(model, attention=1, exclude="inner") as w:
+    with watch(model, attention=1, ignore_modules="inner") as w:
         model(x)
         labels = [record.label for record in w.frames[-1].records if LARGEST in record.label]
     assert labels == [BOUND, LARGEST] * 2

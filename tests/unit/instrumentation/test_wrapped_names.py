@@ -21,9 +21,9 @@ from nanwatch.instrumentation.wrapped_names import (
     parameter_names,
     unwrapped,
 )
-from nanwatch.session.api import watch
 from nanwatch.session.optimizer_steps import state_rows
 from support.toys import Scale, mlp, names
+from support.watching import watch
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "compile": lambda module: torch.compile(module, backend="eager"),  # type: ignore[dict-item]
@@ -118,7 +118,7 @@ def test_a_module_wrapped_while_it_is_watched_keeps_its_name(wrapper: str) -> No
 def test_a_child_called_module_is_no_wrapper() -> None:
     """A user's own `module` stays in the names, also where a wrapper is around it."""
     for model in (Holder(mlp()), nn.DataParallel(Holder(mlp()))):
-        with watch(model, include="module.*") as w:
+        with watch(model, modules="module.*") as w:
             model(torch.randn(2, 3))
         assert [name for _, name in names(w)] == ["module.0", "module.1", "module.2"]
 
@@ -126,11 +126,11 @@ def test_a_child_called_module_is_no_wrapper() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"include": "0"}, ["0"]),
-        ({"include": "module.0"}, ["0"]),
-        ({"include": "module.*"}, ["0", "1", "2", ""]),
-        ({"include": ["module", "2"]}, ["2", ""]),
-        ({"exclude": ["module.1", "2"]}, ["0", ""]),
+        ({"modules": "0"}, ["0"]),
+        ({"modules": "module.0"}, ["0"]),
+        ({"modules": "module.*"}, ["0", "1", "2", ""]),
+        ({"modules": ["module", "2"]}, ["2", ""]),
+        ({"ignore_modules": ["module.1", "2"]}, ["0", ""]),
     ],
 )
 def test_patterns_with_and_without_the_prefix(options: dict[str, Any], expected: list[str]) -> None:
@@ -145,7 +145,9 @@ def test_patterns_with_and_without_the_prefix(options: dict[str, Any], expected:
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: model])
 def test_frozen_takes_both_ways_to_write_a_name(wrap: Callable[[nn.Module], nn.Module], pattern: str) -> None:
     """Of a module or of a weight, whether the watched model is wrapped or not."""
-    with watch(wrap(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))), updates=1, frozen=pattern) as w:
+    with watch(
+        wrap(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))), audit=nanwatch.Audit(1, frozen=pattern)
+    ) as w:
         assert w._options.is_frozen("0.weight")
         assert not w._options.is_frozen("1.weight")
 
@@ -154,7 +156,7 @@ def test_an_unknown_pattern_names_the_users_modules() -> None:
     """The error for a pattern that matches nothing proposes names without prefixes."""
     model = nn.DataParallel(nn.ModuleDict({"encoder": nn.Linear(1, 1)}))
     with pytest.raises(ValueError, match=r"close names: encoder$"):
-        watch(model, include="module.encode")
+        watch(model, modules="module.encode")
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -208,7 +210,7 @@ class Big(nn.Module):
 def test_a_failure_is_examined_and_cured_under_the_users_names() -> None:
     """The operation is found in the wrapped module, and the cure's code reaches it in the model as it is."""
     model = nn.DataParallel(nn.Sequential(checkpoint_wrapper(Big()), nn.Sigmoid()))
-    with watch(model, check="module"), pytest.raises(nanwatch.NonFiniteError) as error:
+    with watch(model, act_at="module"), pytest.raises(nanwatch.NonFiniteError) as error:
         model(torch.ones(1, dtype=torch.float16))
     finding = error.value.report.finding
     assert finding is not None

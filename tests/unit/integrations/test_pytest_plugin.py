@@ -106,11 +106,11 @@ class TestMasked:
         nn.Linear(2, 2)(torch.ones(2))
         network(Masked())(torch.ones(2))
 
-    @pytest.mark.nanwatch(allow_inf=(), exclude="nothing.*")
+    @pytest.mark.nanwatch(allow_inf=(), ignore_modules="nothing.*")
     def test_not_meant(self):
         network(Masked())(torch.ones(2))
 
-@pytest.mark.nanwatch(enabled=False)
+@pytest.mark.nanwatch(False)
 def test_left_alone():
     network(Log())(torch.zeros(2))
 
@@ -123,7 +123,7 @@ def test_backward():
 def test_typo():
     pass
 
-@pytest.mark.nanwatch(include="encoder.*")
+@pytest.mark.nanwatch(modules="encoder.*")
 def test_no_such_module():
     network(Log())(torch.zeros(2))
 """,
@@ -135,7 +135,7 @@ def test_no_such_module():
             "FAILED *::test_not_meant - Failed: inf first seen in `output` of 1 (Masked) in batch 0",
             "FAILED *::test_backward - Failed: *.grad* in the backward of batch 0",
             "FAILED *::test_typo - Failed: options of nanwatch: watch has no option 'alow_inf'; *",
-            "FAILED *::test_no_such_module - Failed: nanwatch watches no model: Sequential: include *",
+            "FAILED *::test_no_such_module - Failed: nanwatch watches no model: Sequential: modules *",
         ]
     )
 

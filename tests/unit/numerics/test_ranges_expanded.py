@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch import watch, would_fit
+from nanwatch import would_fit
+from support.watching import watch
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.complex128]

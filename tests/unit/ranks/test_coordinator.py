@@ -18,6 +18,7 @@ from nanwatch.ranks import consensus, coordinator
 from nanwatch.ranks.consensus import PeerNonFiniteError, StoreProtocol
 from nanwatch.report.finding import RankObservation
 from nanwatch.util.job import store_key
+from support import watching
 from support.sightings import connect, finding, serve
 
 _before: set[threading.Thread] = set()
@@ -38,7 +39,7 @@ def test_a_process_alone_asks_nobody(one_process_mesh):
     """No thread, no hook, and an error without an origin: neither without a process group nor in one of one rank."""
     hook = sys.excepthook
     model = nn.Linear(4, 4)
-    with pytest.raises(nanwatch.NonFiniteError) as caught, nanwatch.watch(model, rerun=False):
+    with pytest.raises(nanwatch.NonFiniteError) as caught, watching.watch(model, rerun=False):
         model(torch.full((2, 4), float("inf")))
     assert caught.value.origin is None
     assert (verdict_threads(), sys.excepthook) == (0, hook)
@@ -85,7 +86,7 @@ def until_told(model: nn.Module) -> None:
 def test_the_next_batch_raises_what_another_rank_found(job, tmp_path):
     """With this rank's own frames, which are written down; and so does the batch after the next failure."""
     model = nn.Linear(4, 4)
-    watch = nanwatch.watch(model, output_dir=tmp_path, peer_timeout=10)
+    watch = watching.watch(model, output_dir=tmp_path, peer_timeout=10)
     for _ in range(2):
         job.other_fails()
         with pytest.raises(PeerNonFiniteError, match=r"of there \(Linear\) in batch 1 on rank 1") as caught:
@@ -111,7 +112,7 @@ def train_until(job: Job, model: nn.Module, ends: Callable[[], None]) -> None:
     """A batch, the failure of another rank, and how this one's run ends: with what that rank found."""
 
     def train() -> None:
-        with nanwatch.watch(model, peer_timeout=10):
+        with watching.watch(model, peer_timeout=10):
             model(torch.ones(2, 4))
             job.other_fails()
             ends()
@@ -131,9 +132,9 @@ def test_the_end_of_the_run_raises_what_another_rank_found(job):
 def test_a_watch_that_was_stopped_has_left(job):
     """A finding of another rank raises nothing from a `with` whose watch the user has stopped, though others go on."""
     other_model, model = nn.Linear(4, 4), nn.Linear(4, 4)
-    other = nanwatch.watch(other_model, peer_timeout=1)
+    other = watching.watch(other_model, peer_timeout=1)
     other_model(torch.ones(2, 4))
-    with nanwatch.watch(model, peer_timeout=1) as watch:
+    with watching.watch(model, peer_timeout=1) as watch:
         model(torch.ones(2, 4))
         watch.stop()
         job.other_fails()
@@ -144,7 +145,7 @@ def test_a_watch_that_was_stopped_has_left(job):
 def test_a_rank_that_stops_and_knows_is_not_waited_for(job):
     """stop() raises nothing, and says that this rank has had its say."""
     model = nn.Linear(4, 4)
-    watch = nanwatch.watch(model, peer_timeout=10)
+    watch = watching.watch(model, peer_timeout=10)
     model(torch.ones(2, 4))
     job.other_fails()
     until_known()
@@ -167,7 +168,7 @@ def test_an_error_of_a_collective_inside_a_forward_is_explained(job):
 
     model = Waiting()
     with (
-        nanwatch.watch(model, peer_timeout=10),
+        watching.watch(model, peer_timeout=10),
         pytest.raises(PeerNonFiniteError, match="on rank 1") as caught,
     ):
         model(torch.ones(2, 4))
@@ -185,7 +186,7 @@ def test_an_error_of_a_collective_outside_any_forward_is_explained(job):
     shown: list[BaseException] = []
     before, sys.excepthook = sys.excepthook, lambda kind, error, traceback: shown.append(error)
     try:
-        watch = nanwatch.watch(model, peer_timeout=10)
+        watch = watching.watch(model, peer_timeout=10)
         model(torch.ones(2, 4))
         job.other_fails()
         ended = RuntimeError("Connection closed by peer")
@@ -239,7 +240,7 @@ def test_only_the_error_of_a_collective_is_waited_for(job, monkeypatch, fail, wa
             return x
 
     model = Fails()
-    with nanwatch.watch(model, peer_timeout=10):
+    with watching.watch(model, peer_timeout=10):
         monkeypatch.setattr(coordinator, "time", Time)
         with pytest.raises((RuntimeError, ValueError)) as caught:
             model(torch.ones(2, 4))
@@ -258,7 +259,7 @@ def test_other_errors_are_what_they_were(job, error):
             raise error
 
     model = Broken()
-    with pytest.raises(type(error)) as caught, nanwatch.watch(model, peer_timeout=10):
+    with pytest.raises(type(error)) as caught, watching.watch(model, peer_timeout=10):
         model(torch.ones(2, 4))
     assert caught.value is error
     assert error.__cause__ is None
@@ -269,7 +270,7 @@ def test_with_a_function_a_rank_goes_on_after_another_has_failed(job, tmp_path):
     """Twice: it warns, writes its frames and takes part in the verdict. Its own next failure is one more agreement."""
     reports: list[nanwatch.Report] = []
     model = nn.Linear(4, 4)
-    with nanwatch.watch(model, on_nonfinite=reports.append, output_dir=tmp_path, peer_timeout=10):
+    with watching.watch(model, on_nonfinite=reports.append, output_dir=tmp_path, peer_timeout=10):
         model(torch.ones(2, 4))
         start = coordinator._job_that_goes_on._num_settled
         for number in range(2):
@@ -303,9 +304,9 @@ def test_with_a_function_a_rank_that_does_not_answer_is_waited_for_once(job):
     """The function is called each time, then without a verdict."""
     reports: list[nanwatch.Report] = []
     model = nn.Linear(4, 4)
-    with nanwatch.watch(model, on_nonfinite=reports.append, rerun=False, peer_timeout=1):
+    with watching.watch(model, on_nonfinite=reports.append, rerun=False, peer_timeout=1):
         with pytest.warns(
-            RuntimeWarning, match=r"no more, .* within peer_timeout=1 s: inf first seen in `input"
+            RuntimeWarning, match=r"no more, .* within NANWATCH_PEER_TIMEOUT=1 s: inf first seen in `input"
         ):
             model(torch.full((2, 4), float("inf")))
         assert verdict_threads() == 0
@@ -318,7 +319,7 @@ def test_with_a_function_a_rank_that_does_not_answer_is_waited_for_once(job):
 def test_without_peer_timeout_each_rank_speaks_for_itself(job):
     """No thread, and nothing is asked."""
     model = nn.Linear(4, 4)
-    with nanwatch.watch(model, peer_timeout=0):
+    with watching.watch(model, peer_timeout=0):
         model(torch.ones(2, 4))
         assert verdict_threads() == 0
 
@@ -326,7 +327,7 @@ def test_without_peer_timeout_each_rank_speaks_for_itself(job):
 def test_a_watch_that_is_dropped_ends_its_thread(job):
     """Nobody has to call stop()."""
     model = nn.Linear(4, 4)
-    watch = nanwatch.watch(model, peer_timeout=10)
+    watch = watching.watch(model, peer_timeout=10)
     model(torch.ones(2, 4))
     assert verdict_threads() == 1
     del watch, model

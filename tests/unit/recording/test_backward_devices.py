@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
 from nanwatch.report.report import Report
-from nanwatch.session.api import Watch, watch
+from nanwatch.session.watch import Watch
 from support.gradient_models import Net, Sick, Spoil, Spoiling, backward_frames, loss_of
 from support.stand_in_device import BROKEN, StandIn, stand_in
 from support.toys import chain, in_threads, mlp, text_of
 from support.training import stopped
+from support.watching import watch
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
 X = torch.ones(2, 3)
@@ -65,9 +66,9 @@ def test_reports_are_those_of_the_host(seed: int, spoils: bool, behind: bool, sk
                 gradients=True,
                 max_frames=1000,
                 on_nonfinite="record",
-                check=check,
+                act_at=check,
                 max_skipped_steps=skips,
-                _verify_hits=True,
+                verify_hits=True,
             ) as w:
                 for _ in range(3):
                     loss_of(model(torch.randn(2, 4, requires_grad=True))).backward()
@@ -129,9 +130,9 @@ def test_the_optimizer_of_what_feeds_the_model_takes_no_bad_gradient(place: int)
 
 
 def test_module_has_each_gradient_when_it_comes() -> None:
-    """With check="module" each is read at once, and the failure is known when the backward is over."""
+    """With act_at="module" each is read at once, and the failure is known when the backward is over."""
     model = chain(SpoilsLater(0))
-    with trained(model, check="module") as (device, _, w):
+    with trained(model, act_at="module") as (device, _, w):
         loss = model(X).sum()
         launches = len(device.launches)
         loss.backward()

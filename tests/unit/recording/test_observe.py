@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanwatch.recording.observe import observe
 from nanwatch.records.note import Note
 from nanwatch.report.report import NonFiniteError, Report
-from nanwatch.session.api import watch
+from support.watching import watch
 
 INF = float("inf")
 LARGEST = torch.finfo(torch.float32).max
@@ -83,7 +83,7 @@ def test_a_mask_under_a_fake_mode_is_a_mask(masked: float) -> None:
 def test_a_saturated_tensor_of_8_bits_is_no_mask(dtype: torch.dtype) -> None:
     """Zeros and the lowest number are what saturation leaves in 8 bits; with -inf they are a mask in any format."""
     model = Takes()
-    with watch(model, on_nonfinite="record", check="module") as w:
+    with watch(model, on_nonfinite="record", act_at="module") as w:
         for masked, note in (
             (torch.finfo(dtype).min, Note("mask") if dtype.itemsize > 1 else None),
             (-INF, Note("mask")),

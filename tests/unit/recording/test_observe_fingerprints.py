@@ -1,4 +1,4 @@
-"""`watch(fingerprints=True)`: every record has the fingerprint of its tensor as it was at the call."""
+"""`Trace(fingerprints=True)`: every record has the fingerprint of its tensor as it was at the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`watch(statistics=N)`: records, traces and the log have the statistics of each tensor in the batches that are due."""
+"""`Trace(statistics=N)`: records, traces and the log have the statistics of each tensor in the batches that are due."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.records.record import Frame
+from support import watching
 from support.recorders import WITH_DEVICE, watched
 
 
@@ -93,7 +94,7 @@ def test_traces_and_the_log(tmp_path: Path) -> None:
         logged[batch] = scalars
 
     options: Any = {"trace": tmp_path / "run.parquet", "sinks": log, "log_every": 1}
-    with nanwatch.watch(model, statistics=2, max_frames=50, **options) as watch:
+    with watching.watch(model, statistics=2, max_frames=50, **options) as watch:
         for _ in range(3):
             outputs.append(model(torch.randn(9, 30)))
     trace = nanwatch.Trace.open(tmp_path / "run.parquet")

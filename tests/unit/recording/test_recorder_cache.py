@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
 from nanwatch.report.report import NonFiniteError
-from nanwatch.session.api import watch
 from support.toys import Own, fresh, latest, seen
+from support.watching import watch
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder remembers nothing")
 NAN = float("nan")
@@ -45,7 +45,7 @@ def test_a_tensor_that_passes_through_is_read_once_a_batch() -> None:
     """Three modules hand the same tensor on: of eight sightings two are readings, the first and the model's output."""
     model = nn.Sequential(nn.Identity(), nn.Identity(), nn.Identity())
     x = torch.randn(5)
-    with watch(model, _verify_hits=True) as w:
+    with watch(model, verify_hits=True) as w:
         for batch in range(1, 4):
             model(x)
             counters = w.counters
@@ -58,7 +58,7 @@ def test_a_tensor_that_passes_through_is_read_once_a_batch() -> None:
 def test_rereading_is_spread_over_the_batches() -> None:
     """Each weight is read again within 64 batches, and no later batch reads more than a small share of them."""
     model = nn.Sequential(*[Own() for _ in range(128)])
-    with watch(model, inputs=False) as w:
+    with watch(model, read="weights buffers outputs") as w:
         counts = [0]
         for _ in range(129):
             model(torch.ones(64))
@@ -162,7 +162,7 @@ def test_a_tied_weight_is_read_once() -> None:
     head = nn.Linear(3, 5, bias=False)
     head.weight = embedding.weight
     model = nn.Sequential(embedding, head)
-    with watch(model, inputs=False, outputs=False, _verify_hits=True) as w:
+    with watch(model, read="weights buffers", verify_hits=True) as w:
         model(torch.tensor([1, 2]))
     assert seen(w, "weight", "0") == seen(w, "weight", "1") == fresh(head.weight)
     assert (w.counters["tensors"], w.counters["tensors_read"], w.counters["stale_hits"]) == (2, 1, 0)
@@ -181,7 +181,7 @@ def test_weights_are_current_after_an_optimizer_step(kind: type[Any], how: str) 
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     arguments = {} if how == "plain" else {how: True}
     optimizer = kind(model.parameters(), lr=0.1, **arguments)
-    with watch(model, _verify_hits=True) as w:
+    with watch(model, verify_hits=True) as w:
         for _ in range(4):
             model(torch.randn(3, 4)).square().sum().backward()
             for name in ("0", "2"):
@@ -205,7 +205,7 @@ def test_unscaling_gradients_changes_no_weight() -> None:
     model = nn.Sequential(nn.Linear(3, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with watch(model, _verify_hits=True) as w:
+    with watch(model, verify_hits=True) as w:
         for step in range(4):
             scaler.scale(model(torch.randn(2, 3)).sum()).backward()
             assert seen(w, "weight", "0") == fresh(model[0].weight)
@@ -361,7 +361,7 @@ def test_running_statistics_are_current_in_training(calls: int) -> None:
     model = nn.Sequential(*[norm] * calls)
     current: list[tuple[float, float]] = []
     norm.register_forward_hook(lambda module, *_: current.append(fresh(module.running_var)))
-    with watch(model, max_frames=100, _verify_hits=True) as w:
+    with watch(model, max_frames=100, verify_hits=True) as w:
         for _ in range(5):
             model(torch.randn(6, 3))
         model.eval()
@@ -376,7 +376,7 @@ def test_running_statistics_are_current_in_training(calls: int) -> None:
 def test_parameters_given_for_one_call_are_read() -> None:
     """torch.func.functional_call puts other tensors in the parameters' place: each call has its own range."""
     model = nn.Sequential(Own())
-    with watch(model, _verify_hits=True) as w:
+    with watch(model, verify_hits=True) as w:
         for value in (2.0, 3.0, 4.0):
             torch.func.functional_call(model, {"0.weight": torch.full((2, 3), value)}, torch.ones(1))
             assert seen(w, "weight", "0") == (value, value)
@@ -401,7 +401,7 @@ def test_freed_activations_are_not_taken_for_their_successors() -> None:
 
     for module in model:
         module.register_forward_hook(note)
-    with watch(model, max_frames=51, _verify_hits=True) as w, torch.no_grad():
+    with watch(model, max_frames=51, verify_hits=True) as w, torch.no_grad():
         model(torch.randn(2, 4))
     # The allocator decides whether the address of the data comes again too.
     assert len(set(identities)) < 25, "nothing collides here: the test shows nothing"
@@ -431,7 +431,7 @@ def test_an_activation_changed_between_two_modules_is_read_again(between: Any) -
     """In-place operations, views and new storage between two calls: the second frame has the new range."""
     model = Then(between)
     x = torch.arange(1.0, 7.0).reshape(2, 3)
-    with watch(model, _verify_hits=True) as w:
+    with watch(model, verify_hits=True) as w:
         output = model(x)
     assert seen(w, "input[0]", "second") == seen(w, "output", "second") == fresh(output)
     assert latest(w, "output", "second").shape == tuple(output.shape)
@@ -458,7 +458,7 @@ def test_no_view_is_taken_for_another_of_its_storage() -> None:
     shapes += [(size, pair) for size in ((2, 2), (2, 3), (3, 2)) for pair in steps]
     views = [base.as_strided(*shape, offset) for shape in shapes for offset in range(4)]
     model = Parts()
-    with watch(model, _verify_hits=True, max_frames=len(views) + 1) as w:
+    with watch(model, verify_hits=True, max_frames=len(views) + 1) as w:
         model(views)
     found = [(r.abs_min, r.abs_max) for frame in w.frames[:-1] for r in frame.records if r.role == "output"]
     assert found == [fresh(view) for view in views]
@@ -500,7 +500,7 @@ def test_a_write_without_a_sign_to_an_activation_is_seen_in_the_next_batch(
 
     model = nn.Sequential(Then(between), nn.ReLU())
     x = torch.arange(1.1, 7.0).reshape(2, 3)
-    with watch(model, _verify_hits=True) as w:
+    with watch(model, verify_hits=True) as w:
         for batch in range(2):
             model(x)
             assert seen(w, "input[0]", "0.first") == before[batch]
@@ -528,11 +528,11 @@ def test_tensors_without_a_version_counter_are_read_each_time() -> None:
 def test_a_copy_shares_nothing_of_what_is_remembered() -> None:
     """A deep copy is watched on its own account: its weights have their own readings."""
     model = nn.Sequential(Own())
-    with watch(model, _verify_hits=True) as w:
+    with watch(model, verify_hits=True) as w:
         model(torch.ones(1))
         other = copy.deepcopy(model)
         other[0].weight.data.fill_(9.0)
-        with watch(other, _verify_hits=True) as v:
+        with watch(other, verify_hits=True) as v:
             other(torch.ones(1))
             model(torch.ones(1))
         assert seen(v, "weight", "0") == (9.0, 9.0)

@@ -48,7 +48,7 @@ def test_nothing_grows_over_many_batches() -> None:
 def test_parameters_that_are_gone_are_forgotten() -> None:
     """A model that makes new parameters each step: entries of the dead are swept, those of the living stay."""
     model = Own()
-    with watch(model, inputs=False, outputs=False) as w:
+    with watch(model, read="weights buffers") as w:
         alive = []
         for i in range(6_000):
             model.weight = nn.Parameter(torch.ones(1))

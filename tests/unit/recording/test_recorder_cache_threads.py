@@ -65,7 +65,7 @@ def test_a_tensor_resized_while_it_is_read_has_the_sizes_that_were_read() -> Non
     model = Own()
     x = long_to_read()
     with (
-        watch(model, weights=False, outputs=False, **QUIET) as w,
+        watch(model, read="buffers inputs", **QUIET) as w,
         during_the_read(model, lambda: x.set_(torch.full((5,), 7.0))),
     ):
         model(x)

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
 from nanwatch.report.report import NonFiniteError
-from nanwatch.session.api import Watch, watch
+from nanwatch.session.watch import Watch
 from support.random_trees import run, tree
 from support.stand_in_device import BROKEN, OLD_DRIVER, StandIn, stand_in
 from support.toys import Plant, Scale, chain, in_threads, mlp, names, text_of
+from support.watching import watch
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
 INF = float("inf")
@@ -52,11 +53,11 @@ def test_reports_are_those_of_the_host(seed: int, poison: float, check: Any, hol
     another one that it made is the first on the host alone.
     """
     model = tree(seed, poison)
-    with watch(model, max_frames=1000, on_nonfinite="record", check="module") as w:
+    with watch(model, max_frames=1000, on_nonfinite="record", act_at="module") as w:
         run(model, seed)
     frames, report, finding = repr(w.frames), text_of(w), w.report().finding
     with stand_in(holds=holds):
-        with watch(model, max_frames=1000, on_nonfinite="record", check=check, _verify_hits=True) as w:
+        with watch(model, max_frames=1000, on_nonfinite="record", act_at=check, verify_hits=True) as w:
             run(model, seed)
         assert repr(w.frames) == frames
         if finding is None or finding.origin in ("produced", "weight", "buffer"):
@@ -74,7 +75,7 @@ def test_what_is_raised_is_what_the_host_raises(check: Any, value: float) -> Non
         with device_or_host(on_device), warnings.catch_warnings():
             warnings.simplefilter("error")
             with pytest.raises(NonFiniteError) as error:
-                watched_run(model, 3, check=check if on_device else "module", rerun=False)
+                watched_run(model, 3, act_at=check if on_device else "module", rerun=False)
             reports.append(error.value.report.to_json())
     assert reports[0] == reports[1]
 
@@ -109,7 +110,7 @@ def test_masks_and_infinities_that_are_meant(dtype: torch.dtype) -> None:
 def test_one_launch_a_frame_and_one_wait_a_batch() -> None:
     """Each call launches once, for what it has that is new; the host waits at the end of the batch alone."""
     model = mlp()
-    with stand_in() as device, watch(model, check="batch"):
+    with stand_in() as device, watch(model, act_at="batch"):
         model(torch.ones(2, 3))
         # Two weights, an input and an output; an output; the same again; the root reads its output in any case.
         assert device.launches == [4, 1, 3, 1]
@@ -120,10 +121,10 @@ def test_one_launch_a_frame_and_one_wait_a_batch() -> None:
 
 
 def test_module_waits_for_each_call() -> None:
-    """With check="module" the fault is raised where it is, and what follows is not computed."""
+    """With act_at="module" the fault is raised where it is, and what follows is not computed."""
     after = Plant()
     model = chain(Plant(b0=INF), after)
-    with stand_in() as device, watch(model, check="module", rerun=False):
+    with stand_in() as device, watch(model, act_at="module", rerun=False):
         with pytest.raises(NonFiniteError):
             model(torch.ones(1, 3))
         assert after.calls == 0
@@ -157,7 +158,7 @@ def test_after_a_step_weights_are_read_anew() -> None:
     """The step of an optimizer makes every weight unknown, also one whose row is on the way."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
-    with stand_in(), watch(model, _verify_hits=True) as w:
+    with stand_in(), watch(model, verify_hits=True) as w:
         for _ in range(3):
             model(torch.ones(2, 3)).sum().backward()
             optimizer.step()
@@ -209,7 +210,7 @@ def test_a_model_over_several_devices_and_the_host() -> None:
             return x, y, z
 
     model = Moves()
-    with stand_in(place=lambda x: where[x.dtype]) as device, watch(model, check="batch") as w:
+    with stand_in(place=lambda x: where[x.dtype]) as device, watch(model, act_at="batch") as w:
         model(torch.ones(3))
         assert device.launches == [2, 2, 1, 1]
         assert device.waits == 2
@@ -253,7 +254,7 @@ def test_each_stream_that_was_used_is_waited_for() -> None:
                 return y + self.b(x)
 
         model = Forks()
-        with watch(model, check="batch") as w:
+        with watch(model, act_at="batch") as w:
             model(torch.ones(1))
             assert device.waits == 2
         assert [f.records[-1].abs_max for f in w.frames] == [2, 3, 5]
@@ -312,7 +313,7 @@ def test_a_device_that_cannot_run_is_left_alone() -> None:
 def test_a_launch_that_fails_once_costs_no_row() -> None:
     """The frame whose launch failed is read the other way, and the next one asks the device again."""
     model = mlp()
-    with stand_in(fail_next=9) as device, watch(model, check="batch") as w:
+    with stand_in(fail_next=9) as device, watch(model, act_at="batch") as w:
         model(torch.ones(2, 3))
         assert len(device.launches) == 3
     assert all(record.isfinite for frame in w.frames for record in frame.records)
@@ -395,7 +396,7 @@ def test_threads_have_their_own_batches() -> None:
             except NonFiniteError:
                 errors.append(number)
 
-    with stand_in(), watch(model, check="batch", max_frames=10_000, rerun=False, _verify_hits=True) as w:
+    with stand_in(), watch(model, act_at="batch", max_frames=10_000, rerun=False, verify_hits=True) as w:
         in_threads(4, work)
     assert errors == [2]
     assert w.batch == 59

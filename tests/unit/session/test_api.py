@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import threading
 import weakref
@@ -20,8 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from nanwatch.records.note import Note
 from nanwatch.records.record import Frame, Record
-from nanwatch.report.report import BatchLimitError, NonFiniteError, Report
-from nanwatch.session.api import Watch, watch
+from nanwatch.report.report import NonFiniteError, Report
+from nanwatch.session.api import watch
+from nanwatch.session.options import Audit
+from nanwatch.session.watch import Watch
 from support.architectures import ARCHITECTURES, built, inputs_of
 from support.toys import Scale
 
@@ -450,10 +451,11 @@ def test_max_frames_bounds_the_frames() -> None:
 
 
 def test_roles_can_be_left_out() -> None:
-    """weights, buffers, inputs and outputs each take their records away."""
+    """Each word of `read` has its records."""
     model = nn.BatchNorm1d(1)
     for role in ("weight", "buffer", "input", "output"):
-        with watch(model, **{f"{role}s": False}) as w:
+        read = " ".join({"weights", "buffers", "inputs", "outputs"} - {f"{role}s"})
+        with watch(model, read=read) as w:
             model(torch.randn(3, 1))
         assert {r.role for r in w.frames[0].records} == {"weight", "buffer", "input", "output"} - {role}
 
@@ -471,45 +473,20 @@ def test_every_looks_at_some_batches() -> None:
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        ({"include": "0*"}, ["0.0", "0.1", "0"]),
-        ({"include": ["0.?", "1"]}, ["0.0", "0.1", "1"]),
-        ({"exclude": "0.*"}, ["0", "1", ""]),
-        ({"include": "0*", "exclude": ("*.1",)}, ["0.0", "0"]),
-        ({"include": ""}, [""]),
+        ({"modules": "0*"}, ["0.0", "0.1", "0"]),
+        ({"modules": ["0.?", "1"]}, ["0.0", "0.1", "1"]),
+        ({"ignore_modules": "0.*"}, ["0", "1", ""]),
+        ({"modules": "0*", "ignore_modules": ("*.1",)}, ["0.0", "0"]),
+        ({"modules": ""}, [""]),
     ],
 )
-def test_include_and_exclude_choose_modules(options: dict[str, Any], names: list[str]) -> None:
+def test_patterns_choose_modules(options: dict[str, Any], names: list[str]) -> None:
     """Glob patterns on the names choose the frames; a batch is still a call of the root."""
     model = nn.Sequential(nn.Sequential(Scale(), Scale()), Scale())
     with watch(model, **options) as w:
         model(torch.ones(1))
         model(torch.ones(1))
     assert [(f.batch, f.name) for f in w.frames] == [(batch, name) for batch in (0, 1) for name in names]
-
-
-def test_traced_batches_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """The frames of the batches asked for, and of no other, go to stdout as they come."""
-    model = nn.Sequential(Scale(2.0))
-    with watch(model, trace_batches=[1]):
-        for value in (1.0, 2.0, 3.0):
-            model(torch.full((1,), value))
-    prefix = " " * 17
-    assert capsys.readouterr().out == (
-        f"\n\n{prefix} *** Starting batch number=1 ***\nabs min  abs max  metadata\n"
-        f"{prefix} 0 Scale\n2.00e+00 2.00e+00 input[0]\n4.00e+00 4.00e+00 output\n"
-        f"{prefix}  Sequential\n2.00e+00 2.00e+00 input[0]\n4.00e+00 4.00e+00 output\n"
-    )
-
-
-def test_abort_after_batch_ends_the_run() -> None:
-    """The batch of that number is finished, then a ValueError that names the option."""
-    model = nn.Sequential(Scale())
-    with watch(model, abort_after_batch=1) as w:
-        model(torch.ones(1))
-        with pytest.raises(BatchLimitError, match="abort_after_batch=1"):
-            model(torch.ones(1))
-    assert [frame.batch for frame in w.frames] == [0, 0, 1, 1]
-    assert issubclass(BatchLimitError, ValueError)
 
 
 @pytest.mark.parametrize(
@@ -522,7 +499,7 @@ def test_abort_after_batch_ends_the_run() -> None:
             nn.ReLU(),
             {"max_frame": 3},
             TypeError,
-            r"unexpected keyword argument 'max_frame'",
+            r"watch has no option 'max_frame'; close names: max_frames",
         ),
         (nn.ReLU(), {"max_frames": 0}, ValueError, r"max_frames should be at least 1, got 0"),
         (nn.ReLU(), {"max_frames": -2}, ValueError, r"got -2"),
@@ -530,38 +507,30 @@ def test_abort_after_batch_ends_the_run() -> None:
         (nn.ReLU(), {"max_frames": True}, TypeError, r"got True"),
         (nn.ReLU(), {"every": 0}, ValueError, r"every should be at least 1"),
         (nn.ReLU(), {"on_nonfinite": "explode"}, ValueError, r'"raise", "warn", "record" .* got \'explode\''),
-        (nn.ReLU(), {"weights": 1}, TypeError, r"weights should be True or False, got 1"),
-        (
-            nn.ReLU(),
-            dict.fromkeys(("weights", "buffers", "inputs", "outputs"), False),
-            ValueError,
-            r"all False",
-        ),
-        (nn.ReLU(), {"trace_batches": 3}, TypeError, r"trace_batches .* got 3"),
-        (nn.ReLU(), {"trace_batches": "3"}, TypeError, r"trace_batches .* got '3'"),
-        (
-            nn.ReLU(),
-            {"trace_batches": (1, 4), "every": 2},
-            ValueError,
-            r"trace_batches has 1, and every=2 looks",
-        ),
-        (nn.ReLU(), {"trace_batches": (2**62,)}, ValueError, r"trace_batches should be at most"),
+        (nn.ReLU(), {"gradients": 1}, TypeError, r"gradients should be True or False, got 1"),
+        (nn.ReLU(), {"read": "weight"}, ValueError, r"read should be one or more words of .* got 'weight'"),
+        (nn.ReLU(), {"read": ""}, ValueError, r"read should be one or more words"),
+        (nn.ReLU(), {"read": "weights", "gradients": True}, ValueError, r"gradients needs the outputs"),
+        (nn.ReLU(), {"audit": -1}, ValueError, r"audit should be at least 0, got -1"),
+        (nn.ReLU(), {"trace": 3}, TypeError, r"trace should be a path or a nanwatch.Trace, got 3"),
         (nn.ReLU(), {"max_frames": 10**9}, ValueError, r"max_frames should be at most 1000000, got 10*$"),
         (nn.ReLU(), {"every": 2**62}, ValueError, r"every should be at most"),
         (nn.ReLU(), {"every": 10**9999}, ValueError, r"every should be at most .* bits"),
-        (nn.ReLU(), {"abort_after_batch": 2**63}, ValueError, r"abort_after_batch should be at most"),
-        (nn.ReLU(), {"trace_batches": [-1]}, ValueError, r"trace_batches should be at least 0, got -1"),
-        (nn.ReLU(), {"abort_after_batch": -1}, ValueError, r"abort_after_batch should be at least 0"),
-        (nn.ReLU(), {"include": 3}, TypeError, r"include .* got 3"),
-        (nn.Sequential(nn.ReLU()), {"include": "encoder"}, ValueError, r"'encoder' matches no module"),
-        (nn.Sequential(nn.ReLU()), {"exclude": "encoder"}, ValueError, r"exclude .* matches no module"),
+        (nn.ReLU(), {"modules": 3}, TypeError, r"modules .* got 3"),
+        (nn.Sequential(nn.ReLU()), {"modules": "encoder"}, ValueError, r"'encoder' matches no module"),
+        (
+            nn.Sequential(nn.ReLU()),
+            {"ignore_modules": "encoder"},
+            ValueError,
+            r"ignore_modules .* matches no module",
+        ),
         (
             nn.Linear(1, 1),
-            {"frozen": "wieght", "updates": 1},
+            {"audit": Audit(frozen="wieght")},
             ValueError,
             r"frozen pattern 'wieght' matches no module and no weight; close names: weight$",
         ),
-        (nn.ReLU(), {"exclude": "*"}, ValueError, r"leave no module to watch"),
+        (nn.ReLU(), {"ignore_modules": "*"}, ValueError, r"leave no module to watch"),
     ],
 )
 def test_bad_arguments_are_named(model: Any, options: Any, error: type[Exception], message: str) -> None:
@@ -766,18 +735,6 @@ def test_a_watch_of_the_same_model_with_the_same_options_takes_the_place_of_the_
     third = watch(model)
     model(torch.ones(1, 2))
     assert [one.batch for one in (second, third)] == [0, 0]
-
-
-@pytest.mark.parametrize("stream", [None, io.StringIO()], ids=["none", "closed"])
-def test_a_traced_batch_goes_on_without_stdout(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A daemon has none, and a script may close it."""
-    model = nn.Linear(2, 2)
-    with watch(model, trace_batches=(0,)) as w:
-        if stream is not None:
-            stream.close()
-        monkeypatch.setattr("sys.stdout", stream)
-        model(torch.ones(2))
-    assert w.frames
 
 
 def test_a_class_that_hides_the_calls_of_its_modules_is_named() -> None:

@@ -18,9 +18,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch import NonFiniteError, Report, watch
+from nanwatch import NonFiniteError, Report
 from nanwatch.diagnosis.batch_snapshot import left_calls
 from support.toys import Scale
+from support.watching import watch
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
 
@@ -247,10 +248,10 @@ def test_an_assertion_is_told_what_it_was_given(model: nn.Module, x: float, foun
 
 
 def test_a_fault_that_was_put_off_is_noted() -> None:
-    """With check="batch" the batch's end would have told it."""
+    """With act_at="batch" the batch's end would have told it."""
 
     model = nn.Sequential(Scale(INF), Fails())
-    with watch(model, check="batch", rerun=False):
+    with watch(model, act_at="batch", rerun=False):
         error = raised_by(model, torch.ones(1))
     (note,) = notes_of(error)
     assert "inf first seen in `output` of 0 (Scale)" in note

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch import watch
 from nanwatch.util.visible import warn_user
 from support.toys import Root, Scale
+from support.watching import watch
 
 INF = float("inf")
 
@@ -135,7 +135,7 @@ def test_every_warning_is_at_the_users_line(check: Any) -> None:
     model = nn.Sequential(nn.Sequential(Scale(INF)))
     lines = []
     with told() as caught:
-        w = watch(model, on_nonfinite="warn", check=check)
+        w = watch(model, on_nonfinite="warn", act_at=check)
         lines.append(line_after())
         model(torch.ones(1))
         model[0][0].factor = 1.0

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch import NonFiniteError, Report, watch
+from nanwatch import NonFiniteError, Report
 from support.toys import Root
+from support.watching import watch
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
 

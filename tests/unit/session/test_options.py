@@ -8,7 +8,6 @@ import inspect
 import re
 import runpy
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,11 @@ import nanwatch
 from nanwatch.cli.run import run_parser
 from nanwatch.records.note import Note
 from nanwatch.report.report import NonFiniteError, Report
-from nanwatch.session.api import DeferredWatch, watch
-from nanwatch.session.options import Options
+from nanwatch.session.api import DeferredWatch
+from nanwatch.session.option_kinds import read_flag
+from nanwatch.session.options import OLD_NAMES, OPTIONS, VARIABLE, Audit, Trace, make_options
 from support.toys import Scale, fault_of, latest, mlp, names
+from support.watching import watch
 
 INF = float("inf")
 NAN = float("nan")
@@ -66,19 +67,14 @@ def test_pause_inside_a_forward_ends_the_recording_there() -> None:
     assert names(w) == [(0, "0"), (1, "0"), (1, "1"), (1, "2"), (1, "")]
 
 
-@pytest.mark.parametrize(
-    ("word", "enabled", "watches"),
-    [("0", True, False), ("1", False, True), ("", True, True), ("", False, False), (None, False, False)],
-)
-def test_the_environment_goes_before_the_code(
-    monkeypatch: pytest.MonkeyPatch, word: str | None, enabled: bool, watches: bool
+@pytest.mark.parametrize(("word", "watches"), [("0", False), ("1", True), ("", True)])
+def test_the_environment_switches_watches_off(
+    monkeypatch: pytest.MonkeyPatch, word: str, watches: bool
 ) -> None:
-    """NANWATCH=0 turns a watch off and NANWATCH=1 on, whatever the code says; a Watch that is off is whole."""
-    monkeypatch.delenv("NANWATCH", raising=False)
-    if word is not None:
-        monkeypatch.setenv("NANWATCH", word)
+    """NANWATCH=0 turns every watch off; a Watch that is off is whole."""
+    monkeypatch.setenv("NANWATCH", word)
     model = nn.Sequential(Scale(INF))
-    with watch(model, enabled=enabled, on_nonfinite="record") as w:
+    with watch(model, on_nonfinite="record") as w:
         model(torch.ones(1))
         w.pause()
         w.resume()
@@ -121,7 +117,7 @@ def test_check_at_the_batch_gives_the_report_of_check_at_the_module(
     for check in ("module", "batch"):
         model = mlp()
         x = poison(model)
-        with watch(model, check=check) as w:
+        with watch(model, act_at=check) as w:
             reports[check] = fault_of(model, x)
             ends[check] = [name for _, name in names(w)]
     assert reports["module"].to_json() == reports["batch"].to_json()
@@ -137,7 +133,7 @@ def test_check_at_the_batch_tells_nothing_of_a_batch_that_raised_by_itself() -> 
             raise LookupError("mine")
 
     model = nn.Sequential(Scale(INF), Fails())
-    with watch(model, check="batch") as w, pytest.raises(LookupError, match="mine"):
+    with watch(model, act_at="batch") as w, pytest.raises(LookupError, match="mine"):
         model(torch.ones(1))
     finding = w.report().finding
     assert finding is not None
@@ -145,7 +141,7 @@ def test_check_at_the_batch_tells_nothing_of_a_batch_that_raised_by_itself() -> 
 
 
 def test_an_error_of_the_callable_is_the_calls_error_at_the_batch_too() -> None:
-    """With check="batch" the callable is asked once, after the last module."""
+    """With act_at="batch" the callable is asked once, after the last module."""
     model = nn.Sequential(Scale(INF), Scale())
     asked: list[list[str]] = []
 
@@ -153,7 +149,7 @@ def test_an_error_of_the_callable_is_the_calls_error_at_the_batch_too() -> None:
         asked.append([name for _, name in names(w)])
         raise KeyError(report.batch)
 
-    with watch(model, check="batch", on_nonfinite=refuse) as w, pytest.raises(KeyError):
+    with watch(model, act_at="batch", on_nonfinite=refuse) as w, pytest.raises(KeyError):
         model(torch.ones(1))
     assert asked == [["0", "1", ""]]
 
@@ -249,23 +245,6 @@ def test_the_same_values_in_an_output_are_a_fault() -> None:
 # Tried at the start
 
 
-@pytest.mark.parametrize(
-    ("options", "needed"),
-    [
-        ({"scaler": torch.amp.GradScaler("cpu")}, "scaler has no effect without gradients=True"),
-        ({"max_skipped_steps": 3}, "max_skipped_steps has no effect without gradients=True"),
-        ({"log_every": 9}, "log_every has no effect without sinks="),
-    ],
-)
-def test_an_option_without_effect_is_an_error(options: dict[str, Any], needed: str) -> None:
-    """Set by itself it raises and names what it needs; so does a callback, before there is a model."""
-    for start in (lambda: watch(nn.ReLU(), **options), lambda: DeferredWatch(options)):
-        with pytest.raises(ValueError, match=needed):
-            start()
-    more = {"gradients": True, "sinks": lambda *_: None, "weights": True}
-    watch(nn.ReLU(), **{**options, **more}).stop()
-
-
 def test_the_scaler_of_a_trainer_is_taken_only_with_gradients() -> None:
     """A trainer offers its own without being asked: no error comes of it."""
     for gradients in (True, False):
@@ -303,19 +282,105 @@ def test_what_a_watch_says_of_itself() -> None:
 
 def test_signature_fields_flags_and_page_agree() -> None:
     """`watch`, its docstring, `Options`, `nanwatch run` and docs/options.md have the same options."""
-    declared = {one.name: one for one in fields(Options)}
-    signature = inspect.signature(watch).parameters
-    assert list(declared) == [
-        name for name, one in signature.items() if one.kind is one.KEYWORD_ONLY and not name.startswith("_")
-    ]
-    assert {name: one.default for name, one in declared.items()} == {
-        name: signature[name].default for name in declared
-    }
-    described = inspect.getdoc(watch).partition("Args:")[2].partition("\n\n")[0]  # type: ignore[union-attr]
+    signature = inspect.signature(nanwatch.watch).parameters
+    assert list(OPTIONS) == [name for name, option in signature.items() if option.kind is option.KEYWORD_ONLY]
+    for name, option in OPTIONS.items():
+        check = option.metadata["kind"].check
+        assert check(name, option.default) == check(name, signature[name].default)
+    described = inspect.getdoc(nanwatch.watch).partition("Args:")[2].partition("\n\n")[0]  # type: ignore[union-attr]
     entries = re.findall(r"^    (\w[\w, ]*): ", described, re.MULTILINE)
-    assert ", ".join(entries).split(", ") == ["model", *declared]
-    flags = {one.dest: one.default for one in run_parser()._actions if one.dest in declared}
+    assert ", ".join(entries).split(", ") == ["model", *OPTIONS]
+    flags = {one.dest: one.default for one in run_parser()._actions if one.dest in OPTIONS}
     assert set(flags.values()) == {argparse.SUPPRESS}
-    assert declared.keys() - flags.keys() == {"enabled", "optimizer", "scaler"}
+    assert OPTIONS.keys() - flags.keys() == {"optimizer"}
     page = runpy.run_path(str(Path(nanwatch.__file__).parents[2] / "docs" / "make_options.py"))
     assert page["PLACE"].read_text(encoding="utf-8") == page["page"](), "run python docs/make_options.py"
+
+
+# From code, the command line and the environment
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("read=outputs,weights", ("weights", "outputs")),
+        ("gradients=true", True),
+        ("every=3", 3),
+        ("modules=0,0.*", ("0", "0.*")),
+        ("on_nonfinite=warn", "warn"),
+        ("rerun=false", False),
+        ("audit=1", Audit(1)),
+        ("audit=true", Audit(100)),
+        ("audit=false", None),
+        ("audit=7,frozen=0.*+1", Audit(7, frozen=("0.*", "1"))),
+        ("replicas=true", 100),
+        ("attention=1", 1),
+    ],
+)
+def test_an_option_means_the_same_in_all_three_places(
+    monkeypatch: pytest.MonkeyPatch, text: str, value: Any
+) -> None:
+    """On the command line, in NANWATCH_OPTIONS, which goes before the code, and in code."""
+    name, _, words = text.partition("=")
+    flag = f"--{name.replace('_', '-')}"
+    is_switch = OPTIONS[name].metadata["kind"].read is read_flag
+    flags = [flag if words == "true" else f"--no-{flag[2:]}"] if is_switch else [flag, words]
+    parsed = vars(run_parser().parse_args([*flags, "train.py"]))[name]
+    assert vars(make_options({name: parsed}))[name] == value
+    assert vars(make_options({name: value}))[name] == value
+    monkeypatch.setenv(VARIABLE, text)
+    assert vars(make_options({name: OPTIONS[name].default}))[name] == value
+
+
+def test_arguments_of_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The environment says them behind the path; the path is that of the folder in which they were said."""
+    pytest.importorskip("pyarrow")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(VARIABLE, "trace=run.parquet,counts,statistics=10,batches=0+20")
+    options = make_options({})
+    assert options.trace == Trace(tmp_path / "run.parquet", counts=True, statistics=10, batches=(0, 20))
+    assert (options.counts, options.fingerprints, options.statistics) == (True, False, 10)
+    with pytest.raises(ValueError, match="batches of the Trace has 20, and every=7"):
+        make_options({"every": 7})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gradients", "'gradients' should be option=value, such as gradients=true"),
+        ("gradient=true", "no option 'gradient'; close names: gradients"),
+        ("include=a", "no option 'include'; in its place is modules="),
+        ("every=two", "every should be a whole number of at least 1, got 'two'"),
+        ("gradients=yes", "gradients should be True or False, got 'yes'"),
+        ("on_nonfinite=ignore", "on_nonfinite should be .* got 'ignore'"),
+        ("trace=a.parquet,count", "'a.parquet,count' is not understood"),
+        ("optimizer=mine", "optimizer takes an object, which only code can give"),
+        ("modules='a", "No closing quotation"),
+    ],
+)
+def test_what_the_environment_says_wrong_is_refused(
+    monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
+    """The error names the variable, what it has and what is accepted."""
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(ValueError, match=f"NANWATCH_OPTIONS=.*{message}"):
+        make_options({})
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+def test_an_earlier_name_is_told_the_present_one(name: str) -> None:
+    """By `watch` and by a trainer's callback."""
+    for start in (nanwatch.watch, lambda _, **options: DeferredWatch(options)):
+        with pytest.raises(TypeError, match=f"watch has no option '{name}'; in its place is "):
+            start(nn.ReLU(), **{name: 1})
+
+
+def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one program in a hundred changes is no option."""
+    for variable, value in (("ACT_AT", "batch"), ("PEER_TIMEOUT", "3"), ("STALL_TIMEOUT", "0.5")):
+        monkeypatch.setenv(f"NANWATCH_{variable}", value)
+    options = make_options({})
+    assert (options.act_at, options.peer_timeout, options.stall_timeout) == ("batch", 3.0, 0.5)
+    monkeypatch.setenv("NANWATCH_PEER_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match=r"NANWATCH_PEER_TIMEOUT should be a number of seconds.*'soon'"):
+        make_options({})

@@ -58,7 +58,7 @@ def test_the_inputs_of_an_evaluation_go_with_its_outputs(observed: str) -> None:
     model = nn.Sequential(Root())
     x = given()
     alive = weakref.ref(x)
-    with watch(model, gradients=True, include=observed):
+    with watch(model, gradients=True, modules=observed):
         y = model(x)
         del x
         assert is_alive(alive)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-import nanwatch
 from nanwatch.recording.events import WatchPart
 from nanwatch.session import watch as watch_module
+from support.watching import watch
 
 
-@pytest.mark.parametrize(("option", "kind"), [("replicas", "ReplicaWatch"), ("updates", "UpdateAudit")])
+@pytest.mark.parametrize(("option", "kind"), [("replicas", "ReplicaWatch"), ("audit", "UpdateAudit")])
 @pytest.mark.parametrize("enabled", [True, False])
 def test_an_option_makes_its_part(option: str, kind: str, enabled: bool, monkeypatch: Any) -> None:
     """And nothing does where the watch is switched off."""
@@ -26,7 +26,7 @@ def test_an_option_makes_its_part(option: str, kind: str, enabled: bool, monkeyp
     real = watch_module.optional_parts
     monkeypatch.setattr(watch_module, "optional_parts", keep)
     options: dict[str, Any] = {option: 2}
-    nanwatch.watch(nn.Linear(2, 2), enabled=enabled, **options).stop()
+    watch(nn.Linear(2, 2), enabled=enabled, **options).stop()
     assert [type(part).__name__ for part in made] == [kind] * enabled
 
 
@@ -46,7 +46,7 @@ def test_a_part_gets_batches_with_their_module_and_is_removed_before_it_sums_up(
 
     monkeypatch.setattr(watch_module, "optional_parts", lambda *_: [Part()])
     model = nn.Linear(2, 2)
-    with nanwatch.watch(model):
+    with watch(model):
         model(torch.ones(1, 2))
         model(torch.ones(1, 2))
     assert told == [(0, model), (1, model), "removed", "summed up"]

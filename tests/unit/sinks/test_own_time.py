@@ -10,6 +10,7 @@ import nanwatch
 from nanwatch.numerics import _extension
 from nanwatch.sinks.batch_summary import BatchSummary
 from nanwatch.sinks.own_time import OwnTime
+from support import watching
 
 
 class Summaries(nanwatch.Sink):
@@ -28,7 +29,7 @@ def test_own_time_is_counted_in_two_batches_of_those_between_two_summaries() -> 
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     sink = Summaries()
     counted: list[int] = []
-    with nanwatch.watch(model, sinks=sink, log_every=5) as watch:
+    with watching.watch(model, sinks=sink, log_every=5) as watch:
         before = 0
         for _ in range(11):
             model(torch.ones(2, 4))
@@ -51,7 +52,7 @@ def test_without_the_compiled_part_there_is_none(monkeypatch: pytest.MonkeyPatch
     """Its recorder counts no time."""
     monkeypatch.setattr(_extension, "C", None)
     model, sink = nn.Linear(2, 2), Summaries()
-    with nanwatch.watch(model, sinks=sink, log_every=2):
+    with watching.watch(model, sinks=sink, log_every=2):
         for _ in range(5):
             model(torch.ones(1, 2))
     assert sink.own == {0: None, 2: None, 4: None}

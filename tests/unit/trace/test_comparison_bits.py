@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from nanwatch import __main__ as command
 from nanwatch.records.note import MeshPlace, Note, Placement
 from nanwatch.records.record import Frame, Record
-from nanwatch.session.api import watch
 from nanwatch.trace import trace
 from nanwatch.trace.comparison import diff
 from nanwatch.trace.difference import RecordPair
 from nanwatch.trace.trace_file import Trace
 from support.architectures import built, inputs_of
+from support.watching import watch
 
 parquet = pytest.importorskip("pyarrow.parquet")
 

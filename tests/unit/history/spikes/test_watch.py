@@ -1,4 +1,4 @@
-"""watch(spikes=True): what it gathers, what it tells, and that it harms nothing."""
+"""watching.watch(spikes=True): what it gathers, what it tells, and that it harms nothing."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from nanwatch.history.spikes.watch import SpikeWatch
 from nanwatch.recording.recorder import PythonRecorder
 from nanwatch.report.spike import SpikeReport
 from nanwatch.trace.picture import draw
+from support import watching
 
 AT, STEPS = 60, 64
 
@@ -60,7 +61,7 @@ def train(
 def test_sample_with_a_bad_target_is_named_with_its_share(tmp_path: Path) -> None:
     net = model()
     with (
-        nanwatch.watch(net, spikes=True, output_dir=tmp_path) as watch,
+        watching.watch(net, spikes=True, output_dir=tmp_path) as watch,
         pytest.warns(RuntimeWarning, match="spike in batch 60: loss"),
     ):
         train(net, watch)
@@ -80,7 +81,7 @@ def test_sample_with_a_bad_target_is_named_with_its_share(tmp_path: Path) -> Non
 
 def test_weight_that_was_overwritten_is_named() -> None:
     net = model()
-    with nanwatch.watch(net, spikes=True) as watch, pytest.warns(RuntimeWarning, match="cause: weight"):
+    with watching.watch(net, spikes=True) as watch, pytest.warns(RuntimeWarning, match="cause: weight"):
         train(net, watch, **{"2_weight": 50.0})
     (found,) = watch.spikes
     assert found.first is not None
@@ -102,7 +103,7 @@ def test_a_sink_gets_the_report() -> None:
 
     net, sink = model(), Spikes()
     with (
-        nanwatch.watch(net, spikes=True, sinks=sink) as watch,
+        watching.watch(net, spikes=True, sinks=sink) as watch,
         pytest.warns(RuntimeWarning, match="Watch.spikes has the report"),
     ):
         train(net, watch, **{"2_weight": 50.0})
@@ -116,7 +117,7 @@ def test_trace_has_the_spike_at_the_tensor_that_shows_it(tmp_path: Path, chosen:
     path = tmp_path / "run.parquet"
     net = model()
     with (
-        nanwatch.watch(net, spikes=True, trace=path, trace_batches=chosen) as watch,
+        watching.watch(net, spikes=True, trace=path, trace_batches=chosen) as watch,
         pytest.warns(RuntimeWarning, match="cause: weight"),
     ):
         train(net, watch, **{"2_weight": 50.0})
@@ -139,9 +140,9 @@ def test_trace_has_the_spike_at_the_tensor_that_shows_it(tmp_path: Path, chosen:
 def test_training_computes_the_same() -> None:
     """The oracle is a run without a watch, spike included."""
     bare, watched = model(), model()
-    with nanwatch.watch(bare, enabled=False) as watch:
+    with watching.watch(bare, enabled=False) as watch:
         losses = train(bare, watch)
-    with nanwatch.watch(watched, spikes=True) as watch, pytest.warns(RuntimeWarning):
+    with watching.watch(watched, spikes=True) as watch, pytest.warns(RuntimeWarning):
         assert train(watched, watch) == losses
     assert all(map(torch.equal, bare.parameters(), watched.parameters()))
 
@@ -149,7 +150,7 @@ def test_training_computes_the_same() -> None:
 @pytest.mark.filterwarnings("error")
 def test_doubling_of_the_loss_scale_is_no_jump() -> None:
     net = model()
-    with nanwatch.watch(net, spikes=True) as watch:
+    with watching.watch(net, spikes=True) as watch:
         train(net, watch, at=-1, steps=130, scale=True)
     assert watch.spikes == ()
 
@@ -157,7 +158,7 @@ def test_doubling_of_the_loss_scale_is_no_jump() -> None:
 @pytest.mark.filterwarnings("error")
 def test_evaluation_is_no_part_of_the_histories() -> None:
     net = model()
-    with nanwatch.watch(net, spikes=True) as watch:
+    with watching.watch(net, spikes=True) as watch:
         for _ in range(5):
             train(net, watch, at=-1, steps=16)
             with torch.no_grad():
@@ -171,7 +172,7 @@ def test_error_inside_ends_the_search_by_one_warning(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(SpikeWatch, "_left_forward", fails)
     net = model()
-    with nanwatch.watch(net, spikes=True) as watch, warnings.catch_warnings(record=True) as told:
+    with watching.watch(net, spikes=True) as watch, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         train(net, watch)
     assert [str(one.message) for one in told] == [
@@ -194,7 +195,7 @@ class RateOfItsOwn(torch.optim.AdamW):
 def test_optimizer_without_betas_and_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     net = model()
     monkeypatch.setattr(torch.optim, "AdamW", RateOfItsOwn)
-    with nanwatch.watch(net, spikes=True) as watch, pytest.warns(RuntimeWarning, match="cause: loss"):
+    with watching.watch(net, spikes=True) as watch, pytest.warns(RuntimeWarning, match="cause: loss"):
         train(net, watch)
     assert len(watch.spikes) == 1
 
@@ -202,7 +203,7 @@ def test_optimizer_without_betas_and_rate(monkeypatch: pytest.MonkeyPatch) -> No
 def test_nothing_of_the_graph_is_kept() -> None:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())
-    with nanwatch.watch(net, spikes=True, rerun=False) as watch:
+    with watching.watch(net, spikes=True, rerun=False) as watch:
         x = torch.randn(4, 6)
         output = net(x)
         loss = output.sum()
@@ -217,7 +218,7 @@ def test_nothing_of_the_graph_is_kept() -> None:
 @pytest.mark.parametrize("loss", [None, "1.0", [1.0]])
 def test_loss_of_another_kind_is_refused(loss: Any) -> None:
     with (
-        nanwatch.watch(model(), spikes=True) as watch,
+        watching.watch(model(), spikes=True) as watch,
         pytest.raises(TypeError, match="loss should be a tensor"),
     ):
         watch.note_loss(loss)
@@ -226,7 +227,7 @@ def test_loss_of_another_kind_is_refused(loss: Any) -> None:
 def test_loss_of_an_evaluation_while_paused_is_no_spike() -> None:
     """1e6 is the loss of no training batch, though the next step comes with it pending."""
     net = model()
-    with nanwatch.watch(net, spikes=True) as watch:
+    with watching.watch(net, spikes=True) as watch:
         train(net, watch, at=-1)
         watch.pause()
         watch.note_loss(1e6)
@@ -251,7 +252,7 @@ def test_both_recorders_gather_the_same_gradients() -> None:
         )
 
     net = model()
-    with nanwatch.watch(net, gradients=True) as watch:
+    with watching.watch(net, gradients=True) as watch:
         found = dict(peaks(watch, net))
     expected: dict[str, Tensor] = {}
     for seed in (0, 1):
@@ -266,6 +267,6 @@ def test_both_recorders_gather_the_same_gradients() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanwatch.numerics._extension.C", None)
         other = model()
-        with nanwatch.watch(other, gradients=True) as watch:
+        with watching.watch(other, gradients=True) as watch:
             assert isinstance(watch._recorder, PythonRecorder)
             assert peaks(watch, other) == list(found.items())
