@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .integrations.trainer_debug import patch_transformers, unpatch_transformers
     from .numerics.block_fit import BlockFit
     from .numerics.exponents import ExponentHistogram, exponent_histogram
-    from .numerics.fit import Fit, narrowest, would_fit
+    from .numerics.fit import Fit, would_fit
     from .numerics.formats import AbsRange, Statistics, TensorHealth
     from .numerics.ranges import abs_range, abs_ranges, fingerprint, statistics, tensor_health
     from .precision.precision import fp32_modules, run_in_fp32
@@ -58,7 +58,7 @@ else:
         "sinks.sink": ("Sink",),
         "numerics.block_fit": ("BlockFit",),
         "numerics.exponents": ("ExponentHistogram", "exponent_histogram"),
-        "numerics.fit": ("Fit", "narrowest", "would_fit"),
+        "numerics.fit": ("Fit", "would_fit"),
         "numerics.formats": ("AbsRange", "Statistics", "TensorHealth"),
         "numerics.ranges": ("abs_range", "abs_ranges", "fingerprint", "statistics", "tensor_health"),
         "precision.precision": ("fp32_modules", "run_in_fp32"),
@@ -126,7 +126,6 @@ __all__ = [
     "exponent_histogram",
     "fingerprint",
     "fp32_modules",
-    "narrowest",
     "patch_transformers",
     "replay",
     "run_in_fp32",

@@ -93,7 +93,7 @@ COMMANDS = {
     ),
     "diff": Command("where two traces, or two batches of one, part", ".compare:diff_main"),
     "doctor": Command("what is installed, what serves which device, and what is missing", ".doctor:main"),
-    "formats": Command("the narrowest format that holds what each module makes, by a trace", ".formats:main"),
+    "fits": Command("the narrowest format that holds what each module makes, by a trace", ".fits:main"),
     "merge": Command("the reports of all ranks of a job as one", ".files:merge_main"),
     "netcheck": Command(
         "can the ranks of a job reach each other? Start it with torchrun",
