@@ -134,6 +134,7 @@ void bind_recorder(py::module_& m) {
       .def_readwrite("gathers_from", &CallRecorder::gathers_from)
       .def_readwrite("gathers_inputs", &CallRecorder::gathers_inputs)
       .def("take_peaks", &CallRecorder::take_peaks)
+      .def("called", &CallRecorder::called)
       .def_readwrite("gathers_gradient_peaks", &CallRecorder::gathers_gradient_peaks)
       .def("take_gradient_peaks", &CallRecorder::take_gradient_peaks)
       .def_readwrite("gathers_weights", &CallRecorder::gathers_weights)

@@ -88,6 +88,18 @@ class CallRecorder {
   // How many other threads are inside a batch.
   int64_t num_other_threads() { return num_inside_ - int64_t(this_thread().is_inside); }
 
+  // Names of the modules of which a weight was read in a call.
+  std::vector<std::string> called() const {
+    std::vector<std::string> names;
+    for (const auto& node : nodes_)
+      for (const Node::Slot& slot : node->weights)
+        if (slot.cached != nullptr && slot.cached->turn != -1) {
+          names.push_back(node->name);
+          break;
+        }
+    return names;
+  }
+
   // Ends the batches and backwards that an exception ended without a sign. Throws what a callback raises.
   void settle();
   // (batch, module, class) of the calls of the latest batch on a device that this device has not confirmed.

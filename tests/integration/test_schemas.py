@@ -18,7 +18,6 @@ from torch import nn
 import nanwatch
 from nanwatch.cli import blackbox
 from nanwatch.report.spike import Curve, Departure, SpikeReport, read_saved
-from nanwatch.report.suspect import Suspect
 from support.black_boxes import black_box, needs_box
 from support.paths import GOLDEN, ROOT
 
@@ -28,14 +27,11 @@ SPIKE = SpikeReport(
     410,
     0,
     (LOSS, Departure("", "gradients", inf, 0.0, inf)),
-    "optimizer",
+    "learning rate",
     first=LOSS,
     forward=(LOSS,),
     rates=(1e-3, 1e-2),
-    adam=("layer", "weight", 12.0),
-    logits=(("attention", 30.0),),
     shares=((3, 0.9),),
-    suspects=(Suspect("layer", "weight", 8.0, 1.0),),
     curves=(Curve("", "loss", (2.4, None, 9.1)),),
 )
 REPORTS = sorted(path.stem for path in GOLDEN.glob("*.json") if path.stem != "ranks")  # of several reports

@@ -1,7 +1,7 @@
 """Forecasts of overflow: which module will leave its format first, and in which batch.
 
-The forecaster never asks for the time, so two runs of one seed make the same forecasts. It counts the batches that it
-looks at, which bounds their cost.
+A forecast is a least-squares line on log2 of a tensor's largest magnitudes. The forecaster never reads a clock, so two
+runs of one seed make the same forecasts.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import cosh, exp, inf, log, log2, nan, sinh, sqrt
-from typing import Any, NamedTuple, TypeAlias
+from math import inf, log2, nan
 
 import numpy as np
 
@@ -19,30 +18,27 @@ from ..recording.events import PeakName
 from ..records.note import Note
 from ..records.record import Frame, event_frame
 from ..util.visible import module_name, visible
-from .peaks import ROWS, Floats, PeakHistory
+from .peaks import Floats, PeakHistory
 
-Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
-
-# Looks: one in `batch // 64` batches, at least one in 16, more where an end is near. At most so many may be spared, and
-# they come back at one in eight batches.
-_MOST_BATCHES = 16
-_SPARED = 128
-_SPARED_A_BATCH = 1 / 8
-_LOOKS_TO_END = 16
-# A tensor is followed where a straight line ends within three times the span of its points; models of growth are laid
-# through those that end soonest.
-_FOLLOWED = 3.0
-_MOST_FITS = 4
-# An interval is so many deviations to either side.
-_DEVIATIONS = 1.15
-# A forecast is neither further ahead than 0.6 of the span, nor sooner than 2 batches.
-_REACH = 0.6
-_LEAST_LEFT = 2
+# Looks: at batches 0, 1, 2, 4, 8 and every 16th, and more often where the line through the latest two points
+# ends soon. The further looks are at most 32 and one in eight batches.
+_EVERY = 16
+_FURTHER, _FURTHER_A_BATCH = 32, 1 / 8
+_LOOKS_TO_END = 32
+# Points of a line: the latest 16 or 24, whichever gives the narrowest interval. Noise asks for more of them, growth
+# that bends for fewer.
+_POINTS, _FEWEST = (16, 24), 10
+# An interval is so many standard deviations to either side, and a share of the time that is left.
+_DEVIATIONS, _LEAST_SHARE = 2.0, 0.15
+# Growth bends: the line through the latest half of the points ends elsewhere. The end moves by 1.5 times that distance,
+# since weights that grow in a straight line bend on, and the interval by 1.25 times.
+_BEND, _BEND_MARGIN = 1.5, 1.25
+# A forecast is neither further ahead than 0.6 of all batches, nor sooner than 2 batches.
+_REACH, _LEAST_LEFT = 0.6, 2
 # No forecast while more than a third of the headroom is left: growth that will stop looks like growth that will not.
 _MOST_ROOM = 1 / 3
 # Lines in so many batches.
-_MOST_LINES = 3
-_LINES_IN = 10_000
+_MOST_LINES, _LINES_IN = 3, 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,244 +84,149 @@ def _end_bits(dtype: str) -> float:
 
 
 class Forecaster:
-    """Forecaster of overflows from the largest magnitudes of some batches. Keeps 0.3 KiB for each tensor.
+    """Forecaster of overflows from the largest magnitudes of the batches for which `is_due(batch)`."""
 
-    `is_due(batch)` says whether a batch is wanted. `room`: how many tensors there may be.
-    """
-
-    def __init__(self, room: int = 0) -> None:
-        self.history = PeakHistory(reaches_back=True, room=room)
+    def __init__(self) -> None:
+        self.history = PeakHistory()
         self._dtypes: list[str] = []
         # By tensor: log2 of the largest number of its format; nan for what has none, and for an input, which counts at
         # the module that made it.
-        self._ends: Floats = np.empty(0, np.float32)
+        self._ends: Floats = np.zeros(0)
         self._last = -1
-        self._pause = 1
-        self._spared = float(_SPARED)
-        self._expected: tuple[float, float] | None = None  # the interval of the latest look, told or not
-        self._told: list[tuple[int, Forecast]] = []  # with the batches that they were told in
+        self._pause = _EVERY
+        self._num_further = 0  # looks
+        self._expected: tuple[float, float] | None = None  # the interval of the latest look, announced or not
+        self._announced: list[tuple[int, Forecast]] = []  # with the batches that they were made in
 
     def is_due(self, batch: int) -> bool:
         """Return whether this batch is wanted."""
-        since = batch - self._last
-        return since >= _MOST_BATCHES or (
-            since >= self._pause and self._spared + since * _SPARED_A_BATCH >= 1
-        )
+        return batch >= self.next
+
+    @property
+    def next(self) -> int:
+        """The batch from which on the next one is wanted."""
+        last = self._last
+        may_look = self._num_further < _FURTHER + last * _FURTHER_A_BATCH
+        following = last + (self._pause if may_look else _EVERY)
+        return following if last >= _EVERY else min(following, 2 * last if last > 0 else last + 1)
 
     def meet(self, names: Sequence[PeakName]) -> None:
         """Add the names of the next values, which come after those that were added before."""
-        if not names:
-            return
-        self.history.meet(names)
-        self._dtypes += [dtype for _, _, dtype in names]
-        ends = [nan if label.startswith("input[") else _end_bits(dtype) for _, label, dtype in names]
-        self._ends = np.append(self._ends, np.array(ends, np.float32))
+        if names:
+            self.history.meet(names)
+            self._dtypes += [dtype for _, _, dtype in names]
+            ends = [nan if label.startswith("input[") else _end_bits(dtype) for _, label, dtype in names]
+            self._ends = np.append(self._ends, ends)
 
-    def end(self, batch: int, values: bytes) -> list[Forecast]:
-        """Take the values of a finished batch. Return the new forecasts, at most one.
-
-        `values` are the largest magnitudes as Recorder.take_peaks gives them.
-        """
+    def end(self, batch: int, values: bytes) -> Forecast | None:
+        """Take the values of a batch as Recorder.take_peaks gives them. Return the forecast that is new, if any."""
         since = batch - self._last
         if since <= 0:  # another thread's later batch was quicker
-            return []
-        self._spared = max(0.0, min(_SPARED, self._spared + since * _SPARED_A_BATCH) - 1)
+            return None
+        self._num_further += since < _EVERY <= batch
         self._last = batch
         self.history.add(batch, np.frombuffer(values))
-        batches, magnitudes = self.history.rows()
-        tensors = np.flatnonzero(np.isfinite(self._ends - magnitudes[-1]))
-        headroom = (self._ends - magnitudes)[:, tensors]
-        bits, losses, late, spans = falls(batches, headroom)
+        batches, bits = self.history.rows()
+        headroom = self._ends - bits
+        self._pause = _EVERY
+        if len(batches) < 3:
+            return None
         with np.errstate(divide="ignore", invalid="ignore"):
-            left, soonest = (np.where(loss > 0, bits / loss, inf) for loss in (losses, np.fmax(losses, late)))
-        falling = np.flatnonzero(left <= _FOLLOWED * spans)
-        falling = falling[np.argsort(left[falling], kind="stable")]
-        usual = min(_MOST_BATCHES, max(1, batch // ROWS))
-        self._pause = max(1, int(min(usual, soonest.min(initial=inf) / _LOOKS_TO_END)))
-        if not len(falling):
-            self._expected = None
-            return []
-        leader = self._leader(batch, batches, headroom[:, falling[:_MOST_FITS]])
-        if leader is None:
-            return []
-        place, middle, margin = leader
-        row = falling[place]
+            latest = headroom[-1]
+            left = latest / (headroom[-2] - latest) * (batches[-1] - batches[-2])
+            soonest = float(np.where(left > 0, left, inf).min(initial=inf))
+        self._pause = int(max(1, min(_EVERY, soonest / _LOOKS_TO_END)))
+        if len(batches) < _FEWEST:
+            return None
+        return self._first_to_end(batch, batches, headroom)
+
+    def _first_to_end(self, batch: int, batches: Floats, headroom: Floats) -> Forecast | None:
+        """Return the forecast of the tensor that ends first, where it is to be announced."""
+        before, self._expected = self._expected, None
+        left, *_ = fit(batches[-_POINTS[0] :], headroom[-_POINTS[0] :])
+        if not (left.min(initial=inf) <= _REACH * batch):  # of nearly all models
+            return None
+        left, margin, loss = foretell(batches, headroom)
+        with np.errstate(invalid="ignore"):
+            room = np.where(np.isfinite(headroom), headroom, -inf).max(axis=0)
+            is_near = (left >= _LEAST_LEFT) & (left <= _REACH * batch) & (2 * margin <= left)
+            is_near &= headroom[-1] <= _MOST_ROOM * room
+        if not is_near.any():
+            return None
+        place = int(np.where(is_near, left, inf).argmin())
+        middle, margin_of = batch + float(left[place]), max(1.0, float(margin[place]))
+        self._expected = middle - margin_of, middle + margin_of
+        # One look is not believed.
+        if before is None or before[0] > middle + margin_of or before[1] < middle - margin_of:
+            return None
+        if not self._is_new(batch, middle, margin_of):
+            return None
         names = self.history.names
-        followers = {names[tensors[i]][0] for i in falling if left[i] <= 2 * (middle + margin - batch)}
-        module, label = names[tensors[row]]
+        followers = {names[i][0] for i in np.flatnonzero(left <= 2 * (left[place] + margin_of))}
+        module, label = names[place]
         forecast = Forecast(
             module,
             label,
-            self._dtypes[tensors[row]],
-            float(bits[row]),
-            100 * float(losses[row]),
+            self._dtypes[place],
+            float(headroom[-1, place]),
+            100 * float(loss[place]),
             round(middle),
-            max(1, round(margin)),
+            round(margin_of),
             len(followers - {module}),
-            self._told[-1][1].batch if self._told else None,
+            self._announced[-1][1].batch if self._announced else None,
         )
-        self._told.append((batch, forecast))
-        return [forecast]
-
-    def _leader(self, batch: int, batches: Floats, headroom: Floats) -> tuple[int, float, float] | None:
-        """Return which column of `headroom` ends first, the batch and the margin, where that is to be told."""
-        found = None
-        for place, column in enumerate(headroom.T):
-            is_here = np.isfinite(column)
-            points = batches[is_here], column[is_here].astype(float)
-            end = ending(*points)
-            if end is not None and (found is None or end.left < found[1].left):
-                found = place, end, points[0][-1] - points[0][0], points[1]
-        before, self._expected = self._expected, None
-        if found is None:
-            return None
-        place, end, span, bits = found
-        # In the logarithm of the time that is left, the interval lies evenly.
-        spread = _DEVIATIONS * end.deviation
-        if spread > 1:
-            return None
-        middle, margin = batch + end.left * cosh(spread), end.left * sinh(spread)
-        if 2 * margin > end.left or not _LEAST_LEFT <= end.left <= _REACH * span:
-            return None
-        if bits[-1] > _MOST_ROOM * bits.max():
-            return None
-        self._expected = middle - margin, middle + margin
-        # One look is not believed.
-        if before is None or before[0] > middle + margin or before[1] < middle - margin:
-            return None
-        return (place, middle, margin) if self._is_new(batch, middle, margin) else None
+        self._announced.append((batch, forecast))
+        return forecast
 
     def _is_new(self, batch: int, middle: float, margin: float) -> bool:
-        self._told = [one for one in self._told if batch - one[0] < _LINES_IN]
-        if not self._told:
+        self._announced = [made for made in self._announced if batch - made[0] < _LINES_IN]
+        if not self._announced:
             return True
-        last = self._told[-1][1]
-        shift = abs(middle - last.batch)
-        has_changed = batch > last.batch + last.plus_minus or shift > max(last.plus_minus, margin)
-        return has_changed and len(self._told) < _MOST_LINES
+        last = self._announced[-1][1]
+        has_changed = batch > last.batch + last.plus_minus
+        has_changed = has_changed or abs(middle - last.batch) > max(last.plus_minus, margin)
+        return has_changed and len(self._announced) < _MOST_LINES
 
 
-_FEW = 5  # points of a median
+def foretell(batches: Floats, headroom: Floats) -> tuple[Floats, Floats, Floats]:
+    """Return when each column reaches 0, in batches after the last, the margin of that, and the bits lost a batch."""
+    best: list[Floats] = []
+    for size in _POINTS:
+        window, points = batches[-size:], headroom[-size:]
+        left, deviation, loss = fit(window, points)
+        middle = len(window) // 2
+        half, *_ = fit(window[-middle:], points[-middle:])
+        with np.errstate(invalid="ignore"):
+            bend = half - left
+            left = left + _BEND * bend
+            margin = np.hypot(_DEVIATIONS * deviation, _BEND_MARGIN * bend) + _LEAST_SHARE * left
+            share = np.nan_to_num(margin / left, nan=inf)
+        line = [left, margin, loss, share]
+        is_better = share < best[3] if best else share < inf
+        best = [np.where(is_better, new, old) for new, old in zip(line, best or line, strict=True)]
+    return best[0], best[1], best[2]
 
 
-def falls(batches: Floats, headroom: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return for each column: its bits now, the loss a batch, the late loss a batch, how far back its points reach.
+def fit(batches: Floats, headroom: Floats) -> tuple[Floats, Floats, Floats]:
+    """Fit a line to each column by least squares.
 
-    Lines go through the medians of five points: the latest, and those before the middle, or just before the latest.
+    Return how many batches after the last the line reaches 0 (inf for one that does not fall, or with fewer than half
+    of the points), the standard deviation of that, and the bits that it loses a batch.
     """
-    is_missing = np.isnan(headroom)
-    count: int | Numbers = len(headroom)
-    at = batches
-    if is_missing.any():
-        # The rows in which a column has a point come first.
-        count = len(headroom) - is_missing.sum(axis=0)
-        order = np.argsort(is_missing, axis=0, kind="stable")
-        headroom, at = np.take_along_axis(headroom, order, axis=0), batches[order]
-
-    def median(first: int | Numbers) -> tuple[Floats, Floats]:
-        """Return the median of five points from this one, and their mean batch."""
-        # np.clip asks for the ends of the dtype, which takes as long as the rest of this.
-        rows = np.minimum(np.maximum(np.add.outer(np.arange(_FEW), first), 0), len(headroom) - 1)
-        points = rows if rows.ndim == 1 else (rows, np.arange(rows.shape[1]))
-        return np.sort(headroom[points], axis=0)[_FEW // 2], at[points].mean(axis=0)
-
-    bits, now = median(count - _FEW)
+    is_known = np.isfinite(headroom)
+    weights = is_known.astype(np.float64)
+    bits, ahead = np.where(is_known, headroom, 0.0).astype(np.float64), batches - batches[-1]
+    count, sum_x, sum_xx = np.stack([np.ones(len(ahead)), ahead, ahead * ahead]) @ weights
+    sum_y, sum_xy = np.stack([np.ones(len(ahead)), ahead]) @ bits
     with np.errstate(divide="ignore", invalid="ignore"):
-        losses, late = (
-            (then - bits) / (now - at)
-            for then, at in (median(count * 3 // 8 - _FEW // 2), median(count - 2 * _FEW))
-        )
-    return bits, losses, late, batches[-1] - np.broadcast_to(at[0], bits.shape)
-
-
-# When a growing magnitude reaches the end of its format: many models of growth, weighed by back-tests.
-#
-# Optimizers make magnitudes grow in few ways. Steps of one size (Adam, Lion) let a weight grow in a straight line, and
-# an output as a power of that line. A learning rate that is too high lets both grow by a constant factor. Growth that
-# ends slows down. One family holds all of these: a power of the magnitude grows in a straight line (the transformation
-# of Box and Cox, JRSS B 1964). The power is 1 for a weight under Adam, 1/p for a product of p such weights, 0 for a
-# constant factor, below 0 for growth that speeds up, above 1 for growth that slows down.
-#
-# A model is such a power and the window of points that its line is laid through. Each model has to foretell the latest
-# points of its window from the earlier ones. The errors of these back-tests weigh the models and give the uncertainty.
-
-LEAST_POINTS = 12
-POWERS = np.array([2, 1, 1 / 2, 1 / 3, 1 / 4, 1 / 6, 1 / 12, 1e-9, -1 / 12, -1 / 6])
-# Windows reach from the latest point so far back: all of the time, half of it, a quarter.
-_WINDOWS = (1.0, 0.5, 0.25)
-# Back-tests lay the line through the first 55 % of a window's points, through 65 %, ...; the last line is the forecast.
-_CUTS = (0.55, 0.65, 0.75, 0.85, 1.0)
-# The ends of a line are the thirds of its points, each by the quantile of its headroom: what overflows first is a batch
-# with less headroom than most.
-_QUANTILE = 0.3
-# Errors are logarithms of times: a back-test that is 5 times too late says no more than one 7 times too late.
-_MOST_ERROR = 2.0
-# An error of a back-test below 0.15 is luck: models do not differ by it.
-_LUCK = 0.15
-# Models that see no end within 10^8 batches may have a tenth of the weight.
-_NEVER = log(1e8)
-_MOST_NEVER = 0.1
-
-
-class Ending(NamedTuple):
-    """The overflow comes in `left` batches, give or take a factor of exp(`deviation`) (one standard deviation)."""
-
-    left: float
-    deviation: float
-
-
-def ending(batches: Floats, bits: Floats) -> Ending | None:
-    """Foretell when `bits` of headroom reach 0, from points with the oldest first; None for "never" or "unknown"."""
-    if len(batches) < LEAST_POINTS:
-        return None
-    now = float(batches[-1])
-    spans = now - np.array(_WINDOWS) * (now - batches[0])
-    starts = np.unique(np.minimum(np.searchsorted(batches, spans), len(batches) - LEAST_POINTS))
-    lines = [_ends_of_line(batches[start:], bits[start:], cut) for start in starts for cut in _CUTS]
-    # By window, cut and power. The three points of a line: its two ends, and the one that it has to foretell.
-    shape = (len(starts), len(_CUTS), 1)
-    points = np.array(lines).reshape(*shape, 6)
-    first, last, held = (points[..., i] for i in (0, 2, 4))
-    low, high, goal = (np.expm1(-log(2) * POWERS * points[..., i]) / POWERS for i in (1, 3, 5))
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        slope = (high - low) / (last - first)
-        ahead = np.where(slope > 0, (goal - high) / slope, np.inf)
-        errors = np.log(np.where(ahead > 0, ahead, 0) / (held - last))[:, :-1]
-        left = np.log(np.clip(ahead[:, -1] + last[:, -1] - now, 0.5, None))
-    errors = np.clip(np.nan_to_num(errors, nan=_MOST_ERROR), -_MOST_ERROR, _MOST_ERROR)
-    squares = np.square(errors).mean(axis=1)
-    # A power that fits one window by chance fails in the others, as a window of noise fails with most powers.
-    by_power, by_window = squares.mean(axis=0, keepdims=True), squares.mean(axis=1, keepdims=True)
-    weights = 1 / ((_LUCK**2 + squares) * (_LUCK**2 + by_power) * (_LUCK**2 + by_window))
-    weights /= weights.sum()
-    if float(weights[~(left < _NEVER)].sum()) > _MOST_NEVER:
-        return None
-    left = np.fmin(left, _NEVER)
-    mean = float((weights * left).sum())
-    return Ending(exp(mean), sqrt(float((weights * (squares + np.square(left - mean))).sum())))
-
-
-def _ends_of_line(batches: Floats, bits: Floats, cut: float) -> tuple[float, ...]:
-    """Return the first and the last third of the points before the cut, and what is to be foretold."""
-    count = len(batches)
-    known = round(cut * count)
-    third = known // 3
-    held = max(2, (count - known) // 2)
-    goal = (float(batches[-1]), 0.0) if cut == 1 else _middle(batches[-held:], bits[-held:])
-    return (
-        *_middle(batches[:third], bits[:third]),
-        *_middle(batches[known - third : known], bits[known - third : known]),
-        *goal,
-    )
-
-
-def _middle(batches: Floats, bits: Floats) -> tuple[float, float]:
-    """Return the quantile of the bits, and the batch at which bits that fall without noise are there."""
-    place = _QUANTILE * (len(bits) - 1)
-    below = int(place)
-    part = place - below
-    ordered = np.sort(bits)
-    left, right = batches[-1 - below], batches[-2 - below]
-    return float(left + part * (right - left)), float(
-        ordered[below] + part * (ordered[below + 1] - ordered[below])
-    )
+        spread = sum_xx - sum_x * sum_x / count
+        slope = (sum_xy - sum_x * sum_y / count) / spread
+        at_end = (sum_y - slope * sum_x) / count
+        left = -at_end / slope
+        errors = np.where(is_known, bits - at_end - np.outer(ahead, slope), 0.0)
+        variance = np.square(errors).sum(axis=0) / (count - 2)
+        # Of the place where a line crosses 0: the variance of the line there, over its slope.
+        far = left - sum_x / count
+        deviation = np.sqrt(variance * (1 + 1 / count + far * far / spread)) / -slope
+    is_falling = (slope < 0) & (left > 0) & (count >= max(3, len(batches) // 2)) & is_known[-1]
+    return np.where(is_falling, left, inf), np.where(is_falling, deviation, inf), -slope

@@ -12,6 +12,7 @@ from statistics import median
 from torch import Tensor, nn
 
 from ..instrumentation.wrapped_names import is_recorded, named_modules
+from ..recording.events import Recorder
 from ..recording.observe import may_be_called, observe, past_torch_function
 from ..records.record import Frame
 from ..records.siblings import Key, apart_from_siblings, grown_most
@@ -24,9 +25,10 @@ from .peaks import PeakHistory
 class Suspicion:
     """Reader of a model's weights for its reports, over the history that the forecaster keeps."""
 
-    def __init__(self, model: nn.Module, history: PeakHistory) -> None:
+    def __init__(self, model: nn.Module, history: PeakHistory, recorder: Recorder) -> None:
         self._model = weakref.ref(model)
         self._history = history
+        self._recorder = recorder
         self._versions: dict[int, int] = {}
         try:
             with past_torch_function():
@@ -44,25 +46,25 @@ class Suspicion:
         except Exception:
             suppressed("the growth of weights could not be told")
             return ()
-        found: dict[Key, Suspect] = {}
+        suspects: dict[Key, Suspect] = {}
         if (grown := grown_most(first, latest)) is not None:
-            found[grown] = Suspect(*grown, latest[grown], first=first[grown])
+            suspects[grown] = Suspect(*grown, latest[grown], first=first[grown])
         if (apart := max(apart_from_siblings(latest), key=itemgetter(0), default=None)) is not None:
             _, key, group, siblings = apart
-            found[key] = replace(
-                found.get(key) or Suspect(*key, latest[key]),
+            suspects[key] = replace(
+                suspects.get(key) or Suspect(*key, latest[key]),
                 siblings=group,
                 num_siblings=len(siblings),
                 median=median(siblings),
             )
-        return tuple(found.values())
+        return tuple(suspects.values())
 
     def _of_weights(self, frames: Iterable[Frame]) -> tuple[dict[Key, float], dict[Key, float]]:
         """Return the first and the latest finite abs max of each weight."""
         model = self._model()
         named = () if model is None else named_modules(model)
         # A scripted module's dict cannot be iterated without `keys()`.
-        weights = {(one.name, key) for one in named for key in one.module._parameters.keys()}  # noqa: SIM118
+        weights = {(item.name, label) for item in named for label in item.module._parameters.keys()}  # noqa: SIM118
         first: dict[Key, float] = {}
         latest: dict[Key, float] = {}
         for key, begin, end in self._history.ends():
@@ -79,8 +81,10 @@ class Suspicion:
 
     @property
     def called(self) -> set[str]:
-        """Return the names of the modules that the history has seen called."""
-        return {module for module, _ in self._history.names}
+        """Return the names of the modules that were called: those with weights, and those that the history has seen."""
+        if not self._history.names:
+            return set()
+        return {*self._recorder.called(), *(module for module, _ in self._history.names)}
 
     def never_called(self, frames: Sequence[Frame], observes: Callable[[str], bool]) -> tuple[str, ...]:
         """Return the names of modules that nobody called, though their weights are trained and `observes(name)` holds.
@@ -92,7 +96,7 @@ class Suspicion:
             return ()
         try:
             with past_torch_function():
-                called = called | {frame.name for frame in frames}
+                called |= {frame.name for frame in frames}
                 return tuple(self._never_called(model, called, observes))
         except Exception:
             suppressed("the modules that were never called could not be told")
@@ -101,29 +105,30 @@ class Suspicion:
     def _never_called(
         self, model: nn.Module, called: set[str], observes: Callable[[str], bool]
     ) -> Iterator[str]:
-        named = [(one, own) for one in named_modules(model) if (own := _weights(one.module))]
-        left = [
-            (one, own)
-            for one, own in named
-            if one.name not in called
-            and observes(one.name)
-            and is_recorded(one.module)
-            and may_be_called(one.module)
+        named = [(item, weights) for item in named_modules(model) if (weights := _weights(item.module))]
+        uncalled = [
+            (item, weights)
+            for item, weights in named
+            if item.name not in called
+            and observes(item.name)
+            and is_recorded(item.module)
+            and may_be_called(item.module)
         ]
-        if not left:  # most models: no tensor is asked for anything
+        if not uncalled:  # most models: no tensor is asked for anything
             return
         # A weight may be shared with a module that was called.
-        used = {id(x): x for one, own in named if one.name in called for x in own}
+        used = {id(x): x for item, weights in named if item.name in called for x in weights}
         # A checkpoint that was loaded changed each weight once. Steps change all trained ones equally often.
         steps = max(map(self._num_writes, used.values()), default=0)
-        for one, own in left:
+        for item, weights in uncalled:
+            is_shared = any(id(x) in used for x in weights)
+            # A module that is all zero has no magnitude by which it would be known.
             if (
-                any(self._is_trained(x, steps) for x in own)
-                and not any(id(x) in used for x in own)
-                # A module that is all zero has no magnitude by which it would be known.
-                and any(observe(x, "", "weight").abs_max for x in own)
+                not is_shared
+                and any(self._is_trained(x, steps) for x in weights)
+                and any(observe(x, "", "weight").abs_max for x in weights)
             ):
-                yield one.name
+                yield item.name
 
     def _is_trained(self, x: Tensor, steps: int) -> bool:
         if x.is_leaf and x.grad is not None:

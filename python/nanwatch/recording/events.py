@@ -6,7 +6,7 @@ Two recorders do the same work; see recorder.py.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
@@ -246,6 +246,9 @@ class Recorder(Protocol):
 
     def frames_of_batch(self, batch: int, /) -> int | None:
         """Return how many frames of a batch have been among `frames()`; None once 16 later batches have had some."""
+
+    def called(self) -> Iterable[str]:
+        """Return the names of the modules that were called and have weights."""
 
     def take_peaks(self) -> tuple[int, list[PeakName], bytes]:
         """Return `(batch, new, values)`: the peak magnitudes of a batch, and the names that were not returned before.

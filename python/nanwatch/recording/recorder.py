@@ -80,6 +80,7 @@ class PythonRecorder(RecordsBackwards):
         self._names: list[tuple[dict[str, Any], str]] = []
         self._nodes: list[Node] = []
         self._frames = FrameRing(settings.max_frames)
+        self._called: set[str] = set()
         self._peaks = PeakMagnitudes()
         self._gradient_peaks = PeakMagnitudes()
         self._thread = ThreadCalls()
@@ -140,6 +141,10 @@ class PythonRecorder(RecordsBackwards):
     def frames_of_batch(self, batch: int, /) -> int | None:
         with self.lock:
             return self._frames.of_batch(batch)
+
+    def called(self) -> set[str]:
+        """Return the names of the modules that were called."""
+        return set(self._called)
 
     def take_peaks(self) -> tuple[int, list[PeakName], bytes]:
         with self.lock:
@@ -387,6 +392,7 @@ class PythonRecorder(RecordsBackwards):
         with self.lock:
             self._frames.append(frame)
             self._add(frames=1)
+            self._called.add(name)
             if frame.batch >= self.gathers_from:
                 self._peaks.add(frame, self.gathers_inputs)
         if self._subscriptions.has(Event.FRAME) or thread.batch in self._traced:

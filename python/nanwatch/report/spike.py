@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf, isnan
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ..records.note import Note
@@ -15,7 +15,6 @@ from ..util.progress import Tell, silent
 from ..util.visible import module_name, visible
 from .notebook import InNotebook
 from .report import Report, read_report
-from .suspect import Suspect
 from .text import Fact
 
 if TYPE_CHECKING:
@@ -24,15 +23,10 @@ if TYPE_CHECKING:
 SCHEMA = "nanwatch.spike"
 VERSION = 1
 
-Cause: TypeAlias = Literal[
-    "learning rate", "optimizer", "weight", "attention", "input", "module", "gradient", "loss"
-]
+Cause: TypeAlias = Literal["learning rate", "weight", "input", "module", "gradient", "loss"]
 _NEXT: dict[Cause, str] = {
     "learning rate": "look at the schedule and its warm-up: steps of this size are what the weights have not seen.",
-    "optimizer": "Adam divides by a second moment that is too small for this gradient: raise eps, lower beta2, or warm"
-    " the learning rate up where the weight begins to train.",
     "weight": "look at what wrote into the weight between two steps: weight decay, a loaded checkpoint, the optimizer.",
-    "attention": "normalise queries and keys, or clip their weights: `Watch.attention` has the factor of a QK-clip.",
     "input": "look at the samples of this batch: the first module of the model got what no batch before it had.",
     "module": "look at this module's inputs in the batch, and at what changed in it.",
     "gradient": "every tensor of the forward is as usual: look at the backward of this module, and at hooks on its"
@@ -48,8 +42,7 @@ _SHOWN = 200  # rows of a table
 class Departure:
     """Value that left its history: `value` where `usual` is the median, so many deviations above it.
 
-    `deviations` is inf and `usual` 0 for a tensor that was all zero or missing in every step before. It is nan for one
-    that grew slowly, where `usual` is the first value. `module` is "" for
+    `deviations` is inf and `usual` 0 for a tensor that was all zero or missing in every step before. `module` is "" for
     the root and for the loss and the norm of all gradients.
     """
 
@@ -62,8 +55,6 @@ class Departure:
     @property
     def numbers(self) -> str:
         """The value, its usual size, and the distance in words."""
-        if isnan(self.deviations):
-            return f"{self.value:.3g}, {self.usual:.3g} when the watch began"
         if not self.usual and self.deviations == inf:
             return f"{self.value:.3g}, and zero or missing in all steps before"
         far = "" if self.deviations == inf else f" ({self.deviations:.0f} deviations)"
@@ -101,14 +92,12 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class SpikeReport(InNotebook):
-    """A spike: what jumped in `batch`, the class of the cause, and the tensor that shows it.
+    """A spike: what jumped in `batch`, the class of the first signal that left its history, and its tensor.
 
     `jumps` are of the loss and of the gradients. `first` is the tensor that shows the cause, None where no tensor has
     left its history. `forward` and `backward` are all that have, in the order in which they were made. `rates` are the
-    learning rate before and after it jumped. `adam` is the weight whose squared gradient is the most times Adam's
-    second moment, and that ratio, which is about 1 as a rule. `logits` are the largest attention logits by module.
-    `shares` are the samples with the largest shares of the loss, where the loss was handed over by sample. `curves` are
-    the latest histories.
+    learning rate before and after it jumped. `shares` are the samples with the largest shares of the loss, where the
+    loss was handed over by sample. `curves` are the latest histories.
 
     Examples:
         >>> from nanwatch.report.spike import Departure, SpikeReport
@@ -127,10 +116,7 @@ class SpikeReport(InNotebook):
     forward: tuple[Departure, ...] = ()
     backward: tuple[Departure, ...] = ()
     rates: tuple[float, float] | None = None
-    adam: tuple[str, str, float] | None = None
-    logits: tuple[tuple[str, float], ...] = ()
     shares: tuple[tuple[int, float], ...] = ()
-    suspects: tuple[Suspect, ...] = ()
     curves: tuple[Curve, ...] = ()
     files: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
@@ -165,19 +151,9 @@ class SpikeReport(InNotebook):
                 yield Fact(head, f"{rest[0].place}: {rest[0].numbers}{more}.")
         if self.rates is not None:
             yield Fact("Rate", f"the learning rate went from {self.rates[0]:.3g} to {self.rates[1]:.3g}.")
-        if self.adam is not None:
-            module, label, ratio = self.adam
-            yield Fact(
-                "Adam", f"g²/v is {ratio:.3g} for `{label}` of {module_name(module)}; about 1 is usual."
-            )
-        if self.logits:
-            module, largest = max(self.logits, key=lambda one: one[1])
-            yield Fact("Logits", f"the largest attention logit is {largest:.3g}, in {module_name(module)}.")
         if self.shares:
             shares = ", ".join(f"{number} ({share:.0%})" for number, share in self.shares)
             yield Fact("Samples", f"with the largest shares of the loss: {shares}.")
-        for suspect in self.suspects:
-            yield from suspect.facts()
         yield Fact("Next", _NEXT[self.cause])
         yield from (Fact("Note", remark) for remark in self.remarks)
         yield from (Fact("File", file) for file in self.files)

@@ -29,7 +29,7 @@ from ..sinks.monitor import Monitor
 from ..util.visible import suppressed, warn_user
 from .nonfinite_warnings import WHERE, NonFiniteWarnings
 from .optimizer_guard import OptimizerGuard
-from .reports import Reports
+from .reports import Reports, given_records
 
 if TYPE_CHECKING:
     from .rerun_policy import RerunPolicy
@@ -69,18 +69,17 @@ class FailureHandler:
         # An error that was found while a report was asked for, which is no place to raise it.
         self._postponed: NonFiniteError | None = None
         self._ranks: RankCoordinator | None = None
-        raises = self._action == "raise" and options.enabled
-        if (model := reports.model()) is not None and raises and options.peer_timeout:
+        if (model := reports.model()) is not None and self._acts and options.peer_timeout and options.enabled:
             # Not a bound method: the job would keep this handler alive.
             handler = weakref.ref(self)
             self._ranks = RankCoordinator(
                 model,
                 options.peer_timeout,
                 lambda name: report_of(()) if (live := handler()) is None else live._write_last_frames(name),
+                goes_on=self._action != "raise",
             )
             if torch.distributed.is_available():
                 recorder.watch_name(vars(torch.distributed.distributed_c10d), "_pg_map")  # of process groups
-        reports.find_written = rerun.find_written
         self._batch_starts = recorder.subscribe(Event.BATCH_START)
         self._batch_starts.active = False
         self._batch_ends = recorder.subscribe(Event.BATCH_END)
@@ -101,7 +100,7 @@ class FailureHandler:
             calls = partial(self._reports.calls_around, frame.name)
         else:
             calls = partial(self._reports.calls_to, frame.name, caller, args, kwargs)
-        make = partial(self._reports.of_failure, frame, caller, args, kwargs, calls=calls)
+        make = partial(self._reports.of_failure, frame, caller, given_records(args, kwargs), calls=calls)
         try:
             incident = self._see(number, frame.name, make, is_under_way=not (recomputed or is_over))
             if incident is None or incident.is_finished or incident.raised is not None:
@@ -166,7 +165,7 @@ class FailureHandler:
             self._first, self.is_run_open = incident, True
         self._batch_ends.active = True
         if ranks and self._ranks is not None:
-            self._ranks.publish(incident.finding)
+            self._ranks.publish(incident.finding, is_first=self._first is incident)
         self._monitor.sinks.on_nonfinite(incident.finding)
 
     def _finish(
@@ -268,6 +267,8 @@ class FailureHandler:
                     self._finish(incident)
             elif completed and batch % self._options.every == 0:
                 self.is_run_open = False
+                if self._ranks is not None:
+                    self._ranks.end_run()
                 if self._warnings is not None:
                     self._warnings.end(batch)
                 self._monitor.end(batch)
@@ -379,7 +380,7 @@ class FailureHandler:
 
         Raises PeerNonFiniteError when one of them does not take it.
         """
-        if self._ranks is not None and self._recorder.gathers_weights:
+        if self._ranks is not None and self._action == "raise" and self._recorder.gathers_weights:
             self._ranks.is_sharded = True
             self._ranks.await_step()
 

@@ -41,7 +41,7 @@ from .optimizer_guard import OptimizerGuard, Weight
 from .reports import Reports
 
 if TYPE_CHECKING:
-    from ..history.spikes.watch import SpikeWatch
+    from ..history.spikes import SpikeWatch
     from .failure_handler import FailureHandler
 
 # Name of the frames of an optimizer's state.

@@ -15,7 +15,7 @@ from ..audit.audit import UpdateAudit
 from ..blackbox.process import open_box
 from ..checkpoint.guard import CheckpointGuard
 from ..diagnosis.folder import write_spike
-from ..history.spikes.watch import SpikeWatch
+from ..history.spikes import SpikeWatch
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
 from ..instrumentation.calls import Attachment
 from ..instrumentation.global_hooks import GlobalHooks
@@ -124,14 +124,7 @@ class Watch:
                 if options.output_dir is not None:
                     write = partial(_write_spike, rerun, self._model, options.output_dir)
                 self._spikes = SpikeWatch(
-                    model,
-                    self._recorder,
-                    guard,
-                    suspicion,
-                    is_due,
-                    rerun.backward_failed,
-                    write,
-                    sinks.on_spike,
+                    self._recorder, guard, is_due, rerun.backward_failed, write, sinks.on_spike
                 )
                 self._monitor.follow(self._spikes.take)
                 self._batch_ends.active = True

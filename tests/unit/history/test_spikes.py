@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.history.spikes.watch import SpikeWatch
+from nanwatch.history.spikes import SpikeWatch, cause_of
 from nanwatch.recording.recorder import PythonRecorder
-from nanwatch.report.spike import SpikeReport
+from nanwatch.report.spike import Departure, SpikeReport
 from nanwatch.trace.picture import draw
 from support import watching
 
@@ -166,38 +166,63 @@ def test_evaluation_is_no_part_of_the_histories() -> None:
     assert watch.spikes == ()
 
 
+def test_learning_rate_that_jumps_is_named() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+
+    def train_with_a_jump(watch: nanwatch.Watch) -> None:
+        for step in range(STEPS):
+            drawn = torch.Generator().manual_seed(step)
+            x = torch.randn(32, 6, generator=drawn)
+            optimizer.param_groups[0]["lr"] = 100.0 if step == AT else 1e-3
+            loss = (net(x) - x.sum(1, keepdim=True)).square().mean()
+            watch.note_loss(loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    with nanwatch.watch(net, spikes=True) as watch, pytest.warns(RuntimeWarning, match="learning rate"):
+        train_with_a_jump(watch)
+    (report,) = watch.spikes
+    assert (report.batch, report.rates) == (AT + 1, (1e-3, 100.0))
+
+
+def left(*names: str) -> list[Departure]:
+    """Return departures of "module label"."""
+    return [Departure(*name.split(" ", 1), 64.0, 1.0, 50.0) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "jump", "cause", "first"),
+    [
+        (["rnn input[0]", " input[0]"], [], "loss", "input", "rnn input[0]"),
+        (["maker.2 weight", "maker.2 output", "critic input[0]"], [], "loss", "weight", "maker.2 weight"),
+        (["layer output", "head weight"], ["head weight.grad"], "loss", "module", "layer output"),
+        (["layer attention logits"], [], "loss", "module", "layer attention logits"),
+        ([], ["head output.grad", "head weight.grad"], "gradients", "gradient", "head output.grad"),
+        ([], ["head output.grad"], "loss", "loss", None),
+    ],
+)
+def test_cause_is_the_first_signal_that_left_its_history(
+    forward: list[str], backward: list[str], jump: str, cause: str, first: str | None
+) -> None:
+    kind, shown = cause_of(left(f" {jump}"), left(*forward), left(*backward), None)
+    assert (kind, None if shown is None else f"{shown.module} {shown.label}") == (cause, first)
+
+
 def test_error_inside_ends_the_search_by_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: SpikeWatch, ago: int = 0) -> None:
+    def fails(self: SpikeWatch) -> None:
         raise ZeroDivisionError("here")
 
-    monkeypatch.setattr(SpikeWatch, "_left_forward", fails)
+    monkeypatch.setattr(SpikeWatch, "_relative_scale", fails)
     net = model()
-    with watching.watch(net, spikes=True) as watch, warnings.catch_warnings(record=True) as told:
+    with nanwatch.watch(net, spikes=True) as watch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(net, watch)
-    assert [str(one.message) for one in told] == [
+    assert [str(warning.message) for warning in caught] == [
         "nanwatch looks for spikes no more, which raised ZeroDivisionError: here"
     ]
     assert watch.spikes == ()
-
-
-class RateOfItsOwn(torch.optim.AdamW):
-    """Has a second moment, but neither betas nor a rate in its groups, as transformers' Adafactor."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        (group,) = self.param_groups
-        group.update(betas=(0.9, 0.999), lr=1e-2)
-        super().step()
-        group.update(lr=None)
-        del group["betas"]
-
-
-def test_optimizer_without_betas_and_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = model()
-    monkeypatch.setattr(torch.optim, "AdamW", RateOfItsOwn)
-    with watching.watch(net, spikes=True) as watch, pytest.warns(RuntimeWarning, match="cause: loss"):
-        train(net, watch)
-    assert len(watch.spikes) == 1
 
 
 def test_nothing_of_the_graph_is_kept() -> None:

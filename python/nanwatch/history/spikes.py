@@ -1,0 +1,325 @@
+"""Spikes of a Watch: what is gathered between two steps of an optimizer, and the report when a loss or gradient jumps.
+
+All numbers come from what the recorder reads anyway, once for each step, before it changes a weight. Nothing waits for
+a GPU: a number that has not arrived counts as missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from math import sqrt
+from statistics import median
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from ..instrumentation.attention import BOUND, LARGEST
+from ..numerics.readable import Numbers, is_plain
+from ..recording.events import Event, PeakName, Recorder
+from ..report.spike import Cause, Curve, Departure, SpikeReport
+from ..util.job import rank
+from ..util.visible import spell, suppressed, warn_user
+from .peaks import LEAST, OF_CALL, Floats, PeakHistory
+from .signals import Signal
+
+_T = TypeVar("_T")
+
+# Jumps within so many steps belong to one spike.
+_EPISODE = 16
+_MOST_REPORTS = 16
+# Losses of so many samples are kept by sample.
+_MOST_SAMPLES = 4096
+_SHOWN_SAMPLES = 3
+_SHOWN_CURVES = 6
+# A learning rate jumps when it is so many times the median of the latest 16. It may be the cause for 32 steps.
+_RATE_FACTOR, _RATE_STEPS, _RATE_LASTS = 3.0, 16, 32
+# Optimizers with histories of their own, as those of a GAN. Further ones share the last.
+_MOST_OPTIMIZERS = 4
+
+
+def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
+    """Let an exception of the method end the search for spikes, by one warning, and not the user's run."""
+
+    @functools.wraps(method)
+    def safe(self: SpikeWatch, *args: Any) -> _T | None:
+        if not self._backward_starts.active:  # removed, or something went wrong
+            return None
+        try:
+            return method(self, *args)
+        except Exception as error:
+            suppressed("spikes could not be looked for")
+            self.remove()
+            warn_user(f"nanwatch looks for spikes no more, which raised {spell(error)}", may_raise=False)
+            return None
+
+    return safe
+
+
+class _Track:
+    """Histories of the steps of one optimizer, whose losses and gradients may be another's altogether."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.forward, self.backward = PeakHistory(), PeakHistory()
+        self.loss, self.norm = Signal("loss", in_bits=False), Signal("gradients", in_bits=True)
+        self.of_weights: list[int] = []  # places among the gradients
+        self._rates: deque[float] = deque(maxlen=_RATE_STEPS)
+        self._rate_jump: tuple[int, tuple[float, float]] | None = None
+
+    def meet(self, forward: Sequence[PeakName], backward: Sequence[PeakName]) -> None:
+        """Add the tensors that are new here."""
+        self.forward.meet(forward[len(self.forward.names) :])
+        known = len(self.backward.names)
+        self.backward.meet(backward[known:])
+        self.of_weights += [i for i in range(known, len(backward)) if OF_CALL.match(backward[i][1]) is None]
+
+    def add_rate(self, optimizer: Optimizer) -> None:
+        """Take the largest learning rate of a step that is about to be made."""
+        rates = [float(group["lr"]) for group in optimizer.param_groups if _is_number(group.get("lr"))]
+        rate = max(rates, default=0.0)
+        usual = median(self._rates) if len(self._rates) == _RATE_STEPS else 0.0
+        if 0 < usual <= rate / _RATE_FACTOR and self.rates() is None:
+            self._rate_jump = self.step, (usual, rate)
+        self._rates.append(rate)
+
+    def rates(self) -> tuple[float, float] | None:
+        """Return the learning rate before and after it jumped, if that was at one of the latest steps before."""
+        if self._rate_jump is None or not 0 < self.step - self._rate_jump[0] <= _RATE_LASTS:
+            return None
+        return self._rate_jump[1]
+
+
+def _is_number(rate: object) -> bool:
+    """Return whether this is a number, and reading it waits for no device."""
+    return rate.device.type == "cpu" if isinstance(rate, Tensor) else isinstance(rate, float | int)
+
+
+class LossScale(Protocol):
+    """Scale of the losses, and the steps that a GradScaler has skipped."""
+
+    num_skipped: int
+
+    @property
+    def has_scaler(self) -> bool:
+        """True if the GradScaler is known."""
+
+    def note_scale(self) -> Tensor | None:
+        """Return a copy of the present scale on its own device, without waiting for it."""
+
+
+class SpikeWatch:
+    """Part of a Watch with `spikes`: histories of its tensors, and reports of spikes.
+
+    `is_due` chooses the spikes that are reported, by their number from 1. `write` writes a report and returns it with
+    its files. For it, `keep` gets the number of each batch whose backward begins. An exception in here ends the search
+    for spikes, by one warning, and not the run.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        loss_scale: LossScale,
+        is_due: Callable[[int], bool],
+        keep: Callable[[int], object],
+        write: Callable[[SpikeReport], SpikeReport] | None,
+        tell: Callable[[SpikeReport], object],
+    ) -> None:
+        self._tell = tell
+        self.reports: deque[SpikeReport] = deque(maxlen=_MOST_REPORTS)
+        self._recorder = recorder
+        self._loss_scale = loss_scale
+        self._is_due = is_due
+        self._keep = keep
+        self._write = write
+        self._turn = threading.Lock()
+        self._tracks: weakref.WeakKeyDictionary[Optimizer, _Track] = weakref.WeakKeyDictionary()
+        self._names: list[PeakName] = []  # of the forward, to which batches of other threads add at any time
+        self._gradient_names: list[PeakName] = []
+        self._forwards: deque[tuple[int, Floats]] = deque(maxlen=_EPISODE)
+        self._losses: deque[Numbers] = deque(maxlen=_EPISODE)
+        self._loss_place: int | None = None  # among the tensors of the forward, of an output called loss
+        self._scale: Numbers | None = None
+        self._first_scale: float | None = None
+        self._num_skipped = 0
+        self._step = 0
+        self._quiet_until = 0
+        self._num_spikes = 0
+        recorder.gathers_inputs = recorder.gathers_gradient_peaks = True
+        self._backward_starts = recorder.subscribe(Event.BACKWARD_START)
+
+    def remove(self) -> None:
+        """Gather no more, and keep the reports."""
+        self._recorder.gathers_inputs = self._recorder.gathers_gradient_peaks = False
+        self._backward_starts.remove()
+
+    @_harmless
+    def note_loss(self, loss: Tensor | float) -> None:
+        """Take a loss, or the losses of the samples of a batch."""
+        x = loss if isinstance(loss, Tensor) else torch.tensor(float(loss))
+        if is_plain(x) and x.device.type in ("cpu", "cuda") and x.numel():
+            self._losses.append(Numbers(x if x.numel() <= _MOST_SAMPLES else x.detach().mean()))
+
+    @_harmless
+    def take(self, batch: int, names: Sequence[PeakName], values: bytes) -> None:
+        """Take the peaks of a batch as Recorder.take_peaks gives them, at the batch's end."""
+        for name in names:
+            if name[:2] == ("", "output[loss]"):
+                self._loss_place = len(self._names)
+            self._names.append(name)
+        if batch >= 0 and torch.is_grad_enabled():  # else an evaluation
+            self._forwards.append((batch, np.frombuffer(values)))
+
+    @_harmless
+    def backward_started(self) -> None:
+        """Note the loss scale of a backward, and keep the batch for a capsule."""
+        # The search for it takes 10 ms for a million objects.
+        if self._loss_scale.has_scaler or self._step in (LEAST, 16 * LEAST, 256 * LEAST):
+            scale = self._loss_scale.note_scale()
+            self._scale = None if scale is None else Numbers(scale)
+        if self._write is not None:
+            self._keep(self._recorder.latest_batch)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Judge what came since the last step. Tell of a spike."""
+        if not self._turn.acquire(blocking=False):  # another thread's step: waiting could lock up
+            return
+        try:
+            report = self._judge(optimizer)
+        finally:
+            self._turn.release()
+        if report is not None:
+            self.reports.append(report)
+            self._tell(report)
+
+    @_harmless
+    def _judge(self, optimizer: Optimizer) -> SpikeReport | None:
+        batch, names, values = self._recorder.take_gradient_peaks()
+        self._gradient_names += names
+        losses, self._losses = self._losses, deque(maxlen=_EPISODE)
+        forwards, self._forwards = self._forwards, deque(maxlen=_EPISODE)
+        if batch < 0:
+            return None
+        if self._loss_scale.num_skipped != self._num_skipped:  # gradients of a skipped step are among these
+            self._num_skipped = self._loss_scale.num_skipped
+            return None
+        self._step += 1
+        track = self._track(optimizer)
+        track.step += 1
+        track.meet(self._names, self._gradient_names)
+        track.add_rate(optimizer)
+        gradients = np.frombuffer(values) / self._relative_scale()
+        forward = np.zeros(len(track.forward.names))
+        for number, magnitudes in forwards:
+            if number <= batch:
+                part = forward[: len(magnitudes)]
+                np.maximum(part, magnitudes[: len(forward)], out=part)
+        track.forward.add(track.step, forward)
+        track.backward.add(track.step, gradients)
+        by_sample = [samples for numbers in losses if (samples := numbers.read())]
+        means = [sum(samples) / len(samples) for samples in by_sample]
+        if not means and self._loss_place is not None and forward[self._loss_place]:
+            means = [float(forward[self._loss_place])]
+        of_weights = gradients[track.of_weights]
+        loss = track.loss.add(sum(means) / len(means)) if means else None
+        norm = track.norm.add(sqrt(of_weights.dot(of_weights)))
+        jumps = [jump for jump in (loss, norm) if jump is not None]
+        is_new = self._step > self._quiet_until
+        if jumps:
+            self._quiet_until = self._step + _EPISODE
+        if not jumps or not is_new:
+            return None
+        self._num_spikes += 1
+        if not self._is_due(self._num_spikes):
+            return None
+        report = self._report(track, jumps, batch, [x for samples in by_sample for x in samples])
+        return report if self._write is None else self._write(report)
+
+    def _track(self, optimizer: Optimizer) -> _Track:
+        track = self._tracks.get(optimizer)
+        if track is None:
+            tracks = list(self._tracks.values())
+            track = _Track() if len(tracks) < _MOST_OPTIMIZERS else tracks[-1]
+            self._tracks[optimizer] = track
+        return track
+
+    def _relative_scale(self) -> float:
+        """Return the loss scale over the first one that was known."""
+        scale = next(iter(() if self._scale is None else self._scale.read()), None) or self._first_scale
+        if scale is None:
+            return 1.0
+        self._first_scale = self._first_scale or scale
+        return scale / self._first_scale
+
+    def _report(
+        self, track: _Track, jumps: Sequence[Departure], batch: int, losses: list[float]
+    ) -> SpikeReport:
+        loss = None if self._loss_place is None else self._names[self._loss_place][:2]
+        forward = [left for left in track.forward.departures(falls=True) if (left.module, left.label) != loss]
+        backward = track.backward.departures()
+        # The step of another optimizer, as of a GAN's other part, has been made. This one is about to be made.
+        rates = next((rates for known in self._tracks.values() if (rates := known.rates())), None)
+        cause, first = cause_of(jumps, forward, backward, rates)
+        curves = tuple(_curves(track, first, forward, backward))
+        return SpikeReport(
+            batch,
+            rank(),
+            tuple(jumps),
+            cause,
+            first,
+            tuple(forward),
+            tuple(backward),
+            rates,
+            _shares(losses),
+            curves,
+        )
+
+
+def cause_of(
+    jumps: Sequence[Departure],
+    forward: Sequence[Departure],
+    backward: Sequence[Departure],
+    rates: tuple[float, float] | None,
+) -> tuple[Cause, Departure | None]:
+    """Return the class of the first signal that left its history, and the tensor that shows it.
+
+    The learning rate comes before the tensors of the forward, in their order, and these before the gradients. Of
+    these none changes the loss of its own step.
+    """
+    if rates is not None:
+        return "learning rate", next(iter(forward), None)
+    if forward:
+        label = forward[0].label
+        if label.startswith("input"):
+            return "input", forward[0]
+        is_own = OF_CALL.match(label) is None and label not in (LARGEST, BOUND)
+        return "weight" if is_own else "module", forward[0]
+    if backward and all(jump.label != "loss" for jump in jumps):
+        return "gradient", backward[0]
+    return "loss", None
+
+
+def _curves(
+    track: _Track, first: Departure | None, forward: Sequence[Departure], backward: Sequence[Departure]
+) -> Iterator[Curve]:
+    yield from (signal.curve() for signal in (track.loss, track.norm))
+    for history, departures in ((track.forward, forward), (track.backward, backward)):
+        names = [(left.module, left.label) for left in (first, *departures) if left is not None]
+        known = set(history.names)
+        for name in [name for name in dict.fromkeys(names) if name in known][:_SHOWN_CURVES]:
+            yield history.curve(name)
+
+
+def _shares(losses: list[float]) -> tuple[tuple[int, float], ...]:
+    """Return the samples with the largest shares of the sum of the losses, and these shares."""
+    total = sum(losses)
+    if len(losses) < 2 or min(losses) < 0 or not total > 0:
+        return ()
+    order = sorted(range(len(losses)), key=lambda i: -losses[i])[:_SHOWN_SAMPLES]
+    return tuple((i, losses[i] / total) for i in order)
