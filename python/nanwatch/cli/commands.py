@@ -88,12 +88,12 @@ COMMANDS = {
     "blackbox": Command("what a process was doing when it died or hangs, rank by rank", ".blackbox:main"),
     "compare": Command(
         "the first module in which two implementations of a model, or two traces, differ",
-        ".compare:compare_main",
+        ".equivalence:compare_main",
         runs_user_code=True,
     ),
-    "diff": Command("where two traces, or two batches of one, part", ".compare:diff_main"),
+    "diff": Command("where two traces, or two batches of one, part", ".files:diff_main"),
     "doctor": Command("what is installed, what serves which device, and what is missing", ".doctor:main"),
-    "fits": Command("the narrowest format that holds what each module makes, by a trace", ".fits:main"),
+    "formats": Command("the narrowest format that holds what each module makes, by a trace", ".formats:main"),
     "merge": Command("the reports of all ranks of a job as one", ".files:merge_main"),
     "netcheck": Command(
         "can the ranks of a job reach each other? Start it with torchrun",
@@ -108,7 +108,7 @@ COMMANDS = {
     "show": Command("the frames of a trace, or a saved report", ".files:show_main"),
     "top": Command("the modules of a running trace by headroom and trend, live", ".top:main"),
     "twice": Command(
-        "does a script compute the same when it is run twice, and if not, why", ".compare:twice_main"
+        "does a script compute the same when it is run twice, and if not, why", ".equivalence:twice_main"
     ),
 }
 

@@ -30,7 +30,7 @@ from ..util.modules import is_in
 from ..util.program_code import SKIPPED_FILES
 from ..util.visible import spell, suppressed
 from .batch_snapshot import BatchSnapshot, is_narrow, no_second_run
-from .diagnosis import Diagnosis, Expression
+from .diagnosis import Diagnosis, Expression, bad_rows
 from .experiment import (
     BackwardStart,
     fresh_leaves,
@@ -341,7 +341,8 @@ def _looker(
                 found if is_pole and str(step.place) == found.source else _of_forward(step),
                 remarks=(*found.remarks, _LEFT_OUT.format(step.operation, node.name())),
             )
-        steps.append(replace(found, made_in=made_in()))
+        rows = tuple(bad_rows(x) for x in made if x is not None)
+        steps.append(replace(found, rows=rows, made_in=made_in()))
 
     return look
 
@@ -362,7 +363,7 @@ def _began(tensors: Sequence[Tensor], provenance: ProvenanceMode, *, unwritten: 
 def _of_forward(step: Step, *remarks: str, is_unseen: bool = False) -> Diagnosis:
     return Diagnosis(
         operation=step.operation,
-        made=step.made,
+        made=None if step.unwritten else "nan" if step.nan else "inf",
         place=step.place,
         operands=step.operands,
         spreads=step.spreads,

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, floor, inf, log2
 
-from ..numerics.formats import Statistics
 from ..records.headroom import headroom_bits
 from ..records.record import Frame, Record
-from .own_time import OwnTime
 
 _MOST_BINS = 512  # W&B takes no more
 
@@ -46,29 +44,27 @@ class BatchSummary:
     module's output. Ask for the numbers when all frames are taken.
     """
 
-    def __init__(self, batch: int, own_time: OwnTime | None = None) -> None:
+    def __init__(self, batch: int) -> None:
         self.batch = batch
-        self.own_time = own_time
-        """The latest measurement, of a batch before this one; None where there is none."""
         self._largest: dict[tuple[str, str, str], tuple[float, Record]] = {}
 
     def add(self, frame: Frame) -> None:
         """Take a frame of this batch."""
-        for row in frame.records:
-            abs_max = row.abs_max
+        for record in frame.records:
+            abs_max = record.abs_max
             # Finite complex numbers may have a modulus that is too large for a float.
-            if abs_max and row.isfinite and row.role != "input" and abs_max != inf:
-                key = (frame.name, row.label, row.dtype)
+            if abs_max and record.isfinite and record.role != "input" and abs_max != inf:
+                key = (frame.name, record.label, record.dtype)
                 largest = self._largest.get(key)
                 if largest is None or abs_max > largest[0]:
-                    self._largest[key] = (abs_max, row)
+                    self._largest[key] = (abs_max, record)
 
     @cached_property
     def headroom(self) -> dict[str, tuple[float, str, str]]:
         """The least headroom of each module in bits, with label and dtype, the worst first."""
         least: dict[str, tuple[float, str, str]] = {}
-        for (module, label, dtype), (_, row) in self._largest.items():
-            bits = headroom_bits(row)
+        for (module, label, dtype), (_, record) in self._largest.items():
+            bits = headroom_bits(record)
             if bits is not None and bits < least.get(module, (inf,))[0]:
                 least[module] = (bits, label, dtype)
         return dict(sorted(least.items(), key=lambda item: item[1][0]))
@@ -77,16 +73,6 @@ class BatchSummary:
     def ranges(self) -> dict[str, Histogram]:
         """How many tensors have their largest magnitude in each power of two, by role."""
         bits: dict[str, list[float]] = {}
-        for abs_max, row in self._largest.values():
-            bits.setdefault(row.role, []).append(log2(abs_max))
+        for abs_max, record in self._largest.values():
+            bits.setdefault(record.role, []).append(log2(abs_max))
         return {role: Histogram.of(values) for role, values in bits.items()}
-
-    @cached_property
-    def statistics(self) -> dict[str, Statistics]:
-        """The statistics of the first output of each module, in batches of `statistics=N`."""
-        # The first output comes last and stays.
-        return {
-            name: row.statistics
-            for (name, _, _), (_, row) in reversed(self._largest.items())
-            if row.role == "output" and row.statistics is not None
-        }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -23,17 +22,16 @@ from .batch_summary import BatchSummary, Histogram
 from .sink import Sink
 
 # The first part of a tag is the group in which TensorBoard and W&B show it: the few numbers of the whole model in one,
-# a curve a module in others.
+# a curve for each module in others.
 TOTAL = "nanwatch"
 HEADROOM, FORECAST, RANGES = "nanwatch_headroom_bits", "nanwatch_forecast_batch", "nanwatch_log2_abs_max"
 GROUPS = (TOTAL, HEADROOM, FORECAST, RANGES)
 IS_FINITE, LEAST = f"{TOTAL}/is_finite", f"{TOTAL}/headroom_bits"
-OWN_SECONDS, OWN_SHARE = f"{TOTAL}/own_seconds", f"{TOTAL}/own_share"
-PLACE, TOLD, FINDING = f"{TOTAL}/headroom_module", f"{TOTAL}/forecast", f"{TOTAL}/finding"
-UPDATE = f"{TOTAL}/update"
-
-# Curves by module. Of a larger model those have one that were among the worst when there still was room.
+PLACE, SENTENCE, FINDING = f"{TOTAL}/headroom_module", f"{TOTAL}/forecast", f"{TOTAL}/finding"
+UPDATE, BATCH = f"{TOTAL}/update", f"{TOTAL}/batch"
+# Curves by module. Of a larger model those modules have one that were among the worst when there still was room.
 _MOST_MODULES = 256
+FOLDER = "runs/nanwatch"  # below `runs`, where TensorBoard looks by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +64,13 @@ class LogSink(Sink):
         """Let what was logged outlive the process, if it does not anyhow."""
 
     def on_batch(self, summary: BatchSummary) -> None:
-        """Log headroom, ranges and statistics."""
+        """Log headroom and ranges."""
         self.write(batch_entry(summary, take_curves(self._modules, summary)))
 
     def on_forecast(self, batch: int, forecast: Forecast) -> None:
         """Log the batch that it expects, and its sentence."""
         tag = f"{FORECAST}/{spell_module(forecast.module)}"
-        self.write(LogEntry(batch, {tag: float(forecast.batch)}, texts={TOLD: str(forecast)}))
+        self.write(LogEntry(batch, {tag: float(forecast.batch)}, texts={SENTENCE: str(forecast)}))
 
     def on_update(self, finding: UpdateFinding) -> None:
         """Log its sentence."""
@@ -101,15 +99,9 @@ def batch_entry(summary: BatchSummary, shown: Collection[str]) -> LogEntry:
         module, (bits, label, dtype) = next(iter(headroom.items()))
         scalars[LEAST] = bits
         texts[PLACE] = visible(f"{spell_module(module)} {label}, {dtype}")
-    if summary.own_time is not None:
-        scalars[OWN_SECONDS], scalars[OWN_SHARE] = summary.own_time
     for name in shown:
         if name in headroom:
             scalars[f"{HEADROOM}/{spell_module(name)}"] = headroom[name][0]
-    for name, statistics in summary.statistics.items():
-        if name in shown:
-            for what, value in statistics._asdict().items():
-                scalars[f"{TOTAL}_{what}/{spell_module(name)}"] = value
     histograms = {f"{RANGES}/{role}": histogram for role, histogram in summary.ranges.items()}
     return LogEntry(summary.batch, scalars, histograms, texts)
 
@@ -125,19 +117,15 @@ def spell_module(name: str) -> str:
 
 
 class FunctionSink(LogSink):
-    """Log that calls a function with the numbers and words of each entry."""
+    """Log that calls a function with the numbers and words of each entry. Histograms are left out."""
 
     def __init__(self, function: Callable[[dict[str, float | str], int], object]) -> None:
         super().__init__()
         self._function = function
 
     def write(self, entry: LogEntry) -> None:
-        """Call it; histograms are left out."""
+        """Call the function."""
         self._function({**entry.scalars, **entry.texts}, entry.batch)
-
-
-# Where TensorBoard looks by default.
-FOLDER = "runs/nanwatch"
 
 
 class TensorBoardSink(LogSink):
@@ -146,68 +134,58 @@ class TensorBoardSink(LogSink):
     The step is the number of the batch. With several processes each has a folder of its own, as a trace has a file.
     """
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: Any = FOLDER) -> None:
         super().__init__()
         self._writer: Any = None
-        self._make: Callable[[], Any] | None = None  # a writer of its own
+        self._folder: Path | None = None
         if isinstance(target, str | os.PathLike):
             who = 'watch(sinks="tensorboard:<folder>")'
             needed("tensorboard", who, "tensorboard")  # first, or torch would be said to be what is missing
-            module = needed("torch.utils.tensorboard", who, "tensorboard")
+            self._module = needed("torch.utils.tensorboard", who, "tensorboard")
             rank, world_size = rank_and_world_size()
             folder = Path(target).absolute()  # the run may change its folder
-            if world_size > 1:
-                folder = folder.with_name(f"{folder.name}-rank{rank}")
-            self._make = partial(module.SummaryWriter, folder)
+            self._folder = folder.with_name(f"{folder.name}-rank{rank}") if world_size > 1 else folder
         else:
             self._writer = target
 
     def write(self, entry: LogEntry) -> None:
-        """Add its numbers, histograms and words."""
-        writer = self._open()
-        if writer is None:
+        """Add its numbers, histograms and words, unless the user has closed the writer: it would begin a file then."""
+        if self._writer is None:
+            self._writer = self._module.SummaryWriter(self._folder)
+        if not self._is_open:
             return
         for tag, value in entry.scalars.items():
-            writer.add_scalar(tag, value, entry.batch)
+            self._writer.add_scalar(tag, value, entry.batch)
         for tag, histogram in entry.histograms.items():
-            _add(writer, tag, histogram, entry.batch)
+            self._writer.add_histogram_raw(
+                tag,
+                min=histogram.least,
+                max=histogram.most,
+                num=sum(histogram.counts),
+                sum=histogram.sum,
+                sum_squares=histogram.sum_of_squares,
+                bucket_limits=list(histogram.edges[1:]),
+                bucket_counts=list(histogram.counts),
+                global_step=entry.batch,
+            )
         for tag, words in entry.texts.items():
-            writer.add_text(tag, words, entry.batch)
+            self._writer.add_text(tag, words, entry.batch)
+
+    @property
+    def _is_open(self) -> bool:
+        return self._writer is not None and getattr(self._writer, "all_writers", True) is not None
 
     def flush(self) -> None:
         """Write what waits to the file."""
-        if self._writer is not None and self._open() is not None:
+        if self._is_open:
             self._writer.flush()
 
     def on_close(self) -> None:
         """Close the writer if it is its own; write what waits to the file if it is the user's."""
-        if self._make is None:
+        if self._folder is None:
             self.flush()
         elif self._writer is not None:
             self._writer.close()
-
-    def _open(self) -> Any:
-        """Return the writer; None when the user has closed it, as it would begin another file then."""
-        if self._writer is None and self._make is not None:
-            self._writer = self._make()
-        return None if getattr(self._writer, "all_writers", True) is None else self._writer
-
-
-def _add(writer: Any, tag: str, histogram: Histogram, batch: int) -> None:
-    writer.add_histogram_raw(
-        tag,
-        min=histogram.least,
-        max=histogram.most,
-        num=sum(histogram.counts),
-        sum=histogram.sum,
-        sum_squares=histogram.sum_of_squares,
-        bucket_limits=list(histogram.edges[1:]),
-        bucket_counts=list(histogram.counts),
-        global_step=batch,
-    )
-
-
-BATCH = f"{TOTAL}/batch"
 
 
 class WandbSink(LogSink):
@@ -233,8 +211,8 @@ class WandbSink(LogSink):
         if self._run is None:
             self._run = self._begin()
         histograms = {
-            tag: self._wandb.Histogram(np_histogram=(list(one.counts), list(one.edges)))
-            for tag, one in entry.histograms.items()
+            tag: self._wandb.Histogram(np_histogram=(list(histogram.counts), list(histogram.edges)))
+            for tag, histogram in entry.histograms.items()
         }
         self._run.log({BATCH: entry.batch, **entry.scalars, **histograms, **entry.texts}, commit=False)
 
@@ -256,26 +234,21 @@ def _has(target: Any, *methods: str) -> bool:
     return all(callable(getattr(target, method, None)) for method in methods)
 
 
-def _is_folder_or_writer(target: Any) -> bool:
-    return isinstance(target, os.PathLike) or _has(target, "add_scalar", "add_histogram_raw")
-
-
 # By name, in the order in which a target is asked what it can do. The module `wandb` stands for the run it began.
 _LOGS: dict[str, tuple[Callable[[Any], bool], Callable[..., LogSink]]] = {
-    "tensorboard": (_is_folder_or_writer, TensorBoardSink),
+    "tensorboard": (
+        lambda target: isinstance(target, os.PathLike) or _has(target, "add_scalar", "add_histogram_raw"),
+        TensorBoardSink,
+    ),
     "wandb": (lambda target: _has(target, "log", "define_metric"), WandbSink),
     "": (lambda target: callable(target) and not isinstance(target, type), FunctionSink),
 }
 # The other sinks with a name: what makes each, in the module that is imported for it.
 _NAMED = {
-    "discord": ".webhook:discord",
     "jsonl": ".messages:JsonLinesSink",
-    "logging": ".messages:LoggingSink",
-    "mlflow": ".mlflow:MlflowSink",
-    "opentelemetry": ".opentelemetry:OpenTelemetrySink",
     "prometheus": ".prometheus:PrometheusSink",
-    "slack": ".webhook:slack",
-    "webhook": ".webhook:webhook",
+    "slack": ".webhook:SlackSink",
+    "webhook": ".webhook:WebhookSink",
 }
 # Packages declare sinks of theirs in this entry point group: a name, and what makes the sink.
 GROUP = "nanwatch.sinks"
@@ -291,18 +264,18 @@ def factory_of(name: str) -> Callable[..., Sink]:
     if name and name in _LOGS:
         return _LOGS[name][1]
     if name in _NAMED:
-        module, _, made = _NAMED[name].partition(":")
-        own: Callable[..., Sink] = getattr(import_module(module, __package__), made)
-        return own
-    declared = {one.name: one for one in entry_points(group=GROUP)}
+        module, _, attribute = _NAMED[name].partition(":")
+        factory: Callable[..., Sink] = getattr(import_module(module, __package__), attribute)
+        return factory
+    declared = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in declared:
         known = ", ".join(sorted(filter(None, {*_LOGS, *_NAMED, *declared})))
         raise ValueError(
             f"there is no sink {name!r}; known are {known}, and those of packages with {GROUP}; a folder for"
             " TensorBoard is tensorboard:FOLDER"
         )
-    factory: Callable[..., Sink] = declared[name].load()
-    return factory
+    made: Callable[..., Sink] = declared[name].load()
+    return made
 
 
 def is_log(target: Any) -> bool:

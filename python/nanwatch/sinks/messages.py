@@ -1,9 +1,8 @@
-"""Messages for whoever is on call: events of a Watch in a sentence and facts, and the sinks that log them."""
+"""Messages for whoever is on call: events of a Watch in a sentence and facts, and the file of JSON lines."""
 
 from __future__ import annotations
 
 import json
-import logging
 import socket
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,26 +18,10 @@ from ..report.spike import SpikeReport
 from ..report.update_finding import UpdateFinding
 from ..util.job import rank, rank_and_world_size
 from .batch_summary import BatchSummary
-from .logs import batch_entry, spell_module, take_curves
+from .logs import batch_entry, take_curves
 from .sink import Sink
 
-# Each event with its level and what it says in the help of a metric.
-EVENTS = {
-    "failure": (logging.ERROR, "failures: values that were not finite"),
-    "spike": (logging.WARNING, "spikes of the loss or the gradients"),
-    "update": (logging.WARNING, "findings about the optimizer's steps"),
-    "forecast": (logging.WARNING, "forecasts of an overflow"),
-    "replica_difference": (logging.ERROR, "differences between replicas"),
-    "skipped_step": (logging.INFO, "optimizer steps that a GradScaler skipped"),
-}
-
-
-def headroom_of(summary: BatchSummary, known: dict[str, None]) -> dict[str, float]:
-    """Return the headroom of each module that has a curve, by its name in a metric; the least of all is under ""."""
-    headroom = summary.headroom
-    found = {"": next(iter(headroom.values()))[0]} if headroom else {}
-    curves = take_curves(known, summary)
-    return found | {spell_module(name): headroom[name][0] for name in curves if name in headroom}
+Facts = dict[str, str | int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +31,10 @@ class Message:
     event: str
     batch: int
     text: str
-    facts: dict[str, str | int] = field(default_factory=dict)
+    facts: Facts = field(default_factory=dict)
     rank: int = field(default_factory=rank)
     host: str = field(default_factory=socket.gethostname)
     time: float = field(default_factory=time)
-
-    @property
-    def level(self) -> int:
-        """The level of the module `logging`."""
-        return EVENTS[self.event][0]
 
 
 class MessageSink(Sink):
@@ -68,34 +46,35 @@ class MessageSink(Sink):
 
     def on_failure(self, report: Report) -> None:
         """Send the finding with its reason, and where the report was written."""
-        self._report("failure", report.batch or 0, report)
+        finding = report.finding
+        facts: Facts = {}
+        if finding is not None:
+            facts = {"value": finding.value, "origin": finding.origin, "phase": finding.phase}
+        self._report("failure", report, facts, () if finding is None else finding.files)
 
     def on_spike(self, report: SpikeReport) -> None:
         """Send what jumped."""
-        self._report("spike", report.batch, report)
+        self._report("spike", report, {}, report.files)
 
-    def _report(self, event: str, batch: int, report: Report | SpikeReport) -> None:
+    def _report(self, event: str, report: Report | SpikeReport, facts: Facts, files: tuple[str, ...]) -> None:
         annotation = annotation_of(report)
         if annotation is None:
             return
-        facts: dict[str, str | int] = {"module": annotation.module, "reason": annotation.rule}
+        facts = {"module": annotation.module, "reason": annotation.rule, **facts}
         if annotation.place is not None:
             facts["place"] = str(annotation.place)
-        finding = report.finding if isinstance(report, Report) else None
-        if finding is not None:
-            facts |= {"value": finding.value, "origin": finding.origin, "phase": finding.phase}
-        if files := report.files if isinstance(report, SpikeReport) else finding.files if finding else ():
+        if files:
             facts["folder"] = str(Path(files[0]).parent)
-        self.send(Message(event, batch, annotation.text, facts, report.rank))
+        self.send(Message(event, report.batch or 0, annotation.text, facts, report.rank))
 
     def on_forecast(self, batch: int, forecast: Forecast) -> None:
         """Send its sentence."""
-        facts: dict[str, str | int] = {"module": forecast.module, "expected_batch": forecast.batch}
+        facts: Facts = {"module": forecast.module, "expected_batch": forecast.batch}
         self.send(Message("forecast", batch, str(forecast), facts))
 
     def on_replica_difference(self, difference: ReplicaDifference) -> None:
         """Send its sentence, with the first tensor and rank."""
-        facts: dict[str, str | int] = {
+        facts: Facts = {
             "tensor": difference.tensors[0],
             "step": difference.step,
             "odd_rank": difference.ranks[0],
@@ -105,7 +84,7 @@ class MessageSink(Sink):
 
     def on_update(self, finding: UpdateFinding) -> None:
         """Send its sentence, with its kind as the reason."""
-        facts: dict[str, str | int] = {"module": finding.module, "reason": finding.kind, "step": finding.step}
+        facts: Facts = {"module": finding.module, "reason": finding.kind, "step": finding.step}
         if finding.place is not None:
             facts["place"] = finding.place
         self.send(Message("update", finding.batch, str(finding), facts))
@@ -115,25 +94,14 @@ class MessageSink(Sink):
         self.send(Message("skipped_step", step.batch, str(step), {"module": step.finding.module}))
 
 
-class LoggingSink(MessageSink):
-    """Messages as records of a logger, whose attribute `nanwatch` has the facts."""
-
-    def __init__(self, name: str = "nanwatch") -> None:
-        self._log = logging.getLogger(name)
-
-    def send(self, message: Message) -> None:
-        """Log it at its level."""
-        self._log.log(message.level, "%s", message.text, extra={"nanwatch": asdict(message)})
-
-
 class JsonLinesSink(MessageSink):
     """Messages and headroom as lines of a file, each a JSON document. Each process has a file of its own."""
 
     in_thread = True
 
     def __init__(self, path: str) -> None:
-        where, (own, world_size) = Path(path).absolute(), rank_and_world_size()
-        self._path = where.with_name(f"{where.stem}-rank{own}{where.suffix}") if world_size > 1 else where
+        where, (number, world_size) = Path(path).absolute(), rank_and_world_size()
+        self._path = where.with_name(f"{where.stem}-rank{number}{where.suffix}") if world_size > 1 else where
         self._file: TextIO | None = None
         self._modules: dict[str, None] = {}
 

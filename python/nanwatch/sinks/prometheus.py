@@ -8,13 +8,18 @@ from weakref import WeakKeyDictionary
 from ..util.imports import needed
 from ..util.job import rank
 from .batch_summary import BatchSummary
-from .logs import HEADROOM, TOTAL
-from .messages import EVENTS, Message, MessageSink, headroom_of
+from .logs import HEADROOM, TOTAL, spell_module, take_curves
+from .messages import Message, MessageSink
 
 LEAST = f"{TOTAL}_least_headroom_bits"
-_OWN = {
-    f"{TOTAL}_own_seconds": "time that nanwatch took of a batch",
-    f"{TOTAL}_own_share": "that time as a share of the time between two batches",
+# Each event with the help of its counter.
+_EVENTS = {
+    "failure": "failures: values that were not finite",
+    "spike": "spikes of the loss or the gradients",
+    "update": "findings about the optimizer's steps",
+    "forecast": "forecasts of an overflow",
+    "replica_difference": "differences between replicas",
+    "skipped_step": "optimizer steps that a GradScaler skipped",
 }
 
 
@@ -25,7 +30,7 @@ class PrometheusSink(MessageSink):
     Several watches add to the same metrics, because a registry takes each name once.
     """
 
-    _OF: ClassVar[WeakKeyDictionary[Any, dict[str, Any]]] = WeakKeyDictionary()
+    _METRICS: ClassVar[WeakKeyDictionary[Any, dict[str, Any]]] = WeakKeyDictionary()
     _served: ClassVar[set[int]] = set()
 
     def __init__(self, target: Any = None) -> None:
@@ -38,21 +43,21 @@ class PrometheusSink(MessageSink):
             self._port = int(target) + rank()
         elif target is not None:
             registry = target
-        if registry not in self._OF:
-            self._OF[registry] = self._made(registry)
-        self._metrics = self._OF[registry]
+        if registry not in self._METRICS:
+            self._METRICS[registry] = self._made(registry)
+        self._metrics = self._METRICS[registry]
         self._modules: dict[str, None] = {}
 
     def _made(self, registry: Any) -> dict[str, Any]:
         gauge, counter, bits = self._client.Gauge, self._client.Counter, "least headroom in bits"
+        counters = {
+            event: counter(f"{TOTAL}_{event}s", words, registry=registry) for event, words in _EVENTS.items()
+        }
+        least = gauge(LEAST, f"{bits} of all modules", registry=registry)
         return {
-            LEAST: gauge(LEAST, f"{bits} of all modules", registry=registry),
+            **counters,
+            LEAST: least,
             HEADROOM: gauge(HEADROOM, f"{bits} by module", ["module"], registry=registry),
-            **{name: gauge(name, text, registry=registry) for name, text in _OWN.items()},
-            **{
-                name: counter(f"{TOTAL}_{name}s", text, registry=registry)
-                for name, (_, text) in EVENTS.items()
-            },
         }
 
     def _serve(self) -> None:
@@ -66,9 +71,11 @@ class PrometheusSink(MessageSink):
         self._metrics[message.event].inc()
 
     def on_batch(self, summary: BatchSummary) -> None:
-        """Set the headroom of the model and of each module that has a curve, and nanwatch's own time."""
+        """Set the headroom of the model and of each module that has a curve."""
         self._serve()
-        for name, number in zip(_OWN, summary.own_time or (), strict=False):
-            self._metrics[name].set(number)
-        for name, bits in headroom_of(summary, self._modules).items():
-            (self._metrics[HEADROOM].labels(name) if name else self._metrics[LEAST]).set(bits)
+        headroom = summary.headroom
+        if headroom:
+            self._metrics[LEAST].set(next(iter(headroom.values()))[0])
+        for name in take_curves(self._modules, summary):
+            if name in headroom:
+                self._metrics[HEADROOM].labels(spell_module(name)).set(headroom[name][0])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
-from time import monotonic
 from typing import Any, ClassVar
 
 from ..history.forecast import Forecast
@@ -20,21 +18,15 @@ from ..report.spike import SpikeReport
 from ..report.update_finding import UpdateFinding
 from ..util.visible import close_names, spell, suppressed, warn_user
 from .batch_summary import BatchSummary
-from .own_time import OwnTimeSample
 from .thread import SinkThread
-
-# A tracker takes 30 to 60 µs a number. A sink that takes more than a fiftieth of the run's time is called less often.
-_SHARE = 50
-_OF_BATCHES = ("on_frame", "on_batch")
 
 
 class Sink:
     """Receiver of what a Watch finds, beside what `on_nonfinite` does about it: see docs/trackers.md.
 
     Subclass it and override the events that you want. The others cost nothing. Each is called in the thread of the run.
-    A sink that raises is called no more, which one warning says. One that takes long is called less often, so that
-    it takes at most 2 % of the time. One that may block says `in_thread = True` and is called in a thread of its own:
-    it delays no step, and what it has no time for is dropped.
+    A sink that raises is dropped, with one warning. A sink that may block says `in_thread = True` and is called in a
+    thread of its own: it delays no step, and events for which its queue has no room are dropped.
 
     Examples:
         >>> import nanwatch, torch
@@ -62,7 +54,7 @@ class Sink:
     def on_nonfinite(self, finding: Finding) -> None:
         """Take the first non-finite value of a batch as soon as it is found, before the batch is examined.
 
-        Of several batches one in `every` is told.
+        Of several batches one in `every` is reported.
         """
 
     def on_failure(self, report: Report) -> None:
@@ -99,66 +91,44 @@ class Sink:
 EVENTS = tuple(name for name in vars(Sink) if name.startswith("on_"))
 
 
-class _Taker:
-    """A sink with its name for the user, the events that it takes, and the time that they have taken."""
+class _Receiver:
+    """A sink with its name for the user, and the events that it takes: none once it has raised."""
 
     def __init__(self, name: str, sink: Sink) -> None:
         self.events = {event for event in EVENTS if getattr(type(sink), event) is not getattr(Sink, event)}
-        self._took: dict[str, float] = {}
-        self._not_before: dict[str, float] = {}
-        self.has_time = True
-        self._deliver: Callable[[str, tuple[Any, ...]], bool] = partial(_deliver, name, sink)
+        self._name = name
+        self._sink = sink
         self._thread: SinkThread | None = None
         if sink.in_thread:
             self._thread = SinkThread(name, self._deliver)
-            self._deliver = self._thread.put
             weakref.finalize(self, self._thread.close).atexit = False
 
     def call(self, event: str, args: tuple[Any, ...]) -> None:
-        """Call the sink if it takes the event and has time for it."""
-        is_of_batch = event in _OF_BATCHES
-        begun = monotonic()
-        if event not in self.events or (
-            not self.has_time if is_of_batch else begun < self._not_before.get(event, 0.0)
-        ):
+        """Call the sink, or hand the event to its thread, if it takes the event."""
+        if event in self.events:
+            (self._deliver if self._thread is None else self._thread.put)(event, args)
+
+    def _deliver(self, event: str, args: tuple[Any, ...]) -> None:
+        if not self.events:  # it raised while this waited for its thread
             return
-        if not self._deliver(event, args):
+        try:
+            getattr(self._sink, event)(*args)
+        except Exception as error:
             self.events = set()
-        self._took[event] = self._took.get(event, 0.0) + monotonic() - begun
-        if not is_of_batch:
-            self._pause(event)
+            if self._thread is not None:
+                self._thread.close()
+            suppressed(f"a sink raised in {event}")
+            # It may not raise in place of the failure that the sink was called with.
+            warn_user(
+                f"nanwatch logs no more to {self._name}, which raised {spell(error)}; the run goes on and is watched",
+                may_raise=False,
+            )
 
     def close(self) -> None:
         """Call the sink for the last time."""
         self.call("on_close", ())
         if self._thread is not None:
             self._thread.close()
-
-    def settle(self) -> None:
-        """Decide about the frames and the summary of the next batch: a sink gets all of them or none."""
-        for event in _OF_BATCHES:
-            self._pause(event)
-        self.has_time = monotonic() >= max(self._not_before.get(event, 0.0) for event in _OF_BATCHES)
-
-    def _pause(self, event: str) -> None:
-        """Call the event later, the longer it took. The first call opens a file or a connection, and does not count."""
-        if (took := self._took.pop(event, None)) is not None:
-            self._not_before[event] = monotonic() + _SHARE * took if event in self._not_before else 0.0
-
-
-def _deliver(name: str, sink: Sink, event: str, args: tuple[Any, ...]) -> bool:
-    """Call the sink. Return False, after a warning, where it raised."""
-    try:
-        getattr(sink, event)(*args)
-        return True
-    except Exception as error:
-        suppressed(f"a sink raised in {event}")
-        # It may not raise in place of the failure that the sink was told.
-        warn_user(
-            f"nanwatch logs no more to {name}, which raised {spell(error)}; the run goes on and is watched",
-            may_raise=False,
-        )
-        return False
 
 
 _NO_SUMMARY = BatchSummary(-1)
@@ -167,8 +137,8 @@ _NO_SUMMARY = BatchSummary(-1)
 class SinkStream(Sink):
     """The events of one Watch, each handed to the sinks that take it.
 
-    `sinks` are the user's, each with its name. `own` are nanwatch's, which may raise and take their time. Every
-    `log_every`-th batch of those that are read is summed up.
+    `sinks` are the user's, each with its name. `own` are nanwatch's, which may raise. Every `log_every`-th batch of
+    those that are read is summed up.
     """
 
     def __init__(
@@ -180,88 +150,78 @@ class SinkStream(Sink):
         every: int = 1,
         log_every: int = 50,
     ) -> None:
-        self._takers = [_Taker(name, sink) for name, sink in sinks]
+        self._receivers = [_Receiver(name, sink) for name, sink in sinks]
         self._own = own
         self._every = every
         self._log_every = log_every
         self._next = 0  # the batch to sum up
         self._summary = _NO_SUMMARY
-        self._told_of: int | None = None  # the latest batch that was told to be non-finite
+        self._last_nonfinite: int | None = None  # the latest batch that was reported
         # A forked child has the sinks but not their threads: what is put in a queue would stay there, and block.
         self._process = os.getpid()
         self._frames = recorder.subscribe(Event.FRAME)
-        self._own_time = OwnTimeSample(recorder)
         self._subscribe(0)
 
     @property
     def takes_batches(self) -> bool:
         """Return whether a sink needs the ends of batches."""
-        return any(taker.events & {*_OF_BATCHES} for taker in self._takers)
+        return self._takes("on_batch") or self._takes("on_frame")
 
     def _takes(self, event: str) -> bool:
-        return any(event in taker.events and taker.has_time for taker in self._takers)
-
-    def _is_due(self, batch: int) -> bool:
-        return batch >= self._next and self._takes("on_batch")
+        return any(event in receiver.events for receiver in self._receivers)
 
     def _subscribe(self, batch: int) -> None:
         """Ask for the frames of this batch, if a sink wants them."""
-        self._frames.active = self._takes("on_frame") or self._is_due(batch)
+        self._frames.active = self._takes("on_frame") or (batch >= self._next and self._takes("on_batch"))
 
     def _tell(self, event: str, *args: Any) -> None:
         if self._process == os.getpid():
-            for taker in self._takers:
-                taker.call(event, args)
+            for receiver in self._receivers:
+                receiver.call(event, args)
 
     def on_frame(self, frame: Frame) -> None:
         """Take a frame of the recorder, which reports those of traced batches to everybody."""
         if not self._frames.active:
             return
         self._tell("on_frame", frame)
-        if self._is_due(frame.batch):
+        if frame.batch >= self._next and self._takes("on_batch"):
             # Each thread adds to its own batch. A batch that failed is dropped with the first frame of the next.
             summary = self._summary
             if summary.batch != frame.batch:
-                summary = self._summary = BatchSummary(frame.batch, self._own_time.latest)
+                summary = self._summary = BatchSummary(frame.batch)
             summary.add(frame)
 
     def batch_ended(self, batch: int) -> None:
         """Take the end of a finite batch."""
         summary = self._summary
-        # A sink that had no time at the first frame gets no half of a summary.
         if summary.batch == batch:
             self._summary = _NO_SUMMARY
             self._next = batch + self._log_every
             self._tell("on_batch", summary)
 
     def settle(self, batch: int) -> None:
-        """Choose the sinks that have time for the next batch, as this one has ended, finite or not."""
-        if self._takers and batch % self._every == 0:
-            # Not in the logged batch itself, where the recorder makes frames for the sinks.
-            self._own_time.batch_ended(batch + self._log_every == self._next, self._every)
-            for taker in self._takers:
-                taker.settle()
+        """Choose the frames of the next batch, as this one has ended, finite or not."""
+        if self._receivers and batch % self._every == 0:
             self._subscribe(batch + self._every)
 
     def on_nonfinite(self, finding: Finding) -> None:
-        """Tell of one in `log_every` of the batches that are non-finite."""
-        last = self._told_of
+        """Report one in `log_every` of the batches that are non-finite."""
+        last = self._last_nonfinite
         if last is None or not last <= finding.batch < last + self._log_every:
-            self._told_of = finding.batch
+            self._last_nonfinite = finding.batch
             self._tell("on_nonfinite", finding)
 
     def on_close(self) -> None:
-        """Tell of the end. A second time does nothing."""
-        takers, self._takers = self._takers, []
+        """Report the end. A second time does nothing."""
+        receivers, self._receivers = self._receivers, []
         self._frames.remove()
-        self._own_time.remove()
         if self._process == os.getpid():
-            for taker in takers:
-                taker.close()
+            for receiver in receivers:
+                receiver.close()
 
 
 def _passed_on(event: str) -> Callable[..., None]:
-    """Return a method of the stream that tells the sinks of the event, and last of all its own, which may raise."""
+    """Return a method of the stream that calls the sinks with the event, and last of all its own, which may raise."""
 
     def tell(self: SinkStream, *args: Any) -> None:
         self._tell(event, *args)

@@ -14,19 +14,19 @@ from ..util.visible import counts, spell, warn_user
 
 # Of batches fewer, because each has a record for every tensor of the model.
 _MOST_EVENTS, _MOST_BATCHES = 64, 8
-# At the interpreter's end, for all sinks together.
+# Seconds that the interpreter's end waits for all sinks together.
 _SECONDS = 5.0
 _threads: set[SinkThread] = set()
 
 
 class SinkThread:
-    """Queue of events and the thread that hands them to `deliver`, which returns False when it takes no more.
+    """Queue of events and the thread that hands them to `deliver`.
 
-    An event for which there is no room is dropped and counted. The first is told. The interpreter's end waits at most
-    5 s.
+    An event for which there is no room is dropped and counted. One warning says so. The interpreter's end waits at
+    most 5 s.
     """
 
-    def __init__(self, name: str, deliver: Callable[[str, tuple[Any, ...]], bool]) -> None:
+    def __init__(self, name: str, deliver: Callable[[str, tuple[Any, ...]], object]) -> None:
         self._name = name
         self._deliver = deliver
         self._events: deque[tuple[str, tuple[Any, ...]]] = deque()
@@ -35,40 +35,39 @@ class SinkThread:
         self._is_closed = False
         self._process = os.getpid()
 
-    def put(self, event: str, args: tuple[Any, ...]) -> bool:
-        """Hand the event to the thread, which the first one starts. Never waits. Return False at the end of it all."""
+    def put(self, event: str, args: tuple[Any, ...]) -> None:
+        """Hand the event to the thread, which the first one starts. Never waits."""
         most = {"on_batch": _MOST_BATCHES, "on_close": _MOST_EVENTS + 1}.get(event, _MOST_EVENTS)
         with self._changed:
             if self._is_closed:
-                return False
+                return
             if has_room := len(self._events) < most:
                 self._events.append((event, args))
                 self._changed.notify_all()
-                if self._thread is None and not self._start():
-                    return False
+                if self._thread is None:
+                    self._start()
         if not has_room:
-            self._tell_dropped()
-        return True
+            counted = f"{self._name} dropped an event"
+            counts[counted] += 1
+            if counts[counted] == 1:
+                warn_user(f"{self._name} is too slow: events are dropped; the run goes on", may_raise=False)
 
-    def _start(self) -> bool:
+    def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name=f"nanwatch {self._name}", daemon=True)
         try:
             self._thread.start()
+            _threads.add(self)
         except RuntimeError as error:  # no more threads, or the interpreter ends
             self._is_closed = True
             warn_user(f"{self._name} gets no thread: {spell(error)}; the run goes on", may_raise=False)
-            return False
-        _threads.add(self)
-        return True
 
     def close(self) -> None:
         """Let the thread end when it has delivered what waits. Does not wait for it."""
         # A forked child has no such thread, and its lock may be taken for ever.
-        if self._process != os.getpid():
-            return
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        if self._process == os.getpid():
+            with self._changed:
+                self._is_closed = True
+                self._changed.notify_all()
 
     def _run(self) -> None:
         while True:
@@ -77,20 +76,11 @@ class SinkThread:
                 if not self._events:
                     break
                 event, args = self._events[0]  # which stays until it is delivered
-            goes_on = self._deliver(event, args)
+            self._deliver(event, args)
             with self._changed:
                 self._events.popleft()
-                if not goes_on:
-                    self._is_closed = True
-                    self._events.clear()
                 self._changed.notify_all()
         _threads.discard(self)
-
-    def _tell_dropped(self) -> None:
-        counted = f"{self._name} dropped an event"
-        counts[counted] += 1
-        if counts[counted] == 1:
-            warn_user(f"{self._name} is too slow: events are dropped; the run goes on", may_raise=False)
 
     def finish(self, until: float) -> None:
         """Wait until all is delivered or that time has come."""

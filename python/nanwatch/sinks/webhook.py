@@ -1,4 +1,4 @@
-"""Webhook: posts failures, spikes and forecasts, also in the forms that Slack and Discord show."""
+"""Webhook: posts failures, spikes and forecasts as JSON, also in the form that Slack shows."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,37 +23,30 @@ _MOST_DELAY = 60.0
 _PAUSE = 60.0
 
 
-def _words(message: Message, most: int) -> str:
-    where = f"rank {message.rank} on {message.host}"
-    return f"nanwatch {message.event}, {where}: {message.text}"[:most]
-
-
-# The body of a message, by the name of the sink. Discord takes 2,000 characters, Slack 40,000.
-FORMS: dict[str, Callable[[Message], dict[str, Any]]] = {
-    "webhook": lambda message: {"source": "nanwatch", **asdict(message)},
-    "slack": lambda message: {"text": _words(message, 40_000)},
-    "discord": lambda message: {"content": _words(message, 2000), "allowed_mentions": {"parse": []}},
-}
-
-
 class WebhookSink(MessageSink):
-    """Sink that posts to a URL, which is a secret and is never told.
+    """Sink that posts to a URL, which is a secret and is never shown.
 
-    Five attempts a message, one message a minute for each kind of event. A server that is not there is told once.
+    Five attempts a message, one message a minute for each kind of event. One warning says that a server takes nothing.
     """
 
     in_thread = True
+    name = "webhook"
 
-    def __init__(self, form: str, url: str = "") -> None:
+    def __init__(self, url: str = "") -> None:
         # An error of a URL with other characters would quote it.
         is_plain = url.isascii() and url.isprintable() and " " not in url
         if not is_plain or urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise ValueError(f"the sink {form} takes a URL, such as {form}:https://example.com/hook")
-        self._form = form
+            raise ValueError(
+                f"the sink {self.name} takes a URL, such as {self.name}:https://example.com/hook"
+            )
         self._url = url
         self._sent: dict[str, float] = {}
-        self._held: dict[str, int] = {}
-        self._is_told = False
+        self._num_held: dict[str, int] = {}
+        self._has_warned = False
+
+    def body(self, message: Message) -> dict[str, Any]:
+        """Return what is posted."""
+        return {"source": "nanwatch", **asdict(message)}
 
     def send(self, message: Message) -> None:
         """Post it, unless one of its kind was posted just now. Skipped steps are daily business of a GradScaler."""
@@ -63,12 +54,12 @@ class WebhookSink(MessageSink):
         if event == "skipped_step":
             return
         if now < self._sent.get(event, -_PAUSE) + _PAUSE:
-            self._held[event] = self._held.get(event, 0) + 1
+            self._num_held[event] = self._num_held.get(event, 0) + 1
             return
         self._sent[event] = now
-        if held := self._held.pop(event, 0):
-            message = replace(message, text=f"({held} more since the last) {message.text}")
-        self._post(json.dumps(FORMS[self._form](message), allow_nan=False).encode())
+        if num_held := self._num_held.pop(event, 0):
+            message = replace(message, text=f"({num_held} more since the last) {message.text}")
+        self._post(json.dumps(self.body(message), allow_nan=False).encode())
 
     def _post(self, body: bytes) -> None:
         headers = {"Content-Type": "application/json", "User-Agent": f"nanwatch/{__version__}"}
@@ -86,13 +77,21 @@ class WebhookSink(MessageSink):
             if is_final or delay is None:
                 break
             time.sleep(max(delay, least))
-        counts[f"a message of the sink {self._form} was not taken"] += 1
-        if not self._is_told:
-            self._is_told = True
+        counts[f"a message of the sink {self.name} was not taken"] += 1
+        if not self._has_warned:
+            self._has_warned = True
             host = urlsplit(self._url).hostname
             warn_user(
-                f"{host} took no message of the sink {self._form}: {why}; the run goes on", may_raise=False
+                f"{host} took no message of the sink {self.name}: {why}; the run goes on", may_raise=False
             )
 
 
-webhook, slack, discord = (partial(WebhookSink, form) for form in FORMS)
+class SlackSink(WebhookSink):
+    """Webhook of Slack, which shows at most 40,000 characters."""
+
+    name = "slack"
+
+    def body(self, message: Message) -> dict[str, Any]:
+        """Return the sentence with the event, the rank and the host."""
+        where = f"rank {message.rank} on {message.host}"
+        return {"text": f"nanwatch {message.event}, {where}: {message.text}"[:40_000]}

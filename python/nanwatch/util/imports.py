@@ -9,9 +9,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-# Packages of the index, by the name that is imported from them, where the two differ.
-_PACKAGES = {"opentelemetry": "opentelemetry-sdk"}
-
 
 def needed(module: str, who: str, extra: str, instead: str = "") -> Any:
     """Import and return the module of that name. Raise ImportError, naming `who` needs its package, without it.
@@ -22,16 +19,15 @@ def needed(module: str, who: str, extra: str, instead: str = "") -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        name = module.partition(".")[0]
-        package = _PACKAGES.get(name, name)
+        package = module.partition(".")[0]
         # A package that is there may lack one of its own.
-        missing = error.name is None or error.name.partition(".")[0] == name
+        missing = error.name is None or error.name.partition(".")[0] == package
         why = "which is not installed" if missing else f"which could not be imported ({error})"
         # nanwatch itself is on no package index, so that `pip install 'nanwatch[...]'` would find nothing.
         raise ImportError(
             f"{who} needs the package `{package}`, {why}; pip install {package}, or in a clone of nanwatch"
             f" pip install --no-build-isolation '.[{extra}]'" + (f"; or {instead}" if instead else ""),
-            name=name,
+            name=package,
         ) from error
 
 

@@ -74,11 +74,10 @@ def test_what_has_no_room_is_dropped_counted_and_told_once(
     """The end is still told."""
     told: list[Any] = []
 
-    def deliver(event: str, args: tuple[Any, ...]) -> bool:
+    def deliver(event: str, args: tuple[Any, ...]) -> None:
         held.entered.set()
         held.go.wait(60)
         told.append((event, *args))
-        return True
 
     thread = SinkThread("the sink slow", deliver)
     before = counts["the sink slow dropped an event"]
@@ -149,7 +148,7 @@ def test_without_a_thread_the_run_goes_on(
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
 def test_a_forked_child_waits_for_no_thread() -> None:
     """Though the lock was taken in the moment of the fork."""
-    thread = SinkThread("the sink", lambda event, args: True)
+    thread = SinkThread("the sink", lambda event, args: None)
     with thread._changed:
         child = os.fork()
         if child == 0:

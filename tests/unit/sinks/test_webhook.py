@@ -16,11 +16,11 @@ import nanwatch
 from nanwatch.sinks import webhook
 from nanwatch.sinks.messages import Message
 from nanwatch.sinks.thread import _finish_all
-from nanwatch.sinks.webhook import FORMS, WebhookSink
+from nanwatch.sinks.webhook import SlackSink, WebhookSink
 from nanwatch.util.visible import counts
 from support.toys import Scale
 
-FAILURE = Message("failure", 3, "nan first seen in @everyone", {"module": "a"}, 1, "node7")
+FAILURE = Message("failure", 3, "nan first seen in a", {"module": "a"}, 1, "node7")
 
 
 class Server:
@@ -82,14 +82,11 @@ def test_a_failure_is_posted_while_the_policy_stays(server: Server) -> None:
     assert body["text"].startswith("inf first seen in `output` of 0 (Scale) in batch 0")
 
 
-def test_slack_and_discord_get_their_forms() -> None:
-    """As their documentation has them; nobody is mentioned, and no text is too long."""
-    words = "nanwatch failure, rank 1 on node7: nan first seen in @everyone"
-    assert FORMS["slack"](FAILURE) == {"text": words}
-    assert FORMS["discord"](FAILURE) == {"content": words, "allowed_mentions": {"parse": []}}
-    long = Message("failure", 3, "x" * 50_000)
-    assert len(FORMS["discord"](long)["content"]) == 2000
-    assert len(FORMS["slack"](long)["text"]) == 40_000
+def test_slack_gets_its_form() -> None:
+    """As its documentation has it, and no text is too long."""
+    sink = SlackSink("https://example.com/hook")
+    assert sink.body(FAILURE) == {"text": "nanwatch failure, rank 1 on node7: nan first seen in a"}
+    assert len(sink.body(Message("failure", 3, "x" * 50_000))["text"]) == 40_000
 
 
 @pytest.mark.parametrize(
@@ -107,7 +104,7 @@ def test_it_tries_again_where_that_may_help(
 ) -> None:
     """With pauses that double, or as the server asks. What is lost is counted, and told without the URL's secret."""
     before = counts["a message of the sink slack was not taken"]
-    WebhookSink("slack", server.url).send(FAILURE)
+    SlackSink(server.url).send(FAILURE)
     assert len(server.bodies) == len(pauses) + 1
     assert slept == pauses
     assert counts["a message of the sink slack was not taken"] - before == is_lost
@@ -123,7 +120,7 @@ def test_a_server_that_is_not_there_is_told_once(
 ) -> None:
     """It may come back."""
     monkeypatch.setattr(webhook, "_PAUSE", 0.0)
-    sink = WebhookSink("webhook", "http://127.0.0.1:9/x")
+    sink = WebhookSink("http://127.0.0.1:9/x")
     for _ in range(2):
         sink.send(FAILURE)
     (warning,) = recwarn

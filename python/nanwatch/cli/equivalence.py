@@ -1,0 +1,245 @@
+"""`nanwatch twice` and `nanwatch compare`: do two executions compute the same?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..equivalence.compare import compare
+from ..equivalence.recording import EnoughError, HashedTensor, Recorder, Recording
+from ..equivalence.traces import compare_traces
+from ..equivalence.trials import TRIALS
+from ..equivalence.twice import Request, examine
+from ..trace.trace_file import Trace
+from ..util.progress import Tell
+from ..util.visible import spell
+from .commands import EQUAL_STATUS, UseError, answered, command_parser, imported, rendered
+from .script import add_script, check_script, misplaced_hint, run_script
+
+# Has the request in a process that makes one of the runs of `twice`.
+_VARIABLE = "NANWATCH_TWICE"
+_TWICE = """\
+Each run is a process of its own with the same arguments and environment. The script's own output is not shown.
+
+exit status: 0 when the runs are bit-equal, 1 when they are not, 2 when the script fails or there is none
+
+examples:
+  nanwatch twice train.py --lr 1e-3
+  nanwatch twice --batches 20 train.py --lr 1e-3     the first 20 batches are enough
+  nanwatch twice --json -m package.train > twice.json
+"""
+_COMPARE = """\
+A, B and INPUTS are PKG.MOD:NAME: an object, or what makes it when called without arguments. INPUTS is a dict by name, a
+tuple by position, or the only argument. All are imported from the current directory too, which runs their code. A
+wrapper that calls the model in its forward serves models that take different arguments.
+
+Or A and B are traces that watch(trace=Trace(path, sketches=N)) has written. INPUTS is left out then, or is a trace of A
+in higher precision, from which the noise floor is measured.
+
+exit status: 0 when the models are equal, 1 when something is above the noise floor, also in float32 copies of 16-bit
+models, or a parameter differs, 2 when the models cannot be compared
+
+examples:
+  nanwatch compare models:reference models:port models:batch
+  nanwatch compare models:reference models:port models:batch --factor 20 --json
+  nanwatch compare models:reference models:port models:batch --html compare.html
+  nanwatch compare trainer.parquet engine.parquet trainer-fp32.parquet
+"""
+
+
+def compare_main(arguments: list[str]) -> int:
+    """Run `nanwatch compare` and return the exit status."""
+    parser = command_parser(
+        "compare",
+        "Run two implementations of a model, with the same weights, on the same inputs, and name the first module that"
+        " differs by more than rounding does. Or compare two traces with sketches, as of two engines.",
+        _COMPARE,
+    )
+    parser.add_argument("a", metavar="A", help="the reference, or what makes it; or its trace")
+    parser.add_argument("b", metavar="B", help="the other implementation, or what makes it; or its trace")
+    parser.add_argument(
+        "inputs",
+        metavar="INPUTS",
+        nargs="?",
+        help="the inputs of both, or what makes them; of traces another one, of A in higher precision",
+    )
+    parser.add_argument(
+        "--batches",
+        nargs=2,
+        type=int,
+        metavar=("N", "M"),
+        help="of traces: batch N of A against batch M of B",
+    )
+    parser.add_argument(
+        "--factor",
+        type=float,
+        default=8.0,
+        metavar="N",
+        help="how many times the noise floor a difference must have (default: %(default)g)",
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts too")
+    options = parser.parse_args(arguments)
+
+    def find(tell: Tell) -> tuple[str, int]:
+        given = {"A": options.a, "B": options.b, "INPUTS": options.inputs}
+        if os.path.exists(options.a) and os.path.exists(options.b):
+            traces = [Trace.open(path, tell) for path in given.values() if path is not None]
+            tell("comparing")
+            found = compare_traces(*traces, batches=options.batches, factor=options.factor)
+        elif options.inputs is None or options.batches is not None:
+            raise UseError(
+                "A and B should be two traces that exist, or two models with INPUTS and without --batches"
+            )
+        else:
+            tell("running the models")
+            found = compare(*(imported(value, name) for name, value in given.items()), factor=options.factor)
+        return rendered(found, options, tell), EQUAL_STATUS[found.equal]
+
+    return answered("compare", find, errors=(TypeError, RuntimeError))
+
+
+def twice_main(arguments: list[str]) -> int:
+    """Run `nanwatch twice` and return the exit status."""
+    parser = command_parser(
+        "twice",
+        "Run a script twice, compare all that its modules and optimizers compute, bit for bit, and name the first"
+        " operation that is not repeatable and what cures it. Options go before the script.",
+        _TWICE,
+    )
+    add_script(parser)
+    parser.add_argument(
+        "--batches",
+        type=int,
+        metavar="N",
+        help="end each run after N calls of the model (default: at its own end)",
+    )
+    parser.add_argument(
+        "--times", type=int, metavar="N", default=2, help="number of runs to compare (default: %(default)s)"
+    )
+    options = parser.parse_args(arguments)
+    target, rest, is_module = options.target, options.arguments, options.m
+    if request := os.environ.pop(_VARIABLE, ""):
+        return _run_here(json.loads(request), target, rest, is_module=is_module)
+
+    def find(tell: Tell) -> tuple[str, int]:
+        check_script(target, is_module=is_module)
+        if options.times < 2 or (options.batches is not None and options.batches < 1):
+            raise ValueError("--times should be at least 2 and --batches at least 1")
+        if hint := misplaced_hint(parser, target, rest):
+            sys.stderr.write(f"nanwatch twice: {hint}\n")
+        with tempfile.TemporaryDirectory(prefix="nanwatch-twice-") as folder:
+            runs = _Runs(Path(folder), [*(["-m"] if is_module else []), target, *rest], options.batches)
+            found = examine(runs.run, os.path.basename(target), options.times, runs.trials, tell)
+        if found.equal and runs.error:
+            raise UseError(f"the runs are bit-equal, but each ended by {runs.error}")
+        return rendered(found, options, tell), EQUAL_STATUS[found.equal]
+
+    return answered("twice", find)
+
+
+class _Runs:
+    """Runs of the script, each in a process of its own."""
+
+    def __init__(self, folder: Path, command: list[str], most_batches: int | None) -> None:
+        self._folder = folder
+        self._command = command
+        self._most_batches = most_batches
+        self._since = time.time()
+        self.error = ""  # the exception that ended the last run
+        self.trials = {
+            name: one
+            for name, one in TRIALS.items()
+            if name != "hash" or os.environ.get("PYTHONHASHSEED", "random") == "random"
+        }
+
+    def run(self, request: Request) -> Recording:
+        """Run the script and return its recording. Raise UseError when it fails before its model is called."""
+        most = request.most_batches if self._most_batches is None else self._most_batches
+        if request.most_batches is not None and most is not None:
+            most = min(most, request.most_batches)
+        file = self._folder / "recording.json"
+        file.unlink(missing_ok=True)
+        asked = {**asdict(request), "most_batches": most, "file": str(file), "since": self._since}
+        # A watch in the script would be before the calls that are to be recorded.
+        environment = {**os.environ, "NANWATCH": "0", _VARIABLE: json.dumps(asked)}
+        for name in request.trials:
+            environment |= self.trials[name].environment
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        command = [sys.executable, *flags, "-m", "nanwatch", "twice", *self._command]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", check=False
+        )
+        if not file.exists():
+            last = done.stderr.strip().rpartition("\n")[2] or "it printed nothing on stderr"
+            raise UseError(f"the script ended by status {done.returncode}: {last}")
+        recording = Recording.from_json(file.read_text(encoding="utf-8"))
+        if len(recording.tensors) == bool(recording.error):
+            why = recording.error or "it called no module and made no optimizer step in its own process"
+            raise UseError(f"there is nothing to compare in {self._command[-1]}: {why}")
+        if recording.error and request.trials:
+            raise RuntimeError(recording.error)
+        self.error = recording.error
+        return recording
+
+
+def _run_here(request: dict[str, Any], target: str, arguments: list[str], *, is_module: bool) -> int:
+    """Run the script in this process and write its recording."""
+    window, process = request["window"], os.getpid()
+    recorder = Recorder(None if window is None else tuple(window), request["most_batches"], request["fill"])
+    notes = recorder.recording.notes
+    sys.addaudithook(_FileHook(notes, request["since"], time.time()))
+    status = 0
+    with ExitStack() as trials:
+        for name in request["trials"]:
+            trials.enter_context(TRIALS[name].patch(notes.append))
+        with recorder.running() as recording:
+            try:
+                run_script(target, arguments, is_module=is_module)
+            except EnoughError:
+                pass
+            except SystemExit as error:
+                if error.code not in (None, 0):
+                    recording.error = f"exit status {error.code}"
+            except BaseException as error:
+                traceback.print_exc()
+                recording.error, status = spell(error), 1
+    if recording.error:
+        last = HashedTensor(
+            max(recording.batches - 1, 0), "result", "", "", "exception", recording.error, bits=0
+        )
+        recording.tensors.append(last)
+    if os.getpid() == process:  # else a forked child that has come to the script's end
+        Path(request["file"]).write_text(recording.to_json(), encoding="utf-8")
+    return status
+
+
+class _FileHook:
+    """Audit hook that notes which files this run reads after an earlier run has changed them."""
+
+    def __init__(self, notes: list[str], since: float, start: float) -> None:
+        self._notes = notes
+        self._since = since
+        self._start = start
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Look at an event; never raises."""
+        if event != "open" or not isinstance(arguments[0], str) or len(self._notes) > 100:
+            return
+        path, flags = arguments[0], arguments[2]
+        if flags & (os.O_WRONLY | os.O_TRUNC) or path.endswith((".pyc", ".py")):
+            return
+        try:
+            changed = os.stat(path).st_mtime
+        except (OSError, ValueError):
+            return
+        if self._since <= changed < self._start and os.path.isfile(path):
+            self._notes.append(f"the script reads a file that the run before it has written: {path}")

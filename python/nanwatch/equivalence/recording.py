@@ -1,0 +1,298 @@
+"""Recording of a run for comparison: the fingerprint of each tensor that its modules and optimizers pass on."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, replace
+from hashlib import blake2b
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.optim import Optimizer
+
+from ..instrumentation.global_hooks import after_steps, before_steps
+from ..instrumentation.slot import default_call, set_default_call
+from ..numerics.ranges import fingerprint
+from ..numerics.readable import dtype_name
+from ..recording.walk import call_leaves, leaves
+from ..util.modules import WeakIdentityDict, each_module, has_parameters
+from ..util.visible import spell
+from .operations import OperationLog, OperationRecord
+from .results import FirstDifference, RunTensor
+
+
+@dataclass(frozen=True, slots=True)
+class HashedTensor(RunTensor):
+    """Tensor or number of a run with the fingerprint of its bits, and the thread that passed it on."""
+
+    bits: int
+    thread: str = ""
+
+
+_FIELDS = tuple(one.name for one in fields(HashedTensor))
+_SHARED_FIELDS = tuple(one.name for one in fields(RunTensor))
+
+
+@dataclass
+class Recording:
+    """One run: its tensors in order, its operations where they were recorded, and what else was noted.
+
+    `writes` and `target` are those of its OperationLog. `error` is the exception that ended the run, in words. `notes`
+    are calls that a trial has replaced, and files that an earlier run has changed.
+    """
+
+    tensors: list[HashedTensor] = field(default_factory=list)
+    operations: list[OperationRecord] = field(default_factory=list)
+    writes: dict[int, str] = field(default_factory=dict)
+    target: int = 0
+    batches: int = 0
+    error: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """Return the recording as JSON."""
+        tensors = [[getattr(one, name) for name in _FIELDS] for one in self.tensors]
+        return json.dumps({**vars(self), "tensors": tensors, "writes": {}})
+
+    @classmethod
+    def from_json(cls, text: str) -> Recording:
+        """Read what `to_json` has written in a process of this one."""
+        read = json.loads(text)
+        found = cls(**read)
+        found.tensors = [HashedTensor(*one) for one in read["tensors"]]
+        found.operations = [OperationRecord.of(one) for one in found.operations]
+        return found
+
+
+def first_difference(a: Recording, b: Recording) -> FirstDifference | None:
+    """Return the first print of `a` that `b` has otherwise, without its operation.
+
+    Threads are compared each by itself, because their order among each other is not the program's.
+    """
+    found: list[tuple[int, HashedTensor, HashedTensor | None]] = []
+    for name in dict.fromkeys(one.thread for one in (*a.tensors, *b.tensors)):
+        ours = [i for i, one in enumerate(a.tensors) if one.thread == name]
+        theirs = [one for one in b.tensors if one.thread == name]
+        for i, other in zip_longest(ours, theirs):
+            if i is None:
+                found.append((len(a.tensors), other, None))
+                break
+            if a.tensors[i] != other:
+                found.append((i, a.tensors[i], other))
+                break
+    if not found:
+        return None
+    place, one, other = min(found, key=lambda one: one[0])
+    has = "nothing" if other is None else ""
+    if other is not None and replace(other, bits=one.bits) != one:
+        has = other.where
+    shared = {name: getattr(one, name) for name in _SHARED_FIELDS}
+    return FirstDifference(**shared, equal_before=place, other=has)
+
+
+class EnoughError(BaseException):
+    """Raised in the script at the start of the first batch that is not wanted. No Exception, which it might catch."""
+
+
+class Recorder:
+    """Context that records the calls of all modules, the gradients of their outputs, and all optimizer steps.
+
+    With `window`, a pair of places in the tensors, operations between these are recorded too. With `fill`, memory that
+    an operation allocates and leaves unwritten is filled with that number. With `most_batches` a further call of the
+    first model ends the run by EnoughError. The first model is the first module with parameters that is called from
+    outside any other; its calls are the batches, unless `batch` is set from outside.
+    """
+
+    def __init__(
+        self,
+        window: tuple[int, int] | None = None,
+        most_batches: int | None = None,
+        fill: int | None = None,
+        own_storages: frozenset[int] = frozenset(),
+        roots: list[nn.Module] | None = None,
+    ) -> None:
+        self.recording = Recording()
+        self.batch: int | None = None
+        self._window = window
+        self._most_batches = most_batches
+        self._model: nn.Module | None = None
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._names: WeakIdentityDict[tuple[str, str]] = WeakIdentityDict()
+        self._parameters: WeakIdentityDict[tuple[str, str, str]] = WeakIdentityDict()
+        self._hooks: list[Any] = []
+        self._is_running = False
+        self._operations = None if window is None else OperationLog(own_storages, self._current, fill)
+        for root in roots or ():
+            self._name_parts(root)
+
+    @contextmanager
+    def running(self) -> Iterator[Recording]:
+        """Record the block."""
+        if default_call() is not None:
+            raise RuntimeError(
+                "another nanwatch command follows the calls of all modules already; end that first"
+            )
+        with ExitStack() as after:
+            set_default_call(self._default_call())
+            after.callback(set_default_call, None)
+            for hooks, hook in ((before_steps, self._before_step), (after_steps, self._after_step)):
+                after.callback(hooks.add(hook).remove)
+            after.callback(lambda: [hook.remove() for hook in self._hooks])
+            self._is_running = True
+            if self._operations is not None:
+                self._operations.active = self._window is not None and self._window[0] <= 0
+                after.enter_context(self._operations)
+            try:
+                yield self.recording
+            finally:
+                self._is_running = False
+                if self._operations is not None:
+                    self._operations.active = False
+                    self.recording.operations = self._operations.records
+                    self.recording.writes = self._operations.writes
+                    self.recording.target = self._operations.target
+
+    def add(self, value: Any, kind: str, label: str, module: str = "", class_name: str = "") -> None:
+        """Record the tensors and numbers in a value."""
+        for name, leaf in leaves(value, label):
+            self._add_leaf(leaf, kind, module, class_name, name)
+
+    def _add_leaf(self, leaf: Any, kind: str, module: str, class_name: str, label: str) -> None:
+        if isinstance(leaf, Tensor):
+            form, bits = _read(leaf)
+        elif isinstance(leaf, bool | int | float | complex | str):
+            form = type(leaf).__name__
+            bits = int.from_bytes(blake2b(repr(leaf).encode(), digest_size=8).digest(), "little")
+        else:
+            return
+        thread = threading.current_thread()
+        # Threads that only PyTorch knows have a new number in each run.
+        name = "" if thread is threading.main_thread() else thread.name.partition("-")[0]
+        number = max(self.recording.batches - 1, 0) if self.batch is None else self.batch
+        with self._lock:
+            if not self._is_running:
+                return
+            tensors = self.recording.tensors
+            tensors.append(HashedTensor(number, kind, module, class_name, label, form, bits, name))
+            if self._operations is not None and self._window is not None:
+                if len(tensors) == self._window[1] + 1 and isinstance(leaf, Tensor):
+                    self._operations.look(leaf)
+                self._operations.active = self._window[0] <= len(tensors) <= self._window[1]
+
+    def _default_call(self) -> Callable[..., Any]:
+        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            # A compiler reads this function too; to it the module is itself.
+            if is_compiling() or not self._may_read():
+                return module._call_impl(*args, **kwargs)
+            return self._call(module, args, kwargs)
+
+        return call
+
+    def _may_read(self) -> bool:
+        return (
+            self._is_running
+            and torch._C._get_tracing_state() is None
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+        )
+
+    def _stack(self) -> list[tuple[str, str]]:
+        stack: list[tuple[str, str]] | None = getattr(self._local, "stack", None)
+        if stack is None:
+            stack = self._local.stack = []
+        return stack
+
+    def _current(self) -> tuple[str, str]:
+        """Return the name and class of the innermost module whose call is under way in this thread."""
+        stack = self._stack()
+        return stack[-1] if stack else ("", getattr(self._local, "step", ""))
+
+    def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        stack = self._stack()
+        if not stack:
+            self._local.step = ""
+            self._begin(module)
+        name, class_name = named = self._name(module, stack)
+        for kind, own in (("weight", module._parameters), ("buffer", module._buffers)):
+            for label, x in own.items():
+                if x is not None:
+                    self._parameters[x] = (name, class_name, label)
+                    self._add_leaf(x, kind, name, class_name, label)
+        for label, x in call_leaves(args, kwargs):
+            self._add_leaf(x, "input", name, class_name, label)
+        stack.append(named)
+        try:
+            result = module._call_impl(*args, **kwargs)
+        finally:
+            stack.pop()
+        for label, x in leaves(result, "output"):
+            self._add_leaf(x, "output", name, class_name, label)
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                self._hooks.append(x.register_hook(self._gradient_hook(name, class_name, label)))
+        return result
+
+    def _begin(self, module: nn.Module) -> None:
+        self._hooks.clear()
+        if self._model is None and has_parameters(module):
+            self._model = module
+        if module is self._model:
+            if self.recording.batches == self._most_batches:
+                raise EnoughError
+            self.recording.batches += 1
+        self._name_parts(module)
+
+    def _gradient_hook(self, name: str, class_name: str, label: str) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            if not is_compiling() and self._may_read():
+                self._add_leaf(gradient, "gradient", name, class_name, label)
+
+        return hook
+
+    def _name_parts(self, root: nn.Module) -> None:
+        if self._names.get(root) is None:
+            is_first = not self._names.objects()
+            for path, module in each_module(root):
+                if self._names.get(module) is None:
+                    full = path if is_first else ".".join(filter(None, (type(root).__name__, path)))
+                    self._names[module] = (full, type(module).__name__)
+
+    def _name(self, module: nn.Module, stack: list[tuple[str, str]]) -> tuple[str, str]:
+        found = self._names.get(module)
+        if found is None:  # made during the call of another
+            class_name = type(module).__name__
+            outer = stack[-1][0] if stack else ""
+            found = self._names[module] = (f"{outer}.({class_name})".lstrip("."), class_name)
+        return found
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._local.step = f"{type(optimizer).__name__}.step"
+        self._add_parameters(optimizer, "gradient")
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._add_parameters(optimizer, "step")
+        self._local.step = ""
+
+    def _add_parameters(self, optimizer: Optimizer, kind: str) -> None:
+        if is_compiling() or not self._may_read():
+            return
+        for i, group in enumerate(optimizer.param_groups):
+            for j, x in enumerate(group["params"]):
+                named = self._parameters.get(x) or ("", type(optimizer).__name__, f"param_groups[{i}][{j}]")
+                value = x.grad if kind == "gradient" else x
+                if value is not None:
+                    self._add_leaf(value, kind, *named)
+
+
+def _read(x: Tensor) -> tuple[str, int]:
+    form = f"{dtype_name(x.dtype)} {list(x.shape)}"
+    try:
+        return form, fingerprint(x)
+    except TypeError as error:  # meta, sparse, nested: see nanwatch.fingerprint
+        return f"{form}, not compared: {spell(error)}", 0

@@ -1,0 +1,218 @@
+"""`python -m nanwatch twice`: what a script does differently in processes of its own, exit status, bad use."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+
+from nanwatch import __main__ as command
+from nanwatch.cli import equivalence
+from support.processes import forked
+
+TRAINING = """
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1))
+optimizer = torch.optim.Adam(model.parameters())
+for x in data:
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+CALLS = """
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1))
+for x in data:
+    model(x).square().mean().backward()
+"""
+
+
+class Script(NamedTuple):
+    """Lines before the training, and what is found: tensor, operation, words of the cause or a note, and the cure."""
+
+    lines: str
+    tensor: str
+    operation: str
+    words: str
+    cure: str
+
+
+SCRIPTS = {
+    "unseeded": Script(
+        "data = torch.ones(3, 2, 4)", "weight", "aten.uniform_.default", "does not seed", "manual_seed(0)"
+    ),
+    "set_order": Script(
+        "torch.manual_seed(0)\nnames = {'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h'}\n"
+        "data = torch.tensor([ord(one) / 100 for one in names]).reshape(1, 2, 4)  # part",
+        "input[0]",
+        "aten.lift_fresh.default",
+        "order of a set",
+        "PYTHONHASHSEED=0",
+    ),
+    "loader": Script(
+        "import os\ntorch.manual_seed(0)\nitems = torch.arange(80.0).reshape(20, 4)\n"
+        "generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), 'little'))\n"
+        "data = torch.utils.data.DataLoader(items, 2, shuffle=True, generator=generator)",
+        "input[0]",
+        "aten.random_.default",
+        "a data loader draws its order",
+        "random bytes",
+    ),
+    "file": Script(
+        "import os\ntorch.manual_seed(0)\nlast = float(open('last').read()) if os.path.exists('last') else 1.0\n"
+        "print(last + 1, file=open('last', 'w'))\ndata = torch.ones(2, 2, 4) * last  # part",
+        "input[0]",
+        "aten.mul.Tensor",
+        "the script reads a file that the run before it has written: last",
+        "",
+    ),
+    "address": Script(
+        "torch.manual_seed(0)\ndata = torch.ones(1, 2, 4) * (id(torch.nn) / 2**40)  # part",
+        "input[0]",
+        "aten.mul.Tensor",
+        "id() in line",
+        "",
+    ),
+}
+
+# An interpreter draws these when it starts.
+OF_THE_INTERPRETER = {"set_order", "address"}
+
+
+def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = command.main(["twice", *arguments])
+    shown = capfd.readouterr()
+    return status, shown.out, shown.err
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run scripts in processes that need not import torch, as 3 s of each run are its imports."""
+
+    def start(command: list[str], *, env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
+        return forked(*command[1:], env=env)
+
+    # The interpreter's flags are those of the process that is forked.
+    stand_in = SimpleNamespace(run=start, _args_from_interpreter_flags=list)
+    monkeypatch.setattr(equivalence, "subprocess", stand_in)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_source_of_chance_of_a_script_is_named(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    """Tensor, operation, cause, and the cure that was tried."""
+    script = SCRIPTS[name]
+    if name in OF_THE_INTERPRETER:  # 3 s a run, and each trial takes two
+        cures = {"hash": equivalence.TRIALS["hash"]} if script.cure else {}
+        monkeypatch.setattr(equivalence, "TRIALS", cures)
+    else:
+        request.getfixturevalue("forks")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    # An optimizer imports a compiler, in 1 s of each run.
+    training = CALLS if name in OF_THE_INTERPRETER else TRAINING
+    Path("train.py").write_text(f"import torch\n{script.lines}\n{training}")
+    status, out, err = run(capfd, "--batches", "1", "--json", "train.py")
+    assert out, err
+    found = json.loads(out)
+    assert status == 1
+    assert found["difference"]["label"] == script.tensor, out
+    assert found["difference"]["operation"] == script.operation, out
+    assert script.words in found["difference"]["cause"] + "".join(found["remarks"]), out
+    cured = [one["change"] for one in found["tried"] if one["outcome"] == "equal"]
+    assert len(cured) == bool(script.cure), out
+    assert script.cure in "".join(cured)
+
+
+@pytest.mark.usefixtures("forks")
+def test_a_repeatable_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Status 0; its arguments are its own, its output is not shown, and the environment stays."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(
+        "import sys, torch\nassert sys.argv == ['train.py', '--json', '3']\nprint('noise')\ntorch.manual_seed(0)\n"
+        f"data = torch.utils.data.DataLoader(torch.randn(8, 4), 2, shuffle=True)\n{TRAINING}"
+    )
+    before = dict(os.environ)
+    status, out, err = run(capfd, "train.py", "--json", "3")
+    assert (status, err) == (0, "")
+    assert out.startswith("Repeatable: 2 runs of train.py are bit-equal over 4 batches (")
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("age", "event", "flags", "name", "is_noted"),
+    [
+        (5, "open", os.O_RDONLY, "last.txt", True),
+        (5, "open", os.O_RDWR, "last.txt", True),
+        (20, "open", os.O_RDONLY, "last.txt", False),  # from before the first run
+        (-5, "open", os.O_RDONLY, "last.txt", False),  # by this run itself
+        (5, "open", os.O_WRONLY, "last.txt", False),
+        (5, "open", os.O_RDWR | os.O_TRUNC, "last.txt", False),
+        (5, "import", os.O_RDONLY, "last.txt", False),
+        (5, "open", os.O_RDONLY, "made.py", False),
+        (5, "open", os.O_RDONLY, "", False),  # the folder
+    ],
+)
+def test_a_file_of_the_run_before_is_noted(
+    age: int, event: str, flags: int, name: str, is_noted: bool, tmp_path: Path
+) -> None:
+    """Changed after the first run began and before this one did, and opened to be read."""
+    path = tmp_path / name
+    if name:
+        path.write_text("1")
+    now = 1_700_000_000.0
+    os.utime(path, (now - age, now - age))
+    notes: list[str] = []
+    look = equivalence._FileHook(notes, since=now - 10, start=now)
+    look(event, (str(path), "r", flags))
+    look(event, (str(tmp_path / "missing"), "r", flags))
+    look(event, (3, "r", flags))  # a descriptor
+    assert notes == [f"the script reads a file that the run before it has written: {path}"] * is_noted
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("missing.py",), "there is no script 'missing.py'"),
+        (("--batches", "0", "raises.py"), "--batches at least 1"),
+        (("raises.py",), "there is nothing to compare in raises.py: KeyError: 'mine'"),
+        (("later.py",), "the runs are bit-equal, but each ended by KeyError: 'mine'"),
+        (("leaves.py",), "the runs are bit-equal, but each ended by exit status 4"),
+        (("gone.py",), "the script ended by status 3: it printed nothing on stderr"),
+        (
+            ("later.py", "--batches", "2"),
+            "the script gets --batches, which it does not name; options of nanwatch twice go before the script",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("forks")
+def test_bad_use(
+    arguments: tuple[str, ...],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Status 2, one line on stderr, and one more for a hint; nothing on stdout."""
+    monkeypatch.chdir(tmp_path)
+    Path("raises.py").write_text("raise KeyError('mine')\n")
+    Path("later.py").write_text("import torch\ntorch.nn.ReLU()(torch.ones(2))\nraise KeyError('mine')\n")
+    Path("leaves.py").write_text("import sys, torch\ntorch.nn.ReLU()(torch.ones(2))\nsys.exit(4)\n")
+    Path("gone.py").write_text("import os\nos._exit(3)\n")
+    status, out, err = run(capfd, *arguments)
+    assert (status, out) == (2, "")
+    assert words in err
+    assert len(err.splitlines()) == 1 + ("go before the script" in words)

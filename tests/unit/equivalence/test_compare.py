@@ -1,0 +1,310 @@
+"""`nanwatch.compare` on toys: matching, kinds of difference, thin evidence, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanwatch
+
+
+class Unit(nn.Module):
+    """Module that applies a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._function(x)
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+
+
+def with_step(function: Callable[[Tensor], Tensor]) -> nn.Sequential:
+    return nn.Sequential(nn.Identity(), Unit(function), nn.Identity())
+
+
+X = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x: 3 * x, "a scale: B is 3 times A"),
+        (lambda x: -x, "another sign"),
+        (lambda x: x + torch.arange(16.0), "an offset: the same in each token"),
+        (lambda x: x.flip(-1), "a permutation"),
+        (
+            lambda x: torch.cat([x[..., :4], 2 * x[..., 4:6], x[..., 6:]], -1),
+            "2 of 16 columns only, from 4 to 5",
+        ),
+        (lambda x: torch.cat([x[:, :-1], 2 * x[:, -1:]], 1), "token 7 of 8 only"),
+        (lambda x: torch.cat([x[:, :1], x[:, 1:] ** 2], 1), "all tokens but the first"),
+        (lambda x: torch.cat([x[:, :3] ** 2, x[:, 3:]], 1), "tokens up to 2 only"),
+        (lambda x: x + 0.1 * (x**2) * torch.arange(1, 9)[:, None] ** 2, "growing along the sequence"),
+        (lambda x: x / 0, "non-finite numbers on one side only"),
+    ],
+)
+def test_the_kind_of_a_difference_is_named(function: Callable[[Tensor], Tensor], words: str) -> None:
+    found = nanwatch.compare(with_step(lambda x: x * 1), with_step(function), X)
+    assert found.first is not None
+    assert found.first.module_a == "1"
+    assert words in " ".join(found.likely)
+    assert words.split()[0] in found.to_text()
+
+
+class Renamed(nn.Module):
+    """Three layers that A has as a Sequential, under other names and registered in another order."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.third, self.first, self.second = layers[2], layers[0], layers[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x)))
+
+
+def test_renamed_modules_are_matched_by_weights_and_order() -> None:
+    model = mlp()
+    found = nanwatch.compare(model, Renamed(list(copy.deepcopy(model))), X)
+    assert found.equal
+    names = [(one.module_a, one.module_b) for one in found.modules]
+    assert names == [("", ""), ("0", "first"), ("1", "second"), ("2", "third")]
+
+
+class Projections(nn.Module):
+    """Three projections of one input, apart or in one layer, in an order of its own, with a fault in the second."""
+
+    def __init__(self, order: list[int] | None = None, fault: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        parts = [nn.Linear(16, width) for width in (16, 8, 8)]
+        self.parts = nn.ModuleList(parts if order is None else [nn.Linear(16, 32)])
+        self.order = order
+        if order is not None:
+            whole = self.parts[0]
+            whole.weight = nn.Parameter(torch.cat([parts[i].weight for i in order]))
+            whole.bias = nn.Parameter(torch.cat([parts[i].bias + fault * (i == 1) for i in order]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.order is None:
+            return self.parts[0](x) + torch.cat([self.parts[1](x), self.parts[2](x)], -1)
+        found = self.parts[0](x).split([16 if i == 0 else 8 for i in self.order], -1)
+        q, k, v = (found[self.order.index(i)] for i in range(3))
+        return q + torch.cat([k, v], -1)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+def test_the_part_of_a_fused_projection_is_named(order: list[int]) -> None:
+    """Whatever order the columns have, and on whichever side the projection is fused."""
+    whole = Projections(order, fault=1e-3)
+    for found in (nanwatch.compare(Projections(), whole, X), nanwatch.compare(whole, Projections(), X)):
+        assert found.first is not None
+        names = sorted([found.first.module_a, found.first.module_b])
+        assert names == ["parts.0", ", ".join(f"parts.{i}" for i in order)]
+        assert found.likely[0] == "in parts.1 only"
+    assert nanwatch.compare(Projections(), Projections(order), X).equal
+
+
+class Looped(nn.Module):
+    """Layer that is called three times; the fault is in the second call."""
+
+    def __init__(self, fault: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(16, 16)
+        self.scale = nn.Identity()
+        self.fault = fault
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(3):
+            x = self.scale(self.layer(x) * (1 + self.fault * (i == 1)))
+        return x
+
+
+def test_the_calls_of_one_module_are_told_apart() -> None:
+    found = nanwatch.compare(Looped(), Looped(1e-3), X)
+    assert found.first is not None
+    assert found.first.module_a == ""
+    assert found.where.startswith("in its own code, between the output of layer, which agrees")
+    errors = [one.error for one in found.modules if one.module_a == "layer" and one.error is not None]
+    assert errors[0] == errors[1] == 0 < errors[2]
+
+
+def test_a_difference_that_is_undone_is_a_convention() -> None:
+    """A factor that moved from one side of a module to another is a remark, and no fault."""
+
+    def folded(factor: float) -> nn.Module:
+        inner = nn.Sequential(Unit(lambda x: x * factor), Unit(lambda x: x / factor))
+        return nn.Sequential(inner, nn.Linear(16, 16))
+
+    a, b = folded(1.0), folded(2.0)
+    b[1] = copy.deepcopy(a[1])
+    found = nanwatch.compare(a, b, X)
+    assert found.equal
+    assert found.remarks == (
+        "the output of 0.0 differs, which is gone at the output of 0",
+        "the input of 0.1 differs, which is gone at the output of 0.1",
+    )
+
+
+def test_another_weight_and_a_missing_bias_are_said() -> None:
+    a = mlp()
+    b = copy.deepcopy(a)
+    with torch.no_grad():
+        b[0].weight[3] *= 1.1
+    b[2].bias = None
+    found = nanwatch.compare(a, b, X)
+    assert found.first is not None
+    assert found.first.module_a == "0"
+    assert found.likely[0].startswith("its weight is ")
+    assert "1 of 32 columns only, from 3 to 3" in found.likely
+    b[0] = a[0]
+    assert nanwatch.compare(a, b, X).likely[0] == "only A has a bias"
+
+
+@pytest.mark.parametrize(
+    ("b", "inputs", "words"),
+    [
+        (nn.Linear(16, 3), X, "have shapes that do not go together"),
+        (with_step(lambda x: x), X + 1, "were not given the same inputs"),
+    ],
+)
+def test_no_module_is_named_where_nothing_can_be_said(b: nn.Module, inputs: Tensor, words: str) -> None:
+    found = nanwatch.compare(with_step(lambda x: x), b, X, call_b=lambda model, _: model(inputs))
+    assert (found.equal, found.first) == (None, None)
+    assert words in found.why
+    assert found.to_text().startswith("No module can be named: ")
+
+
+def test_tokens_that_do_not_count_may_differ() -> None:
+    """By a mask, in tensors of (batch, length, ...), and where one side has packed them."""
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    mask[1, 5:] = False
+    a, b = with_step(lambda x: x * 1), with_step(lambda x: torch.where(mask[..., None], x, 9 * x))
+    assert nanwatch.compare(a, b, X).equal is False
+    assert nanwatch.compare(a, b, X, tokens=mask).equal
+    packed = nanwatch.compare(a, with_step(lambda x: x * 1), X, tokens=mask, call_b=lambda m, x: m(x[mask]))
+    assert packed.equal
+    assert len(packed.modules) == 4
+
+
+def test_models_and_random_state_are_left_alone() -> None:
+    """Statistics, modes, gradients and random states; both draw the same dropout."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(16, 4))
+    model(X).sum().backward()
+    other = copy.deepcopy(model)
+    saved = copy.deepcopy(model.state_dict())
+    gradients = [x.grad for x in model.parameters()]
+    state, x = torch.get_rng_state(), X.clone().requires_grad_()
+    assert nanwatch.compare(model, other, x).equal
+    torch.testing.assert_close(dict(model.state_dict()), dict(saved), rtol=0, atol=0)
+    assert all(a is b.grad for a, b in zip(gradients, model.parameters(), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.training
+    assert x.grad is None
+
+
+def test_a_model_that_knows_one_precision_has_the_floor_of_the_other() -> None:
+    """And where neither runs in another, a guess that the result owns up to."""
+
+    def picky(x: Tensor) -> Tensor:
+        if x.dtype is torch.float64:
+            raise RuntimeError("float32 only")
+        return x * 1
+
+    easy, hard = with_step(lambda x: x * 1), with_step(picky)
+    found = nanwatch.compare(easy, hard, X)
+    assert found.equal
+    assert found.floor == "rounding error of A, run in float32 and again in float64"
+    assert found.remarks == ("B did not run in float64: RuntimeError: float32 only",)
+    assert nanwatch.compare(hard, hard, X).floor == "not measured, assumed to be 4 eps of float32"
+
+
+class Scaled(nn.Module):
+    """Loss of no dimensions, with weight and bias of none."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.tensor(weight)), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight + self.bias).mean()
+
+
+@pytest.mark.parametrize("most_bytes", [0, 1 << 20])
+def test_tensors_without_dimensions_are_compared(most_bytes: int) -> None:
+    a, b = (nn.Sequential(nn.Linear(16, 64), Scaled(weight)) for weight in (1.0, 2.0))
+    b[0] = a[0]
+    found = nanwatch.compare(a, b, X, most_bytes=most_bytes)
+    assert found.first is not None
+    assert found.first.module_a == "1"
+
+
+def test_an_overflow_in_half_precision_is_a_difference() -> None:
+    """Though the floor, of the same format, overflows too."""
+    model = with_step(lambda x: 1e4 * x * 10)
+    found = nanwatch.compare(model, model, X, call_b=lambda model, x: model(x.half()))
+    assert found.equal is False
+    assert found.likely == ("non-finite numbers on one side only",)
+
+
+def test_the_result_as_json_and_text() -> None:
+    a = mlp()
+    b = copy.deepcopy(a)
+    b[1] = nn.Hardtanh()
+    found = nanwatch.compare(a, b, X)
+    document = json.loads(found.to_json())
+    assert document["first"]["module_a"] == "1"
+    assert len(document["first"]["tokens"]) == 8
+    assert [one["module_a"] for one in document["modules"]] == ["", "0", "1", "2"]
+    assert found.to_text().splitlines()[0] == "Differ first in 1 (Tanh) | 1 (Hardtanh)."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        ((mlp(), "model", X), {}, "model_b should be a torch.nn.Module, got str"),
+        ((mlp(), mlp(), X), {"factor": 1.0}, "factor should be above 1"),
+        (
+            (mlp(), mlp(), X),
+            {"call_b": lambda *_: None},
+            "no module of the Sequential was called: see call_a and",
+        ),
+    ],
+)
+def test_bad_use_is_explained(arguments: tuple[object, ...], options: dict[str, object], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        nanwatch.compare(*arguments, **options)
+
+
+class Gained(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.g = nn.Parameter(torch.full((6,), factor))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.g
+
+
+class Gain(Gained):
+    pass
+
+
+def test_modules_that_stand_for_each_other_and_do_not_match_are_both_named() -> None:
+    """Their outputs are far apart and they have no `weight`, so nothing says that they are the same."""
+    one = nn.Sequential(OrderedDict(norm=Gained(1.0), head=nn.Linear(6, 6)))
+    other = nn.Sequential(OrderedDict(n1=Gain(-3.0), out=nn.Linear(6, 6)))
+    other[1].load_state_dict(one[1].state_dict())
+    found = nanwatch.compare(one, other, torch.randn(4, 6))
+    assert found.where.endswith("There A calls norm and B n1, which were not matched: compare them")

@@ -1,0 +1,193 @@
+"""`nanwatch compare A.parquet B.parquet`: what is matched and named from sketches and ranges alone, and what is not."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch.equivalence.comparison import Comparison
+from nanwatch.equivalence.traces import compare_traces
+from nanwatch.trace.trace_file import Trace
+from support.watching import watch
+
+pytest.importorskip("pyarrow")
+
+X = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0))
+
+
+class Block(nn.Module):
+    """Two layers around a step between them, which a fault may change, and a residual that B may hand on apart."""
+
+    def __init__(self, step: Callable[[Tensor], Tensor] = torch.tanh, *, is_apart: bool = False) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 48), nn.Linear(48, 32)
+        self.step = step
+        self.is_apart = is_apart
+
+    def forward(self, x: Any) -> Any:
+        x = x[0] + x[1] if isinstance(x, tuple) else x
+        y = self.down(self.step(self.up(self.norm(x))))
+        return (y, x) if self.is_apart else x + y
+
+
+class Renamed(nn.Module):
+    """Block with other names of its parts."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.pre, self.wide, self.narrow, self.step = block.norm, block.up, block.down, block.step
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(self.step(self.wide(self.pre(x))))
+
+
+def blocks(number: int = 3, **options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(**options) for _ in range(number)))
+
+
+def faulty(model: nn.Sequential, plant: Callable[[Any], object]) -> nn.Sequential:
+    found = copy.deepcopy(model)
+    with torch.no_grad():
+        plant(found[1])
+    return found
+
+
+def trace(path: Path, model: nn.Module, x: Tensor = X, **options: Any) -> Trace:
+    with watch(model, trace=path, **{"sketches": 1, **options}), torch.no_grad():
+        model(x)
+    return Trace.open(path)
+
+
+def compared(folder: Path, a: nn.Module, b: nn.Module, x: Tensor = X) -> Comparison:
+    return compare_traces(trace(folder / "a.parquet", a), trace(folder / "b.parquet", b, x))
+
+
+def scale(block: Block) -> None:
+    block.down.weight[3] *= 1.5
+
+
+def bend(block: Block) -> None:
+    block.step = lambda x: torch.tanh(x) * (x < 1)
+
+
+@pytest.mark.parametrize(
+    ("plant", "first", "words"),
+    [
+        (scale, "1.down", "in it, or in the code that makes its input, of which a trace has the range alone"),
+        (
+            bend,
+            "1",
+            "in its own code, between the output of 1.up, which agrees, and the input of 1.down, which",
+        ),
+        (lambda block: block.norm.bias.add_(0.1), "1.norm", "in it, or"),
+    ],
+)
+def test_the_first_module_is_named(
+    plant: Callable[[Any], object], first: str, words: str, tmp_path: Path
+) -> None:
+    """A fault of a layer itself is named, and by the range of its input one of the code before it."""
+    model = blocks()
+    found = compared(tmp_path, model, faulty(model, plant))
+    assert found.equal is False
+    assert found.first is not None
+    assert found.first.module_a == first
+    assert found.where.startswith(words)
+    assert len(found.first.tokens) == 8
+
+
+def test_modules_of_other_names_are_matched(tmp_path: Path) -> None:
+    """By the ranges of their weights, and containers by what they hold; the fault is in one of them."""
+    model = blocks()
+    port = nn.Sequential(*(Renamed(copy.deepcopy(one)) for one in model))
+    names = [(one.module_a, one.module_b) for one in compared(tmp_path, model, port).modules]
+    assert ("2.norm", "2.pre") in names
+    assert ("2.down", "2.narrow") in names
+    assert len(names) == 13
+    with torch.no_grad():
+        port[1].narrow.bias += 0.1
+    found = compare_traces(Trace.open(tmp_path / "a.parquet"), trace(tmp_path / "c.parquet", port))
+    assert found.first is not None
+    assert (found.first.module_a, found.first.module_b) == ("1.down", "1.narrow")
+
+
+class Root(nn.Module):
+    """RMS norm with a name of its own."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+@pytest.mark.parametrize("eps", [1e-3, 5e-3, 5e-2])
+def test_a_new_norm_with_another_eps_is_named(eps: float, tmp_path: Path) -> None:
+    """Its weight of ones tells nothing, and its output is another, so it is matched by shape and neighbours."""
+    x = X * torch.linspace(0.05, 1, 8)[:, None]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.RMSNorm(32, eps=1e-6), nn.Linear(32, 32))
+    other = nn.Sequential(OrderedDict(first=model[0], root=Root(eps), last=model[2]))
+    one = trace(tmp_path / "a.parquet", model, x)
+    found = compare_traces(one, trace(tmp_path / "b.parquet", other, x))
+    assert found.first is not None
+    assert (found.first.module_a, found.first.module_b) == ("1", "root")
+    squares = model[0](x).square().mean(-1)
+    scales = ((squares + 1e-6) / (squares + eps)).sqrt()
+    told = re.fullmatch(r"a scale for each token, from (\S+) to (\S+): the eps .*", found.likely[0])
+    assert told is not None, found.likely
+    assert [float(one) for one in told.groups()] == pytest.approx(
+        [float(scales.min()), float(scales.max())], rel=1e-3
+    )
+    other.root.eps = 1e-6
+    assert compare_traces(one, trace(tmp_path / "c.parquet", other, x)).equal
+
+
+class Apart(nn.Module):
+    """Three projections of one input, apart or in one layer."""
+
+    def __init__(self, fused: nn.Linear | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        parts = [nn.Linear(32, width) for width in (32, 16, 16)]
+        self.out = nn.Linear(64, 32)
+        self.parts = nn.ModuleList(parts)
+        self.is_fused = fused is not None
+        if fused is not None:
+            fused.weight = nn.Parameter(torch.cat([one.weight for one in parts]))
+            fused.bias = nn.Parameter(torch.cat([one.bias for one in parts]))
+            self.parts = nn.ModuleList([fused])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.cat([one(x) for one in self.parts], -1))
+
+
+def test_a_fused_projection_is_matched_and_said_not_to_be_compared(tmp_path: Path) -> None:
+    """A sketch depends on the place in the row, so those of q, k and v do not make up that of all."""
+    found = compared(tmp_path, Apart(), Apart(nn.Linear(32, 64)))
+    assert found.equal
+    words = "parts.0, parts.1, parts.2 | parts.0 are matched by their weights and not compared"
+    assert found.remarks[0].startswith(words)
+
+
+def test_bad_use_is_explained(tmp_path: Path) -> None:
+    a = trace(tmp_path / "a.parquet", blocks())
+    with pytest.raises(
+        ValueError,
+        match=r"b.parquet has no sketches; record it with watch\(trace=nanwatch.Trace\(path, sketches=N\)\)",
+    ):
+        compare_traces(a, trace(tmp_path / "b.parquet", blocks(), sketches=False))
+    with pytest.raises(ValueError, match="has no call in batch 7"):
+        compare_traces(a, a, batches=(0, 7))
+    with pytest.raises(ValueError, match="factor should be above 1"):
+        compare_traces(a, a, factor=1.0)

@@ -1,0 +1,324 @@
+"""`nanwatch.twice`: sources of chance are named, repeatable trainings are called so, and nothing is left behind."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import nanwatch
+from nanwatch.equivalence.trials import explain, note_call
+from support.chance_sources import SOURCES, Source, training, wrong
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_a_source_of_chance_is_named(source: Source) -> None:
+    """Module, operation, line, cause and cure."""
+    assert not list(wrong(source))
+
+
+def mlp() -> Callable[..., Any]:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    return training(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+def batch_norm() -> Callable[..., Any]:
+    model = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.Flatten())
+    return training(model, torch.optim.Adam(model.parameters()))
+
+
+def scheduled_dropout() -> Callable[..., Any]:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    inner = training(model, optimizer)
+
+    def step(x: torch.Tensor) -> float:
+        inner(x)
+        scheduler.step()
+        return scheduler.get_last_lr()[0]
+
+    return step
+
+
+def transformer() -> Callable[..., Any]:
+    model = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    return training(model, torch.optim.AdamW(model.parameters(), foreach=True))
+
+
+def recurrent() -> Callable[..., Any]:
+    lstm = nn.LSTM(4, 8, batch_first=True)
+    optimizer = torch.optim.RMSprop(lstm.parameters())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = lstm(x)[0].sum()
+        loss.backward()
+        nn.utils.clip_grad_norm_(lstm.parameters(), 1.0)
+        optimizer.step()
+        return loss  # gradients are left, and accumulate
+
+    return step
+
+
+def autocast() -> Callable[..., Any]:
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 1))
+    inner = training(model, torch.optim.Adagrad(model.parameters()))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return inner(x)
+
+    return step
+
+
+def adversaries() -> Callable[..., Any]:
+    maker, judge = nn.Linear(4, 4), nn.Linear(4, 1)
+    first, second = (torch.optim.Adam(one.parameters()) for one in (maker, judge))
+
+    def step(x: torch.Tensor) -> None:
+        for optimizer, sign in ((first, 1.0), (second, -1.0)):
+            optimizer.zero_grad()
+            F.softplus(sign * judge(maker(torch.randn_like(x)))).mean().backward()
+            optimizer.step()
+
+    return step
+
+
+def checkpointed() -> Callable[..., Any]:
+    block, head = nn.Sequential(nn.Linear(4, 4), nn.Dropout()), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*block.parameters(), *head.parameters()], lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        head(checkpoint(block, x, use_reentrant=False)).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def averaged() -> Callable[..., Any]:
+    model = nn.Linear(4, 1)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    inner = training(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        inner(x)
+        average.update_parameters(model)
+        return average(x)
+
+    return step
+
+
+class Trainer:
+    """Training by a method, with augmentation by the global generators, hand-made parameters and a scaler."""
+
+    def __init__(self) -> None:
+        self.weight = torch.randn(4, 1, requires_grad=True)
+        self.optimizer = torch.optim.Adam([self.weight])
+
+    def step(self, x: torch.Tensor) -> float:
+        x = x * random.random() + float(np.random.rand())
+        loss = (x @ self.weight).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+REPEATABLE = {
+    one.__name__: one
+    for one in (
+        mlp,
+        batch_norm,
+        scheduled_dropout,
+        transformer,
+        recurrent,
+        autocast,
+        adversaries,
+        checkpointed,
+    )
+} | {"averaged": averaged, "trainer": lambda: Trainer().step}
+
+
+@pytest.mark.parametrize("make", REPEATABLE.values(), ids=REPEATABLE)
+def test_a_repeatable_training_is_called_so(make: Callable[[], Callable[..., Any]]) -> None:
+    """Also with random numbers, and with state of any kind: gradients, moments, statistics, averages, schedules."""
+    step = make()
+    batches = [torch.randn(3, 2, 4) if make is transformer else torch.randn(3, 4) for _ in range(3)]
+    step(batches[0])  # optimizers have a state before
+    found = nanwatch.twice(step, batches=batches, times=3)
+    assert found.equal, found.to_text()
+    assert (found.batches, found.runs) == (3, 3)
+    assert found.tensors > 3
+    assert not found.remarks
+
+
+def test_nothing_is_left_behind() -> None:
+    """The run after it continues as it would without it; contents, tensors and random states are the same."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = training(model, optimizer)
+    batch = torch.randn(3, 4)
+    step(batch)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    gradients = {name: (one.grad, one.grad.clone()) for name, one in model.named_parameters()}
+    tensors = [id(one) for one in (*model.parameters(), *model.buffers())]
+    versions = [one._version for one in (*model.parameters(), *model.buffers())]
+    moments = [id(one["exp_avg"]) for one in optimizer.state.values()]
+    random_states = torch.get_rng_state(), random.getstate()
+    assert nanwatch.twice(step, batches=[batch] * 2).equal
+    torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), saved, rtol=0, atol=0)
+    for name, one in model.named_parameters():
+        assert one.grad is gradients[name][0]
+        assert torch.equal(one.grad, gradients[name][1])
+    assert [id(one) for one in (*model.parameters(), *model.buffers())] == tensors
+    assert [one._version for one in (*model.parameters(), *model.buffers())] == versions
+    assert [id(one["exp_avg"]) for one in optimizer.state.values()] == moments
+    assert torch.equal(torch.get_rng_state(), random_states[0])
+    assert random.getstate() == random_states[1]
+
+
+def test_objects_that_a_step_keeps_are_as_before() -> None:
+    """The same objects with the same contents: lists, counters, arrays, generators, and attributes that a run makes."""
+    model = nn.Sequential(SOURCES["counter"].part(), SOURCES["memory"].part())
+    item, counts, array = nn.Identity(), {"runs": 0}, np.zeros(3)
+    losses, generator = [item], torch.Generator()
+    state, memory = generator.get_state(), model[1].memory
+
+    def step() -> None:
+        counts["runs"] += 1
+        array[:] += 1
+        losses.append(model(torch.rand(3, 4, generator=generator)).sum())
+        model.extra = 1
+
+    assert not nanwatch.twice(step).equal
+    assert (counts, array.tolist(), model[0].calls) == ({"runs": 0}, [0, 0, 0], 0)
+    assert len(losses) == 1
+    assert losses[0] is item
+    assert torch.equal(generator.get_state(), state)
+    assert model[1].memory is memory
+    assert not memory.any()
+    assert not hasattr(model, "extra")
+
+
+def test_a_list_that_the_step_keeps_is_named_once() -> None:
+    """It is found as an attribute of the model that the step names, and as one of the module itself."""
+
+    class History(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hist: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.hist.append(x.detach())
+            return x - torch.stack(self.hist).sum(0)
+
+    model = nn.Sequential(nn.Linear(2, 2), History())
+    found = nanwatch.twice(lambda: model(torch.ones(1, 2)))
+    assert found.difference is not None
+    assert found.difference.cause.endswith("keeps from run to run: model.1.hist")
+
+
+@pytest.mark.parametrize("in_loader", [True, False])
+def test_a_loader_is_tried_early_only_where_one_draws(in_loader: bool) -> None:
+    """A program without one would take runs for nothing before the trials that may help it."""
+    one = SimpleNamespace(place=None, is_random=True, has_generator=False, in_loader=in_loader)
+    found: Any = SimpleNamespace(a=one, operand=None, how="results")
+    assert ("loader" in explain(found)[1]) == in_loader
+
+
+def test_an_import_is_no_call_of_the_program() -> None:
+    """A module of Python's that asks for random bytes while it is imported is not named; the program's call is."""
+    notes: list[str] = []
+    library = compile("note_call('os.urandom()', note)", os.__file__, "exec")
+    imported = compile("exec(library)", "<frozen importlib._bootstrap>", "exec")
+    space = {"note_call": note_call, "note": notes.append, "library": library}
+    exec(imported, space)
+    assert notes == []
+    exec(library, space)
+    assert len(notes) == 1
+    assert notes[0].startswith(f"os.urandom() at {__file__}:")
+
+
+def test_an_error_of_the_step_is_the_callers() -> None:
+    """State is put back, and no hook stays."""
+    model = nn.Linear(2, 2)
+    before = model.weight.clone()
+
+    def step() -> None:
+        with torch.no_grad():
+            model.weight.zero_()
+        raise KeyError("of the user's")
+
+    with pytest.raises(KeyError, match="of the user's"):
+        nanwatch.twice(step)
+    assert torch.equal(model.weight, before)
+    assert nanwatch.twice(lambda: model(torch.ones(1, 2))).equal
+
+
+def test_chance_beside_the_way_is_not_blamed() -> None:
+    """An operation that differs and has no part in the first tensor that does."""
+    model = nn.Sequential(nn.Linear(4, 4), SOURCES["clock"].part())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        torch.rand(3, generator=torch.Generator().manual_seed(random.SystemRandom().getrandbits(32)))
+        return model(x)
+
+    found = nanwatch.twice(step, batches=[torch.randn(3, 4)]).difference
+    assert found is not None
+    assert (found.operation, found.operation_module) == ("aten.mul.Tensor", "1")
+
+
+def test_two_causes_are_both_found() -> None:
+    """Neither cure alone is enough."""
+    model = nn.Sequential(SOURCES["clock"].part(), SOURCES["counter"].part())
+    found = nanwatch.twice(lambda: model(torch.ones(3, 4)))
+    assert found.tried[-1].outcome == "equal"
+    assert "clocks" in found.tried[-1].change
+    assert "keeps" in found.tried[-1].change
+
+
+def test_the_document_has_what_the_text_has() -> None:
+    """JSON for programs."""
+    model = nn.Sequential(nn.Linear(4, 4), SOURCES["counter"].part())
+    found = nanwatch.twice(lambda: model(torch.ones(3, 4)), state=[model])
+    document = json.loads(found.to_json())
+    assert document["equal"] is False
+    assert document["difference"]["operation"] == "aten.div.Tensor"
+    assert document["difference"]["module"] == "1"
+    assert [one["outcome"] for one in document["tried"]][-1] == "equal"
+    text = found.to_text()
+    assert "First:      `output` of 1 (Counts), float32 [3, 4], after 6 equal ones" in text
+    assert "aten.div.Tensor of 1, at " in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"step": 3}, TypeError, "should be a function"),
+        ({"step": lambda: None, "times": 1}, ValueError, "at least 2"),
+        ({"step": lambda: None, "state": [3]}, TypeError, "modules, optimizers, tensors"),
+    ],
+)
+def test_bad_use(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    """The error says what came and what is accepted."""
+    with pytest.raises(error, match=words):
+        nanwatch.twice(**arguments)
+
+
+def test_a_watched_model_is_refused() -> None:
+    """The watch is before the calls."""
+    model = nn.Linear(2, 2)
+    with nanwatch.watch(model), pytest.raises(ValueError, match="root module is watched"):
+        nanwatch.twice(lambda: model(torch.ones(1, 2)))
