@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..instrumentation.execution_context import Autocast, RngState
 from ..numerics import _extension
-from ..numerics.readable import only_our_dispatch, unreadable
+from ..numerics.readable import only_our_dispatch, type_name, unreadable
 from ..report.finding import Finding
 from ..report.report import Report, report_of
 from ..util import reading
@@ -122,6 +122,15 @@ def _reason(error: Exception) -> str:
     return f"torch.load(weights_only=True) cannot read it ({type(error).__name__})"
 
 
+_EXPECTED: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("module", "class_name", "device", "finding"), str),
+    **dict.fromkeys(("kwargs", "state", "training", "versions"), dict),
+    **dict.fromkeys(("rng", "autocast", "left_out"), list),
+    "args": tuple,
+    "rank": int,
+}
+
+
 def _fields(document: Any) -> dict[str, Any]:
     """Return the fields of a Capsule but for its folder. Raise ValueError for what a stranger may have put there."""
     if not isinstance(document, dict) or document.get("schema") != _SCHEMA:
@@ -130,51 +139,34 @@ def _fields(document: Any) -> dict[str, Any]:
         raise ValueError(
             f"its version is {document.get('version')!r}, this nanwatch reads version {_VERSION}"
         )
-    expected: dict[str, type | tuple[type, ...]] = {
-        **dict.fromkeys(("module", "class_name", "device", "finding"), str),
-        **dict.fromkeys(("kwargs", "state", "training", "versions"), dict),
-        **dict.fromkeys(("rng", "autocast", "left_out"), list),
-        "args": tuple,
-        "rank": int,
-    }
-    for name, kind in expected.items():
-        if not isinstance(document.get(name), kind):
-            raise ValueError(f"it has no {name!r}, or another type of it")
     decoder = Decoder()
     values: dict[str, Any] = {}
-    for name, kind in expected.items():
-        value = document[name]
+    for name, kind in _EXPECTED.items():
+        value: Any = document.get(name)
+        if not isinstance(value, kind):
+            raise ValueError(f"it has no {name!r}, or another type of it")
         # Names may be any, so these dicts have no marks.
-        items = (
-            {key: decoder.decode(x, f"{name}[{key!r}]") for key, x in value.items()} if kind is dict else None
+        is_named = isinstance(value, dict)
+        values[name] = (
+            {key: decoder.decode(x) for key, x in value.items()} if is_named else decoder.decode(value)
         )
-        values[name] = decoder.decode(value, name) if items is None else items
-    for name, allowed in (("training", bool), ("state", (Tensor, LeftOut)), ("versions", (str, type(None)))):
-        if not all(isinstance(key, str) and isinstance(x, allowed) for key, x in values[name].items()):
+    is_right = {
+        "training": "" in values["training"],
+        "kwargs": all(isinstance(key, str) for key in values["kwargs"]),
+        "state": all(isinstance(x, Tensor | LeftOut) for x in values["state"].values()),
+        "rng": all(isinstance(x, Tensor) and x.dtype is torch.uint8 and x.dim() == 1 for x in values["rng"]),
+        "left_out": all(isinstance(x, LeftOut) for x in values["left_out"]),
+    }
+    for name, is_valid in is_right.items():
+        if not is_valid:
             raise ValueError(f"its {name!r} has an item of another type")
-    if "" not in values["training"] or not all(isinstance(key, str) for key in values["kwargs"]):
-        raise ValueError("its 'training' has no flag of the module itself, or 'kwargs' a key that is no name")
+    torch.Generator().set_state(values["rng"][0])  # raises where torch has no such state
+    values["rng"] = RngState(values["rng"][0], tuple(values["rng"][1:]))
     values["device"] = str(torch.device(values["device"]))
-    values["rng"] = _rng(values["rng"])
-    values["autocast"] = tuple(_autocast(one) for one in values["autocast"])
-    values["left_out"] = tuple(one for one in values["left_out"] if isinstance(one, LeftOut))
+    values["autocast"] = tuple(Autocast(*state) for state in values["autocast"])
+    values["left_out"] = tuple(values["left_out"])
     values["finding"] = Report.from_json(values["finding"]).finding
     return values
-
-
-def _rng(states: list[Any]) -> RngState:
-    for state in states:
-        if not isinstance(state, Tensor) or state.dtype is not torch.uint8 or state.dim() != 1:
-            raise ValueError("its 'rng' has an item that is no random state")
-    torch.Generator().set_state(states[0])  # raises where torch has no such state
-    return RngState(states[0], tuple(states[1:]))
-
-
-def _autocast(state: Any) -> Autocast:
-    match state:
-        case (str(device_type), torch.dtype() as dtype, bool(is_enabled)):
-            return Autocast(torch.device(device_type).type, dtype, is_enabled)
-    raise ValueError("its 'autocast' has an item of another type")
 
 
 def write_capsule(
@@ -250,67 +242,57 @@ def write_capsule(
         return _write_folder(Path(folder).absolute(), document)
 
 
-class _Slot:
-    """Place of a tensor in a document, until it is known which tensors fit."""
-
-    def __init__(self, x: Tensor, label: str, is_state: bool) -> None:
-        self.x, self.label, self.is_state = x, label, is_state
-        reason = why_not(x)
-        kind = type(x)
-        self.left_out = (
-            LeftOut(label, f"{kind.__module__}.{kind.__qualname__}", None, reason) if reason else None
-        )
-        with torch._C.DisableTorchFunction():
-            self.nbytes = 0 if reason else x.numel() * x.element_size()
-        self.copy: Tensor | None = None
-
-    def drop(self, max_bytes: int) -> None:
-        with torch._C.DisableTorchFunction():
-            type_name = f"{str(self.x.dtype).removeprefix('torch.')} {list(self.x.shape)}"
-        why = f"the tensors of this capsule may take {max_bytes:,} bytes (max_bytes)"
-        self.left_out = LeftOut(self.label, type_name, self.nbytes, why)
-
-
 class _Tensors:
-    """Tensors of a call, each object once."""
+    """Tensors of a call, each object once. Two views of the same memory are two."""
 
     def __init__(self) -> None:
-        self._slots: dict[int, _Slot] = {}
+        self._noted: dict[
+            int, tuple[Tensor, str, bool]
+        ] = {}  # by id, which is unique while the tensor is kept here
+        self._missing: dict[int, LeftOut] = {}
+        self._copies: dict[int, Tensor] = {}
 
-    def note(self, x: Tensor, label: str, *, is_state: bool = False) -> _Slot:
-        """Return the place of a tensor. The same object given twice has one; two views of the same memory have two."""
-        if id(x) not in self._slots:
-            self._slots[id(x)] = _Slot(x, label, is_state)  # which keeps `x`: its id is unique while it lives
-        return self._slots[id(x)]
+    def note(self, x: Tensor, label: str, *, is_state: bool = False) -> Tensor:
+        """Note a tensor, and return it, to stand in the tree until it is known which tensors fit."""
+        if id(x) not in self._noted:
+            self._noted[id(x)] = x, label, is_state
+            if reason := why_not(x):
+                self._missing[id(x)] = LeftOut(label, type_name(x), None, reason)
+        return x
 
     def limit(self, max_bytes: int) -> None:
         """Drop what is beyond the limit: of the state, then of the inputs, the largest first."""
-        total = sum(slot.nbytes for slot in self._slots.values())
-        for slot in sorted(self._slots.values(), key=lambda slot: (not slot.is_state, -slot.nbytes)):
-            if total > max_bytes and slot.nbytes:
-                total -= slot.nbytes
-                slot.drop(max_bytes)
+        with torch._C.DisableTorchFunction():
+            kept = [noted for key, noted in self._noted.items() if key not in self._missing]
+            sizes = [(is_state, x.numel() * x.element_size(), label, x) for x, label, is_state in kept]
+            total = sum(size for _, size, *_ in sizes)
+            for _, size, label, x in sorted(sizes, key=lambda item: (not item[0], -item[1])):
+                if total > max_bytes and size:
+                    total -= size
+                    kind = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+                    why = f"the tensors of this capsule may take {max_bytes:,} bytes (max_bytes)"
+                    self._missing[id(x)] = LeftOut(label, kind, size, why)
 
     @property
     def left_out(self) -> list[LeftOut]:
-        """The tensors that are not kept: those that cannot be, then the dropped ones, the largest first."""
-        missing = [slot.left_out for slot in self._slots.values() if slot.left_out is not None]
-        return sorted(missing, key=lambda each: (each.what.startswith("input"), -(each.bytes or 0)))
+        """The tensors that are not kept, in the order in which they were left out."""
+        return list(self._missing.values())
 
     @property
     def device(self) -> str:
         """The device of the call, judged by its first weight that is kept, or else by its first input."""
-        kept = [slot for slot in self._slots.values() if slot.left_out is None]
-        first = next((slot for slot in kept if slot.is_state), kept[0] if kept else None)
-        return "cpu" if first is None else str(first.x.device)
+        return next(
+            (str(x.device) for key, (x, *_) in self._noted.items() if key not in self._missing), "cpu"
+        )
 
     def fill(self, tree: Any) -> Any:
-        """Return a tree with a copy of the tensor, or the reason for none, in each place."""
-        if isinstance(tree, _Slot):
-            if tree.left_out is not None:
-                return tree.left_out.encoded()
-            tree.copy = _copied(tree.x) if tree.copy is None else tree.copy
-            return tree.copy
+        """Return a tree with a copy of each tensor, or the reason for none, in its place."""
+        if isinstance(tree, Tensor):
+            if missing := self._missing.get(id(tree)):
+                return missing.encoded()
+            if id(tree) not in self._copies:
+                self._copies[id(tree)] = _copied(tree)
+            return self._copies[id(tree)]
         if isinstance(tree, dict):
             return {key: self.fill(item) for key, item in tree.items()}
         return type(tree)(map(self.fill, tree)) if type(tree) in (list, tuple) else tree

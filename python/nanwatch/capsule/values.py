@@ -198,45 +198,36 @@ def _is_key(key: Any) -> bool:
 
 
 class Decoder:
-    """Decodes what an Encoder wrote, or a stranger. Raises ValueError, naming the place, for anything else."""
+    """Decodes what an Encoder wrote, or a stranger: raises ValueError for a mark that no Encoder makes."""
 
     def __init__(self) -> None:
         self._done: dict[int, tuple[Any, Any]] = {}  # by id: a few lists may hold each other a billion times
 
-    def decode(self, value: Any, where: str) -> Any:
+    def decode(self, value: Any) -> Any:
         """Return the value: a dataclass or named tuple as a Structure, what was left out as a LeftOut."""
         if type(value) not in (list, tuple, dict):
-            if isinstance(value, _LEAVES):
-                return value
-            raise ValueError(f"{where} is a {type_name(value)}, which no capsule holds")
+            return value
         if id(value) not in self._done:
-            self._done[id(value)] = value, self._decode_container(value, where)
+            self._done[id(value)] = value, self._decoded(value)
         return self._done[id(value)][1]
 
-    def _decode_container(self, value: Any, where: str) -> Any:
-        if isinstance(value, dict):
-            if MARK in value:
-                return self._decode_marked(value, where)
-            return {key: self.decode(item, f"{where}[{spell_key(key)}]") for key, item in value.items()}
-        items = [self.decode(item, f"{where}[{i}]") for i, item in enumerate(value)]
-        return tuple(items) if isinstance(value, tuple) else items
-
-    def _decode_marked(self, value: dict[Any, Any], where: str) -> Any:
+    def _decoded(self, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return type(value)(map(self.decode, value))
         match value:
             case {"nanwatch": "ellipsis"}:
                 return ...
-            case {"nanwatch": "slice", "parts": tuple(parts)} if len(parts) == 3:
-                return slice(*self.decode(parts, where))
+            case {"nanwatch": "slice", "parts": (start, stop, step)}:
+                return slice(self.decode(start), self.decode(stop), self.decode(step))
             case {"nanwatch": "dict", "items": list(pairs)}:
-                return {key: self.decode(item, f"{where}[{spell_key(key)}]") for key, item in pairs}
+                return {key: self.decode(item) for key, item in pairs}
             case {
                 "nanwatch": "structure",
                 "module": str(module),
                 "class": str(name),
                 "fields": dict(content),
             }:
-                if all(isinstance(key, str) for key in content):
-                    return Structure(module, name, {key: self.decode(x, where) for key, x in content.items()})
+                return Structure(module, name, {str(key): self.decode(item) for key, item in content.items()})
             case {
                 "nanwatch": "left out",
                 "what": str(what),
@@ -244,6 +235,7 @@ class Decoder:
                 "bytes": size,
                 "why": str(why),
             }:
-                if size is None or type(size) is int:
-                    return LeftOut(what, kind, size, why)
-        raise ValueError(f"{where} has the key {MARK!r} and is none of the kinds that a capsule holds")
+                return LeftOut(what, kind, size if type(size) is int else None, why)
+        if MARK in value:
+            raise ValueError(f"it holds {str(value)[:60]!r}, whose key {MARK!r} has no meaning")
+        return {key: self.decode(item) for key, item in value.items()}
