@@ -6,12 +6,12 @@ Only ranks of one attempt of an elastic job are compared with each other.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import inf, isnan, nan
+from math import inf
 from pathlib import Path
 from statistics import median_low
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..records.headroom import by_module
 from ..records.record import Record
@@ -29,7 +29,6 @@ from ..util.visible import module_name, visible
 _FILE = "report.json"
 _SCHEMA, _VERSION = "nanwatch.merged", 1
 _WORST = 20  # modules, weights, attempts and files shown; the document has all
-_COLUMNS = ("module", "least", "on rank", "median", "most", "by rank", "not finite")
 
 
 class WeightKey(NamedTuple):
@@ -39,14 +38,6 @@ class WeightKey(NamedTuple):
     module: str
     label: str
     shape: tuple[int, ...] | None
-
-
-class WeightRange(NamedTuple):
-    """Range of a weight, and the ranks that have it."""
-
-    abs_min: float
-    abs_max: float
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,26 +148,42 @@ class Merged:
                 by_name.setdefault(name, {})[digest.rank] = bits
         return dict(sorted(by_name.items(), key=lambda item: (min(item[1].values()), item[0])))
 
-    def differences(self) -> list[tuple[WeightKey, list[WeightRange]]]:
-        """Return the weights that differ between ranks that saw them in the same batch, with the ranks of each range.
+    def headroom_rows(self) -> list[dict[str, Any]]:
+        """Return the least, the median and the most of each module, and on which ranks they are."""
+        rows = []
+        for name, bits in self.headroom().items():
+            by_bits = sorted((value, rank) for rank, value in bits.items())
+            most, most_rank = max(by_bits, key=lambda pair: (pair[0], -pair[1]))
+            rows.append(
+                {
+                    "module": name,
+                    "least": by_bits[0][0],
+                    "on rank": by_bits[0][1],
+                    "median": median_low(bits.values()),
+                    "most": most,
+                    "by rank": most_rank,
+                    "not finite": sum(value == -inf for value in bits.values()),
+                }
+            )
+        return rows
+
+    def differences(self) -> list[dict[str, Any]]:
+        """Return the ranges of weights that differ between ranks that saw them in the same batch, and their ranks.
 
         Replicas hold equal weights, so their ranges are equal to the bit. Shards of one weight are not compared.
         """
-        seen: dict[WeightKey, dict[tuple[float | None, float | None], list[int]]] = {}
+        seen: dict[WeightKey, dict[tuple[str, str], list[int]]] = {}
         for digest in self.digests:
-            for weight, pair in digest.weights.items():
-                low, high = (None if isnan(end) else end for end in pair)  # a nan is not equal to itself
-                seen.setdefault(weight, {}).setdefault((low, high), []).append(digest.rank)
-        differing = []
-        for weight, groups in seen.items():
-            if len(groups) > 1:
-                most_first = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1]))
-                ranges = [
-                    WeightRange(nan if low is None else low, nan if high is None else high, tuple(ranks))
-                    for (low, high), ranks in most_first
-                ]
-                differing.append((weight, ranges))
-        return sorted(differing, key=lambda item: (*item[0][:3], item[0].shape or ()))
+            for weight, (low, high) in digest.weights.items():
+                # As text, since a nan is not equal to itself.
+                seen.setdefault(weight, {}).setdefault((repr(low), repr(high)), []).append(digest.rank)
+        rows = []
+        for weight in sorted(seen, key=lambda weight: (*weight[:3], weight.shape or ())):
+            ranges = sorted(seen[weight].items(), key=lambda item: (-len(item[1]), item[1]))
+            for (lowest, highest), ranks in ranges if len(ranges) > 1 else ():
+                place = {"batch": weight.batch, "module": weight.module, "weight": weight.label}
+                rows.append({**place, "abs min": float(lowest), "abs max": float(highest), "ranks": ranks})
+        return rows
 
     @property
     def headline(self) -> str:
@@ -190,8 +197,6 @@ class Merged:
     def _facts(self) -> list[tuple[str, str]]:
         later = [digest for digest in self.failed if digest not in self.origins]
         facts = [("Of", str(self.attempt))] if self.attempt is not None else []
-        if len(self.origins) > 1:
-            facts.append(("Same place", f"rank {spell_runs(sorted(digest.rank for digest in self.origins))}"))
         facts += [("Later", digest.summary) for digest in later[:_WORST]]
         if len(later) > _WORST:
             facts.append(("Later", f"{_count(len(later) - _WORST)} more"))
@@ -201,40 +206,16 @@ class Merged:
         return facts + [("Left out", reason) for reason in self.left_out[:_WORST]]
 
     def _tables(self) -> list[Table]:
-        headroom = self.headroom()
-        rows = [
-            [
-                module_name(name),
-                *(_bits(x) if isinstance(x, float) else str(x) for x in _summary(bits).values()),
-            ]
-            for name, bits in list(headroom.items())[:_WORST]
-        ]
-        more = len(headroom) - _WORST
-        tables = [
-            Table(
-                "headroom",
-                "Bits of headroom, the worst module first",
-                dict.fromkeys(_COLUMNS, TEXT),
-                rows,
-                after=f"and {more} more modules" if more > 0 else "",
-            )
-        ]
-        if differing := self.differences():
-            rows = [
-                [str(weight.batch), module_name(weight.module), weight.label, _ranges_words(ranges)]
-                for weight, ranges in differing[:_WORST]
-            ]
-            more = len(differing) - _WORST
-            tables.append(
-                Table(
-                    "differences",
-                    f"Weights that are not alike on all ranks, first in batch {differing[0][0].batch}: the replicas"
-                    " have come apart, or the ranks hold different parts of a model under the same names",
-                    dict.fromkeys(("batch", "module", "weight", "ranges"), TEXT),
-                    rows,
-                    after=f"and {more} more" if more > 0 else "",
-                )
-            )
+        apart = "Weights that are not alike: the replicas have come apart, or the ranks hold different parts"
+        tables = []
+        for kind, title, rows in (
+            ("headroom", "Bits of headroom, the worst module first", self.headroom_rows()),
+            ("differences", apart, self.differences()),
+        ):
+            if rows:
+                cells = [[_cell(name, x) for name, x in row.items()] for row in rows[:_WORST]]
+                more = f"and {len(rows) - _WORST} more" if len(rows) > _WORST else ""
+                tables.append(Table(kind, title, dict.fromkeys(rows[0], TEXT), cells, after=more))
         return tables
 
     def to_text(self) -> str:
@@ -242,12 +223,10 @@ class Merged:
         lines = [f"{_count(len(self.digests))}: {spell_runs(self.ranks)}", self.headline]
         lines += [f"{head}: {body}" for head, body in self._facts()]
         for table in self._tables():
-            grid = [[*table.columns], *([str(cell) for cell in row] for row in table.rows)]
+            grid = [[*table.columns], *table.rows]
             widths = [max(len(row[column]) for row in grid) for column in range(len(table.columns))]
             lines += ["", table.title]
-            for row in grid:
-                cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-                lines.append("  ".join(cells).rstrip())
+            lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in grid]
             lines += [table.after] if table.after else []
         return "\n".join(map(visible, lines))
 
@@ -261,7 +240,6 @@ class Merged:
 
     def document(self) -> dict[str, object]:
         """Return the merge for programs, with nan and the infinities as strings, as in a report."""
-        headroom = self.headroom()
         return {
             "schema": _SCHEMA,
             "version": _VERSION,
@@ -269,13 +247,11 @@ class Merged:
             "ranks": self.ranks,
             "origin_ranks": [digest.rank for digest in self.origins],
             "findings": [plain(digest.finding) for digest in self.failed],
-            "headroom": [plain({"module": name, **_summary(bits)}) for name, bits in headroom.items()],
+            "headroom": plain(self.headroom_rows()),
             "headroom_bits": {
-                name: [plain(bits.get(rank)) for rank in self.ranks] for name, bits in headroom.items()
+                name: [plain(bits.get(rank)) for rank in self.ranks] for name, bits in self.headroom().items()
             },
-            "differences": [
-                {**plain(weight), "ranges": plain(ranges)} for weight, ranges in self.differences()
-            ],
+            "differences": plain(self.differences()),
             "other_attempts": [merged.document() for merged in self.others],
             "left_out": list(self.left_out),
         }
@@ -285,33 +261,20 @@ class Merged:
         return json.dumps(self.document(), indent=2, allow_nan=False)
 
 
-def _summary(bits: dict[int, float]) -> dict[str, float | int]:
-    least = min(bits.items(), key=lambda item: (item[1], item[0]))
-    most = max(bits.items(), key=lambda item: (item[1], -item[0]))
-    return {
-        "least": least[1],
-        "least_rank": least[0],
-        "median": median_low(bits.values()),
-        "most": most[1],
-        "most_rank": most[0],
-        "num_nonfinite": sum(each == -inf for each in bits.values()),
-    }
-
-
-def _ranges_words(ranges: Sequence[WeightRange]) -> str:
-    more = f"; and {len(ranges) - 4} more ranges" if len(ranges) > 4 else ""
-    words = (f"{low:.6e} to {high:.6e} on rank {spell_runs(ranks)}" for low, high, ranks in ranges[:4])
-    return "; ".join(words) + more
-
-
 def _count(number: int) -> str:
     return f"{number} rank" if number == 1 else f"{number} ranks"
 
 
-def _bits(bits: float | None) -> str:
-    if bits is None:
-        return ""
-    return "not finite" if bits == -inf else "all zero" if bits == inf else f"{bits:.1f}"
+def _cell(column: str, value: Any) -> str:
+    if column == "module":
+        return module_name(value)
+    if isinstance(value, list):
+        return spell_runs(value)
+    if not isinstance(value, float):
+        return str(value)
+    if column.startswith("abs"):
+        return f"{value:.6e}"
+    return "not finite" if value == -inf else "all zero" if value == inf else f"{value:.1f}"
 
 
 def merge(*paths: Path, tell: Tell = silent) -> Merged:
