@@ -271,7 +271,7 @@ calls = compile_all() if {compiled_first} else []
 for call in calls:
     call(torch.ones(1))
 import nanwatch
-watches = [watch(one) for one in (plain, own, inside)]
+watches = [nanwatch.watch(one) for one in (plain, own, inside)]
 assert ("torch._dynamo" in sys.modules) == {compiled_first}
 calls = calls or compile_all()
 for call in calls:

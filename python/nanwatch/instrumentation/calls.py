@@ -23,7 +23,16 @@ from ..util.visible import warn_user, with_utf8
 from .compile import dynamo
 from .functions import watch_begins, watch_ends
 from .global_hooks import Handles, after_steps, children
-from .slot import ATTRIBUTE, CallWrapper, attach, detach, skip_shape_inference, wrappers
+from .slot import (
+    ATTRIBUTE,
+    CallWrapper,
+    attach,
+    detach,
+    is_in_use,
+    skip_shape_inference,
+    uninstall,
+    wrappers,
+)
 from .wrapped_names import child_name, is_recorded, named_modules
 
 
@@ -203,3 +212,14 @@ class Attachment:
                     detach(module, wrapper)
         self._names.clear()
         self._nodes.clear()
+        leave_torch()
+
+
+def leave_torch() -> None:
+    """Take out of torch what watches have put there, once nothing needs it.
+
+    Where a thread is inside a module's call, it stays until the next watch stops. Where torch.compile has met a module
+    meanwhile, it stays, so that the graphs serve the next watch.
+    """
+    if not is_in_use() and dynamo.leave():
+        uninstall()

@@ -2,36 +2,64 @@
 
 PyTorch iterates over its own hooks without a copy: one that is added or removed meanwhile ends the user's step by an
 error. A Watch does that when its own report stops it, in another thread, or when the garbage collector frees it. So
-nanwatch registers one hook of each kind with PyTorch, at the first use and for good, which iterates over a copy of the
-hooks here.
+nanwatch registers one hook of each kind with PyTorch, which iterates over a copy of the hooks here. When the last of
+these is removed, PyTorch's hook goes too, unless a thread is inside the function that iterates over it.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from types import CodeType
 from typing import Any
 
+from torch import nn
 from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
 
 Hook = Callable[..., Any]
+
+
+def is_inside(codes: Iterable[CodeType]) -> bool:
+    """Return whether a call of a function with one of these codes is under way in any thread."""
+    wanted = {*codes}
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            if frame.f_code in wanted:
+                return True
+            frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 class GlobalHooks:
     """Hooks of one kind, called in the order in which they were added. Any thread may add and remove them at any time.
 
-    If a hook returns other arguments, the next one gets these behind the first argument, and the last are the result.
-    torch.compile follows the hooks, unless they are not `traced`: then it finds none.
+    `register` adds a hook to PyTorch's, over which functions with the codes `callers` iterate. Without it nanwatch
+    makes the `call`. If a hook returns other arguments, the next one gets these behind the first argument, and the last
+    are the result. torch.compile follows the hooks, unless they are not `traced`: then it finds none.
     """
 
-    def __init__(self, register: Callable[[Hook], object], *, traced: bool = True) -> None:
+    def __init__(
+        self,
+        register: Callable[[Hook], RemovableHandle] | None = None,
+        callers: Iterable[CodeType] = (),
+        *,
+        traced: bool = True,
+    ) -> None:
         self._traced = traced
-        self._register: Callable[[Hook], object] | None = register
-        self._lock = threading.Lock()
+        self._register = register
+        self._callers = tuple(callers)
+        self._handle: RemovableHandle | None = None
+        self._lock = threading.RLock()  # the garbage collector may remove a hook anywhere
         self._numbers = itertools.count()
         self._hooks: dict[int, Hook] = {}
 
@@ -41,14 +69,22 @@ class GlobalHooks:
     def add(self, hook: Hook) -> GlobalHook:
         """Call `hook` from now on, until `remove()` of the handle."""
         number = next(self._numbers)
-        self._hooks[number] = hook
         with self._lock:
-            register, self._register = self._register, None
-        if register is not None:
-            register(self._call)
-        return GlobalHook(self._hooks, number)
+            self._hooks[number] = hook
+            if self._handle is None and self._register is not None:
+                self._handle = self._register(self.call)
+        return GlobalHook(self, number)
 
-    def _call(self, subject: Any, *rest: Any) -> Any:
+    def remove(self, number: int) -> None:
+        """Remove the hook of this number, and PyTorch's with the last."""
+        with self._lock:
+            self._hooks.pop(number, None)
+            if not self._hooks and self._handle is not None and not is_inside(self._callers):
+                self._handle.remove()
+                self._handle = None
+
+    def call(self, subject: Any, *rest: Any) -> Any:
+        """Call the hooks, as PyTorch does. Return the changed arguments, or None."""
         if not self._traced and is_compiling():
             return None
         changed = None
@@ -61,13 +97,13 @@ class GlobalHooks:
 class GlobalHook:
     """Handle of one hook."""
 
-    def __init__(self, hooks: dict[int, Hook], number: int) -> None:
+    def __init__(self, hooks: GlobalHooks, number: int) -> None:
         self._hooks = hooks
         self._number = number
 
     def remove(self) -> None:
         """Remove the hook. Does nothing the second time."""
-        self._hooks.pop(self._number, None)
+        self._hooks.remove(self._number)
 
 
 class Handles:
@@ -88,7 +124,13 @@ def _remove(handles: Iterable[Any]) -> None:
 
 
 # hook(optimizer, args, kwargs), which may return other (args, kwargs); and after the step.
-before_steps = GlobalHooks(register_optimizer_step_pre_hook)
-after_steps = GlobalHooks(register_optimizer_step_post_hook)
+_STEP = (Optimizer.profile_hook_step(lambda self: None).__code__,)
+before_steps = GlobalHooks(register_optimizer_step_pre_hook, _STEP)
+after_steps = GlobalHooks(register_optimizer_step_post_hook, _STEP)
 # hook(module, name, child). Not traced, because compiled autograd registers a module while Dynamo follows.
-children = GlobalHooks(register_module_module_registration_hook, traced=False)
+_REGISTRATION = (
+    nn.Module.register_module.__code__,
+    nn.Module.add_module.__code__,
+    nn.Module.__setattr__.__code__,
+)
+children = GlobalHooks(register_module_module_registration_hook, _REGISTRATION, traced=False)

@@ -35,9 +35,10 @@ import torch
 from torch import nn
 
 from ..numerics import _extension
-from ..util.imports import when_imported
+from ..util.imports import WhenImported, when_imported
 from ..util.modules import each_module
 from ..util.visible import warn_user
+from .global_hooks import is_inside
 
 ATTRIBUTE = "_compiled_call_impl"
 SITE = "_nanwatch_site"
@@ -168,11 +169,26 @@ _alive: dict[int, weakref.ref[nn.Module]] = {}  # those with a wrapper or a site
 
 
 def _install() -> None:
-    """Put the descriptors into nn.Module, for good: each change of a class makes the interpreter forget its lookups."""
+    """Put the descriptors into nn.Module. Each change of a class makes the interpreter forget its lookups."""
     if nn.Module.__dict__[ATTRIBUTE] is not _slot:
         setattr(nn.Module, SITE, _site)
         setattr(nn.Module, IS_WATCHED, _is_watched)
         nn.Module._compiled_call_impl = _slot
+
+
+def is_in_use() -> bool:
+    """Return whether a module has a wrapper or a site, or a thread may be about to read the slot a second time."""
+    return bool(_alive) or default_call() is not None or is_inside([nn.Module._wrapped_call_impl.__code__])
+
+
+def uninstall() -> None:
+    """Take the descriptors out of nn.Module, and what leaves shape inference unrecorded. Nothing may be in use."""
+    with _lock:
+        if nn.Module.__dict__[ATTRIBUTE] is _slot:
+            nn.Module._compiled_call_impl = None
+            delattr(nn.Module, SITE)
+            delattr(nn.Module, IS_WATCHED)
+        _shape_inference.record_again()
 
 
 def set_default_call(function: Callable[..., Any] | None) -> None:
@@ -204,7 +220,7 @@ def wrappers_at(address: int) -> list[Any]:
 
 def needs_operators(module: nn.Module) -> bool:
     """Return whether graphs need operators for the module's calls: for its watch now, or for the next one."""
-    return bool(getattr(module, IS_WATCHED) or _slot.has_site(id(module)))
+    return bool(getattr(module, IS_WATCHED, False) or _slot.has_site(id(module)))
 
 
 def own_call(module: nn.Module) -> Callable[..., Any]:
@@ -390,25 +406,43 @@ _STAGE = "torch.distributed.pipelining.stage"
 _SHAPE_INFERENCE = ("_shape_inference", "_forward_metadata_inference", "_backward_metadata_inference")
 
 
-@functools.cache
-def skip_shape_inference() -> None:
-    """Leave pipelining's shape inference unrecorded: from now, or from when pipelining is imported."""
-    when_imported(_STAGE, _change_stage)
+class _ShapeInference:
+    """Change of pipelining that leaves its shape inference unrecorded."""
 
+    def __init__(self) -> None:
+        self._is_skipped = False
+        self._waiting: WhenImported | None = None
+        self._originals: dict[str, Any] = {}
 
-def _change_stage() -> None:
-    try:
-        # An optional part of torch, imported already.
-        from torch.distributed.pipelining.stage import PipelineStage
+    def skip(self) -> None:
+        """Leave it unrecorded: from now, or from when pipelining is imported."""
+        if not self._is_skipped:
+            self._is_skipped = True
+            self._waiting = when_imported(_STAGE, self._change)
 
-        for name in _SHAPE_INFERENCE:
-            if hasattr(PipelineStage, name):
-                setattr(PipelineStage, name, _unrecorded(getattr(PipelineStage, name)))
-    except Exception as error:  # the import is the user's
-        warn_user(
-            "nanwatch: what a pipeline stage runs to learn the shapes of its tensors is taken for batches"
-            f" ({type(error).__name__}: {error})"
-        )
+    def record_again(self) -> None:
+        """Leave pipelining as it was found."""
+        self._is_skipped = False
+        if self._waiting is not None:
+            self._waiting.cancel()
+        for name, original in self._originals.items():
+            setattr(sys.modules[_STAGE].PipelineStage, name, original)
+        self._originals.clear()
+
+    def _change(self) -> None:
+        try:
+            # An optional part of torch, imported already.
+            from torch.distributed.pipelining.stage import PipelineStage
+
+            for name in _SHAPE_INFERENCE:
+                if (original := vars(PipelineStage).get(name)) is not None:
+                    self._originals[name] = original
+                    setattr(PipelineStage, name, _unrecorded(original))
+        except Exception as error:  # the import is the user's
+            warn_user(
+                "nanwatch: what a pipeline stage runs to learn the shapes of its tensors is taken for batches"
+                f" ({type(error).__name__}: {error})"
+            )
 
 
 def _unrecorded(infer: Any) -> Any:
@@ -419,3 +453,7 @@ def _unrecorded(infer: Any) -> Any:
             return infer(self, *args, **kwargs)
 
     return unrecorded
+
+
+_shape_inference = _ShapeInference()
+skip_shape_inference = _shape_inference.skip

@@ -20,6 +20,7 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
+from ..instrumentation.calls import leave_torch
 from ..instrumentation.global_hooks import Handles, after_steps
 from ..instrumentation.slot import default_call, set_default_call
 from ..numerics._extension import instances_of
@@ -165,6 +166,7 @@ class ModelFinder:
             self._handles.remove()
             self._handles = None
             set_default_call(None)
+            leave_torch()
 
     def _watch_started(self, watch: Watch, model: nn.Module) -> None:
         if model in self._known:  # by `found`

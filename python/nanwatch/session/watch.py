@@ -42,8 +42,7 @@ from .reports import Reports
 from .rerun_policy import RerunPolicy
 
 # hook(watch, model), called when a watch begins.
-_callers: list[Callable[[Watch, nn.Module], object]] = []
-watch_starts = GlobalHooks(_callers.append)
+watch_starts = GlobalHooks()
 
 
 class Watch:
@@ -143,8 +142,7 @@ class Watch:
             if options.guard_checkpoints:
                 self._checkpoints = CheckpointGuard(self._reports, self._failures)
             self._attachment = Attachment(model, self._recorder, options.observes, options.excuses)
-            for call in _callers:
-                call(self, model)
+            watch_starts.call(self, model)
 
     def __repr__(self) -> str:
         model = self._model()

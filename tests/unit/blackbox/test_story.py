@@ -121,7 +121,12 @@ def test_two_models_share_the_file(tmp_path: Path) -> None:
     third = nn.Sequential(Calls(waits))
     second = nn.Sequential(Calls(lambda: seen.append(read_black_box(box.path))))
     first = Calls(lambda: second(torch.ones(1, 4)))
-    with black_box(tmp_path) as box, watch(first, black_box=True), watch(second, black_box=True), watch(third, black_box=True):
+    with (
+        black_box(tmp_path) as box,
+        watch(first, black_box=True),
+        watch(second, black_box=True),
+        watch(third, black_box=True),
+    ):
         thread = threading.Thread(target=third, args=(torch.ones(1, 4),))
         thread.start()
         inside.wait()

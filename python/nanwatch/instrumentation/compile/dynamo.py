@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...util.imports import when_imported
+from ...util.imports import WhenImported, when_imported
 from ...util.modules import WeakIdentityDict, each_module
 from ...util.visible import warn_user
 from .. import slot
@@ -29,6 +29,9 @@ from .operators import put_begin, put_record
 _DYNAMO = "torch._dynamo"
 
 _installed = False
+_waiting: WhenImported | None = None
+_original: Any = None  # Dynamo's function while another is in its place
+_is_needed = False  # by graphs
 _warned = False
 _num_watches = 0
 # How many watches had begun when a model was found to have no watched module.
@@ -40,11 +43,27 @@ def follow_watched_calls(interpreted: Iterable[Any]) -> None:
 
     Dynamo does not compile the functions `interpreted`, which make watched calls without the compiled part.
     """
-    global _installed, _num_watches
+    global _installed, _num_watches, _waiting
     _num_watches += 1
     if not _installed:
         _installed = True
-        when_imported(_DYNAMO, lambda: _change_dynamo(interpreted))
+        _waiting = when_imported(_DYNAMO, lambda: _change_dynamo(interpreted))
+
+
+def leave() -> bool:
+    """Leave Dynamo as it was found, and return True, unless a graph has operators or guards of nanwatch."""
+    global _installed, _original
+    if _is_needed:
+        return False
+    if _waiting is not None:
+        _waiting.cancel()
+    if _original is not None:
+        from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+
+        UnspecializedNNModuleVariable.call_function = _original  # type: ignore[method-assign]
+        _original = None
+    _installed = False
+    return True
 
 
 def _change_dynamo(interpreted: Iterable[Any]) -> None:
@@ -69,10 +88,13 @@ def _change_call_function(interpreted: Iterable[Any]) -> None:
     answers = (slot._PythonAnswer.__get__, twin._get, twin.site, twin.is_watched, twin.find)
     for function in (*answers, slot.wrappers, slot.wrappers_at, slot._keep, *interpreted):
         skip_code(function.__code__)
-    original: Any = UnspecializedNNModuleVariable.call_function
+    global _original
+    _original = original = UnspecializedNNModuleVariable.call_function
 
     @functools.wraps(original)
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        global _is_needed
+        _is_needed = True
         callers, site = _callers(tx), None
         with _Doubtful(self.value):
             site = _site(self, tx)
@@ -139,11 +161,13 @@ def _guard_older_graphs() -> None:
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo.convert_frame import input_codes
 
+    global _is_needed
     for code in [code for reference in input_codes.seen if (code := reference()) is not None]:
         for entry in _debug_get_cache_entry_list(code):
             manager = entry.guard_manager
             scope = (manager.global_scope or {}).get("G", {})
             guard = functools.partial(_reaches_no_watch, code, scope)
+            _is_needed = True
             manager.root.add_lambda_guard(guard, ["nanwatch: a watched module is called"], None)
 
 
