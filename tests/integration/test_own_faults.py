@@ -92,7 +92,7 @@ BROKEN = [
     ("diagnosis.forward_rerun.observe", forward, "output could not be looked at: RuntimeError: broken"),
     ("diagnosis.provenance.ProvenanceMode._look", forward, "aten.div.Tensor could not be followed: RuntimeError"),
     ("diagnosis.cures._Search.go", half, "the search for cures ended early: RuntimeError: broken"),
-    ("diagnosis.patching.patches._Search.go", forward, "the search for a change of the source ended early: Runtime"),
+    ("diagnosis.patching.rounds._Rounds.go", forward, "the search for a change of the source ended early: Runtime"),
     ("history.suspicion._version", forward, "the versions of weights could not be noted"),
     ("history.suspicion.Suspicion._of_weights", forward, "the growth of weights could not be told"),
     ("recording.observe.tensor_health", forward, "the elements of a tensor could not be counted"),

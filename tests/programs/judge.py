@@ -159,9 +159,12 @@ def _follow(what: str, setup: Setup) -> bool:
     if "the whole of it in float32" in what or "without autocast" in what:
         setup.in_format(torch.float32)
         known = True
-    if limit := re.search(r"clamp the input of `(.*)` to ±(\S+?)(?=,|$)", what):
-        end = float(limit[2])
-        model.get_submodule(limit[1]).register_forward_pre_hook(lambda _, a: (a[0].clamp(-end, end), *a[1:]))
+    if limit := re.search(r"clamp the (input|output) of (?:`(.*)`|the model) to ±(\S+?)(?=,|$)", what):
+        end, module = float(limit[3]), model.get_submodule(limit[2] or "")
+        if limit[1] == "input":
+            module.register_forward_pre_hook(lambda _, a: (a[0].clamp(-end, end), *a[1:]))
+        else:
+            module.register_forward_hook(lambda _, args, output: output.clamp(-end, end))
         known = True
     if factor := re.search(r"a loss scale that is (\S+) times smaller", what):
         setup.scale, known = 1 / float(factor[1]), True

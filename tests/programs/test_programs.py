@@ -39,13 +39,11 @@ MISSES = {
     },
     "cure": {
         # Runs differ by the state that each of them moves.
-        *_COUNTED, "loss_moves_its_own_threshold", "loss_is_a_callable_object",
-        # Float64 contradicts what is said to work.
-        "adam_eps", "inverse_propensity", "half_box_coder",
+        *_COUNTED, "loss_moves_its_own_threshold",
         # Nothing works, or no statement of the program would.
         "exponential_loss", "cumprod", "weight_norm_of_zero", "recurrence", "own_input", "data_in_place",
         "negative_running_var", "learning_rate", "learning_rate_quality",
-        "given_to_a_nested_container", "two_logarithms", "root_and_logarithm", "scores_that_overflow",
+        "given_to_a_nested_container", "scores_that_overflow",
     },
     "state": set(),
     "quiet": set(),

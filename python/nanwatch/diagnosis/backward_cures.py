@@ -24,8 +24,8 @@ from ..records.record import Record
 from ..report.finding import Cure, working_first
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot
+from .diagnosis import BackwardStart
 from .experiment import (
-    BackwardStart,
     gradient_record,
     in_float32,
     module_words,

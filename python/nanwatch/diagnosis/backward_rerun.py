@@ -30,9 +30,8 @@ from ..util.modules import is_in
 from ..util.program_code import SKIPPED_FILES
 from ..util.visible import spell, suppressed
 from .batch_snapshot import BatchSnapshot, is_narrow, no_second_run
-from .diagnosis import Diagnosis, Expression, bad_rows
+from .diagnosis import BackwardStart, Diagnosis, Expression, bad_rows
 from .experiment import (
-    BackwardStart,
     fresh_leaves,
     gradient_record,
     graph_nodes,
@@ -42,7 +41,7 @@ from .experiment import (
     with_leaves,
     without_hooks,
 )
-from .patching.rules import DERIVATIVE_POLES, POLES, operation_name
+from .patching.table import DERIVATIVE_POLES, POLES, operation_name
 from .provenance import ProvenanceMode, Step
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from math import floor, log2, sqrt
 from typing import Any
 
 import torch
@@ -15,23 +14,13 @@ from ..instrumentation.wrapped_names import module_names, named_modules, unwrapp
 from ..precision.casting import NARROW, cast
 from ..precision.precision import run_in_fp32
 from ..recording.walk import call_leaves
-from ..records.headroom import NEAR_FACTOR, is_near_end, least_bits
+from ..records.headroom import least_bits
 from ..records.record import Record
 from ..report.finding import Cure, Finding, working_first
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, is_narrow, may_be_narrow, no_second_run
-from .experiment import (
-    NO_CONDITIONS,
-    Change,
-    Conditions,
-    Experiment,
-    has_finite,
-    in_float32,
-    is_close,
-    loaded,
-    module_words,
-    run,
-)
+from .experiment import NO_CONDITIONS, Change, Conditions, Experiment, in_float32, loaded, module_words, run
+from .float64 import agreement, results_in_float64
 
 MAX_RUNS = 5
 # Two are a choice; more would only cost forwards.
@@ -58,10 +47,10 @@ def try_cures(
     and data that were not finite before the call there is no cure here. `model` is the watched model, in which
     `finding` names the modules. The loss scale is tried where the batch was called with it.
 
-    A cure works when all that the modules are given and give is finite, at least one bit of room is left, and values
-    that were finite before are still about the same. Each experiment changes what a user would change who applies the
-    cure as it is printed. A change that does not work is left out, except float32 for the guilty module, which a user
-    would expect to help. Cures that work come first.
+    A cure works when all that the modules are given and give is finite, at least one bit of room is left, and the
+    results are near those of float64, where these are finite. Each experiment changes what a user would change who
+    applies the cure as it is printed. A change that does not work is left out, except float32 for the guilty module,
+    which a user would expect to help. Cures that work come first.
 
     The model is left as it was. Nothing is raised but KeyboardInterrupt and its like: what goes wrong is a remark.
     """
@@ -108,6 +97,8 @@ class _Search:
         # For a value that was handed in: the module in whose forward it was made.
         made_by = finding.module if finding.origin == "produced" else finding.source_module
         self.guilty = self.root if made_by is None else made_by
+        # What the batch gives in float64, empty where that is not known.
+        self.truth: list[Tensor] | None = None
         # How the batch ran with nothing changed, or with nothing but the guilty module: what came before is the same.
         self.seen = Experiment()
 
@@ -130,10 +121,11 @@ class _Search:
             if not self._is_narrow():
                 return
         works = self._judge(in_float32(self.model, self.guilty), alone, changed=self.guilty, expected=True)
-        wide = self._bfloat16() or alone
+        wide = self._bfloat16()
         if not works:
-            wide = self._larger(wide if wide is not alone else None) or alone
-        self._clamp(wide)
+            self._larger(wide)
+        if wide is None:
+            self._clamp()
         self._smaller_loss_scale()
 
     def _bfloat16(self) -> Experiment | None:
@@ -163,7 +155,7 @@ class _Search:
             if weights
             else self._run(change=change)
         )
-        return experiment if self._judge(" and ".join(what), experiment, healthy=self.seen.kept) else None
+        return experiment if self._judge(" and ".join(what), experiment) else None
 
     def _whole(self) -> tuple[str, Experiment]:
         """Return the outermost call in float32, in words and as an experiment."""
@@ -176,8 +168,8 @@ class _Search:
             self._run_loaded(NARROW, torch.float32, change),
         )
 
-    def _larger(self, wide: Experiment | None) -> Experiment | None:
-        """Return the smallest module around the guilty one that is enough in float32; None when even the whole is not.
+    def _larger(self, wide: Experiment | None) -> None:
+        """Try the modules around the guilty one in float32, the smallest first.
 
         `wide` is a run in which all had the range of float32. It shows how large everything becomes, and so which
         modules cannot be enough, as what they hand out would not fit the format it is given back in.
@@ -186,58 +178,41 @@ class _Search:
         is_tried = bool(self.root) and self.guilty == self.root
         if wide is None:
             if is_tried:
-                return None
+                return
             whole = self._whole()
             wide = whole[1]
             if wide.error is None and not self._is_finite(wide):
-                return None
+                return
         for name in self._ancestors():
             # The whole is known to work already, or tried below.
             if self.runs < self.most_runs and self._would_fit(name, wide):
                 experiment = self._run(lambda name=name: run_in_fp32(self.modules[name]))  # type: ignore[misc]
                 if self._judge(in_float32(self.model, name), experiment, changed=name):
-                    return wide
+                    return
         if any(call.name == self.guilty and call.autocast for call in self.seen.calls):
             leaf = self.modules[self.guilty]
             experiment = self._run(lambda: run_in_fp32(leaf, cast_output=False))
             if self._judge(in_float32(self.model, self.guilty, cast_output=False), experiment):
-                return wide
+                return
         if whole is None and self.root and not is_tried and self.runs < self.most_runs:
             whole = self._whole()
         if whole is not None:
             self._judge(*whole, changed=self.root or None)
-        return wide
 
-    def _clamp(self, wide: Experiment) -> None:
-        """Try to clamp the guilty module's input, if that is near the end of the format."""
-        rows = [row for call in self.seen.calls if call.name == self.guilty for row in call.rows]
-        end = min(
-            (ends.largest for row in rows if is_narrow(row.dtype) and (ends := row.ends)),
-            default=0.0,
+    def _clamp(self) -> None:
+        """Try to clamp the value that leaves float16 to its ends, where bfloat16 is not to be had."""
+        rows = self._records(self.seen)
+        ends = next((row.ends for row in rows if row.is_fault and row.dtype.endswith("float16")), None)
+        if ends is None or any(call.name == self.guilty and call.autocast for call in self.seen.calls):
+            return
+        name, side = self.finding.module, self.finding.label.partition("[")[0]
+        module = self.modules.get(name)
+        if module is None or side not in ("input", "output"):
+            return
+        experiment = self._run(change=Change(clamp=(module, side, ends.largest)))
+        self._judge(
+            f"clamp the {side} of {module_words(name)} to ±{ends.largest:g}", experiment, is_at_end=True
         )
-        given = next((row for row in rows if row.role == "input" and "float" in row.dtype), None)
-        if not end or given is None or not given.isfinite or not given.abs_max:
-            return
-        largest = max(row.abs_max or 0.0 for row in rows if row.label == given.label and row.isfinite)
-        if not is_near_end(largest, end):
-            return
-        made = [row.abs_max or 0.0 for row in wide.outputs(self.guilty) if row.isfinite]
-        # In proportion, with one bit to spare, where it is known how large the result becomes; else by its root, which
-        # leaves room for a square.
-        limit = largest * end / (2 * max(made)) if made and max(made) > end else sqrt(end)
-        limit = 2.0 ** floor(log2(limit))
-        # A tighter one would make another model of it.
-        if largest / NEAR_FACTOR <= limit < largest:
-            healthy = self.seen.kept
-            if not any(map(has_finite, healthy)):
-                healthy = wide.kept if self._is_finite(wide) else []
-            if any(map(has_finite, healthy)):
-                experiment = self._run(change=Change(clamp=(self.modules[self.guilty], limit)))
-                self._judge(
-                    f"clamp the input of {module_words(self.guilty)} to ±{limit:g}",
-                    experiment,
-                    healthy=healthy,
-                )
 
     def _smaller_loss_scale(self) -> None:
         """Try a smaller loss scale, if the batch was called with one."""
@@ -252,7 +227,7 @@ class _Search:
         )
         if any(new is not old for new, old in changed):
             experiment = self._run(snapshot=replace(self.snapshot, args=args, kwargs=kwargs))
-            self._judge(f"a loss scale of {smaller:g} in place of {scale:g}", experiment)
+            self._judge(f"a loss scale of {smaller:g} in place of {scale:g}", experiment, is_scaled=True)
 
     # One experiment and what it means
 
@@ -270,8 +245,7 @@ class _Search:
                 snapshot or self.snapshot,
                 self.names,
                 change,
-                (self.finding.module, self.finding.label),
-                self.conditions.allows,
+                allows=self.conditions.allows,
                 backward=self.conditions.gradients and self.snapshot.grad,
             )
 
@@ -288,22 +262,29 @@ class _Search:
         experiment: Experiment,
         *,
         changed: str | None = None,
-        healthy: list[Tensor] | None = None,
         expected: bool = False,
+        is_at_end: bool = False,
+        is_scaled: bool = False,
     ) -> bool:
         """Keep it as a cure if it works, or if a user would expect it to. Return whether it works.
 
-        `changed` is the module that runs in float32 and gives its results back in the format around it. What is finite
-        in `healthy` must stay about the same in the record that was not finite; float32 is nearer to the truth than
-        what it replaces, and is compared with nothing.
+        `changed` is the module that runs in float32 and gives its results back in the format around it. `is_at_end`:
+        the change leaves values at the end of their format, so that no room is asked of it. `is_scaled`: so are the
+        results, and they are compared with nothing.
         """
         if experiment.error is not None:
             self.remarks.append(f"could not try to {what}: {spell(experiment.error)}")
             return False
         is_finite = self._is_finite(experiment)
-        room = self._room(experiment, changed) if is_finite else None
-        has_room = room is None or room >= _LEAST_ROOM
-        works = is_finite and has_room and (healthy is None or is_close(experiment.kept, healthy))
+        room = self._room(experiment, changed) if is_finite and not is_at_end else None
+        works = is_finite and (room is None or room >= _LEAST_ROOM)
+        if works and not is_scaled:
+            if self.truth is None:
+                self.truth = results_in_float64(self.snapshot) or []
+            close = agreement(experiment.results, self.truth or None)
+            if not close.is_close:
+                self.remarks.append(f"with a change the batch is finite, but {close.words}: {what}")
+            works = close.is_close
         if works or expected:
             self.cures.append(Cure(what, works, room))
         return works

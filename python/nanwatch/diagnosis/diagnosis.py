@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,6 @@ from ..records.record import Frame, Record
 from ..report.finding import Finding, Value, finding_of
 from ..report.histogram import StoredHistogram
 from ..util.place import Place
-
-if TYPE_CHECKING:
-    from .experiment import BackwardStart
-
 
 # `(size, indices)` of each dimension.
 BadRows: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
@@ -66,6 +62,14 @@ class Expression:
 
     def __str__(self) -> str:
         return str(self.at)
+
+
+class BackwardStart(NamedTuple):
+    """The gradients, by label, that the outputs of call `number` of module `name` had in the failed backward."""
+
+    name: str
+    number: int
+    gradients: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,15 @@ from torch.utils._pytree import tree_map_only
 
 from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import named_modules
-from ..numerics._reference import _to_arithmetic
 from ..precision.casting import NARROW, autocast_kinds, first_float, replaced
 from ..recording.masks import Excuses, excuses
 from ..recording.observe import observe
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..records.record import Record
+from ..report.finding import value_of
 from .batch_snapshot import BatchSnapshot
+from .diagnosis import BackwardStart
+from .provenance import ProvenanceMode, Step
 
 # `allows(name, module)` is True where infinities in this module are meant, or the judge of its values.
 Allows = Callable[[str, nn.Module], bool | Excuses]
@@ -44,9 +46,6 @@ class Conditions(NamedTuple):
 
 NO_CONDITIONS = Conditions()
 
-# Share of the norm. bfloat16 rounds to 0.4 %, which may grow to a few percent through a deep model.
-_MOST_CHANGE = 0.25
-
 
 @dataclass(frozen=True, slots=True)
 class ObservedCall:
@@ -66,8 +65,12 @@ class Experiment:
     error: Exception | None = None
     # Gradients that were not finite in a backward of the run.
     bad_gradients: list[Record] = field(default_factory=list)
-    # Copies of the tensors that the run was asked to keep, one for each call that had one.
-    kept: list[Tensor] = field(default_factory=list)
+    # What the batch returned.
+    results: list[Tensor] = field(default_factory=list)
+    # The operation that began the first bad value, where the run followed them.
+    failure: Step | None = None
+    failed_in_backward: bool = False
+    provenance: ProvenanceMode | None = None
 
     def rows(self, name: str, label: str) -> list[Record]:
         """Return the rows of that label in all calls of that module."""
@@ -86,18 +89,18 @@ class Experiment:
         """Return a hook of a node of the graph, which keeps the bad gradients that the node makes."""
 
         def look(made: Sequence[Tensor | None], _: Any) -> None:
-            rows = [observe(x, "gradient", "gradient") for x in made if x is not None]
-            self.bad_gradients += (row for row in rows if row.is_fault)
+            for x in made:
+                if x is not None and (record := observe(x, "gradient", "gradient")).is_fault:
+                    self.failed_in_backward |= self.failure is None
+                    self.bad_gradients.append(record)
+                    self.note_origin(x, record)
 
         return look
 
-
-class BackwardStart(NamedTuple):
-    """The gradients, by label, that the outputs of call `number` of module `name` had in the failed backward."""
-
-    name: str
-    number: int
-    gradients: Mapping[str, Tensor]
+    def note_origin(self, x: Tensor, record: Record) -> None:
+        """Note the operation that began the values of a bad tensor, the first for which one is known."""
+        if self.provenance is not None and self.failure is None:
+            self.failure = self.provenance.origin(x, nan="nan" in value_of(record))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,30 +108,30 @@ class Change:
     """The change that an experiment makes at the module calls themselves.
 
     `autocast`: the dtype that takes the place of float16 in autocast; float32 switches autocast off. `clamp` is
-    `(module, limit)`: the first floating-point tensor that is given to the module is clamped to ±limit.
+    `(module, side, limit)`: the floating-point tensors of its `input` or `output` are clamped to ±limit.
     """
 
     autocast: torch.dtype | None = None
-    clamp: tuple[nn.Module, float] | None = None
+    clamp: tuple[nn.Module, str, float] | None = None
 
 
 def run(
     snapshot: BatchSnapshot,
     names: Mapping[nn.Module, str],
     change: Change | None = None,
-    keep: tuple[str, str] | None = None,
     allows: Allows = nothing_allowed,
     *,
     backward: bool = False,
     start: BackwardStart | None = None,
+    follows: bool = False,
 ) -> Experiment:
     """Run the batch of `snapshot` once more; keep what its forward raises as the error. KeyboardInterrupt passes.
 
-    `keep` is the `(module, label)` of a tensor that the experiment keeps a copy of. With `backward` the run has a
-    graph, and a backward follows from the outputs of the batch, as if their mean were the loss, and one from `start`. A
-    watch of the model sees nothing of it.
+    With `backward` the run has a graph, and a backward follows from the outputs of the batch, as if their mean were the
+    loss, and one from `start`. A run that `follows` knows the operation that began its first bad value. A watch of the
+    model sees nothing of it.
     """
-    experiment = Experiment()
+    experiment = Experiment(provenance=ProvenanceMode(run.__code__) if follows else None)
     change = change or Change()
     starts: dict[str, Tensor] = {}
     number = -1
@@ -138,10 +141,9 @@ def run(
         name = names.get(module, "?")
         output, call, seen_values = _changed_call(module, args, kwargs, change, name, allows)
         experiment.calls.append(call)
-        if keep is not None and keep[0] == name:
-            experiment.kept += [
-                x.detach().clone() for label, x in seen_values if label == keep[1] and isinstance(x, Tensor)
-            ]
+        for (_, x), record in zip(seen_values, call.rows, strict=True) if follows else ():
+            if record.is_fault and isinstance(x, Tensor):
+                experiment.note_origin(x, record)
         if start is not None and start.name == name:
             number += 1
             if number == start.number:
@@ -150,9 +152,11 @@ def run(
 
     try:
         again, wanted = with_leaves(snapshot) if backward else (snapshot, [])
-        with again.again() as call, torch.enable_grad() if backward else nullcontext():
+        graph = torch.enable_grad() if backward else nullcontext()
+        with again.again() as call, graph, experiment.provenance or nullcontext():
             with wrap_calls(snapshot.module.modules(), seen):
                 output = call()
+            experiment.results = [x.detach() for _, x in leaves(output, "output") if isinstance(x, Tensor)]
             if start is not None and starts:
                 given = [start.gradients[label].to(x.dtype) for label, x in starts.items()]
                 run_backward(list(starts.values()), wanted, given, experiment.keep_gradients)
@@ -161,6 +165,9 @@ def run(
     except Exception as error:
         # Without its traceback, whose frames hold the activations of the run.
         experiment.error = error.with_traceback(None)
+    finally:
+        if experiment.provenance is not None:
+            experiment.provenance.active = False
     return experiment
 
 
@@ -279,8 +286,9 @@ def _changed_call(
         kind: torch.get_autocast_dtype(kind) for kind in autocast_kinds() if torch.is_autocast_enabled(kind)
     }
     given = first_float((args, kwargs))
-    if change.clamp is not None and change.clamp[0] is module:
-        args, kwargs = _clamped((args, kwargs), change.clamp[1])
+    side = change.clamp[1] if change.clamp is not None and change.clamp[0] is module else ""
+    if change.clamp is not None and side == "input":
+        args, kwargs = _clamped((args, kwargs), change.clamp[2])
     with ExitStack() as modes:
         for kind, dtype in kinds.items():
             # Here and not around the whole: a model may enter autocast in its own forward.
@@ -289,6 +297,8 @@ def _changed_call(
             elif change.autocast is not None and dtype is torch.float16:
                 modes.enter_context(torch.autocast(kind, change.autocast, cache_enabled=False))
         output = module._call_impl(*args, **kwargs)
+    if change.clamp is not None and side == "output":
+        output = _clamped(output, change.clamp[2])
     inputs, outputs = list(call_leaves(args, kwargs)), list(leaves(output, "output"))
     autocast = next((dtype for dtype in kinds.values() if dtype in NARROW), None)
     allowed = allows(name, module)
@@ -298,40 +308,7 @@ def _changed_call(
 
 
 def _clamped(value: Any, limit: float) -> Any:
-    done = False
-
-    def change(x: Tensor) -> Tensor | None:
-        nonlocal done
-        if done or not x.dtype.is_floating_point:
-            return None
-        done = True
-        return x.clamp(-limit, limit)
-
-    return replaced(value, change)
-
-
-def has_finite(x: Tensor) -> bool:
-    """Return whether any element is finite."""
-    return bool(torch.isfinite(_to_arithmetic(x)).any())
-
-
-def in_float64(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both in float64, or complex128 where one is complex, so that their difference is exact enough."""
-    x, y = _to_arithmetic(x), _to_arithmetic(y)
-    kind = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float64)
-    return x.to(kind), y.to(kind)
-
-
-def is_close(values: list[Tensor], healthy: list[Tensor]) -> bool:
-    """Return whether the finite ones among `healthy` are about the same in `values`, by the norm of the difference."""
-    if [x.shape for x in values] != [x.shape for x in healthy]:
-        return True
-    difference = total = 0.0
-    for after, before in map(in_float64, values, healthy):
-        finite = torch.isfinite(before)
-        difference += float((after - before)[finite].abs().square().sum())
-        total += float(before[finite].abs().square().sum())
-    return difference <= _MOST_CHANGE**2 * total
+    return replaced(value, lambda x: x.clamp(-limit, limit) if x.dtype.is_floating_point else None)
 
 
 def module_words(name: str) -> str:

@@ -156,12 +156,14 @@ class LossStatements(nn.Module):
         exec(self._code, names)
         return names[RESULT]
 
-    def target(self, filename: str, line: int) -> Target | str:
+    def target(
+        self, filename: str, line: int, positions: tuple[int | None, ...] | None = None
+    ) -> Target | str:
         """Return the statements as what runs this line, if it is one of theirs; else as `find_target` does."""
         is_own = any(one.lineno <= line <= (one.end_lineno or one.lineno) for one in self._cut.body)
         node = body_of(self._caller, self._file)
         if filename != self.filename or not is_own or node is None:
-            return find_target(filename, line)
+            return find_target(filename, line, positions)
         return Target((FunctionType(self._code, self._names),), self._file, node, self.exchanged)
 
     @contextmanager

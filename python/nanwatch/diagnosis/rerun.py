@@ -23,19 +23,19 @@ from ..report.finding import Cure, Finding, Value, with_earlier, working_first
 from ..report.report import Report
 from ..util.visible import spell
 from . import child_process
-from .backward_cures import BACKWARD_RUNS, try_backward_cures
+from .backward_cures import try_backward_cures
 from .backward_rerun import loss_value, rerun_backward
 from .batch_snapshot import BatchSnapshot, Forwards, may_be_narrow, no_second_run, num_processes
-from .cures import MAX_RUNS, try_cures
-from .diagnosis import BadRows, Diagnosis, enrich
-from .experiment import NO_CONDITIONS, Allows, BackwardStart, Conditions, module_words, nothing_allowed, run
+from .cures import try_cures
+from .diagnosis import BackwardStart, BadRows, Diagnosis, enrich
+from .experiment import NO_CONDITIONS, Allows, Conditions, module_words, nothing_allowed, run
 from .folder import attempt, write_failure
 from .forward_rerun import rerun_forward
 from .incident import Incident
 from .loss_slice import Refused
 from .loss_statements import BackwardCall, LossStatements
 from .patching.module_options import SearchResult
-from .patching.patches import KEPT_FOR_FORMATS, MOST_FORWARDS, MOST_RUNS, try_patches
+from .patching.rounds import try_patches
 
 _ADVICE = 'put the loss into a function below `@nanwatch.watched("loss")`: a report then has its line and its operands'
 
@@ -136,33 +136,17 @@ class _Steps(NamedTuple):
         """Try changes of the source first, as they are the smallest, then other formats."""
         finding = self.incident.finding
         start, is_narrow = diagnosis.start, may_be_narrow(snapshot, finding)
-        kept = KEPT_FOR_FORMATS if is_narrow else 1
-        if start is not None:
-            kept = BACKWARD_RUNS if is_narrow else 0
-        elif finding.phase == "backward":  # it took two runs to find the operation
-            kept = 1
-        patches = try_patches(
-            snapshot,
-            finding,
-            self.model,
-            diagnosis,
-            most_runs=MOST_RUNS - kept,
-            conditions=self.conditions,
-            # Where a narrow format takes part, the trials of wider ones need the forward that hiding would take.
-            may_hide=not is_narrow and finding.phase == "forward",
-        )
+        patches = try_patches(snapshot, finding, self.model, diagnosis, conditions=self.conditions)
         formats: tuple[tuple[Cure, ...], tuple[str, ...]] = (), ()
         if start is not None:
             formats = try_backward_cures(snapshot, self.model, start, loss_scale=self.conditions.loss_scale)
         elif finding.phase != "backward" and (is_narrow or not any(cure.works for cure in patches.cures)):
-            most = min(MAX_RUNS, MOST_RUNS - patches.runs)
-            formats = try_cures(snapshot, finding, self.model, conditions=self.conditions, most_runs=most)
+            formats = try_cures(snapshot, finding, self.model, conditions=self.conditions)
         self.incident.learn(cures=working_first([*patches.cures, *formats[0]]))
         self.incident.remark(*patches.remarks, *formats[1])
 
     def find_samples(self, diagnosis: Diagnosis, snapshot: BatchSnapshot) -> None:
         """Look for the samples that carry the failure, if the remaining forwards can show them."""
-        made = 0 if snapshot.forwards is None else snapshot.forwards.made
         if not diagnosis.rows or diagnosis.transient or no_second_run(snapshot.module) or snapshot.doubts():
             return
         samples = attempt(
@@ -171,7 +155,7 @@ class _Steps(NamedTuple):
                 snapshot,
                 module_names(self.model),
                 diagnosis.rows,
-                MOST_FORWARDS - made,
+                _MOST_SAMPLE_RUNS,
                 allows=self.conditions.allows,
                 start=diagnosis.start,
             ),
@@ -270,9 +254,7 @@ def _examined(
         enrich(own, found),
         statements,
         found,
-        most_runs=MOST_RUNS - (value is None),  # the operation of a backward took two runs to find
         conditions=conditions,
-        may_hide=value is not None,
         at=statements.target,
     )
     # `extent` and `index` would be those of the loss, where the finding is of a gradient.
@@ -289,8 +271,9 @@ def _below(allows: Allows) -> Allows:
     return allowed
 
 
-# Runs that prove the answer: one without the samples and one with them alone.
+# Runs that prove the answer: one without the samples and one with them alone. A bisection takes one for each halving.
 _PROOF = 2
+_MOST_SAMPLE_RUNS = 16
 # Arguments that say where samples stand in the dataset.
 _INDICES = frozenset({"index", "indices", "idx", "ids", "sample_index", "sample_id", "sample_ids"})
 

@@ -105,7 +105,7 @@ def test_in_the_middle_of_the_users_own_forward() -> None:
 
 
 def test_at_most_five_runs() -> None:
-    """However the trials end, the batch is run no more than MAX_RUNS times, and no more once two cures work."""
+    """However the trials end, the batch is run no more than MAX_RUNS times, and once in float64."""
     calls = Spy()
 
     def count(x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def test_at_most_five_runs() -> None:
         before = len(calls.values)
         cures, _ = try_cures(start, finding, model)
         assert len(cures) == len(expected), name
-        assert 1 <= len(calls.values) - before <= MAX_RUNS
+        assert 1 <= len(calls.values) - before <= MAX_RUNS + 1
         assert sum(cure.works for cure in cures) <= 2
 
 
@@ -136,7 +136,7 @@ def test_a_trial_that_raises_is_a_remark(known: bool | None) -> None:
     x = outlier(1000.0).half()
     start, finding = failed(model, x)
     cures, remarks = try_cures(start, replace(finding, transient=known), model)
-    assert [cure.what for cure in cures] == ["clamp the input of `1` to ±128"]
+    assert [cure.what for cure in cures] == ["clamp the output of `1` to ±65504"]
     assert is_finite(model, (x,), {}, None, cures[0].what)
     assert remarks
     assert all(remark.endswith("RuntimeError: float16 only") for remark in remarks)

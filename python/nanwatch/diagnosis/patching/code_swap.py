@@ -10,56 +10,49 @@ import ast
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CellType, CodeType, FunctionType, MappingProxyType
+from types import CellType, CodeType, FunctionType
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ...instrumentation.slot import ExclusiveRun
 from ...numerics._extension import instances_of
+from ..operation import tensors_in
 from .source import FunctionNode, SourceFile, Span, Target, first_line, nodes_at
 
 # Stands for the Probe in compiled code, until the Probe itself takes its place among the constants.
 _STAND_IN = "nanwatch.diagnosis.patching.code_swap.Probe"
-# Evaluations of an expression, as in a loop, beside which others are evaluated.
-_MOST_TRIED = 4
+# Larger values are not kept, and of the evaluations of one expression, as in a loop, no more than the first.
+MOST_ELEMENTS = 1 << 24
+_MOST_KEPT = 16
 # Finds what runs a line of a file, or says why nothing can be put in its place.
-TargetFinder = Callable[[str, int], Target | str]
+TargetFinder = Callable[[str, int, tuple[int | None, ...] | None], Target | str]
 
 
 class Probe:
-    """Chooses the body that a call runs, and collects values of the edited one.
+    """Chooses the body that a call runs, and keeps copies of the values of expressions by their number."""
 
-    `values` has, for each expression that is looked at by its number, what its evaluations gave to `keep`. `others` are
-    expressions to be evaluated beside it, without its effects on the run: `tried` has what `tries` returned for them.
-    """
-
-    def __init__(
-        self,
-        keep: Callable[[Any], Any] = lambda value: value,
-        others: Mapping[int, Sequence[ast.expr]] = MappingProxyType({}),
-        tries: Callable[[Sequence[Callable[[], Any]]], Any] = tuple,
-    ) -> None:
-        self.values: dict[int, list[Any]] = {}
-        self.tried: dict[int, list[Any]] = {}
-        self.others = others
+    def __init__(self) -> None:
+        self.values: dict[int, list[Tensor]] = {}
         self.was_run = False
-        self._keep = keep
-        self._tries = tries
         self._exclusive = ExclusiveRun()
 
     def here(self) -> bool:
         """Return whether this call is one of the trial."""
-        found = self._exclusive.is_ours()
-        self.was_run = self.was_run or found
-        return found
+        is_ours = self._exclusive.is_ours()
+        self.was_run = self.was_run or is_ours
+        return is_ours
 
-    def seen(self, value: Any, number: int, *others: Callable[[], Any]) -> Any:
-        """Keep a value, and return it."""
-        self.values.setdefault(number, []).append(self._keep(value))
-        tried = self.tried.setdefault(number, [])
-        if others and len(tried) < _MOST_TRIED:
-            tried.append(self._tries(others))
+    def seen(self, value: Any, number: int) -> Any:
+        """Keep the tensors of a value, and return it."""
+        kept = self.values.setdefault(number, [])
+        if len(kept) < _MOST_KEPT:
+            kept += [x.detach().clone() for x in tensors_in(value) if x.numel() <= MOST_ELEMENTS]
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                kept.append(torch.tensor(value, dtype=torch.float64))
         return value
 
 
@@ -71,24 +64,26 @@ def find_target(filename: str, line: int, positions: tuple[int | None, ...] | No
     file = SourceFile.load(filename)
     if file is None:
         return f"the source of {filename} is not at hand"
-    functions = [one for one in _functions_of_module(filename) if _runs_itself(one.__code__, line)]
+    functions = [f for f in _functions_of_module(filename) if _runs_itself(f.__code__, line)]
     if not functions:
         # In a child process gc's list of all objects copies the pages that hold them, which takes 0.1 s.
-        in_file = (one for one in instances_of(FunctionType) if one.__code__.co_filename == filename)
-        functions = [one for one in in_file if _runs(one.__code__, line)]
+        in_file = (f for f in instances_of(FunctionType) if f.__code__.co_filename == filename)
+        functions = [f for f in in_file if _runs(f.__code__, line)]
     if not functions:
-        functions = [one for one in _functions_of_module(filename) if _runs(one.__code__, line)]
+        functions = [f for f in _functions_of_module(filename) if _runs(f.__code__, line)]
     if not functions:
         return "the line belongs to no function that could be exchanged"
-    functions = [one for one in functions if _has(one.__code__, positions)] or functions
-    code = max((one.__code__ for one in functions), key=lambda code: code.co_firstlineno)
-    if not any(_is_same(one, code) for one in _compiled(file.tree, file, code)):
+    functions = [f for f in functions if _has(f.__code__, positions)] or functions
+    code = max((f.__code__ for f in functions), key=lambda code: code.co_firstlineno)
+    if not any(
+        _is_same(compiled, code) for compiled in _compiled(file.tree, file, code.co_name, code.co_firstlineno)
+    ):
         return f"{filename} is not what runs: it was edited since it was imported, or rewritten on import"
     node = node_of(file.tree, code)
-    rivals = {one.__code__ for one in functions if one.__code__.co_firstlineno == code.co_firstlineno}
+    rivals = {f.__code__ for f in functions if f.__code__.co_firstlineno == code.co_firstlineno}
     if node is None or len(rivals) > 1:
         return f"several functions begin on line {code.co_firstlineno}, and which of them failed is not known"
-    return Target(tuple(one for one in functions if one.__code__ is code), file, node)
+    return Target(tuple(f for f in functions if f.__code__ is code), file, node)
 
 
 @contextmanager
@@ -104,50 +99,61 @@ def exchanged(target: Target, file: SourceFile, looks: Sequence[Span], probe: Pr
         return
     before = target.code
     tree = ast.parse(file.text)  # a tree to change; a copy of the file's takes 5 times as long
+    place = node_in(target, tree)
+    assert isinstance(place, FunctionNode)
     assert not isinstance(target.node, ast.Module)
-    nodes, edited = _nodes_of(target.file.tree, before), _nodes_of(tree, before)
-    if target.node not in nodes or len(edited) != len(nodes):
-        raise ValueError("the edit moved the function")
-    place = edited[nodes.index(target.node)]
     for number, span in enumerate(looks):
-        _Looks(file, span, number, probe.others.get(number, ())).visit(place)
+        _Looks(file, span, number).visit(place)
     _join(place, target.node)
     ast.fix_missing_locations(place)
-    code = next((one for one in _compiled(tree, file, before) if _STAND_IN in one.co_consts), None)
+    compiled = _compiled(tree, file, before.co_name, first_line(place))
+    code = next((c for c in compiled if _STAND_IN in c.co_consts), None)
     if code is None or code.co_freevars != before.co_freevars:
         raise ValueError("the edited function has other free variables")
     code = _with_probe(code, probe)
     try:
-        for one in target.functions:
-            one.__code__ = code
+        for function in target.functions:
+            function.__code__ = code
         yield
     finally:
-        for one in target.functions:
-            if one.__code__ is code:
-                one.__code__ = before
+        for function in target.functions:
+            if function.__code__ is code:
+                function.__code__ = before
+
+
+def node_in(target: Target, tree: ast.Module) -> FunctionNode | ast.Module:
+    """Return the node of the target in the tree of an edited file. Raises ValueError where it is not known."""
+    if isinstance(target.node, ast.Module):
+        return tree
+    before, after = (
+        [node for node in ast.walk(top) if isinstance(node, FunctionNode)] for top in (target.file.tree, tree)
+    )
+    if len(before) != len(after):
+        raise ValueError("the edit moved the function")
+    return after[before.index(target.node)]
 
 
 def _functions_of_module(filename: str) -> Iterator[FunctionType]:
     """Yield the functions of this file that its module, its classes and their decorators hold."""
-    modules = (one for one in list(sys.modules.values()) if getattr(one, "__file__", None) == filename)
-    left = [one for module in modules for one in vars(module).values()]
+    modules = (x for x in list(sys.modules.values()) if getattr(x, "__file__", None) == filename)
+    left = [value for module in modules for value in vars(module).values()]
     known: set[int] = set()
     while left:
-        one = left.pop()
-        if id(one) in known:
+        value = left.pop()
+        if id(value) in known:
             continue
-        known.add(id(one))
-        if type(one) is FunctionType:
-            if one.__code__.co_filename == filename:
-                yield one
-            # A decorator's function holds the one it wraps in a cell.
-            left += [cell.cell_contents for cell in one.__closure__ or () if cell != CellType()]
-        elif issubclass(type(one), type):
-            left += vars(one).values()
-        elif type(one) in (staticmethod, classmethod):
-            left.append(one.__func__)
-        elif type(one) is property:
-            left += [one.fget, one.fset]
+        known.add(id(value))
+        if type(value) is FunctionType:
+            if value.__code__.co_filename == filename:
+                yield value
+            # A decorator's function holds the function it wraps in a cell.
+            left += [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        elif issubclass(type(value), type):
+            left += vars(value).values()
+        elif type(value) in (staticmethod, classmethod):
+            left.append(value.__func__)
+        elif type(value) is property:
+            left += [value.fget, value.fset]
 
 
 def _runs_itself(code: CodeType, line: int) -> bool:
@@ -156,7 +162,7 @@ def _runs_itself(code: CodeType, line: int) -> bool:
 
 def _runs(code: CodeType, line: int) -> bool:
     return _runs_itself(code, line) or any(
-        isinstance(one, CodeType) and _runs(one, line) for one in code.co_consts
+        isinstance(inner, CodeType) and _runs(inner, line) for inner in code.co_consts
     )
 
 
@@ -164,18 +170,18 @@ def _has(code: CodeType, positions: tuple[int | None, ...] | None) -> bool:
     """Return whether an instruction of the code, or of a function in it, has these positions."""
     if positions is None or sys.version_info < (3, 11):
         return True
-    inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    return tuple(positions) in code.co_positions() or any(_has(one, positions) for one in inner)
+    inner = (x for x in code.co_consts if isinstance(x, CodeType))
+    return tuple(positions) in code.co_positions() or any(_has(x, positions) for x in inner)
 
 
 def node_of(tree: ast.Module, code: CodeType) -> FunctionNode | None:
     """Return the only node that the code can be compiled from, by name, line, and columns where Python has any."""
-    found = _nodes_of(tree, code)
-    if len(found) > 1 and sys.version_info >= (3, 11):
+    nodes = _nodes_of(tree, code)
+    if len(nodes) > 1 and sys.version_info >= (3, 11):
         # The first instruction has the place of the line.
-        places = [one for one in code.co_positions() if None not in one and one[2:] != (0, 0)]
-        found = [node for node in found if all(_covers(node, *one) for one in places)]
-    return found[0] if len(found) == 1 else None
+        places = [place for place in code.co_positions() if None not in place and place[2:] != (0, 0)]
+        nodes = [node for node in nodes if all(_covers(node, *place) for place in places)]
+    return nodes[0] if len(nodes) == 1 else None
 
 
 def _covers(node: FunctionNode, line: int, end_line: int, column: int, end_column: int) -> bool:
@@ -193,42 +199,39 @@ def _nodes_of(tree: ast.Module, code: CodeType) -> list[FunctionNode]:
     ]
 
 
-def _compiled(tree: ast.Module, file: SourceFile, code: CodeType) -> Iterator[CodeType]:
+def _compiled(tree: ast.Module, file: SourceFile, name: str, line: int) -> Iterator[CodeType]:
     """Yield the codes of that name and first line in the compiled module.
 
     IPython compiles each statement of a cell by itself. A method of a name that the same unit has imported, such as
     torch.log, is then called by other instructions.
     """
-    units = [tree] if file.is_file else [ast.Module([one], []) for one in tree.body]
+    units = [tree] if file.is_file else [ast.Module([statement], []) for statement in tree.body]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         left: list[CodeType] = [compile(unit, file.name, "exec", dont_inherit=True) for unit in units]
     while left:
-        one = left.pop()
-        if (one.co_name, one.co_firstlineno) == (code.co_name, code.co_firstlineno):
-            yield one
-        left += [inner for inner in one.co_consts if isinstance(inner, CodeType)]
+        compiled = left.pop()
+        if (compiled.co_name, compiled.co_firstlineno) == (name, line):
+            yield compiled
+        left += [inner for inner in compiled.co_consts if isinstance(inner, CodeType)]
 
 
-def _is_same(one: CodeType, other: CodeType) -> bool:
+def _is_same(left: CodeType, right: CodeType) -> bool:
     """Return whether two codes do the same, wherever they were compiled."""
-    if (one.co_code, one.co_names, one.co_varnames, one.co_freevars) != (
-        other.co_code,
-        other.co_names,
-        other.co_varnames,
-        other.co_freevars,
-    ):
+    names = ("co_code", "co_names", "co_varnames", "co_freevars")
+    if any(getattr(left, name) != getattr(right, name) for name in names):
         return False
-    return len(one.co_consts) == len(other.co_consts) and all(
+    return len(left.co_consts) == len(right.co_consts) and all(
         _is_same(a, b) if isinstance(a, CodeType) and isinstance(b, CodeType) else repr(a) == repr(b)
-        for a, b in zip(one.co_consts, other.co_consts, strict=True)
+        for a, b in zip(left.co_consts, right.co_consts, strict=True)
     )
 
 
 def compiled_with(tree: ast.Module, file: SourceFile, looks: Sequence[Span], probe: Probe) -> CodeType:
     """Return the code of statements of the file, which gives the probe the values of the expressions at `looks`."""
+    tree = copy.deepcopy(tree)  # the file's own stays as it is
     for number, span in enumerate(looks):
-        _Looks(file, span, number, probe.others.get(number, ())).visit(tree)
+        _Looks(file, span, number).visit(tree)
     code = compile(ast.fix_missing_locations(tree), file.name, "exec", dont_inherit=True)
     return _with_probe(code, probe)
 
@@ -236,8 +239,8 @@ def compiled_with(tree: ast.Module, file: SourceFile, looks: Sequence[Span], pro
 def _with_probe(code: CodeType, probe: Probe) -> CodeType:
     return code.replace(
         co_consts=tuple(
-            _with_probe(one, probe) if isinstance(one, CodeType) else probe if one == _STAND_IN else one
-            for one in code.co_consts
+            _with_probe(x, probe) if isinstance(x, CodeType) else probe if x == _STAND_IN else x
+            for x in code.co_consts
         )
     )
 
@@ -247,15 +250,10 @@ def _call(method: str, *arguments: ast.expr) -> ast.expr:
     return ast.Call(function, list(arguments), [])
 
 
-def _thunk(body: ast.expr) -> ast.expr:
-    return ast.Lambda(ast.arguments([], [], None, [], [], None, []), copy.deepcopy(body))
-
-
 class _Looks(ast.NodeTransformer):
-    """Gives the value of the outermost expression inside a span to the probe, and others as functions beside it."""
+    """Gives the value of the outermost expression inside a span to the probe."""
 
-    def __init__(self, file: SourceFile, span: Span, number: int, others: Sequence[ast.expr] = ()) -> None:
-        self._others = [_thunk(one) for one in others]
+    def __init__(self, file: SourceFile, span: Span, number: int) -> None:
         self._file = file
         self._span = span
         self._number = number
@@ -266,7 +264,7 @@ class _Looks(ast.NodeTransformer):
             is_value = isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
             if is_value and self._span.covers(self._file.span(node)):
                 self._is_done = True
-                look = _call("seen", node, ast.Constant(self._number), *self._others)
+                look = _call("seen", node, ast.Constant(self._number))
                 return ast.copy_location(look, node)
         return self.generic_visit(node)
 
@@ -281,7 +279,7 @@ def _join(edited: FunctionNode, old: FunctionNode) -> None:
     declared: dict[type[ast.Global] | type[ast.Nonlocal], set[str]] = {ast.Global: set(), ast.Nonlocal: set()}
     bodies = [edited.body, copy.deepcopy(old.body)]
     for body in bodies:
-        body[:] = [_Undeclared(declared).visit(one) for one in body]
+        body[:] = [_Undeclared(declared).visit(statement) for statement in body]
     heads: list[ast.stmt] = [kind(sorted(names)) for kind, names in declared.items() if names]
     edited.body = [*heads, ast.If(_call("here"), *bodies)]
 

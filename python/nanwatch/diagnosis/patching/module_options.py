@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
@@ -16,10 +16,10 @@ from ...instrumentation.functions import find_called
 from ...instrumentation.wrapped_names import module_names
 from ...report.finding import Cure
 from ..batch_snapshot import BatchSnapshot
-from ..experiment import BackwardStart, Conditions, code_of, run
+from ..diagnosis import BackwardStart
+from ..experiment import Conditions, code_of, run
+from ..float64 import agreement, results_in_float64
 from .code_swap import node_of
-from .effects import effect_of
-from .guards import with_argument
 from .source import Edit, SourceFile
 
 
@@ -61,12 +61,12 @@ class ModuleOption(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module, name: str) -> ModuleOption | None:
         """Return the option of the module of this name that may end its failure, None where there is none."""
-        found = find_called(model, name)
-        if found is None:
+        called = find_called(model, name)
+        if called is None:
             return None
-        kind = type(found.module)
-        known = next((option for one, option in _OPTIONS.items() if issubclass(kind, one)), None)
-        if known is None or (getattr(found.module, known[0]) or 0) >= known[1]:
+        kind = type(called.module)
+        option = next((row for base, row in _OPTIONS.items() if issubclass(kind, base)), None)
+        if option is None or (getattr(called.module, option[0]) or 0) >= option[1]:
             return None
         above = name
         while above:
@@ -74,23 +74,23 @@ class ModuleOption(NamedTuple):
             around = find_called(model, above)
             made = None if around is None else _construction(type(around.module), kind.__name__)
             if around is not None and made is not None:
-                others = (one for one in model.modules() if type(one) is type(around.module))
-                same = (one for other in others for one in other.modules() if type(one) is kind)
-                edit = _edit_of(*made, kind, known[0], repr(known[1]))
-                return cls(name, *known, tuple(dict.fromkeys(same)), made[0], edit)
-        return cls(name, *known, (found.module,))
+                makers = (module for module in model.modules() if type(module) is type(around.module))
+                same = (inner for maker in makers for inner in maker.modules() if type(inner) is kind)
+                edit = _edit_of(*made, kind, option[0], repr(option[1]))
+                return cls(name, *option, tuple(dict.fromkeys(same)), made[0], edit)
+        return cls(name, *option, (called.module,))
 
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Give the modules the value for the block."""
-        before = [getattr(one, self.name) for one in self.modules]
+        before = [getattr(module, self.name) for module in self.modules]
         try:
-            for one in self.modules:
-                setattr(one, self.name, self.value)
+            for module in self.modules:
+                setattr(module, self.name, self.value)
             yield
         finally:
-            for one, value in zip(self.modules, before, strict=True):
-                setattr(one, self.name, value)
+            for module, value in zip(self.modules, before, strict=True):
+                setattr(module, self.name, value)
 
     def cure(self, model: nn.Module, effect: str) -> Cure:
         """Return the change as a cure."""
@@ -109,18 +109,19 @@ def _construction(kind: type[nn.Module], name: str) -> tuple[SourceFile, ast.Cal
     file = None if code is None else SourceFile.load(code.co_filename)
     if code is None or file is None or (node := node_of(file.tree, code)) is None:
         return None
-    calls = [one for one in ast.walk(node) if isinstance(one, ast.Call)]
-    calls = [one for one in calls if ast.unparse(one.func).rpartition(".")[2] == name]
+    calls = [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+    calls = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == name]
     return (file, calls[0]) if len(calls) == 1 else None
 
 
 def _edit_of(file: SourceFile, call: ast.Call, kind: type[nn.Module], option: str, value: str) -> Edit:
     position = list(signature(kind).parameters).index(option)
-    given = [one for one in call.keywords if one.arg == option]
+    given = [keyword for keyword in call.keywords if keyword.arg == option]
     if given or position < len(call.args):
         return Edit(file.span(given[0].value if given else call.args[position]), value)
     span = file.span(call)
-    return Edit(span, with_argument(file.part(span), f"{option}={value}"))
+    body = file.part(span)[:-1].rstrip().removesuffix(",")
+    return Edit(span, f"{body}{'' if body.endswith('(') else ', '}{option}={value})")
 
 
 def try_option(
@@ -129,25 +130,15 @@ def try_option(
     model: nn.Module,
     conditions: Conditions,
     start: BackwardStart | None,
-    found: SearchResult,
+    result: SearchResult,
 ) -> None:
-    """Run the batch with the option and without, and keep it as a cure if it works."""
-    runs = []
-    for hold in (option.hold, nullcontext):
-        found.runs += 1
-        with hold():
-            runs.append(
-                run(
-                    snapshot,
-                    module_names(model),
-                    keep=(option.module, "output"),
-                    allows=conditions.allows,
-                    backward=snapshot.grad,
-                    start=start,
-                )
-            )
-        if runs[0].error is not None or any(runs[0].nonfinite()) or runs[0].bad_gradients:
-            return
-    effect, is_small = effect_of(list(zip(runs[1].kept, runs[0].kept, strict=False)))
-    if is_small:
-        found.cures.append(option.cure(model, effect))
+    """Run the batch with the option, and keep it as a cure if it works."""
+    result.runs += 2
+    names = module_names(model)
+    with option.hold():
+        experiment = run(snapshot, names, allows=conditions.allows, backward=snapshot.grad, start=start)
+    if experiment.error is not None or any(experiment.nonfinite()) or experiment.bad_gradients:
+        return
+    close = agreement(experiment.results, results_in_float64(snapshot))
+    if close.is_close:
+        result.cures.append(option.cure(model, close.words))

@@ -165,6 +165,10 @@ class SourceFile:
             return Span(len(before) - 1, span.end + gap + 1)
         return span
 
+    def column(self, span: Span) -> str:
+        """Return the text of its line before the span."""
+        return self._data[self._starts[self.line_of(span) - 1] : span.start].decode()
+
     def part(self, span: Span) -> str:
         """Return the text of a span."""
         return self._data[span.start : span.end].decode()

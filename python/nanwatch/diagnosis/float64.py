@@ -1,0 +1,147 @@
+"""What float64 gives for a batch: the measure of a change, and the values from which a guard takes its bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from ..numerics._reference import _to_arithmetic
+from ..precision.casting import cast, first_float
+from .batch_snapshot import BatchSnapshot
+from .experiment import loaded
+from .operation import tensors_in
+
+# A working change moves the results by at most 1 % of their norm. More would make another model.
+_MOST_CHANGE = 0.01
+# Or each element by at most this: the angle of equal vectors is 1.4e-3 where its cosine is kept 1e-6 below 1.
+_MOST_BY_GUARD = 3e-3
+_NARROWER = (torch.float32, torch.float16, torch.bfloat16)
+# A tensor of 512 MiB in float64.
+_MOST_ELEMENTS = 1 << 26
+# Attributes of a tensor, and the methods that make it narrower.
+_CASTS = frozenset({"float", "half", "bfloat16", "double"})
+
+
+def _wide(x: Any) -> Any:
+    if isinstance(x, torch.dtype):
+        return torch.float64 if x.is_floating_point else torch.complex128 if x.is_complex else x
+    if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+        return x
+    kind = torch.complex128 if x.is_complex() else torch.float64
+    if x.dtype != kind and x.numel() > _MOST_ELEMENTS:
+        raise MemoryError(f"a tensor of {x.numel():,} elements")
+    return x.to(kind)
+
+
+class Float64(TorchFunctionMode):
+    """Runs each operation on float64 copies of its operands; a cast to a narrower format does nothing.
+
+    Random numbers are drawn in the format of the batch, so that they are those of the batch.
+    """
+
+    def __init__(self, drawn: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self._drawn = drawn
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation in float64."""
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name == "__get__":  # of an attribute: x.dtype is the user's
+            return _wide(func(*args))
+        if name in _CASTS:
+            return args[0].to(torch.float64)
+        if "dropout" in name and args and isinstance(args[0], Tensor):
+            ones = torch.ones_like(args[0], dtype=self._drawn)
+            return _wide(args[0]) * _wide(func(ones, *args[1:], **kwargs))
+        if "rand" in name or name in ("normal_", "uniform_", "bernoulli_", "exponential_"):
+            if name.endswith("_like"):
+                args = (args[0].to(self._drawn), *args[1:])
+            return tree_map(_wide, func(*args, **kwargs))
+        args, kwargs = tree_map(_wide, (args, kwargs))
+        return tree_map(_wide, func(*args, **kwargs))
+
+
+def results_in_float64(
+    snapshot: BatchSnapshot, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> list[Tensor] | None:
+    """Return what the batch of `snapshot` gives in float64, inside `around()`; None where it raises there."""
+    args, kwargs = (cast(given, _NARROWER, torch.float64) for given in (snapshot.args, dict(snapshot.kwargs)))
+    wide = replace(snapshot, args=args, kwargs=kwargs, cached={})
+    drawn = first_float((snapshot.args, dict(snapshot.kwargs))) or torch.float32
+    try:
+        with wide.again() as call, loaded(snapshot.module, torch.float64), around(), Float64(drawn):
+            output = call()
+        return [x.detach() for x in tensors_in(output)]
+    except Exception:
+        return None
+
+
+class Agreement(NamedTuple):
+    """Whether results are near those of float64, and in words how near."""
+
+    is_close: bool
+    words: str
+
+
+def agreement(values: Sequence[Tensor], truth: Sequence[Tensor] | None) -> Agreement:
+    """Compare results with those of float64, at the elements that float64 gives."""
+    if truth is None or [x.shape for x in values] != [x.shape for x in truth]:
+        return Agreement(True, "not compared with float64")
+    total = failing = 0
+    largest = error = 0.0
+    is_close = True
+    for value, exact in zip(values, truth, strict=True):
+        if not (value.is_floating_point() or value.is_complex()):
+            continue
+        new, right = in_float64(value, exact)
+        is_known = right.isfinite()
+        a, b = right[is_known], new[is_known]
+        total, failing = total + a.numel(), failing + right.numel() - a.numel()
+        if a.numel():
+            difference = (a - b).abs().nan_to_num(torch.inf, torch.inf)
+            largest, error = max(largest, float(a.abs().max())), max(error, float(difference.max()))
+            near = float(difference.norm()) <= _MOST_CHANGE * float(a.norm())
+            is_close &= near or float(difference.max()) <= _MOST_BY_GUARD
+    if not total:
+        return Agreement(True, "float64 fails too")
+    also = f"; float64 fails at {failing:,} elements too" if failing else ""
+    if not is_close:
+        return Agreement(
+            False, f"the result is {error:.3g} away from that of float64, of values up to {largest:.3g}"
+        )
+    share = error / largest if largest else error
+    return Agreement(True, f"agrees with float64, to {share:.1e} of the largest value{also}")
+
+
+def moved(values: Sequence[Tensor], truth: Sequence[Tensor]) -> str:
+    """Return in words which values of an expression a guard moves away from those of float64; "" where none are."""
+    total = count = 0
+    worst, words = 0.0, ""
+    for value, exact in zip(values, truth, strict=False):
+        if value.shape != exact.shape or not value.is_floating_point():
+            continue
+        new, right = in_float64(value, exact)
+        is_known = right.isfinite()
+        a, b = right[is_known], new[is_known]
+        total += a.numel()
+        difference = (a - b).abs().nan_to_num(torch.inf, torch.inf)
+        is_off = difference > _MOST_CHANGE * a.abs() + 1e-6 * (a.abs().max() if a.numel() else 0.0)
+        count += int(is_off.sum())
+        if is_off.any() and float(difference.max()) > worst:
+            place = int(difference.argmax())
+            worst, words = float(difference[place]), f"{float(a[place]):.3g} becomes {float(b[place]):.3g}"
+    return f"moves {count:,} of {total:,} elements that float64 gives as finite: {words}" if count else ""
+
+
+def in_float64(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both in float64, or complex128 where one is complex, so that their difference is exact enough."""
+    x, y = _to_arithmetic(x), _to_arithmetic(y)
+    kind = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float64)
+    return x.to(kind), y.to(kind)

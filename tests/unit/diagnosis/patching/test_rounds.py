@@ -1,0 +1,343 @@
+"""Changes of the source: what is told works in the file, changes nothing of the model, and is near float64."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nanwatch import NonFiniteError, watch
+from nanwatch.diagnosis.patching import rounds
+from nanwatch.report.finding import Cure, Finding
+
+INF = float("inf")
+HEALTHY_AND_ZERO = torch.tensor([[1.5, 2.0, 3.0], [0.0, 0.0, 0.0]])
+
+
+class Ratio(nn.Module):
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        x = nn.functional.dropout(x, 0.5) * 0 + x
+        return self.scale * x / x.sum(-1, keepdim=True)
+
+
+class Root(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sqrt(x.square().sum(-1))
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (x * mask).sum(-1)
+
+
+class Infinite(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + INF
+
+
+class Beside(nn.Module):
+    """A ratio that fails, after a module whose infinities are meant and lead nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.infinite, self.ratio = Infinite(), Ratio()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.infinite(x)
+        result: Tensor = self.ratio(x)
+        return result
+
+
+def failed(model: nn.Module, *args: Tensor, **options: Any) -> Finding:
+    with pytest.raises(NonFiniteError) as error, watch(model, **options):
+        model(*args)
+    finding = error.value.report.finding
+    assert finding is not None
+    return finding
+
+
+def backward_of(model: nn.Module, x: Tensor) -> Finding:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, gradients=True):
+        model(x).sum().backward()
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+    finding = error.value.report.finding
+    assert finding is not None
+    return finding
+
+
+def works(finding: Finding) -> Cure:
+    assert finding.cures, finding.remarks
+    assert finding.cures[0].works
+    return finding.cures[0]
+
+
+def new_lines(cure: Cure) -> list[str]:
+    return [line[1:].strip() for line in cure.patch.splitlines() if line.startswith("+ ")]
+
+
+def test_the_cure_is_the_line_and_says_how_near_float64_it_is() -> None:
+    cure = works(failed(Ratio(), HEALTHY_AND_ZERO))
+    assert new_lines(cure) == ["return self.scale * x / x.sum(-1, keepdim=True).clamp(min=1e-8)"]
+    assert cure.effect.startswith("agrees with float64, to 2.5e-08 of the largest value; float64 fails at 3")
+    assert "test_rounds.py" in cure.patch
+    assert cure.code == ""
+
+
+def test_healthy_negative_values_forbid_a_clamp() -> None:
+    """A lower limit would change them, so the divisor is replaced where it is small."""
+    cure = works(failed(Ratio(), torch.cat([HEALTHY_AND_ZERO, -HEALTHY_AND_ZERO])))
+    divisor = "x.sum(-1, keepdim=True)"
+    assert new_lines(cure) == [
+        f"return self.scale * x / torch.where({divisor}.abs() < 1e-8, 1e-8, {divisor})"
+    ]
+
+
+class TwoPoles(nn.Module):
+    """Two logarithms of one softmax, whose operand is a call of a module, and a root behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        probs = torch.softmax(self.net(x), dim=1)
+        entropy = -(probs * torch.log(probs)).sum(1)
+        loss = F.nll_loss(torch.log(probs), y) - 0.01 * entropy.mean()
+        distance = (self.net(x) - self.net(x)).square().sum(1)
+        return loss + distance.sqrt().mean()
+
+
+def test_a_failure_that_moves_on_is_followed_and_cured_in_one_patch() -> None:
+    torch.manual_seed(0)
+    cure = works(failed(TwoPoles(), torch.randn(2, 3) * 1000, torch.tensor([0, 1])))
+    lines = new_lines(cure)
+    assert lines[:2] == ["logits = self.net(x)", "probs = torch.softmax(logits, dim=1)"]
+    assert "F.log_softmax(logits, dim=1)" in lines[2]
+    assert lines[-1].startswith("return loss + ")
+    assert cure.what.count("; and ") >= 2
+
+
+class Decay(nn.Module):
+    """An exponent that is 0 in float64, and far above 80 by the rounding of float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = -1.7e7 * F.softplus(x)
+        w = torch.exp(a.sum(1, keepdim=True) - a.cumsum(1))
+        return (w * x).sum(1)
+
+
+def test_what_float64_contradicts_does_not_work_and_is_told() -> None:
+    torch.manual_seed(0)
+    finding = failed(Decay(), torch.randn(4, 256, 8))
+    assert not any(cure.works for cure in finding.cures)
+    assert "the batch is finite, but the result is" in " ".join(finding.remarks)
+
+
+class Bounded(nn.Module):
+    """An exponent of 85 to 95, clamped behind the exponential."""
+
+    def forward(self, gap: Tensor) -> Tensor:
+        k = gap.exp() - gap - 1
+        return k.clamp(-10, 10)
+
+
+def test_a_statement_in_between_may_move() -> None:
+    """The change is judged at the results: exp(85) is finite and changes, and the clamp behind it takes both."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), Bounded())
+    nn.init.ones_(model[0].weight)
+    cure = works(backward_of(model, torch.tensor([[1.0], [85.0], [95.0]])))
+    assert new_lines(cure) == ["k = gap.clamp(max=80).exp() - gap - 1"]
+    assert "moves 2 of 3 elements that float64 gives as finite" in cure.effect
+
+
+class Angle(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        unit = F.normalize(x, dim=-1)
+        return torch.acos((unit * unit.detach()).sum(-1)).mean()
+
+
+def test_a_textbook_guard_may_move_values_by_its_epsilon() -> None:
+    torch.manual_seed(0)
+    cure = works(failed(nn.Sequential(nn.Linear(4, 4), Angle()), torch.randn(64, 4)))
+    assert ".clamp(-1 + 1e-6, 1 - 1e-6)" in new_lines(cure)[0]
+
+
+class Counted(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        total = mask.sum()
+        return (x * mask).sum() / total
+
+
+def test_a_count_is_at_least_1() -> None:
+    assert new_lines(works(failed(Counted(), torch.ones(3), torch.zeros(3)))) == [
+        "return (x * mask).sum() / total.clamp(min=1)"
+    ]
+
+
+def test_bad_data_behind_a_mask_names_the_product() -> None:
+    """The operation that turns a given infinity into nan is named, and masked."""
+    x, mask = torch.tensor([[1.0, INF], [2.0, 3.0]]), torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    finding = failed(Masked(), x, mask)
+    assert (finding.origin, finding.operation) == ("data", "aten.mul.Tensor")
+    assert new_lines(works(finding)) == ["return (torch.where(mask == 0, 0.0, x) * mask).sum(-1)"]
+
+
+def test_infinities_that_are_meant_lose_no_cure() -> None:
+    """`allow_inf` says so for the watch, and so for the trials."""
+    assert works(failed(Beside(), HEALTHY_AND_ZERO, allow_inf="infinite"))
+
+
+def test_a_gradient_is_cured_in_its_forward_line() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), Root())
+    cure = works(backward_of(model, HEALTHY_AND_ZERO))
+    assert new_lines(cure) == ["return torch.linalg.vector_norm(x, dim=-1)"]
+
+
+class LeftOut(nn.Module):
+    """A branch that `where` leaves out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > 1, torch.log(x - 1), x)
+
+
+def test_a_branch_that_is_left_out_gets_a_safe_operand() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), LeftOut())
+    nn.init.eye_(model[0].weight)
+    cure = works(backward_of(model, torch.tensor([[1.0, 0.5, 3.0]])))
+    assert new_lines(cure) == ["return torch.where(x > 1, torch.log(torch.where(x > 1, x - 1, 1.0)), x)"]
+
+
+class Beneath(nn.Module):
+    """A loss that the module keeps in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3, bias=False)
+        nn.init.eye_(self.inner.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.inner(x)
+        self.penalty = torch.log(torch.exp(logits).sum(-1)).sum()
+        return logits.tanh()
+
+
+def test_a_value_in_an_attribute_is_found_and_its_cure_proven() -> None:
+    """No output and no gradient of one shows the value, so the changed expression itself has to be finite."""
+    model = Beneath()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, gradients=True):
+        (model(HEALTHY_AND_ZERO * 100).sum() + model.penalty).backward()
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert finding.operation == "aten.exp.default"
+    assert new_lines(works(finding)) == ["self.penalty = torch.logsumexp(logits, -1).sum()"]
+
+
+class Norms(nn.Module):
+    """Two norms that one line makes, with a positional epsilon."""
+
+    def __init__(self, width: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(width, 0.0), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_an_option_is_changed_where_the_module_is_made() -> None:
+    """Only with both norms changed is the result finite, and afterwards they are as they were."""
+    model = Norms()
+    cure = works(failed(model, torch.tensor([[1.0, 1.0], [1.0, 2.0]])))
+    made = "nn.Sequential(nn.LayerNorm(width, 1e-05), nn.Tanh())"
+    assert new_lines(cure) == [f"self.blocks = nn.ModuleList({made} for _ in range(2))"]
+    assert {block[0].eps for block in model.blocks} == {0.0}
+
+
+def test_an_option_is_set_where_nobody_knows_what_made_the_module() -> None:
+    model = nn.Sequential(nn.LayerNorm(2, eps=0.0))
+    cure = works(failed(model, torch.ones(1, 2)))
+    assert "`model[0].eps = 1e-05`" in cure.what
+    assert not cure.patch
+
+
+def state() -> list[Any]:
+    return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
+
+
+def test_the_model_and_the_random_states_are_left_as_they_were() -> None:
+    """Weights, buffers, gradients, code and random states."""
+    model = Ratio()
+    model.scale.grad = torch.full((1,), 3.0)
+    code = Ratio.forward.__code__
+    before: list[Any] = []
+
+    def keep(*_: Any) -> None:
+        before[:] = [copy.deepcopy(model.state_dict()), *state()]
+
+    # Before the failing forward draws: the re-runs begin from there, and end where it ended.
+    torch.manual_seed(0)
+    nn.functional.dropout(HEALTHY_AND_ZERO, 0.5)
+    keep()
+    torch.manual_seed(0)
+    finding = failed(model, HEALTHY_AND_ZERO)
+    assert works(finding)
+    assert state() == before[1:]
+    assert model.seen.item() == 1
+    assert model.scale.grad is not None
+    assert model.scale.grad.item() == 3
+    assert model.scale.item() == 1
+    assert Ratio.forward.__code__ is code
+
+
+def test_other_threads_compute_what_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another model of the same class runs its old body while the change is tried in this process."""
+    monkeypatch.setenv("NANWATCH_RERUN", "in-process")
+    bystander = Ratio()
+    expected = bystander(HEALTHY_AND_ZERO).isnan().tolist()
+    results: list[Any] = []
+
+    def runs(*args: Any, **kwargs: Any) -> Any:
+        thread = threading.Thread(target=lambda: results.append(bystander(HEALTHY_AND_ZERO).isnan().tolist()))
+        thread.start()
+        thread.join()
+        return run(*args, **kwargs)
+
+    run = rounds.run
+    with mock.patch.object(rounds, "run", runs):
+        assert works(failed(Ratio(), HEALTHY_AND_ZERO))
+    assert results
+    assert all(result == expected for result in results)
+
+
+def test_code_without_source_has_no_change_and_says_why() -> None:
+    """A function that was made by exec has no line; the finding is whole without it."""
+    space: dict[str, Callable[..., Any]] = {}
+    exec(compile("def forward(self, x):\n    return x / x.sum()\n", "<made>", "exec"), space)
+    model = type("Made", (nn.Module,), {"forward": space["forward"]})()
+    finding = failed(model, torch.zeros(3))
+    assert finding.operation == "aten.div.Tensor"
+    assert finding.cures == ()
+    assert any("not at hand" in remark for remark in finding.remarks)

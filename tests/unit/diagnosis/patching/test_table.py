@@ -1,0 +1,206 @@
+"""Each row of the table: its form computes what float64 gives for its pattern, and a guard is finite at the pole."""
+
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import ast
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nanwatch.diagnosis.diagnosis import Expression
+from nanwatch.diagnosis.patching.code_swap import find_target
+from nanwatch.diagnosis.patching.matching import Matcher, Site, Writer, edit_of
+from nanwatch.diagnosis.patching.proposals import Failure, Proposer
+from nanwatch.diagnosis.patching.table import GUARDS, STABLE, Guard, numbers_of
+
+# Where the functions of a pattern lie, if not in torch.
+_ELSEWHERE = {"ndtr": "torch.special", "i0": "torch.special", "poisson_nll_loss": "F", "ctc_loss": "F", "eigh": "torch.linalg",
+              "normalize": "F", "cosine_similarity": "F", "layer_norm": "F", "svd": "torch.linalg"}  # fmt: skip
+# Options that a pattern's `...` stands for.
+_REST = {"layer_norm": "(3,)", "ctc_loss": "steps, lengths", "unsqueeze": "-1", "logit": "1e-12", "svd": "False",
+         "poisson_nll_loss": "False"}  # fmt: skip
+# Numbers for letters that are no tensors.
+_NUMBERS = {"D": "-1", "P": "0.5", "N": "2", "S": "0.5"}
+# The operand of a guard at which its operation fails, where that is not 0.
+_POLES = {"exp": 1000.0, "acos": 1.0, "asin": 1.0, "atanh": 1.0, "erfinv": 1.0, "acosh": 1.0, "log1p": -1.0,
+          "A - B": -math.inf, "A * B": math.inf, "softmax": -math.inf, "log_softmax": -math.inf, "logsumexp": -math.inf,
+          "poisson_nll_loss(X, Y)": 1000.0, "poisson_nll_loss(X, Y, ...)": -1.0}  # fmt: skip
+
+
+class Spelt(ast.NodeTransformer):
+    """Writes a pattern as a user would: `log(X)` as `torch.log(x)`."""
+
+    def __init__(self, pattern: str) -> None:
+        self._number = "1e-9" if "+ N" in pattern else "1.4142135623730951" if "erf" in pattern else "2"
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if isinstance(node.func, ast.Name):
+            if node.func.id == "norm" and node.keywords:
+                node.args.append(ast.Constant(2))
+            rest = _REST.get(node.func.id, "-1")
+            node.args = [
+                extra
+                for x in node.args
+                for extra in (
+                    ast.parse(f"({rest},)", mode="eval").body.elts  # type: ignore[attr-defined]
+                    if isinstance(x, ast.Constant) and x.value is ...
+                    else [x]
+                )
+            ]
+            node.func = ast.parse(f"{_ELSEWHERE.get(node.func.id, 'torch')}.{node.func.id}", mode="eval").body
+        return self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id == "PI":
+            return ast.Name("math.pi")
+        if len(node.id) > 1 or node.id == "F":
+            return node
+        return ast.Name(self._number if node.id == "N" else _NUMBERS.get(node.id, node.id.lower()))
+
+
+def site_of(pattern: str, folder: Path) -> tuple[Site, ast.expr, str, Any]:
+    """Return the site of a function that returns the pattern, its expression, and its text."""
+    text = ast.unparse(ast.fix_missing_locations(Spelt(pattern).visit(ast.parse(pattern, mode="eval").body)))
+    arguments = "x, y, a, b, c, t, q, m, steps=None, lengths=None, p=0.5"
+    source = (
+        "import math\nimport torch\nfrom torch.nn import functional as F\n\n"
+        f"def value({arguments}):\n    return {text}\n"
+    )
+    file = folder / "value.py"
+    file.write_text(source)
+    names: dict[str, Any] = {"__name__": "value", "__file__": str(file)}
+    exec(compile(source, str(file), "exec"), names)
+    target = find_target(str(file), 6)
+    assert not isinstance(target, str), target
+    assert isinstance(target.node, ast.FunctionDef)
+    (returned,) = target.node.body
+    assert isinstance(returned, ast.Return)
+    assert returned.value is not None
+    return Site(target, target.file, target.node), returned.value, source, names["value"]
+
+
+def operands(pattern: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Return healthy operands, inside the domain of all functions."""
+    torch.manual_seed(0)
+    shape = (3, 3)
+    names = ["x", "y", "a", "b", "t", "q", "m", "c"]
+    values = {name: torch.rand(shape, dtype=torch.float64) * 0.8 + 0.1 for name in names}
+    values["m"] = (torch.rand(shape) > 0.2).double() + 0.0
+    values["m"][:, 0] = 1
+    if "acosh" in pattern or "square(X) - 1" in pattern:
+        values["x"] = values["x"] + 1.5
+    if "exp(A) - exp(B)" in pattern:
+        values["a"] = values["a"] + 2
+    if pattern.startswith(("log(1 - exp", "log1p(X")):
+        values["x"] = -values["x"]
+    if "det(" in pattern:
+        values["x"] = values["x"] + 3 * torch.eye(3, dtype=torch.float64)
+    if "eigh" in pattern:
+        values["x"] = values["x"] + values["x"].T
+    if "angle" in pattern:
+        values["x"] = torch.complex(values["x"], values["y"]).to(torch.complex128)
+    if "dot(" in pattern:
+        values["a"], values["b"] = values["a"][0], values["b"][0]
+    given: dict[str, Any] = {
+        name: x.to(dtype)
+        if not x.is_complex()
+        else x.to(torch.complex64 if dtype == torch.float32 else x.dtype)
+        for name, x in values.items()
+    }
+    if "nll_loss(log" in pattern:
+        given["y"] = torch.tensor([0, 1, 2])
+    if "ctc_loss" in pattern:
+        given |= {
+            "a": torch.randn(5, 2, 4, dtype=torch.float64).log_softmax(-1).to(dtype),
+            "b": torch.tensor([[1, 2], [1, 3]]),
+        }
+        given |= {"steps": torch.tensor([5, 5]), "lengths": torch.tensor([2, 2])}
+    return given
+
+
+def evaluate(text: str, values: dict[str, Any]) -> Any:
+    """Return the value of an expression."""
+    result = eval(text, {"torch": torch, "F": F, "math": math, **values})
+    return result if isinstance(result, Tensor) else result[0]
+
+
+def text_of(edited: str) -> str:
+    """Return the expression that the function returns."""
+    return edited.rpartition("return ")[2].strip()
+
+
+@pytest.mark.parametrize(("pattern", "form"), STABLE)
+def test_a_stable_form_gives_what_float64_gives(pattern: str, form: str, tmp_path: Path) -> None:
+    site, node, source, function = site_of(pattern, tmp_path)
+    matcher = Matcher(site)
+    binding = matcher.match(pattern, node)
+    assert binding is not None, source
+    writer = Writer(matcher, binding, numbers_of("float32"), node)
+    writer._logs = [True]  # a logarithm that becomes no simpler is a row of its own
+    edit = edit_of(site, node, writer.write(form))
+    edited = text_of(site.file.edited([edit]).text)
+    truth = evaluate(text_of(source), operands(pattern, torch.float64))
+    value = evaluate(edited, operands(pattern, torch.float32))
+    assert value.dtype == torch.float32 or value.is_complex()
+    torch.testing.assert_close(value.double().reshape(truth.shape), truth, rtol=1e-3, atol=1e-4)
+    assert function
+
+
+@pytest.mark.parametrize(
+    "row", [Guard._make(row) for row in GUARDS], ids=lambda row: f"{row.form} {row.condition}"
+)
+def test_a_guard_is_finite_at_the_pole_and_moves_no_healthy_value(row: Guard, tmp_path: Path) -> None:
+    pattern = row.pattern.replace("+ N", "+ 1e-50") if "small" in row.condition else row.pattern
+    site, node, source, function = site_of(pattern, tmp_path)
+    bound = {inner: [torch.tensor(7.0)] for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+    proposer = Proposer(site, Failure("", Expression(site.file.name, 6)), [node], bound)
+    proposal = proposer.guard(node, row, holds=True)
+    assert proposal is not None, source
+    edited = text_of(site.file.edited(proposal.edits).text)
+    assert function
+    values = operands(pattern, torch.float32)
+    if row.condition.startswith(("int", "number")):
+        assert evaluate(edited, {**values, "b": 0}).isfinite().all()
+        return
+    if row.condition.startswith("count"):
+        values = {name: x + 2 if isinstance(x, Tensor) else x for name, x in values.items()}
+    exact = {
+        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in values.items()
+    }
+    name = pattern.partition("(")[0]
+    if name not in ("std", "var", "mean", "eigh", "svd"):  # which another divisor or another matrix moves
+        truth, value = evaluate(text_of(source), exact), evaluate(edited, values)
+        torch.testing.assert_close(value.to(truth), truth, rtol=1e-2, atol=3e-3)
+    pole = _POLES.get(pattern, _POLES.get(name, 0.0))
+    hit = "b" if "B" in pattern and name not in ("ctc_loss", "cosine_similarity", "hypot") else "x"
+    if name in ("ctc_loss", "cosine_similarity", "logit", "layer_norm", "normalize"):
+        return  # which are finite at any pole that their form could have
+    if row.pattern == "A * B" and "B == 0" in row.form:
+        values, hit = {**values, "b": torch.zeros(3, 3)}, "a"
+    if row.pattern == "A * B" and "A == 0" in row.form:
+        values["a"] = torch.zeros(3, 3)
+    shape = (0, 3) if name == "mean" else (1,) if name in ("std", "var") and "..." not in pattern else (3, 3)
+    failing = torch.full(shape, pole, dtype=values[hit].dtype)
+    if name in ("std", "var") and "..." in pattern:
+        failing = failing[:, :1]
+    if name == "hypot":
+        values |= {"a": failing, "b": failing}
+    values[hit] = failing.requires_grad_()
+    if name == "atan2":
+        values["y"] = torch.zeros(3, 3)
+    result = evaluate(edited, values)
+    assert torch.view_as_real(result).isfinite().all() if result.is_complex() else result.isfinite().all(), (
+        edited
+    )
+    if "backward" not in row.condition.split("!"):
+        (gradient,) = torch.autograd.grad(result.abs().sum(), values[hit], allow_unused=True)
+        is_forward = "!backward" in row.condition or name in ("eigh", "svd", "mean", "std", "softmax")
+        assert is_forward or gradient is None or gradient.isfinite().all(), edited
