@@ -122,7 +122,7 @@ def _reason(error: Exception) -> str:
     return f"torch.load(weights_only=True) cannot read it ({type(error).__name__})"
 
 
-_EXPECTED: dict[str, type | tuple[type, ...]] = {
+_EXPECTED: dict[str, type] = {
     **dict.fromkeys(("module", "class_name", "device", "finding"), str),
     **dict.fromkeys(("kwargs", "state", "training", "versions"), dict),
     **dict.fromkeys(("rng", "autocast", "left_out"), list),
@@ -143,13 +143,13 @@ def _fields(document: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, kind in _EXPECTED.items():
         value: Any = document.get(name)
-        if not isinstance(value, kind):
+        if type(value) is not kind:
             raise ValueError(f"it has no {name!r}, or another type of it")
         # Names may be any, so these dicts have no marks.
-        is_named = isinstance(value, dict)
-        values[name] = (
-            {key: decoder.decode(x) for key, x in value.items()} if is_named else decoder.decode(value)
-        )
+        if isinstance(value, dict):
+            values[name] = {key: decoder.decode(x) for key, x in value.items()}
+        else:
+            values[name] = decoder.decode(value)
     is_right = {
         "training": "" in values["training"],
         "kwargs": all(isinstance(key, str) for key in values["kwargs"]),

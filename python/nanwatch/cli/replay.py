@@ -161,7 +161,7 @@ def _document(capsule: Capsule, runs: list[_Run]) -> dict[str, Any]:
         "module": capsule.module,
         "class": capsule.class_name,
         "versions": dict(capsule.versions),
-        "left_out": [str(one) for one in capsule.left_out],
+        "left_out": [str(missing) for missing in capsule.left_out],
         "runs": [
             {
                 "dtype": label,

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import atexit
 import os
-import queue
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from math import isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING
 
 from ..report.finding import Finding, Origin, RankObservation, earliest
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 _INTERVAL = 1.0  # seconds between two looks while all is well
-_INTERVAL_SETTLING = (0.05, 0.5)  # the first and the longest pause while ranks report
+_SETTLING = (0.05, 0.5)  # the first and the longest pause while ranks report
 _MOST_QUESTIONS = 20_000.0  # a second, from all ranks; a store answers 55,000 from one connection
 _STOPPING = 2.0  # seconds that stop() waits for the thread, which may hang in the store
 # Seconds that a rank with the consensus waits at most until the others have it too. When one process of a job has
@@ -33,7 +32,7 @@ _STOPPING = 2.0  # seconds that stop() waits for the thread, which may hang in t
 _FAREWELL = 3.0
 
 _FAILED, _INSIDE, _DATA = "failed", "inside", "data"
-_NUM_FAILED, _NUM_REPORTED, _COMPLETE, _NUM_LEFT = "num_failed", "num_reported", "complete", "num_left"
+_NUM_FAILED, _NUM_REPORTED, _NUM_LEFT = "num_failed", "num_reported", "num_left"
 
 
 class PeerNonFiniteError(NonFiniteError):
@@ -82,19 +81,17 @@ class OriginConsensus:
         self._store: Store | None = default_store() if store is None else store
         self.name = name
         self._prefix = f"nanwatch/consensus/{store_key(os.environ)}/{name}"
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # Written by the thread alone, read by all.
         self._news: float | None = None
         self._known: Origin | None = None
         self._trouble = ""
-        self._reported = False
-        self._is_stuck = False
-        self._has_left = False
+        self._is_published = self._is_reported = self._is_stuck = self._has_left = self._is_settled = False
+        self._num_looks = 0
         # Written by the callers.
         self._mine: RankObservation | None = None
+        self._settles = self._is_late = self._is_stopping = False
         self._budget = peer_timeout
-        self._is_late = False
-        self._stopping = threading.Event()
+        self._wake, self._looked = threading.Event(), threading.Condition()
         self._thread = threading.Thread(target=self._run, name="nanwatch consensus", daemon=True)
         self._thread.start()
         # A daemon thread that comes back from native code into an interpreter that is ending takes the process down.
@@ -106,8 +103,8 @@ class OriginConsensus:
 
     def stop(self) -> None:
         """End the thread. Does nothing the second time."""
-        self._stopping.set()
-        self._jobs.put(lambda: None)
+        self._is_stopping = True
+        self._wake.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_STOPPING)
         atexit.unregister(self.stop)
@@ -133,9 +130,9 @@ class OriginConsensus:
         """
         if self._mine is None:
             part = self.part if part is None else part
-            self._mine = mine = RankObservation.of(finding, self.rank, sequence, clock, part)
-            return self._in_thread(lambda until: self._publish(mine))
-        return not self.trouble
+            self._mine = RankObservation.of(finding, self.rank, sequence, clock, part)
+            self._await(lambda: self._is_published)
+        return self._is_published and not self.trouble
 
     def settle(self, own: Finding | None = None) -> Origin:
         """Return the origin, once all ranks have reported and know it, or `peer_timeout` is over.
@@ -143,7 +140,10 @@ class OriginConsensus:
         `own` is the finding that this rank has published, if any. It is the origin where the store cannot be asked.
         Raises RuntimeError when nothing has failed, here or elsewhere.
         """
-        if not self._in_thread(self._settle) and own is not None and self._known is None:
+        before, self._settles = self._num_looks, True
+        # A look under way may have begun before a rank failed, so it is no answer.
+        self._await(lambda: self._is_settled or (self._news is None and self._num_looks > before + 1))
+        if self._known is None and own is not None:
             mine = self._mine or RankObservation.of(own, self.rank, 0, None, self.part)
             return Origin(mine, num_alike=1, num_failed=1, num_reported=1, world_size=self.world_size)
         if self._known is None:
@@ -153,27 +153,16 @@ class OriginConsensus:
             )
         return self._known
 
-    def _in_thread(self, job: Callable[[float], None]) -> bool:
-        """Run a job in the thread. Return False when it failed or took longer than the rest of `peer_timeout`."""
-        done, succeeded = threading.Event(), False
-        start = time.monotonic()
+    def _await(self, is_over: Callable[[], bool]) -> None:
+        """Wait until the thread has come to that, at most the rest of `peer_timeout`."""
+        start, before = time.monotonic(), self._num_looks
         until = start + self._budget
-
-        def run() -> None:
-            nonlocal succeeded
-            try:
-                if not self._trouble:
-                    job(until)
-                    succeeded = True
-            finally:
-                done.set()
-
-        self._jobs.put(run)
-        while time.monotonic() < until and self._thread.is_alive() and not done.wait(min(0.1, self._budget)):
-            pass
+        self._wake.set()
+        with self._looked:
+            while not is_over() and not self._trouble and time.monotonic() < until:
+                self._looked.wait(min(0.1, self._budget))
         self._budget -= min(self._budget, time.monotonic() - start)
-        self._is_late = not done.is_set()
-        return succeeded
+        self._is_late = self._num_looks == before and not is_over()
 
     # The methods below run in the thread.
 
@@ -181,103 +170,79 @@ class OriginConsensus:
         try:
             store, self._store = self._store, None
             assert store is not None
-            self._protocol = StoreProtocol(own_store(store, self._prefix), self.world_size)
+            protocol = StoreProtocol(own_store(store, self._prefix), self.world_size)
             # A reference would keep the job's server alive, and its port taken, beyond destroy_process_group.
             del store
+            self._watch(protocol)
         except Exception as error:
-            self._fail(error)
+            # The process that held the store has ended, or the network has failed: the job will notice by itself.
+            self._trouble = f"the store cannot be asked: {spell(error)}"
+        with self._looked:
+            self._looked.notify_all()
+
+    def _watch(self, protocol: StoreProtocol) -> None:
         chance = random.Random(self.rank)  # not the one that a training run draws from
-        while not self._stopping.is_set():
+        least = self.world_size / _MOST_QUESTIONS
+        settling = _SETTLING[0]
+        while not self._is_stopping:
             # Not all ranks of a job at the same moment.
-            pause = max(_INTERVAL, self.world_size / _MOST_QUESTIONS) * chance.uniform(0.75, 1.25)
-            if self._news is not None and not self._reported:
-                due = self._news + self.peer_timeout / 3 - time.monotonic()
-                pause = min(pause, max(_INTERVAL_SETTLING[0], due))
-            try:
-                try:
-                    job = self._jobs.get(timeout=pause)
-                except queue.Empty:
-                    job = self._look
-                if not self._stopping.is_set():
-                    job()
-            except Exception as error:
-                self._fail(error)
-        try:
-            self._say_nothing()
-        except Exception as error:
-            self._fail(error)
+            pause = max(_INTERVAL, least) * chance.uniform(0.75, 1.25)
+            if (self._settles and not self._is_settled) or (self._is_stuck and not self._has_left):
+                pause, settling = max(settling, least), min(2 * settling, _SETTLING[1])
+            elif self._news is not None and not self._is_reported:
+                pause = min(pause, max(_SETTLING[0], self._news + self.peer_timeout / 3 - time.monotonic()))
+            self._wake.wait(pause)
+            self._wake.clear()
+            if not self._is_stopping:
+                self._look(protocol)
+            with self._looked:
+                self._num_looks += 1
+                self._looked.notify_all()
+        # Report without an observation, so that no rank waits for this one, if it knows of a failure. Do not look once
+        # more: where the store has gone, torch writes a stack to stderr.
+        if self._news is not None and not self._is_reported:
+            protocol.report()
+        if self._news is not None:
+            self._leave(protocol)
 
-    def _say_nothing(self) -> None:
-        """Report without an observation, so that no rank waits for this one, if it knows of a failure.
-
-        Does not look once more: where the store has gone, torch writes a stack to stderr.
-        """
-        if not self._trouble and not self._reported and self._news is not None:
-            self._report()
-            self._leave()
-
-    def _fail(self, error: Exception) -> None:
-        # The process that held the store has ended, or the network has failed: the job will notice by itself.
-        self._trouble = f"the store cannot be asked: {spell(error)}"
-
-    def _look(self) -> None:
-        if self._trouble or self._has_left:
-            return
+    def _look(self, protocol: StoreProtocol) -> None:
+        if self._mine is not None and not self._is_published:
+            protocol.publish(self._mine)
+            self._is_published = True
         if self._news is None:
-            if self._protocol.has_news():
-                self._learn()
-            return
+            if not protocol.has_news():
+                return
+            self._news = time.monotonic()
         waited = time.monotonic() - self._news
-        if not self._reported and waited > self.peer_timeout / 3:
-            self._is_stuck = True
-            self._report()
-        if self._is_stuck and (self._protocol.is_complete() or waited > self.peer_timeout * 2 / 3):
-            self._learn()
+        if not self._is_reported:
+            if not (self._is_published or self._settles or waited > self.peer_timeout / 3):
+                return
+            self._is_stuck = not (self._is_published or self._settles)
+            self._is_reported = True
+            protocol.report()
+        is_settling = self._settles and not self._is_settled
+        if not is_settling and self._known is not None and (self._has_left or not self._is_stuck):
+            return
+        if self._known is None or self._known.num_reported != protocol.num_reported():
+            self._known = protocol.origin()
+        is_complete = self._known is not None and self._known.is_complete
+        if self._is_stuck and not self._has_left and (is_complete or waited > self.peer_timeout * 2 / 3):
             try:
                 if self._on_stuck is not None and self._known is not None:
                     self._on_stuck(self._known)
             except Exception as error:
                 warn_user(f"nanwatch: on_stuck raised {spell(error)}", may_raise=False)
-            self._leave()
+            self._leave(protocol)
+        if is_settling and is_complete:
+            self._leave(protocol)
+            self._is_settled = protocol.all_left() or time.monotonic() > self._left_at + _FAREWELL
 
-    def _learn(self) -> None:
-        self._known = self._protocol.origin() or self._known
-        if self._known is not None and self._news is None:
-            self._news = time.monotonic()
+    _left_at = inf
 
-    def _publish(self, mine: RankObservation) -> None:
-        self._protocol.publish(mine)
-        self._report()
-        self._learn()
-
-    def _report(self) -> None:
-        if not self._reported:
-            self._reported = True
-            self._protocol.report()
-
-    def _leave(self) -> None:
+    def _leave(self, protocol: StoreProtocol) -> None:
         if not self._has_left:
-            self._has_left = True
-            self._protocol.leave()
-
-    def _settle(self, until: float) -> None:
-        if not self._protocol.has_news():
-            return
-        self._report()
-        self._wait(self._protocol.is_complete, until)
-        self._learn()
-        self._leave()
-        if self._protocol.is_complete():
-            self._wait(self._protocol.all_left, min(until, time.monotonic() + _FAREWELL))
-
-    def _wait(self, is_over: Callable[[], bool], until: float) -> None:
-        """Ask again and again, until a little before the caller gives up waiting."""
-        pause, longest = _INTERVAL_SETTLING
-        longest = max(longest, self.world_size / _MOST_QUESTIONS)
-        while not is_over() and time.monotonic() + 2 * pause < until:
-            if self._stopping.wait(pause):
-                break
-            pause = min(2 * pause, longest, max(0.01, (until - time.monotonic()) / 4))
+            self._has_left, self._left_at = True, time.monotonic()
+            protocol.leave()
 
 
 def default_store() -> Store:
@@ -299,10 +264,8 @@ def own_store(store: Store, prefix: str) -> Store:
 class StoreProtocol:
     """The few keys of the job's store through which ranks agree. No method waits for a rank.
 
-    No key exists while all is well, and a rank that looks asks for one. A rank that fails sends eleven short messages,
-    and eleven more to settle; one that only settles sends twelve. Nothing grows with the
-    number of ranks: the store keeps the earliest observation by compare-and-set, and a count of the ranks whose
-    observation is at one place.
+    No key exists while all is well, and a rank that looks asks for one. Nothing grows with the number of ranks: the
+    store keeps the earliest observation by compare-and-set, and a count of the ranks whose observation is at one place.
     """
 
     def __init__(self, store: Store, world_size: int) -> None:
@@ -311,8 +274,7 @@ class StoreProtocol:
 
     def has_news(self) -> bool:
         """Return whether a rank has failed."""
-        found: bool = self._store.check([_FAILED])
-        return found
+        return bool(self._store.check([_FAILED]))
 
     def publish(self, observation: RankObservation) -> None:
         """Publish the observation of this rank."""
@@ -325,20 +287,18 @@ class StoreProtocol:
         """Leave the earlier of `observation` and the value under the key, whoever else does the same."""
         mine, expected = observation.to_json(), ""
         while True:
-            held: bytes = self._store.compare_set(key, expected, mine)
-            if held == mine.encode() or RankObservation.from_json(held).order <= observation.order:
+            present: bytes = self._store.compare_set(key, expected, mine)
+            if present == mine.encode() or RankObservation.from_json(present).order <= observation.order:
                 return
-            expected = held.decode()
+            expected = present.decode()
 
     def report(self) -> None:
         """Count this rank as one that has reported, with or without an observation; once per rank."""
-        if self._store.add(_NUM_REPORTED, 1) == self._world_size:
-            self._store.set(_COMPLETE, "")
+        self._store.add(_NUM_REPORTED, 1)
 
-    def is_complete(self) -> bool:
-        """Return whether all ranks have reported."""
-        found: bool = self._store.check([_COMPLETE])
-        return found
+    def num_reported(self) -> int:
+        """Return how many ranks have reported."""
+        return int(self._store.add(_NUM_REPORTED, 0))
 
     def leave(self) -> None:
         """Count this rank as one that needs the store and the other ranks no longer; once per rank."""
@@ -346,10 +306,11 @@ class StoreProtocol:
 
     def all_left(self) -> bool:
         """Return whether all ranks have left."""
-        return self._store.add(_NUM_LEFT, 0) >= self._world_size
+        return bool(self._store.add(_NUM_LEFT, 0) >= self._world_size)
 
     def origin(self) -> Origin | None:
         """Return the origin as far as it is known now, None when no rank has failed."""
+        num_reported = self.num_reported()
         first = earliest(self._read(_INSIDE), self._read(_DATA))
         if first is None:
             return None
@@ -357,7 +318,7 @@ class StoreProtocol:
             first=first,
             num_alike=self._store.add(_at(first), 0),
             num_failed=self._store.add(_NUM_FAILED, 0),
-            num_reported=self._store.add(_NUM_REPORTED, 0),
+            num_reported=num_reported,
             world_size=self._world_size,
         )
 

@@ -1,12 +1,8 @@
 """Coordination with the other ranks of the job: publish this rank's failure, and raise when another rank failed first.
 
-All watches of a process that raise share one OriginConsensus: if one fails, the job has failed. The consensus begins
-with the first batch after `init_process_group`. After this rank has raised, the next batch begins another one.
-
-Watches with a function go on after a failure. They share a consensus of their own, and the next one begins as soon as
-the ranks have agreed. Failures in a row share one verdict: those that follow on this rank or on another are a
-consequence of the first. A finite batch ends the row. With "raise" each failure has a verdict. The keys of the store
-contain its number, which is equal on all ranks: a rank that comes late finds each consensus that the others have
+All watches of a process share one OriginConsensus: if one fails, the job has failed. The consensus begins with the
+first batch after `init_process_group`. After this rank has raised, the next batch begins another one. The keys of the
+store contain its number, which is equal on all ranks: a rank that comes late finds each consensus that the others have
 settled, and settles it too.
 """
 
@@ -31,7 +27,6 @@ from ..report.finding import Finding, Origin
 from ..report.report import NonFiniteError, Report, report_of
 from ..util.job import rank_and_world_size
 from ..util.modules import each_module
-from ..util.throttle import is_due
 from ..util.visible import spell, warn_user
 from .consensus import OriginConsensus, PeerNonFiniteError
 from .meetings import StepMeeting
@@ -45,32 +40,20 @@ _FILES = ("distributed_c10d.py", "_functional_collectives.py")
 
 
 class RankCoordinator:
-    """Link between one Watch and the other ranks of the job.
+    """Link between one Watch that raises and the other ranks of the job.
 
     `last_frames(folder)` returns this rank's latest frames as a report without a finding, and writes them into
-    `output_dir`, if there is one, as `folder`. `goes_on`: a failure is no end of the run, on no rank.
+    `output_dir`, if there is one, as `folder`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        peer_timeout: float,
-        last_frames: Callable[[str], Report],
-        *,
-        goes_on: bool = False,
-    ) -> None:
+    def __init__(self, model: nn.Module, peer_timeout: float, last_frames: Callable[[str], Report]) -> None:
         self.last_frames = last_frames
         self._part = _part(model)
         self._peer_timeout = peer_timeout
         # The first batch after each of the latest numbers of optimizer steps, for rows that come late.
         self._firsts: deque[tuple[int, int]] = deque([(0, 0)], maxlen=64)
-        self._goes_on = goes_on
         self.is_sharded = False  # each rank steps a part of the model, and reads a part of the gradients
-        self._job = _job_that_goes_on if goes_on else _job
         self._is_open = True
-        # On the present run of non-finite batches, which may have begun on another rank.
-        self._verdict: Origin | None = None
-        self._num_published = 0
         self._began = 0  # number of the count of steps that `_firsts` belongs to
         self._published: OriginConsensus | None = None
         weakref.finalize(self, _job.leave_if_last)
@@ -79,111 +62,77 @@ class RankCoordinator:
         """Join the consensus. Raises PeerNonFiniteError when another rank has failed; see `check`."""
         if not self._is_open or self._connect(batch) is None:
             return
-        if self._job.steps != self._firsts[-1][1]:
-            self._firsts.append((batch, self._job.steps))
+        if _job.steps != self._firsts[-1][1]:
+            self._firsts.append((batch, _job.steps))
         self.check()
 
     def check(self) -> None:
-        """Ask for a failure of another rank a second ago, unless this watch has left the job. Ends the consensus.
-
-        Raises PeerNonFiniteError, or where the run goes on keeps the verdict.
-        """
-        job = self._job
-        error = job.failed_elsewhere(self) if self in job.coordinators and job.is_pending() else None
-        if error is not None:
-            if not self._goes_on:
+        """Raise PeerNonFiniteError when another rank failed a second ago, unless this watch has left the job."""
+        if self in _job.coordinators and _job.is_pending():
+            error = _job.failed_elsewhere(self)
+            if error is not None:
                 raise error
-            self._keep(error.origin)
 
-    def publish(self, finding: Finding, *, is_first: bool) -> None:
-        """Publish this rank's finding, which `is_first` of several in a row, before anything slow.
-
-        Where the run goes on, publish only the first, and after many of them as rarely as they are run again.
-        """
+    def publish(self, finding: Finding) -> None:
+        """Publish this rank's finding, before anything slow."""
         if not self._is_open:
             return
-        if self._goes_on:
-            if not is_first or self._verdict is not None:
-                return
-            self._num_published += 1
-            if not is_due(self._num_published):
-                return
         self._published = consensus = self._connect(finding.batch)
         if consensus is not None:
             consensus.publish(finding, finding.sequence or 0, self._clock(finding.batch), self._part)
-            self._job.arrive(begins=finding.phase in ("backward", "step"))
+            _job.arrive(begins=finding.phase in ("backward", "step"))
 
     def await_step(self) -> None:
         """Wait until all ranks begin this step. Raises PeerNonFiniteError where one of them has failed instead."""
-        if self._is_open and (error := self._job.await_step(self)) is not None:
+        meeting = _job.arrive(begins=True) if self._is_open else None
+        if meeting is not None and meeting.wait() and (error := _job.failed_elsewhere(self)) is not None:
             raise error
 
     def settle(self, finding: Finding | None) -> Origin | None:
-        """Return the verdict, once the ranks agree, on this finding or on the run of failures it belongs to.
+        """Return the origin on which the ranks agree, and end the consensus.
 
-        Ends the consensus. Returns None without other ranks, and with "raise" for a finding that was not published
-        since the latest agreement.
+        Returns None without other ranks, and for a finding that was not published since the latest agreement.
         """
-        if self._is_open:
-            published, self._published = self._published, None
-            origin = self._job.settle(finding, published) if published or finding is None else None
-            if origin is not None or not self._goes_on:
-                self._keep(origin)
-        return self._verdict
-
-    def end_run(self) -> None:
-        """Let go of the verdict: a finite batch has ended."""
-        self._verdict = None
-
-    def _keep(self, origin: Origin | None) -> None:
-        self._verdict = origin
-        if not self._goes_on or origin is None or origin.is_complete:
-            return
-        # A rank that does not answer, as one that has ended, would hold up a run that goes on at each failure.
-        self.close()
-        warn_user(
-            "nanwatch: this rank agrees with the others no more, because not all of them answered within"
-            f" NANWATCH_PEER_TIMEOUT={self._peer_timeout:g} s: {origin}",
-            may_raise=False,
-        )
+        published, self._published = self._published, None
+        if not self._is_open or published is None:
+            return None
+        return _job.settle(finding, published)
 
     def explain(self, error: BaseException | None) -> PeerNonFiniteError | None:
         """Return the other rank's failure behind an error that ends a batch or a run, if there is one.
 
         A collective whose peer has gone fails before this rank knows why. Only after such an error this waits up to 2 s
-        for news. Where the run goes on, the error stays what it is.
+        for news.
         """
-        return None if self._goes_on else self._job.explain(error, self)
+        return _job.explain(error, self)
 
     def close(self) -> None:
         """Leave the job for good. The last one ends the consensus."""
         self._is_open = False
-        self._job.coordinators.discard(self)
-        self._job.leave_if_last()
+        _job.coordinators.discard(self)
+        _job.leave_if_last()
 
     def _connect(self, batch: int) -> OriginConsensus | None:
-        consensus = self._job.connect(self, self._peer_timeout)
-        if self._began != self._job.num_begun:
+        consensus = _job.connect(self, self._peer_timeout)
+        if self._began != _job.num_begun:
             # Count from here on all ranks: at a failure that raises, one stopped before a step that others had made.
-            self._began = self._job.num_begun
+            self._began = _job.num_begun
             self._firsts.clear()
-            self._firsts.append((batch, self._job.steps))
+            self._firsts.append((batch, _job.steps))
         return consensus
 
     def _clock(self, batch: int) -> tuple[int, int]:
-        first, steps = next((one for one in reversed(self._firsts) if one[0] <= batch), self._firsts[0])
+        first, steps = next((pair for pair in reversed(self._firsts) if pair[0] <= batch), self._firsts[0])
         return steps, max(0, batch - first)
 
 
 class _Job:
-    """State that all watches of this process share that raise, or all that go on after a failure (`goes_on`)."""
+    """State that all watches of this process share that raise."""
 
-    def __init__(self, *, goes_on: bool = False) -> None:
-        self.goes_on = goes_on
+    def __init__(self) -> None:
         self.steps = 0
         self.num_begun = 0  # how often the count of steps has begun
         self._peer_timeout = 0.0
-        self._has_warned = False  # of the other rank's failure
         # Those that have joined, and not left.
         self.coordinators: weakref.WeakSet[RankCoordinator] = weakref.WeakSet()
         self._reports: weakref.WeakKeyDictionary[RankCoordinator, Report] = weakref.WeakKeyDictionary()
@@ -212,41 +161,31 @@ class _Job:
         if self._consensus is None or self._group() is not group:
             with self._lock:
                 if self._consensus is None or self._group() is not group:  # no other thread was first
-                    self.steps = 0
-                    self.num_begun += 1
-                    self._peer_timeout = peer_timeout
-                    self._begin(group)
+                    self._begin(group, peer_timeout)
         return self._consensus
 
-    def _begin(self, group: Any) -> None:
+    def _begin(self, group: Any, peer_timeout: float) -> None:
         self._end()
-        self._has_warned = False
-        rank, world_size = rank_and_world_size()
+        self.steps = 0
+        self.num_begun += 1
+        self._peer_timeout = peer_timeout
         self._group = weakref.ref(group)
-        name = f"{'goes-on/' if self.goes_on else ''}{self._num_settled}"
+        name = str(self._num_settled)
         self._consensus = OriginConsensus(
-            None, rank, world_size, self._peer_timeout, name=name, on_stuck=self._stuck
+            None, *rank_and_world_size(), peer_timeout, name=name, on_stuck=self._stuck
         )
         self._handle = after_steps.add(self._stepped)
-        if not self.goes_on:
-            # Each consensus has its own hook that calls the one before: others may have replaced the last one's.
-            self._excepthook = sys.excepthook = partial(self._uncaught, sys.excepthook)
+        # Each consensus has its own hook that calls the one before: others may have replaced the last one's.
+        self._excepthook = sys.excepthook = partial(self._uncaught, sys.excepthook)
 
     def arrive(self, *, begins: bool) -> StepMeeting | None:
         """Come to the next meeting before a step, and return it. `begins`: where there was none yet, too."""
-        if self._consensus is not None and self._meeting is None and begins and self._meets():
+        is_sharded = any(coordinator.is_sharded for coordinator in self.coordinators)
+        if self._consensus is not None and self._meeting is None and begins and is_sharded:
             self._meeting = StepMeeting(self._consensus, self._peer_timeout / 3)
         if self._meeting is not None:
             self._meeting.arrive()
         return self._meeting
-
-    def _meets(self) -> bool:
-        return not self.goes_on and any(one.is_sharded for one in self.coordinators)
-
-    def await_step(self, coordinator: RankCoordinator) -> PeerNonFiniteError | None:
-        """Wait until all ranks begin this step. Return the failure of one that has failed instead."""
-        meeting = self.arrive(begins=True)
-        return self.failed_elsewhere(coordinator) if meeting is not None and meeting.wait() else None
 
     def leave_if_last(self) -> None:
         """End the consensus if no watch is left."""
@@ -256,7 +195,7 @@ class _Job:
     def settle(self, finding: Finding | None, published: OriginConsensus | None = None) -> Origin | None:
         """Return the origin once the ranks agree, None if another watch has settled `published`."""
         with self._lock:
-            consensus, group = self._consensus, self._group()
+            consensus = self._consensus
             if consensus is None or published not in (None, consensus):
                 return None
             try:
@@ -267,8 +206,6 @@ class _Job:
             finally:
                 self._num_settled += 1
                 self._end()
-                if self.goes_on and group is not None and self.coordinators:
-                    self._begin(group)  # at once, because no step may be missed in the count
 
     def explain(
         self, error: BaseException | None, coordinator: RankCoordinator | None
@@ -290,27 +227,24 @@ class _Job:
         return consensus is not None and consensus.pending()
 
     def failed_elsewhere(self, coordinator: RankCoordinator | None) -> PeerNonFiniteError | None:
-        """Write this rank's last frames, and return the error of the other rank. Where the run goes on, warn of it."""
-        reports, has_warned = self._write_last_frames(), self._has_warned
+        """Write this rank's last frames, and return the error of the other rank."""
+        reports = self._write_last_frames()
         origin = self.settle(None)
         if origin is None:
             return None
-        if self.goes_on and not has_warned:
-            warn_user(f"nanwatch: {origin}", may_raise=False)
         report = reports.get(coordinator) if coordinator is not None else next(iter(reports.values()), None)
         return PeerNonFiniteError(report or report_of(()), origin)
 
     def _write_last_frames(self) -> dict[RankCoordinator, Report]:
         """Write the last frames of every watch, once, because later frames are a consequence."""
-        for one in list(self.coordinators):
-            if one not in self._reports:
-                self._reports[one] = one.last_frames(f"peer-rank-{rank_and_world_size()[0]}")
+        for coordinator in list(self.coordinators):
+            if coordinator not in self._reports:
+                self._reports[coordinator] = coordinator.last_frames(f"peer-rank-{rank_and_world_size()[0]}")
         return dict(self._reports)
 
     def _stuck(self, origin: Origin) -> None:
         """Write the last frames in the consensus's thread, while this rank waits in a collective for a failed one."""
         self._write_last_frames()
-        self._has_warned = True
         warn_user(
             f"nanwatch: rank {rank_and_world_size()[0]} waits for a rank that has failed: {origin}",
             may_raise=False,
@@ -348,7 +282,6 @@ class _Job:
 
 
 _job = _Job()
-_job_that_goes_on = _Job(goes_on=True)
 
 
 def _is_of_collective(error: BaseException) -> bool:

@@ -183,22 +183,22 @@ def judge(sides: list[Side]) -> dict[str, Any]:
     common = [name for name in (sides[0].values if sides else ()) if all(name in s.values for s in sides)]
     differing = {name: values for name in common if len(values := {s.values[name] for s in sides}) > 1}
     buffers = {name for side in sides for name in side.more["buffers"]}
-    told = [
+    to_tell = [
         name for name, values in differing.items() if name not in buffers or values == {_STAYED, _CHANGED}
     ]
-    if not told:
+    if not to_tell:
         return {"names": [*differing], "told": []}
     counts = Counter[int]()
     for side in sides:
-        counts[side.values[told[0]]] += side.num_ranks
+        counts[side.values[to_tell[0]]] += side.num_ranks
     value, most = counts.most_common(1)[0]
-    value = _STAYED if told[0] in buffers else value
-    is_majority = 2 * most > total or told[0] in buffers
-    odd = [side for side in sides if side.values[told[0]] != value] if is_majority else sides
+    value = _STAYED if to_tell[0] in buffers else value
+    is_majority = 2 * most > total or to_tell[0] in buffers
+    odd = [side for side in sides if side.values[to_tell[0]] != value] if is_majority else sides
     ranks = sorted(rank for side in odd for rank in side.ranks)[:MOST_RANKS]
     return {
         "names": [*differing],
-        "told": told,
+        "told": to_tell,
         "ranks": [rank for rank, _ in ranks],
         "hosts": [host for _, host in ranks],
         "num_odd": sum(side.num_ranks for side in odd),

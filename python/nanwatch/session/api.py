@@ -72,9 +72,8 @@ def watch(
         every: read only every n-th batch.
         max_frames: keep this many of the latest frames, calls of modules.
         on_nonfinite: "raise" a NonFiniteError; "warn" when non-finite values begin, change or end, and in sum at
-            `stop()` (docs/watching.md); only "record"; or a callable that gets the Report of each non-finite batch, in
-            a job of several ranks with the place on which they agreed (docs/distributed.md). A callable lives until the
-            model is freed or `stop()`. If it refers to the model, it keeps the model alive.
+            `stop()` (docs/watching.md); only "record"; or a callable that gets the Report of each non-finite batch. A
+            callable lives until the model is freed or `stop()`. If it refers to the model, it keeps the model alive.
         allow_inf: glob patterns on the names of modules whose infinities are meant; a nan in them still counts.
             Masks are recognised without it (docs/watching.md).
         allow_nan: glob patterns on the names of modules whose nans are meant, such as missing values in the data. The

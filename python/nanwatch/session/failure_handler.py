@@ -69,14 +69,14 @@ class FailureHandler:
         # An error that was found while a report was asked for, which is no place to raise it.
         self._postponed: NonFiniteError | None = None
         self._ranks: RankCoordinator | None = None
-        if (model := reports.model()) is not None and self._acts and options.peer_timeout and options.enabled:
+        raises = self._action == "raise" and options.enabled
+        if (model := reports.model()) is not None and raises and options.peer_timeout:
             # Not a bound method: the job would keep this handler alive.
             handler = weakref.ref(self)
             self._ranks = RankCoordinator(
                 model,
                 options.peer_timeout,
                 lambda name: report_of(()) if (live := handler()) is None else live._write_last_frames(name),
-                goes_on=self._action != "raise",
             )
             if torch.distributed.is_available():
                 recorder.watch_name(vars(torch.distributed.distributed_c10d), "_pg_map")  # of process groups
@@ -165,7 +165,7 @@ class FailureHandler:
             self._first, self.is_run_open = incident, True
         self._batch_ends.active = True
         if ranks and self._ranks is not None:
-            self._ranks.publish(incident.finding, is_first=self._first is incident)
+            self._ranks.publish(incident.finding)
         self._monitor.sinks.on_nonfinite(incident.finding)
 
     def _finish(
@@ -267,8 +267,6 @@ class FailureHandler:
                     self._finish(incident)
             elif completed and batch % self._options.every == 0:
                 self.is_run_open = False
-                if self._ranks is not None:
-                    self._ranks.end_run()
                 if self._warnings is not None:
                     self._warnings.end(batch)
                 self._monitor.end(batch)
@@ -380,7 +378,7 @@ class FailureHandler:
 
         Raises PeerNonFiniteError when one of them does not take it.
         """
-        if self._ranks is not None and self._action == "raise" and self._recorder.gathers_weights:
+        if self._ranks is not None and self._recorder.gathers_weights:
             self._ranks.is_sharded = True
             self._ranks.await_step()
 
