@@ -294,7 +294,7 @@ void BlackBox::write_tracebacks(double idle) {
   publish(&state_->tracebacks, uint64_t(bytes));
   dprintf(STDERR_FILENO,
           "nanwatch: for %.0f s no call of a watched module has begun or ended, and a thread holds the interpreter "
-          "lock; `nanwatch blackbox %s` has the stacks of all threads\n",
+          "lock; `nanwatch show %s` has the stacks of all threads\n",
           idle, path_.c_str());
 #else
   (void)idle;

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """Check, and end the process."""
     backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     status = "exit status: 0 when all ranks are OK, 1 when one is not, 2 when the environment names no rank"
-    parser = argparse.ArgumentParser("nanwatch netcheck", description=__doc__, epilog=status)
+    parser = argparse.ArgumentParser("nanwatch.netcheck", description=__doc__, epilog=status)
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds for each step (default: 30)")
     parser.add_argument("--backend", choices=("nccl", "gloo"), default=backend, help="nccl with a GPU")
     _Check(parser.error, **vars(parser.parse_args(arguments))).run()

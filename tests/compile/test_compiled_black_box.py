@@ -26,7 +26,7 @@ def test_modules_of_compiled_code_are_in_the_file(tmp_path: Path) -> None:
             return x
 
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Graphless())
-    with black_box(tmp_path) as box, watch(model):
+    with black_box(tmp_path) as box, watch(model, black_box=True):
         compiled = torch.compile(model, backend="eager")
         for _ in range(3):
             compiled(torch.ones(2, 4))

@@ -31,8 +31,8 @@ import sys
 sys.modules["jinja2"] = None
 from nanwatch.__main__ import main
 from nanwatch.util.visible import visible
-assert main(["merge", sys.argv[1]]) == 0
-assert main(["merge", sys.argv[1], "--html", sys.argv[1] + "/m.html"]) == 2
+assert main(["show", "--ranks", sys.argv[1]]) == 1
+assert main(["show", "--ranks", sys.argv[1], "--html", sys.argv[1] + "/m.html"]) == 2
 """
     done = forked("-c", script, str(tmp_path))
     assert done.returncode == 0, done.stderr

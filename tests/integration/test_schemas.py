@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.cli import blackbox
+from nanwatch.cli import files
 from nanwatch.report.spike import Curve, Departure, SpikeReport, read_saved
 from support.black_boxes import black_box, needs_box
 from support.paths import GOLDEN, ROOT
@@ -70,10 +70,10 @@ def test_a_result_is_valid(name: str, document: Callable[[], Any]) -> None:
 def test_a_black_box_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As its command prints it with --json, with calls, batches, frames and a note."""
     model = nn.Linear(4, 4)
-    with black_box(tmp_path) as box, nanwatch.watch(model):
+    with black_box(tmp_path) as box, nanwatch.watch(model, black_box=True):
         model(X)
         box.note("stall", seconds=301, stacks={"MainThread": ["train.py:3 in main"]})
-        assert blackbox.main([str(box.path), "--json"]) == 0
+        assert files.show_main([str(box.path), "--json"]) == 0
     schema("blackbox").validate(json.loads(capsys.readouterr().out))
 
 

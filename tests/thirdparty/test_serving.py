@@ -121,12 +121,3 @@ class Elsewhere(Tensor):
     @property
     def device(self) -> Any:
         return torch.device("cuda")
-
-
-def test_what_the_file_says_goes_before_the_plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """A plugin only changes defaults."""
-    (tmp_path / "nanwatch.toml").write_text('on_nonfinite = "warn"\n')
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("NANWATCH_OPTIONS", raising=False)
-    options = ServedModel("nanwatch.test")._deferred.options
-    assert options["on_nonfinite"] == "warn"

@@ -85,7 +85,6 @@ def _flush() -> None:
 
 
 COMMANDS = {
-    "blackbox": Command("what a process was doing when it died or hangs, rank by rank", ".blackbox:main"),
     "compare": Command(
         "the first module in which two implementations of a model, or two traces, differ",
         ".equivalence:compare_main",
@@ -94,18 +93,12 @@ COMMANDS = {
     "diff": Command("where two traces, or two batches of one, part", ".files:diff_main"),
     "doctor": Command("what is installed, what serves which device, and what is missing", ".doctor:main"),
     "formats": Command("the narrowest format that holds what each module makes, by a trace", ".formats:main"),
-    "merge": Command("the reports of all ranks of a job as one", ".files:merge_main"),
-    "netcheck": Command(
-        "can the ranks of a job reach each other? Start it with torchrun",
-        "..netcheck:main",
-        only_prints=False,
-    ),
     "replay": Command(
         "make the call in a capsule again, in one dtype or several", ".replay:main", runs_user_code=True
     ),
     "run": Command("watch the model of an unchanged training script", ".run:main", only_prints=False),
     "scan": Command("is a checkpoint sound, and how does it differ from another", ".scan:main"),
-    "show": Command("the frames of a trace, or a saved report", ".files:show_main"),
+    "show": Command("a trace, a report, the reports of all ranks, or black boxes", ".files:show_main"),
     "top": Command("the modules of a running trace by headroom and trend, live", ".top:main"),
     "twice": Command(
         "does a script compute the same when it is run twice, and if not, why", ".equivalence:twice_main"

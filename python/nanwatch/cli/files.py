@@ -1,10 +1,16 @@
-"""`nanwatch show`, `nanwatch diff` and `nanwatch merge`: commands that read the files of runs."""
+"""`nanwatch show` and `nanwatch diff`: commands that read the files of runs."""
 
 from __future__ import annotations
 
+import argparse
+import sys
+import time
+from functools import partial
 from pathlib import Path
 
 from ..blackbox.box_file import SUFFIX
+from ..blackbox.job import read_job
+from ..blackbox.process import state_folder
 from ..ranks.merge import merge
 from ..report.forms import forms
 from ..report.report import Report
@@ -16,17 +22,19 @@ from ..trace.trace_file import Trace, batch_words
 from ..util import reading
 from ..util.progress import Tell
 from ..util.visible import visible
-from .blackbox import main as blackbox_main
 from .commands import answered, command_parser, rendered, write_page
 
 _SHOW = """\
-exit status: 0, or 2 when there is nothing to show
+exit status: 0; 1 when --ranks has a finding or --box a process that did not end by itself; 2 when there is nothing to
+show
 
 examples:
-  nanwatch show run.parquet                      the latest batch
-  nanwatch show run.parquet --html run.html      a page with a heat map of the whole run
-  nanwatch show run.parquet --batch 149 --html batch.html
-  nanwatch show out                              the newest report of the folder that watch(output_dir="out") wrote
+  nanwatch show run.parquet                      the latest batch of a trace
+  nanwatch show run.parquet --html run.html      a page with a picture of the whole run
+  nanwatch show out                              the newest report in the folder that watch(output_dir="out") wrote
+  nanwatch show out --ranks                      the reports of all ranks as one
+  nanwatch show out --box                        what each process was doing when it died, or does now
+  nanwatch show out --box --live                 the same again every 2 s
 """
 _DIFF = """\
 exit status: 1 when they differ, 0 when they do not, 2 when they cannot be compared
@@ -37,67 +45,76 @@ examples:
   nanwatch diff fp32.parquet fp16.parquet --ignore dtype --rtol 0.05
   nanwatch diff before.parquet after.parquet --html diff.html --json
 """
-_MERGE = """\
-exit status: 0 when all is finite, 1 when a rank has a finding, 2 when there is nothing to read
-
-examples:
-  nanwatch merge run                the folder that watch(output_dir="run") wrote on all ranks
-  nanwatch merge run --html merged.html
-  nanwatch merge run --json > job.json
-"""
 
 
 def show_main(arguments: list[str]) -> int:
     """Run `nanwatch show` and return the exit status."""
     parser = command_parser(
-        "show", "Print the frames of one batch of a trace, or a report that was saved as JSON.", _SHOW
+        "show", "Print a batch of a trace, a report, the reports of all ranks as one, or black boxes.", _SHOW
     )
     parser.add_argument(
-        "file",
-        metavar="FILE",
+        "paths",
+        metavar="PATH",
         type=Path,
-        help="a trace, the report.json of a failure or a spike, its folder, the folder of several, or a black box",
+        nargs="*",
+        help="a trace, a report.json, a black box, or a folder; without it the black boxes of runs without output_dir",
     )
+    parser.add_argument("--ranks", action="store_true", help="merge the reports of several ranks")
+    parser.add_argument("--box", action="store_true", help="show the black boxes")
+    parser.add_argument("--live", action="store_true", help="with --box: look again every 2 s until Ctrl-C")
     parser.add_argument(
         "--format",
         choices=sorted(forms()),
         default="text",
-        help="form of the report on stdout (default: %(default)s)",
+        help="form of a report on stdout (default: %(default)s)",
     )
     parser.add_argument("--batch", type=int, metavar="N", help="of a trace: this batch (default: the latest)")
     parser.add_argument(
         "--html",
         type=Path,
         metavar="PAGE",
-        help="write a page in place of the text: the report, or of a trace without --batch a heat map of the run",
+        help="write a page in place of the text; of a trace without --batch a picture of the run",
     )
     options = parser.parse_args(arguments)
-    if options.file.suffix == SUFFIX:
-        if options.format not in ("text", "json"):
-            parser.error(
-                f"--format {options.format}: a black box has the forms text and json, and --html PAGE"
-            )
-        page = () if options.html is None else ("--html", str(options.html))
-        is_json = options.json or options.format == "json"
-        return blackbox_main([str(options.file), *page, *(("--json",) if is_json else ())])
+    options.json |= options.format == "json"
+    show = _show_report
+    if options.ranks or len(options.paths) > 1:
+        show = _show_ranks
+    elif options.box or not options.paths or options.paths[0].suffix == SUFFIX:
+        show = _show_box
+    status = answered("show", partial(show, options))
+    while options.live and show is _show_box and sys.stdout.isatty() and status != 2:
+        time.sleep(2)
+        sys.stdout.write("\x1b[H\x1b[2J")
+        status = answered("show", partial(show, options))
+    return status
 
-    def find(tell: Tell) -> tuple[str, int]:
-        file = _newest_report(options.file)
-        trace = None if _is_json(file) else Trace.open(file, tell)
-        report, heading = _report_of(file, trace, options.batch, tell)
-        if file.parent.parent == options.file:  # one of several
-            heading = [f"{file}:", "", *heading]
-        run = trace if options.batch is None else None
-        page = (
-            (lambda: forms()["html"].render(report, tell)) if run is None else (lambda: draw(run).to_html())
-        )
-        wrote = write_page(options.html, page, tell)
-        form = forms()["json" if options.json else options.format]
-        if form.name != "text":
-            return form.render(report, tell), 0
-        return "\n".join([*map(visible, heading), wrote or form.render(report, tell)]), 0
 
-    return answered("show", find)
+def _show_ranks(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
+    merged = merge(*options.paths, tell=tell)
+    return rendered(merged, options, tell), int(bool(merged.failed))
+
+
+def _show_box(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
+    tell("reading")
+    job = read_job(options.paths[0] if options.paths else state_folder())
+    return rendered(job, options, tell), int(job.is_bad)
+
+
+def _show_report(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
+    (path,) = options.paths
+    file = _newest_report(path)
+    trace = None if _is_json(file) else Trace.open(file, tell)
+    report, heading = _report_of(file, trace, options.batch, tell)
+    if file.parent.parent == path:  # one of several
+        heading = [f"{file}:", "", *heading]
+    run = trace if options.batch is None else None
+    page = (lambda: forms()["html"].render(report, tell)) if run is None else (lambda: draw(run).to_html())
+    wrote = write_page(options.html, page, tell)
+    form = forms()["json" if options.json else options.format]
+    if form.name != "text":
+        return form.render(report, tell), 0
+    return "\n".join([*map(visible, heading), wrote or form.render(report, tell)]), 0
 
 
 def _report_of(
@@ -171,28 +188,3 @@ def diff_main(arguments: list[str]) -> int:
         return rendered(found, options, tell), int(found.differs)
 
     return answered("diff", find)
-
-
-def merge_main(arguments: list[str]) -> int:
-    """Run `nanwatch merge` and return the exit status."""
-    parser = command_parser(
-        "merge",
-        "One report from those of several ranks: the origin, headroom by module and rank, and weights"
-        " that should be alike and are not.",
-        _MERGE,
-    )
-    parser.add_argument(
-        "paths",
-        metavar="PATH",
-        type=Path,
-        nargs="+",
-        help="a folder with the ranks' folders in it, or a report",
-    )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page too")
-    options = parser.parse_args(arguments)
-
-    def find(tell: Tell) -> tuple[str, int]:
-        merged = merge(*options.paths, tell=tell)
-        return rendered(merged, options, tell), int(bool(merged.failed))
-
-    return answered("merge", find)

@@ -1,4 +1,4 @@
-"""`nanwatch blackbox` and `nanwatch show`, in this process."""
+"""`nanwatch show` of black boxes, in this process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from torch import nn
 
 from nanwatch import watch
 from nanwatch.blackbox.box_file import BoxFile
-from nanwatch.cli.blackbox import main
+from nanwatch.cli.files import show_main
 from support.black_boxes import NO_PROCESS, black_box, needs_box, other
 
 pytestmark = needs_box
+
+
+def main(arguments: list[str]) -> int:
+    return show_main(["--box", *arguments])
 
 
 def test_a_process_that_runs_is_told_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,4 +69,4 @@ def test_what_is_no_black_box_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     file.write_text("text")
     for path in (file, tmp_path, tmp_path / "none"):
         assert main([str(path)]) == 2
-    assert f"nanwatch blackbox: {file} is no black box of this version" in capsys.readouterr().err
+    assert f"nanwatch show: {file} is no black box of this version" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`python -m nanwatch merge`: reports of several ranks, made by real watches, as one."""
+"""`python -m nanwatch show --ranks`: reports of several ranks, made by real watches, as one."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def written(folder: Path, *reports: Report) -> Path:
 def test_the_earliest_batch_is_the_origin(tmp_path, capsys):
     """Rank 2 was first, though rank 0 comes first in the folder; the others are named as later ones."""
     written(tmp_path, ran(0, 4, "data", 3), ran(1, 3), ran(2, 3, "weight", 1))
-    assert doctor.main(["merge", str(tmp_path)]) == 1
+    assert doctor.main(["show", str(tmp_path), "--ranks"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "3 ranks: 0-2"
     assert lines[1] == "First: nan first seen in `weight` of 2 (Linear) in batch 1, rank 2"
@@ -102,7 +102,7 @@ def test_a_replica_that_has_come_apart_is_named_with_its_weight(tmp_path, capsys
     rows = merge(tmp_path).differences()
     assert [(row["batch"], row["module"], row["weight"]) for row in rows] == [(0, "2", "weight")] * 2
     assert [row["ranks"] for row in rows] == [[0, 2, 3], [1]]
-    assert doctor.main(["merge", str(tmp_path)]) == 0
+    assert doctor.main(["show", str(tmp_path), "--ranks"]) == 0
     out = capsys.readouterr().out
     assert "All finite" in out
     assert "the replicas have come apart" in " ".join(out.split())
@@ -116,7 +116,7 @@ def test_equal_replicas_have_no_differences(tmp_path):
 def test_json_is_one_document(tmp_path, capsys):
     """With every finding whole, and numbers that JSON has."""
     written(tmp_path, ran(0, 2, "data", 1), ran(1, 2))
-    assert doctor.main(["merge", str(tmp_path), "--json"]) == 1
+    assert doctor.main(["show", str(tmp_path), "--json", "--ranks"]) == 1
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found["origin_ranks"] == [0]
     assert found["findings"][0]["origin"] == "data"
@@ -129,16 +129,16 @@ def test_a_file_that_is_no_report_is_left_out_and_named(tmp_path, capsys):
     written(tmp_path, ran(0))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "report.json").write_text("{}")
-    assert doctor.main(["merge", str(tmp_path)]) == 0
+    assert doctor.main(["show", str(tmp_path), "--ranks"]) == 0
     assert f"Left out: {tmp_path}/other/report.json: not a nanwatch report" in capsys.readouterr().out
 
 
 def test_nothing_to_read_is_an_error(tmp_path, capsys):
     """Status 2, with what to pass, or the file that cannot be read."""
-    assert doctor.main(["merge", str(tmp_path)]) == 2
+    assert doctor.main(["show", str(tmp_path), "--ranks"]) == 2
     assert "pass the folder that watch(output_dir=...) was given" in capsys.readouterr().err
     absent = tmp_path / "none.json"
-    assert doctor.main(["merge", str(absent)]) == 2
+    assert doctor.main(["show", str(absent), "--ranks"]) == 2
     assert f"{absent}: " in capsys.readouterr().err
 
 
@@ -172,7 +172,7 @@ def restarted(folder: Path, *after: Report) -> Path:
 def test_the_latest_attempt_that_failed_is_merged(tmp_path, capsys):
     """Batches begin anew: its batch 3 is the origin and not batch 1 of the attempt before, which is named in a line."""
     restarted(tmp_path, *(replace(ran(rank, 4, "weight", 3), attempt=SECOND) for rank in range(3)))
-    assert doctor.main(["merge", str(tmp_path)]) == 1
+    assert doctor.main(["show", str(tmp_path), "--ranks"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == [
         "3 ranks: 0-2",
