@@ -84,7 +84,7 @@ test test-all: lint
 # Quick tests with reductions, slot and recorder in Python, of the rooms that use the compiled part and of whole programs
 # (tests/integration/test_fallback.py). Left out is what proves the same with it and without: tests of documents, pages,
 # commands, benchmarks and other libraries, and the exhaustive tests of the reference, which is called by name there.
-PURE_ROOMS := capsule checkpoint diagnosis equivalence history instrumentation audit numerics recording session sinks
+PURE_ROOMS := capsule checkpoint compare diagnosis history instrumentation audit numerics recording session sinks
 PURE_FILES := blackbox/test_errors cli/test_doctor ranks/test_replicas
 PURE_TESTS := tests/compile tests/integration $(PURE_ROOMS:%=tests/unit/%) $(PURE_FILES:%=tests/unit/%.py) \
   tests/thirdparty/test_serving.py

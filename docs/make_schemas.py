@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from nanwatch.blackbox import story
 from nanwatch.checkpoint import result as scans
-from nanwatch.equivalence import comparison, results
+from nanwatch.compare import comparison, results
 from nanwatch.report import report, spike
 from nanwatch.report.finding_text import Explanation
 

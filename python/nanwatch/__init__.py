@@ -12,7 +12,9 @@ would make of them.
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ._version import __version__
@@ -21,14 +23,14 @@ from .numerics import _extension as _extension  # torch.ops.nanwatch.*
 if TYPE_CHECKING:
     from .capsule.capsule import Capsule, CapsuleError, write_capsule
     from .checkpoint.scan import scan
-    from .equivalence.compare import compare
-    from .equivalence.twice import twice
+    from .compare.models import compare
+    from .compare.twice import twice
     from .instrumentation.functions import span, watched
     from .integrations.debug import DebugUnderflowOverflow, detect_overflow
     from .integrations.trainer_debug import patch_transformers, unpatch_transformers
     from .numerics.block_fit import BlockFit
     from .numerics.exponents import ExponentHistogram, exponent_histogram
-    from .numerics.fit import Fit, narrowest, would_fit
+    from .numerics.fit import Fit, would_fit
     from .numerics.formats import AbsRange, Statistics, TensorHealth
     from .numerics.ranges import abs_range, abs_ranges, fingerprint, statistics, tensor_health
     from .precision.precision import fp32_modules, run_in_fp32
@@ -47,8 +49,8 @@ else:
     _MODULES = {
         "capsule.capsule": ("Capsule", "CapsuleError", "write_capsule"),
         "checkpoint.scan": ("scan",),
-        "equivalence.compare": ("compare",),
-        "equivalence.twice": ("twice",),
+        "compare.models": ("compare",),
+        "compare.twice": ("twice",),
         "instrumentation.functions": ("span", "watched"),
         "integrations.notebook": ("load_ipython_extension", "unload_ipython_extension"),
         "integrations.debug": ("DebugUnderflowOverflow", "detect_overflow"),
@@ -56,7 +58,7 @@ else:
         "sinks.sink": ("Sink",),
         "numerics.block_fit": ("BlockFit",),
         "numerics.exponents": ("ExponentHistogram", "exponent_histogram"),
-        "numerics.fit": ("Fit", "narrowest", "would_fit"),
+        "numerics.fit": ("Fit", "would_fit"),
         "numerics.formats": ("AbsRange", "Statistics", "TensorHealth"),
         "numerics.ranges": ("abs_range", "abs_ranges", "fingerprint", "statistics", "tensor_health"),
         "precision.precision": ("fp32_modules", "run_in_fp32"),
@@ -77,6 +79,16 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = found = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
         return found
+
+    class _Package(ModuleType):
+        """The package, in which `compare` is the function, though a room has its name too."""
+
+        def __setattr__(self, name: str, value: object) -> None:
+            # The import system sets each room that it has loaded.
+            if name not in _MODULE_OF or not isinstance(value, ModuleType):
+                super().__setattr__(name, value)
+
+    sys.modules[__name__].__class__ = _Package
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
@@ -114,7 +126,6 @@ __all__ = [
     "exponent_histogram",
     "fingerprint",
     "fp32_modules",
-    "narrowest",
     "patch_transformers",
     "replay",
     "run_in_fp32",

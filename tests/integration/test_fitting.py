@@ -8,34 +8,32 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch.trace.format_advice import FORMATS, fits, holdings
-from support.watching import watch
+from nanwatch import watch
+from nanwatch.trace.fits import fits
 
 pytest.importorskip("pyarrow")
 
 
 @pytest.mark.usefixtures("each_recorder")
 @pytest.mark.parametrize(
-    ("number", "counts", "verdict", "least", "most"),
+    ("least", "most", "verdict", "holds_all"),
     [
-        (1, True, "fits", 1e-4, 1e-4),
-        (5000, True, "becomes zero", 0.5, 0.5),
-        (1, False, "fits", 1e-4, 1),
-        (10_000, False, "becomes zero", 1, 1),
+        (1e-9, 1.0, "fits", "bfloat16"),
+        (1e-9, 1e-6, "becomes zero", "bfloat16"),
+        (0.5, 1.0, "fits", "float8_e4m3fn"),
+        (0.5, 40000.0, "no room", "bfloat16"),
+        (0.5, 70000.0, "overflows", "bfloat16"),
+        (0.5, torch.nan, "not finite", None),
     ],
 )
-def test_one_small_element_does_not_decide(
-    tmp_path: Path, number: int, counts: bool, verdict: str, least: float, most: float
+def test_the_verdict_on_float16(
+    tmp_path: Path, least: float, most: float, verdict: str, holds_all: str | None
 ) -> None:
-    """One weight of 10,000 below the smallest number of float16: it fits. Half of them, counted: it does not."""
-    net = nn.Sequential(nn.Linear(100, 100, bias=False))
-    with torch.no_grad():
-        net[0].weight.uniform_(0.5, 1)
-        net[0].weight.view(-1)[:number] = 1e-9
+    """An element that becomes zero matters beside the largest of its tensor alone."""
+    net = nn.Sequential(nn.Linear(2, 1, bias=False))
+    net[0].weight.data = torch.tensor([[least, most]])
     path = tmp_path / "run.parquet"
-    with watch(net, trace=path, counts=counts):
-        net(torch.ones(1, 100))
-    (weights,) = (one for one in holdings(path, "float16") if one.part == "weights")
-    assert (weights.verdict, *weights.zero) == (verdict, pytest.approx(least), pytest.approx(most))
-    (need,) = (one for one in fits(path) if one.part == "weights")
-    assert (need.fits == "float16" or need.fits in FORMATS[:2]) == (verdict == "fits")
+    with watch(net, trace=path, on_nonfinite="record", rerun=False):
+        net(torch.ones(1, 2))
+    (weights,) = (need for need in fits(path) if need.part == "weights")
+    assert (weights.verdicts["float16"], weights.holds_all) == (verdict, holds_all)

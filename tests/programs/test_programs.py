@@ -31,7 +31,7 @@ MISSES = {
         "scores_that_overflow", "mse_missing_targets",
     },
     "operation": {
-        "entropy_bonus", "data_in_place", "poisoned_running_mean", "scores_that_overflow", "causal_sign",
+        "entropy_bonus", "poisoned_running_mean", "scores_that_overflow", "causal_sign",
         "function_of_autograd_keeps_a_tensor", *_COUNTED,
     },
     "line": {

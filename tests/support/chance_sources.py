@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import nanwatch
+from nanwatch.compare.trials import temporarily
 
 
 class Source(NamedTuple):
@@ -92,17 +93,6 @@ class OwnGenerator(nn.Module):
 def generator_by_time(self: Forward, x: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(time.time_ns() % 2**31)
     return x * torch.rand(x.shape, generator=generator)  # part
-
-
-class Unwritten(nn.Module):
-    """Module that reads memory as other tensors have left it, of which a clock is the part that differs."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        blocks = [torch.full((1 << 12,), time.time() % 1) for _ in range(8)]
-        self.last = blocks.pop()  # or the heap would end here, and be given back
-        blocks.clear()
-        scratch = torch.empty(1 << 12)
-        return x + scratch[64:68]  # part
 
 
 class Remembers(nn.Module):
@@ -257,42 +247,45 @@ class Overwritten(nn.Module):
 SOURCES = {
     "clock": Source(lambda: Forward(clock), "aten.mul.Tensor", "time.time()", "clocks"),
     "random_bytes": Source(
-        lambda: Forward(random_bytes), "aten.lift_fresh.default", "os.urandom()", "random bytes"
+        lambda: Forward(random_bytes), "aten.lift_fresh.default", "os.urandom()", "manual_seed(0)"
     ),
-    "fresh_uuid": Source(lambda: Forward(fresh_uuid), "aten.add.Tensor", "uuid.uuid4()", "random bytes"),
+    "fresh_uuid": Source(lambda: Forward(fresh_uuid), "aten.add.Tensor", "uuid.uuid4()", "manual_seed(0)"),
     "numpy_generator": Source(
         lambda: Forward(numpy_generator),
         "aten.lift_fresh.default",
         "numpy.random.default_rng()",
-        "fixed seeds",
+        "manual_seed(0)",
     ),
     "python_generator": Source(
-        lambda: Forward(python_generator), "aten.mul.Tensor", "random.Random()", "fixed seeds"
+        lambda: Forward(python_generator), "aten.mul.Tensor", "random.Random()", "manual_seed(0)"
     ),
     "system_random": Source(
-        lambda: Forward(system_random), "aten.sub.Tensor", "SystemRandom()", "random bytes"
+        lambda: Forward(system_random), "aten.sub.Tensor", "SystemRandom()", "manual_seed(0)"
     ),
-    "reseeded": Source(lambda: Forward(reseeded), "aten.bernoulli_.float", "torch.seed()", "fixed seeds"),
+    "reseeded": Source(lambda: Forward(reseeded), "aten.bernoulli_.float", "torch.seed()", "manual_seed(0)"),
     "own_generator": Source(OwnGenerator, "aten.rand.generator", "torch.Generator of its own", "keeps"),
     "generator_by_time": Source(
         lambda: Forward(generator_by_time), "aten.rand.generator", "time.time_ns()", "clocks"
     ),
-    "unwritten": Source(Unwritten, "aten.add.Tensor", "no operation wrote", "deterministic"),
-    "memory": Source(Remembers, "aten.add.Tensor", "written in place by aten.add_.Tensor of 1", "keeps"),
+    "memory": Source(Remembers, "aten.add.Tensor", "run to run: model.1.memory", "keeps"),
     "counter": Source(Counts, "aten.div.Tensor", "1.calls", "keeps"),
     "branch": Source(Takes, "aten.relu.default", "another branch", "keeps"),
     "lru_cache": Source(Caches, "aten.rand.default", "the cache of Caches", "functools caches"),
     "threads_order": Source(lambda: Forward(racing_threads), "aten.stack.default", "as_completed()"),
     "backward": Source(lambda: Forward(noisy_backward), "aten.mul.Tensor", "time.time()", "clocks"),
-    "gradient_hook": Source(lambda: Forward(hooked), "aten.add.Tensor", "SystemRandom()", "random bytes"),
+    "gradient_hook": Source(lambda: Forward(hooked), "aten.add.Tensor", "SystemRandom()", "manual_seed(0)"),
     "custom_kernel": Source(
         lambda: Forward(custom_kernel),
         "not_repeatable.race.default",
         "kernel is not PyTorch's",
-        "random bytes",
+        "manual_seed(0)",
     ),
     "chunks": Source(
-        lambda: Forward(chunked), "not_repeatable.chunked_sum.default", "threads split", "set_num_threads(1)"
+        lambda: Forward(chunked),
+        "not_repeatable.chunked_sum.default",
+        "threads split",
+        "set_num_threads(1)",
+        lambda: temporarily(torch.set_num_threads, 2, torch.get_num_threads()),
     ),
     "index_add": Source(
         lambda: Forward(index_add),
@@ -315,7 +308,7 @@ SOURCES = {
         "deterministic",
         lambda: atomics("index_put", ""),
     ),
-    "foreign_write": Source(Overwritten, "aten.add.Tensor", "", "random bytes"),
+    "foreign_write": Source(Overwritten, "aten.add.Tensor", "", "manual_seed(0)"),
 }
 
 

@@ -23,7 +23,7 @@ PYTHONPATH = os.pathsep.join([str(Path(nanwatch.__file__).parents[1]), str(TESTS
 
 # With nanwatch.session.api, which brings most of nanwatch, and what ranks import, a process is 1 to 3 s shorter.
 _IMPORTED = (
-    *("nanwatch.__main__", "nanwatch.cli.commands", "nanwatch.cli.equivalence", "nanwatch.session.api"),
+    *("nanwatch.__main__", "nanwatch.cli.commands", "nanwatch.cli.compare", "nanwatch.session.api"),
     *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"),
     *("torch.nn.parallel", "torch.distributed.launcher.api"),
 )

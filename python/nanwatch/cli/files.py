@@ -1,4 +1,4 @@
-"""`nanwatch show` and `nanwatch diff`: commands that read the files of runs."""
+"""`nanwatch show`: the command that reads the files of runs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from ..ranks.merge import merge
 from ..report.forms import forms
 from ..report.report import Report
 from ..report.spike import SpikeReport, read_saved
-from ..trace.comparison import RTOL, diff
-from ..trace.difference import KINDS
 from ..trace.picture import draw
 from ..trace.trace_file import Trace, batch_words
 from ..util import reading
@@ -35,15 +33,6 @@ examples:
   nanwatch show out --ranks                      the reports of all ranks as one
   nanwatch show out --box                        what each process was doing when it died, or does now
   nanwatch show out --box --live                 the same again every 2 s
-"""
-_DIFF = """\
-exit status: 1 when they differ, 0 when they do not, 2 when they cannot be compared
-
-examples:
-  nanwatch diff before.parquet after.parquet
-  nanwatch diff run.parquet --batches 149 150
-  nanwatch diff fp32.parquet fp16.parquet --ignore dtype --rtol 0.05
-  nanwatch diff before.parquet after.parquet --html diff.html --json
 """
 
 
@@ -147,44 +136,3 @@ def _is_json(file: Path) -> bool:
         return False
     with file.open("rb") as opened:
         return opened.read(64).lstrip()[:1] == b"{"
-
-
-def diff_main(arguments: list[str]) -> int:
-    """Run `nanwatch diff` and return the exit status."""
-    parser = command_parser(
-        "diff",
-        "Name the first record in which two traces part, and what grew most from the one to the other.",
-        _DIFF,
-    )
-    parser.add_argument("a", metavar="A", help="a trace: what watch(trace=...) was given")
-    parser.add_argument(
-        "b", metavar="B", nargs="?", help="another; without it --batches compares two batches of A"
-    )
-    parser.add_argument(
-        "--batches", nargs=2, type=int, metavar=("N", "M"), help="batch N of A against batch M of B"
-    )
-    parser.add_argument(
-        "--rtol",
-        type=float,
-        default=RTOL,
-        help="relative difference of ranges that is equal (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--ignore",
-        nargs="+",
-        action="extend",
-        default=[],
-        choices=KINDS,
-        help="kinds of difference to pass over",
-    )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts too")
-    options = parser.parse_args(arguments)
-
-    def find(tell: Tell) -> tuple[str, int]:
-        batches = None if options.batches is None else (options.batches[0], options.batches[1])
-        one = Trace.open(options.a, tell)
-        other = None if options.b is None else Trace.open(options.b, tell)
-        found = diff(one, other, batches=batches, rtol=options.rtol, ignore=options.ignore)
-        return rendered(found, options, tell), int(found.differs)
-
-    return answered("diff", find)

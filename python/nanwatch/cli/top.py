@@ -6,12 +6,12 @@ import argparse
 import json
 import math
 import sys
-from importlib import import_module
+import time
 from pathlib import Path
 from typing import Any
 
 from ..report.page import bits_words, level_of
-from ..trace.picture import Mark, Picture, Row, draw, trend_words
+from ..trace.picture import Picture, Row, draw, trend_words
 from ..trace.trace_file import Trace, batch_words
 from ..util.imports import needed
 from ..util.reading import plain
@@ -28,7 +28,7 @@ headroom is in bits, each a doubling that the largest element has left. bits/100
 and abs max are those of the least headroom, and failed counts batches with a non-finite value. Above the table stand
 the latest spikes and forecasts.
 
-keys: t sorts by trend, h by headroom, q ends. Needs the package textual, but not with --once, --json or into a pipe.
+Ctrl-C ends. Needs the package rich, but not with --once, --json or into a pipe.
 
 exit status: 0, or 2 when there is nothing to show
 
@@ -45,31 +45,16 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="a trace: what watch(trace=...) was given")
     parser.add_argument("--once", action="store_true", help="print one table and end")
-    parser.add_argument(
-        "--by",
-        choices=("headroom", "trend"),
-        default="headroom",
-        help="what comes first (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--latest",
-        type=_positive,
-        default=_LATEST,
-        metavar="N",
-        help="of the latest N batches (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--every",
-        type=_positive,
-        default=2,
-        metavar="S",
-        help="look again after S seconds (default: %(default)s)",
-    )
+    parser.add_argument("--by", choices=("headroom", "trend"), default="headroom", help="what comes first")
+    for option, default, metavar, words in (
+        ("--latest", _LATEST, "N", "of the latest N batches (default: %(default)s)"),
+        ("--every", 2, "S", "look again after S seconds (default: %(default)s)"),
+    ):
+        parser.add_argument(option, type=_positive, default=default, metavar=metavar, help=words)
     options = parser.parse_args(arguments)
     try:
         if not (options.once or options.json or not sys.stdout.isatty()):
-            _app(options).run()
-            return 0
+            return _watch(options)
         picture, heading = _look(options.run, options.latest)
     except (ValueError, OSError, ImportError) as error:
         return failed("top", error)
@@ -77,7 +62,7 @@ def main(arguments: list[str]) -> int:
     if options.json:
         print(json.dumps(_document(picture, rows), allow_nan=False, indent=2))
         return 0
-    print("\n".join(map(visible, [*heading, *_table(rows[:_LINES])])))
+    print("\n".join(map(visible, [*heading, *_lines(rows[:_LINES])])))
     if len(rows) > _LINES:
         print(f"{len(rows) - _LINES:,} modules more")
     return 0
@@ -101,11 +86,11 @@ def _look(run: Path, latest: int) -> tuple[Picture, list[str]]:
     lost = f", {trace.lost_frames:,} frames lost" if trace.lost_frames else ""
     shown = f"; below are the latest {latest:,}" if len(trace.batches) > latest else ""
     heading = f"{trace.path}: {batch_words(trace.batches)}, rank {trace.rank}{lost}{shown}"
-    return picture, [heading, *(_told(one) for one in picture.marks[-_MARKS:])]
-
-
-def _told(mark: Mark) -> str:
-    return mark.text if mark.kind == "spike" else f"batch {mark.batch}: {mark.text}"
+    marks = picture.marks[-_MARKS:]
+    return picture, [
+        heading,
+        *(mark.text if mark.kind == "spike" else f"batch {mark.batch}: {mark.text}" for mark in marks),
+    ]
 
 
 def _sorted(picture: Picture, by: str) -> list[Row]:
@@ -123,102 +108,61 @@ def _document(picture: Picture, rows: list[Row]) -> dict[str, Any]:
         "lost_frames": picture.lost_frames,
         "batches": [int(picture.first[0]), int(picture.last[-1])],
         "modules": [plain(row) for row in rows],
-        "marks": [plain(one) for one in picture.marks],
+        "marks": [plain(mark) for mark in picture.marks],
     }
 
 
 def _cells(row: Row) -> list[str]:
+    failed_batches = str(row.num_failed or "")
     return [
-        bits_words(row.bits), trend_words(row.trend), str(row.batch), f"{row.abs_max:.2e}",
-        str(row.num_failed or ""), row.place,
-    ]  # fmt: skip
-
-
-def _table(rows: list[Row]) -> list[str]:
-    lines = [[*_COLUMNS], *map(_cells, rows)]
-    wide = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
-    return [
-        "  ".join([*(cell.rjust(size) for cell, size in zip(line, wide, strict=False)), line[-1]])
-        for line in lines
+        bits_words(row.bits),
+        trend_words(row.trend),
+        str(row.batch),
+        f"{row.abs_max:.2e}",
+        failed_batches,
+        row.place,
     ]
 
 
-def _app(options: argparse.Namespace) -> Any:
-    """Return the application of textual that looks at the trace again and again."""
-    base: Any = needed("textual.app", "the live view", "top", "use --once").App
-    widgets, text = import_module("textual.widgets"), import_module("rich.text")
+def _lines(rows: list[Row]) -> list[str]:
+    table = [[*_COLUMNS], *map(_cells, rows)]
+    wide = [max(map(len, column)) for column in zip(*table, strict=True)][:-1]
+    return [
+        "  ".join([*(cell.rjust(size) for cell, size in zip(row, wide, strict=False)), row[-1]])
+        for row in table
+    ]
+
+
+def _watch(options: argparse.Namespace) -> int:
+    """Look at the trace again and again until Ctrl-C."""
+    rich: Any = needed("rich.live", "the live view", "terminal", "use --once")
     # A trace that is not there would be waited for without end. A folder may get its first part later.
     if not options.run.is_dir():
         Trace.open(options.run)
+    with rich.Live(screen=True, auto_refresh=False) as live:
+        try:
+            while True:
+                live.update(_view(options, live.console.height), refresh=True)
+                time.sleep(options.every)
+        except KeyboardInterrupt:
+            return 0
 
-    class Top(base):  # type: ignore[misc]
-        """A line about the trace, a table of modules, and the keys."""
 
-        ENABLE_COMMAND_PALETTE = False
-        BINDINGS = (
-            ("h", "by('headroom')", "by headroom"),
-            ("t", "by('trend')", "by trend"),
-            ("q", "quit", "quit"),
-        )
+def _view(options: argparse.Namespace, height: int) -> Any:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
 
-        def __init__(self) -> None:
-            super().__init__()
-            self._by: str = options.by
-            self._picture: Picture | None = None
-            self._is_looking = False
-            self._shown: list[list[str]] | None = None
-
-        def compose(self) -> Any:
-            yield widgets.Static(id="heading", markup=False)
-            yield widgets.DataTable(cursor_type="row", zebra_stripes=True)
-            yield widgets.Footer()
-
-        def on_mount(self) -> None:
-            self._start_look()
-            self.set_interval(options.every, self._start_look)
-
-        def action_by(self, what: str) -> None:
-            self._by = what
-            self._fill()
-
-        def _start_look(self) -> None:
-            if not self._is_looking:  # a slow disk must not pile up threads
-                self._is_looking = True
-                self.run_worker(self._read, thread=True)
-
-        def _read(self) -> None:
-            try:
-                picture, heading = _look(options.run, options.latest)
-            except (ValueError, OSError) as error:  # nothing yet, or in this moment the parts became one file
-                picture, heading = None, [f"waiting: {spell(error)}"]
-            self.call_from_thread(self._take, picture, heading)
-
-        def _take(self, picture: Picture | None, heading: list[str]) -> None:
-            self._is_looking = False
-            self.query_one("#heading").update("\n".join(map(visible, heading)))
-            if picture is not None:
-                self._picture = picture
-                self._fill()
-
-        def _fill(self) -> None:
-            if self._picture is None:
-                return
-            rows = _sorted(self._picture, self._by)
-            cells = [*map(_cells, rows)]
-            if cells == self._shown:
-                return
-            table = self.query_one(widgets.DataTable)
-            row, top = table.cursor_row, table.scroll_y
-            if self._shown is None:
-                table.add_columns(*_COLUMNS)
-            table.clear()
-            self._shown = cells
-            for one, line in zip(rows, cells, strict=True):
-                words = [text.Text(visible(cell), justify="right") for cell in line]
-                words[0].stylize(_COLORS[level_of(one.bits)])
-                words[-1].justify = "left"
-                table.add_row(*words)
-            table.move_cursor(row=row, scroll=False)
-            table.scroll_to(y=top, animate=False)
-
-    return Top()
+    try:
+        picture, heading = _look(options.run, options.latest)
+    except (ValueError, OSError) as error:  # nothing yet, or in this moment the parts became one file
+        return Text(f"waiting: {spell(error)}")
+    table = Table(*_COLUMNS[:-1], box=None)
+    for column in table.columns:
+        column.justify = "right"
+    table.add_column(_COLUMNS[-1])
+    for row in _sorted(picture, options.by)[: max(height - len(heading) - 2, 1)]:
+        cells = [Text(visible(cell)) for cell in _cells(row)]
+        cells[0].stylize(_COLORS[level_of(row.bits)])
+        table.add_row(*cells)
+    return Group(*(Text(visible(line)) for line in heading), table)

@@ -30,7 +30,7 @@ from ..util.modules import is_in
 from ..util.program_code import SKIPPED_FILES
 from ..util.visible import spell, suppressed
 from .batch_snapshot import BatchSnapshot, is_narrow, no_second_run
-from .diagnosis import BackwardStart, Diagnosis, Expression, bad_rows
+from .diagnosis import BackwardStart, Diagnosis, Expression
 from .experiment import (
     fresh_leaves,
     gradient_record,
@@ -340,8 +340,7 @@ def _looker(
                 found if is_pole and str(step.place) == found.source else _of_forward(step),
                 remarks=(*found.remarks, _LEFT_OUT.format(step.operation, node.name())),
             )
-        rows = tuple(bad_rows(x) for x in made if x is not None)
-        steps.append(replace(found, rows=rows, made_in=made_in()))
+        steps.append(replace(found, made_in=made_in()))
 
     return look
 
@@ -362,7 +361,7 @@ def _began(tensors: Sequence[Tensor], provenance: ProvenanceMode, *, unwritten: 
 def _of_forward(step: Step, *remarks: str, is_unseen: bool = False) -> Diagnosis:
     return Diagnosis(
         operation=step.operation,
-        made=None if step.unwritten else "nan" if step.nan else "inf",
+        made=step.made,
         place=step.place,
         operands=step.operands,
         spreads=step.spreads,

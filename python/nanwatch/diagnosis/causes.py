@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from math import prod
 from typing import Any
 
 import torch
@@ -18,25 +19,30 @@ from ..numerics.readable import is_plain
 from ..recording.observe import state_of
 from ..recording.walk import call_leaves
 from ..util.modules import each_module
-from .diagnosis import BadRows, ModuleCall
+from .diagnosis import ModuleCall, bad_indices
 from .operation import Operation
 
 _DEVIATIONS = frozenset({"std", "var", "std_mean", "var_mean"})
 _MOST_ROWS = 4
 
 
-def argument_names(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names that the tensors of a call have in its forward, by label: `labels` for `input[1]`."""
+def named_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, tuple[str, Tensor]]:
+    """Return the tensors of a call with the names that they have in its forward, by label.
+
+    The tensor of the label `input[1]` may have the name `labels`.
+    """
     names: list[str] = []
     with suppress(Exception):  # a scripted forward cannot be inspected
         names = list(inspect.signature(module.forward).parameters)
-    found = {}
+    arguments = {}
     for label, x in call_leaves(args, kwargs):
         if isinstance(x, Tensor):
             first, _, rest = label.removeprefix("input[").partition("]")
             is_position = first.isdecimal() and int(first) < min(len(args), len(names))
-            found[label] = (names[int(first)] if is_position else first) + rest
-    return found
+            arguments[label] = (names[int(first)] if is_position else first) + rest, x
+    return arguments
 
 
 def came_in(name: str, x: Tensor) -> str:
@@ -50,40 +56,40 @@ def causes(
     operation: Operation,
     given: Mapping[str, Any],
     operands: Sequence[Tensor],
-    strangers: Sequence[int],
+    strangers: Sequence[Tensor],
     calls: Sequence[ModuleCall],
-    rows: BadRows,
+    result: Tensor,
 ) -> Iterator[str]:
     """Yield sentences on what the operation was `given`, and on the arguments and weights of the calls under way.
 
-    `strangers` are the operands that were non-finite before, and `rows` those of the result that are non-finite.
+    `strangers` are the operands that were non-finite before.
     """
     named = list(_named(calls))
-    for i in strangers:
-        memory = _memory(operands[i])
-        name = next(
-            (name for name, x in named if memory == _memory(x) and not bool(torch.isfinite(x).all())), None
-        )
-        yield (
-            f"operand[{i}] was not finite before, and no operation that was seen wrote it"
-            if name is None
-            else came_in(name, operands[i])
-        )
+    # What the program wrote to is no longer what it was given.
+    written = [x for call in calls for _, x, version in call.versions if x._version != version]
+    for i, operand in enumerate(operands):
+        if any(operand is x for x in strangers) and not any(operand is x for x in written):
+            memory = _memory(operand)
+            names = (name for name, x in named if memory == _memory(x) and not bool(torch.isfinite(x).all()))
+            name = next(names, None)
+            yield (
+                f"operand[{i}] was not finite before, and no operation that was seen wrote it"
+                if name is None
+                else came_in(name, operand)
+            )
     yield from _empty(operands, calls)
     yield from _ignored_labels(operation, given)
     yield from _masked_rows(operation, given)
     if operation.base in _DEVIATIONS and operands and operands[0].numel() == _length(given, operands[0]) > 0:
         yield "it is the deviation of one number: with the correction of 1 that is 0 divided by 0"
     if not strangers:
-        yield from _zero_rows(named, rows)
+        yield from _zero_rows(named, result)
 
 
 def _named(calls: Sequence[ModuleCall]) -> Iterator[tuple[str, Tensor]]:
     """Yield the arguments of the calls, those of the innermost first, then the weights inside the innermost."""
     for call in reversed(calls):
-        leaves = dict(call_leaves(call.args, call.kwargs))
-        for label, name in argument_names(call.module, call.args, call.kwargs).items():
-            yield name, leaves[label]
+        yield from named_arguments(call.module, call.args, call.kwargs).values()
     for path, module in each_module(calls[-1].module) if calls else ():
         for role, label, x in state_of(module):
             if role == "weight":
@@ -97,10 +103,9 @@ def _memory(x: Tensor) -> int:
 def _empty(operands: Sequence[Tensor], calls: Sequence[ModuleCall]) -> Iterator[str]:
     empty = [i for i, x in enumerate(operands) if not x.numel()]
     for call in calls[:1] if empty else ():
-        leaves = dict(call_leaves(call.args, call.kwargs))
-        for label, name in argument_names(call.module, call.args, call.kwargs).items():
-            if not leaves[label].numel():
-                yield f"the batch is empty: `{name}` has shape {list(leaves[label].shape)}"
+        for name, x in named_arguments(call.module, call.args, call.kwargs).values():
+            if not x.numel():
+                yield f"the batch is empty: `{name}` has shape {list(x.shape)}"
                 return
     for i in empty[:1]:
         yield f"operand[{i}] is empty, of shape {list(operands[i].shape)}"
@@ -112,10 +117,7 @@ def _length(given: Mapping[str, Any], x: Tensor) -> int:
     if dims is None or dims == []:
         return 1
     reduced = {dim % max(x.ndim, 1) for dim in (dims if isinstance(dims, list | tuple) else [dims])}
-    length = 1
-    for dim, size in enumerate(x.shape):
-        length *= 1 if dim in reduced else size
-    return length
+    return prod(size for dim, size in enumerate(x.shape) if dim not in reduced)
 
 
 def _ignored_labels(operation: Operation, given: Mapping[str, Any]) -> Iterator[str]:
@@ -144,9 +146,9 @@ def _masked_rows(operation: Operation, given: Mapping[str, Any]) -> Iterator[str
         )
 
 
-def _zero_rows(named: Sequence[tuple[str, Tensor]], rows: BadRows) -> Iterator[str]:
+def _zero_rows(named: Sequence[tuple[str, Tensor]], result: Tensor) -> Iterator[str]:
     """Yield a sentence for the first argument or weight that is zero in the very rows where the result is bad."""
-    bad = {size: list(indices) for size, indices in rows if indices}
+    bad = {size: indices for size, indices in bad_indices(result) if 0 < len(indices) < size}
     for name, x in named if bad else ():
         if x.ndim < 2 or x.shape[0] not in bad or not is_plain(x) or not x.dtype.is_floating_point:
             continue

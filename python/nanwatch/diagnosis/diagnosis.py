@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from ..records.record import Frame, Record
 from ..report.finding import Finding, Value, finding_of
 from ..report.histogram import StoredHistogram
 from ..util.place import Place
-
-# `(size, indices)` of each dimension.
-BadRows: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +78,7 @@ class Diagnosis:
     operation made it. They are None and empty when no operation was seen. `transient` is True when the re-run did
     not make the value again, False when it did, None when that says nothing. `extent` and `index` are of the non-finite
     tensor. `call` is the call in which the value was made; it holds the call's tensors, so drop it when done. `remarks`
-    are sentences, `spreads` of the operands, as far as they were there, and of the
-    non-finite tensor. `rows` are the bad rows of the non-finite tensor and of what the operation made. `start` is where
+    are sentences, `spreads` of the operands, as far as they were there, and of the non-finite tensor. `start` is where
     a failed backward began. `made_in` is the module whose own code made the operation, where that is another than the
     finding's and not inside it. `holder` is a frame with the weight or buffer that the operation was given non-finite.
     `is_unseen`: no output of a module and no gradient of one shows the value.
@@ -98,7 +94,6 @@ class Diagnosis:
     call: ModuleCall | None = None
     spreads: tuple[StoredHistogram, ...] = ()
     made: Value | None = None
-    rows: tuple[BadRows, ...] = ()
     start: BackwardStart | None = None
     made_in: str | None = None
     holder: Frame | None = None
@@ -137,159 +132,93 @@ def enrich(finding: Finding, diagnosis: Diagnosis) -> Finding:
     )
 
 
-# Beyond this a bool for every element, of which there are three at the worst, asks too much of a device that is full.
-MAX_ELEMENTS = 1 << 31
-# isfinite makes temporaries of the size of what it is given: 4 Mi elements at a time keep them below 64 MiB.
-_CHUNK = 1 << 22
+# Beyond this a bool for every element asks too much of a device that is full.
+_MAX_ELEMENTS = 1 << 31
 
 
-def describe(x: Tensor, *, max_elements: int = MAX_ELEMENTS) -> str:
-    """Return where the nan and inf of `x` are, as one of the phrases below, or "" when it cannot be told.
+def describe(x: Tensor) -> str:
+    """Return where the nan and inf of `x` are, as one of these phrases; "" when it cannot be told.
 
-    The words are exact. Where none fit, they say "scattered".
+    The words are exact. Where none fit, they say "scattered". A row is all positions of the last dimension.
 
-    ====================================================  ==========================================================
+    ========================================  ===========================================
     "none", "all", "one element"
-    "1 of 4096 rows, row 7", "1 of 64 rows, [3, 12, :]"   a row is all positions of the last dimension
-    "rows 2 to 5", "the last column", "3 of 8 columns"    of a matrix
-    "index 17 of dimension 1, everywhere"                 likewise, of a tensor that is no matrix; "index 3" of a vector
-    "the block [3, :, 4:7]"                               all that x[3, :, 4:7] selects
-    "7 of 4096 rows"                                      whole rows
-    "above the diagonal"                                  of the last two dimensions, everywhere
-    "scattered over 5 of 4096 rows"                       parts of 5 rows
-    "scattered in the block [:, 3:8]"                     parts of it, nothing outside
+    "1 of 4096 rows, row 7", "7 of 4096 rows" whole rows; of more dimensions "[3, 12, :]"
+    "column 5", "3 of 8 columns"              of a matrix
+    "the block [3, :, 4:7]"                   all that x[3, :, 4:7] selects
+    "above the diagonal"                      of the last two dimensions, everywhere
+    "scattered over 5 of 4096 rows"           parts of 5 rows
     "scattered"
-    ====================================================  ==========================================================
+    ========================================  ===========================================
 
-    Reads any dtype and strides; of a DTensor the local shard. Takes up to three bytes an element for a while. Returns
-    "" for tensors of more than `max_elements` elements, without values, and of other layouts than strided.
+    Reads any dtype and strides; of a DTensor the local shard. Returns "" for tensors of more than 2**31 elements,
+    without values, and of other layouts than strided.
     """
     with only_our_dispatch(), torch.no_grad():
-        plain = _plain(x)
-        if plain is None or plain.numel() > max_elements:
-            return ""
-        nonfinite = torch.empty(plain.shape, dtype=torch.bool, device=plain.device)
-        _mark(plain.detach(), nonfinite)
-        return _words(nonfinite)
+        bad = _nonfinite(x)
+        return "" if bad is None else _words(bad)
 
 
-def bad_rows(x: Tensor) -> BadRows:
-    """Return for each dimension its size and the indices that hold a nan or an inf, () where all do."""
+def bad_indices(x: Tensor) -> Iterator[tuple[int, list[int]]]:
+    """Yield for each dimension its size and the indices that hold a nan or an inf."""
     with only_our_dispatch(), torch.no_grad():
-        plain = _plain(x)
-        if plain is None or not 0 < plain.numel() <= MAX_ELEMENTS:
-            return ()
-        nonfinite = torch.empty(plain.shape, dtype=torch.bool, device=plain.device)
-        _mark(plain.detach(), nonfinite)
-        found = ((size, tuple(_nonfinite_indices(nonfinite, dim))) for dim, size in enumerate(plain.shape))
-        return tuple((size, rows if len(rows) < size else ()) for size, rows in found)
+        bad = _nonfinite(x)
+        if bad is not None and bad.numel():
+            yield from zip(bad.shape, _indices(bad), strict=True)
 
 
-def _plain(x: Tensor) -> Tensor | None:
+def _nonfinite(x: Tensor) -> Tensor | None:
     if unreadable(x):
         return None
-    local = local_shard(x)
-    x = x if local is None else local
-    if x.layout is not torch.strided or x.is_nested or x.is_quantized:
+    shard = local_shard(x)
+    x = x if shard is None else shard
+    if x.layout is not torch.strided or x.is_nested or x.is_quantized or x.numel() > _MAX_ELEMENTS:
         return None
-    return x
+    return ~torch.isfinite(_reference._to_arithmetic(x.detach()))
 
 
-def _mark(x: Tensor, nonfinite: Tensor) -> None:
-    """Set `nonfinite` where `x` is not finite."""
-    if x.numel() <= _CHUNK:
-        nonfinite.copy_(~torch.isfinite(_reference._to_arithmetic(x)))
-        return
-    longest = max(range(x.ndim), key=lambda dim: x.shape[dim])
-    half = x.shape[longest] // 2
-    for start, length in ((0, half), (half, x.shape[longest] - half)):
-        _mark(x.narrow(longest, start, length), nonfinite.narrow(longest, start, length))
+def _indices(bad: Tensor) -> list[list[int]]:
+    """Return for each dimension the indices at which something is bad."""
+    dims = range(bad.ndim)
+    kept = [[other for other in dims if other != dim] for dim in dims]
+    return [(bad.any(dim=rest) if rest else bad).nonzero().flatten().tolist() for rest in kept]
 
 
-def _words(nonfinite: Tensor) -> str:
-    count = int(nonfinite.sum())
-    if count == 0:
-        return "none"
-    if count == nonfinite.numel():
-        return "all"
+def _words(bad: Tensor) -> str:
+    count = int(bad.sum())
+    if count in (0, bad.numel()):
+        return "all" if count else "none"
     if count == 1:
         return "one element"
-    indices = [_nonfinite_indices(nonfinite, dim) for dim in range(nonfinite.ndim)]
-    words = _crossing(nonfinite.shape, indices) if prod(map(len, indices)) == count else ""
-    return words or _whole_rows(nonfinite) or _above_diagonal(nonfinite) or _scattered(nonfinite, indices)
-
-
-def _nonfinite_indices(nonfinite: Tensor, dim: int) -> list[int]:
-    others = [other for other in range(nonfinite.ndim) if other != dim]
-    hit = nonfinite.any(dim=others) if others else nonfinite
-    found: list[int] = hit.nonzero().flatten().tolist()
-    return found
-
-
-def _crossing(shape: torch.Size, indices: list[list[int]]) -> str:
-    """Return the words for all elements whose index is, in every dimension, one of those given; "" without any."""
-    restricted = [dim for dim, one in enumerate(indices) if len(one) < shape[dim]]
-    *leading, last = indices
-    if leading and len(last) == shape[-1] and all(len(one) == 1 for one in leading):
-        return f"1 of {prod(shape[:-1])} rows, {_row(shape, indices)}"
-    if len(restricted) == 1:
-        (dim,) = restricted
-        kind = ("row", "column")[dim] if len(shape) == 2 else "index"
-        words = _of_one_dimension(indices[dim], shape[dim], kind)
-        return words if kind != "index" or len(shape) == 1 else f"{words} of dimension {dim}, everywhere"
-    if any(one[-1] - one[0] >= len(one) for one in indices):
-        return ""
-    return f"the block {_block(indices, shape)}"
-
-
-def _row(shape: torch.Size, indices: list[list[int]]) -> str:
-    if len(shape) > 2:
-        return f"[{', '.join(str(one[0]) for one in indices[:-1])}, :]"
-    return "the last" if indices[0][0] == shape[0] - 1 else f"row {indices[0][0]}"
-
-
-def _of_one_dimension(indices: list[int], size: int, kind: str) -> str:
-    many = "indices" if kind == "index" else f"{kind}s"
-    if len(indices) == 1:
-        return f"the last {kind}" if indices[0] == size - 1 and kind != "index" else f"{kind} {indices[0]}"
-    if indices[-1] - indices[0] == len(indices) - 1:
-        return f"{many} {indices[0]} to {indices[-1]}"
-    return f"{len(indices)} of {size} {many}"
+    indices = _indices(bad)
+    if bad.ndim > 1:
+        rows = bad.any(dim=-1)
+        num_bad, num_rows = int(rows.sum()), rows.numel()
+        if torch.equal(rows, bad.all(dim=-1)):
+            which = f"row {indices[0][0]}" if bad.ndim == 2 else _block(indices, bad.shape)
+            return f"{num_bad} of {num_rows} rows" + (f", {which}" if num_bad == 1 else "")
+        columns = indices[-1]
+        if bad.ndim == 2 and count == len(columns) * num_rows:
+            return (
+                f"column {columns[0]}" if len(columns) == 1 else f"{len(columns)} of {bad.shape[1]} columns"
+            )
+        ones = torch.ones(bad.shape[-2:], dtype=torch.bool, device=bad.device)
+        if bool((bad == ones.triu(1)).all()):
+            return "above the diagonal"
+    if count == prod(places[-1] - places[0] + 1 for places in indices):
+        return f"the block {_block(indices, bad.shape)}"
+    return (
+        f"scattered over {num_bad} of {num_rows} rows" if bad.ndim > 1 and num_bad < num_rows else "scattered"
+    )
 
 
 def _block(indices: list[list[int]], shape: torch.Size) -> str:
     """Return the smallest index in brackets that selects all of these: `[3, :, 4:7]`."""
     spelt = []
-    for one, size in zip(indices, shape, strict=True):
-        start, stop = one[0], one[-1] + 1
+    for bad, size in zip(indices, shape, strict=True):
+        start, stop = bad[0], bad[-1] + 1
         if stop - start == 1 < size:
             spelt.append(str(start))
         else:
             spelt.append(f"{start or ''}:{stop if stop < size else ''}")
     return f"[{', '.join(spelt)}]"
-
-
-def _whole_rows(nonfinite: Tensor) -> str:
-    hit = nonfinite.any(dim=-1)
-    if nonfinite.ndim < 2 or not torch.equal(hit, nonfinite.all(dim=-1)):
-        return ""
-    return f"{int(hit.sum())} of {hit.numel()} rows"
-
-
-def _above_diagonal(nonfinite: Tensor) -> str:
-    if nonfinite.ndim < 2:
-        return ""
-    ones = torch.ones(nonfinite.shape[-2:], dtype=torch.bool, device=nonfinite.device)
-    return "above the diagonal" if bool((nonfinite == ones.triu(1)).all()) else ""
-
-
-def _scattered(nonfinite: Tensor, indices: list[list[int]]) -> str:
-    # A block that is most of the tensor tells nothing.
-    if 2 * prod(one[-1] - one[0] + 1 for one in indices) <= nonfinite.numel():
-        return f"scattered in the block {_block(indices, nonfinite.shape)}"
-    if nonfinite.ndim > 1:
-        rows = nonfinite.any(dim=-1)
-        hit = int(rows.sum())
-        if hit < rows.numel():
-            return f"scattered over {hit} of {rows.numel()} rows"
-    return "scattered"

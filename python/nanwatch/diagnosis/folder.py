@@ -5,7 +5,7 @@ What cannot be written is a remark in what can.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,113 +44,98 @@ def write_failure(
     incident: Incident, diagnosis: Diagnosis | None, snapshot: BatchSnapshot | None, output_dir: Path
 ) -> None:
     """Write the report of a failure in its forms, a capsule and a patch, and note the files in the report."""
-    finding, rank = incident.finding, incident.report.rank
-
-    def told(files: Iterable[str], remarks: Iterable[str]) -> Report:
-        incident.learn(files=tuple(files), remarks=(*finding.remarks, *remarks))
-        return incident.report
-
-    remarks: list[str] = []
-    name = f"batch-{finding.batch}" + (f"-rank-{finding.rank}" if finding.rank else "")
-    folder = attempt("making the folder", lambda: _new_folder(output_dir / name), remarks.append)
-    if folder is None:
-        told((), remarks)
-        return
-    files: list[str] = []
+    finding = incident.finding
+    written = _Folder(output_dir, f"batch-{finding.batch}", incident.report.rank)
     call = None if diagnosis is None else diagnosis.call
     if call is None or snapshot is None:
         unseen = "no call was seen to make the value a second time"
         why = unseen if finding.phase == "forward" else "a capsule replays a forward"
-        remarks.append(f"no capsule was written: {why}")
+        written.remarks.append(f"no capsule was written: {why}")
     else:
-        files += _written_capsule(folder, call, snapshot, finding, rank, remarks)
+        written.capsule(call, snapshot, finding)
     patch = next((cure.patch for cure in finding.cures if cure.works and cure.patch), "")
     if patch:
-        files += _written(PATCH_FILE, lambda: _write_whole(folder / PATCH_FILE, patch), remarks)
-    _write_forms(told, folder_forms(), folder, files, remarks)
+        written.write(PATCH_FILE, lambda folder: _write_whole(folder / PATCH_FILE, patch))
+
+    def report() -> Report:
+        incident.learn(files=tuple(written.files), remarks=(*finding.remarks, *written.remarks))
+        return incident.report
+
+    written.forms(report)
 
 
 def write_spike(
     report: SpikeReport, start: BatchSnapshot | None, model: nn.Module | None, output_dir: Path
 ) -> SpikeReport:
     """Write the report and a capsule of its batch, as far as that can be done. Return it with files and remarks."""
-    remarks: list[str] = []
-    name = f"spike-batch-{report.batch}" + (f"-rank-{report.rank}" if report.rank else "")
-    folder = attempt("making the folder", lambda: _new_folder(output_dir / name), remarks.append)
-    if folder is None:
-        return replace(report, remarks=tuple(remarks))
-    files: list[str] = []
-    called = None if start is None or model is None else module_names(model).get(start.module)
-    if start is None or called is None:
-        remarks.append("no capsule was written: the start of the batch was not kept")
+    written = _Folder(output_dir, f"spike-batch-{report.batch}", report.rank)
+    name = None if start is None or model is None else module_names(model).get(start.module)
+    if start is None or name is None:
+        written.remarks.append("no capsule was written: the start of the batch was not kept")
     else:
-        call = ModuleCall(called, start.module, start.args, start.kwargs)
-        files += _written_capsule(folder, call, start, None, report.rank, remarks)
-
-    def told(files: Iterable[str], remarks: Iterable[str]) -> SpikeReport:
-        return replace(report, files=tuple(files), remarks=tuple(remarks))
-
-    return _write_forms(told, folder_forms(), folder, files, remarks)
+        written.capsule(ModuleCall(name, start.module, start.args, start.kwargs), start, None)
+    return written.forms(lambda: replace(report, files=tuple(written.files), remarks=tuple(written.remarks)))
 
 
-def _written_capsule(
-    folder: Path,
-    call: ModuleCall,
-    snapshot: BatchSnapshot,
-    finding: Finding | None,
-    rank: int,
-    remarks: list[str],
-) -> list[str]:
-    write = partial(
-        write_capsule,
-        folder / "capsule",
-        call.module,
-        call.name,
-        call.args,
-        call.kwargs,
-        finding=finding,
-        rank=rank,
-        rng=call.rng or snapshot.rng,
-        autocast=call.autocast or snapshot.autocast,
-    )
-    return _written("the capsule", write, remarks)
+class _Folder:
+    """A new folder below `output_dir`, the files that were written into it, and what could not be written."""
 
+    def __init__(self, output_dir: Path, name: str, rank: int) -> None:
+        self.files: list[str] = []
+        self.remarks: list[str] = []
+        self._rank = rank
+        path = output_dir / (name + (f"-rank-{rank}" if rank else ""))
+        self._path = attempt("making the folder", lambda: _new_folder(path), self.remarks.append)
 
-def _written(what: str, write: Callable[[], Path], remarks: list[str]) -> list[str]:
-    """Return the path that was written, or nothing."""
-    made = attempt(f"writing {what}", write, remarks.append)
-    return [] if made is None else [str(made)]
+    def write(self, what: str, write: Callable[[Path], Path]) -> bool:
+        """Note the path that is written. Return whether it was."""
+        folder = self._path
+        if folder is None:
+            return False
+        made = attempt(f"writing {what}", lambda: write(folder), self.remarks.append)
+        self.files += [] if made is None else [str(made)]
+        return made is not None
 
+    def capsule(self, call: ModuleCall, snapshot: BatchSnapshot, finding: Finding | None) -> None:
+        """Write a capsule of the call."""
 
-def _write_forms(
-    told: Callable[[Iterable[str], Iterable[str]], _Told],
-    chosen: Collection[Form],
-    folder: Path,
-    files: list[str],
-    remarks: list[str],
-) -> _Told:
-    """Write the forms of a report, each naming all files; again, should one of them not be written after all.
+        def write(folder: Path) -> Path:
+            return write_capsule(
+                folder / "capsule",
+                call.module,
+                call.name,
+                call.args,
+                call.kwargs,
+                finding=finding,
+                rank=self._rank,
+                rng=call.rng or snapshot.rng,
+                autocast=call.autocast or snapshot.autocast,
+            )
 
-    `told` makes the report from its files and remarks.
-    """
-    report = told([*files, *(str(folder / _file_of(form)) for form in chosen)], remarks)
-    troubles = list(remarks)
-    written = [
-        form
-        for form in chosen
-        if _written(_file_of(form), partial(_write_form, report, form, folder), troubles)
-    ]
-    if len(written) == len(chosen):
-        return report
-    return _write_forms(told, written, folder, files, troubles)
+        self.write("the capsule", write)
 
-
-def _file_of(form: Form) -> str:
-    return f"report.{form.suffix}"
+    def forms(self, report: Callable[[], _Told]) -> _Told:
+        """Write the forms of what `report` returns, each naming all files; again, should one not be written."""
+        folder: Path | None = self._path
+        if folder is None:
+            del self.remarks[1:]  # nothing else was tried
+            return report()
+        files: list[str] = self.files
+        left: list[Form] = list(folder_forms())
+        while True:
+            self.files = files + [str(folder / f"report.{form.suffix}") for form in left]
+            told = report()
+            done: list[Form] = []
+            for form in left:
+                if self.write(f"report.{form.suffix}", partial(_write_form, told, form)):
+                    done.append(form)
+            if len(done) == len(left):
+                return told
+            left = done
 
 
 def _write_form(report: AnyReport, form: Form, folder: Path) -> Path:
-    return _write_whole(folder / _file_of(form), form.render(report, silent))
+    return _write_whole(folder / f"report.{form.suffix}", form.render(report, silent))
 
 
 def _write_whole(path: Path, text: str) -> Path:
@@ -176,4 +161,4 @@ def write_frames(report: Report, folder: Path) -> Path:
 
 
 def _new_folder(folder: Path) -> Path:
-    return make_numbered(folder, lambda one: one.mkdir(parents=True))
+    return make_numbered(folder, lambda path: path.mkdir(parents=True))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..numerics import _reference
 from ..numerics.ranges import tensor_health
@@ -67,10 +66,10 @@ class Operation(NamedTuple):
 
     def targets(self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[Tensor]:
         """Return the tensors that a call has written: its own arguments, and results that are new."""
-        found = [value for name, value in self.given(args, kwargs) if name in self.written]
+        values = [value for name, value in self.given(args, kwargs) if name in self.written]
         results = (result,) if self.num_results == 1 else result
-        found += [results[i] for i in self.fresh]
-        return [x for value in found for x in tensors_in(value)]
+        values += [results[i] for i in self.fresh]
+        return [x for value in values for x in tensors_in(value)]
 
 
 @functools.cache
@@ -78,19 +77,19 @@ def operation_of(func: torch._ops.OpOverload) -> Operation:
     """Return the Operation of an overload."""
     schema = func._schema
     base = schema.name.split("::")[-1]
-    written = tuple(one.name for one in schema.arguments if one.alias_info and one.alias_info.is_write)
-    overwritten = [one.name for one in schema.arguments if one.kwarg_only and one.name in written]
+    written = tuple(x.name for x in schema.arguments if x.alias_info and x.alias_info.is_write)
+    overwritten = [x.name for x in schema.arguments if x.kwarg_only and x.name in written]
     # Its result is its argument, by the schema: memory that Python data was written to, unseen.
     is_lifted = base == "lift_fresh"
     return Operation(
         name=str(func),
         base=base,
-        arguments=tuple(one.name for one in schema.arguments),
+        arguments=tuple(x.name for x in schema.arguments),
         # A Python number is also given where the schema has a tensor, as in x * 2.
-        values=frozenset(one.name for one in schema.arguments if _VALUE.search(str(one.type))),
+        values=frozenset(x.name for x in schema.arguments if _VALUE.search(str(x.type))),
         written=written,
         overwritten=frozenset(written[:1] if base in _OVERWRITING else overwritten),
-        fresh=tuple(i for i, one in enumerate(schema.returns) if is_lifted or one.alias_info is None),
+        fresh=tuple(i for i, x in enumerate(schema.returns) if is_lifted or x.alias_info is None),
         num_results=len(schema.returns),
         allocates=base.startswith(("empty", "new_empty", "_empty")),
         pointwise=torch.Tag.pointwise in func.tags,
@@ -98,13 +97,15 @@ def operation_of(func: torch._ops.OpOverload) -> Operation:
 
 
 class Operands(NamedTuple):
-    """The operands of a call: its tensors and a row for each, and its numbers by name."""
+    """The operands of a call: its tensors and a record for each, and its numbers by name.
+
+    `zero_one`: a logarithm was given zeros and ones, and nothing else.
+    """
 
     tensors: list[Tensor]
-    rows: list[Record]
+    ranges: list[Record]
     numbers: list[tuple[str, float]]
     zero_one: bool
-    """Whether a logarithm was given zeros and ones, and nothing else."""
 
     @classmethod
     def of(
@@ -126,51 +127,37 @@ class Operands(NamedTuple):
                     numbers.append((name, value))
             elif operation.base != "lift_fresh" and name not in operation.overwritten:
                 tensors += tensors_in(value)
-        rows = [
+        ranges = [
             (read if is_known(x) else observe)(x, f"operand[{i}]", "input") for i, x in enumerate(tensors)
         ]
-        zero_one = operation.base in _LOGARITHMS and all(map(_is_choice, tensors))
-        return cls(tensors, rows, numbers, zero_one)
+        return cls(tensors, ranges, numbers, operation.base in _LOGARITHMS and all(map(_is_choice, tensors)))
 
-    def records(self, *, written: Sequence[Tensor] = ()) -> tuple[Record, ...]:
-        """Return the records of the tensors. They have a health where elements are zero or subnormal, which a division
-        or a logarithm does not forgive; but not of those that share memory with what was `written` since.
+    def details(
+        self, written: Sequence[Tensor] = ()
+    ) -> tuple[tuple[Record, ...], frozenset[int], tuple[StoredHistogram, ...]]:
+        """Return the records of the tensors, the positions of those that are counts, and the spreads of the first.
+
+        The records have a health where elements are zero or subnormal, which a division or a logarithm does not
+        forgive. Counts are whole numbers from 0 on, not all of them zero. Tensors that share memory with what was
+        `written` since are known by their range alone.
         """
-        gone = _memory(written)
-        found = []
-        for x, record in zip(self.tensors, self.rows, strict=True):
-            ends = record.ends
-            is_small = ends is not None and record.isfinite is True and not is_normal(record.abs_min, ends)
-            if is_small and is_plain(x) and x.untyped_storage()._cdata not in gone:
-                record = record._replace(health=tensor_health(x))
-            found.append(record)
-        return tuple(found)
-
-    def counts(self, *, written: Sequence[Tensor] = ()) -> frozenset[int]:
-        """Return the positions of the tensors that hold whole numbers from 0 on only, not all of them zero, and
-        were not `written`.
-        """
-        gone = _memory(written)
-        return frozenset(
-            i
-            for i, x in enumerate(self.tensors)
-            if is_plain(x) and x.untyped_storage()._cdata not in gone and _is_count(x)
-        )
-
-    def spreads(self, *, written: Sequence[Tensor] = ()) -> tuple[StoredHistogram, ...]:
-        """Return the spreads of the first tensors that have one and share no memory with what was `written` since."""
-        gone = _memory(written)
-        there = [
-            (x, row.label)
-            for x, row in zip(self.tensors, self.rows, strict=True)
-            if not (is_plain(x) and x.untyped_storage()._cdata in gone)
-        ]
-        found = (histogram_of(x, label) for x, label in there)
-        return tuple(islice((one for one in found if one is not None), _MOST_HISTOGRAMS))
-
-
-def _memory(tensors: Sequence[Tensor]) -> set[int]:
-    return {x.untyped_storage()._cdata for x in tensors if is_plain(x)}
+        gone = {x.untyped_storage()._cdata for x in written if is_plain(x)}
+        is_there = [not (is_plain(x) and x.untyped_storage()._cdata in gone) for x in self.tensors]
+        records: list[Record] = []
+        counts: set[int] = set()
+        spreads: list[StoredHistogram] = []
+        for i, (x, record) in enumerate(zip(self.tensors, self.ranges, strict=True)):
+            if is_there[i]:
+                ends = record.ends
+                is_finite = is_plain(x) and record.isfinite is True
+                if is_finite and ends is not None and not is_normal(record.abs_min, ends):
+                    record = record._replace(health=tensor_health(x))
+                if is_plain(x) and _is_count(x):
+                    counts.add(i)
+                if len(spreads) < _MOST_HISTOGRAMS:
+                    spreads += filter(None, [histogram_of(x, record.label)])
+            records.append(record)
+        return tuple(records), frozenset(counts), tuple(spreads)
 
 
 def _is_choice(x: Tensor) -> bool:
@@ -193,156 +180,104 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 T = TypeVar("T")
 
-# An entry holds no tensor, only that its storage's address is not given away; those of dead storages go in between.
+# Storages of which the log knows a write. An entry keeps the address of a storage from being given away, and no memory.
 _MANY = 4096
-# Who wrote an element last is found with three bools for each byte.
-_MOST_BYTES = 1 << 31
+# Who wrote an element last is found with an int32 for each byte of a storage that several operations wrote to.
+_MOST_BYTES = 1 << 28
 
 
 @dataclass(slots=True)
-class _Region:
-    """The elements of a storage that a tensor stands for."""
+class _Writes(Generic[T]):
+    """Writes to one storage, the oldest first, and for each byte the number of its latest write, from 1.
 
-    dtype: torch.dtype
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    Without `latest` the last write stands for all bytes. 0 stands for a write of finite values.
+    """
 
-    @classmethod
-    def of(cls, x: Tensor) -> _Region:
-        # One index stands for all of a dimension without a stride.
-        shape = tuple(
-            1 if stride == 0 and size else size for size, stride in zip(x.shape, x.stride(), strict=True)
-        )
-        return cls(x.dtype, int(x.storage_offset()), shape, tuple(x.stride()))
-
-    def inside(self, memory: Tensor, low: int) -> Tensor:
-        """Return these bytes of a tensor, from `low` on, with the bytes of one element in the last dimension."""
-        size = self.dtype.itemsize
-        strides = [stride * size for stride in self.stride]
-        return memory.as_strided((*self.shape, size), (*strides, 1), self.offset * size - low)
-
-    @property
-    def length(self) -> int:
-        """From the first element to behind the last."""
-        if 0 in self.shape:
-            return 0
-        return sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)) + 1
-
-    @property
-    def ends(self) -> tuple[int, int]:
-        """The first byte, and that behind the last."""
-        size = self.dtype.itemsize
-        return self.offset * size, (self.offset + self.length) * size
-
-    def overlaps(self, other: _Region) -> bool:
-        """Return whether the ends overlap; strided regions may still have no element in common."""
-        (low, high), (other_low, other_high) = self.ends, other.ends
-        return low < other_high and other_low < high
-
-    def covers(self, other: _Region) -> bool:
-        """Return whether this region surely contains the other."""
-        if self == other:
-            return True
-        (low, high), (other_low, other_high) = self.ends, other.ends
-        is_dense = torch.Size(self.shape).numel() == self.length
-        return is_dense and low <= other_low and other_high <= high
-
-
-@dataclass(slots=True)
-class _WrittenStorage(Generic[T]):
-    guard: Any
-    writes: list[tuple[_Region, T]] = field(default_factory=list)
-
-    @property
-    def is_dead(self) -> bool:
-        return self.guard.expired() if isinstance(self.guard, StorageWeakRef) else self.guard() is None
+    storage: StorageWeakRef
+    writes: list[T]
+    latest: Tensor | None = None
 
 
 class StorageWriteLog(Generic[T]):
-    """Log of writes to storages: for each the non-finite ones whose traces may still be in it.
+    """Log of non-finite writes: which one wrote each element that is in memory.
 
     A tensor without a storage that could be addressed is a place of its own.
     """
 
     def __init__(self) -> None:
-        self._places: dict[int, _WrittenStorage[T]] = {}
+        self._storages: dict[int, _Writes[T]] = {}
+        self._others: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def put(self, x: Tensor, write: T | None) -> None:
         """Note that `x` was written, by the non-finite `write`, or with finite values only (None)."""
-        x, region, key, owner = _address(x)
-        place = self._place(x, key)
-        if place is None:
+        x = _addressable(x)
+        if not is_plain(x):
+            self._others[x] = write
+            return
+        storage = x.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        entry = self._storages.get(key)
+        if entry is None or x.numel() * x.itemsize == size:
+            self._storages.pop(key, None)
             if write is None:
                 return
-            self._prune()
-            guard = weakref.ref(x) if owner is None else StorageWeakRef(owner)
-            place = self._places[key] = _WrittenStorage(guard)
-        place.writes = [one for one in place.writes if not region.covers(one[0])]
+            if len(self._storages) >= _MANY:
+                self._storages = {k: v for k, v in self._storages.items() if not v.storage.expired()}
+            entry = self._storages[key] = _Writes(StorageWeakRef(storage), [write])
+            if x.numel() * x.itemsize != size <= _MOST_BYTES:
+                entry.latest = torch.zeros(size, dtype=torch.int32, device=x.device)
+                _bytes_of(x, entry.latest).fill_(1)
+            return
+        if entry.latest is None and size <= _MOST_BYTES:
+            entry.latest = torch.full((size,), len(entry.writes), dtype=torch.int32, device=x.device)
         if write is not None:
-            place.writes.append((region, write))
-        elif not place.writes:
-            del self._places[key]
+            entry.writes.append(write)
+        if entry.latest is not None:
+            _bytes_of(x, entry.latest).fill_(0 if write is None else len(entry.writes))
 
     def __contains__(self, x: object) -> bool:
         """Return whether there are non-finite writes to the storage of the tensor `x`; touches no data."""
-        if not self._places or not isinstance(x, Tensor):
+        if not isinstance(x, Tensor):
             return False
-        x, _, key, _ = _address(x)
-        return self._place(x, key) is not None
+        x = _addressable(x)
+        if not is_plain(x):
+            return self._others.get(x) is not None
+        return x.untyped_storage()._cdata in self._storages
 
     def find(self, x: Tensor) -> list[T]:
         """Return the last write to each non-finite element of `x`, the oldest write first."""
-        x, region, key, _ = _address(x)
-        place = self._place(x, key)
-        if place is None:
+        x = _addressable(x)
+        if not is_plain(x):
+            return [write for write in (self._others.get(x),) if write is not None]
+        entry = self._storages.get(x.untyped_storage()._cdata)
+        if entry is None:
             return []
-        writes = [one for one in place.writes if region.overlaps(one[0])]
-        if len(writes) > 1:
-            writes = _latest(x, region, writes) or writes
-        return [write for _, write in writes]
-
-    def _place(self, x: Tensor, key: int) -> _WrittenStorage[T] | None:
-        place = self._places.get(key)
-        if place is not None and isinstance(place.guard, weakref.ref) and place.guard() is not x:
-            # Another tensor at the address of one that is gone. Of a storage the guard keeps the address.
-            del self._places[key]
-            return None
-        return place
-
-    def _prune(self) -> None:
-        if len(self._places) >= _MANY:
-            self._places = {key: place for key, place in self._places.items() if not place.is_dead}
+        if entry.latest is None:
+            return entry.writes[-1:]
+        latest, once = _bytes_of(x, entry.latest), x.detach().as_strided(*_once(x), x.storage_offset())
+        nonfinite = ~torch.isfinite(_reference._to_arithmetic(once))
+        numbers = latest[nonfinite].unique().tolist() if bool(nonfinite.any()) else latest.unique().tolist()
+        return [entry.writes[number - 1] for number in numbers if number]
 
 
-def _address(x: Tensor) -> tuple[Tensor, _Region, int, torch.UntypedStorage | None]:
-    """Return the tensor (of a DTensor its shard), the elements it covers, of which memory, and the storage, if any.
-
-    A tensor without addresses is a place of its own.
-    """
-    local = local_shard(x)
-    x = x if local is None else local
-    if not is_plain(x):
-        return x, _Region(x.dtype, 0, (), ()), id(x), None
-    storage = x.untyped_storage()
-    return x, _Region.of(x), storage._cdata, storage
+def _addressable(x: Tensor) -> Tensor:
+    """Return the tensor; of a DTensor its shard."""
+    shard = local_shard(x)
+    return x if shard is None else shard
 
 
-def _latest(x: Tensor, region: _Region, writes: list[tuple[_Region, T]]) -> list[tuple[_Region, T]]:
-    """Return the last writes to any non-finite element of `x`, the oldest first."""
-    ends = [region.ends, *(where.ends for where, _ in writes)]
-    low, high = min(one for one, _ in ends), max(one for _, one in ends)
-    if high - low > _MOST_BYTES:
-        return writes
-    blank = torch.zeros(high - low, dtype=torch.bool, device=x.device)
-    open_ = blank.clone()
-    once = x.detach().as_strided(region.shape, region.stride)
-    region.inside(open_, low).copy_(~torch.isfinite(_reference._to_arithmetic(once)).unsqueeze(-1))
-    found = []
-    for where, write in reversed(writes):
-        mine = blank.clone()
-        where.inside(mine, low).fill_(True)
-        if bool((mine & open_).any()):
-            found.append((where, write))
-            open_ &= ~mine
-    return found[::-1]
+def _once(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and strides of the tensor with one index for all of a dimension without a stride."""
+    shape = tuple(
+        1 if stride == 0 and size else size for size, stride in zip(x.shape, x.stride(), strict=True)
+    )
+    return shape, tuple(x.stride())
+
+
+def _bytes_of(x: Tensor, memory: Tensor) -> Tensor:
+    """Return what `memory` has for the bytes of `x`, with the bytes of one element in the last dimension."""
+    size = x.itemsize
+    shape, strides = _once(x)
+    return memory.as_strided(
+        (*shape, size), (*(stride * size for stride in strides), 1), int(x.storage_offset()) * size
+    )

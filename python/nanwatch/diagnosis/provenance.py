@@ -24,14 +24,19 @@ from ..numerics.readable import is_plain, only_our_dispatch
 from ..recording.observe import read
 from ..records.note import Note
 from ..records.record import Record
+from ..report.finding import Value
 from ..report.histogram import StoredHistogram
 from ..util.program_code import SKIPPED_FILES
 from ..util.visible import spell
 from .causes import causes
-from .diagnosis import BadRows, Expression, ModuleCall, bad_rows
+from .diagnosis import Expression, ModuleCall
 from .operation import Operands, Operation, StorageWriteLog, operation_of
 
 _MASK = Note("mask")
+_UNWRITTEN = (
+    "this memory was allocated and not written by any operation that was seen: it was used as it was found, or a kernel"
+    " wrote it that does not go through PyTorch's dispatcher"
+)
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _HANDLERS = ("__torch_dispatch__", "__torch_function__")
 
@@ -41,10 +46,9 @@ class Step:
     """One operation that left a value that is not finite.
 
     `origin` is the step that began its non-finite values, None when it began them itself; only then are `place`,
-    `operands`, `remarks`, `spreads`, `rows` (of the first tensor), `call` (around the operation) and `strangers` (the
-    operands that were non-finite before) filled. `meant`: they are infinities that are
-    there on purpose; only of them are the signs known. `unwritten` stands for memory that was allocated and that
-    nothing was seen to write.
+    `operands`, `remarks`, `spreads`, `call` (around the operation) and `strangers` (the operands that were non-finite
+    before) filled. `meant`: they are infinities that are there on purpose; only of them are the signs known.
+    `unwritten` stands for memory that was allocated and that nothing was seen to write.
     """
 
     number: int
@@ -60,7 +64,6 @@ class Step:
     operands: tuple[Record, ...] = ()
     remarks: tuple[str, ...] = ()
     spreads: tuple[StoredHistogram, ...] = ()
-    rows: BadRows = ()
     call: ModuleCall | None = None
     strangers: tuple[Tensor, ...] = ()
 
@@ -69,6 +72,11 @@ class Step:
         """`nan`, `inf`, `-inf`, joined by `and`."""
         shown = (("nan", self.nan), ("inf", self.posinf), ("-inf", self.neginf))
         return " and ".join(word for word, present in shown if present)
+
+    @property
+    def made(self) -> Value | None:
+        """The value that it made, None for memory that it left as it was."""
+        return None if self.unwritten else "nan" if self.nan else "inf"
 
 
 class ProvenanceMode(TorchDispatchMode):
@@ -92,11 +100,12 @@ class ProvenanceMode(TorchDispatchMode):
         fills: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.steps: list[Step] | None = [] if keeps_steps else None
+        self.steps: list[Step] = []
         self.active = True
         self.trouble: str | None = None
         self._outermost = outermost
         self._open_calls = open_calls
+        self._keeps_steps = keeps_steps
         self._fills = fills
         self._sequence = torch._C._autograd._get_sequence_nr()
         self._nodes: dict[int, Expression | None] = {}  # by sequence number, where the forward made the node
@@ -114,7 +123,6 @@ class ProvenanceMode(TorchDispatchMode):
         # An operation in place overwrites its operand, so the operands are read before it runs.
         before = self._safely(self._given, operation, args, kwargs) if operation.written else None
         result = func(*args, **kwargs)
-        self._safely(self._note_node, operation)
         self._safely(self._look, operation, args, kwargs, before, result)
         return result
 
@@ -123,10 +131,15 @@ class ProvenanceMode(TorchDispatchMode):
         with only_our_dispatch(), torch.no_grad():
             return _origin(self._writes.find(x), nan)
 
+    def last_write(self, x: Tensor) -> Step | None:
+        """Return the last step that wrote to non-finite elements of `x`."""
+        with only_our_dispatch(), torch.no_grad():
+            return next(reversed(self._writes.find(x)), None)
+
     def first(self) -> Step | None:
         """Return the first of the kept steps that began values by accident."""
-        began = (one for one in self.steps or () if one.origin is None and one.place is not None)
-        return next((one for one in began if not (one.meant or one.unwritten)), None)
+        began = (step for step in self.steps if step.origin is None and step.place is not None)
+        return next((step for step in began if not (step.meant or step.unwritten)), None)
 
     def _safely(self, look: Callable[..., Any], operation: Operation, *given: Any) -> Any:
         try:
@@ -136,13 +149,6 @@ class ProvenanceMode(TorchDispatchMode):
             self.trouble = f"{operation.name} could not be followed: {spell(error)}"
             return None
 
-    def _note_node(self, _: Operation) -> None:
-        """Note the place of the node that autograd has made for an operation just before it comes here."""
-        number = torch._C._autograd._get_sequence_nr()
-        if number != self._sequence:
-            self._sequence = number
-            self._nodes[number - 1] = self._place()[0]
-
     def _given(self, operation: Operation, args: Any, kwargs: Any) -> Operands:
         return Operands.of(operation, args, kwargs, self._writes.__contains__)
 
@@ -150,71 +156,58 @@ class ProvenanceMode(TorchDispatchMode):
         self, operation: Operation, args: Any, kwargs: Any, before: Operands | None, result: Any
     ) -> None:
         self._number += 1
+        sequence = torch._C._autograd._get_sequence_nr()
+        if sequence != self._sequence:  # autograd has made a node just before
+            self._sequence = sequence
+            self._nodes[sequence - 1] = self._place()[0]
         targets = operation.targets(args, kwargs, result)
         if operation.allocates:
             place, node = self._place()
-            step = Step(self._number, operation.name, unwritten=True, place=place)
-            step.remarks = (
-                "this memory was allocated and not written by any operation that was seen: it was used as it was"
-                " found, or a kernel wrote it that does not go through PyTorch's dispatcher",
-            )
+            step = Step(self._number, operation.name, unwritten=True, place=place, remarks=(_UNWRITTEN,))
             for x in targets:
                 if self._fills and not node and x.is_floating_point():
                     x.fill_(torch.nan)
                 self._writes.put(x, step)
             return
-        nonfinite, nan = [], False
-        for x in targets:
-            row = read(x, "", "output")
-            if row.isfinite is False:
-                nonfinite.append(x)
-                nan = nan or isnan(row.abs_max or 0.0)
-            else:
-                self._writes.put(x, None)
+        ranges = [read(x, "", "output") for x in targets]
+        nonfinite = [x for x, record in zip(targets, ranges, strict=True) if record.isfinite is False]
+        step = Step(self._number, operation.name, nan=any(map(_holds_nan, ranges)))
         if nonfinite:
-            step = Step(self._number, operation.name, nan)
             given = before or self._given(operation, args, kwargs)
             if self._trace(step, operation, given, nonfinite) and not step.meant:
                 named = dict(operation.given(args, kwargs))
-                strangers = [i for i, x in enumerate(given.tensors) if any(x is y for y in step.strangers)]
-                words = causes(operation, named, given.tensors, strangers, self._open_calls, step.rows)
-                step.remarks += tuple(words)
-            if self.steps is not None:
-                self._keep(step, given)
-            for x in nonfinite:
-                self._writes.put(x, step)
-
-    def _keep(self, step: Step, given: Operands) -> None:
-        assert self.steps is not None
-        step.turned = step.nan and not any(isnan(row.abs_max or 0.0) for row in given.rows)
-        if step.place is None:
-            step.place, step.operands = self._place()[0], given.records()
-        self.steps.append(step)
+                step.remarks += tuple(
+                    causes(operation, named, given.tensors, step.strangers, self._open_calls, nonfinite[0])
+                )
+            if self._keeps_steps:
+                step.turned = step.nan and not any(map(_holds_nan, given.ranges))
+                if step.place is None:
+                    step.place, step.operands = self._place()[0], given.details()[0]
+                self.steps.append(step)
+        for x, record in zip(targets, ranges, strict=True):
+            self._writes.put(x, step if record.isfinite is False else None)
 
     def _trace(self, step: Step, operation: Operation, given: Operands, nonfinite: Sequence[Tensor]) -> bool:
         """Fill in where the step's non-finite values come from; True when it began them."""
-        suspects = [i for i, row in enumerate(given.rows) if row.isfinite is False]
+        suspects = [i for i, record in enumerate(given.ranges) if record.isfinite is False]
         writers = {i: self._writes.find(given.tensors[i]) for i in suspects}
-        is_live = any(not one.meant for i in suspects for one in writers[i])
+        is_live = any(not writer.meant for i in suspects for writer in writers[i])
         causes = suspects if is_live and operation.carries else _causes(operation, given, suspects, nonfinite)
-        sources = [one for i in causes for one in writers[i]]
-        strangers = [i for i in causes if not writers[i] and given.rows[i].note != _MASK]
-        is_live = any(not one.meant for one in sources)
+        sources = [writer for i in causes for writer in writers[i]]
+        strangers = [i for i in causes if not writers[i] and given.ranges[i].note != _MASK]
+        is_live = any(not source.meant for source in sources)
         if not is_live and not strangers and not step.nan:
             step.posinf, step.neginf = _signs(nonfinite)
             step.meant = _is_meant(operation, given, step, nonfinite, causes, sources)
         if is_live or (sources and step.meant):
             step.origin = _origin(sources, step.nan)
             return False
-        written = nonfinite if operation.written else ()
+        step.operands, counts, step.spreads = given.details(nonfinite if operation.written else ())
         numbers = tuple((operation.arguments.index(name), value) for name, value in given.numbers)
-        step.place, node = self._place(given.counts(written=written), numbers)
+        step.place, node = self._place(counts, numbers)
         step.operation = node or step.operation
         step.call = self._open_calls[-1] if self._open_calls else None
         step.strangers = tuple(given.tensors[i] for i in strangers)
-        step.operands = given.records(written=written)
-        step.spreads = given.spreads(written=written)
-        step.rows = () if step.meant else bad_rows(nonfinite[0])
         step.remarks = (
             *(f"{operation.name} was given the number {name} = {value!r}" for name, value in given.numbers),
             *(_of_meant(i, _origin(writers[i], False)) for i in causes if i not in strangers),
@@ -234,6 +227,10 @@ class ProvenanceMode(TorchDispatchMode):
         return Expression(frame.f_code.co_filename, frame.f_lineno, _positions(frame), counts, numbers), ""
 
 
+def _holds_nan(record: Record) -> bool:
+    return isnan(record.abs_max or 0.0)
+
+
 def _is_of_engine(innermost: FrameType | None) -> bool:
     """Return whether autograd's engine runs what is under way, and not the program's frame inside a backward of it."""
     frame: FrameType | None = sys._getframe(1)
@@ -247,16 +244,16 @@ def program_frame(outermost: CodeType | None) -> FrameType | None:
 
     None if there is none inside the function whose code is `outermost`.
     """
-    found: FrameType | None = None
+    innermost: FrameType | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not outermost:
         code = frame.f_code
         if code.co_name in _HANDLERS:
-            found = None
-        elif found is None and not code.co_filename.startswith(SKIPPED_FILES):
-            found = frame
+            innermost = None
+        elif innermost is None and not code.co_filename.startswith(SKIPPED_FILES):
+            innermost = frame
         frame = frame.f_back
-    return found
+    return innermost
 
 
 def _positions(frame: FrameType) -> tuple[int | None, int | None, int | None, int | None] | None:
@@ -268,13 +265,13 @@ def _positions(frame: FrameType) -> tuple[int | None, int | None, int | None, in
 
 def _origin(steps: Sequence[Step], nan: bool) -> Step | None:
     """Return the first of the steps that these come from; of those that did it by accident, if any did."""
-    steps = [one for one in steps if not one.meant] or list(steps)
+    steps = [step for step in steps if not step.meant] or list(steps)
     if nan:
-        steps = [one for one in steps if one.nan] or steps
-    origins = [one.origin or one for one in steps]
+        steps = [step for step in steps if step.nan] or steps
+    origins = [step.origin or step for step in steps]
     # Memory as it was found may be anything: it is to blame only where nothing else is.
-    origins = [one for one in origins if not one.unwritten] or origins
-    return min(origins, key=lambda one: one.number, default=None)
+    origins = [step for step in origins if not step.unwritten] or origins
+    return min(origins, key=lambda step: step.number, default=None)
 
 
 def _signs(nonfinite: Sequence[Tensor]) -> tuple[bool, bool]:
@@ -310,8 +307,8 @@ def _nonfinite(x: Tensor) -> Tensor:
 def _is_elementwise(operation: Operation, given: Operands, nonfinite: Sequence[Tensor]) -> bool:
     """Return whether result and operands can be compared, element by element."""
     # An operation in place has overwritten an operand.
-    is_one = operation.pointwise and not operation.written and len(nonfinite) == 1
-    return is_one and all(map(is_plain, (*nonfinite, *given.tensors)))
+    is_comparable = operation.pointwise and not operation.written and len(nonfinite) == 1
+    return is_comparable and all(map(is_plain, (*nonfinite, *given.tensors)))
 
 
 def _is_meant(
@@ -325,7 +322,7 @@ def _is_meant(
     """Return whether infinities are meant: written as constants, or passed on from such."""
     if operation.base == "lift_fresh" or any(isinf(value) for _, value in given.numbers):
         return True
-    masks = [i for i, row in enumerate(given.rows) if row.note == _MASK]
+    masks = [i for i, record in enumerate(given.ranges) if record.note == _MASK]
     if not causes:
         # The sum of two masks that hold the dtype's minimum; the logarithm of a mask of zeros and ones.
         return not step.posinf and (bool(masks) or given.zero_one)
@@ -334,8 +331,8 @@ def _is_meant(
         for i in causes:
             made &= ~_nonfinite(given.tensors[i])
         return not bool(made.any())
-    posinf = any(one.posinf for one in sources)
-    neginf = bool(masks) or any(one.neginf for one in sources)
+    posinf = any(source.posinf for source in sources)
+    neginf = bool(masks) or any(source.neginf for source in sources)
     return posinf >= step.posinf and neginf >= step.neginf
 
 

@@ -6,19 +6,14 @@ and the report is what it was before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import ceil, log2
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..instrumentation.wrapped_names import module_names
-from ..precision.casting import replaced
-from ..recording.walk import call_leaves
 from ..report.finding import Cure, Finding, Value, with_earlier, working_first
 from ..report.report import Report
 from ..util.visible import spell
@@ -27,8 +22,8 @@ from .backward_cures import try_backward_cures
 from .backward_rerun import loss_value, rerun_backward
 from .batch_snapshot import BatchSnapshot, Forwards, may_be_narrow, no_second_run, num_processes
 from .cures import try_cures
-from .diagnosis import BackwardStart, BadRows, Diagnosis, enrich
-from .experiment import NO_CONDITIONS, Allows, Conditions, module_words, nothing_allowed, run
+from .diagnosis import Diagnosis, enrich
+from .experiment import NO_CONDITIONS, Allows, Conditions, module_words, nothing_allowed
 from .folder import attempt, write_failure
 from .forward_rerun import rerun_forward
 from .incident import Incident
@@ -36,8 +31,13 @@ from .loss_slice import Refused
 from .loss_statements import BackwardCall, LossStatements
 from .patching.module_options import SearchResult
 from .patching.rounds import try_patches
+from .samples import dataset_indices, find_samples
 
 _ADVICE = 'put the loss into a function below `@nanwatch.watched("loss")`: a report then has its line and its operands'
+_NOT_KEPT = (
+    "its outermost call lies in compiled code or in a backward, the model was called again since, or what the call was"
+    " given could not be kept"
+)
 
 
 def examine(
@@ -57,36 +57,24 @@ def examine(
     failed call runs where the batch shows nothing. `loss` is the backward of a loss outside all modules that made the
     value.
     """
-    if incident.report.finding is None:
-        return
     diagnosis: Diagnosis | None = None
     if examines and (reason or (snapshot is None and loss is None)):
-        why = reason or (
-            "its outermost call lies in compiled code or in a backward, the model was called again since, or what the"
-            " call was given could not be kept"
-        )
-        incident.remark(f"no re-run was made: {why}")
+        incident.remark(f"no re-run was made: {reason or _NOT_KEPT}")
     elif examines and loss is not None and (snapshot is None or incident.finding.is_of_loss):
         _rerun_loss(loss, incident, model, conditions, loss_value(loss))
     elif examines and snapshot is not None and incident.finding.phase != "step":
-        before = incident.report
-        snapshot = replace(snapshot, forwards=Forwards())
-        steps = _Steps(incident, model, conditions)
-        diagnosis, call = steps.look(snapshot), incident.call
-        if (
-            call is not None
-            and incident.finding.origin == "produced"
-            and not (diagnosis and diagnosis.operation)
-        ):
-            incident.remark(
-                f"{module_words(incident.finding.module)} was run alone, with what the failed call was given"
-            )
-            diagnosis = steps.look(call)
-        elif loss is not None and not (diagnosis and diagnosis.operation):
+        before, snapshot = incident.report, replace(snapshot, forwards=Forwards())
+        diagnosis, call = _look(incident, snapshot, model, conditions), incident.call
+        is_known = diagnosis is not None and diagnosis.operation is not None
+        if call is not None and incident.finding.origin == "produced" and not is_known:
+            words = module_words(incident.finding.module)
+            incident.remark(f"{words} was run alone, with what the failed call was given")
+            diagnosis = _look(incident, call, model, conditions)
+        elif loss is not None and not is_known:
             _rerun_after_module(loss, incident, before, model, conditions)
         elif diagnosis is not None:
             _tell(incident)
-            steps.find_samples(diagnosis, snapshot)
+            _find_samples(incident, snapshot, model, conditions, diagnosis)
     if output_dir is not None:
         _tell(incident)
         write_failure(incident, diagnosis, snapshot, output_dir)
@@ -97,74 +85,74 @@ def _tell(incident: Incident) -> None:
     child_process.send(incident.report.to_json())
 
 
-class _Steps(NamedTuple):
-    """Steps of an examination. Each completes the finding of the incident with what it shows."""
+def _look(
+    incident: Incident, snapshot: BatchSnapshot, model: nn.Module, conditions: Conditions
+) -> Diagnosis | None:
+    """Run the batch again to find the operation, and try cures where it failed again."""
+    finding, frames = incident.finding, incident.report.frames
+    if finding.phase == "backward":
+        diagnosis: Diagnosis | None = rerun_backward(snapshot, finding, frames, model=model)
+    else:
+        rerun = partial(rerun_forward, snapshot, finding, model=model)
+        diagnosis = attempt("the re-run", rerun, incident.remark)
+    if diagnosis is None:
+        return None
+    incident.finding = enrich(finding, diagnosis)
+    if diagnosis.holder is not None:
+        incident.report = replace(incident.report, frames=tuple(with_earlier(frames, diagnosis.holder)))
+    _tell(incident)
+    is_due = diagnosis.operation is not None
+    if finding.phase != "backward":
+        was_there = finding.origin in ("data", "buffer") and diagnosis.place is not None
+        is_due = diagnosis.transient is False or was_there
+        if is_due and (doubts := snapshot.doubts()):
+            incident.remark(f"no cure was tried, as {doubts[0]}")
+            is_due = False
+    if is_due:
+        cure = partial(_cure, incident, snapshot, model, conditions, diagnosis)
+        attempt("trying cures", cure, incident.remark)
+    return diagnosis
 
-    incident: Incident
-    model: nn.Module
-    conditions: Conditions
 
-    def look(self, snapshot: BatchSnapshot) -> Diagnosis | None:
-        """Run the batch again to find the operation, and try cures where it failed again."""
-        incident, finding = self.incident, self.incident.finding
-        if finding.phase == "backward":
-            diagnosis: Diagnosis | None = rerun_backward(
-                snapshot, finding, incident.report.frames, model=self.model
-            )
-        else:
-            rerun = partial(rerun_forward, snapshot, finding, model=self.model)
-            diagnosis = attempt("the re-run", rerun, incident.remark)
-        if diagnosis is None:
-            return None
-        incident.finding = enrich(finding, diagnosis)
-        if diagnosis.holder is not None:
-            frames = with_earlier(incident.report.frames, diagnosis.holder)
-            incident.report = replace(incident.report, frames=tuple(frames))
-        _tell(incident)
-        is_due = diagnosis.operation is not None
-        if finding.phase != "backward":
-            was_there = finding.origin in ("data", "buffer") and diagnosis.place is not None
-            is_due = diagnosis.transient is False or was_there
-            if is_due and (doubts := snapshot.doubts()):
-                incident.remark(f"no cure was tried, as {doubts[0]}")
-                is_due = False
-        if is_due:
-            attempt("trying cures", partial(self._cure, diagnosis, snapshot), incident.remark)
-        return diagnosis
+def _cure(
+    incident: Incident,
+    snapshot: BatchSnapshot,
+    model: nn.Module,
+    conditions: Conditions,
+    diagnosis: Diagnosis,
+) -> None:
+    """Try changes of the source first, as they are the smallest, then other formats."""
+    finding = incident.finding
+    start, is_narrow = diagnosis.start, may_be_narrow(snapshot, finding)
+    patches = try_patches(snapshot, finding, model, diagnosis, conditions=conditions)
+    formats: tuple[tuple[Cure, ...], tuple[str, ...]] = (), ()
+    if start is not None:
+        formats = try_backward_cures(snapshot, model, start, loss_scale=conditions.loss_scale)
+    elif finding.phase != "backward" and (is_narrow or not any(cure.works for cure in patches.cures)):
+        formats = try_cures(snapshot, finding, model, conditions=conditions)
+    incident.learn(cures=working_first([*patches.cures, *formats[0]]))
+    incident.remark(*patches.remarks, *formats[1])
 
-    def _cure(self, diagnosis: Diagnosis, snapshot: BatchSnapshot) -> None:
-        """Try changes of the source first, as they are the smallest, then other formats."""
-        finding = self.incident.finding
-        start, is_narrow = diagnosis.start, may_be_narrow(snapshot, finding)
-        patches = try_patches(snapshot, finding, self.model, diagnosis, conditions=self.conditions)
-        formats: tuple[tuple[Cure, ...], tuple[str, ...]] = (), ()
-        if start is not None:
-            formats = try_backward_cures(snapshot, self.model, start, loss_scale=self.conditions.loss_scale)
-        elif finding.phase != "backward" and (is_narrow or not any(cure.works for cure in patches.cures)):
-            formats = try_cures(snapshot, finding, self.model, conditions=self.conditions)
-        self.incident.learn(cures=working_first([*patches.cures, *formats[0]]))
-        self.incident.remark(*patches.remarks, *formats[1])
 
-    def find_samples(self, diagnosis: Diagnosis, snapshot: BatchSnapshot) -> None:
-        """Look for the samples that carry the failure, if the remaining forwards can show them."""
-        if not diagnosis.rows or diagnosis.transient or no_second_run(snapshot.module) or snapshot.doubts():
-            return
-        samples = attempt(
-            "the search for samples",
-            lambda: find_samples(
-                snapshot,
-                module_names(self.model),
-                diagnosis.rows,
-                _MOST_SAMPLE_RUNS,
-                allows=self.conditions.allows,
-                start=diagnosis.start,
-            ),
-            self.incident.remark,
-        )
-        if samples:
-            self.incident.learn(samples=samples)
-            if indices := dataset_indices(snapshot, samples):
-                self.incident.remark(indices)
+def _find_samples(
+    incident: Incident,
+    snapshot: BatchSnapshot,
+    model: nn.Module,
+    conditions: Conditions,
+    diagnosis: Diagnosis,
+) -> None:
+    """Look for the samples that carry the failure, unless a second run says little."""
+    is_known = diagnosis.operation is not None or incident.finding.origin == "data"
+    if not is_known or diagnosis.transient or no_second_run(snapshot.module) or snapshot.doubts():
+        return
+    search = partial(
+        find_samples, snapshot, module_names(model), allows=conditions.allows, start=diagnosis.start
+    )
+    samples = attempt("the search for samples", search, incident.remark)
+    if samples:
+        incident.learn(samples=samples)
+        if indices := dataset_indices(snapshot, samples):
+            incident.remark(indices)
 
 
 def _rerun_after_module(
@@ -238,27 +226,27 @@ def _examined(
         forwards=Forwards(),
     )
     # The finding of a call of this module, that returns the loss.
-    own = replace(
+    finding = replace(
         finding, module="", label="output", origin="produced", source_module=None, operation=None, place=None
     )
     conditions = conditions._replace(allows=_below(conditions.allows))
     if value is None:
-        found = rerun_backward(snapshot, own, (), model=statements)
+        diagnosis = rerun_backward(snapshot, finding, (), model=statements)
     else:
-        own = replace(own, phase="forward", value=value)
-        found = rerun_forward(snapshot, own, model=statements)
-    if found.operation is None:
-        return found, SearchResult()
-    tried = try_patches(
+        finding = replace(finding, phase="forward", value=value)
+        diagnosis = rerun_forward(snapshot, finding, model=statements)
+    if diagnosis.operation is None:
+        return diagnosis, SearchResult()
+    patches = try_patches(
         snapshot,
-        enrich(own, found),
+        enrich(finding, diagnosis),
         statements,
-        found,
+        diagnosis,
         conditions=conditions,
         at=statements.target,
     )
     # `extent` and `index` would be those of the loss, where the finding is of a gradient.
-    return replace(found, remarks=(), extent="", index=None), tried
+    return replace(diagnosis, remarks=(), extent="", index=None), patches
 
 
 def _below(allows: Allows) -> Allows:
@@ -269,103 +257,3 @@ def _below(allows: Allows) -> Allows:
         return allows(inner, module) if name.startswith("model") else nothing_allowed(name, module)
 
     return allowed
-
-
-# Runs that prove the answer: one without the samples and one with them alone. A bisection takes one for each halving.
-_PROOF = 2
-_MOST_SAMPLE_RUNS = 16
-# Arguments that say where samples stand in the dataset.
-_INDICES = frozenset({"index", "indices", "idx", "ids", "sample_index", "sample_id", "sample_ids"})
-
-
-def find_samples(
-    snapshot: BatchSnapshot,
-    names: Mapping[nn.Module, str],
-    seen: Iterable[BadRows],
-    most_runs: int,
-    *,
-    allows: Allows = nothing_allowed,
-    start: BackwardStart | None = None,
-) -> tuple[int, ...]:
-    """Return the fewest samples that carry the failure, in at most so many runs; () where none are known to.
-
-    `seen` are the bad rows of tensors of the failed run, `start` is where its backward failed. Samples are numbered by
-    the first dimension of what the batch was called with. Nothing is told where tensors there have different first
-    dimensions, where more than half of the samples would be needed, or where a run without them fails, as one does
-    whose samples depend on each other.
-    """
-    size = batch_size(snapshot)
-    if size < 2 or most_runs < _PROOF:
-        return ()
-
-    def is_finite(samples: Sequence[int]) -> bool | None:
-        """Run these samples alone. Return whether all is finite, None where the run raised."""
-
-        def chosen(x: Tensor) -> Tensor | None:
-            # Detached: the graph behind it is the user's.
-            is_batch = x.ndim > 0 and x.shape[0] == size
-            return x.detach()[list(samples)].requires_grad_(x.requires_grad) if is_batch else None
-
-        args, kwargs = replaced((snapshot.args, dict(snapshot.kwargs)), chosen)
-        begin = start and start._replace(gradients=replaced(dict(start.gradients), chosen))
-        part = replace(snapshot, args=args, kwargs=kwargs)
-        experiment = run(part, names, allows=allows, backward=snapshot.grad, start=begin)
-        if experiment.error is not None:
-            return None
-        return not any(experiment.nonfinite()) and not experiment.bad_gradients
-
-    def is_finite_without(samples: Sequence[int]) -> bool:
-        left_out = set(samples)
-        return is_finite([i for i in range(size) if i not in left_out]) is True
-
-    found = min(_candidates(seen, size), key=len, default=())
-    if found:
-        is_cause = is_finite_without(found)
-    else:
-        is_cause = most_runs >= ceil(log2(size)) + _PROOF and bool(found := _halve(size, is_finite_without))
-    return found if is_cause and is_finite(found) is False else ()
-
-
-def _halve(size: int, is_finite_without: Callable[[Sequence[int]], bool]) -> tuple[int, ...]:
-    """Return the one sample without which the batch is finite; () where one is not enough."""
-    suspects = range(size)
-    is_proven = False
-    while len(suspects) > 1:
-        middle = len(suspects) // 2
-        is_proven = is_finite_without(suspects[:middle])
-        suspects = suspects[:middle] if is_proven else suspects[middle:]
-    return tuple(suspects) if is_proven or is_finite_without(suspects) else ()
-
-
-def batch_size(snapshot: BatchSnapshot) -> int:
-    """Return the number of samples; 0 where the tensors of the call do not agree on it."""
-    tensors = [x for _, x in call_leaves(snapshot.args, snapshot.kwargs) if isinstance(x, Tensor)]
-    if any(x.layout is not torch.strided or x.is_nested for x in tensors):
-        return 0
-    sizes = {x.shape[0] for x in tensors if x.ndim}
-    return sizes.pop() if len(sizes) == 1 else 0
-
-
-def dataset_indices(snapshot: BatchSnapshot, samples: Sequence[int]) -> str:
-    """Return in words where these samples stand in the dataset, when the batch has a tensor that says so; else ""."""
-    size = batch_size(snapshot)
-    for label, x in call_leaves(snapshot.args, snapshot.kwargs):
-        name = label.rpartition("[")[2].rstrip("]").lower()
-        if name in _INDICES and isinstance(x, Tensor) and x.shape == (size,) and not x.is_floating_point():
-            return f"{label} of these samples is {', '.join(map(str, x[list(samples)].tolist()))}"
-    return ""
-
-
-def _candidates(seen: Iterable[BadRows], size: int) -> Iterator[tuple[int, ...]]:
-    """Yield sets of samples that the bad rows of a tensor belong to, each of at most half of the batch."""
-    for one in seen:
-        # Batch and time, or batch and heads, are often flattened into the first dimension.
-        matching = [
-            (length // size, rows)
-            for dim, (length, rows) in enumerate(one)
-            if length == size or (dim == 0 and length % size == 0)
-        ]
-        for per_sample, rows in matching[:1]:
-            samples = tuple(sorted({row // per_sample for row in rows}))
-            if 0 < 2 * len(samples) <= size:
-                yield samples

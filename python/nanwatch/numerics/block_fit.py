@@ -112,11 +112,8 @@ class BlockFit:
         return f"{self.format}: SQNR {self.sqnr:.1f} dB, {shares}{lost}"
 
 
-def block_fit(x: Tensor, form: BlockFormat, dim: int = -1, amax: float | None = None) -> BlockFit:
-    """Measure the effect of a block format on a tensor; `would_fit` has the description.
-
-    `amax`: the largest magnitude of the tensor that `x` is a part of, for a format with a scale for all of it.
-    """
+def block_fit(x: Tensor, form: BlockFormat, dim: int = -1) -> BlockFit:
+    """Measure the effect of a block format on a tensor; `would_fit` has the description."""
     with only_our_dispatch(), torch.no_grad():
         x = readable(x, "would_fit")
         if not is_plain(x):
@@ -130,8 +127,7 @@ def block_fit(x: Tensor, form: BlockFormat, dim: int = -1, amax: float | None = 
         x = x.movedim(dim, -1) if x.ndim else x.reshape(1)
         of_all = None
         if form.rows is None or form.scale == "float8_e4m3fn":
-            known = _extension.abs_range(x)[1] if amax is None else torch.tensor(amax, device=x.device)
-            of_all = known.float()
+            of_all = _extension.abs_range(x)[1].float()
         sums = torch.zeros(6, dtype=row_dtype(x.device), device=x.device)
         for blocks in _pieces(x, form) if x.numel() else ():
             sums += _errors(blocks, form, of_all)

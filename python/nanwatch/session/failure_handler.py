@@ -29,7 +29,7 @@ from ..sinks.monitor import Monitor
 from ..util.visible import suppressed, warn_user
 from .nonfinite_warnings import WHERE, NonFiniteWarnings
 from .optimizer_guard import OptimizerGuard
-from .reports import Reports, given_records
+from .reports import Reports
 
 if TYPE_CHECKING:
     from .rerun_policy import RerunPolicy
@@ -80,6 +80,7 @@ class FailureHandler:
             )
             if torch.distributed.is_available():
                 recorder.watch_name(vars(torch.distributed.distributed_c10d), "_pg_map")  # of process groups
+        reports.find_written = rerun.find_written
         self._batch_starts = recorder.subscribe(Event.BATCH_START)
         self._batch_starts.active = False
         self._batch_ends = recorder.subscribe(Event.BATCH_END)
@@ -100,7 +101,7 @@ class FailureHandler:
             calls = partial(self._reports.calls_around, frame.name)
         else:
             calls = partial(self._reports.calls_to, frame.name, caller, args, kwargs)
-        make = partial(self._reports.of_failure, frame, caller, given_records(args, kwargs), calls=calls)
+        make = partial(self._reports.of_failure, frame, caller, args, kwargs, calls=calls)
         try:
             incident = self._see(number, frame.name, make, is_under_way=not (recomputed or is_over))
             if incident is None or incident.is_finished or incident.raised is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -29,6 +29,11 @@ from .options import Options
 
 # A host's remarks on a finding, whose record is None where no frame has it.
 Describe: TypeAlias = Callable[[Finding, Record | None], tuple[str, ...]]
+
+_WRITTEN = (
+    "`{}` was written to, in place, since the batch began: whether it came in finite is no longer known, but the model"
+    " wrote to it"
+)
 
 
 class ModelRef:
@@ -68,6 +73,8 @@ class Reports:
         self.options = options
         self._suspicion = suspicion
         self.describe: Describe | None = None
+        # Tensors that the batch of this thread was called with and that were written to since, by id.
+        self.find_written: Callable[[], Collection[int]] = tuple
         self.explain_weight: Callable[[Finding], Finding] = lambda finding: finding
         self._mesh: tuple[str, ...] = ()  # kept, because a report may be asked for when the model has gone
 
@@ -98,12 +105,13 @@ class Reports:
         self,
         nonfinite: Frame,
         caller: str | None,
-        given: Iterable[Record],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
         *,
         calls: Callable[[], Sequence[LeftCall]] = list,
         more: Sequence[Frame] = (),
     ) -> Report:
-        """Return the report of the first non-finite call of a batch whose outermost call got `given`.
+        """Return the report of the first non-finite call of a batch whose outermost call got `args` and `kwargs`.
 
         `caller` is the module that made that call, and `calls()` are those under way, the innermost first. `nonfinite`
         is the call's frame: frames of other threads may have pushed it out of the recorder since. `more` are frames
@@ -115,19 +123,26 @@ class Reports:
             frames.append(nonfinite)
         kept = self.recorder.frames_of_batch(batch)
         num_frames = None if kept is None else kept + len(more)
-        if self._is_inside(calls()):
-            given = ()  # no data loader made it
+        # No data loader made what a call inside the model got, or what was written to since.
+        written = self.find_written()
+        leaves = [] if self._is_inside(calls()) else list(call_leaves(args, kwargs or {}))
+        given = [observe(x, label, "input") for label, x in leaves if id(x) not in written]
         outer = self._first_nonfinite(batch, calls)
         if outer is not None:
             earlier, caller = outer
             num_frames = None if num_frames is None else num_frames + (earlier.name != nonfinite.name)
             frames = with_earlier(frames, earlier)
         current = [frame for frame in frames if frame.batch == batch]
-        finding = find(current, batch_inputs=list(given), caller=caller, rank=rank(), num_frames=num_frames)
+        finding = find(current, batch_inputs=given, caller=caller, rank=rank(), num_frames=num_frames)
+        if finding is not None and finding.origin == "received" and caller is None:
+            overwritten = [x for label, x in leaves if id(x) in written and label == finding.label]
+            if any(observe(x, "", "input").is_fault for x in overwritten):
+                finding = replace(finding, origin="produced", remarks=(_WRITTEN.format(finding.label),))
         if finding is not None and finding.origin == "weight":
             finding = self.explain_weight(finding)
         if self.describe is not None and finding is not None:
-            finding = replace(finding, remarks=self.describe(finding, culprit(finding, current)[1]))
+            remarks = self.describe(finding, culprit(finding, current)[1])
+            finding = replace(finding, remarks=(*finding.remarks, *remarks))
         return self.of(tuple(frames), finding, batch)
 
     def of_left_calls(self, error: Exception, batch: int) -> Report | None:
@@ -139,7 +154,7 @@ class Reports:
         calls = left_calls(error)
         if (outer := self._first_nonfinite(batch, lambda: calls)) is None:
             return None
-        return self.of_failure(*outer, given_records(*calls[-1][1:3]), more=outer[:1])
+        return self.of_failure(*outer, *calls[-1][1:3], more=outer[:1])
 
     def calls_around(self, name: str) -> list[LeftCall]:
         """Return calls without arguments of the module of this name and of those around it, the innermost first."""
@@ -236,9 +251,3 @@ class Reports:
 
 def _recorded_names(model: nn.Module) -> dict[int, str]:
     return {id(named.module): named.name for named in named_modules(model) if is_recorded(named.module)}
-
-
-def given_records(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Iterator[Record]:
-    """Yield the records of what a call was given."""
-    for label, x in call_leaves(args, kwargs or {}):
-        yield observe(x, label, "input")

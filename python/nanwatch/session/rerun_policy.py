@@ -121,6 +121,11 @@ class RerunPolicy:
             suppressed("the values of buffers could not be kept for a re-run")
             return None
 
+    def find_written(self) -> set[int]:
+        """Return the ids of the tensors that this thread's batch was called with and that were written to since."""
+        start = self._recorder.start()
+        return set() if start is None else {id(x) for x, version in start.versions if x._version != version}
+
     def let_go(self) -> None:
         """Let go of all that was kept for a backward."""
         self._recorder.forget_starts()

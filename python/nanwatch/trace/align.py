@@ -1,16 +1,16 @@
 """Alignment of two sequences of calls, though modules were added, removed, swapped or renamed.
 
-`align_calls` aligns by keys, from the strictest to the loosest, as a diff of two texts does it. `align` aligns the rows
-of two traces: batches that made the same calls, as nearly all do, are compared as arrays. For the others the calls are
-aligned once for each pair of patterns: first calls of the same module and class; then, between those, calls of the same
-class and with the same labels (a module put into a Sequential renames all behind it); at last calls of the same name (a
-module that was swapped).
+`align_calls` aligns by keys, from the strictest to the loosest, as a diff of two texts does it. `nanwatch compare` uses
+it too. `align` aligns the rows of two traces: batches that made the same calls, as nearly all do, are compared as
+arrays. For the others the calls are aligned once for each pair of patterns: first calls of the same module and class;
+then, between those, calls of the same class and with the same labels (a module put into a Sequential renames all behind
+it); at last calls of the same name (a module that was swapped).
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
 from difflib import SequenceMatcher
 from itertools import pairwise
@@ -22,8 +22,7 @@ from ..util.progress import Tell, silent
 
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Pairs: TypeAlias = "list[tuple[int, int]]"
-# Module, class, whether it was recomputed, and records.
-CallKey: TypeAlias = "tuple[int, int, int, tuple[int, ...]]"
+Levels: TypeAlias = "Sequence[tuple[Sequence[Hashable], Sequence[Hashable]]]"
 
 # SequenceMatcher takes time for each pair of equal calls. Beyond half a second of it, calls of modules that are called
 # more than once are matched by their order alone.
@@ -60,13 +59,13 @@ class Rows:
         """Return some of the rows."""
         return Rows(*(getattr(self, column.name)[start:end] for column in fields(self)))
 
-    def calls(self) -> list[tuple[CallKey, int]]:
-        """Return the calls of one batch, each with its first row."""
+    def calls(self) -> list[tuple[int, int, int, tuple[int, ...], int]]:
+        """Return module, class, recomputed, records and first row of each call of one batch."""
         bounds = [0, *(np.flatnonzero(self.call[1:] != self.call[:-1]) + 1).tolist(), len(self.call)]
         columns = (self.module, self.kind, self.again, self.record)
         module, kind, again, record = (column.tolist() for column in columns)
         return [
-            ((module[at], kind[at], again[at], tuple(record[at:until])), at) for at, until in pairwise(bounds)
+            (module[at], kind[at], again[at], tuple(record[at:until]), at) for at, until in pairwise(bounds)
         ]
 
 
@@ -75,40 +74,37 @@ def align(a: Rows, b: Rows, batches: Sequence[tuple[int, int]], tell: Tell = sil
 
     On each side the rows of a batch stand together, and those of a call.
     """
-    pattern_a, pattern_b = a.patterns(), b.patterns()
+    patterns = a.patterns(), b.patterns()
     known: dict[tuple[bytes, bytes], tuple[Ints, Ints]] = {}
-    found_a: list[Ints] = []
-    found_b: list[Ints] = []
-    in_a, in_b = np.array(batches, np.int64).reshape(-1, 2).T
-    starts_a, ends_a = (np.searchsorted(a.batch, in_a + past).tolist() for past in (0, 1))
-    starts_b, ends_b = (np.searchsorted(b.batch, in_b + past).tolist() for past in (0, 1))
-    bounds = zip(starts_a, ends_a, starts_b, ends_b, strict=True)
-    for done, (start_a, end_a, start_b, end_b) in enumerate(bounds):
+    rows: list[tuple[Ints, Ints]] = [(np.empty(0, np.int64),) * 2]
+    numbers = np.array(batches, np.int64).reshape(-1, 2).T
+    sides = zip((a, b), numbers, strict=True)
+    bounds = [
+        np.searchsorted(side.batch, column + past).tolist() for side, column in sides for past in (0, 1)
+    ]
+    for done, (start_a, end_a, start_b, end_b) in enumerate(zip(*bounds, strict=True)):
         tell("aligning", done, len(batches), "batches")
-        one, other = pattern_a[start_a:end_a], pattern_b[start_b:end_b]
-        if np.array_equal(one, other):
-            found_a.append(np.arange(start_a, end_a))
-            found_b.append(np.arange(start_b, end_b))
+        pattern_a, pattern_b = patterns[0][start_a:end_a], patterns[1][start_b:end_b]
+        if np.array_equal(pattern_a, pattern_b):
+            rows.append((np.arange(start_a, end_a), np.arange(start_b, end_b)))
             continue
-        key = (one.tobytes(), other.tobytes())
+        key = (pattern_a.tobytes(), pattern_b.tobytes())
         if key not in known:
             known[key] = _align_batch(a.part(start_a, end_a), b.part(start_b, end_b))
-        rows_a, rows_b = known[key]
-        found_a.append(rows_a + start_a)
-        found_b.append(rows_b + start_b)
-    none = np.empty(0, np.int64)
-    return np.concatenate([none, *found_a]), np.concatenate([none, *found_b])
+        rows.append((known[key][0] + start_a, known[key][1] + start_b))
+    rows_a, rows_b = map(np.concatenate, zip(*rows, strict=True))
+    return rows_a, rows_b
 
 
 def _align_batch(a: Rows, b: Rows) -> tuple[Ints, Ints]:
     """Return the matching rows of two batches, counted from the first of each."""
-    calls_a, calls_b = a.calls(), b.calls()
-    keys = [[(key[:3], key[1:], key[0]) for key, _ in calls] for calls in (calls_a, calls_b)]
-    levels = [([key[i] for key in keys[0]], [key[i] for key in keys[1]]) for i in range(3)]
+    calls = a.calls(), b.calls()
+    slices = (slice(0, 3), slice(1, 4), slice(0, 1))
+    levels = [([call[part] for call in calls[0]], [call[part] for call in calls[1]]) for part in slices]
     rows: Pairs = []
     for i, j in align_calls(levels):
-        (*_, records_a), start_a = calls_a[i]
-        (*_, records_b), start_b = calls_b[j]
+        *_, records_a, start_a = calls[0][i]
+        *_, records_b, start_b = calls[1][j]
         if records_a == records_b:
             rows += [(start_a + k, start_b + k) for k in range(len(records_a))]
             continue
@@ -118,11 +114,12 @@ def _align_batch(a: Rows, b: Rows) -> tuple[Ints, Ints]:
     return both[:, 0], both[:, 1]
 
 
-def align_calls(levels: Sequence[tuple[Sequence[Hashable], Sequence[Hashable]]]) -> Pairs:
+def align_calls(levels: Levels, fits: Callable[[int, int], bool] | None = None) -> Pairs:
     """Return the matching calls of two sequences as positions, each at most once.
 
     A level has a key for each call of A, and for each of B. Calls with equal keys match in their order, of a looser
-    level only between those of the stricter ones. At last calls match that have the strictest key alike, in any order.
+    level only between those of the stricter ones. Then calls between these match, in their order, that `fits` accepts,
+    and at last those that have the strictest key alike, in any order.
     """
     strict_a, strict_b = levels[0]
     pairs: Pairs = []
@@ -135,6 +132,11 @@ def align_calls(levels: Sequence[tuple[Sequence[Hashable], Sequence[Hashable]]])
             pairs += inside
             smaller += _between(inside, (from_a, to_a, from_b, to_b))
         gaps = smaller
+    for from_a, to_a, from_b, to_b in gaps:
+        for i in range(from_a, to_a) if fits is not None else ():
+            if (j := next((j for j in range(from_b, to_b) if fits and fits(i, j)), None)) is not None:
+                pairs.append((i, j))
+                from_b = j + 1
     # Modules that were moved, so that no order brings them together.
     left_a = set(range(len(strict_a))) - {i for i, _ in pairs}
     waiting = defaultdict(list)
@@ -160,10 +162,10 @@ def _common(a: Sequence[Hashable], b: Sequence[Hashable]) -> Pairs:
     least = min(len(a), len(b))
     begin = next((i for i in range(least) if a[i] != b[i]), least)
     end = next((i for i in range(least - begin) if a[-1 - i] != b[-1 - i]), least - begin)
-    one, other = a[begin : len(a) - end], b[begin : len(b) - end]
+    middle_a, middle_b = a[begin : len(a) - end], b[begin : len(b) - end]
     pairs = [(i, i) for i in range(begin)]
-    count = Counter(other)
-    if sum(count[key] for key in one) <= _MATCHED:
-        for block in SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks():
+    count = Counter(middle_b)
+    if sum(count[key] for key in middle_a) <= _MATCHED:
+        for block in SequenceMatcher(None, middle_a, middle_b, autojunk=False).get_matching_blocks():
             pairs += [(begin + block.a + k, begin + block.b + k) for k in range(block.size)]
     return pairs + [(len(a) - end + k, len(b) - end + k) for k in range(end)]

@@ -36,6 +36,11 @@ class Strings:
     codes: np.ndarray[Any, np.dtype[np.int32]]
     values: tuple[str, ...]
 
+    def text(self, row: int) -> str:
+        """Return the string of a row, "" for none."""
+        code = self.codes[row]
+        return "" if code < 0 else self.values[code]
+
 
 class Trace:
     """A file that `watch(model, trace=...)` wrote, or the folder of parts that it is until the watch ends.

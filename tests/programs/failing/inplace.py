@@ -57,12 +57,10 @@ class Spectrogram(nn.Module):
         return self.head(clips)
 
 
-# For the same reason the data of the batch look as if they had come so.
 @failure(
     "a model that scales its batch in place, with a silent clip",
     module="",
     label="input[0]",
-    origin="data",
     operations="div_",
 )
 def data_in_place() -> Setup:

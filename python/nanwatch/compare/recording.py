@@ -6,10 +6,10 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,51 +23,57 @@ from ..numerics.readable import dtype_name
 from ..recording.walk import call_leaves, leaves
 from ..util.modules import WeakIdentityDict, each_module, has_parameters
 from ..util.visible import spell
-from .operations import OperationLog, OperationRecord
-from .results import FirstDifference, RunTensor
+from .operations import OperationLog, OperationPrint
+from .results import FirstDifference, tensor_words
 
 
-@dataclass(frozen=True, slots=True)
-class HashedTensor(RunTensor):
-    """Tensor or number of a run with the fingerprint of its bits, and the thread that passed it on."""
+class TensorPrint(NamedTuple):
+    """Tensor or number of a run with the fingerprint of its bits, and the thread that passed it on.
 
+    `form` is its dtype and shape. `kind` is "weight" or "buffer" (before the call of its module), "input", "output",
+    "gradient" (of an output, or of a weight before the step), "step" (a weight after the optimizer's step) or "result".
+    """
+
+    batch: int
+    kind: str
+    module: str
+    class_name: str
+    label: str
+    form: str
     bits: int
     thread: str = ""
 
-
-_FIELDS = tuple(one.name for one in fields(HashedTensor))
-_SHARED_FIELDS = tuple(one.name for one in fields(RunTensor))
+    @property
+    def where(self) -> str:
+        """The tensor in words, such as "`output` of fc1 (Linear)"."""
+        return tensor_words(self.kind, self.module, self.class_name, self.label)
 
 
 @dataclass
 class Recording:
     """One run: its tensors in order, its operations where they were recorded, and what else was noted.
 
-    `writes` and `target` are those of its OperationLog. `error` is the exception that ended the run, in words. `notes`
-    are calls that a trial has replaced, and files that an earlier run has changed.
+    `error` is the exception that ended the run, in words. `notes` are calls that a trial has replaced, and files that
+    an earlier run has changed.
     """
 
-    tensors: list[HashedTensor] = field(default_factory=list)
-    operations: list[OperationRecord] = field(default_factory=list)
-    writes: dict[int, str] = field(default_factory=dict)
-    target: int = 0
+    tensors: list[TensorPrint] = field(default_factory=list)
+    operations: list[OperationPrint] = field(default_factory=list)
     batches: int = 0
     error: str = ""
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
         """Return the recording as JSON."""
-        tensors = [[getattr(one, name) for name in _FIELDS] for one in self.tensors]
-        return json.dumps({**vars(self), "tensors": tensors, "writes": {}})
+        return json.dumps(vars(self))
 
     @classmethod
     def from_json(cls, text: str) -> Recording:
         """Read what `to_json` has written in a process of this one."""
-        read = json.loads(text)
-        found = cls(**read)
-        found.tensors = [HashedTensor(*one) for one in read["tensors"]]
-        found.operations = [OperationRecord.of(one) for one in found.operations]
-        return found
+        recording = cls(**json.loads(text))
+        recording.tensors = [TensorPrint(*values) for values in recording.tensors]
+        recording.operations = [OperationPrint(*values) for values in recording.operations]
+        return recording
 
 
 def first_difference(a: Recording, b: Recording) -> FirstDifference | None:
@@ -75,25 +81,24 @@ def first_difference(a: Recording, b: Recording) -> FirstDifference | None:
 
     Threads are compared each by itself, because their order among each other is not the program's.
     """
-    found: list[tuple[int, HashedTensor, HashedTensor | None]] = []
-    for name in dict.fromkeys(one.thread for one in (*a.tensors, *b.tensors)):
-        ours = [i for i, one in enumerate(a.tensors) if one.thread == name]
-        theirs = [one for one in b.tensors if one.thread == name]
-        for i, other in zip_longest(ours, theirs):
+    firsts: list[tuple[int, TensorPrint, TensorPrint | None]] = []
+    for name in dict.fromkeys(tensor.thread for tensor in (*a.tensors, *b.tensors)):
+        places = [i for i, tensor in enumerate(a.tensors) if tensor.thread == name]
+        counterparts = [tensor for tensor in b.tensors if tensor.thread == name]
+        for i, counterpart in zip_longest(places, counterparts):
             if i is None:
-                found.append((len(a.tensors), other, None))
+                firsts.append((len(a.tensors), counterpart, None))
                 break
-            if a.tensors[i] != other:
-                found.append((i, a.tensors[i], other))
+            if a.tensors[i] != counterpart:
+                firsts.append((i, a.tensors[i], counterpart))
                 break
-    if not found:
+    if not firsts:
         return None
-    place, one, other = min(found, key=lambda one: one[0])
-    has = "nothing" if other is None else ""
-    if other is not None and replace(other, bits=one.bits) != one:
-        has = other.where
-    shared = {name: getattr(one, name) for name in _SHARED_FIELDS}
-    return FirstDifference(**shared, equal_before=place, other=has)
+    place, tensor, counterpart = min(firsts, key=lambda first: first[0])
+    other = "nothing" if counterpart is None else ""
+    if counterpart is not None and counterpart._replace(bits=tensor.bits) != tensor:
+        other = counterpart.where
+    return FirstDifference(*tensor[:6], equal_before=place, other=other)
 
 
 class EnoughError(BaseException):
@@ -103,18 +108,15 @@ class EnoughError(BaseException):
 class Recorder:
     """Context that records the calls of all modules, the gradients of their outputs, and all optimizer steps.
 
-    With `window`, a pair of places in the tensors, operations between these are recorded too. With `fill`, memory that
-    an operation allocates and leaves unwritten is filled with that number. With `most_batches` a further call of the
-    first model ends the run by EnoughError. The first model is the first module with parameters that is called from
-    outside any other; its calls are the batches, unless `batch` is set from outside.
+    With `window`, a pair of places in the tensors, operations between these are recorded too. With `most_batches` a
+    further call of the first model ends the run by EnoughError. The first model is the first module with parameters
+    that is called from outside any other; its calls are the batches, unless `batch` is set from outside.
     """
 
     def __init__(
         self,
         window: tuple[int, int] | None = None,
         most_batches: int | None = None,
-        fill: int | None = None,
-        own_storages: frozenset[int] = frozenset(),
         roots: list[nn.Module] | None = None,
     ) -> None:
         self.recording = Recording()
@@ -128,7 +130,7 @@ class Recorder:
         self._parameters: WeakIdentityDict[tuple[str, str, str]] = WeakIdentityDict()
         self._hooks: list[Any] = []
         self._is_running = False
-        self._operations = None if window is None else OperationLog(own_storages, self._current, fill)
+        self._operations = None if window is None else OperationLog(self._current)
         for root in roots or ():
             self._name_parts(root)
 
@@ -146,8 +148,9 @@ class Recorder:
                 after.callback(hooks.add(hook).remove)
             after.callback(lambda: [hook.remove() for hook in self._hooks])
             self._is_running = True
-            if self._operations is not None:
-                self._operations.active = self._window is not None and self._window[0] <= 0
+            if self._operations is not None and self._window is not None:
+                self._operations.active = self._window[0] <= 0
+                self.recording.operations = self._operations.prints
                 after.enter_context(self._operations)
             try:
                 yield self.recording
@@ -155,9 +158,6 @@ class Recorder:
                 self._is_running = False
                 if self._operations is not None:
                     self._operations.active = False
-                    self.recording.operations = self._operations.records
-                    self.recording.writes = self._operations.writes
-                    self.recording.target = self._operations.target
 
     def add(self, value: Any, kind: str, label: str, module: str = "", class_name: str = "") -> None:
         """Record the tensors and numbers in a value."""
@@ -175,16 +175,13 @@ class Recorder:
         thread = threading.current_thread()
         # Threads that only PyTorch knows have a new number in each run.
         name = "" if thread is threading.main_thread() else thread.name.partition("-")[0]
-        number = max(self.recording.batches - 1, 0) if self.batch is None else self.batch
+        batch = max(self.recording.batches - 1, 0) if self.batch is None else self.batch
         with self._lock:
-            if not self._is_running:
-                return
-            tensors = self.recording.tensors
-            tensors.append(HashedTensor(number, kind, module, class_name, label, form, bits, name))
-            if self._operations is not None and self._window is not None:
-                if len(tensors) == self._window[1] + 1 and isinstance(leaf, Tensor):
-                    self._operations.look(leaf)
-                self._operations.active = self._window[0] <= len(tensors) <= self._window[1]
+            if self._is_running:
+                tensors = self.recording.tensors
+                tensors.append(TensorPrint(batch, kind, module, class_name, label, form, bits, name))
+                if self._operations is not None and self._window is not None:
+                    self._operations.active = self._window[0] <= len(tensors) <= self._window[1]
 
     def _default_call(self) -> Callable[..., Any]:
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -220,8 +217,8 @@ class Recorder:
             self._local.step = ""
             self._begin(module)
         name, class_name = named = self._name(module, stack)
-        for kind, own in (("weight", module._parameters), ("buffer", module._buffers)):
-            for label, x in own.items():
+        for kind, tensors in (("weight", module._parameters), ("buffer", module._buffers)):
+            for label, x in tensors.items():
                 if x is not None:
                     self._parameters[x] = (name, class_name, label)
                     self._add_leaf(x, kind, name, class_name, label)
@@ -264,12 +261,12 @@ class Recorder:
                     self._names[module] = (full, type(module).__name__)
 
     def _name(self, module: nn.Module, stack: list[tuple[str, str]]) -> tuple[str, str]:
-        found = self._names.get(module)
-        if found is None:  # made during the call of another
+        named = self._names.get(module)
+        if named is None:  # made during the call of another
             class_name = type(module).__name__
             outer = stack[-1][0] if stack else ""
-            found = self._names[module] = (f"{outer}.({class_name})".lstrip("."), class_name)
-        return found
+            named = self._names[module] = (f"{outer}.({class_name})".lstrip("."), class_name)
+        return named
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._local.step = f"{type(optimizer).__name__}.step"

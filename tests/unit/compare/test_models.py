@@ -6,12 +6,14 @@ import copy
 import json
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import nanwatch
+from nanwatch.compare.comparison import Comparison, ModuleError
 
 
 class Unit(nn.Module):
@@ -173,18 +175,16 @@ def test_another_weight_and_a_missing_bias_are_said() -> None:
     assert nanwatch.compare(a, b, X).likely[0] == "only A has a bias"
 
 
-@pytest.mark.parametrize(
-    ("b", "inputs", "words"),
-    [
+def test_no_module_is_named_where_nothing_can_be_said() -> None:
+    for b, inputs, words in (
         (nn.Linear(16, 3), X, "have shapes that do not go together"),
         (with_step(lambda x: x), X + 1, "were not given the same inputs"),
-    ],
-)
-def test_no_module_is_named_where_nothing_can_be_said(b: nn.Module, inputs: Tensor, words: str) -> None:
-    found = nanwatch.compare(with_step(lambda x: x), b, X, call_b=lambda model, _: model(inputs))
-    assert (found.equal, found.first) == (None, None)
-    assert words in found.why
-    assert found.to_text().startswith("No module can be named: ")
+    ):
+        found = nanwatch.compare(
+            with_step(lambda x: x), b, X, call_b=lambda model, _, inputs=inputs: model(inputs)
+        )
+        assert (found.equal, found.first) == (None, None)
+        assert words in found.why
 
 
 def test_tokens_that_do_not_count_may_differ() -> None:
@@ -231,26 +231,6 @@ def test_a_model_that_knows_one_precision_has_the_floor_of_the_other() -> None:
     assert nanwatch.compare(hard, hard, X).floor == "not measured, assumed to be 4 eps of float32"
 
 
-class Scaled(nn.Module):
-    """Loss of no dimensions, with weight and bias of none."""
-
-    def __init__(self, weight: float) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.tensor(weight)), nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.weight + self.bias).mean()
-
-
-@pytest.mark.parametrize("most_bytes", [0, 1 << 20])
-def test_tensors_without_dimensions_are_compared(most_bytes: int) -> None:
-    a, b = (nn.Sequential(nn.Linear(16, 64), Scaled(weight)) for weight in (1.0, 2.0))
-    b[0] = a[0]
-    found = nanwatch.compare(a, b, X, most_bytes=most_bytes)
-    assert found.first is not None
-    assert found.first.module_a == "1"
-
-
 def test_an_overflow_in_half_precision_is_a_difference() -> None:
     """Though the floor, of the same format, overflows too."""
     model = with_step(lambda x: 1e4 * x * 10)
@@ -265,15 +245,18 @@ def test_the_result_as_json_and_text() -> None:
     b[1] = nn.Hardtanh()
     found = nanwatch.compare(a, b, X)
     document = json.loads(found.to_json())
-    assert document["first"]["module_a"] == "1"
+    first, output = document["first"], [model[:2](X).detach().double() for model in (a, b)]
+    assert first["module_a"] == "1"
+    cosine = torch.cosine_similarity(*(x.flatten() for x in output), 0)
+    assert first["cosine"] == pytest.approx(float(cosine))
+    assert first["largest_difference"] == pytest.approx(float((output[0] - output[1]).abs().max()))
     assert len(document["first"]["tokens"]) == 8
     assert [one["module_a"] for one in document["modules"]] == ["", "0", "1", "2"]
     assert found.to_text().splitlines()[0] == "Differ first in 1 (Tanh) | 1 (Hardtanh)."
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "words"),
-    [
+def test_bad_use_is_explained() -> None:
+    for arguments, options, words in (
         ((mlp(), "model", X), {}, "model_b should be a torch.nn.Module, got str"),
         ((mlp(), mlp(), X), {"factor": 1.0}, "factor should be above 1"),
         (
@@ -281,11 +264,9 @@ def test_the_result_as_json_and_text() -> None:
             {"call_b": lambda *_: None},
             "no module of the Sequential was called: see call_a and",
         ),
-    ],
-)
-def test_bad_use_is_explained(arguments: tuple[object, ...], options: dict[str, object], words: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=words):
-        nanwatch.compare(*arguments, **options)
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            nanwatch.compare(*arguments, **options)
 
 
 class Gained(nn.Module):
@@ -308,3 +289,68 @@ def test_modules_that_stand_for_each_other_and_do_not_match_are_both_named() -> 
     other[1].load_state_dict(one[1].state_dict())
     found = nanwatch.compare(one, other, torch.randn(4, 6))
     assert found.where.endswith("There A calls norm and B n1, which were not matched: compare them")
+
+
+class Block(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor] = torch.sin) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(16, 16), Unit(function)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.act(self.linear(x))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block(), Block(torch.tan), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def backend(least: int, name: str) -> Any:
+    """A compiler that takes the last of at least so many operations of a name for a cosine."""
+
+    def compiler(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        found = [node for node in graph.graph.nodes if getattr(node.target, "__name__", "") == name]
+        if len(found) >= least:
+            found[-1].target = torch.cos
+            graph.recompile()
+        return graph.forward
+
+    return compiler
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_module_that_is_compiled_wrongly_is_named(*, in_place: bool) -> None:
+    """Its parts are compiled as the whole was; where that makes no difference, the result says so."""
+    torch.manual_seed(0)
+    model = Stack()
+    made = []
+    for compiler in (backend(1, "tan"), backend(3, "sin"), "eager"):
+        torch._dynamo.reset()
+        compiled = copy.deepcopy(model)
+        if in_place:
+            compiled.compile(backend=compiler)
+        else:
+            compiled = torch.compile(compiled, backend=compiler)  # type: ignore[assignment]
+        made.append(nanwatch.compare(model, compiled, X))
+        assert not any(type(module).__name__ == "OptimizedModule" for module in list(compiled.modules())[1:])
+        assert not in_place or compiled._compiled_call_impl is not None
+    named, whole, equal = made
+    assert named.first is not None
+    assert named.first.module_a == "blocks.2.act"
+    assert whole.first is not None
+    assert whole.first.module_a == ""
+    assert whole.remarks[-1].endswith("shows no difference: it comes from compiling it whole")
+    assert equal.equal
+
+
+def test_an_output_that_cannot_be_compared_has_no_number() -> None:
+    row = ModuleError("fc", "fc", "Linear", "Linear", 0.0, None, 0.1)
+    found = Comparison(False, row, "", (), "", "a second run", 8.0, 1, 1, (row,))
+    assert "Output:     not comparable" in found.to_text().splitlines()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from nanwatch import __main__ as command
-from nanwatch.cli import equivalence
+from nanwatch.cli import compare
 from support.processes import forked
 
 TRAINING = """
@@ -61,7 +61,7 @@ SCRIPTS = {
         "input[0]",
         "aten.random_.default",
         "a data loader draws its order",
-        "random bytes",
+        "manual_seed(0)",
     ),
     "file": Script(
         "import os\ntorch.manual_seed(0)\nlast = float(open('last').read()) if os.path.exists('last') else 1.0\n"
@@ -99,7 +99,7 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # The interpreter's flags are those of the process that is forked.
     stand_in = SimpleNamespace(run=start, _args_from_interpreter_flags=list)
-    monkeypatch.setattr(equivalence, "subprocess", stand_in)
+    monkeypatch.setattr(compare, "subprocess", stand_in)
 
 
 @pytest.mark.slow
@@ -114,8 +114,8 @@ def test_a_source_of_chance_of_a_script_is_named(
     """Tensor, operation, cause, and the cure that was tried."""
     script = SCRIPTS[name]
     if name in OF_THE_INTERPRETER:  # 3 s a run, and each trial takes two
-        cures = {"hash": equivalence.TRIALS["hash"]} if script.cure else {}
-        monkeypatch.setattr(equivalence, "TRIALS", cures)
+        cures = {"order": compare.TRIALS["order"]} if script.cure else {}
+        monkeypatch.setattr(compare, "TRIALS", cures)
     else:
         request.getfixturevalue("forks")
     monkeypatch.chdir(tmp_path)
@@ -176,7 +176,7 @@ def test_a_file_of_the_run_before_is_noted(
     now = 1_700_000_000.0
     os.utime(path, (now - age, now - age))
     notes: list[str] = []
-    look = equivalence._FileHook(notes, since=now - 10, start=now)
+    look = compare._FileHook(notes, since=now - 10, start=now)
     look(event, (str(path), "r", flags))
     look(event, (str(tmp_path / "missing"), "r", flags))
     look(event, (3, "r", flags))  # a descriptor

@@ -28,12 +28,20 @@ _AT = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class RunTensor:
-    """Tensor or number of a run, and when it was read. `form` is its dtype and shape.
+def tensor_words(kind: str, module: str, class_name: str, label: str) -> str:
+    """Return a tensor of a run in words, such as "`output` of fc1 (Linear)"."""
+    named = module_name(module)
+    if class_name and class_name != module:
+        named += f" ({visible(class_name)})"
+    return f"`{visible(label)}` {_AT[kind].format(named)}"
 
-    `kind` is "weight" or "buffer" (before the call of its module), "input", "output", "gradient" (of an output, or of a
-    weight before the step), "step" (a weight after the optimizer's step) or "result".
+
+@dataclass(frozen=True, slots=True)
+class FirstDifference:
+    """First tensor that two runs do not have alike, and the operation and line that made it, where they are known.
+
+    `kind`, `module`, `class_name`, `label` and `form` are those of TensorPrint. `equal_before` counts the tensors that
+    were equal up to there. `place` is the line, `code` its text.
     """
 
     batch: int
@@ -42,23 +50,6 @@ class RunTensor:
     class_name: str
     label: str
     form: str
-
-    @property
-    def where(self) -> str:
-        """The tensor in words, such as "`output` of fc1 (Linear)"."""
-        named = module_name(self.module)
-        if self.class_name and self.class_name != self.module:
-            named += f" ({visible(self.class_name)})"
-        return f"`{visible(self.label)}` {_AT[self.kind].format(named)}"
-
-
-@dataclass(frozen=True, slots=True)
-class FirstDifference(RunTensor):
-    """First tensor that two runs do not have alike, and the operation and line that made it, where they are known.
-
-    `equal_before` counts the tensors that were equal up to there. `place` is the line, `code` its text.
-    """
-
     equal_before: int
     other: str = ""
     operation: str = ""
@@ -67,6 +58,11 @@ class FirstDifference(RunTensor):
     code: str = ""
     in_backward: bool = False
     cause: str = ""
+
+    @property
+    def where(self) -> str:
+        """The tensor in words."""
+        return tensor_words(self.kind, self.module, self.class_name, self.label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +96,7 @@ class Repetition:
 
     @property
     def equal(self) -> bool:
-        """True when no difference was found."""
+        """True when no difference was first."""
         return self.difference is None
 
     def to_json(self) -> str:
@@ -109,30 +105,30 @@ class Repetition:
 
     def to_text(self) -> str:
         """Return the result for people."""
-        found = self.difference
-        if found is None:
+        first = self.difference
+        if first is None:
             amount = f"{self.batches:,} batch{'' if self.batches == 1 else 'es'}"
             lines = [
                 f"Repeatable: {self.runs} runs of {self.what} are bit-equal over {amount}"
                 f" ({self.tensors:,} tensors each)."
             ]
         else:
-            lines = [f"Not repeatable: the runs of {self.what} part in batch {found.batch}.", ""]
-            before = f"after {found.equal_before:,} equal ones" if found.equal_before else "the first of all"
-            lines.append(f"First:      {found.where}, {found.form}, {before}")
-            if found.other:
-                lines.append(f"            where the other run has {found.other}")
-            if found.operation:
-                where = f" of {found.operation_module}" if found.operation_module else ""
-                side = "in the backward of" if found.in_backward else "at"
-                lines.append(f"Operation:  {found.operation}{where}, {side} {_short(found.place)}")
-                lines += [f"                {found.code}"] if found.code else []
-            lines += wrapped("Cause:", found.cause)
+            lines = [f"Not repeatable: the runs of {self.what} part in batch {first.batch}.", ""]
+            before = f"after {first.equal_before:,} equal ones" if first.equal_before else "the first of all"
+            lines.append(f"First:      {first.where}, {first.form}, {before}")
+            if first.other:
+                lines.append(f"            where the other run has {first.other}")
+            if first.operation:
+                where = f" of {first.operation_module}" if first.operation_module else ""
+                side = "in the backward of" if first.in_backward else "at"
+                lines.append(f"Operation:  {first.operation}{where}, {side} {_short(first.place)}")
+                lines += [f"                {first.code}"] if first.code else []
+            lines += wrapped("Cause:", first.cause)
         if self.tried:
             lines += ["", "Tried, with runs of its own each:"]
-            for one in self.tried:
-                why = f": {one.where}" if one.outcome == "failed" else ""
-                lines.append(f"  {_OUTCOMES[one.outcome]:<9}  {one.change}{why}")
+            for trial in self.tried:
+                why = f": {trial.where}" if trial.outcome == "failed" else ""
+                lines.append(f"  {_OUTCOMES[trial.outcome]:<9}  {trial.change}{why}")
         return as_text(lines, self.remarks)
 
 
@@ -144,10 +140,10 @@ def _short(place: Place | None) -> str:
     return str(place if relative.startswith("..") else place._replace(file=relative))
 
 
-def as_json(found: Any) -> str:
+def as_json(result: Any) -> str:
     """Return a result as one JSON document."""
-    head = {"schema": f"nanwatch.{type(found).__name__.lower()}", "version": VERSION, "equal": found.equal}
-    return json.dumps({**head, **plain(found)}, allow_nan=False, indent=2)
+    head = {"schema": f"nanwatch.{type(result).__name__.lower()}", "version": VERSION, "equal": result.equal}
+    return json.dumps({**head, **plain(result)}, allow_nan=False, indent=2)
 
 
 def as_text(lines: list[str], remarks: Sequence[str]) -> str:

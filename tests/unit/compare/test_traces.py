@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.equivalence.comparison import Comparison
-from nanwatch.equivalence.traces import compare_traces
+from nanwatch.compare.comparison import Comparison
+from nanwatch.compare.traces import compare_traces
 from nanwatch.trace.trace_file import Trace
 from support.watching import watch
 

@@ -1,12 +1,11 @@
-"""Causes of runs that part, and trials: changes of a run's surroundings that take one source of chance away each.
+"""Known causes of runs that part, and trials: changes of a run's surroundings that take one source of chance away each.
 
-`explain` knows causes by the operation in which runs part. A run that becomes repeatable under a trial has shown its
+`explain` guesses causes by the operation in which runs part. A run that becomes repeatable under a trial has shown its
 cause. Trials that replace a function note who called it.
 """
 
 from __future__ import annotations
 
-import ast
 import itertools
 import linecache
 import os
@@ -18,18 +17,16 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from ..diagnosis.provenance import program_frame
-from ..util.place import Place
 from ..util.program_code import SKIPPED_FILES, is_library
-from .operations import OUTSIDE, UNWRITTEN, OperationDifference
-from .state import temporarily
+from ..util.visible import users_frame
+from .operations import OperationDifference, OperationPrint
 
 Note = Callable[[str], object]
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
@@ -38,13 +35,23 @@ _START = 1_700_000_000.0
 _OF_WORKERS = "num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"
 
 
+@contextmanager
+def temporarily(setter: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    """Set a value for the block, and after it the one from before."""
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(before)
+
+
 @dataclass(frozen=True)
 class Trial:
     """Change of a run's surroundings.
 
     `change` is what to write into the program, as code where that is possible. `cause` is what it shows when the runs
     become equal, with the noted calls behind it. `patch(note)` is the context of the run, and `environment` that of its
-    process. `for_scripts`: it makes sense only for runs in processes of their own.
+    process. `for_scripts`: it makes sense for runs in processes of their own alone.
     """
 
     change: str
@@ -56,7 +63,10 @@ class Trial:
 
 @contextmanager
 def _deterministic(note: Note) -> Iterator[None]:
-    was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     cudnn = torch.backends.cudnn
     benchmark, deterministic = cudnn.benchmark, cudnn.deterministic
     # cuBLAS reads it when it is first used. Without it, torch refuses matrix products on CUDA.
@@ -67,7 +77,7 @@ def _deterministic(note: Note) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(was[0], warn_only=was[1])
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
         if not is_given:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
@@ -75,17 +85,9 @@ def _deterministic(note: Note) -> Iterator[None]:
 
 @contextmanager
 def _seeded(note: Note) -> Iterator[None]:
+    """Seed the global generators, give fixed bytes for the operating system's random ones, and 0 where no seed is."""
     random.seed(0)
     torch.manual_seed(0)
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        numpy.seed(0)
-    yield
-
-
-@contextmanager
-def _no_fresh_entropy(note: Note) -> Iterator[None]:
-    """Give fixed bytes for the operating system's random ones, and the seed 0 where none is given."""
     numbers = random.Random(0)
     python_seed = random.Random.seed
     done: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
@@ -99,6 +101,7 @@ def _no_fresh_entropy(note: Note) -> Iterator[None]:
     ]
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
+        numpy.seed(0)
         done += [
             (numpy.default_rng, _seeding("numpy.random.default_rng()", note, numpy.default_rng)),
             (numpy.seed, _seeding("numpy.random.seed()", note, numpy.seed)),
@@ -130,21 +133,21 @@ def _stopped_clock(note: Note) -> Iterator[None]:
 
 
 @contextmanager
-def _ordered_loaders(note: Note) -> Iterator[None]:
+def _ordered(note: Note) -> Iterator[None]:
     """Make data loaders without workers, whose samplers have generators with the seed 0."""
     before = DataLoader.__init__
     parameters = signature(before)
 
     def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
-        given = parameters.bind(self, *args, **kwargs).arguments
+        options = parameters.bind(self, *args, **kwargs).arguments
         for name in _OF_WORKERS:
-            given.pop(name, None)
-        samplers: list[Any] = [given.get("sampler"), getattr(given.get("batch_sampler"), "sampler", None)]
+            options.pop(name, None)
+        samplers: list[Any] = [options.get("sampler"), getattr(options.get("batch_sampler"), "sampler", None)]
         for sampler in samplers:
             if hasattr(sampler, "generator"):
                 sampler.generator = torch.Generator().manual_seed(0)
         note_call("a DataLoader", note)
-        before(**{**given, "generator": torch.Generator().manual_seed(0)})
+        before(**{**options, "generator": torch.Generator().manual_seed(0)})
 
     with temporarily(partial(setattr, DataLoader, "__init__"), init, before):
         yield
@@ -152,7 +155,7 @@ def _ordered_loaders(note: Note) -> Iterator[None]:
 
 def note_call(name: str, note: Note) -> None:
     """Note that the program has called a function, and where, unless one of its libraries or an import has."""
-    frame = program_frame(None)
+    frame = users_frame(sys._getframe(1))
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY) and frame.f_back is not None:
         frame = frame.f_back
     if frame is not None and not is_library(frame.f_code.co_filename):
@@ -179,7 +182,7 @@ def _seeding(name: str, note: Note, function: Callable[..., Any]) -> Callable[..
 @contextmanager
 def _replaced(functions: Iterable[tuple[Callable[..., Any], Callable[..., Any]]]) -> Iterator[None]:
     """Replace functions in their own modules and where the program has imported them by name."""
-    new = {id(old): one for old, one in functions}
+    new = {id(old): function for old, function in functions}
     with ExitStack() as after:
         for key, module in list(sys.modules.items()):
             file = getattr(module, "__file__", None) or ""
@@ -197,32 +200,21 @@ def _replaced(functions: Iterable[tuple[Callable[..., Any], Callable[..., Any]]]
 
 TRIALS = {
     "seeds": Trial(
-        "torch.manual_seed(0), random.seed(0), numpy.random.seed(0) at the start",
-        "the global random number generators, which the program does not seed",
+        "torch.manual_seed(0), random.seed(0), numpy.random.seed(0) at the start, and seeds for all other generators",
+        "random numbers that the program does not seed",
         _seeded,
+    ),
+    "order": Trial(
+        "DataLoader(generator=torch.Generator().manual_seed(0), num_workers=0) and PYTHONHASHSEED=0",
+        "the order of the data: a data loader, its workers, or a set, which Python orders anew in each process",
+        _ordered,
+        {"PYTHONHASHSEED": "0"},
         for_scripts=True,
     ),
-    "loader": Trial(
-        "DataLoader(generator=torch.Generator().manual_seed(0), num_workers=0)",
-        "the order or the workers of a data loader",
-        _ordered_loaders,
-        for_scripts=True,
-    ),
-    "hash": Trial(
-        "PYTHONHASHSEED=0",
-        "the order of a set, or another use of hash(), which Python seeds anew in each process",
-        environment={"PYTHONHASHSEED": "0"},
-        for_scripts=True,
-    ),
-    "clock": Trial(
+    "time": Trial(
         "the clocks of the module time moved on by 1 ms a call",
         "a time that the program reads",
         _stopped_clock,
-    ),
-    "entropy": Trial(
-        "fixed seeds in place of the operating system's random bytes",
-        "fresh random bytes of the operating system, or a generator seeded with them",
-        _no_fresh_entropy,
     ),
     "threads": Trial(
         "torch.set_num_threads(1)",
@@ -230,14 +222,19 @@ TRIALS = {
         lambda note: temporarily(torch.set_num_threads, 1, torch.get_num_threads()),
         {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
     ),
-    "deterministic": Trial(
+    "atomics": Trial(
         "torch.use_deterministic_algorithms(True)",
-        "an operation for which PyTorch has a deterministic kernel, or memory that torch.empty leaves unwritten",
+        "an operation for which PyTorch has a deterministic kernel, as for atomic additions on CUDA, or memory that"
+        " torch.empty leaves unwritten",
         _deterministic,
         {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     ),
 }
-
+# What a step keeps from run to run is tried for functions only: a script runs in a new process.
+KEPT = Trial(
+    "objects that the step keeps put back before each run, and functools caches emptied",
+    "something that the step keeps from run to run",
+)
 
 # From the list at torch.use_deterministic_algorithms: operations whose CUDA kernels add with atomics.
 _ATOMICS = re.compile(
@@ -246,96 +243,83 @@ _ATOMICS = re.compile(
     r"|nll_loss2d|kthvalue|median|segment_reduce|repeat_interleave"
 )
 _TUNED = re.compile(r"conv|mm|matmul|linear|baddbmm|attention|rnn|lstm|gru")
+_DROPOUT = re.compile(r"dropout|bernoulli")
 # Calls in the source of a function whose results differ from run to run, and the trials that hold them still.
 _SUSPECTS = {
-    r"\btime\.\w+\(|\b(?:perf_counter|monotonic)(?:_ns)?\(|datetime\.\w*now\(": "clock",
-    r"\b(?:urandom|uuid4|SystemRandom)\(|\bsecrets\.\w+\(|(?:default_rng|\bRandom|\.seed)\(\s*\)": "entropy",
-    r"(?<![\w.])hash\(|(?<![\w.])(?:frozen)?set\(|\{[^:{}]+ for ": "hash",
+    r"\btime\.\w+\(|\b(?:perf_counter|monotonic)(?:_ns)?\(|datetime\.\w*now\(": "time",
+    r"\b(?:urandom|uuid4|SystemRandom)\(|\bsecrets\.\w+\(|(?:default_rng|\bRandom|\.seed)\(\s*\)": "seeds",
+    r"(?<![\w.])hash\(|(?<![\w.])(?:frozen)?set\(|\{[^:{}]+ for ": "order",
     r"(?<![\w.])id\(": "",
     r"\bas_completed\(|\bThread\(|\.submit\(|imap_unordered\(": "",
     r"\blistdir\(|\bscandir\(|\biglob\(|(?<![\w])glob\(": "",
 }
+# Lines before an operation in which such calls are looked for, up to the start of its function.
+_LINES = 20
 
 
-def explain(found: OperationDifference) -> tuple[str, list[str]]:
+def explain(difference: OperationDifference) -> tuple[str, list[str]]:
     """Return the cause of a difference in one sentence, and the names of the trials to make first."""
-    one = found.a
-    operand = found.operand
-    calls, trials = _suspects(one.place)
-    ahead = ["loader"] if one.in_loader else []
-    if found.how == "results" and one.is_random:
-        return _of_random(one.has_generator, one.in_loader), [
-            "seeds",
-            *trials,
-            "kept",
+    operation = difference.a
+    calls, suspects = _suspects(operation.file, operation.line)
+    base = operation.name.removeprefix("aten.")
+    if difference.how == "results" and operation.is_random:
+        ahead = ["order"] if operation.in_loader else []
+        return _drawn(operation), [
+            *suspects,
             *ahead,
-            "entropy",
-            "clock",
+            *(["kept"] if operation.has_generator else []),
+            "seeds",
+            "kept",
         ]
-    if found.how == "results":
-        return _of_results(one.name, calls), ["deterministic", "threads", *trials]
-    if found.how == "operands" and operand.origin == UNWRITTEN:
-        cause = f"it reads memory that was allocated at {operand.allocated} and that no operation wrote"
-        return cause, ["deterministic"]
-    everything = [*ahead, *trials, "kept", "entropy", "clock", "hash", "seeds"]
-    if found.how == "path":
-        other = "nothing" if found.b is None else f"{found.b.name} at {found.b.place or ''}"
-        return f"the other run does {other} here: Python takes another branch{calls}", everything
-    if found.how == "numbers":
-        theirs = "" if found.b is None else f" against {found.b.numbers}"
-        return f"Python gives it another number, {one.numbers}{theirs}{calls}", everything
-    if operand.origin == OUTSIDE:
-        places = "Python, numpy, another thread or process, or an earlier batch"
-        return f"what it was given comes from outside the recorded operations: {places}{calls}", everything
-    return f"what it was given was written past PyTorch's dispatcher{calls}", everything
+    if difference.how == "results":
+        if base == operation.name:
+            words = f"{base} makes other bits of equal operands; its kernel is not PyTorch's{calls}"
+        elif _ATOMICS.search(base):
+            words = f"{base} adds with atomics on CUDA, in an order that differs from run to run"
+        elif _TUNED.search(base):
+            words = f"{base} may be computed by another algorithm or split over threads in another way in each run"
+        else:
+            words = f"{base} makes other bits of equal operands{calls}"
+        return words, [*suspects, "atomics", "threads"]
+    if difference.how == "path":
+        counterpart = difference.b
+        other = (
+            "nothing"
+            if counterpart is None
+            else f"{counterpart.name} at {counterpart.file}:{counterpart.line}"
+        )
+        words = f"the other run does {other} here: Python takes another branch"
+    elif difference.how == "numbers":
+        theirs = "" if difference.b is None else f" against {difference.b.numbers}"
+        words = f"Python gives it another number, {operation.numbers}{theirs}"
+    else:
+        words = (
+            "what it was given comes from outside the recorded operations: Python, numpy, another thread or process,"
+            " unwritten memory, or an earlier batch"
+        )
+    ahead = ["order"] if operation.in_loader else []
+    return f"{words}{calls}", [*suspects, *ahead, "kept", "seeds", "order", "time"]
 
 
-def _of_random(has_generator: bool, in_loader: bool) -> str:
-    if in_loader:
+def _drawn(operation: OperationPrint) -> str:
+    if operation.in_loader:
         return "a data loader draws its order from a generator that is not seeded alike in both runs"
-    if has_generator:
+    if operation.has_generator:
         return "it draws from a torch.Generator of its own, which is not in the same state in both runs"
-    return "it draws from PyTorch's global generator, which is not in the same state in both runs"
+    drawer = "dropout" if _DROPOUT.search(operation.name) else "it"
+    return f"{drawer} draws from PyTorch's global generator, which is not in the same state in both runs"
 
 
-def _of_results(name: str, calls: str) -> str:
-    base = name.removeprefix("aten.")
-    if not name.startswith("aten."):
-        return f"{name} makes other bits of equal operands; its kernel is not PyTorch's{calls}"
-    if _ATOMICS.search(base):
-        return f"{name} adds with atomics on CUDA, in an order that differs from run to run"
-    if _TUNED.search(base):
-        return f"{name} may be computed by another algorithm or split over threads in another way in each run"
-    return f"{name} makes other bits of equal operands"
-
-
-def _suspects(place: Place | None) -> tuple[str, list[str]]:
-    """Return, for a sentence, the calls in the function at `place` that may differ, and the trials for them."""
+def _suspects(file: str, line: int) -> tuple[str, list[str]]:
+    """Return, for a sentence, the calls before a line of a function that may differ, and the trials for them."""
     found, trials = [], []
-    file, line, _ = place or Place("", 0)
-    for at in _lines_of_function(file, line):
+    for at in range(line, max(line - _LINES, 0), -1):
         code = linecache.getline(file, at).partition("#")[0]
         for pattern, trial in _SUSPECTS.items():
             if match := re.search(pattern, code):
                 words = re.sub(r"\($", "()", match.group().strip())
                 found.append(f"{words} in line {at}")
                 trials += [trial] if trial else []
+        if re.match(r"\s*(?:async )?def ", code):
+            break
     return (f"; look at {', '.join(found[:3])}" if found else ""), list(dict.fromkeys(trials))
-
-
-@lru_cache(maxsize=64)
-def _lines_of_function(file: str, line: int) -> tuple[int, ...]:
-    """Return the lines of the innermost function around a line, or of the file without one."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return (line,) if line else ()
-    spans = [
-        (node.lineno, node.end_lineno or node.lineno)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    around = [span for span in spans if span[0] <= line <= span[1]]
-    # The last that begins before the line is the innermost. Outside any, the 20 lines before it are enough.
-    first, last = max(around, default=(max(line - 20, 1), line))
-    return tuple(range(first, last + 1))

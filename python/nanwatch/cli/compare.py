@@ -1,4 +1,4 @@
-"""`nanwatch twice` and `nanwatch compare`: do two executions compute the same?"""
+"""`nanwatch compare`, `diff` and `twice`: do two executions compute the same?"""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..equivalence.compare import compare
-from ..equivalence.recording import EnoughError, HashedTensor, Recorder, Recording
-from ..equivalence.traces import compare_traces
-from ..equivalence.trials import TRIALS
-from ..equivalence.twice import Request, examine
+from ..compare.models import compare
+from ..compare.recording import EnoughError, Recorder, Recording, TensorPrint
+from ..compare.traces import compare_traces
+from ..compare.trials import TRIALS
+from ..compare.twice import Request, examine
+from ..trace.comparison import RTOL, diff
+from ..trace.difference import KINDS
 from ..trace.trace_file import Trace
 from ..util.progress import Tell
 from ..util.visible import spell
@@ -53,6 +55,16 @@ examples:
   nanwatch compare models:reference models:port models:batch --factor 20 --json
   nanwatch compare models:reference models:port models:batch --html compare.html
   nanwatch compare trainer.parquet engine.parquet trainer-fp32.parquet
+"""
+
+_DIFF = """\
+exit status: 1 when they differ, 0 when they do not, 2 when they cannot be compared
+
+examples:
+  nanwatch diff before.parquet after.parquet
+  nanwatch diff run.parquet --batches 149 150
+  nanwatch diff fp32.parquet fp16.parquet --ignore dtype --rtol 0.05
+  nanwatch diff before.parquet after.parquet --html diff.html --json
 """
 
 
@@ -90,21 +102,62 @@ def compare_main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
 
     def find(tell: Tell) -> tuple[str, int]:
-        given = {"A": options.a, "B": options.b, "INPUTS": options.inputs}
+        names = {"A": options.a, "B": options.b, "INPUTS": options.inputs}
         if os.path.exists(options.a) and os.path.exists(options.b):
-            traces = [Trace.open(path, tell) for path in given.values() if path is not None]
+            traces = [Trace.open(path, tell) for path in names.values() if path is not None]
             tell("comparing")
-            found = compare_traces(*traces, batches=options.batches, factor=options.factor)
+            result = compare_traces(*traces, batches=options.batches, factor=options.factor)
         elif options.inputs is None or options.batches is not None:
             raise UseError(
                 "A and B should be two traces that exist, or two models with INPUTS and without --batches"
             )
         else:
             tell("running the models")
-            found = compare(*(imported(value, name) for name, value in given.items()), factor=options.factor)
-        return rendered(found, options, tell), EQUAL_STATUS[found.equal]
+            result = compare(*(imported(value, name) for name, value in names.items()), factor=options.factor)
+        return rendered(result, options, tell), EQUAL_STATUS[result.equal]
 
     return answered("compare", find, errors=(TypeError, RuntimeError))
+
+
+def diff_main(arguments: list[str]) -> int:
+    """Run `nanwatch diff` and return the exit status."""
+    parser = command_parser(
+        "diff",
+        "Name the first record in which two traces part, and what grew most from the one to the other.",
+        _DIFF,
+    )
+    parser.add_argument("a", metavar="A", help="a trace: what watch(trace=...) was given")
+    parser.add_argument(
+        "b", metavar="B", nargs="?", help="another; without it --batches compares two batches of A"
+    )
+    parser.add_argument(
+        "--batches", nargs=2, type=int, metavar=("N", "M"), help="batch N of A against batch M of B"
+    )
+    parser.add_argument(
+        "--rtol",
+        type=float,
+        default=RTOL,
+        help="relative difference of ranges that is equal (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--ignore",
+        nargs="+",
+        action="extend",
+        default=[],
+        choices=KINDS,
+        help="kinds of difference to pass over",
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts too")
+    options = parser.parse_args(arguments)
+
+    def find(tell: Tell) -> tuple[str, int]:
+        batches = None if options.batches is None else (options.batches[0], options.batches[1])
+        a = Trace.open(options.a, tell)
+        b = None if options.b is None else Trace.open(options.b, tell)
+        result = diff(a, b, batches=batches, rtol=options.rtol, ignore=options.ignore)
+        return rendered(result, options, tell), int(result.differs)
+
+    return answered("diff", find)
 
 
 def twice_main(arguments: list[str]) -> int:
@@ -138,10 +191,10 @@ def twice_main(arguments: list[str]) -> int:
             sys.stderr.write(f"nanwatch twice: {hint}\n")
         with tempfile.TemporaryDirectory(prefix="nanwatch-twice-") as folder:
             runs = _Runs(Path(folder), [*(["-m"] if is_module else []), target, *rest], options.batches)
-            found = examine(runs.run, os.path.basename(target), options.times, runs.trials, tell)
-        if found.equal and runs.error:
+            result = examine(runs.run, os.path.basename(target), options.times, TRIALS, tell)
+        if result.equal and runs.error:
             raise UseError(f"the runs are bit-equal, but each ended by {runs.error}")
-        return rendered(found, options, tell), EQUAL_STATUS[found.equal]
+        return rendered(result, options, tell), EQUAL_STATUS[result.equal]
 
     return answered("twice", find)
 
@@ -155,11 +208,6 @@ class _Runs:
         self._most_batches = most_batches
         self._since = time.time()
         self.error = ""  # the exception that ended the last run
-        self.trials = {
-            name: one
-            for name, one in TRIALS.items()
-            if name != "hash" or os.environ.get("PYTHONHASHSEED", "random") == "random"
-        }
 
     def run(self, request: Request) -> Recording:
         """Run the script and return its recording. Raise UseError when it fails before its model is called."""
@@ -172,7 +220,7 @@ class _Runs:
         # A watch in the script would be before the calls that are to be recorded.
         environment = {**os.environ, "NANWATCH": "0", _VARIABLE: json.dumps(asked)}
         for name in request.trials:
-            environment |= self.trials[name].environment
+            environment |= TRIALS[name].environment
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         command = [sys.executable, *flags, "-m", "nanwatch", "twice", *self._command]
         done = subprocess.run(
@@ -194,7 +242,7 @@ class _Runs:
 def _run_here(request: dict[str, Any], target: str, arguments: list[str], *, is_module: bool) -> int:
     """Run the script in this process and write its recording."""
     window, process = request["window"], os.getpid()
-    recorder = Recorder(None if window is None else tuple(window), request["most_batches"], request["fill"])
+    recorder = Recorder(None if window is None else tuple(window), request["most_batches"])
     notes = recorder.recording.notes
     sys.addaudithook(_FileHook(notes, request["since"], time.time()))
     status = 0
@@ -213,10 +261,8 @@ def _run_here(request: dict[str, Any], target: str, arguments: list[str], *, is_
                 traceback.print_exc()
                 recording.error, status = spell(error), 1
     if recording.error:
-        last = HashedTensor(
-            max(recording.batches - 1, 0), "result", "", "", "exception", recording.error, bits=0
-        )
-        recording.tensors.append(last)
+        batch = max(recording.batches - 1, 0)
+        recording.tensors.append(TensorPrint(batch, "result", "", "", "exception", recording.error, bits=0))
     if os.getpid() == process:  # else a forked child that has come to the script's end
         Path(request["file"]).write_text(recording.to_json(), encoding="utf-8")
     return status
@@ -235,11 +281,8 @@ class _FileHook:
         if event != "open" or not isinstance(arguments[0], str) or len(self._notes) > 100:
             return
         path, flags = arguments[0], arguments[2]
-        if flags & (os.O_WRONLY | os.O_TRUNC) or path.endswith((".pyc", ".py")):
+        if flags & (os.O_WRONLY | os.O_TRUNC) or path.endswith((".pyc", ".py")) or not os.path.isfile(path):
             return
-        try:
-            changed = os.stat(path).st_mtime
-        except (OSError, ValueError):
-            return
-        if self._since <= changed < self._start and os.path.isfile(path):
+        changed = os.path.getmtime(path)
+        if self._since <= changed < self._start:
             self._notes.append(f"the script reads a file that the run before it has written: {path}")

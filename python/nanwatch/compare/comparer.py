@@ -1,0 +1,330 @@
+"""Comparison of two runs of calls: compare the values of each pair, and find the first that leaves the noise.
+
+The runs come from two models (`models.py`) or from two traces with sketches (`traces.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import hypot, isfinite
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..numerics.readable import dtype_name
+from ..util.visible import module_name
+from .calls import CallPair, ModuleCall, Runs, innermost, is_sum, unmatched, value
+from .comparison import Comparison, ModuleError
+from .tensors import Errors, Tokens, errors_between
+from .words import by_token, module_differences, shape_of_difference
+
+# Leaves of a call's inputs or outputs that are tried against those of the other side.
+_LEAVES = 4
+# A difference that is this many times larger than what is left of it after the module is one of convention.
+_VANISHED = 100.0
+KINDS = ("inputs", "outputs")
+# Outputs that are further apart are never equal, in units of the narrowest format. Products of 16 bits are summed in
+# float32, those of others in the format itself. Pairs that compute the same stay below 0.5 and 4.
+_UNITS_OF_16_BITS, _UNITS = 8, 64
+# A difference that rounding of weights explains is within twice the error that the largest such rounding, with random
+# signs, makes in a run.
+_ROUNDED = 3.0
+_MOST_REMARKS = 5
+# Kind of values, and of which calls.
+Event = tuple[str, CallPair]
+Pick = tuple[int, ...]
+
+
+class Side(Protocol):
+    """Calls of one side of a comparison, in the order of their starts, and its dtype."""
+
+    calls: list[ModuleCall]
+    dtype: torch.dtype
+
+
+class TwoRuns(NamedTuple):
+    """Two runs of one side (0 or 1), whose distance is noise: in low and in high precision, or with rounded weights."""
+
+    side: int
+    first: Runs
+    second: Runs
+
+
+@dataclass
+class Noise:
+    """Sources of the noise floor: runs in two precisions of one side or both, and with rounded weights.
+
+    `coarse` is the precision that both sides have at least, and `words` say how the floor was measured.
+    """
+
+    coarse: torch.dtype
+    measured: list[TwoRuns] = field(default_factory=list)
+    rounded: list[TwoRuns] = field(default_factory=list)
+    words: str = ""
+
+    def floor(self, noise: list[float], rounded: list[float], factor: float) -> float:
+        """Return the floor by the noise of the less noisy side, and by what rounded weights make of both."""
+        eps = torch.finfo(self.coarse).eps
+        scale = eps / torch.finfo(torch.float32).eps if self.coarse is torch.float64 else 1.0
+        least = eps / 4 if noise else 4 * eps
+        return max(least, scale * min(noise, default=0.0)) + _ROUNDED / factor * hypot(*rounded)
+
+
+class EventErrors(NamedTuple):
+    """Errors of an event, the floor, how many times the floor the error is, and which values were compared."""
+
+    errors: Errors
+    floor: float
+    ratio: float
+    shape: tuple[int, ...]
+    picks: tuple[Pick, Pick]
+
+
+class Comparer:
+    """Comparison of the events of two runs, in the order of A, and the search for the first difference.
+
+    `conventions` has the differences that are gone later on, in words, by the kind of values and the keys of the calls.
+    """
+
+    def __init__(
+        self,
+        sides: tuple[Side, Side],
+        pairs: list[CallPair],
+        tokens: Tokens,
+        factor: float,
+        noise: Noise,
+        *,
+        narrowest: torch.dtype | None = None,
+        conventions: dict[Any, str] | None = None,
+    ) -> None:
+        self.pairs = pairs
+        self.conventions = {} if conventions is None else conventions
+        self.remarks: list[str] = []
+        self._sides = sides
+        self._tokens = tokens
+        self._factor = factor
+        self._noise = noise
+        self._narrowest = narrowest or noise.coarse
+        outputs = {("outputs", pair): self._compare(("outputs", pair)) for pair in pairs}
+        # A trace has ranges of inputs alone. The noise of one element may be 0 by chance, that of all is known.
+        floors = [seen.floor for seen in outputs.values() if seen is not None]
+        self._range_floor = max(floors, default=4 * torch.finfo(noise.coarse).eps)
+        self.events = {
+            event: outputs[event] if event[0] == "outputs" else self._compare(event)
+            for event in ((kind, pair) for pair in pairs for kind in KINDS)
+        }
+
+    def compare(self) -> Comparison:
+        """Return the result."""
+        equal, event, last, why = self.first()
+        first, where, likely = None, "", list[str]()
+        if event is not None and last is not None:
+            pair, where = self._blame(event, last)
+            first, likely = self.module_error(pair), self._looks_like(event, pair)
+        rows = tuple(row for pair in self.pairs if (row := self.module_error(pair)).error is not None)
+        calls_a, calls_b = (len(side.calls) for side in self._sides)
+        return Comparison(
+            equal, first, where, tuple(likely), why, self._noise.words, self._factor, calls_a, calls_b, rows,
+            tuple(dict.fromkeys(self.remarks))[:_MOST_REMARKS],
+        )  # fmt: skip
+
+    def first(self) -> tuple[bool | None, Event | None, Event | None, str]:
+        """Return whether the models are equal, the first event that differs, the last before, and why none."""
+        root = next((pair for pair in self.pairs if pair.a[0].parent is None), None)
+        error = None if root is None else self.events["outputs", root]
+        if root is None or error is None:
+            return None, None, None, "the outputs of the two models have shapes that do not go together"
+        if self.differs(("inputs", root)):
+            return None, None, None, "the models were not given the same inputs"
+        last = None
+        for event in sorted(self.events, key=lambda event: event[1].time(event[0], 0)):
+            if self.events[event] is None:
+                continue
+            if not self.differs(event):
+                last = event
+            elif words := self._convention(event):
+                self.remarks.append(words)
+            else:
+                why = "" if last else f"nothing could be compared before {_spell(event)}, which differs"
+                return False, event, last, why
+        # The runs that the noise was measured in may have the fault too.
+        name = dtype_name(self._narrowest)
+        units = _UNITS if torch.finfo(self._narrowest).bits > 16 else _UNITS_OF_16_BITS
+        if error.errors.total > units * torch.finfo(self._narrowest).eps:
+            size = f"the outputs are {error.errors.total:.2g} apart, more than {units} units of {name}"
+            return False, None, None, f"{size}, and what the noise was measured with is as far off"
+        return True, None, None, ""
+
+    def differs(self, event: Event) -> bool:
+        """Return whether an event is above the noise."""
+        seen = self.events[event]
+        return seen is not None and seen.ratio > self._factor
+
+    def agrees(self, pair: CallPair) -> bool:
+        """Return whether neither inputs nor outputs of the pair are above the noise."""
+        return not any(self.differs((kind, pair)) for kind in KINDS)
+
+    def module_error(self, pair: CallPair) -> ModuleError:
+        """Return the row of a pair, which need not be one of those that were matched."""
+        before, after = (self.events.get((kind, pair)) or self._compare((kind, pair)) for kind in KINDS)
+        along = None if after is None else by_token(after.errors.rows, after.shape)
+        return ModuleError(
+            *pair.names,
+            pair.a[0].class_name,
+            pair.b[0].class_name,
+            None if before is None else before.errors.total,
+            None if after is None else after.errors.total,
+            0.0 if after is None else after.floor,
+            () if along is None else tuple(along.tolist()),
+            None if after is None else after.errors.cosine,
+            None if after is None else after.errors.largest_difference,
+        )
+
+    def _blame(self, event: Event, last: Event) -> tuple[CallPair, str]:
+        """Return the innermost calls with the last event that agrees and the first that does not, and where in them."""
+        kind, pair = event
+        is_fed = self.events["inputs", pair] is not None or not (pair.a[0].inputs and pair.b[0].inputs)
+        if kind == "outputs" and pair.a[0].is_leaf and is_fed:
+            return pair, ""
+        where = f"in its own code, between {_spell(last)}, which agrees, and {_spell(event)}, which does not"
+        calls = [side.calls for side in self._sides]
+        times = [sorted((last[1].time(last[0], i), pair.time(kind, i))) for i in (0, 1)]
+        a, b = (innermost(calls[i], *times[i]) for i in (0, 1))
+        if not (a.is_leaf or b.is_leaf):  # of a leaf nothing inside shows
+            alone_a, alone_b = (unmatched(calls[i], self.pairs, *times[i]) for i in (0, 1))
+            if alone_a and alone_b:
+                where += f". There A calls {alone_a} and B {alone_b}, which were not matched: compare them"
+            elif alone_a or alone_b:
+                where += f". Only {'A' if alone_a else 'B'} calls {alone_a or alone_b} there"
+        return CallPair((a,), (b,)), where
+
+    def _looks_like(self, event: Event, pair: CallPair) -> list[str]:
+        """Return in words what may make the difference of an event, for which a pair of calls is blamed."""
+        words, seen = list[str](), self.events[event]
+        if all(len(modules) == 1 for modules in pair.modules):
+            words = module_differences(*pair.modules, is_leaf=pair.a[0].is_leaf)
+        if seen is not None and (rows := self._values(event, seen.picks)) is not None:
+            parts = max(pair.sides, key=len)
+            words += _part_of_difference(parts, *rows[1:], self._factor * seen.floor)
+            words += shape_of_difference(*rows[1:], seen.errors, seen.shape, seen.floor)
+        return words
+
+    def _compare(self, event: Event) -> EventErrors | None:
+        """Compare the inputs or the outputs of a pair, or return None where they do not go together."""
+        kind, pair = event
+        values = [getattr(side[0], kind)[:_LEAVES] for side in pair.sides]
+        if any(kept.is_range for kept in (*values[0], *values[1])):
+            return self._compare_ranges(*values)
+        counts = [len(kept) for kept in values]
+        if kind == "outputs" and counts[0] == counts[1] > 1:
+            seen = [self._compare_values(event, ((i,), (i,))) for i in range(counts[0])]
+            comparable = [errors for errors in seen if errors is not None]
+            if len(comparable) == counts[0]:
+                return max(comparable, key=lambda errors: errors.ratio)
+        tried = sorted(((i, j) for i in range(counts[0]) for j in range(counts[1])), key=sum)
+        main = (errors for i, j in tried if (errors := self._compare_values(event, ((i,), (j,)))))
+        # One side may pass hidden and residual apart, the other their sum.
+        sums = [picks for side, picks in ((1, ((0,), (0, 1))), (0, ((0, 1), (0,)))) if is_sum(values[side])]
+        found = [next(main, None), *(self._compare_values(event, picks) for picks in sums)]
+        return min(
+            (errors for errors in found if errors is not None),
+            key=lambda errors: errors.errors.total,
+            default=None,
+        )
+
+    def _compare_ranges(self, a: Sequence[Any], b: Sequence[Any]) -> EventErrors | None:
+        """Compare ranges of inputs. Positions or a mask may agree where the hidden state does not, so each input of
+        one side needs a counterpart.
+        """
+        fewer, more = sorted((a, b), key=len)
+        rows = [[errors_between(x.rows, y.rows) for y in more] for x in fewer]
+        nearest = [min(row, key=lambda errors: errors.total) for row in rows if row]
+        worst = max(nearest, default=None, key=lambda errors: errors.total)
+        # Where one side gives hidden and residual apart, their sum is not known.
+        if worst is None or (len(a) != len(b) and worst.total > self._factor * self._range_floor):
+            return None
+        return EventErrors(
+            worst, self._range_floor, worst.total / self._range_floor, (), ((_NONE,), (_NONE,))
+        )
+
+    def _compare_values(self, event: Event, picks: tuple[Pick, Pick]) -> EventErrors | None:
+        values = self._values(event, picks)
+        if values is None:
+            return None
+        shape, a, b = values
+        errors = errors_between(a, b)
+        measured, rounded = (
+            self._noise_of(runs, event, picks) for runs in (self._noise.measured, self._noise.rounded)
+        )
+        whole, worst = (
+            self._noise.floor(
+                [getattr(noise, of) for noise in measured],
+                [getattr(noise, of) for noise in rounded],
+                self._factor,
+            )
+            for of in ("total", "worst_row")
+        )
+        return EventErrors(errors, whole, max(errors.total / whole, errors.worst_row / worst), shape, picks)
+
+    def _noise_of(self, runs: list[TwoRuns], event: Event, picks: tuple[Pick, Pick]) -> list[Errors]:
+        """Return the errors between the two runs of each side."""
+        kind, pair = event
+        found = []
+        for side, *both in runs:
+            keys = [call.key for call in pair.sides[side]]
+            if all(key in run for key in keys for run in both):
+                low, high = (value([run[key] for key in keys], kind, picks[side]) for run in both)
+                rows = None if low is None or high is None else self._tokens.pair(high, low)
+                found += [] if rows is None else [errors_between(*rows)]
+        return [errors for errors in found if isfinite(errors.total)]  # a low run may overflow
+
+    def _values(
+        self, event: Event, picks: tuple[Pick, Pick]
+    ) -> tuple[tuple[int, ...], Tensor, Tensor] | None:
+        """Return A's shape and the rows of both sides."""
+        kind, pair = event
+        a, b = (value(side, kind, pick) for side, pick in zip(pair.sides, picks, strict=True))
+        rows = None if a is None or b is None else self._tokens.pair(a, b)
+        return None if rows is None or a is None else (a.shape, *rows)
+
+    def _convention(self, event: Event) -> str:
+        """Return in words where the difference is gone: at the output of the module or of one around it."""
+        kind, pair = event
+        key = (kind, *(tuple(call.key for call in side) for side in pair.sides))
+        seen = self.events[event]
+        for outer in reversed(self.pairs):
+            is_same = outer is pair and kind == "inputs"
+            is_around = outer.a[0].holds(pair.a[0]) and not self.differs(("inputs", outer))
+            after = self.events["outputs", outer]
+            if (
+                not (is_same or is_around)
+                or seen is None
+                or after is None
+                or self.differs(("outputs", outer))
+            ):
+                continue
+            if seen.errors.total > _VANISHED * after.errors.total:
+                gone = _spell(("outputs", outer))
+                self.conventions[key] = f"{_spell(event)} differs, which is gone at {gone}"
+                break
+        return self.conventions.get(key, "")
+
+
+_NONE = 1 << 30  # the pick of a range, which has no values to look at
+
+
+def _part_of_difference(parts: Sequence[ModuleCall], a: Tensor, b: Tensor, limit: float) -> list[str]:
+    """Return in words which of the calls beside a fused one differ, unless all do."""
+    widths = [call.outputs[0].shape[-1] for call in parts if call.outputs] if len(parts) > 1 else []
+    if sum(widths) != a.shape[-1]:
+        return []
+    both = zip(a.split(widths, -1), b.split(widths, -1), strict=True)
+    errors = [errors_between(*columns).total for columns in both]
+    off = [module_name(call.path) for call, error in zip(parts, errors, strict=True) if error > limit]
+    return [f"in {', '.join(off)} only"] if 0 < len(off) < len(parts) else []
+
+
+def _spell(event: Event) -> str:
+    return f"the {event[0][:-1]} of {event[1].name}"

@@ -1,0 +1,126 @@
+"""Number formats that would hold the outputs and the weights of each module, by the ranges of a whole trace."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from ..numerics.fit import edges
+from ..records.note import EXCUSES
+from ..util.visible import without_wrappers
+from .trace_file import ENDS, Trace, ends_of, strings
+
+# The narrowest first, and among formats of one width the more precise one.
+FORMATS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32")
+Part: TypeAlias = Literal["outputs", "weights"]
+Verdict: TypeAlias = Literal["fits", "overflows", "no room", "becomes zero", "not finite"]
+_PARTS: dict[str, Part] = {"output": "outputs", "weight": "weights", "buffer": "weights"}
+# An element that becomes zero has to be less than this part of the largest element of its tensor: float16 itself rounds
+# off as much.
+NEGLIGIBLE = 2.0**-12
+MARGINS = (0.0, 1000.0)  # bits; 2^1000 is still a normal float64
+_Array: TypeAlias = "np.ndarray[Any, Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """The outputs, or the weights and buffers, of one module over a trace, and whether formats hold them.
+
+    A verdict is "fits", or why the format does not: something "overflows", or would with the margin ("no room"),
+    "becomes zero" though it matters beside the largest element of its tensor, or is "not finite" as it is. `abs_max` is
+    the largest magnitude; `abs_min` the smallest that is not zero among the smallest magnitudes of the records, None
+    when each was zero. `holds_all` is the narrowest of FORMATS in which nothing overflows or falls below the normal
+    numbers, with the margin. `has_zero`: a record had a zero.
+    """
+
+    module: str
+    part: Part
+    dtypes: tuple[str, ...]
+    abs_min: float | None
+    abs_max: float
+    has_zero: bool
+    verdicts: Mapping[str, Verdict]
+    holds_all: str | None
+
+    @property
+    def fits(self) -> str | None:
+        """Return the narrowest of FORMATS that fits."""
+        return next((name for name in FORMATS if self.verdicts[name] == "fits"), None)
+
+
+def fits(trace: Trace | str | os.PathLike[str], margin_bits: float = 1.0) -> tuple[Need, ...]:
+    """Return a Need for the outputs and one for the weights of each module, in the order in which they were first seen.
+
+    `margin_bits` are left free at both ends of a format: with 1 the values may still double. Integers and bools, masks,
+    and infinities that are allowed do not count. Raises ValueError for a margin outside 0 to 1000.
+    """
+    if not MARGINS[0] <= margin_bits <= MARGINS[1]:
+        raise ValueError(f"margin_bits is {margin_bits!r}; accepted are 0 to {MARGINS[1]:g} bits")
+    trace = trace if isinstance(trace, Trace) else Trace.open(trace)
+    table = trace.table((*ENDS, "module", "role", "abs_min", "abs_max", "isfinite", "note"))
+    modules, roles, dtypes, notes = (strings(table[name]) for name in ("module", "role", "dtype", "note"))
+    is_part = np.array([role in _PARTS for role in roles.values] + [False])[roles.codes]
+    is_excused = np.array([note in EXCUSES for note in notes.values] + [False])[notes.codes]
+    ends = ends_of(table)
+    counts = is_part & ~is_excused & ~np.isnan(ends.largest) & ~table["abs_max"].is_null().to_numpy()
+    low, high = (table[name].to_numpy()[counts] for name in ("abs_min", "abs_max"))
+    finite = table["isfinite"].fill_null(True).to_numpy()[counts]
+    smallest = ends.smallest_subnormal[counts]
+    groups: dict[tuple[str, Part], list[int]] = {}
+    for i, (module, role) in enumerate(zip(modules.codes[counts], roles.codes[counts], strict=True)):
+        groups.setdefault((modules.values[module], _PARTS[roles.values[role]]), []).append(i)
+    names = [dtypes.values[code] for code in dtypes.codes[counts]]
+    return tuple(
+        _need(
+            module,
+            part,
+            {names[i] for i in rows},
+            low[rows],
+            high[rows],
+            smallest[rows],
+            finite[rows],
+            margin_bits,
+        )
+        for (module, part), rows in groups.items()
+    )
+
+
+def _need(
+    module: str,
+    part: Part,
+    dtypes: set[str],
+    low: _Array,
+    high: _Array,
+    smallest: _Array,
+    finite: _Array,
+    margin_bits: float,
+) -> Need:
+    room = 2.0**margin_bits
+    # A tensor that holds a zero may hold its format's smallest number too.
+    least = np.where(low > 0, low, smallest)
+    abs_max = float(high.max())
+    above_zero = low[low > 0]
+    abs_min = float(above_zero.min()) if len(above_zero) else None
+    verdicts: dict[str, Verdict] = {}
+    holds_all = None
+    for name in FORMATS:
+        limits = edges(name)
+        is_lost = (high > 0) & (least <= limits.zero_up_to) & (high * NEGLIGIBLE < limits.zero_up_to * room)
+        if not finite.all():
+            verdicts[name] = "not finite"
+        elif abs_max >= limits.overflows_from:
+            verdicts[name] = "overflows"
+        elif abs_max * room >= limits.overflows_from:
+            verdicts[name] = "no room"
+        else:
+            verdicts[name] = "becomes zero" if is_lost.any() else "fits"
+        is_normal = (abs_min or inf) / room >= limits.normal_from and abs_max * room < limits.overflows_from
+        if holds_all is None and finite.all() and is_normal:
+            holds_all = name
+    has_zero, name = bool((low == 0).any()), without_wrappers(module)
+    return Need(name, part, tuple(sorted(dtypes)), abs_min, abs_max, has_zero, verdicts, holds_all)

@@ -1,0 +1,55 @@
+"""A batch that the model spoils in place is the model's fault, not that of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch import NonFiniteError, watch
+
+pytestmark = pytest.mark.usefixtures("each_recorder")
+
+
+def fill(x: Tensor) -> None:
+    x[0, 0] = float("nan")  # fill
+
+
+def log(x: Tensor) -> None:
+    x.sub_(2)
+    x.log_()  # log
+
+
+def leave(x: Tensor) -> None:
+    x.sum()
+
+
+class Spoils(nn.Module):
+    def __init__(self, write: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.write, self.net = write, nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(x)
+        return self.net(x)
+
+
+@pytest.mark.parametrize("write", [fill, log, leave])
+def test_who_wrote_what_the_batch_holds(write: Callable[[Tensor], None]) -> None:
+    """The report has the line that wrote it, unless nothing did."""
+    x = torch.full((2, 4), torch.inf if write is leave else 1.0)
+    model = nn.Sequential(Spoils(write))
+    with watch(model), pytest.raises(NonFiniteError) as error:
+        model(x)
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.label) == ("", "input[0]")
+    assert finding.origin == ("data" if write is leave else "produced")
+    if write is not leave:
+        assert finding.place is not None
+        line = Path(__file__).read_text().splitlines()[finding.place.line - 1]
+        assert line.endswith(f"# {write.__name__}")
+        assert not any("came in with" in remark for remark in finding.remarks)
