@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any
 
 from ..records.headroom import by_module, headroom_bits
@@ -12,20 +10,13 @@ from ..records.record import Frame, Record
 from ..util.progress import Tell
 from ..util.visible import module_name
 from . import text
-from .cure_text import Kind, patch_lines
+from .cure_text import patch_lines
 from .finding import Finding
-from .histogram import SHOWN_FORMATS, StoredHistogram, exponent_picture, histogram_words
-from .page import LOW_BITS, WIDEST_BAR, bits_words, level_of, rendered
+from .page import NUMBER, TEXT, Chart, Level, Section, Spread, Table, page
 
-_WORST_SHOWN = 16  # bars at once; the rest is folded away
-_BARS = 400  # and no more than these: a bar is 300 bytes, and the table has every record
-_TREE_NODES = 4000  # a tree that nobody unfolds to the end, at 250 bytes a node
-# Python's and the browser's recursion end somewhere (Chromium nests 512 elements); what is deeper stays in one line.
-_TREE_DEPTH = 24
-_TREE_OPEN = 60  # a tree with more nodes than fit a screen or two is unfolded only towards the culprit
-
-# A line of a patch, for readers who do not see its colour.
-_ELEMENTS: dict[Kind, str] = {"head": "span", "same": "span", "old": "del", "new": "ins"}
+_MOST_ROWS = 5000  # of the table of records, at 250 bytes each
+_MOST_MODULES = 400
+_ROLES = ("output", "input", "weight", "buffer", "gradient")
 
 
 def report_html(
@@ -33,42 +24,32 @@ def report_html(
     finding: Finding | None,
     where: Sequence[str],
     headline: str,
-    told: Sequence[str],
+    remarks: Sequence[str],
     tell: Tell,
 ) -> str:
     """Return a report as one HTML document, to be written as UTF-8. Raises ImportError without jinja2.
 
     `where` is its batch and rank in words.
     """
-    data = _data(frames, finding, tell)
     tell("drawing the page")
-    num_records = len(data["records"])
-    amounts = (*where, _plural(len(frames), "frame"), _plural(num_records, "record"))
-    return rendered(
-        "report",
+    records = [(frame, record) for frame in frames for record in frame.records]
+    amounts = (*where, _plural(len(frames), "frame"), _plural(len(records), "record"))
+    facts: list[text.Fact] = []
+    cures = []
+    if finding is not None:
+        of = f"`{finding.label}` of `{module_name(finding.module)}`"
+        headline = f"{finding.value} first seen in {of}"
+        facts = [fact for fact in text.finding_facts(finding, frames) if fact[0] not in ("What", "Cure")]
+        cures = [(cure, patch_lines(cure)) for cure in finding.cures]
+    facts += [text.Fact("Note", remark) for remark in remarks]
+    return page(
         "Report.to_html()",
-        data,
-        ("chart.js", "report.js"),
-        headline=headline,
-        amount=" · ".join(amounts),
-        finding=finding,
-        told=told,
-        facts=() if finding is None else text.finding_facts(finding, frames),
-        patch_lines=patch_lines,
-        elements=_ELEMENTS,
-        operands=[
-            [one.label, one.dtype, _shape(one), _shown(one.abs_min), _shown(one.abs_max), _remark(one)]
-            for one in (() if finding is None else finding.operands)
-        ],
-        bars=_bars(frames),
-        worst_shown=_WORST_SHOWN,
-        tree=_tree(frames, finding),
-        pictures=[_picture(one) for one in (() if finding is None else finding.spreads)],
-        num_records=num_records,
-        low_bits=LOW_BITS,
-        module_name=module_name,
-        level_of=level_of,
-        bits_words=bits_words,
+        headline,
+        " · ".join(amounts),
+        facts,
+        _sections(frames, finding, records) if records else [],
+        is_bad=finding is not None,
+        cures=cures,
     )
 
 
@@ -76,127 +57,73 @@ def _plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def _picture(one: StoredHistogram) -> tuple[str, str, str]:
-    """Return the label of a histogram, its numbers in words, and its picture against the formats."""
-    own = () if one.dtype in SHOWN_FORMATS else (one.dtype,)
-    return one.label, histogram_words(one), exponent_picture(one, (*SHOWN_FORMATS, *own))
+def _sections(
+    frames: Sequence[Frame], finding: Finding | None, records: Sequence[tuple[Frame, Record]]
+) -> list[Section]:
+    sections: list[Section] = [_chart(records, finding)]
+    for i, histogram in enumerate(() if finding is None else finding.spreads):
+        sections.append(Spread(f"spread-{i}", histogram))
+    worst = list(by_module(frames).items())
+    modules = [[module_name(name), Level(bits)] for name, bits in worst[:_MOST_MODULES]]
+    if modules:
+        hint = "How often the largest element may still double, worst first."
+        more = f"and {len(worst) - len(modules):,} more" if len(worst) > len(modules) else ""
+        columns = {"module": TEXT, "headroom": NUMBER}
+        sections.append(Table("headroom", "Headroom by module", columns, modules, hint, more))
+    columns = dict.fromkeys(("batch", "module", "class", "label", "role", "shape", "dtype"), TEXT)
+    columns |= dict.fromkeys(("abs min", "abs max", "headroom"), NUMBER) | {"note": TEXT}
+    shown = records[-_MOST_ROWS:]
+    hint = (
+        f"The last {len(shown):,} of {len(records):,}."
+        if len(records) > len(shown)
+        else "The oldest call first."
+    )
+    rows = [_row(frame, record, finding) for frame, record in shown]
+    sections.append(Table("records", "Records", columns, rows, hint))
+    return sections
 
 
-# The data of chart and table.
-
-
-def _data(frames: Sequence[Frame], finding: Finding | None, tell: Tell) -> dict[str, Any]:
-    """Return the data that the page's script draws; see `records` in report.js for the columns."""
-    named = None if finding is None else (finding.module, finding.batch, finding.label)
-    rows: list[list[Any]] = []
-    culprit = None
-    for number, frame in enumerate(frames):
-        tell("drawing the page", number, len(frames), "frames")
-        for record in frame.records:
-            if culprit is None and record.is_fault and (frame.name, frame.batch, record.label) == named:
-                culprit = len(rows)
-            rows.append(_row(number, record))
-    return {
-        "frames": [
-            [str(frame.batch), frame.name, frame.class_name, " ".join(text.frame_words(frame))]
-            for frame in frames
-        ],
-        "records": rows,
-        "limits": {
-            record.format: list(record.ends)
-            for record in sorted(
-                (one for frame in frames for one in frame.records), key=lambda one: one.format
-            )
-            if record.ends is not None
-        },
-        "culprit": culprit,
-        "value": None if finding is None else finding.value,
-    }
-
-
-def _row(frame: int, record: Record) -> list[Any]:
-    bits = headroom_bits(record)
-    return [
-        frame,
+def _row(frame: Frame, record: Record, finding: Finding | None) -> list[Any]:
+    shape = "" if record.shape is None else str(list(record.shape))
+    ends = ["" if value is None else f"{value:.3e}" for value in (record.abs_min, record.abs_max)]
+    notes = [*text.frame_words(frame), *text.small_words(record), text.note_words(record)]
+    notes += ["first"] * _is_culprit(frame, record, finding)
+    what = (
+        frame.batch,
+        module_name(frame.name),
+        frame.class_name,
         record.label,
         record.role,
-        _shape(record),
+        shape,
         record.format,
-        _number(record.abs_min),
-        _number(record.abs_max),
-        record.isfinite,
-        _number(bits if bits is None else round(bits, 3)),
-        level_of(bits),
-        text.note_words(record),
-    ]
+    )
+    return [*what, *ends, Level(headroom_bits(record)), ", ".join(filter(None, notes))]
 
 
-def _number(value: float | None) -> float | str | None:
-    return value if value is None or isfinite(value) else str(value)
+def _is_culprit(frame: Frame, record: Record, finding: Finding | None) -> bool:
+    named = None if finding is None else (finding.module, finding.batch, finding.label)
+    return record.is_fault and (frame.name, frame.batch, record.label) == named
 
 
-def _shown(value: float | None) -> str:
-    return "" if value is None else f"{value:.2e}"
-
-
-def _remark(record: Record) -> str:
-    return ", ".join((*text.small_words(record), *([text.note_words(record)] if record.note else [])))
-
-
-def _shape(record: Record) -> str:
-    return "" if record.shape is None else str(list(record.shape))
-
-
-# Headroom by module: bars and tree.
-
-
-def _bars(frames: Sequence[Frame]) -> list[tuple[str, float, float]]:
-    """Return name, bits and width in percent of the modules with the least headroom, worst first."""
-    worst = list(by_module(frames).items())[:_BARS]
-    return [
-        (name, bits, round(100 * min(max(bits, 0.0), WIDEST_BAR) / WIDEST_BAR, 1)) for name, bits in worst
-    ]
-
-
-@dataclass(slots=True)
-class Node:
-    """A module in the tree: its own part of the name, and the least headroom of it and all below."""
-
-    part: str
-    class_name: str = ""
-    bits: float | None = None
-    is_culprit: bool = False
-    is_open: bool = False
-    children: dict[str, Node] = field(default_factory=dict)
-
-
-def _tree(frames: Sequence[Frame], finding: Finding | None) -> Node | None:
-    """Return the modules that were called, as their dotted names nest; None without frames."""
-    if not frames:
-        return None
-    worst = by_module(frames)
-    frame_of = {frame.name: frame for frame in frames}
-    root, nodes = Node(module_name("")), []
-    for name, frame in frame_of.items():
-        path = [root]
-        for part in name.split(".", _TREE_DEPTH) if name else ():
-            node = path[-1].children.get(part)
-            if node is None:
-                node = path[-1].children[part] = Node(part)
-                nodes.append(node)
-            path.append(node)
-        path[-1].class_name = frame.class_name
-        bits = worst.get(name)
-        is_culprit = finding is not None and name == finding.module
-        path[-1].is_culprit = is_culprit
-        for node in path:
-            node.is_open |= is_culprit
-            if bits is not None:
-                node.bits = bits if node.bits is None else min(bits, node.bits)
-        if len(nodes) >= _TREE_NODES:
-            break
-    root.is_open = True
-    if len(nodes) < _TREE_OPEN:
-        for node in nodes:
-            node.is_open = True
-    return root
+def _chart(records: Sequence[tuple[Frame, Record]], finding: Finding | None) -> Chart:
+    """Return the chart of abs max by record, with the largest number of each format."""
+    names = [f"{record.label} of {module_name(frame.name)}, batch {frame.batch}" for frame, record in records]
+    lines: list[dict[str, Any]] = []
+    for role in _ROLES:
+        of_role = [i for i, (_, record) in enumerate(records) if record.role == role]
+        if of_role:
+            values = [records[i][1].abs_max for i in of_role]
+            at = [names[i] for i in of_role]
+            lines.append({"name": f"abs max of {role}s", "color": role, "at": at, "x": of_role, "y": values})
+    largest = {record.format: record.ends.largest for _, record in records if record.ends is not None}
+    both, ends = [0, len(records) - 1], (names[0], names[-1])
+    highest = max((value for line in lines for value in line["y"] if isinstance(value, float)), default=0.0)
+    for name, value in sorted(largest.items()):
+        if value < 1e6 * max(highest, 1.0):  # the end of float32 would flatten everything else
+            line = {"name": f"largest of {name}", "color": "quiet", "dash": "dashed", "at": ends}
+            lines.append({**line, "x": both, "y": [value, value]})
+    hint = "Each tensor's largest magnitude, the oldest call on the left. What is zero, nan or inf is a gap."
+    marks = [i for i, (frame, record) in enumerate(records) if _is_culprit(frame, record, finding)]
+    label = "abs max of every record on a logarithmic scale; the table below has the same numbers"
+    after = f"The first bad value is in record {marks[0]:,}, {names[marks[0]]}." if marks else ""
+    return Chart("range", "Range of every record", hint, label, "record", "largest magnitude", lines, after)

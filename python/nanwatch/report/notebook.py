@@ -22,12 +22,12 @@ class InNotebook:
         raise NotImplementedError
 
     def _repr_html_(self) -> str:
-        """Return the page in a frame of its own: neither its style nor its script reaches the notebook."""
+        """Return the page in a frame of its own: its style does not reach the notebook."""
         try:
             page = self.to_html()
         except ImportError:  # no jinja2
             return f"<pre>{escape(self.to_text())}</pre>"
-        frame = f'sandbox="allow-scripts" title="nanwatch" style="{_STYLE}"'
+        frame = f'sandbox="" title="nanwatch" style="{_STYLE}"'
         return f'<iframe {frame} srcdoc="{escape(page)}"></iframe>'
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:

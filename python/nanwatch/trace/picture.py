@@ -13,7 +13,6 @@ import numpy as np
 
 from ..records.note import EVENTS, EXCUSES, Note, NoteKind
 from ..report.page import (
-    HEADROOM_KEY,
     NUMBER,
     TEXT,
     HeatMap,
@@ -21,7 +20,6 @@ from ..report.page import (
     Section,
     Table,
     bits_words,
-    headroom_cells,
     page,
 )
 from ..util.visible import module_name
@@ -146,34 +144,34 @@ class Picture:
         whole = per_column == 1
         column = "a batch" if whole else f"{per_column} batches, of which the least headroom is shown"
         failed, skipped = np.flatnonzero(self.failed).tolist(), np.flatnonzero(self.skipped).tolist()
-        kinds = {one.kind for one in self.marks}
-        key = [*HEADROOM_KEY]
-        key += [("", "▼ a column with a non-finite value")] if failed else []
-        key += [("", "△ the optimizer skipped a step")] if skipped else []
-        signs = {"spike": "◆", "forecast": "◇"}
-        key += [
-            ("", f"{signs[kind]} a {kind}, framed at the module that it names")
-            for kind in signs
-            if kind in kinds
+        signs: list[tuple[str, int, int | None, str]] = [
+            ("▼", number, None, f"batch {self.last[number]}: a non-finite value") for number in failed
+        ]
+        signs += [
+            ("△", number, None, f"batch {self.last[number]}: the optimizer skipped a step")
+            for number in skipped
+        ]
+        signs += [
+            (
+                "◆" if mark.kind == "spike" else "◇",
+                int(self.last.searchsorted(mark.batch)),
+                self.modules.index(mark.module),
+                mark.text,
+            )
+            for mark in self.marks
         ]
         picture = HeatMap(
             "Headroom of every module over the run",
             f"A row is a module, in the order of the first calls. A column is {column}. A bit is a doubling that the"
-            " largest element of the module's weights, outputs and gradients has left before it overflows.",
+            " largest element of the module's weights, outputs and gradients has left before it overflows. Red: less"
+            " than 2 bits. Amber: less than 6. Green: more, paler with more room. ▼ a column with a non-finite value,"
+            " △ a skipped step, ◆ a spike, ◇ a forecast.",
             "bits of headroom by module and batch; the table below has the least of each module",
             rows=[*map(module_name, self.modules)],
             first=self.first.tolist(),
             last=self.last.tolist(),
-            columns=("batch", "batches"),
-            cells=headroom_cells(self.bits),
-            key=key,
-            magnitudes=self.abs_max,
-            failed=failed,
-            skipped=skipped,
-            marks=[
-                [one.kind, int(self.last.searchsorted(one.batch)), self.modules.index(one.module), one.text]
-                for one in self.marks
-            ],
+            bits=self.bits,
+            signs=signs,
         )
         marks = Table(
             "marks",

@@ -1,4 +1,4 @@
-"""Text, JSON and HTML of the canonical reports are those in tests/golden; `pytest --update-golden` writes them anew."""
+"""Text and JSON of the canonical reports are those in tests/golden; `pytest --update-golden` writes them anew."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from nanwatch.report.report import Report
 from support.canonical_reports import REPORTS
-from support.html_page import without_parts
 from support.paths import GOLDEN
 
 each_report = pytest.mark.parametrize("name", REPORTS)
@@ -29,13 +28,6 @@ def test_json(name: str, golden: Callable[[str, str], None]) -> None:
     assert (
         Report.from_json((GOLDEN / f"{name}.json").read_text(encoding="utf-8")).to_json() == report.to_json()
     )
-
-
-@each_report
-def test_page(name: str, golden: Callable[[str, str], None]) -> None:
-    """The page's markup and data, without style and scripts."""
-    pytest.importorskip("jinja2", reason="the page needs jinja2: pip install jinja2")
-    golden(f"{name}.html", without_parts(REPORTS[name]().to_html()))
 
 
 def test_no_golden_file_is_left_over() -> None:

@@ -359,12 +359,7 @@ def test_the_page_has_two_lines_for_each_module(tmp_path: Path) -> None:
     scaled(model[0])
     found = diff(a, run(tmp_path / "b.parquet", model, x, x))
     page = Page(found.to_html())
-    calls, series = (page.data["charts"][f"{name}-chart"]["lines"] for name in ("calls", "series"))
-    assert calls[0]["at"] == calls[1]["at"] == ["0 output", "1 output", "2 output", "(root) output"]
-    one, other = series[:2]
-    assert [(line["name"], line["side"], line["x"]) for line in (one, other)] == [
-        ("0 weight", "A", [0, 1]),
-        ("0 weight", "B", [0, 1]),
-    ]
-    assert other["y"] == pytest.approx([1.7 * value for value in one["y"]])
+    assert {"A, 0 output", "B, (root) output"} <= {title.partition(":")[0] for title in page.titles}
+    values = [float(title.rpartition(" ")[2]) for title in page.titles if title.startswith("0 weight, ")]
+    assert values[2:] == pytest.approx([1.7 * value for value in values[:2]], rel=1e-3)
     assert "They part at weight of 0" in page.text
