@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -35,18 +35,19 @@ from .suspicions import Fault, Suspicions
 from .window import Clip, Window, held_by_others, is_taken_scaled, place_of, scale_of
 
 _T = TypeVar("_T")
-_FIRST = 3
+# Audits of the first steps, and of those after a state of the training that is new: as many as a suspicion needs.
+_FIRST, _AFRESH = 3, 4
 # Steps in a row that a suspicion may ask for, and states of a training that are told apart.
 _MORE, _MOST_STATES = 10, 32
-_MOST_FINDINGS = 64
+_MOST_FINDINGS, _MOST_ERRORS = 64, 3
 # Calls of the model without grad mode, in training mode: in a row, or rarer than others. One may make the fake samples
 # of a GAN, and that for each batch.
-_EVALUATIONS = 2
+_EVALUATIONS, _RARE = 2, 4
 _AT_BACKWARD = ("missing-zero-grad", "accumulation", "no-gradient", "zero-gradient", "train-mode-wrong")
 
 
 def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
-    """Let an exception of the method end the audit, by one warning, and not the user's run.
+    """Let an exception of the method end the audit of a step, and the third the whole audit, but not the user's run.
 
     torch.compile does not follow what a compiled step's hook calls. Without it in use, it is not imported.
     """
@@ -60,8 +61,10 @@ def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
             return (disabled if "torch._dynamo" in sys.modules else method)(self, *args)
         except Exception as error:
             suppressed("a step could not be audited")
-            self._drop()
-            warn_user(f"nanwatch audits no more steps, as one raised {spell(error)}", may_raise=False)
+            self._num_errors += 1
+            if self._num_errors == _MOST_ERRORS:
+                self._drop()
+                warn_user(f"nanwatch audits no more steps, as several raised {spell(error)}", may_raise=False)
             return None
 
     return safe
@@ -101,6 +104,7 @@ class UpdateAudit(WatchPart):
     ) -> None:
         self.findings: list[UpdateFinding] = []
         self.is_over = False
+        self._num_errors = 0
         self._model = weakref.ref(model)
         self._recorder = recorder
         self._every = every
@@ -110,10 +114,10 @@ class UpdateAudit(WatchPart):
         self._tracks: weakref.WeakKeyDictionary[Optimizer, _Track] = weakref.WeakKeyDictionary()
         self._modules: list[weakref.ref[nn.Module]] = []
         self._modes: dict[str, bool] = {}  # modules that have been in training mode at an audit
-        self._ends: list[tuple[str, str]] | None = None
-        self._is_sampled = False
+        self._ends: list[tuple[str, str]] = []
         self._evaluated: Callable[[], Tensor | None] = lambda: None  # the inputs of the latest evaluation
-        self._num_trained = self._num_evaluated = self._evaluated_in_a_row = 0
+        self._num_trained = self._num_evaluated = 0
+        self._trained_in_a_row = self._evaluated_in_a_row = 0
         self._named: set[tuple[str, str, str | None]] = set()
         self._window = Window(recorder)
         self._starts = recorder.subscribe(Event.BATCH_START)
@@ -167,6 +171,7 @@ class UpdateAudit(WatchPart):
         if torch.is_grad_enabled() or module is None:
             self._evaluated_in_a_row = 0
             self._num_trained += 1
+            self._trained_in_a_row += 1
             self._window.batch_started(model, batch)
         elif module is model and model.training and self._step:
             before, inputs = self._evaluated(), next((x for x in args if isinstance(x, Tensor)), None)
@@ -174,13 +179,12 @@ class UpdateAudit(WatchPart):
             is_again = self._evaluated_in_a_row > 0 and inputs is not None and inputs is before
             self._evaluated = (lambda: None) if inputs is None else weakref.ref(inputs)
             if is_again:
-                self._num_evaluated -= not self._is_sampled
-                self._is_sampled = True
                 return
-            self._is_sampled = False
             self._evaluated_in_a_row += 1
-            self._num_evaluated += 1
-            is_rare = self._num_evaluated == _EVALUATIONS and self._num_trained >= 2 * _EVALUATIONS
+            # A forward without grad mode before that of a training batch, as self-conditioning makes, is not so rare.
+            self._num_evaluated += self._trained_in_a_row >= _RARE
+            self._trained_in_a_row = 0
+            is_rare = self._num_evaluated == _EVALUATIONS
             if (is_rare or self._evaluated_in_a_row == _EVALUATIONS) and depends_on_mode(model):
                 place = place_of(sys._getframe(1))
                 self._add(self._step, Fault("eval-mode-wrong", "", None, 1, {}), place)
@@ -201,7 +205,7 @@ class UpdateAudit(WatchPart):
         if not self._is_due(track, track.step + 1):
             track.step += 1
             if track.is_relevant and self._is_new_state(optimizer, track):
-                track.due_until = track.step + _FIRST
+                track.due_until = track.step + _AFRESH
             return None
         model, found_inf = self._model(), getattr(optimizer, "found_inf", None)
         is_skipped = isinstance(found_inf, Tensor) and bool(found_inf.any())
@@ -224,12 +228,7 @@ class UpdateAudit(WatchPart):
 
     def _is_new_state(self, optimizer: Optimizer, track: _Track) -> bool:
         """Return whether the gradients, the rates of 0 and the modes together are what they were at no step before."""
-        gradients = [
-            (x.grad is None, x.requires_grad) for group in optimizer.param_groups for x in group["params"]
-        ]
-        rates = [bool(group.get("lr")) for group in optimizer.param_groups]
-        modes = [module.training for reference in self._modules if (module := reference()) is not None]
-        state = hash((*gradients, *rates, *modes))
+        state = hash(tuple(_state_of(optimizer, self._modules)))
         is_new = state not in track.states and len(track.states) < _MOST_STATES
         track.states.add(state)
         return is_new
@@ -255,8 +254,8 @@ class UpdateAudit(WatchPart):
         is_regular = track.step <= _FIRST or track.step % self._every == 0
         if self._ranks is not None and is_regular and self._recorder.latest_batch >= 0:
             check_ranks(self._ranks, track.open, self._window, self._num_trained)
-        if self._ends is None:
-            self._ends = equal_ends(model) if track.step == 1 else []
+        if track.step == 1:  # also of an optimizer that was made anew, with other weights perhaps
+            self._ends = list(dict.fromkeys([*self._ends, *equal_ends(model)]))
 
     @_harmless
     def _after(self, optimizer: Optimizer) -> None:
@@ -306,7 +305,7 @@ class UpdateAudit(WatchPart):
             scale=scale,
             is_scaled=scale is not None and is_taken_scaled(optimizer),
             modes=self._modes,
-            ends=self._ends or (),
+            ends=self._ends,
         )
 
     def _add(self, step: int, fault: Fault, place: Place | None) -> None:
@@ -318,6 +317,18 @@ class UpdateAudit(WatchPart):
         finding = update_finding(step, *key, fault.size, fault.numbers, where, batch)
         self.findings.append(finding)
         self._tell(finding)
+
+
+def _state_of(optimizer: Optimizer, modules: Sequence[weakref.ref[nn.Module]]) -> Iterator[bool]:
+    for group in optimizer.param_groups:
+        yield bool(group.get("lr"))
+    for reference in modules:
+        if (module := reference()) is not None:
+            yield module.training
+            for x in module._parameters.values():
+                if x is not None:
+                    yield x.grad is None
+                    yield x.requires_grad
 
 
 def _place(kind: str, view: StepView, frame: FrameType) -> Place | None:

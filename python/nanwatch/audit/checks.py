@@ -23,7 +23,7 @@ from ..util.visible import suppressed
 from .rules import expected, spacing
 from .samples import Key, StepSamples, WeightSample, is_full, number, plain, same_bits, sample
 from .suspicions import Suspect, ancestors
-from .window import Backward, Call, Clip, Probe
+from .window import Backward, Call, Clip, Probe, Values
 
 # A part without gradients may be a head that this loss leaves out, unless it is this much of the model.
 _LARGE = 0.5
@@ -63,25 +63,12 @@ class StepView:
 
 
 def suspects_of(view: StepView) -> Iterator[Suspect]:
-    """Yield what may be wrong with this step."""
-    yield from _no_gradient(view)
-    for weight in view.samples.of_optimizer():
-        if weight.is_trained:
-            yield from _without_effect(view, weight)
-        if not (weight.is_trained and weight.is_meant) and weight.has_moved:
-            yield Suspect("frozen-moved", weight.module, weight.label)
-    yield from _stale(view)
-    yield from _means_of_unequal_counts(view)
-    for clip in view.clips:
-        yield from _clipped(view, clip)
-    if view.is_scaled and view.scale is not None:
-        yield from _all(view, "not-unscaled", {"scale": view.scale})
-    yield from _train_mode(view)
-    yield from _parted(view)
-    if view.is_first:
-        yield from _outside(view)
-        yield from _counting(view)
-        yield from _ties(view.model)
+    """Yield what may be wrong with this step. A rule that raises is left out."""
+    for rule in (*_RULES, *(_RULES_OF_MODEL if view.is_first else ())):
+        try:
+            yield from list(rule(view))
+        except Exception:
+            suppressed("a rule of the audit raised")
 
 
 def _all(view: StepView, kind: str, numbers: Mapping[str, float] | None = None) -> Iterator[Suspect]:
@@ -109,53 +96,90 @@ def _no_gradient(view: StepView) -> Iterator[Suspect]:
         if all(weight in without for weight in trained if is_in(weight.module, above)):
             names.add(above)
     share = sum(weight.size for weight in without) / sum(weight.size for weight in trained)
-    if share >= _LARGE or _is_used(view.calls, names):
+    if share >= _LARGE or _is_taken(view.calls, names) or _is_used_inside(view.calls, names):
         for weight in without:
             yield Suspect("no-gradient", weight.module, weight.label)
 
 
-def _is_used(calls: Sequence[Call], names: set[str]) -> bool:
-    """Return whether a later call of another module may take what these gave.
+def _is_taken(calls: Sequence[Call], names: set[str]) -> bool:
+    """Return whether a later call of another module takes the very tensors that these gave.
 
-    It does if its inputs are their outputs, or no tensor that another module was called with or gave: code between the
-    modules has made them, as an argmax or a straight-through addition does.
+    Where nothing around them is called, as in a loop that calls the parts of a model, it also does so with tensors that
+    no module was called with or gave: code between the modules has made them, such as an argmax.
     """
-    made: set[tuple[object, ...]] = set()
-    known: set[tuple[object, ...]] = set()
-    has_begun = False
+    made: set[Values] = set()
+    known: set[Values] = set()
+    has_begun, is_alone = False, not any(_is_around(call.module, names) for call in calls)
     for call in calls:
         if any(is_in(call.module, name) for name in names):
             has_begun = True
             made |= call.outputs
             known |= call.inputs
-        elif not any(is_in(name, call.module) for name in names):
-            if has_begun and (made & call.inputs or not call.inputs <= known):
+        elif not _is_around(call.module, names):
+            if has_begun and (made & call.inputs or (is_alone and not call.inputs <= known)):
                 return True
             known |= call.inputs | call.outputs
     return False
 
 
-def _without_effect(view: StepView, weight: WeightSample) -> Iterator[Suspect]:
-    """Yield a weight with a rate of 0, with a gradient of 0, or whose update rounds away."""
-    before = view.before(weight.key)
-    if weight.lr == 0:
-        if weight.grad == "some":
-            yield Suspect("zero-lr", weight.module, weight.label, {"lr": 0.0})
-    elif weight.grad == "zero":
-        # A branch behind a factor of 0 gets its gradient once the factor has moved.
-        is_late = before is not None and bool(before.lr) and all(clip.total < inf for clip in view.clips)
-        if is_late and not _is_idle(view, weight) and not _cancels(view, weight):
-            yield Suspect("zero-gradient", weight.module, weight.label)
-    # A rate that rises still becomes what was meant.
-    elif before is None or before.lr is None or weight.lr is None or weight.lr <= before.lr:
-        yield from _absorbed(view, weight)
+def _is_around(module: str, names: set[str]) -> bool:
+    return any(is_in(name, module) and name != module for name in names)
+
+
+def _is_used_inside(calls: Sequence[Call], names: set[str]) -> bool:
+    """Return whether code around these modules takes their outputs, and all that it gives is used.
+
+    A call around them that gives several tensors may return theirs for somebody who does not ask for them: the pooler
+    of a tagger, a head that the loss leaves out. That is no fault unless each of those tensors goes on.
+    """
+    taken: set[Values] = set()
+    is_around = False
+    for call in reversed(calls):
+        if not any(is_in(call.module, name) for name in names):
+            if _is_around(call.module, names):
+                is_around = True
+                if len(call.outputs) > 1 and not call.outputs <= taken:
+                    return False
+                taken |= call.outputs
+            taken |= call.inputs
+    return is_around
+
+
+def _without_effect(view: StepView) -> Iterator[Suspect]:
+    """Yield weights with a rate of 0, with a gradient of 0, or whose update rounds away."""
+    for weight in view.trained():
+        before = view.before(weight.key)
+        if weight.lr == 0:
+            if weight.grad == "some":
+                yield Suspect("zero-lr", weight.module, weight.label, {"lr": 0.0})
+        elif weight.grad == "zero":
+            # A branch behind a factor of 0 gets its gradient once the factor has moved.
+            is_late = before is not None and bool(before.lr) and all(clip.total < inf for clip in view.clips)
+            if is_late and not _is_idle(view, weight) and not _cancels(view, weight):
+                yield Suspect("zero-gradient", weight.module, weight.label)
+        # A rate that rises still becomes what was meant.
+        elif before is None or before.lr is None or weight.lr is None or weight.lr <= before.lr:
+            yield from _absorbed(view, weight)
+
+
+def _frozen_moved(view: StepView) -> Iterator[Suspect]:
+    """Yield frozen weights that the step moves."""
+    for weight in view.samples.of_optimizer():
+        if not (weight.is_trained and weight.is_meant) and weight.has_moved:
+            yield Suspect("frozen-moved", weight.module, weight.label)
+
+
+def _scaled(view: StepView) -> Iterator[Suspect]:
+    """Yield all weights of a step that takes gradients with the loss scale."""
+    if view.is_scaled and view.scale is not None:
+        yield from _all(view, "not-unscaled", {"scale": view.scale})
 
 
 def _absorbed(view: StepView, weight: WeightSample) -> Iterator[Suspect]:
     values, after = weight.before, weight.after
     if values is None or after is None or values.dtype not in (torch.bfloat16, torch.float16):
         return
-    meant = expected(type(view.optimizer).__name__, weight, view.samples)
+    meant = expected(view.optimizer, weight, view.samples)
     if meant is None or len(meant) != len(after):
         return
     update = meant - values.double()
@@ -264,6 +288,11 @@ def _means_of_unequal_counts(view: StepView) -> Iterator[Suspect]:
                 return
 
 
+def _clips(view: StepView) -> Iterator[Suspect]:
+    for clip in view.clips:
+        yield from _clipped(view, clip)
+
+
 def _clipped(view: StepView, clip: Clip) -> Iterator[Suspect]:
     """Yield weights that a clip has no effect on, whose gradients it has made 0, or lost in the optimizer's eps."""
     held = [weight for weight in view.trained() if weight.grad != "none"]
@@ -340,8 +369,9 @@ def _counting(view: StepView) -> Iterator[Suspect]:
                 yield Suspect("frozen-moved:statistics", name, None)
 
 
-def _ties(model: nn.Module) -> Iterator[Suspect]:
+def _ties(view: StepView) -> Iterator[Suspect]:
     """Yield the output weight of a model whose configuration says that it is that of the embedding."""
+    model = view.model
     for _, _, module in named_modules(model):
         is_said = getattr(getattr(module, "config", None), "tie_word_embeddings", False) is True
         if not is_said or not hasattr(module, "get_output_embeddings"):
@@ -391,3 +421,11 @@ def _parted(view: StepView) -> Iterator[Suspect]:
             continue
         if not torch.equal(output.after, table.after):
             yield Suspect("tie-broken", name, "weight")
+
+
+_Rule = Callable[[StepView], Iterator[Suspect]]
+_RULES: tuple[_Rule, ...] = (
+    _no_gradient, _without_effect, _frozen_moved, _stale, _means_of_unequal_counts, _clips, _scaled, _train_mode,
+    _parted,
+)  # fmt: skip
+_RULES_OF_MODEL: tuple[_Rule, ...] = (_outside, _counting, _ties)  # of its first optimizer alone

@@ -1,4 +1,4 @@
-"""What SGD, Adam and AdamW would make of a weight in float64, by torch's own functions, from the state before a step.
+"""What a step makes of a weight in float64, by the optimizer's own step over samples, from the state before it.
 
 Optimizers of other classes have no rule here, nor have those whose state holds more than the rule knows.
 """
@@ -10,69 +10,42 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
-from torch.optim.adamw import adamw
-from torch.optim.sgd import sgd
+from torch.optim.optimizer import Optimizer
 
-from .samples import StepSamples, WeightSample, number
+from .samples import StepSamples, WeightSample
 
 _MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
-# The numbers that the groups of each class must have, and all that its state may have.
-_Known = tuple[tuple[str, ...], frozenset[str]]
-_UNKNOWN: _Known = (), frozenset()
-_KNOWN: dict[str, _Known] = {
-    "SGD": (("lr", "weight_decay", "momentum", "dampening"), frozenset({"momentum_buffer"})),
-    "Adam": (("lr", "weight_decay", "eps"), _MOMENTS),
-    "AdamW": (("lr", "weight_decay", "eps"), _MOMENTS),
+# Classes that treat each element alone, with all that their state may have.
+_KNOWN: dict[type, frozenset[str]] = {
+    torch.optim.SGD: frozenset({"momentum_buffer"}),
+    torch.optim.Adam: _MOMENTS,
+    torch.optim.AdamW: _MOMENTS,
 }
 
 
-def expected(name: str, weight: WeightSample, samples: StepSamples) -> Tensor | None:
-    """Return the values in float64 that the rule of this name gives for a weight, None where it does not apply."""
+def expected(optimizer: Optimizer, weight: WeightSample, samples: StepSamples) -> Tensor | None:
+    """Return the values in float64 that the optimizer's rule gives for a weight, None where it does not apply."""
+    before, gradient, known = weight.before, weight.gradient, _KNOWN.get(type(optimizer))
     group = samples.groups[weight.group or 0]
-    keys, known = _KNOWN.get(name, _UNKNOWN)
-    numbers: dict[str, Any] = {key: value for key in keys if (value := number(group.get(key))) is not None}
-    has_nan = any(isnan(value) for value in weight.state.values() if isinstance(value, float))
-    is_known = bool(keys) and len(numbers) == len(keys) and weight.state.keys() <= known and not has_nan
-    if weight.before is None or weight.gradient is None or samples.is_repeated or not is_known:
+    if known is None or before is None or gradient is None or len(gradient) != len(before):
         return None
-    if len(weight.gradient) != len(weight.before) or group.get("differentiable"):
+    has_unknown = any(isinstance(value, float) and isnan(value) for value in weight.state.values())
+    if samples.is_repeated or has_unknown or not weight.state.keys() <= known or group.get("differentiable"):
         return None
-    x, gradient = weight.before.to(torch.float64, copy=True), weight.gradient.to(torch.float64, copy=True)
-    moments = {
-        key: value.to(torch.float64, copy=True)
-        for key, value in weight.state.items()
-        if isinstance(value, Tensor)
-    }
-    is_maximized = bool(group.get("maximize"))
-    if name == "SGD":
-        buffers = [moments.get("momentum_buffer")]
-        is_nesterov = bool(group.get("nesterov"))
-        sgd(
-            [x],
-            [gradient],
-            buffers,
-            foreach=False,
-            fused=False,
-            nesterov=is_nesterov,
-            maximize=is_maximized,
-            **numbers,
-        )
-        return x
-    beta1, beta2 = (number(beta) for beta in group.get("betas", (None, None)))
-    if beta1 is None or beta2 is None:
-        return None
-    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    mean, square, largest = (moments.get(key, torch.zeros_like(x)) for key in names)
-    rule: Any = adamw if name == "AdamW" or group.get("decoupled_weight_decay") else adam
-    numbers |= {
-        "beta1": beta1,
-        "beta2": beta2,
-        "amsgrad": bool(group.get("amsgrad")),
-        "maximize": is_maximized,
-    }
-    steps = [torch.tensor(weight.state.get("step", 0.0))]
-    rule([x], [gradient], [mean], [square], [largest], steps, foreach=False, fused=False, **numbers)
+    x = before.to(torch.float64, copy=True)
+    make: Any = type(optimizer)
+    twin: Optimizer = make([x])
+    twin.param_groups[0].update({**group, "foreach": False, "fused": False, "capturable": False})
+    if weight.state:
+        twin.state[x] = {
+            key: value.double() if isinstance(value, Tensor) else torch.tensor(value)
+            for key, value in weight.state.items()
+        }
+    x.grad = gradient.double()
+    # Without PyTorch's hooks around it, of which some are the user's.
+    step = type(optimizer).step
+    with torch.no_grad():
+        getattr(step, "__wrapped__", step)(twin)
     return x
 
 

@@ -19,6 +19,7 @@ from ..numerics.readable import is_plain, local_shard, only_our_dispatch, unread
 from ..util.modules import is_in
 
 ELEMENTS = 1024
+_MOST_LISTED = 256  # modules of a plain list
 Key: TypeAlias = tuple[str, str]  # module and label
 Grad: TypeAlias = Literal["none", "zero", "some"]
 
@@ -94,13 +95,29 @@ class StepSamples:
 
 
 def each_weight(model: nn.Module) -> Iterable[tuple[str, str, Tensor]]:
-    """Yield each parameter once, with the name of its module and its own."""
+    """Yield each parameter once, with the name of its module and its own; also of modules in plain lists."""
     seen: set[int] = set()
-    for name, _, module in named_modules(model):
+    named = [(name, module) for name, _, module in named_modules(model)]
+    for name, module in [*named, *_in_lists(named)]:
         for label, x in list(module._parameters.items()):
             if x is not None and id(x) not in seen:
                 seen.add(id(x))
                 yield name, label, x
+
+
+def _in_lists(named: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Module]]:
+    """Yield the modules that are in a list or a dict of a module, which does not know of their parameters."""
+    for name, module in named:
+        for attribute, value in list(vars(module).items()):
+            if attribute.startswith("_") or not isinstance(value, list | tuple | dict):
+                continue
+            items = list(value.items() if isinstance(value, dict) else enumerate(value))
+            for key, item in items[:_MOST_LISTED]:
+                if isinstance(item, nn.Module):
+                    place = f"{name}.{attribute}.{key}".lstrip(".")
+                    yield from (
+                        (f"{place}.{inner}".rstrip("."), part) for inner, part in item.named_modules()
+                    )
 
 
 def _grads(gradients: Sequence[Tensor | None]) -> list[Grad]:
