@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from .session.options import Audit, Trace
     from .session.replay import replay
     from .sinks.sink import Sink
+    from .trace.columns import TraceError
     from .trace.comparison import diff
     from .trace.difference import Difference
-    from .trace.trace import TraceError
 else:
     # Public names and the modules that define them. A name is imported when it is first asked for.
     _MODULES = {
@@ -70,7 +70,7 @@ else:
         "session.replay": ("replay",),
         "trace.comparison": ("diff",),
         "trace.difference": ("Difference",),
-        "trace.trace": ("TraceError",),
+        "trace.columns": ("TraceError",),
     }
     _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

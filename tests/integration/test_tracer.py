@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import threading
 import weakref
 from pathlib import Path
@@ -128,15 +127,6 @@ def test_chosen_batches_are_written_and_not_printed(
     assert [one.name for one in traced(tmp_path / "run.parquet")] == ["0", "1", "2", ""] * 2
 
 
-def test_every_leaves_batches_out(tmp_path: Path, recorder: str) -> None:
-    """`every` says which batches are looked at, and so which are written."""
-    model = mlp()
-    with watch(model, trace=tmp_path / "run.parquet", every=3):
-        for _ in range(8):
-            model(torch.ones(2, 3))
-    assert Trace.open(tmp_path / "run.parquet").batches == (0, 3, 6)
-
-
 @pytest.mark.parametrize("chosen", [(), (0, 1)])
 def test_a_recomputed_forward_is_in_the_trace(tmp_path: Path, recorder: str, chosen: tuple[int, ...]) -> None:
     """Frames of the backward come after their batch has ended, and bear its number and their mark."""
@@ -197,24 +187,6 @@ def test_frames_of_several_threads_all_arrive(
         assert sum(one.name == name for one in found) == 600
 
 
-def test_counts_that_were_asked_for_are_in_the_trace(tmp_path: Path, recorder: str) -> None:
-    """With `Trace(counts=True)` every row of every batch has counts; without it only non-finite rows have them."""
-    model = mlp()
-    for counts in (True, False):
-        with watch(model, trace=tmp_path / f"{counts}.parquet", counts=counts, max_frames=100) as w:
-            for _ in range(2):
-                model(torch.tensor([[0.0, 1e-39, 2.0]]))
-        table = Trace.open(tmp_path / f"{counts}.parquet").table()
-        records = [record for frame in w.frames for record in frame.records]
-        columns = ("numel", "num_nan", "num_zero", "num_subnormal")
-        found = list(zip(*(table[name].to_pylist() for name in columns), strict=True))
-        if counts:
-            assert found == [tuple(getattr(record.health, name) for name in columns) for record in records]
-            assert found[2] == (3, 0, 1, 1)  # what the first layer was given, after its weight and bias
-        else:
-            assert set(found) == {(None,) * 4}
-
-
 def test_a_compiled_model_gives_the_rows_of_the_interpreter(tmp_path: Path) -> None:
     """With torch.compile(backend="eager") the trace has the same frames as without."""
     torch._dynamo.reset()
@@ -228,27 +200,6 @@ def test_a_compiled_model_gives_the_rows_of_the_interpreter(tmp_path: Path) -> N
         made.append(traced(tmp_path / f"{name}.parquet"))
     assert made[0] == made[1]
     assert len(made[0]) == 12
-
-
-def test_training_is_bit_for_bit_what_it_was(tmp_path: Path, recorder: str) -> None:
-    """A traced and an unwatched training end with equal weights; copies and pickles know nothing of the trace."""
-    ends = []
-    for path in (None, tmp_path / "run.parquet"):
-        model = mlp()
-        optimizer = torch.optim.AdamW(model.parameters())
-        w = None if path is None else watch(model, trace=path)
-        torch.manual_seed(1)
-        for _ in range(10):
-            optimizer.zero_grad()
-            model(torch.randn(4, 3)).square().sum().backward()
-            optimizer.step()
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            other(torch.randn(4, 3))
-        if w is not None:
-            w.stop()
-        ends.append([x.clone() for x in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-    assert Trace.open(tmp_path / "run.parquet").batches == tuple(range(10))
 
 
 def test_a_watch_that_goes_away_with_its_model_leaves_a_whole_trace(tmp_path: Path, recorder: str) -> None:
@@ -298,15 +249,6 @@ def test_a_disk_that_is_full_from_the_start_is_a_warning(
     w.stop()
     assert w.trace_path is None
     assert len(w.frames) == 4
-
-
-def test_a_watch_that_is_off_makes_no_file(tmp_path: Path) -> None:
-    """Neither a file nor a thread."""
-    before = threading.active_count()
-    with watch(mlp(), trace=tmp_path / "run.parquet", enabled=False) as w:
-        assert threading.active_count() == before
-    assert list(tmp_path.iterdir()) == []
-    assert w.trace_path is None
 
 
 @needs_native

@@ -22,8 +22,8 @@ from ..session.api import start_watch
 from ..session.model_finder import ModelFinder
 from ..session.options import Trace, make_options
 from ..session.watch import Watch, watch_starts
+from ..trace.columns import TraceError, arrow
 from ..trace.comparison import diff
-from ..trace.trace import TraceError, arrow
 
 # A test that makes its model anew again and again gathers no watches without end.
 MAX_MODELS = 32

@@ -24,7 +24,7 @@ from ..recording.masks import Excuses, excuses
 from ..report.report import Report
 from ..sinks.logs import sink_for
 from ..sinks.sink import Sink
-from ..trace.trace import arrow
+from ..trace.columns import arrow
 from ..trace.trace_file import Trace as TraceFile
 from ..util.visible import close_names
 from .option_kinds import (

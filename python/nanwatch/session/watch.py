@@ -95,7 +95,7 @@ class Watch:
         self._tracer: Tracer | None = None
         if options.trace is not None and options.enabled:
             self._tracer = start_tracer(
-                options.trace.path, self._recorder, ring if fetches else 0, options.every, model
+                options.trace.path, self._recorder, ring if fetches else 0, options.every
             )
         self._monitor = Monitor(
             self._recorder,

@@ -15,8 +15,8 @@ from ..records.note import Note, is_same_part
 from ..records.record import Record
 from ..util.visible import without_wrappers
 from .align import Ints, Rows, align
+from .columns import arrow
 from .difference import KINDS, Difference, Growth, Kind, RecordPair, RowErrors, Series
-from .trace import arrow
 from .trace_file import Sketches, Trace, batch_words, ends_of, in_order, sketches, strings
 
 _Number = TypeVar("_Number", bound=np.generic)

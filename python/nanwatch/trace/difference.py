@@ -44,17 +44,16 @@ class RowErrors:
         if len(known) == 0:
             return None
         a, b = a[known], b[known]
-        whole_a, whole_b = a.reshape(-1), b.reshape(-1)
         errors = relative_errors(a, b)
         worst = int(errors.argmax())
         with np.errstate(invalid="ignore"):  # a row of B may be zero
             return cls(
-                num_rows=len(known),
-                relative_error=float(relative_errors(whole_a, whole_b)),
-                worst_relative_error=float(errors[worst]),
-                worst_row=tuple(map(int, np.unravel_index(known[worst], lead))) if lead else (),
-                cosine=float(np.nan_to_num(cosines(whole_a, whole_b))),
-                worst_cosine=float(np.nan_to_num(cosines(a, b)).min()),
+                len(known),
+                float(relative_errors(a.reshape(-1), b.reshape(-1))),
+                float(errors[worst]),
+                tuple(map(int, np.unravel_index(known[worst], lead))) if lead else (),
+                float(np.nan_to_num(cosines(a.reshape(-1), b.reshape(-1)))),
+                float(np.nan_to_num(cosines(a, b)).min()),
             )
 
     def __str__(self) -> str:
@@ -85,6 +84,14 @@ class RecordPair:
     rows: RowErrors | None = None
     role: str = ""
 
+    def __str__(self) -> str:
+        counterpart = ""
+        if (self.module_b, self.class_b) != (self.module, self.class_name):
+            counterpart = f", in B {module_name(self.module_b)} ({self.class_b})"
+        batch = f"batch {self.batch}" + ("" if self.batch_b == self.batch else f" and batch {self.batch_b}")
+        place = f"`{self.label}` of {module_name(self.module)} ({self.class_name}){counterpart} in {batch}"
+        return f"{place}: {self.what}" + ("" if self.rows is None else f"; {self.rows}")
+
 
 @dataclass(frozen=True, slots=True)
 class Growth:
@@ -114,6 +121,12 @@ class Series:
     x: tuple[Any, ...]
     a: tuple[float, ...]
     b: tuple[float, ...]
+
+    def lines(self, styles: Sequence[dict[str, Any]], **options: Any) -> Iterator[dict[str, Any]]:
+        """Yield both as the page draws them."""
+        for style, values in zip(styles, (self.a, self.b), strict=True):
+            y = [value if isfinite(value) else str(value) for value in values]
+            yield {"x": list(self.x), "y": y, **options, **style}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,216 +178,157 @@ class Difference(InNotebook):
 
     def to_text(self) -> str:
         """Return a paragraph to read in a terminal, without a newline at its end."""
-        return "\n".join(map(visible, diff_lines(self)))
+        return "\n".join(map(visible, self._lines()))
 
     def to_json(self) -> str:
         """Return `{"differs", "first": {"batch", "module", "label", "what"} or null, "grew": [...]}`.
 
         With sketches on both sides also `"sketched"`, like `first`, with the RowErrors as `"rows"`.
         """
-        first = self.first
         names = ("batch", "module", "label", "what")
+        pairs = {
+            key: None if pair is None else {name: getattr(pair, name) for name in names}
+            for key, pair in (("first", self.first), ("sketched", self.sketched))
+        }
         grew = [
-            {"batch": one.batch, "module": one.module, "label": one.label, "abs_max": [one.a, one.b]}
-            | {"factor": one.factor if isfinite(one.factor) else str(one.factor)}
-            for one in self.grew
+            {
+                "batch": growth.batch,
+                "module": growth.module,
+                "label": growth.label,
+                "abs_max": [growth.a, growth.b],
+            }
+            | {"factor": growth.factor if isfinite(growth.factor) else str(growth.factor)}
+            for growth in self.grew
         ]
-        found = None if first is None else {name: getattr(first, name) for name in names}
-        members = {"differs": self.differs, "first": found, "grew": grew}
+        members: dict[str, Any] = {"differs": self.differs, "first": pairs["first"], "grew": grew}
         if self.sketched is not None and self.sketched.rows is not None:
-            pair = {name: getattr(self.sketched, name) for name in names}
-            members["sketched"] = pair | {"rows": asdict(self.sketched.rows)}
+            members["sketched"] = {**(pairs["sketched"] or {}), "rows": asdict(self.sketched.rows)}
         return json.dumps(members, allow_nan=False)
 
     def to_html(self) -> str:
         """Return a page that opens offline, with charts. Needs `jinja2`; write it as UTF-8."""
-        return diff_html(self)
-
-
-# In words, for a terminal.
-
-
-def diff_lines(found: Difference) -> Iterator[str]:
-    """Yield the first difference, that of every other kind, what grew, and what was not compared; one line each."""
-    yield f"A: {found.a}"
-    yield f"B: {found.b}"
-    many = f"{found.num_records:,} records of {_plural(len(found.batches), 'batch', 'batches')}"
-    if found.first is None:
-        yield f"No difference in {many} ({comparison_words(found)})."
-    else:
-        yield f"They part in {found.num_apart:,} of {many} ({comparison_words(found)})."
-        yield ""
-        yield f"First: {pair_line(found.first)}"
-        if found.sketched is not None and found.sketched != found.first:
-            yield f"First with sketches: {pair_line(found.sketched)}"
-        for pair in found.firsts[1:]:
-            yield f"First by {pair.kind}: {pair_line(pair)}"
-        if advice := _weight_advice(found.first, found.batches):
-            yield advice
-    if found.grew:
-        yield ""
-        yield "Grew most from A to B:"
-        for one in found.grew:
-            yield (
-                f"{_factor(one.factor)}  {one.a:8.2e} -> {one.b:8.2e}  {one.label} of {module_name(one.module)}"
-                f" in batch {one.batch}{f', and {one.num_alike:,} more by this factor' if one.num_alike else ''}"
-            )
-    notes = [*found.remarks]
-    notes += [f"only in A: {_listed(found.only_a)}"] if found.only_a else []
-    notes += [f"only in B: {_listed(found.only_b)}"] if found.only_b else []
-    if notes:
-        yield ""
-        yield from (f"Not compared: {note}." for note in notes)
-
-
-def comparison_words(found: Difference) -> str:
-    """Return `rtol 0.001`, and of how many records the bits were compared."""
-    bits = f"; {found.num_bits:,} of them bit by bit" if found.num_bits else ""
-    return f"rtol {found.rtol:g}{bits}"
-
-
-def pair_line(pair: RecordPair) -> str:
-    """Return `output of h.0.mlp (MLP) in batch 3: abs_max 1 against 2 (relative difference 0.5)`."""
-    other = ""
-    if (pair.module_b, pair.class_b) != (pair.module, pair.class_name):
-        other = f", in B {module_name(pair.module_b)} ({pair.class_b})"
-    batch = f"batch {pair.batch}" + ("" if pair.batch_b == pair.batch else f" and batch {pair.batch_b}")
-    rows = "" if pair.rows is None else f"; {pair.rows}"
-    return (
-        f"`{pair.label}` of {module_name(pair.module)} ({pair.class_name}){other} in {batch}: {pair.what}"
-        f"{rows}"
-    )
-
-
-def _weight_advice(pair: RecordPair, batches: Sequence[tuple[int, int]]) -> str:
-    """Return what to look at where two runs part at a weight; "" elsewhere, and for two batches of one number each."""
-    if pair.role != "weight" or pair.kind in ("shape", "dtype") or pair.batch != pair.batch_b:
-        return ""
-    before = [batch for batch, _ in batches if batch < pair.batch]
-    if before:
-        return (
-            f"All that was compared before agrees, so a step between batch {before[-1]} and batch {pair.batch} made"
-            " the difference: look at the optimizer, the learning rate and the loss."
+        headline = "No difference"
+        if self.first is not None:
+            headline = f"They part at {self.first.label} of {module_name(self.first.module)}"
+        amount = f"{self.num_records:,} records compared, {self.num_apart:,} apart · {self._how}"
+        facts = [("A", f"`{self.a}`"), ("B", f"`{self.b}`")]
+        facts += [(f"By {pair.kind}" if i else "First", str(pair)) for i, pair in enumerate(self.firsts)]
+        facts += [("Note", remark) for remark in self.remarks]
+        facts += [
+            (f"Only in {side}", _listed(only))
+            for side, only in (("A", self.only_a), ("B", self.only_b))
+            if only
+        ]
+        return page(
+            "Difference.to_html()", headline, amount, facts, list(self._sections()), is_bad=self.differs
         )
-    return (
-        "The weights differ from the first batch on: look at the seed, the initialisation and the checkpoint."
-    )
 
+    @property
+    def _how(self) -> str:
+        """The tolerance, and of how many records the bits were compared."""
+        bits = f"; {self.num_bits:,} of them bit by bit" if self.num_bits else ""
+        return f"rtol {self.rtol:g}{bits}"
 
-def _factor(factor: float) -> str:
-    return f"x {factor:8.2f}" if factor < 1e5 else f"x {factor:8.1e}"
+    def _lines(self) -> Iterator[str]:
+        """Yield the first difference, that of every other kind, what grew, and what was not compared."""
+        yield f"A: {self.a}"
+        yield f"B: {self.b}"
+        many = f"{self.num_records:,} records of {_plural(len(self.batches), 'batch', 'batches')}"
+        if self.first is None:
+            yield f"No difference in {many} ({self._how})."
+        else:
+            yield f"They part in {self.num_apart:,} of {many} ({self._how})."
+            yield ""
+            yield f"First: {self.first}"
+            if self.sketched is not None and self.sketched != self.first:
+                yield f"First with sketches: {self.sketched}"
+            yield from (f"First by {pair.kind}: {pair}" for pair in self.firsts[1:])
+            yield from self._weight_advice(self.first)
+        if self.grew:
+            yield ""
+            yield "Grew most from A to B:"
+        for growth in self.grew:
+            factor = f"{growth.factor:8.2f}" if growth.factor < 1e5 else f"{growth.factor:8.1e}"
+            more = f", and {growth.num_alike:,} more by this factor" if growth.num_alike else ""
+            place = f"{growth.label} of {module_name(growth.module)} in batch {growth.batch}{more}"
+            yield f"x {factor}  {growth.a:8.2e} -> {growth.b:8.2e}  {place}"
+        only = [
+            f"only in {side}: {_listed(names)}"
+            for side, names in (("A", self.only_a), ("B", self.only_b))
+            if names
+        ]
+        if notes := [*self.remarks, *only]:
+            yield ""
+            yield from (f"Not compared: {note}." for note in notes)
 
+    def _weight_advice(self, pair: RecordPair) -> Iterator[str]:
+        """Yield what to look at where two runs part at a weight; nothing for two batches of one number each."""
+        if pair.role != "weight" or pair.kind in ("shape", "dtype") or pair.batch != pair.batch_b:
+            return
+        before = [batch for batch, _ in self.batches if batch < pair.batch]
+        if before:
+            yield (
+                f"All that was compared before agrees, so a step between batch {before[-1]} and batch {pair.batch}"
+                " made the difference: look at the optimizer, the learning rate and the loss."
+            )
+        else:
+            yield "The weights differ from the first batch on: look at the seed, the initialisation and the checkpoint."
 
-def _listed(modules: Sequence[tuple[str, int]]) -> str:
-    shown = [
-        f"{module_name(name)} ({_plural(count, 'record', 'records')})" for name, count in modules[:_SHOWN]
-    ]
-    more = [f"{len(modules) - _SHOWN} modules more"] if len(modules) > _SHOWN else []
-    return ", ".join(shown + more)
-
-
-def _plural(count: int, one: str, many: str) -> str:
-    return f"{count:,} {one if count == 1 else many}"
-
-
-# The page: where the two part, what grew, and the lines of both on the same charts.
-
-
-def diff_html(found: Difference) -> str:
-    """Return one HTML document, to be written as UTF-8. Raise ImportError without jinja2."""
-    amount = f"{found.num_records:,} records compared, {found.num_apart:,} apart · {comparison_words(found)}"
-    facts = [("A", f"`{found.a}`"), ("B", f"`{found.b}`")]
-    for i, pair in enumerate(found.firsts):
-        facts.append((f"By {pair.kind}" if i else "First", pair_line(pair)))
-    facts += [("Note", remark) for remark in found.remarks]
-    facts += [
-        (f"Only in {side}", _listed(only))
-        for side, only in (("A", found.only_a), ("B", found.only_b))
-        if only
-    ]
-    sections = [one for one in _sections(found) if one is not None]
-    return page("Difference.to_html()", _headline(found), amount, facts, sections, is_bad=found.differs)
+    def _sections(self) -> Iterator[Section]:
+        styles: list[dict[str, Any]]
+        label, high = "abs max {} in A and in B, on a logarithmic scale", "largest magnitude"
+        if self.calls.x:
+            names = list(map(str, self.calls.x))
+            styles = [
+                {"name": "A", "color": "output", "dash": ""},
+                {"name": "B", "color": "near", "dash": "dotted"},
+            ]
+            lines = [{**line, "at": names, "x": list(range(len(names)))} for line in self.calls.lines(styles)]
+            title = "Largest magnitude of every output, in the order of the calls"
+            hint = f"{self.calls.name}; a nan or an inf is a gap."
+            across = "call of a module, in order"
+            yield Chart("calls", title, hint, label.format("of every output"), across, high, lines)
+        # One batch is no line: then the calls alone are drawn.
+        if len(self.batches) > 1 and self.series:
+            styles = [
+                {"side": "A", "inLegend": True, "dash": ""},
+                {"side": "B", "inLegend": False, "dash": "dotted"},
+            ]
+            lines = [
+                line
+                for i, series in enumerate(self.series)
+                for line in series.lines(
+                    styles, name=series.name, group=str(i), color=_COLORS[i % len(_COLORS)]
+                )
+            ]
+            title = "Over the batches, where they part and what grew"
+            hint = "A solid, B dotted, a colour a module. A click on a name hides it."
+            yield Chart("series", title, hint, label.format("over the batches"), "batch", high, lines)
+        if self.grew:
+            columns = dict.fromkeys(("module", "label"), TEXT)
+            columns |= dict.fromkeys(("batch", "abs max in A", "in B", "factor"), NUMBER)
+            rows = [
+                [
+                    module_name(row.module),
+                    row.label,
+                    row.batch,
+                    f"{row.a:.2e}",
+                    f"{row.b:.2e}",
+                    f"{row.factor:.3g}",
+                ]
+                for row in self.grew
+            ]
+            yield Table("grew", "Grew most from A to B", columns, rows)
 
 
 _COLORS = ("output", "near", "fine", "input", "low", "gradient", "gone", "weight")
 
 
-def _sections(found: Difference) -> Iterator[Section | None]:
-    label = "abs max {} in A and in B, on a logarithmic scale"
-    calls = found.calls
-    if calls.x:
-        names = list(map(str, calls.x))
-        sides = ((calls.a, "A", "output", ""), (calls.b, "B", "near", "dotted"))
-        yield Chart(
-            "calls",
-            "Largest magnitude of every output, in the order of the calls",
-            f"{calls.name}; a nan or an inf is a gap.",
-            label.format("of every output"),
-            "call of a module, in order",
-            "largest magnitude",
-            [
-                {"name": name, "color": color, "dash": dash, "at": names, **_line(range(len(names)), values)}
-                for values, name, color, dash in sides
-            ],
-        )
-    # One batch is no line: then the calls alone are drawn.
-    if len(found.batches) > 1 and found.series:
-        yield Chart(
-            "series",
-            "Over the batches, where they part and what grew",
-            "A solid, B dotted, a colour a module. A click on a name hides it.",
-            label.format("over the batches"),
-            "batch",
-            "largest magnitude",
-            [
-                {
-                    "name": one.name,
-                    "group": str(i),
-                    "side": side,
-                    "inLegend": side == "A",
-                    "color": _COLORS[i % len(_COLORS)],
-                    "dash": dash,
-                    **_line(one.x, values),
-                }
-                for i, one in enumerate(found.series)
-                for values, side, dash in ((one.a, "A", ""), (one.b, "B", "dotted"))
-            ],
-        )
-    if found.grew:
-        yield Table(
-            "grew",
-            "Grew most from A to B",
-            {
-                "module": TEXT,
-                "label": TEXT,
-                "batch": NUMBER,
-                "abs max in A": NUMBER,
-                "in B": NUMBER,
-                "factor": NUMBER,
-            },
-            [
-                [
-                    module_name(one.module),
-                    one.label,
-                    one.batch,
-                    f"{one.a:.2e}",
-                    f"{one.b:.2e}",
-                    f"{one.factor:.3g}",
-                ]
-                for one in found.grew
-            ],
-        )
+def _listed(modules: Iterable[tuple[str, int]]) -> str:
+    names = [f"{module_name(name)} ({_plural(count, 'record', 'records')})" for name, count in modules]
+    more = [f"{len(names) - _SHOWN} modules more"] if len(names) > _SHOWN else []
+    return ", ".join(names[:_SHOWN] + more)
 
 
-def _headline(found: Difference) -> str:
-    if found.first is None:
-        return "No difference"
-    return f"They part at {found.first.label} of {module_name(found.first.module)}"
-
-
-def _line(x: Iterable[Any], values: Iterable[float]) -> dict[str, Any]:
-    return {"x": list(x), "y": [_number(value) for value in values]}
-
-
-def _number(value: float) -> float | str:
-    return value if isfinite(value) else str(value)
+def _plural(count: int, singular: str, plural: str) -> str:
+    return f"{count:,} {singular if count == 1 else plural}"

@@ -20,8 +20,18 @@ from ..report.report import Report
 from ..util import reading
 from ..util.progress import Tell, silent
 from ..util.visible import spell, visible
-from . import trace
-from .trace import SUFFIX, TraceError, parts_beside, unreadable
+from .columns import (
+    COLUMNS,
+    STRINGS,
+    SUFFIX,
+    TraceError,
+    arrow,
+    errors,
+    facts_of,
+    frames_of,
+    parts_beside,
+    unreadable,
+)
 
 # End of the name of a file that is a trace together with others: a part, or what one rank wrote.
 _PART_OR_RANK = re.compile(r"^part\D?\d+$|-rank\d+(?=$|-\d+$)")
@@ -72,7 +82,7 @@ class Trace:
         Raises TraceError for a file that is no trace, FileNotFoundError for none.
         """
         place = Path(path)
-        datasets = trace.arrow("pyarrow.dataset", "reading a trace")
+        datasets = arrow("pyarrow.dataset", "reading a trace")
         # Killed in the moment when the file took the place of the parts.
         if not place.exists() and (beside := parts_beside(place)).is_dir():
             place = beside
@@ -91,13 +101,13 @@ class Trace:
         try:
             for part in parts:
                 reading.check_regular(part)
-            options = datasets.ParquetReadOptions(dictionary_columns=trace.STRINGS)
+            options = datasets.ParquetReadOptions(dictionary_columns=STRINGS)
             how = datasets.ParquetFileFormat(read_options=options)
             # The latest part knows best what was lost.
             found = datasets.dataset(str(parts[-1]), format=how).schema
-            facts = trace.facts_of(_plain(found), str(place))
+            facts = facts_of(_plain(found), str(place))
             dataset = datasets.dataset([str(part) for part in parts], format=how, schema=found)
-        except trace.errors() as error:
+        except errors() as error:
             if isinstance(error, TraceError):
                 raise
             # pyarrow names the file twice before it says why.
@@ -126,10 +136,10 @@ class Trace:
     @cached_property
     def sketched_batches(self) -> tuple[int, ...]:
         """Return the numbers of the batches with sketches, in order."""
-        compute = trace.arrow("pyarrow.compute", "reading a trace")
+        compute = arrow("pyarrow.compute", "reading a trace")
         try:
             found = self._read(["batch"], compute.field("sketch").is_valid())
-        except trace.errors() as error:
+        except errors() as error:
             raise unreadable(f"{self.path} cannot be read: {spell(error)}") from error
         return tuple(np.unique(found["batch"].to_numpy()).tolist())
 
@@ -138,24 +148,24 @@ class Trace:
 
         Columns of strings are dictionary-encoded.
         """
-        pa = trace.arrow("pyarrow", "reading a trace")
-        compute = trace.arrow("pyarrow.compute", "reading a trace")
+        pa = arrow("pyarrow", "reading a trace")
+        compute = arrow("pyarrow.compute", "reading a trace")
         wanted = None if batches is None else compute.field("batch").isin(pa.array(batches, pa.int64()))
-        names = [name for name, _, _ in trace.COLUMNS] if columns is None else list(columns)
+        names = [name for name, _, _ in COLUMNS] if columns is None else list(columns)
         try:
             table = self._read(names, wanted)
             self.tell(f"checking {self.path.name}")
             # A file is anybody's, and pyarrow itself would read beyond the end of a list of strings.
             table.validate(full=True)
-        except trace.errors() as error:
+        except errors() as error:
             raise unreadable(f"{self.path} cannot be read: {spell(error)}") from error
-        for name, _, may_be_null in trace.COLUMNS:
+        for name, _, may_be_null in COLUMNS:
             if name in names and not may_be_null and table[name].null_count:
                 raise unreadable(f"{self.path}: column {name!r} has a row without a value")
         return table
 
     def _read(self, names: list[str], wanted: Any) -> Any:
-        pa = trace.arrow("pyarrow", "reading a trace")
+        pa = arrow("pyarrow", "reading a trace")
         # How many rows a filter lets through only the end of the read can say.
         total = self._dataset.count_rows() if wanted is None else None
         scanner = self._dataset.scanner(columns=names, filter=wanted)
@@ -169,11 +179,11 @@ class Trace:
 
     def frames(self, batch: int) -> tuple[Frame, ...]:
         """Return the frames of a batch in the order of their calls. Raise ValueError for a batch that is not there."""
-        table = self.table([name for name, _, _ in trace.COLUMNS if name != "sketch"], [batch])
+        table = self.table([name for name, _, _ in COLUMNS if name != "sketch"], [batch])
         if table.num_rows == 0:
             raise ValueError(f"{self.path} has no batch {batch}; it has {batch_words(self.batches)}")
         # Calls of several threads may stand in turns.
-        return trace.frames_of(table.sort_by([("rank", "ascending"), ("call", "ascending")]), self.tell)
+        return frames_of(table.sort_by([("rank", "ascending"), ("call", "ascending")]), self.tell)
 
     def report(self, batch: int) -> Report:
         """Return the frames of a batch as a report. Its finding knows nothing of the batch's arguments."""
@@ -183,7 +193,7 @@ class Trace:
 
 def strings(column: Any) -> Strings:
     """Return a column of strings of a table."""
-    pa = trace.arrow("pyarrow", "reading a trace")
+    pa = arrow("pyarrow", "reading a trace")
     if column.num_chunks == 0:
         return Strings(np.empty(0, np.int32), ())
     whole = pa.table({"column": column}).unify_dictionaries()["column"]
@@ -242,7 +252,7 @@ def batch_words(batches: Sequence[int]) -> str:
 
 def _plain(found: Any) -> Any:
     """Return the schema with strings for dictionaries of strings."""
-    pa = trace.arrow("pyarrow", "reading a trace")
+    pa = arrow("pyarrow", "reading a trace")
     fields = [
         field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
         for field in found

@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..recording.observe import sketch_bytes, take_sketch
 from ..util.visible import spell, warn_user
-from . import trace
-from .trace import SUFFIX, parts_beside
+from . import columns
+from .columns import SUFFIX, parts_beside
 
 if TYPE_CHECKING:
     from ..records.record import Frame
-    from .trace import WeightVersions
 
 # Written anew with every flush: 32 Ki rows took 0.04 s.
 PART_ROWS = 32_768
@@ -67,7 +66,7 @@ class TraceWriter:
 
     `folder` is as `claim` left it; with `becomes_file` it is one file after `close`. `facts` are those of the
     format. `tick` is called by the thread, to hand over what is not handed over yet, and says in how many seconds to
-    call it again. `versions` is told of the steps of optimizers, if anybody tells of them.
+    call it again.
     What goes wrong is one warning, and the end of the trace; what is on disk by then stays.
     """
 
@@ -78,14 +77,13 @@ class TraceWriter:
         tick: Callable[[], float],
         *,
         becomes_file: bool,
-        versions: WeightVersions | None = None,
     ) -> None:
         self.path = folder
         self._facts = facts
         self._tick = tick
         self._becomes_file = becomes_file
         self._temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-        self._tabulator = trace.Tabulator(facts["rank"], versions)
+        self._tabulator = columns.Tabulator(facts["rank"])
         self._waiting: deque[list[Frame]] = deque()
         self._waiting_rows = 0
         self._tables: list[Any] = []  # of the latest part
@@ -154,7 +152,7 @@ class TraceWriter:
         try:
             self._serve()
             if self._part == 0 and not self._tables:
-                self._tables.append(trace.schema().empty_table())
+                self._tables.append(columns.schema().empty_table())
             self._flush()
             if self._becomes_file:
                 self._become_file()
@@ -217,10 +215,10 @@ class TraceWriter:
         """Put the latest part in its place, whole."""
         if not self._tables:
             return
-        pa = trace.arrow("pyarrow", "trace=")
+        pa = columns.arrow("pyarrow", "trace=")
         table = pa.concat_tables(self._tables)
         self._tables = [table]
-        write_table(table.replace_schema_metadata(trace.schema(self._facts).metadata), self._temporary)
+        write_table(table.replace_schema_metadata(columns.schema(self._facts).metadata), self._temporary)
         self._temporary.replace(self.path / f"part-{self._part:05}{SUFFIX}")
         if self._is_full:
             self._part, self._rows, self._bytes = self._part + 1, 0, 0
@@ -228,9 +226,9 @@ class TraceWriter:
 
     def _become_file(self) -> None:
         """Make one file in place of the folder, if there is time for it."""
-        parquet = trace.arrow("pyarrow.parquet", "trace=")
+        parquet = columns.arrow("pyarrow.parquet", "trace=")
         parts = sorted(self.path.glob(f"part-*{SUFFIX}"))
-        with parquet.ParquetWriter(self._temporary, trace.schema(self._facts), **_HOW) as file:
+        with parquet.ParquetWriter(self._temporary, columns.schema(self._facts), **_HOW) as file:
             for part in parts:
                 if self._deadline is not None and monotonic() > self._deadline:
                     break
@@ -251,4 +249,4 @@ _HOW: dict[str, Any] = {"compression": "zstd", "store_schema": True}
 
 def write_table(table: Any, path: Path) -> None:
     """Write one file. Raise OSError where that fails."""
-    trace.arrow("pyarrow.parquet", "trace=").write_table(table, path, **_HOW)
+    columns.arrow("pyarrow.parquet", "trace=").write_table(table, path, **_HOW)

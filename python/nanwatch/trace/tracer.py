@@ -5,25 +5,22 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Callable, Collection
 from errno import EDQUOT, ENOSPC
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
+from torch import nn
 
 from .._version import __version__
-from ..instrumentation.global_hooks import Handles, after_steps
 from ..recording.events import Recorder
 from ..util.job import rank_and_world_size
 from ..util.modules import each_module
 from ..util.visible import warn_user
-from . import trace
-from .trace import SUFFIX, Key, WeightVersions
+from . import columns
+from .columns import SUFFIX
 from .trace_writer import TraceWriter, claim
 
 if TYPE_CHECKING:
@@ -49,9 +46,7 @@ class Tracer:
     `ring` is how many frames the recorder holds. With 0 the frames are not fetched but given, one by one, to `add`.
     """
 
-    def __init__(
-        self, path: Path, recorder: Recorder, ring: int, rank: int, every: int, model: nn.Module
-    ) -> None:
+    def __init__(self, path: Path, recorder: Recorder, ring: int, rank: int, every: int) -> None:
         self._recorder = recorder
         self._ring = ring
         self._given: list[Frame] = []
@@ -62,9 +57,9 @@ class Tracer:
         # Not a plain lock: the garbage collector may run anybody's code within, and that may call the model.
         self._lock = threading.RLock()
         self._gathers = False
-        trace.arrow("pyarrow.parquet", "trace=")
+        columns.arrow("pyarrow.parquet", "trace=")
         facts = {
-            "version": trace.VERSION,
+            "version": columns.VERSION,
             "nanwatch": __version__,
             "torch": str(torch.__version__),
             "rank": rank,
@@ -74,9 +69,7 @@ class Tracer:
         becomes_file = path.suffix == SUFFIX
         # Weakly: the thread must not keep the watch.
         tick = partial(_tick, weakref.ref(self))
-        versions = WeightVersions()
-        self.writer = TraceWriter(claim(path), facts, tick, becomes_file=becomes_file, versions=versions)
-        self._steps = WeightSteps(model, lambda keys: versions.step(recorder.latest_batch, keys))
+        self.writer = TraceWriter(claim(path), facts, tick, becomes_file=becomes_file)
         self._at_exit = partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
 
@@ -137,7 +130,6 @@ class Tracer:
     def close(self) -> None:
         """Hand over the last frames and wait, not for long, until they are on disk. A second time does nothing."""
         atexit.unregister(self._at_exit)
-        self._steps.remove()
         self.gather()
         self.writer.close()
 
@@ -149,13 +141,13 @@ class Tracer:
             self.writer.close(waits=False)
 
 
-def start_tracer(path: Path, recorder: Recorder, ring: int, every: int, model: nn.Module) -> Tracer | None:
+def start_tracer(path: Path, recorder: Recorder, ring: int, every: int) -> Tracer | None:
     """Make a Tracer; None, with a warning, where the disk is full. Any other obstacle to a file is raised."""
     rank, world_size = rank_and_world_size()
     if world_size > 1:
         path = path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
     try:
-        return Tracer(path.absolute(), recorder, ring, rank, every, model)  # the run may change its folder
+        return Tracer(path.absolute(), recorder, ring, rank, every)  # the run may change its folder
     except OSError as error:
         if error.errno not in (ENOSPC, EDQUOT):
             raise
@@ -171,56 +163,3 @@ def _tick(tracer: weakref.ref[Tracer]) -> float:
 def _close(tracer: weakref.ref[Tracer]) -> None:
     if (this := tracer()) is not None:
         this.close()
-
-
-class WeightSteps:
-    """Hook that calls `took` with module and label of every weight that a step took, until `remove`.
-
-    A step takes the weights that have a gradient. With the fused optimizers, which write past the version counter, it
-    is the only sign of a change.
-    """
-
-    def __init__(self, model: nn.Module, took: Callable[[Collection[Key]], None]) -> None:
-        self._model = weakref.ref(model)
-        self._took = took
-        # The number of parameters of each optimizer, and the names of those in the model.
-        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[tuple[Tensor, list[Key]]]]] = (
-            weakref.WeakKeyDictionary()
-        )
-        this = weakref.ref(self)
-
-        # torch's registry outlives this: what it holds must not keep it alive.
-        def after(optimizer: Optimizer, *_: Any) -> None:
-            if (steps := this()) is not None:
-                steps._after(optimizer)
-
-        self._hooks = Handles(self, [after_steps.add(after)])
-
-    def remove(self) -> None:
-        """Stop calling. A second time does nothing."""
-        self._hooks.remove()
-
-    def _after(self, optimizer: Optimizer) -> None:
-        size = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._known.get(optimizer)
-        if known is None or known[0] != size:
-            known = self._known[optimizer] = (size, self._own(optimizer))
-        keys = [key for weight, names in known[1] if weight.grad is not None for key in names]
-        if keys:
-            self._took(keys)
-
-    def _own(self, optimizer: Optimizer) -> list[tuple[Tensor, list[Key]]]:
-        model = self._model()
-        names: dict[int, list[Key]] = {}
-        if model is not None:
-            # A shared module has one of its names in the frames; all of them are counted.
-            for module, part in model.named_modules(remove_duplicate=False):
-                for label, weight in part._parameters.items():
-                    if weight is not None:
-                        names.setdefault(id(weight), []).append((module, label))
-        return [
-            (weight, names[id(weight)])
-            for group in optimizer.param_groups
-            for weight in group["params"]
-            if id(weight) in names
-        ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 from collections.abc import Callable
 from math import inf, nan
 from pathlib import Path
@@ -17,16 +16,15 @@ from torch import nn
 from nanwatch.records.note import Note
 from nanwatch.records.record import Frame, Record
 from nanwatch.session.api import watch
-from nanwatch.trace import trace
+from nanwatch.trace import columns
 from nanwatch.trace.comparison import diff
 from nanwatch.trace.trace_file import Trace
-from support.architectures import built, inputs_of
 from support.html_page import Page
 from support.toys import Scale, mlp
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
-FACTS = {"version": trace.VERSION, "nanwatch": "0", "torch": "0", "rank": 0, "every": 1, "lost_frames": 0}
+FACTS = {"version": columns.VERSION, "nanwatch": "0", "torch": "0", "rank": 0, "every": 1, "lost_frames": 0}
 
 
 def run(path: Path, model: nn.Module, *inputs: Any, **options: Any) -> Trace:
@@ -52,8 +50,8 @@ def row(label: str = "output", low: float | None = 0.5, high: float | None = 1.0
 
 def written(path: Path, *frames: Frame) -> Trace:
     """A trace of these frames."""
-    table = trace.Tabulator(0).table(frames)
-    parquet.write_table(table.replace_schema_metadata(trace.schema(FACTS).metadata), path)
+    table = columns.Tabulator(0).table(frames)
+    parquet.write_table(table.replace_schema_metadata(columns.schema(FACTS).metadata), path)
     return Trace.open(path)
 
 
@@ -78,85 +76,7 @@ def cast(module: nn.Module) -> None:
     module.register_forward_hook(lambda _, args, output: output.float())
 
 
-def swapped(module: nn.Module) -> None:
-    """Another activation in its place."""
-    module.forward = lambda x: torch.relu(x) + 0.25  # type: ignore[method-assign]
-
-
 Change = Callable[[nn.Module], None]
-
-
-def candidates(model: nn.Module) -> list[tuple[str, Change]]:
-    """Changes that can be made, each with the name of the module."""
-    found: list[tuple[str, Change]] = []
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        own = [x for x in module.parameters(recurse=False) if x.ndim > 1]
-        if own:
-            found.append((name, scaled))
-        if kind in ("Linear", "Conv1D"):
-            found.append((name, cast))
-        if "GELU" in kind or kind == "ReLU":
-            found.append((name, swapped))
-    return found
-
-
-def in_half(model: nn.Module, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    """Both in float16."""
-    numbers = {name: x.half() for name, x in inputs.items() if torch.is_tensor(x) and x.is_floating_point()}
-    return copy.deepcopy(model).half(), inputs | numbers
-
-
-def compiled(path: Path, model: nn.Module, inputs: dict[str, Any]) -> Trace:
-    """The trace of a call of the compiled model."""
-    torch._dynamo.reset()
-    try:
-        with watch(model, trace=path, on_nonfinite="record"), torch.no_grad():
-            torch.compile(model, backend="aot_eager")(**inputs)
-    finally:
-        torch._dynamo.reset()
-    return Trace.open(path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("way", "count"), [("runs", 20), ("precisions", 20), ("eager and compiled", 4), ("batches", 20)]
-)
-def test_random_changes_are_all_named(tmp_path: Path, way: str, count: int) -> None:
-    """On GPT-2, T5, Llama and ResNet: whichever module is changed, and however, is where the traces first part.
-
-    Of two runs; of one in float32 and, changed, in float16; of one in the interpreter and, changed, in compiled code,
-    where each change takes 6 s to compile; of two batches, with the change between them.
-    """
-    rng = random.Random(way)
-    for number in range(count):
-        name = ("gpt2", "t5", "llama", "resnet")[number % 4]
-        model = copy.deepcopy(built(name)).eval()
-        inputs, more = inputs_of(name, number), inputs_of(name, number + 1)
-        before = run(tmp_path / f"{number}a.parquet", model, inputs, more)
-        # A module that nobody calls has no frame.
-        called = {frame.name for frame in before.frames(0)}
-        possible = [one for one in candidates(model) if one[0] in called]
-        if way == "precisions":  # a dtype inside would be one difference among many
-            possible = [one for one in possible if one[1] is not cast]
-        changed, change = rng.choice(possible)
-        path = tmp_path / f"{number}b.parquet"
-        if way == "batches":
-            with watch(model, trace=path), torch.no_grad():
-                model(**inputs)
-                change(model.get_submodule(changed))
-                model(**inputs)
-            found = diff(path, batches=(0, 1))
-        else:
-            change(model.get_submodule(changed))
-            if way == "runs":
-                found = diff(before, run(path, model, inputs, more))
-            elif way == "precisions":
-                found = diff(before, run(path, *in_half(model, inputs)), rtol=0.02, ignore=["dtype"])
-            else:
-                found = diff(before, compiled(path, model, inputs))
-        assert found.first is not None, (number, name, changed)
-        assert found.first.module == changed, (number, name, change, found.to_text())
 
 
 @pytest.mark.parametrize("change", [scaled, cast])

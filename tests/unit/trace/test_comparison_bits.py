@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from nanwatch import __main__ as command
 from nanwatch.records.note import MeshPlace, Note, Placement
 from nanwatch.records.record import Frame, Record
-from nanwatch.trace import trace
+from nanwatch.trace import columns
 from nanwatch.trace.comparison import diff
-from nanwatch.trace.difference import RecordPair
 from nanwatch.trace.trace_file import Trace
 from support.architectures import built, inputs_of
 from support.watching import watch
@@ -72,7 +71,7 @@ def test_the_first_tensor_that_was_changed_is_named(tmp_path: Path, change: Any)
         assert by_range.first is None or by_range.first.label != "weight"
 
 
-FACTS = {"version": trace.VERSION, "nanwatch": "0", "torch": "0", "every": 1, "lost_frames": 0}
+FACTS = {"version": columns.VERSION, "nanwatch": "0", "torch": "0", "every": 1, "lost_frames": 0}
 
 
 def row(
@@ -85,9 +84,9 @@ def row(
 def written(path: Path, *rows: Record, rank: int = 0, batches: int = 1, phase: Any = "forward") -> Path:
     """A trace with a frame of these rows in each of the batches."""
     frames = [Frame(batch, "m", "M", tuple(rows), phase) for batch in range(batches)]
-    table = trace.Tabulator(rank).table(frames)
+    table = columns.Tabulator(rank).table(frames)
     facts = {**FACTS, "rank": rank}
-    parquet.write_table(table.replace_schema_metadata(trace.schema(facts).metadata), path)
+    parquet.write_table(table.replace_schema_metadata(columns.schema(facts).metadata), path)
     return path
 
 
@@ -122,19 +121,6 @@ def test_two_records(tmp_path: Path, a: Record, b: Record, found: tuple[str, str
         assert first.kind == found[0]
         assert first.what.startswith(found[1])
         assert result.num_apart == 1
-
-
-def test_a_range_that_is_passed_over_leaves_the_bits(tmp_path: Path) -> None:
-    paths = (
-        written(tmp_path / "a.parquet", row("output", 1)),
-        written(tmp_path / "b.parquet", row("output", 2, 3.0)),
-    )
-    first = diff(*paths, ignore=["range"]).first
-    assert isinstance(first, RecordPair)
-    assert first.kind == "bits"
-    assert not diff(*paths, ignore=["range", "bits"]).differs
-    same = diff(*paths, ignore=["range", "dtype"], rtol=0.9).first
-    assert same == first
 
 
 def test_two_batches_are_of_different_data(tmp_path: Path) -> None:
@@ -203,11 +189,3 @@ def test_the_command_says_so_and_its_status_is_1(tmp_path: Path, capsys: pytest.
     page = diff(*paths).to_html()
     assert "other bits in the same range" in page
     assert "1 of them bit by bit" in page
-
-
-def test_a_trace_without_fingerprints_is_compared_by_ranges(tmp_path: Path) -> None:
-    """Where one side has them, too."""
-    new = written(tmp_path / "new.parquet", row("output", 1))
-    found = diff(new, written(tmp_path / "old.parquet", row("output", None)))
-    assert not found.differs
-    assert found.num_bits == 0

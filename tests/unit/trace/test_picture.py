@@ -109,25 +109,6 @@ def test_rows_are_sorted_and_know_their_trend(tmp_path: Path) -> None:
     assert np.isnan(line(tmp_path / "short.parquet", {"a": [3.0] * 7}).rows[0].trend)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_row_names_the_tensor_with_the_least_headroom(tmp_path: Path, seed: int) -> None:
-    """The first of equal ones, against frames read one by one. An output needs no name."""
-    trace = some_trace(tmp_path / "run.parquet", seed)
-    least: dict[str, tuple[float, str]] = {}
-    for batch in trace.batches:
-        for frame in trace.frames(batch):
-            for record in frame.records:
-                bits = headroom_bits(record)
-                is_counted = bits is not None and (record.role != "input" or record.is_fault)
-                if is_counted and bits < least.get(frame.name, (inf, ""))[0]:
-                    least[frame.name] = bits, record.label
-    rows = draw(trace).rows
-    named = {row.module: row.label for row in rows if row.bits < inf}
-    assert named == {name: label for name, (bits, label) in least.items()}
-    assert {row.place for row in rows if row.label == "output"} <= set("abcde")
-    assert all(row.place == f"{row.module} {row.label}" for row in rows if row.label not in ("", "output"))
-
-
 def test_the_page_has_the_modules_as_a_table(tmp_path: Path) -> None:
     """With hostile names as text, and a policy that lets nothing run."""
     pytest.importorskip("jinja2", reason="the page needs jinja2: pip install jinja2")

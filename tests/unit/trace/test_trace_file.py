@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import time
 from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from nanwatch.session.api import watch
-from nanwatch.trace.trace import COLUMNS, TraceError
-from nanwatch.trace.trace_file import Trace, batch_words, strings
-from support.toys import Scale, mlp
+from nanwatch.trace.columns import COLUMNS, TraceError
+from nanwatch.trace.trace_file import Trace, strings
+from support.toys import Scale
 from support.written_traces import write_rows
 
 pa = pytest.importorskip("pyarrow")
@@ -108,14 +106,6 @@ def test_columns_of_strings_come_as_numbers_and_values(tmp_path: Path) -> None:
     assert len(nothing.codes) == 0
 
 
-def test_a_table_of_some_batches_and_columns(tmp_path: Path) -> None:
-    """Only what was asked for, in the order written."""
-    trace = Trace.open(made(tmp_path / "run.parquet"))
-    table = trace.table(["call", "batch"], [0, 2])
-    assert table.column_names == ["call", "batch"]
-    assert np.unique(table["batch"].to_numpy()).tolist() == [0, 2]
-
-
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     """Nothing, an empty folder, another file, half a file and a table of somebody else: each is named."""
     with pytest.raises(FileNotFoundError, match=r"no trace at .*nothing"):
@@ -157,27 +147,3 @@ def test_a_file_whose_pages_are_spoilt_is_an_error_and_no_crash(tmp_path: Path) 
         except ValueError:
             refused += 1
     assert refused > 10
-
-
-def test_the_words_for_batches() -> None:
-    """Batches are written as in messages."""
-    assert [batch_words(batches) for batches in ((), (4,), (4, 6))] == [
-        "no batch at all",
-        "batch 4",
-        "batches 4 to 6 (2 of them)",
-    ]
-
-
-def test_the_open_trace_of_a_run_can_be_read(tmp_path: Path) -> None:
-    """Before stop() a folder of parts is there, and what it holds is whole."""
-    model = mlp()
-    with watch(model, trace=tmp_path / "run.parquet") as w:
-        model(torch.ones(2, 3))
-        assert w._tracer is not None
-        w._tracer.gather()
-        part = tmp_path / "run.parquet" / "part-00000.parquet"
-        for _ in range(2000):
-            if part.exists():
-                break
-            time.sleep(0.01)
-        assert Trace.open(tmp_path / "run.parquet").batches == (0,)

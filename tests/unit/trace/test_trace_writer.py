@@ -16,7 +16,7 @@ import pytest
 
 from nanwatch.records.record import Frame, Record
 from nanwatch.trace import trace_writer
-from nanwatch.trace.trace import VERSION
+from nanwatch.trace.columns import VERSION
 from nanwatch.trace.trace_file import Trace
 from nanwatch.trace.trace_writer import TraceWriter, claim
 from support.traces import batches, until
@@ -90,13 +90,6 @@ def test_many_parts_are_the_same_rows(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_an_empty_trace_can_be_read(tmp_path: Path) -> None:
-    """A watch that saw nothing leaves a file with all columns and no row."""
-    writer(tmp_path / "run.parquet").close()
-    assert batches(tmp_path / "run.parquet") == []
-    assert Trace.open(tmp_path / "run.parquet").batches == ()
-
-
 def test_no_earlier_trace_is_touched(tmp_path: Path) -> None:
     """A path that is taken, by a file, a folder or a killed run, gets the next number; an empty folder is used."""
     assert claim(tmp_path / "deep" / "run.parquet") == tmp_path / "deep" / "run.parquet"
@@ -164,17 +157,6 @@ def test_a_slow_disk_costs_frames_and_no_time(
     assert written.lost_frames == 300 - 51
     assert len(told) == 1
     assert "lacks frames" in str(told[0].message)
-
-
-def test_close_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, held_disk: threading.Event) -> None:
-    """After its time it warns and returns, and what was put comes to disk when the disk comes back."""
-    one = writer(tmp_path / "run.parquet")
-    one.put([frame(0)])
-    with pytest.warns(RuntimeWarning, match="was not whole on disk"):
-        one.close(0.05)
-    held_disk.set()
-    one._thread.join(20)
-    assert batches(tmp_path / "run.parquet") == [0]
 
 
 def test_a_kill_while_the_file_takes_its_place_is_found(tmp_path: Path) -> None:

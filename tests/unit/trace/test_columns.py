@@ -15,13 +15,13 @@ from hypothesis import given
 from nanwatch.numerics.formats import TensorHealth
 from nanwatch.records.note import NOTE_KINDS, MeshPlace, Note, Placement
 from nanwatch.records.record import ROLES, Frame, Record
-from nanwatch.trace import trace
-from nanwatch.trace.trace import TraceError
+from nanwatch.trace import columns
+from nanwatch.trace.columns import TraceError
 from support.paths import ROOT
 
 pa = pytest.importorskip("pyarrow")
 
-FACTS = {"version": trace.VERSION, "nanwatch": "0", "torch": "0", "rank": 3, "every": 1, "lost_frames": 0}
+FACTS = {"version": columns.VERSION, "nanwatch": "0", "torch": "0", "rank": 3, "every": 1, "lost_frames": 0}
 
 sizes = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
 magnitudes = st.floats(min_value=0, allow_nan=False)
@@ -71,15 +71,15 @@ frames = st.builds(
 
 
 def facts(**changes: Any) -> dict[bytes, bytes]:
-    return {trace.METADATA_KEY: json.dumps({**FACTS, **changes}).encode()}
+    return {columns.METADATA_KEY: json.dumps({**FACTS, **changes}).encode()}
 
 
 @given(st.lists(frames, min_size=1, max_size=6))
 def test_frames_come_back_as_they_were(made: list[Frame]) -> None:
     """Frames of any content, in any order of batches, are the same after the table."""
-    table = trace.Tabulator(3).table(made)
-    assert table.schema.equals(trace.schema())
-    found: list[Frame] = list(trace.frames_of(table))
+    table = columns.Tabulator(3).table(made)
+    assert table.schema.equals(columns.schema())
+    found: list[Frame] = list(columns.frames_of(table))
     assert found == list(made)
     # The calls of a batch are counted from 0, in the order in which they come.
     by_batch = sorted((one.batch, number) for number, one in enumerate(made))
@@ -94,7 +94,7 @@ def test_frames_come_back_as_they_were(made: list[Frame]) -> None:
 def test_a_name_that_has_no_utf_8_is_kept_with_an_escape() -> None:
     """A lone surrogate in a label is spelt out, as in every text."""
     row = Record("a\ud800b", "input", None, "", None, None, None, None, Note("absent"))
-    table = trace.Tabulator(0).table([Frame(0, "m", "M", (row,))])
+    table = columns.Tabulator(0).table([Frame(0, "m", "M", (row,))])
     assert table["label"].to_pylist() == ["a\\ud800b"]
 
 
@@ -102,17 +102,17 @@ def test_the_docs_have_every_column_in_order() -> None:
     """The table of the format in docs/traces.md names the columns and types of the schema, and its version."""
     text = (ROOT / "docs" / "traces.md").read_text()
     found = re.findall(r"^\| `(\w+)` \| (\w+)(, null)? \|", text, re.MULTILINE)
-    assert [(name, kind, bool(null)) for name, kind, null in found] == list(trace.COLUMNS)
-    assert f"version {trace.VERSION}" in text
+    assert [(name, kind, bool(null)) for name, kind, null in found] == list(columns.COLUMNS)
+    assert f"version {columns.VERSION}" in text
 
 
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
         ({}, "metadata lacks 'nanwatch.trace'"),
-        ({trace.METADATA_KEY: b"[" * 100_000}, "no trace that can be read"),
-        ({trace.METADATA_KEY: b"[]"}, "an object"),
-        (facts(version=5), "its version is 5, this nanwatch reads version 6"),
+        ({columns.METADATA_KEY: b"[" * 100_000}, "no trace that can be read"),
+        ({columns.METADATA_KEY: b"[]"}, "an object"),
+        (facts(version=5), "its version is 5, this nanwatch reads version 7"),
         (facts(version="2"), "its version is '2'"),
         (facts(rank="no"), "metadata.rank should be an integer"),
         (facts(more=1), "does not know"),
@@ -121,27 +121,15 @@ def test_the_docs_have_every_column_in_order() -> None:
 def test_metadata_that_is_none_of_a_trace_is_refused(metadata: dict[bytes, bytes], words: str) -> None:
     """The error names the file and what is wrong with it."""
     with pytest.raises(TraceError, match=f"^a.parquet.*{re.escape(words)}"):
-        trace.facts_of(trace.schema().with_metadata(metadata), "a.parquet")
+        columns.facts_of(columns.schema().with_metadata(metadata), "a.parquet")
 
 
 def test_a_column_of_another_type_or_none_is_refused() -> None:
     """A file that was changed by somebody is named with the column."""
-    whole = trace.schema(FACTS)
-    assert trace.facts_of(whole, "a") == FACTS
+    whole = columns.schema(FACTS)
+    assert columns.facts_of(whole, "a") == FACTS
     at = whole.get_field_index("abs_max")
     with pytest.raises(TraceError, match="column 'abs_max' should be one of double, got none"):
-        trace.facts_of(whole.remove(at), "a")
+        columns.facts_of(whole.remove(at), "a")
     with pytest.raises(TraceError, match="column 'abs_max' should be one of double, got string"):
-        trace.facts_of(whole.set(at, pa.field("abs_max", pa.string())), "a")
-
-
-@pytest.mark.parametrize(
-    ("column", "value"), [("role", "boss"), ("shape", "{}"), ("shape", "x"), ("phase", "")]
-)
-def test_a_value_that_no_watch_writes_is_refused(column: str, value: str) -> None:
-    """Rows are anybody's: what is not of the format is a TraceError."""
-    row = Record("x", "input", (2,), "float32", 0.0, 1.0, True, None)
-    table = trace.Tabulator(0).table([Frame(0, "m", "M", (row,))])
-    at = table.schema.get_field_index(column)
-    with pytest.raises(TraceError, match="not a row of a trace"):
-        trace.frames_of(table.set_column(at, column, pa.array([value])))
+        columns.facts_of(whole.set(at, pa.field("abs_max", pa.string())), "a")

@@ -7,14 +7,11 @@ knows nothing of nanwatch can filter and group by them. docs/traces.md is the sa
 from __future__ import annotations
 
 import json
-import threading
-from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from itertools import chain
-from math import isnan
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +24,7 @@ from ..util.imports import needed
 from ..util.progress import Tell, silent
 from ..util.visible import visible, with_utf8
 
-VERSION = 6
+VERSION = 7
 SUFFIX = ".parquet"
 # Key in the metadata of every part's schema: a JSON object with the members of FACTS.
 METADATA_KEY = b"nanwatch.trace"
@@ -38,7 +35,6 @@ COLUMNS = (
     *((one.name, one.kind, one.may_be_null) for one in (*_FRAME.columns, *_RECORD.columns)),
     ("call", "int64", False),
     ("rank", "int32", False),
-    ("weight_version", "int64", True),
     ("exponents", "string", True),
     ("sketch", "binary", True),
 )
@@ -121,18 +117,14 @@ def facts_of(found: Any, where: str) -> dict[str, Any]:
 
 
 class Tabulator:
-    """Maker of tables from the frames of one process. Counts the calls of each batch, and the changes of its weights.
-
-    Somebody else reports steps to `versions`. Without it the ranges alone show changes.
-    """
+    """Maker of tables from the frames of one process, which counts the calls of each batch."""
 
     # Frames of a batch may come late, recomputed in the backward or of a thread that others held up while they ran
     # hundreds of small batches; but not while so many others have frames.
     _BATCHES_REMEMBERED = 4096
 
-    def __init__(self, rank: int, versions: WeightVersions | None = None) -> None:
+    def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._versions = WeightVersions() if versions is None else versions
         self._calls: dict[int, int] = {}
 
     def table(self, frames: Sequence[Frame]) -> Any:
@@ -144,9 +136,6 @@ class Tabulator:
         columns = {
             "call": pa.array([self._call(frame.batch) for frame in frames], pa.int64()).take(place),
             "rank": pa.array(np.full(len(rows), self._rank, np.int32)),
-            "weight_version": pa.array(
-                list(chain.from_iterable(map(self._versions.column, frames))), pa.int64()
-            ),
             "exponents": _column("string", [_exponents(row.health) for row in rows]),
             "sketch": pa.array(map(take_sketch, rows), pa.binary()),
         }
@@ -203,60 +192,3 @@ def _frames(rows: list[dict[str, Any]], tell: Tell) -> Iterable[Frame]:
         tell("making frames", end, len(rows), "rows")
         yield _FRAME.read(first, records=tuple(map(_RECORD.read, rows[start:end])))
         start = end
-
-
-Key: TypeAlias = tuple[str, str]  # module and label
-
-# Steps that wait for the frames of a later batch. In a run that is paused, or seldom recorded, the oldest are counted
-# at once: no older frame is still to come.
-_MOST_WAITING = 4096
-
-
-class WeightVersions:
-    """Counter of changes: of steps that took a weight, and of other changes that the weight's row shows.
-
-    The training calls `step`. The writer calls `column`, with the frames in the order of their calls.
-    """
-
-    def __init__(self) -> None:
-        self._steps: deque[tuple[int, Collection[Key]]] = deque()
-        self._counts: dict[Key, int] = {}
-        # The last range of each weight, and its count then.
-        self._seen: dict[Key, tuple[Any, int]] = {}
-        # Not a plain lock: the garbage collector may run anybody's code within, and that may make a step.
-        self._lock = threading.RLock()
-
-    def step(self, batch: int, keys: Collection[Key]) -> None:
-        """Count a step that took these, after batch `batch` had begun and before the next."""
-        with self._lock:
-            self._steps.append((batch, keys))
-            while len(self._steps) > _MOST_WAITING:
-                self._count()
-
-    def column(self, frame: Frame) -> list[int | None]:
-        """Return the number of changes before each row; None for rows that are no weight or buffer of a forward."""
-        with self._lock:
-            while self._steps and self._steps[0][0] < frame.batch:
-                self._count()
-        if frame.phase != "forward":
-            return [None] * len(frame.records)
-        return [
-            self._version(frame.name, row) if row.role in ("weight", "buffer") else None
-            for row in frame.records
-        ]
-
-    def _count(self) -> None:
-        for key in self._steps.popleft()[1]:
-            self._counts[key] = self._counts.get(key, 0) + 1
-
-    def _version(self, module: str, row: Record) -> int:
-        key = (module, row.label)
-        # A nan differs from itself.
-        range_ = tuple(None if x is None or isnan(x) else x for x in (row.abs_min, row.abs_max))
-        now = (row.shape, row.dtype, *range_, row.isfinite, row.fingerprint)
-        count = self._counts.get(key, 0)
-        before = self._seen.get(key)
-        if before is not None and before[1] == count and before[0] != now:
-            count = self._counts[key] = count + 1
-        self._seen[key] = (now, count)
-        return count
