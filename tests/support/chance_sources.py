@@ -5,7 +5,6 @@ The line at which the difference comes about ends in `# part`. Races of threads 
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import threading
@@ -132,17 +131,6 @@ class Takes(nn.Module):
         return x.relu() if len(self.calls) % 4 == 1 else x.tanh()  # part
 
 
-class Caches(nn.Module):
-    """Module whose cached mask draws random numbers in the first run only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask = functools.lru_cache(lambda size: torch.rand(size))  # part
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(x * self.mask(4), 0.5)
-
-
 _JITTER = (os.urandom,)  # where no trial finds it: threads are late by chance
 
 
@@ -263,14 +251,13 @@ SOURCES = {
         lambda: Forward(system_random), "aten.sub.Tensor", "SystemRandom()", "manual_seed(0)"
     ),
     "reseeded": Source(lambda: Forward(reseeded), "aten.bernoulli_.float", "torch.seed()", "manual_seed(0)"),
-    "own_generator": Source(OwnGenerator, "aten.rand.generator", "torch.Generator of its own", "keeps"),
+    "own_generator": Source(OwnGenerator, "aten.rand.generator", "torch.Generator of its own", "attributes"),
     "generator_by_time": Source(
         lambda: Forward(generator_by_time), "aten.rand.generator", "time.time_ns()", "clocks"
     ),
-    "memory": Source(Remembers, "aten.add.Tensor", "run to run: model.1.memory", "keeps"),
-    "counter": Source(Counts, "aten.div.Tensor", "1.calls", "keeps"),
-    "branch": Source(Takes, "aten.relu.default", "another branch", "keeps"),
-    "lru_cache": Source(Caches, "aten.rand.default", "the cache of Caches", "functools caches"),
+    "memory": Source(Remembers, "aten.add.Tensor", "run to run: 1.memory", "attributes"),
+    "counter": Source(Counts, "aten.div.Tensor", "1.calls", "attributes"),
+    "branch": Source(Takes, "aten.relu.default", "another branch", "attributes"),
     "threads_order": Source(lambda: Forward(racing_threads), "aten.stack.default", "as_completed()"),
     "backward": Source(lambda: Forward(noisy_backward), "aten.mul.Tensor", "time.time()", "clocks"),
     "gradient_hook": Source(lambda: Forward(hooked), "aten.add.Tensor", "SystemRandom()", "manual_seed(0)"),

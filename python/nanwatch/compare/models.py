@@ -259,8 +259,8 @@ def _opened(models: _Models, side: int, result: Comparison, tokens: Tokens, fact
         opened = model.in_parts(outer, parts, compile_part)
         found = _compare_models((models[0], opened) if side else (opened, models[1]), tokens, factor)
         if found.equal is not False or found.first is None:
-            what = f"{module_name(outer)} of {name}"
-            words = f"with its parts compiled one by one, {what} shows no difference: it comes from compiling it whole"
+            gone = f"with its parts compiled one by one, {module_name(outer)} of {name} shows no difference"
+            words = f"{gone}: it comes from its own code, or from compiling the parts together"
             return replace(result, remarks=(*result.remarks, words))
         words = f"the parts of {module_name(outer)} of {name} were compiled one by one, as it was, to name the module"
         result = replace(found, remarks=(*found.remarks, words))

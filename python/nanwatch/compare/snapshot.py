@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import random
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -24,7 +21,7 @@ from ..numerics._extension import instances_of
 from ..numerics.ranges import fingerprint
 from ..recording.walk import leaves
 from ..util.modules import each_module
-from ..util.program_code import SKIPPED_FILES, is_library
+from ..util.program_code import is_library, names_of
 from ..util.visible import suppressing
 
 Restore = Callable[[], object]
@@ -107,7 +104,7 @@ class Snapshot:
 
 
 def saved(value: Any, into: Any = None) -> Callable[[], Any]:
-    """Return a function that returns `value` as it is now: the same tensors and dicts, with the same contents.
+    """Return a function that returns `value` as it is now: the same tensors and containers, with the same contents.
 
     With `into` it puts the items of a dict into that one.
     """
@@ -125,22 +122,21 @@ def saved(value: Any, into: Any = None) -> Callable[[], Any]:
 
         def refilled() -> Any:
             contents = {key: item() for key, item in items.items()}
-            if into is not None:
-                into.update(contents)
-            else:
-                refill(value, contents)
+            into.update(contents) if into is not None else refill(value, contents)
             return value
 
         return refilled
     if isinstance(value, list | set):
-        return functools.partial(copy.deepcopy, copy.deepcopy(value))
+        parts = [saved(item) for item in value]
+        return lambda: refill(value, [part() for part in parts])
     return lambda: value
 
 
-def refill(value: Any, content: Any) -> None:
-    """Put these items into a dict, list or set in place of its own."""
+def refill(value: Any, content: Any) -> Any:
+    """Put these items into a dict, list or set in place of its own, and return it."""
     value.clear()
     (value.extend if isinstance(value, list) else value.update)(content)
+    return value
 
 
 def restorer(value: Any) -> Restore | None:
@@ -149,11 +145,6 @@ def restorer(value: Any) -> Restore | None:
         return functools.partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):
         return functools.partial(value.setstate, value.getstate())
-    if hasattr(value, "bit_generator"):
-        generator = value.bit_generator
-        return functools.partial(setattr, generator, "state", copy.deepcopy(generator.state))
-    if _is_of_numpy(value):
-        return functools.partial(value.__setitem__, ..., value.copy())
     if isinstance(value, type) or not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
         return None
     content = copy.deepcopy(value.state_dict())
@@ -163,206 +154,112 @@ def restorer(value: Any) -> Restore | None:
 # A step that refers to more objects than these is not searched to the end.
 _MOST_OBJECTS = 20_000
 _MOST_ITEMS = 1000
-# Objects of these are not entered: what they hold is not the program's.
-_TORCH = (*SKIPPED_FILES, os.path.dirname(str(numpy.__file__)))
-_PYTHON = os.path.dirname(os.__file__) + os.sep
 
 
-class Reach:
-    """Objects that a function refers to: closures, globals that it names, attributes of the object it is a method of.
+def stateful(step: Callable[..., Any]) -> list[Any]:
+    """Return what PyTorch can put back of the objects that a function refers to, modules first.
 
-    `state` is what PyTorch can put back: modules, the optimizers that hold their parameters, other objects with
-    state_dict(), and leaf tensors that require a gradient. `rest` are the containers, generators, tensors and
-    attributes beside them, by name, in which a run may leave something.
+    These are modules, the optimizers that hold their parameters, objects with state_dict(), and leaf tensors that
+    require a gradient: in closures, in globals that it names, in attributes of the object that it is a method of.
     """
+    state: list[Any] = []
+    seen: dict[int, Any] = {}  # with the objects, so that no other one gets their ids
+    ahead: list[Any] = [step]
+    while ahead and len(seen) < _MOST_OBJECTS:
+        value = ahead.pop()
+        if id(value) in seen or isinstance(value, types.ModuleType | type | str | int | float | None):
+            continue
+        seen[id(value)] = value
+        with suppressing("an object that a step refers to could not be entered"):
+            is_leaf = isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+            if isinstance(value, nn.Module | Optimizer) or is_leaf or _has_state(value):
+                state.append(value)
+                seen |= {id(part): part for part in value.modules()} if isinstance(value, nn.Module) else {}
+            else:
+                ahead += _held(value)
+    parameters = {id(x) for value in state if isinstance(value, nn.Module) for x in value.parameters()}
+    for optimizer in instances_of(Optimizer):
+        groups = getattr(optimizer, "param_groups", ())
+        if id(optimizer) not in seen and any(
+            id(x) in parameters for group in groups for x in group["params"]
+        ):
+            state.append(optimizer)
+    return sorted(state, key=lambda value: not isinstance(value, nn.Module))
 
-    def __init__(self, step: Callable[..., Any]) -> None:
-        self.state: list[Any] = []
-        self.rest: dict[str, Any] = {}
-        self._seen: dict[int, Any] = {}  # with the objects, so that no other one gets their ids
-        ahead: list[tuple[str, Any]] = [("", step)]
-        while ahead and len(self._seen) < _MOST_OBJECTS:
-            name, value = ahead.pop()
-            if id(value) in self._seen or isinstance(
-                value, types.ModuleType | type | str | int | float | None
-            ):
-                continue
-            self._seen[id(value)] = value
-            with suppressing("an object that a step refers to could not be entered"):
-                ahead += self._enter(name, value)
-        held = {id(x) for value in self.state if isinstance(value, nn.Module) for x in value.parameters()}
-        for optimizer in instances_of(Optimizer):
-            groups = getattr(optimizer, "param_groups", ())
-            is_ours = any(id(x) in held for group in groups for x in group["params"])
-            if is_ours and id(optimizer) not in self._seen:
-                self.state.append(optimizer)
-        self.state.sort(key=lambda value: not isinstance(value, nn.Module))
 
-    def keep(self, name: str, value: Any) -> None:
-        """Add an object in which a run may leave something."""
-        self.rest[name if name not in self.rest else f"{name} ({len(self.rest)})"] = value
+def _has_state(value: Any) -> bool:
+    is_kept = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return is_kept or isinstance(value, torch.Generator | random.Random)
 
-    def _enter(self, name: str, value: Any) -> list[tuple[str, Any]]:
-        if isinstance(value, nn.Module):
-            self.state.append(value)
-            return [item for path, module in each_module(value) for item in self._parts(name, path, module)]
-        is_leaf = isinstance(value, Tensor) and value.requires_grad and value.is_leaf
-        if isinstance(value, Optimizer) or is_leaf:
-            self.state.append(value)
+
+def _held(value: Any) -> Iterable[Any]:
+    """Return the objects that a value of the program holds."""
+    if isinstance(value, list | tuple | set | dict):
+        return list(value.values() if isinstance(value, dict) else value)[:_MOST_ITEMS]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, types.FunctionType):
+        if is_library(value.__code__.co_filename):
             return []
-        if isinstance(value, Tensor | torch.Generator | random.Random) or _is_of_numpy(value):
-            self.keep(name, value)
-            return []
-        if isinstance(value, list | tuple | set | dict):
-            if not isinstance(value, tuple):
-                self.keep(name, value)
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            return [(f"{name}[{key!r}]", item) for key, item in list(items)[:_MOST_ITEMS]]
-        if isinstance(value, functools.partial):
-            return [(name, value.func), (name, value.args), (name, value.keywords)]
-        if isinstance(value, types.MethodType):
-            return [(name, value.__func__), ("self", value.__self__)]
-        if isinstance(value, types.FunctionType):
-            return _of_function(value)
-        if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-            self.state.append(value)
-            return []
-        if (wrapped := getattr(value, "__wrapped__", None)) is not None:
-            return [(name, wrapped)]
-        file = _file_of(type(value))
-        if file is None or isinstance(value, threading.Thread) or not hasattr(value, "__dict__"):
-            return []
-        if not _is_installed(file):  # a library's own state may be that of a thread or a file
-            self.keep(name, value)
-        return [(f"{name}.{key}" if name else key, item) for key, item in vars(value).items()]
-
-    def _parts(self, name: str, path: str, module: nn.Module) -> list[tuple[str, Any]]:
-        self._seen[id(module)] = module
-        where = f"{name}.{path}" if path else name
-        parts = [(f"{where}.{key}", item) for key, item in vars(module).items() if key not in _MODULE_PARTS]
-        hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks)
-        parts += [(f"{where}.hook", hook) for kind in hooks for hook in kind.values()]
-        is_torchs = type(module).__module__.startswith("torch.")
-        return parts if is_torchs else [*parts, (f"{where}.forward", type(module).forward)]
+        named = (value.__globals__.get(name) for name in names_of(value.__code__))
+        return [*map(_content, value.__closure__ or ()), *named, *(value.__defaults__ or ())]
+    if (wrapped := getattr(value, "__wrapped__", None)) is not None:
+        return [wrapped]
+    file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
+    is_programs = type(value).__module__ != "builtins" and not is_library(file)
+    return list(getattr(value, "__dict__", {}).values()) if is_programs else []
 
 
-def _file_of(value: Any) -> str | None:
-    """Return the file of a class or function, "" where it has none, or None for PyTorch's, Python's and nanwatch's."""
-    name = getattr(value, "__module__", None) or ""
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
-    is_pythons = name in sys.builtin_module_names or (file.startswith(_PYTHON) and not _is_installed(file))
-    return None if is_pythons or file.startswith(_TORCH) else file
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that has no value yet
+        return None
 
 
-def _is_installed(file: str) -> bool:
-    return "site-packages" in file or "dist-packages" in file
-
-
-def _is_of_numpy(value: Any) -> bool:
-    return hasattr(value, "bit_generator") or (type(value).__module__ == "numpy" and hasattr(value, "flags"))
-
-
-def _of_function(function: types.FunctionType) -> list[tuple[str, Any]]:
-    if _file_of(function) is None:
-        return []
-    values: list[tuple[str, Any]] = []
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppressing("a variable of a step has no value yet"):
-            values.append((name, cell.cell_contents))
-    codes = [function.__code__]
-    while codes:
-        code = codes.pop()
-        names = (name for name in code.co_names if name in function.__globals__)
-        values += [(name, function.__globals__[name]) for name in names]
-        codes += [value for value in code.co_consts if isinstance(value, types.CodeType)]
-    return values + [("", value) for value in (function.__defaults__ or ())]
-
-
-class Leftovers:
-    """The state that a run may leave in objects that Snapshot does not put back, such as a counter or a list.
+class KeptAttributes:
+    """Attributes of modules beside parameters and buffers, in which a run may leave something.
 
     `restore()` puts the same objects back with the same contents. `changed()` has the names of those that are not as
     they were.
     """
 
-    def __init__(self, reach: Reach) -> None:
-        self._restores: list[Restore] = []
-        self._watched: dict[str, tuple[Callable[[], Any], str]] = {}
-        for name, value in reach.rest.items():
-            restore: Restore | None
-            if isinstance(value, Tensor):
-                restore = saved(value)
-            elif isinstance(value, list | dict | set):  # its items have entries of their own
-                restore = functools.partial(refill, value, value.copy())
-            else:
-                restore = restorer(value)
-            if restore is None:
-                self._add_attributes(name, value)
-            else:
-                self._watch(name, functools.partial(lambda x: x, value))
-                self._restores.append(restore)
-        for root in reach.state:
-            for path, module in each_module(root) if isinstance(root, nn.Module) else ():
-                self._add_attributes(path or type(root).__name__, module)
-
-    def _add_attributes(self, name: str, value: Any) -> None:
-        known = _MODULE_PARTS if isinstance(value, nn.Module) else frozenset()
-        attributes = {key: item for key, item in vars(value).items() if key not in known}
-        for key, item in attributes.items():
-            if not isinstance(item, nn.Module):
-                self._watch(f"{name}.{key}", functools.partial(vars(value).get, key))
-        self._restores.append(functools.partial(_reset, vars(value), attributes, known))
-
-    def _watch(self, name: str, get: Callable[[], Any]) -> None:
-        self._watched[name] = (get, _digest(get()))
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._kept: dict[str, tuple[dict[str, Any], dict[str, Any], list[Restore], dict[str, str]]] = {}
+        for root in modules:
+            for path, module in each_module(root):
+                space = vars(module)
+                kept = {name: value for name, value in space.items() if name not in _MODULE_PARTS}
+                restores = [restorer(value) or saved(value) for value in kept.values()]
+                digests = {name: _digest(value) for name, value in kept.items()}
+                self._kept.setdefault(path or type(root).__name__, (space, kept, restores, digests))
 
     def changed(self) -> list[str]:
-        """Return the names of what is not as it was, and of the caches of functools that hold something."""
-        now = {name: get() for name, (get, before) in self._watched.items() if _digest(get()) != before}
-        # A tensor or container with two names is one. Numbers are one object by chance.
-        keys = {
-            id(x) if isinstance(x, list | dict | set | Tensor) else n: n for n, x in reversed(now.items())
-        }
-        filled = (cached for cached in _caches() if cached.cache_info().currsize)
-        return [*keys.values()][::-1] + [f"the cache of {cached.__qualname__}" for cached in filled]
+        """Return the names of what is not as it was."""
+        return [
+            f"{path}.{name}"
+            for path, (space, _, _, digests) in self._kept.items()
+            for name, before in digests.items()
+            if _digest(space.get(name)) != before
+        ]
 
     def restore(self) -> None:
         """Put everything back."""
         with torch.no_grad():
-            for restore in self._restores:
-                restore()
-
-    def clear_caches(self) -> None:
-        """Empty the caches of functools in the user's code."""
-        for cached in _caches():
-            cached.cache_clear()
-
-
-def _reset(space: dict[str, Any], attributes: dict[str, Any], known: frozenset[str]) -> None:
-    for key in [key for key in space if key not in attributes and key not in known]:
-        del space[key]
-    space.update(attributes)
-
-
-def _caches() -> list[Any]:
-    """Return the functions under functools.lru_cache that are neither PyTorch's nor another library's."""
-    known = [
-        (getattr(getattr(cached, "__wrapped__", None), "__code__", None), cached)
-        for cached in instances_of(functools._lru_cache_wrapper)
-    ]
-    return [cached for code, cached in known if code is not None and not is_library(code.co_filename)]
+            for space, kept, restores, _ in self._kept.values():
+                for name in space.keys() - kept.keys() - _MODULE_PARTS:
+                    del space[name]
+                space.update(kept)
+                for restore in restores:
+                    restore()
 
 
 def _digest(value: Any) -> str:
     """Return a text that differs where the tensors and numbers inside a value do."""
     if isinstance(value, torch.Generator):
         value = value.get_state()
-    elif isinstance(value, random.Random):
-        return str(hash(value.getstate()))
-    elif hasattr(value, "bit_generator"):
-        return repr(value.bit_generator.state)
-    elif _is_of_numpy(value):
-        return str(value.tobytes())
     return "\n".join(f"{label} {_spell(leaf)}" for label, leaf in leaves(value, ""))
 
 

@@ -232,8 +232,8 @@ TRIALS = {
 }
 # What a step keeps from run to run is tried for functions only: a script runs in a new process.
 KEPT = Trial(
-    "objects that the step keeps put back before each run, and functools caches emptied",
-    "something that the step keeps from run to run",
+    "what modules keep in plain attributes put back before each run",
+    "something that a module keeps from run to run",
 )
 
 # From the list at torch.use_deterministic_algorithms: operations whose CUDA kernels add with atomics.

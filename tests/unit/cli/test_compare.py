@@ -50,11 +50,6 @@ def test_the_status_says_whether_the_models_differ(
     assert json.loads(capsys.readouterr().out)["equal"] is equal
 
 
-def test_the_text_names_the_module(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["compare", "compared:one", "compared:other", "compared:batch"]) == 1
-    assert capsys.readouterr().out.startswith("Differ first in 1 (LayerNorm).\n")
-
-
 def test_the_page_has_the_errors_of_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     """The page has all modules, the place of the first one, and its name in the heading."""
     pytest.importorskip("jinja2")

@@ -153,37 +153,6 @@ def test_a_repeatable_script(
 
 
 @pytest.mark.parametrize(
-    ("age", "event", "flags", "name", "is_noted"),
-    [
-        (5, "open", os.O_RDONLY, "last.txt", True),
-        (5, "open", os.O_RDWR, "last.txt", True),
-        (20, "open", os.O_RDONLY, "last.txt", False),  # from before the first run
-        (-5, "open", os.O_RDONLY, "last.txt", False),  # by this run itself
-        (5, "open", os.O_WRONLY, "last.txt", False),
-        (5, "open", os.O_RDWR | os.O_TRUNC, "last.txt", False),
-        (5, "import", os.O_RDONLY, "last.txt", False),
-        (5, "open", os.O_RDONLY, "made.py", False),
-        (5, "open", os.O_RDONLY, "", False),  # the folder
-    ],
-)
-def test_a_file_of_the_run_before_is_noted(
-    age: int, event: str, flags: int, name: str, is_noted: bool, tmp_path: Path
-) -> None:
-    """Changed after the first run began and before this one did, and opened to be read."""
-    path = tmp_path / name
-    if name:
-        path.write_text("1")
-    now = 1_700_000_000.0
-    os.utime(path, (now - age, now - age))
-    notes: list[str] = []
-    look = compare._FileHook(notes, since=now - 10, start=now)
-    look(event, (str(path), "r", flags))
-    look(event, (str(tmp_path / "missing"), "r", flags))
-    look(event, (3, "r", flags))  # a descriptor
-    assert notes == [f"the script reads a file that the run before it has written: {path}"] * is_noted
-
-
-@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("missing.py",), "there is no script 'missing.py'"),

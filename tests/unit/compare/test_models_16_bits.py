@@ -160,16 +160,3 @@ def test_a_leaf_with_another_parameter_is_never_equal(
     assert found.first is not None
     assert found.first.module_a == module
     assert words in " ".join(found.likely)
-
-
-def test_a_model_that_runs_in_16_bits_alone_is_compared_there() -> None:
-    def cast(model: nn.Module, x: Tensor) -> None:
-        model(x.bfloat16())
-
-    a = curved(0.0).bfloat16()
-    found = nanwatch.compare(a, copy.deepcopy(a), X, call_a=cast, call_b=cast)
-    assert found.equal
-    assert [one.partition(":")[0] for one in found.remarks] == [
-        "A did not run in float32",
-        "B did not run in float32",
-    ]

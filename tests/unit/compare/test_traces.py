@@ -178,16 +178,3 @@ def test_a_fused_projection_is_matched_and_said_not_to_be_compared(tmp_path: Pat
     assert found.equal
     words = "parts.0, parts.1, parts.2 | parts.0 are matched by their weights and not compared"
     assert found.remarks[0].startswith(words)
-
-
-def test_bad_use_is_explained(tmp_path: Path) -> None:
-    a = trace(tmp_path / "a.parquet", blocks())
-    with pytest.raises(
-        ValueError,
-        match=r"b.parquet has no sketches; record it with watch\(trace=nanwatch.Trace\(path, sketches=N\)\)",
-    ):
-        compare_traces(a, trace(tmp_path / "b.parquet", blocks(), sketches=False))
-    with pytest.raises(ValueError, match="has no call in batch 7"):
-        compare_traces(a, a, batches=(0, 7))
-    with pytest.raises(ValueError, match="factor should be above 1"):
-        compare_traces(a, a, factor=1.0)
