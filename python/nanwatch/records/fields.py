@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from ..util import reading
@@ -99,7 +99,7 @@ def sizes(text: str | None, where: str) -> tuple[int, ...] | None:
     return None if text is None else _INDEX(json.loads(text), where)
 
 
-_INDEX = reading.tuple_of(reading.count)
+_INDEX = partial(reading.read, tuple[int, ...])
 
 
 def _columns(kind: type, is_part: bool = False) -> Iterable[Column]:

@@ -11,9 +11,10 @@ import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
+from functools import cache, partial
 from math import inf, isfinite, nan
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from .visible import visible
 
@@ -96,25 +97,89 @@ def _field_names(kind: type) -> tuple[str, ...]:
 # Readers.
 
 
+def read(kind: Any, value: Any, where: str) -> Any:
+    """Return what a document has in place of a value of this type: a dataclass, a NamedTuple, or what they hold."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin is Annotated:
+        return read(arguments[0], value, where)
+    if type(None) in arguments:
+        return None if value is None else read(arguments[0], value, where)
+    if origin is Literal:
+        return one_of(arguments)(value, where)
+    if origin in (tuple, list):
+        return _items(origin, arguments, value, where)
+    if origin in (dict, Mapping):
+        if not isinstance(value, dict):
+            raise fail(where, "an object", value)
+        return {key: read(arguments[1], item, f"{where}[{shorten(key)}]") for key, item in value.items()}
+    if kind in _PLAIN:
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise fail(where, _PLAIN[kind], value)
+        return value
+    return number(value, where) if kind is float else _object(kind, value, where)
+
+
+_PLAIN = {str: "a string", int: "an integer", bool: "true or false"}
+
+
+def _items(origin: Any, arguments: Sequence[Any], value: Any, where: str) -> Any:
+    size = None if origin is list or arguments[-1] is Ellipsis else len(arguments)
+    if not isinstance(value, list) or size not in (None, len(value)):
+        raise fail(where, "a list" if size is None else f"a list of {size}", value)
+    kinds = [arguments[0]] * len(value) if size is None else arguments
+    return origin(
+        read(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(kinds, value, strict=True))
+    )
+
+
+def _object(kind: Any, value: Any, where: str) -> Any:
+    """Read a dataclass or NamedTuple. A field with a default may be missing."""
+    hints, optional = _fields(kind)
+    own = _own.get(kind, {})
+    readers = {name.removesuffix("_"): own.get(name) or partial(read, hint) for name, hint in hints.items()}
+    document = members(value, where, readers, {name.removesuffix("_"): _ABSENT for name in optional})
+    given = {name: document[name.removesuffix("_")] for name in hints}
+    return kind(**{name: item for name, item in given.items() if item is not _ABSENT})
+
+
+@cache
+def _fields(kind: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the types of the fields, and those that have a default.
+
+    A name that Python reserves has an underscore behind it: `class_` is "class".
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    if not hasattr(kind, "__dataclass_fields__"):
+        return hints, list(kind._field_defaults)
+    optional = [
+        field.name for field in fields(kind) if (field.default, field.default_factory) != (MISSING, MISSING)
+    ]
+    return {field.name: hints[field.name] for field in fields(kind)}, optional
+
+
+_ABSENT = object()
+_own: dict[Any, dict[str, Reader[Any]]] = {}
+
+
+def of(kind: Callable[..., _T], **own: Reader[Any]) -> Reader[_T]:
+    """Return a reader of a dataclass or NamedTuple, in which `own` reads the fields named there, here and elsewhere."""
+    if own:
+        _own[kind] = own
+    return partial(read, kind)
+
+
 def text(value: Any, where: str) -> str:
     """Read a string."""
-    if not isinstance(value, str):
-        raise fail(where, "a string", value)
-    return value
+    string: str = read(str, value, where)
+    return string
 
 
 def count(value: Any, where: str) -> int:
     """Read a whole number."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise fail(where, "an integer", value)
-    return value
-
-
-def flag(value: Any, where: str) -> bool:
-    """Read true or false."""
-    if not isinstance(value, bool):
-        raise fail(where, "true or false", value)
-    return value
+    integer: int = read(int, value, where)
+    return integer
 
 
 def number(value: Any, where: str) -> float:
@@ -122,70 +187,20 @@ def number(value: Any, where: str) -> float:
     special = {"nan": nan, "inf": inf, "-inf": -inf}
     if isinstance(value, str) and value in special:
         return special[value]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except OverflowError:  # an integer of more than 308 digits
-            number = inf
-        if isfinite(number):
-            return number
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
+        return float(value)
     raise fail(where, 'a number, "nan", "inf" or "-inf"', value)
 
 
 def one_of(choices: tuple[_T, ...]) -> Reader[_T]:
     """Return a reader of one of the choices."""
 
-    def read(value: Any, where: str) -> _T:
+    def read_one(value: Any, where: str) -> _T:
         if value not in choices:
             raise fail(where, f"one of {', '.join(map(repr, choices))}", value)
         return choices[choices.index(value)]
 
-    return read
-
-
-def optional(read: Reader[_T]) -> Reader[_T | None]:
-    """Return a reader of null, or of what `read` reads."""
-    return lambda value, where: None if value is None else read(value, where)
-
-
-def list_of(read: Reader[_T]) -> Reader[list[_T]]:
-    """Return a reader of a list, each item by `read`."""
-
-    def read_all(value: Any, where: str) -> list[_T]:
-        if not isinstance(value, list):
-            raise fail(where, "a list", value)
-        return [read(item, f"{where}[{i}]") for i, item in enumerate(value)]
-
-    return read_all
-
-
-def tuple_of(read: Reader[_T]) -> Reader[tuple[_T, ...]]:
-    """Return a reader of a list as a tuple, each item by `read`."""
-    return lambda value, where: tuple(list_of(read)(value, where))
-
-
-def _row_of(readers: Sequence[Reader[Any]]) -> Reader[tuple[Any, ...]]:
-    """Return a reader of a list with one item for each reader, as a tuple."""
-
-    def read_each(value: Any, where: str) -> tuple[Any, ...]:
-        if not isinstance(value, list) or len(value) != len(readers):
-            raise fail(where, f"a list of {len(readers)}", value)
-        return tuple(
-            read(item, f"{where}[{i}]") for i, (read, item) in enumerate(zip(readers, value, strict=True))
-        )
-
-    return read_each
-
-
-def mapping_of(read: Reader[_T]) -> Reader[dict[str, _T]]:
-    """Return a reader of an object with any members, each by `read`."""
-
-    def read_all(value: Any, where: str) -> dict[str, _T]:
-        if not isinstance(value, dict):
-            raise fail(where, "an object", value)
-        return {key: read(item, f"{where}[{shorten(key)}]") for key, item in value.items()}
-
-    return read_all
+    return read_one
 
 
 def members(
@@ -193,7 +208,7 @@ def members(
 ) -> dict[str, Any]:
     """Read an object that has exactly these members, each by its reader.
 
-    `added` has the values of members that documents of earlier versions lack.
+    `added` has the values of members that may be missing.
     """
     if not isinstance(value, dict):
         raise fail(where, "an object", value)
@@ -204,73 +219,10 @@ def members(
     for name in value:
         if name not in readers:
             raise ValueError(f"{where} has {shorten(name)}, which this version does not know")
-    found = {name: read(value[name], f"{where}.{name}") for name, read in readers.items() if name in value}
-    return {**absent, **found}
-
-
-def of(kind: Callable[..., _T], **own: Reader[Any]) -> Reader[_T]:
-    """Return a reader of a dataclass or NamedTuple: `own` reads the fields named there, annotations say the others.
-
-    A field with a default may be missing. A name that Python reserves has an underscore behind it: `class_` is "class".
-    Annotations of this class elsewhere mean this reader from now on.
-    """
-    space = vars(sys.modules[kind.__module__])
-    names = {name: name.removesuffix("_") for name in kind.__annotations__}
-    readers = {
-        # A NamedTuple wraps its annotations in ForwardRef.
-        names[name]: own.get(name)
-        or _of_annotation(eval(str(getattr(words, "__forward_arg__", words)), space))
-        for name, words in kind.__annotations__.items()
+    present = {
+        name: reader(value[name], f"{where}.{name}") for name, reader in readers.items() if name in value
     }
-    optional = {names[name]: _ABSENT for name in names if _has_default(kind, name)}
-
-    def read(value: Any, where: str) -> _T:
-        found = members(value, where, readers, optional)
-        return kind(**{name: one for name in names if (one := found[names[name]]) is not _ABSENT})
-
-    _readers[kind] = read
-    return read
-
-
-_ABSENT = object()
-
-
-def _has_default(kind: Any, name: str) -> bool:
-    if field := getattr(kind, "__dataclass_fields__", {}).get(name):
-        return field.default is not MISSING or field.default_factory is not MISSING
-    return name in kind._field_defaults
-
-
-def _of_annotation(kind: Any) -> Reader[Any]:
-    if kind in _readers:
-        return _readers[kind]
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        return _of_annotation(arguments[0])
-    if origin is Literal:
-        return one_of(arguments)
-    if origin is tuple and arguments[-1] is not Ellipsis:
-        return _row_of([_of_annotation(one) for one in arguments])
-    if origin in _READERS_OF:
-        return _READERS_OF[origin](
-            _of_annotation(next(one for one in reversed(arguments) if one is not Ellipsis))
-        )
-    return optional(_of_annotation(arguments[0])) if type(None) in arguments else of(kind)
-
-
-_readers: dict[Any, Reader[Any]] = {
-    str: text,
-    int: count,
-    bool: flag,
-    float: number,
-    Any: lambda value, where: value,
-}
-_READERS_OF: dict[Any, Callable[[Reader[Any]], Reader[Any]]] = {
-    tuple: tuple_of,
-    list: list_of,
-    dict: mapping_of,
-    Mapping: mapping_of,
-}
+    return {**absent, **present}
 
 
 def shorten(value: object) -> str:
