@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from math import inf, isfinite
+from math import inf
 from typing import TYPE_CHECKING
 
 from ..report.finding import Finding, Origin, RankObservation, earliest
@@ -46,19 +46,11 @@ class PeerNonFiniteError(NonFiniteError):
 class OriginConsensus:
     """One rank's part in the consensus, from its construction to `stop()`.
 
-    Args:
-        store: any torch.distributed Store that all ranks share, by default that of the default process group. The keys
-            get a prefix with torchrun's run id and attempt.
-        rank, world_size: of this process and of the job.
-        peer_timeout: seconds that `publish` and `settle` together wait at most for the store and for other ranks.
-        part: the part of the model that this rank holds, the same for replicas; name it where ranks hold different
-            parts, as the stages of a pipeline do.
-        name: distinguishes several consensuses of one job; the same on all ranks.
-        on_stuck: called, in the thread of the consensus, with the Origin as far as it is known when another rank has
-            failed and this one has neither published nor settled for a third of `peer_timeout`, because it waits in a
-            collective. The call comes by two thirds of `peer_timeout` at the latest. An exception of it is a warning.
-
-    Raises ValueError for numbers that mean nothing.
+    `store` is any torch.distributed Store that all ranks share, by default that of the default process group. `part`
+    names the part of the model that this rank holds, `name` distinguishes consensuses of one job. `publish` and
+    `settle` together wait at most `peer_timeout` seconds. `on_stuck` is called in the thread, with the Origin as far as
+    it is known, when another rank has failed and this one waits in a collective: after a third of `peer_timeout`
+    without a call, by two thirds at the latest. An exception of it is a warning.
     """
 
     def __init__(
@@ -72,10 +64,6 @@ class OriginConsensus:
         name: str = "",
         on_stuck: Callable[[Origin], object] | None = None,
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank should be from 0 to world_size - 1, got rank {rank} of {world_size}")
-        if not (isfinite(peer_timeout) and peer_timeout > 0):
-            raise ValueError(f"peer_timeout should be a number of seconds above 0, got {peer_timeout!r}")
         self.rank, self.world_size, self.peer_timeout, self.part = rank, world_size, peer_timeout, part
         self._on_stuck = on_stuck
         self._store: Store | None = default_store() if store is None else store
@@ -123,10 +111,8 @@ class OriginConsensus:
     ) -> bool:
         """Publish this rank's finding to the others, only the first time. Return whether the store has it.
 
-        `sequence` is the place of the non-finite frame in its batch, from 0. `clock` is for ranks that do not all make
-        the same number of forwards: whole numbers that count alike everywhere, such as optimizer steps and batches
-        since the last of them. All ranks give one of the same length, or none does. `part` replaces the consensus's.
-        Errors of the store are not raised.
+        `sequence` is the place of the non-finite frame in its batch. `clock` counts alike on all ranks, such as steps
+        and batches since the last of them. `part` replaces the consensus's. Errors of the store are not raised.
         """
         if self._mine is None:
             part = self.part if part is None else part

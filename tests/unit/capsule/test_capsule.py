@@ -124,15 +124,6 @@ def test_weights_and_buffers_are_kept_and_tied_ones_once(tmp_path):
     assert capsule.state["0.weight"] is capsule.state["1.weight"]
 
 
-def test_training_flags_that_differ_are_kept():
-    """The flag of the module itself, and of each submodule that has another."""
-    model = nn.Sequential(nn.Dropout(), nn.Linear(1, 1)).train()
-    model[0].eval()
-    with tempfile.TemporaryDirectory() as folder:
-        capsule = Capsule.open(write_capsule(f"{folder}/c", model, "", ()))
-    assert capsule.training == {"": True, "0": False}
-
-
 def test_the_situation_is_kept(tmp_path):
     """Name, class, rank, versions, autocast, random states and the finding as it was handed in."""
     finding = fault_of(_watched(Scale(math.inf)), torch.ones(2)).finding

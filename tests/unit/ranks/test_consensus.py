@@ -223,14 +223,6 @@ def test_a_restarted_job_does_not_see_the_failure_before(server, monkeypatch):
     after.stop()
 
 
-def test_the_default_store_is_that_of_the_process_group(one_process_mesh):
-    """Without a store handed in."""
-    verdict = OriginConsensus(None, 0, 1, peer_timeout=10.0)
-    assert verdict.publish(finding(), 3)
-    assert verdict.settle(finding()).rank == 0
-    verdict.stop()
-
-
 def test_the_random_numbers_of_a_run_are_left_alone(server):
     """The thread draws its pauses from a generator of its own."""
     random.seed(5)
