@@ -26,6 +26,7 @@ from _timing import Candidate, Plan, available_bytes, duration, interleave, mach
 from torch import Tensor
 
 import nanwatch
+from nanwatch.numerics.formats import AbsRange
 
 DTYPES = {
     name: getattr(torch, name)
@@ -224,7 +225,7 @@ def views(dtype: str, quick: bool) -> Iterator[tuple[str, Tensor]]:
         yield f"1024 .expand({rows}, -1)", base[0].expand(rows, -1)
 
 
-def read_copy(x: Tensor) -> nanwatch.AbsRange:
+def read_copy(x: Tensor) -> AbsRange:
     return nanwatch.abs_range(x.contiguous())
 
 

@@ -21,56 +21,45 @@ from ._version import __version__
 from .numerics import _extension as _extension  # torch.ops.nanwatch.*
 
 if TYPE_CHECKING:
-    from .capsule.capsule import Capsule, CapsuleError, write_capsule
+    from .capsule.capsule import Capsule, write_capsule
     from .checkpoint.scan import scan
     from .compare.models import compare
     from .compare.twice import twice
     from .instrumentation.functions import span, watched
     from .integrations.debug import DebugUnderflowOverflow, detect_overflow
-    from .integrations.trainer_debug import patch_transformers, unpatch_transformers
-    from .numerics.block_fit import BlockFit
-    from .numerics.exponents import ExponentHistogram, exponent_histogram
-    from .numerics.fit import Fit, would_fit
-    from .numerics.formats import AbsRange, Statistics, TensorHealth
+    from .numerics.exponents import exponent_histogram
+    from .numerics.fit import would_fit
     from .numerics.ranges import abs_range, abs_ranges, fingerprint, statistics, tensor_health
     from .precision.precision import fp32_modules, run_in_fp32
-    from .records.record import Frame, Record
-    from .report.finding import Cure, Finding
-    from .report.report import BatchLimitError, NonFiniteError, Report
+    from .report.finding import Finding
+    from .report.report import NonFiniteError, Report
     from .session.api import Watch, watch
     from .session.options import Audit, Trace
     from .session.replay import replay
     from .sinks.sink import Sink
     from .trace.columns import TraceError
     from .trace.comparison import diff
-    from .trace.difference import Difference
 else:
     # Public names and the modules that define them. A name is imported when it is first asked for.
     _MODULES = {
-        "capsule.capsule": ("Capsule", "CapsuleError", "write_capsule"),
+        "capsule.capsule": ("Capsule", "write_capsule"),
         "checkpoint.scan": ("scan",),
         "compare.models": ("compare",),
         "compare.twice": ("twice",),
         "instrumentation.functions": ("span", "watched"),
         "integrations.notebook": ("load_ipython_extension", "unload_ipython_extension"),
         "integrations.debug": ("DebugUnderflowOverflow", "detect_overflow"),
-        "integrations.trainer_debug": ("patch_transformers", "unpatch_transformers"),
         "sinks.sink": ("Sink",),
-        "numerics.block_fit": ("BlockFit",),
-        "numerics.exponents": ("ExponentHistogram", "exponent_histogram"),
-        "numerics.fit": ("Fit", "would_fit"),
-        "numerics.formats": ("AbsRange", "Statistics", "TensorHealth"),
+        "numerics.exponents": ("exponent_histogram",),
+        "numerics.fit": ("would_fit",),
         "numerics.ranges": ("abs_range", "abs_ranges", "fingerprint", "statistics", "tensor_health"),
         "precision.precision": ("fp32_modules", "run_in_fp32"),
-        "report.finding": ("Cure", "Finding"),
-        "records.record": ("Frame", "Record"),
-        "report.report": ("BatchLimitError", "NonFiniteError", "Report"),
+        "report.finding": ("Finding",),
+        "report.report": ("NonFiniteError", "Report"),
         "session.api": ("Watch", "watch"),
         "session.options": ("Audit", "Trace"),
         "session.replay": ("replay",),
         "trace.comparison": ("diff",),
-        "trace.difference": ("Difference",),
-        "trace.columns": ("TraceError",),
     }
     _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -95,27 +84,14 @@ else:
 
 
 __all__ = [
-    "AbsRange",
     "Audit",
-    "BatchLimitError",
-    "BlockFit",
     "Capsule",
-    "CapsuleError",
-    "Cure",
     "DebugUnderflowOverflow",
-    "Difference",
-    "ExponentHistogram",
     "Finding",
-    "Fit",
-    "Frame",
     "NonFiniteError",
-    "Record",
     "Report",
     "Sink",
-    "Statistics",
-    "TensorHealth",
     "Trace",
-    "TraceError",
     "Watch",
     "__version__",
     "abs_range",
@@ -126,7 +102,6 @@ __all__ = [
     "exponent_histogram",
     "fingerprint",
     "fp32_modules",
-    "patch_transformers",
     "replay",
     "run_in_fp32",
     "scan",
@@ -134,7 +109,6 @@ __all__ = [
     "statistics",
     "tensor_health",
     "twice",
-    "unpatch_transformers",
     "watch",
     "watched",
     "would_fit",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import nanwatch
 from nanwatch.numerics import _extension, _reference
+from nanwatch.numerics.formats import AbsRange
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
@@ -151,7 +152,7 @@ def test_the_current_stream_is_used() -> None:
 def test_threads_wait_for_their_own_rows() -> None:
     """Threads that ask at the same time get the numbers of their own tensors."""
 
-    def ask(i: int) -> list[nanwatch.AbsRange]:
+    def ask(i: int) -> list[AbsRange]:
         with torch.cuda.stream(torch.cuda.Stream()):
             x = torch.full((100_000,), float(i), device="cuda")
             return [nanwatch.abs_range(x) for _ in range(200)]

@@ -21,20 +21,20 @@ ENVIRONMENT = environment(OMP_NUM_THREADS="1")
 @pytest.fixture(autouse=True)
 def _unpatched() -> Iterator[None]:
     """Each test begins and ends with Trainer's own class."""
-    nanwatch.unpatch_transformers()
+    trainer_debug.unpatch_transformers()
     yield
-    nanwatch.unpatch_transformers()
+    trainer_debug.unpatch_transformers()
 
 
 def test_patching_twice_and_undoing():
     """To patch twice is to patch once; undone, Trainer has its own class; debug_utils always has."""
     assert trainer_module.DebugUnderflowOverflow is THEIRS
     for _ in range(2):
-        nanwatch.patch_transformers()
+        trainer_debug.patch_transformers()
         assert issubclass(trainer_module.DebugUnderflowOverflow, nanwatch.DebugUnderflowOverflow)
         assert transformers.debug_utils.DebugUnderflowOverflow is THEIRS
     for _ in range(2):
-        nanwatch.unpatch_transformers()
+        trainer_debug.unpatch_transformers()
         assert trainer_module.DebugUnderflowOverflow is THEIRS
 
 
@@ -42,9 +42,9 @@ def test_undoing_leaves_a_third_class_alone(monkeypatch):
     """A class that replaced nanwatch's stays."""
     third = type("Third", (), {})
     monkeypatch.setattr(trainer_module, "DebugUnderflowOverflow", THEIRS)
-    nanwatch.patch_transformers()
+    trainer_debug.patch_transformers()
     trainer_module.DebugUnderflowOverflow = third
-    nanwatch.unpatch_transformers()
+    trainer_debug.unpatch_transformers()
     assert trainer_module.DebugUnderflowOverflow is third
 
 
@@ -53,7 +53,7 @@ import sys, {imports}
 before = "transformers.trainer" in sys.modules
 import transformers.trainer as trainer
 print(before, trainer.DebugUnderflowOverflow.__module__)
-import nanwatch; nanwatch.unpatch_transformers()
+from nanwatch.integrations import trainer_debug; trainer_debug.unpatch_transformers()
 print(trainer.DebugUnderflowOverflow.__module__)
 """
 
@@ -66,11 +66,11 @@ print(trainer.DebugUnderflowOverflow.__module__)
         ("nanwatch", "0", "transformers.debug_utils"),
         ("nanwatch", "1", "nanwatch.integrations.trainer_debug"),
         ("nanwatch", "yes", "transformers.debug_utils"),
-        ("nanwatch.integrations.transformers", "", "nanwatch.integrations.trainer_debug"),
+        ("nanwatch.integrations.transformers", "", "transformers.debug_utils"),
     ],
 )
 def test_the_ways_to_patch_in_a_fresh_process(imports, switch, expected):
-    """The import of nanwatch patches nothing; the switch does and the integration does, before Trainer is there."""
+    """The import of nanwatch patches nothing; the switch does, before Trainer is there."""
     changed = ENVIRONMENT | {trainer_debug.SWITCH: switch}
     done = forked("-c", FRESH.format(imports=imports), env=changed, imported=False)
     assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import nanwatch
+from nanwatch.integrations import trainer_debug
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -30,9 +31,9 @@ ENVIRONMENT = environment(OMP_NUM_THREADS="1")
 @pytest.fixture(autouse=True)
 def _unpatched() -> Iterator[None]:
     """Each test begins and ends with Trainer's own class."""
-    nanwatch.unpatch_transformers()
+    trainer_debug.unpatch_transformers()
     yield
-    nanwatch.unpatch_transformers()
+    trainer_debug.unpatch_transformers()
 
 
 def trainer_of(
@@ -261,7 +262,7 @@ def test_the_debug_option_prints_the_same(case, tmp_path, capsys):
     """`debug="underflow_overflow"` served by nanwatch: the same stdout as with transformers' class."""
     options = OVERFLOWS[case] | {"debug": "underflow_overflow", "logging_strategy": "no"}
     theirs = printed(trainer_of(tmp_path, **options), capsys)
-    nanwatch.patch_transformers()
+    trainer_debug.patch_transformers()
     ours = printed(trainer_of(tmp_path, **options), capsys)
     assert "Detected inf/nan during batch_number=" in ours
     assert ours == theirs
@@ -269,7 +270,7 @@ def test_the_debug_option_prints_the_same(case, tmp_path, capsys):
 
 def test_a_second_training_has_no_second_hooks(tmp_path):
     """Trainer makes one at each `train()`: the new one takes the place of the last."""
-    nanwatch.patch_transformers()
+    trainer_debug.patch_transformers()
     trainer = trainer_of(tmp_path, debug="underflow_overflow", max_steps=1)
     for _ in range(2):
         trainer.train()

@@ -46,7 +46,7 @@ class CapsuleError(ValueError):
         >>> os.mkdir("call")
         >>> try:
         ...     nanwatch.Capsule.open("call")
-        ... except nanwatch.CapsuleError as error:
+        ... except ValueError as error:
         ...     print(str(error).split(";")[0])
         call/call.pt: No such file or directory
     """

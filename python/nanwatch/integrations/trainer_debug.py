@@ -47,9 +47,9 @@ def patch_transformers() -> None:
     is not yet, and imports nothing itself. Does nothing the second time.
 
     Examples:
-        >>> import nanwatch
-        >>> nanwatch.patch_transformers()  # TrainingArguments(debug="underflow_overflow") now means nanwatch
-        >>> nanwatch.unpatch_transformers()
+        >>> from nanwatch.integrations.trainer_debug import patch_transformers, unpatch_transformers
+        >>> patch_transformers()  # TrainingArguments(debug="underflow_overflow") now means nanwatch
+        >>> unpatch_transformers()
     """
     global _waiting
     if _original is None and _waiting is None:
@@ -60,9 +60,8 @@ def unpatch_transformers() -> None:
     """Give Trainer its own class back. Hooks on a model stay there. Does nothing the second time.
 
     Examples:
-        >>> import nanwatch
-        >>> nanwatch.patch_transformers()
-        >>> nanwatch.unpatch_transformers()  # a second time does nothing
+        >>> from nanwatch.integrations.trainer_debug import unpatch_transformers
+        >>> unpatch_transformers()  # does nothing where it is not patched
     """
     global _original, _waiting
     if _waiting is not None:

@@ -1,8 +1,4 @@
-"""Callback for transformers' Trainer with all options of `watch`, and the class behind `--debug`.
-
-To import this module also replaces the class behind `--debug underflow_overflow`, as `nanwatch.patch_transformers()`
-does. `nanwatch.unpatch_transformers()` undoes it.
-"""
+"""Callback for transformers' Trainer with all options of `watch`, and the switch of the class behind `--debug`."""
 
 from __future__ import annotations
 
@@ -143,6 +139,3 @@ def _trainer_of(callback: NanWatchCallback, frame: FrameType | None) -> Any:
             return caller
         frame = frame.f_back
     return None
-
-
-patch_transformers()

@@ -33,9 +33,9 @@ class Cure:
 
     Examples:
         >>> import nanwatch
-        >>> print(nanwatch.Cure("run `decoder` in float32", works=True, headroom_bits=112.0))
+        >>> print(Cure("run `decoder` in float32", works=True, headroom_bits=112.0))
         works: run `decoder` in float32, 112.0 bits of room left
-        >>> nanwatch.Cure("run `decoder` in float32", works=False).verdict
+        >>> Cure("run `decoder` in float32", works=False).verdict
         'does not help'
     """
 

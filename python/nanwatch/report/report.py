@@ -239,7 +239,7 @@ class BatchLimitError(ValueError):
         >>> debug = nanwatch.DebugUnderflowOverflow(model, abort_after_batch_num=0)
         >>> try:
         ...     model(torch.ones(2))
-        ... except nanwatch.BatchLimitError as error:
+        ... except ValueError as error:
         ...     print(error)
         stopped after batch 0, as abort_after_batch_num=0 asks; leave the option out to run on
         >>> debug.stop()

@@ -58,7 +58,7 @@ class TraceError(ValueError):
         >>> size = pathlib.Path("run.parquet").write_text("no trace")
         >>> try:
         ...     nanwatch.Trace.open("run.parquet")
-        ... except nanwatch.TraceError as error:
+        ... except ValueError as error:
         ...     print(str(error).split(":")[0])
         run.parquet is no Parquet file that can be read
     """

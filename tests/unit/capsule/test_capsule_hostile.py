@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from nanwatch import Capsule, CapsuleError, write_capsule
+from nanwatch import Capsule, write_capsule
+from nanwatch.capsule.capsule import CapsuleError
 from support.toys import mlp
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch import Capsule, CapsuleError, replay, write_capsule
+from nanwatch import Capsule, replay, write_capsule
+from nanwatch.capsule.capsule import CapsuleError
 from nanwatch.instrumentation.execution_context import Autocast, RngState
 from support.toys import Scale
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from nanwatch import ExponentHistogram, exponent_histogram
 from nanwatch.numerics import _reference, _spread, exponents
+from nanwatch.numerics.exponents import ExponentHistogram, exponent_histogram
 from support.allocated import allocated
 from support.implementations import Place
 from support.oracle import FLOATS_8, FLOATS_16, FORMATS, expected, from_patterns, values_of
