@@ -6,7 +6,9 @@ import ast
 import copy
 import functools
 import math
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -17,6 +19,10 @@ from .table import ALIASES, SPELLINGS, STABLE
 
 _OPERATORS: dict[type[ast.AST], str] = {
     ast.Div: "div", ast.Pow: "pow", ast.Mult: "mul", ast.Add: "add", ast.Sub: "sub", ast.MatMult: "matmul",
+}  # fmt: skip
+_ARITHMETIC: dict[type[ast.AST], Callable[[float, float], float]] = {
+    ast.Div: operator.truediv, ast.Pow: operator.pow, ast.Mult: operator.mul, ast.Add: operator.add,
+    ast.Sub: operator.sub,
 }  # fmt: skip
 _COMMUTATIVE = ("add", "mul")
 _SAME_ARGUMENT = {"axis": "dim", "keepdims": "keepdim"}
@@ -90,6 +96,12 @@ class Site:
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             value = self.constant(node.operand)
             return -value if isinstance(value, int | float) else None
+        if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+            left, right = self.constant(node.left), self.constant(node.right)
+            if isinstance(left, int | float) and isinstance(right, int | float):
+                with suppress(ArithmeticError):
+                    return _ARITHMETIC[type(node.op)](left, right)
+            return None
         if isinstance(node, ast.Name):
             value = self.target.names.get(node.id) if node.id not in self._bound else None
         elif isinstance(node, ast.Attribute):

@@ -184,13 +184,14 @@ class _Rounds:
     ) -> tuple[Program, Failure | None]:
         """Try the proposals for the failure. Return the program and the failure that the next round begins with."""
         failing = failing_nodes(site, failure)
+        inside: tuple[Program, Failure | None] | None = None
         values = self._values(number, program, site, [*operands(site, failing), *failing])
         for proposal in Proposer(site, failure, failing, values).proposals():
             if self.result.runs >= _MOST_RUNS or time.monotonic() - self.began > _MOST_SECONDS:
                 break
             try:
                 trial = program.edited(site, proposal)
-                changed = site.file.moved(site.file.span(proposal.node), proposal.edits)
+                changed = _changed(site.file, proposal)
                 experiment, probe = self._run(trial, site.target, changed)
             except (SyntaxError, ValueError):
                 continue
@@ -206,11 +207,21 @@ class _Rounds:
                 self.too_far = (
                     self.too_far or f"; with {self.tried[-1]} the batch is finite, but {close.words}"
                 )
-            spans = [site.file.moved(site.file.span(node), proposal.edits) for node in failing[:1]]
-            later = self._later(experiment, trial, site, [changed, *spans], failure)
-            if later is not None:
+            later = self._later(experiment, failure)
+            if later is None:
+                continue
+            spans = [
+                changed,
+                *(site.file.moved(site.file.span(node), proposal.edits) for node in failing[:1]),
+            ]
+            file = trial.files[site.file.name]
+            position = file.at(later.place.positions) if later.place.filename == file.name else None
+            if position is None or not any(span.covers(position) for span in spans):
                 return trial, later
-        return program, None
+            # Behind the operation that failed lies another one of the same expression, in the backward.
+            if later.is_backward and not failure.is_backward and later.operation != failure.operation:
+                inside = inside or (trial, later)
+        return inside or (program, None)
 
     def _values(
         self, number: int, program: Program, site: Site, nodes: Sequence[ast.AST]
@@ -247,20 +258,11 @@ class _Rounds:
         seen = [x for values in probe.values.values() for x in values] if self.diagnosis.is_unseen else []
         return not bad and not experiment.bad_gradients and all(bool(x.isfinite().all()) for x in seen)
 
-    def _later(
-        self, experiment: Experiment, program: Program, site: Site, before: Sequence[Span], failure: Failure
-    ) -> Failure | None:
-        """Return the failure of a trial, where it is a later one than the failure that the trial was for.
-
-        `before` are the changed expression and the one that failed, in the file of the trial.
-        """
+    @staticmethod
+    def _later(experiment: Experiment, failure: Failure) -> Failure | None:
+        """Return the failure of a trial, where it is no earlier one than the failure that the trial was for."""
         step = experiment.failure
         if step is None or step.place is None or (failure.is_backward and not experiment.failed_in_backward):
-            return None
-        file = program.files.get(step.place.filename)
-        position = None if file is None else file.at(step.place.positions)
-        is_same_file = file is not None and file.name == site.file.name
-        if is_same_file and position is not None and any(span.covers(position) for span in before):
             return None
         return Failure(
             operation_name(step.operation),
@@ -281,6 +283,12 @@ class _Rounds:
             lines = zip(target.file.text.splitlines(), file.text.splitlines(), strict=False)
             code = next((new.strip() for old, new in lines if old != new), "")
         return Cure("; and ".join(program.words), True, None, "".join(patches), effect, code)
+
+
+def _changed(file: SourceFile, proposal: Proposal) -> Span:
+    """Return the span of the changed expression in the edited file."""
+    span, edit = file.span(proposal.node), proposal.edits[-1].span
+    return file.moved(span if span.covers(edit) else edit, proposal.edits)
 
 
 def _first_of_files(targets: Sequence[Target]) -> list[Target]:

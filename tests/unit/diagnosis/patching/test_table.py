@@ -24,7 +24,7 @@ from nanwatch.diagnosis.patching.table import GUARDS, STABLE, Guard, numbers_of
 _ELSEWHERE = {"ndtr": "torch.special", "i0": "torch.special", "poisson_nll_loss": "F", "ctc_loss": "F", "eigh": "torch.linalg",
               "normalize": "F", "cosine_similarity": "F", "layer_norm": "F", "svd": "torch.linalg"}  # fmt: skip
 # Options that a pattern's `...` stands for.
-_REST = {"layer_norm": "(3,)", "ctc_loss": "steps, lengths", "unsqueeze": "-1", "logit": "1e-12", "svd": "False",
+_REST = {"layer_norm": "(3,)", "ctc_loss": "steps, lengths", "unsqueeze": "-1", "logit": "1e-12", "gather": "-1, lengths", "svd": "False",
          "poisson_nll_loss": "False"}  # fmt: skip
 # Numbers for letters that are no tensors.
 _NUMBERS = {"D": "-1", "P": "0.5", "N": "2", "S": "0.5"}
@@ -54,6 +54,9 @@ class Spelt(ast.NodeTransformer):
                     else [x]
                 )
             ]
+            if node.func.id == "view":
+                node.func = ast.Attribute(node.args.pop(0), "view")
+                return self.generic_visit(node)
             node.func = ast.parse(f"{_ELSEWHERE.get(node.func.id, 'torch')}.{node.func.id}", mode="eval").body
         return self.generic_visit(node)
 
@@ -116,6 +119,10 @@ def operands(pattern: str, dtype: torch.dtype) -> dict[str, Any]:
     }
     if "nll_loss(log" in pattern:
         given["y"] = torch.tensor([0, 1, 2])
+    if "view(" in pattern:
+        given |= {"m": ~torch.eye(3, dtype=torch.bool), "a": 3, "b": 2, "y": values["y"][0].to(dtype)}
+    if "gather(" in pattern:
+        given["lengths"] = torch.tensor([[0], [1], [2]])
     if "ctc_loss" in pattern:
         given |= {
             "a": torch.randn(5, 2, 4, dtype=torch.float64).log_softmax(-1).to(dtype),
