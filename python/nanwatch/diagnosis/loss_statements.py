@@ -1,7 +1,7 @@
 """The statements that computed a loss outside all modules, from the stack of its `backward()`, to be run again.
 
-The names of a frame keep their values until the backward. So of its statements only those run again that made a value
-from the model's outputs or changed one, and no more than its own: no step of an optimizer, nothing that hands out data.
+The names of a frame keep their values until the backward. So only those statements of the function run again that bind
+or fill a value which came from the model's outputs, and no more: no step of an optimizer, nothing that hands out data.
 """
 
 from __future__ import annotations
@@ -12,22 +12,57 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from types import FrameType, FunctionType
-from typing import Any
+from types import CodeType, FrameType, FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..instrumentation.execution_context import Autocast, RngState
+from ..recording.observe import observe
 from ..util.program_code import SKIPPED_FILES, frame_values
-from .loss_slice import RESULT, Caller, Cut, Refused, body_of, call_under_way, cut_of
 from .operation import tensors_in
-from .patching.code_swap import Probe, compiled_with, find_target
-from .patching.source import SourceFile, Span, Target, called_name, path_to
+from .patching.code_swap import Probe, compiled_with, find_target, node_of
+from .patching.source import FunctionNode, SourceFile, Span, Target, called_name, names_in, path_to
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 # Lightning has twenty between the loss and the engine.
 _MOST_FRAMES = 32
+_RESULT = "__nanwatch_loss__"
+# A second call of these would take data, change an optimizer, or write something.
+_NOT_TWICE = frozenset({
+    "next", "input", "open", "exec", "eval", "print", "anext", "backward", "step", "zero_grad", "write", "send",
+    "get_batch", "save", "autograd", "grad",
+})  # fmt: skip
+# Methods that change what they are called on, beside those of tensors that end in an underscore.
+_CHANGES = frozenset(
+    {"append", "extend", "insert", "add", "update", "setdefault", "sort", "reverse", "pop", "clear"}
+)
+
+
+class Refused(Exception):  # noqa: N818 - a reason, in words
+    """The statements cannot run a second time."""
+
+
+class Caller(NamedTuple):
+    """A function of the program that is under way, and has called what leads to the backward.
+
+    `end` are the line and column at which the expression under way ends; Python 3.10 does not tell.
+    """
+
+    code: CodeType
+    line: int
+    end: tuple[int | None, int | None]
+    names: dict[str, Any]
+    globals: dict[str, Any]
+
+
+class Cut(NamedTuple):
+    """The statements that computed a loss, the values of the names that they read, and their last line."""
+
+    body: list[ast.stmt]
+    reads: dict[str, Any]
+    last_line: int
 
 
 @dataclass(slots=True)
@@ -63,19 +98,11 @@ class BackwardCall:
 
     def statements(self, model: nn.Module) -> LossStatements:
         """Return the statements of the first caller that computed the loss. Raise Refused, with the reason."""
-        reason = "the source of the loss was not found"
-        for caller, above in zip(self.callers, [*self.callers[1:], None], strict=True):
+        for caller in self.callers:
             file = SourceFile.load(caller.code.co_filename)
-            if file is None:
-                continue
-            caller = caller._replace(handed=_handed(caller, above))
-            try:
-                if (cut := cut_of(caller, file, self.is_behind)) is not None:
-                    return LossStatements(model, caller, file, self.is_behind, cut)
-            except Refused as error:
-                reason = str(error)
-                break
-        raise Refused(reason)
+            if file is not None and (cut := cut_of(caller, file, self.is_behind)) is not None:
+                return LossStatements(model, caller, file, self.is_behind, cut)
+        raise Refused("the source of the loss was not found")
 
 
 def loss_under_way() -> Tensor | None:
@@ -91,7 +118,8 @@ def _engine_frame() -> FrameType | None:
     frame = _engine_above(sys._getframe(1))
     if frame is not None:
         return frame
-    frames = [one for top in sys._current_frames().values() if (one := _engine_above(top)) is not None]
+    tops = sys._current_frames().values()
+    frames = [engine for top in tops if (engine := _engine_above(top)) is not None]
     return frames[0] if len(frames) == 1 else None
 
 
@@ -115,22 +143,193 @@ def _callers(frame: FrameType) -> Iterator[Caller]:
         yield Caller(code, frame.f_lineno, end, frame_values(frame), frame.f_globals)
 
 
-def _handed(caller: Caller, above: Caller | None) -> dict[str, Any]:
-    """Return the values of the parameters with which `above` called, of those that are names there."""
-    file = None if above is None else SourceFile.load(above.code.co_filename)
-    top = None if above is None or file is None else body_of(above, file)
-    path = [] if above is None or top is None else path_to(top, above.line)
-    call = None if above is None or not path else call_under_way(path[-1][1], above, caller.code.co_name)
-    if above is None or call is None or called_name(call) != caller.code.co_name:
-        return {}
-    names = caller.code.co_varnames[: caller.code.co_argcount]
-    is_method = names[:1] == ("self",) and isinstance(call.func, ast.Attribute)
-    pairs = [*zip(names[is_method:], call.args, strict=False), *((x.arg, x.value) for x in call.keywords)]
-    return {
-        name: above.names[x.id]
-        for name, x in pairs
-        if name and isinstance(x, ast.Name) and x.id in above.names
-    }
+def cut_of(caller: Caller, file: SourceFile, is_behind: Callable[[Any], bool]) -> Cut | None:
+    """Return the statements that computed the loss of the call under way; None where the frame was only handed it.
+
+    Statements that made a bad value without a graph, such as a target, are among them where they may run again.
+    """
+    top = _body_of(caller, file)
+    if top is None or isinstance(top, ast.Lambda):
+        return None
+    try:
+        if (cut := _Cutter(caller, is_behind, follows_bad=True).cut(top)) is not None:
+            return cut
+    except Refused:
+        pass
+    return _Cutter(caller, is_behind, follows_bad=False).cut(top)
+
+
+def _body_of(caller: Caller, file: SourceFile) -> FunctionNode | ast.Module | None:
+    return file.tree if caller.code.co_name == "<module>" else node_of(file.tree, caller.code)
+
+
+class _Cutter:
+    """Goes back from the loss over the statements before it, with the names whose values they have to make."""
+
+    def __init__(self, caller: Caller, is_behind: Callable[[Any], bool], *, follows_bad: bool) -> None:
+        self._caller = caller
+        self._is_behind = is_behind
+        self._follows_bad = follows_bad
+        self._reads: dict[str, Any] = {}
+        # Names that a later statement binds: their values are no longer those that an earlier one read.
+        self._bound: set[str] = set()
+        # Names of values from elsewhere that a statement fills.
+        self._filled: set[str] = set()
+
+    def cut(self, top: FunctionNode | ast.Module) -> Cut | None:
+        path = path_to(top, self._caller.line)
+        value = None if not path else self._loss_in(path[-1][1])
+        if value is None:
+            return None
+        statement = path[-1][1]
+        needed = self._read(value)
+        result = ast.copy_location(ast.Assign([ast.Name(_RESULT, ast.Store())], value), statement)
+        body: list[ast.stmt] = [result]
+        for block, inner in reversed(path):
+            before, needed = self._block(block[: block.index(inner)], needed)
+            body = [*before, *body]
+            if not needed:
+                break
+        # What is filled here and made elsewhere is as the batch found it.
+        elsewhere = {name for name in needed & self._filled if name in self._caller.names}
+        self._reads.update((name, self._caller.names[name]) for name in elsewhere)
+        is_computed = any(isinstance(node, ast.Call | ast.BinOp) for node in ast.walk(value))
+        if needed - elsewhere or (len(body) == 1 and not is_computed):
+            return None
+        self._refuse_twice(value)
+        return Cut(body, self._reads, statement.end_lineno or statement.lineno)
+
+    def _loss_in(self, statement: ast.stmt) -> ast.expr | None:
+        """Return the loss in the call under way: what has the method `backward`, else the argument that was made."""
+        calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+        if self._caller.end[0] is not None:
+            calls = [call for call in calls if (call.end_lineno, call.end_col_offset) == self._caller.end]
+        else:
+            calls = [call for call in calls if called_name(call) == "backward"]
+        if len(calls) != 1:
+            return None
+        (call,) = calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
+            owner = call.func.value
+            if not call.args or self._read(owner) or any(isinstance(x, ast.Call) for x in ast.walk(owner)):
+                return owner
+        given = [argument for argument in call.args if not isinstance(argument, ast.Starred)]
+        given += [keyword.value for keyword in call.keywords if keyword.arg is not None]
+        made = [argument for argument in given if self._read(argument)]
+        return made[0] if len(made) == 1 else None
+
+    def _read(self, *nodes: ast.AST) -> set[str]:
+        """Return the names in these nodes that earlier statements have to make. Keep the values of the others."""
+        values, needed = self._caller.names, set()
+        for name in {name for node in nodes for name in names_in(node, ast.Load)}:
+            is_gone = name not in values and name in self._caller.code.co_varnames
+            if name in self._bound or is_gone or self._is_made(values.get(name)):
+                needed.add(name)
+            elif name in values:
+                self._reads[name] = values[name]
+        return needed
+
+    def _is_made(self, value: Any) -> bool:
+        """Return whether the value was computed from the model's outputs, or is bad and its statement is sought."""
+        tensors = tensors_in(value)
+        return any(x.grad_fn is not None and self._is_behind(x.grad_fn) for x in tensors) or (
+            self._follows_bad
+            and any(not x.requires_grad and observe(x, "", "output").is_fault for x in tensors)
+        )
+
+    def _block(self, statements: list[ast.stmt], needed: set[str]) -> tuple[list[ast.stmt], set[str]]:
+        """Return those of the statements that make the needed names, and the names that they need themselves."""
+        body: list[ast.stmt] = []
+        for statement in reversed(statements):
+            names, filled = names_in(statement, ast.Store), _filled_by(statement, self._caller.names)
+            self._bound |= names
+            filled &= needed | self._reads.keys()
+            self._filled |= filled
+            if names & needed or filled:
+                self._bound |= filled
+                kept, needed = self._statement(statement, needed | filled)
+                body = [kept, *body]
+        return body, needed
+
+    def _statement(self, statement: ast.stmt, needed: set[str]) -> tuple[ast.stmt, set[str]]:
+        """Return the statement as it may run again, and the names that have to be made before it."""
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            self._refuse_twice(statement.value)
+            bound = {name for target in targets for name in names_in(target, ast.Store)}
+            # Without an annotation, which a function does not evaluate.
+            plain = ast.copy_location(ast.Assign([*targets], statement.value), statement)
+            return plain, (needed - bound) | self._read(statement.value)
+        if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
+            self._refuse_twice(statement.value)
+            # Not in place: the tensor or the list may be the program's.
+            left = ast.copy_location(ast.Name(statement.target.id, ast.Load()), statement.target)
+            value = ast.copy_location(ast.BinOp(left, statement.op, statement.value), statement)
+            plain = ast.copy_location(ast.Assign([statement.target], value), statement)
+            return plain, needed | {statement.target.id} | self._read(statement.value)
+        if isinstance(statement, ast.Expr | ast.AugAssign):
+            self._refuse_twice(statement)
+            return statement, needed | self._read(statement)
+        if isinstance(statement, ast.For):
+            self._refuse_twice(statement)
+            bound = names_in(statement, ast.Store)
+            self._filled |= bound  # which it may read only after it has bound them
+            return statement, (needed | self._read(statement)) - names_in(statement.target, ast.Store)
+        if isinstance(statement, ast.With):
+            body, needed = self._block(statement.body, needed)
+            contexts = [item.context_expr for item in statement.items]
+            made = ast.copy_location(ast.With(statement.items, body), statement)
+            return made, needed | self._read(*contexts)
+        if isinstance(statement, ast.If):
+            self._refuse_twice(statement.test)
+            body, first = self._branch(statement.body, needed)
+            others, second = self._branch(statement.orelse, needed)
+            chosen = ast.If(statement.test, body or [ast.copy_location(ast.Pass(), statement)], others)
+            return ast.copy_location(chosen, statement), first | second | self._read(statement.test)
+        raise self._refused(statement)
+
+    def _branch(self, statements: list[ast.stmt], needed: set[str]) -> tuple[list[ast.stmt], set[str]]:
+        """Return the block; one that may not run twice raises instead, as the condition may choose the other."""
+        try:
+            return self._block(statements, needed)
+        except Refused as reason:
+            return ast.parse(f"raise RuntimeError({str(reason)!r})").body, needed
+
+    def _refuse_twice(self, *nodes: ast.AST) -> None:
+        for node in (inner for top in nodes for inner in ast.walk(top)):
+            is_once = isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom)
+            if is_once or (isinstance(node, ast.Call) and called_name(node) in _NOT_TWICE):
+                raise self._refused(node)
+
+    def _refused(self, node: ast.AST) -> Refused:
+        line = getattr(node, "lineno", 0)
+        return Refused(f"line {line} of {self._caller.code.co_filename} should not run a second time")
+
+
+def _filled_by(statement: ast.stmt, values: dict[str, Any]) -> set[str]:
+    """Return the names whose values the statement changes in place: `p.clamp_()`, `s.den = x`, `losses["a"] = x`."""
+    stored = (x for x in ast.walk(statement) if isinstance(x, ast.Attribute | ast.Subscript))
+    filled = {_base(x) for x in stored if isinstance(x.ctx, ast.Store)}
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(call, ast.Call):
+        return filled - {""}
+    name = called_name(call)
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    if isinstance(call.func, ast.Attribute) and (is_in_place or name in _CHANGES):
+        filled.add(_base(call.func.value))
+    given = [x.id for x in (*call.args, *(k.value for k in call.keywords)) if isinstance(x, ast.Name)]
+    if is_in_place or any(keyword.arg in ("inplace", "out") for keyword in call.keywords):
+        filled |= set(given)
+    elif isinstance(call.func, ast.Name):  # a helper that fills what it is given
+        filled |= {x for x in given if isinstance(values.get(x), list | dict | set)}
+    return filled - {""}
+
+
+def _base(node: ast.AST) -> str:
+    """Return the name at the left of `name.attribute[item]`, "" where there is none."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 class LossStatements(nn.Module):
@@ -154,14 +353,14 @@ class LossStatements(nn.Module):
         self._probe.was_run = True
         names = {**self._names, **inputs}
         exec(self._code, names)
-        return names[RESULT]
+        return names[_RESULT]
 
     def target(
         self, filename: str, line: int, positions: tuple[int | None, ...] | None = None
     ) -> Target | str:
         """Return the statements as what runs this line, if it is one of theirs; else as `find_target` does."""
-        is_own = any(one.lineno <= line <= (one.end_lineno or one.lineno) for one in self._cut.body)
-        node = body_of(self._caller, self._file)
+        is_own = any(x.lineno <= line <= (x.end_lineno or x.lineno) for x in self._cut.body)
+        node = _body_of(self._caller, self._file)
         if filename != self.filename or not is_own or node is None:
             return find_target(filename, line, positions)
         return Target((FunctionType(self._code, self._names),), self._file, node, self.exchanged)
@@ -172,8 +371,13 @@ class LossStatements(nn.Module):
 
         Raises ValueError where the edit needs statements that did not run. Some may no longer be needed.
         """
-        cut = cut_of(self._caller, file, self._is_behind)
-        if cut is None or len(cut.body) > len(self._cut.body):
+        # A line that was added stands before the backward.
+        added = file.text.count("\n") - self._file.text.count("\n")
+        end = self._caller.end[0]
+        moved = None if end is None else end + added, self._caller.end[1]
+        caller = self._caller._replace(line=self._caller.line + added, end=moved)
+        cut = cut_of(caller, file, self._is_behind)
+        if cut is None or len(cut.body) > len(self._cut.body) + max(added, 0):
             raise ValueError("the edit moved the statements")
         before = self._code, self._probe
         self._code, self._probe = compiled_with(ast.Module(cut.body, []), file, looks, probe), probe

@@ -27,8 +27,7 @@ from .experiment import NO_CONDITIONS, Allows, Conditions, module_words, nothing
 from .folder import attempt, write_failure
 from .forward_rerun import rerun_forward
 from .incident import Incident
-from .loss_slice import Refused
-from .loss_statements import BackwardCall, LossStatements
+from .loss_statements import BackwardCall, LossStatements, Refused
 from .patching.module_options import SearchResult
 from .patching.rounds import try_patches
 from .samples import dataset_indices, find_samples
