@@ -82,8 +82,8 @@ def failing_nodes(site: Site, failure: Failure) -> list[ast.AST]:
 
 def operands(site: Site, failing: Sequence[ast.AST]) -> list[ast.expr]:
     """Return the operands of the failing operations whose values the guards depend on."""
-    found = (form.args for node in failing if (form := site.call_form(node)) is not None)
-    return [x for args in found for x in args if site.constant(x) is None]
+    forms = (form for node in failing if (form := site.call_form(node)) is not None)
+    return [x for form in forms for x in form.args if site.constant(x) is None]
 
 
 class Proposer:
@@ -128,7 +128,7 @@ class Proposer:
         nodes: list[ast.AST] = []
         for failing in [] if self._failure.is_finite else self._failing[:1]:
             inner = [node for node in ast.walk(failing) if node is not failing]
-            made = [found.value for node in inner if (found := self._site.definition(node)) is not None]
+            made = [binding.value for node in inner if (binding := self._site.definition(node)) is not None]
             nodes += [*inner, *(node for value in made for node in ast.walk(value))]
         return [node for node in nodes if (form := self._site.call_form(node)) and form.name in POLES]
 

@@ -41,7 +41,7 @@ class Edit(NamedTuple):
 def first_line(node: ast.stmt | ast.expr) -> int:
     """Return the first line of a node, that of its first decorator if it has one."""
     decorators: list[ast.expr] = getattr(node, "decorator_list", [])
-    return min([node.lineno, *(one.lineno for one in decorators)])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
 def nodes_at(tree: ast.Module, line: int) -> Iterator[ast.AST]:
@@ -60,31 +60,31 @@ def nodes_at(tree: ast.Module, line: int) -> Iterator[ast.AST]:
 
 def path_to(top: ast.AST, line: int) -> list[tuple[list[ast.stmt], ast.stmt]]:
     """Return the blocks down to the innermost statement that covers the line, each with its statement that does."""
-    found: list[tuple[list[ast.stmt], ast.stmt]] = []
+    path: list[tuple[list[ast.stmt], ast.stmt]] = []
     node = top
     while True:
         blocks = [getattr(node, name, None) for name in ("body", "orelse", "finalbody", "handlers")]
         inside = next(
             (
-                (block, one)
+                (block, inner)
                 for block in blocks
                 if isinstance(block, list)
-                for one in block
-                if one.lineno <= line <= (one.end_lineno or one.lineno)
+                for inner in block
+                if inner.lineno <= line <= (inner.end_lineno or inner.lineno)
             ),
             None,
         )
         if inside is None:
-            return found
+            return path
         if isinstance(inside[1], ast.stmt):
-            found.append(inside)
+            path.append(inside)
         node = inside[1]
 
 
 def names_in(node: ast.AST, context: type[ast.Load | ast.Store]) -> set[str]:
     """Return the names that are read, or bound, in the node, but for those of its comprehensions."""
-    targets = [one.target for one in ast.walk(node) if isinstance(one, ast.comprehension)]
-    inner = {name for one in targets for name in all_names(one)}
+    targets = [x.target for x in ast.walk(node) if isinstance(x, ast.comprehension)]
+    inner = {name for target in targets for name in all_names(target)}
     return {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, context)} - inner
 
 
@@ -118,7 +118,7 @@ class SourceFile:
         self.tree = ast.parse(text)
         self._encoding = encoding
         self._data = text.encode()
-        self._starts = [0, *(one.end() for one in _LINE_END.finditer(self._data))]
+        self._starts = [0, *(match.end() for match in _LINE_END.finditer(self._data))]
 
     @classmethod
     def load(cls, name: str) -> SourceFile | None:
@@ -147,7 +147,7 @@ class SourceFile:
 
     def at(self, positions: Sequence[int | None] | None) -> Span | None:
         """Return the span of what `code.co_positions()` has of an instruction; None where it does not tell."""
-        known = [one for one in positions or () if one is not None]
+        known = [place for place in positions or () if place is not None]
         if len(known) != 4:
             return None
         line, end_line, start, end = known
@@ -173,12 +173,6 @@ class SourceFile:
         """Return the text of a span."""
         return self._data[span.start : span.end].decode()
 
-    def statements(self, line: int) -> list[ast.stmt]:
-        """Return the innermost statements that cover the line, several where semicolons separate them."""
-        found = [one for one in nodes_at(self.tree, line) if isinstance(one, ast.stmt) and one.lineno <= line]
-        around = {one for one in found for x in found if x is not one and self.span(one).covers(self.span(x))}
-        return [one for one in found if one not in around]
-
     def edited(self, edits: Sequence[Edit]) -> SourceFile:
         """Return the file with these edits, which do not overlap."""
         data = self._data
@@ -191,8 +185,8 @@ class SourceFile:
         """Return the span in the edited text of what is at `span` in this one, which covers an edit or does not touch
         it.
         """
-        start = span.start + sum(_growth(one) for one in edits if one.span.end <= span.start)
-        inside = sum(_growth(one) for one in edits if span.covers(one.span))
+        start = span.start + sum(_growth(edit) for edit in edits if edit.span.end <= span.start)
+        inside = sum(_growth(edit) for edit in edits if span.covers(edit.span))
         return Span(start, start + span.end - span.start + inside)
 
     def patch(self, after: SourceFile) -> str:
