@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from nanwatch.numerics import _extension
 from nanwatch.records.record import Frame
 from nanwatch.report.report import NonFiniteError
-from nanwatch.session import options
 from nanwatch.session.options import Check
 from nanwatch.trace import tracer
 from nanwatch.trace.trace_file import Trace
@@ -114,19 +113,6 @@ def test_frames_beyond_the_ring_are_counted(
     assert found.lost_frames == 4 * 50 - 40
 
 
-def test_chosen_batches_are_written_and_not_printed(
-    tmp_path: Path, recorder: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The file has these batches, and stdout nothing."""
-    model = mlp()
-    with watch(model, trace=options.Trace(tmp_path / "run.parquet", batches=(1, 3))):
-        for _ in range(5):
-            model(torch.ones(2, 3))
-    assert capsys.readouterr().out == ""
-    assert Trace.open(tmp_path / "run.parquet").batches == (1, 3)
-    assert [one.name for one in traced(tmp_path / "run.parquet")] == ["0", "1", "2", ""] * 2
-
-
 @pytest.mark.parametrize("chosen", [(), (0, 1)])
 def test_a_recomputed_forward_is_in_the_trace(tmp_path: Path, recorder: str, chosen: tuple[int, ...]) -> None:
     """Frames of the backward come after their batch has ended, and bear its number and their mark."""
@@ -185,21 +171,6 @@ def test_frames_of_several_threads_all_arrive(
     assert w.counters["frames"] == len(found) == 4 * 4 * 150
     for name in ("0", "1", "2", ""):
         assert sum(one.name == name for one in found) == 600
-
-
-def test_a_compiled_model_gives_the_rows_of_the_interpreter(tmp_path: Path) -> None:
-    """With torch.compile(backend="eager") the trace has the same frames as without."""
-    torch._dynamo.reset()
-    made = []
-    for name, compile_ in (("plain", False), ("compiled", True)):
-        model = mlp().eval()
-        with watch(model, trace=tmp_path / f"{name}.parquet"):
-            called = torch.compile(model, backend="eager") if compile_ else model
-            for _ in range(3):
-                called(torch.ones(2, 3))
-        made.append(traced(tmp_path / f"{name}.parquet"))
-    assert made[0] == made[1]
-    assert len(made[0]) == 12
 
 
 def test_a_watch_that_goes_away_with_its_model_leaves_a_whole_trace(tmp_path: Path, recorder: str) -> None:

@@ -9,7 +9,6 @@ import os
 import random
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
@@ -56,21 +55,9 @@ def random_bytes(self: Forward, x: Tensor) -> Tensor:
     return x + torch.tensor(noise)  # part
 
 
-def fresh_uuid(self: Forward, x: Tensor) -> Tensor:
-    return x + uuid.uuid4().int / 2**128  # part
-
-
 def numpy_generator(self: Forward, x: Tensor) -> Tensor:
     noise = torch.from_numpy(np.random.default_rng().standard_normal(4, dtype=np.float32))  # part
     return x + noise
-
-
-def python_generator(self: Forward, x: Tensor) -> Tensor:
-    return x.mul(random.Random().random())  # part
-
-
-def system_random(self: Forward, x: Tensor) -> Tensor:
-    return x.sub(random.SystemRandom().random())  # part
 
 
 def reseeded(self: Forward, x: Tensor) -> Tensor:
@@ -206,14 +193,6 @@ def index_add(self: Forward, x: Tensor) -> Tensor:
     return torch.zeros(3, 4).index_add(0, torch.tensor([0, 0, 1]), x.detach())  # part
 
 
-def scatter_add(self: Forward, x: Tensor) -> Tensor:
-    return torch.zeros(3, 4).scatter_add(0, torch.zeros(3, 4, dtype=torch.int64), x.detach())  # part
-
-
-def index_put(self: Forward, x: Tensor) -> Tensor:
-    return torch.zeros(3, 4).index_put((torch.tensor([0, 0, 1]),), x.detach(), accumulate=True)  # part
-
-
 class Overwritten(nn.Module):
     """Module whose buffer another thread writes, past PyTorch's dispatcher."""
 
@@ -237,18 +216,11 @@ SOURCES = {
     "random_bytes": Source(
         lambda: Forward(random_bytes), "aten.lift_fresh.default", "os.urandom()", "manual_seed(0)"
     ),
-    "fresh_uuid": Source(lambda: Forward(fresh_uuid), "aten.add.Tensor", "uuid.uuid4()", "manual_seed(0)"),
     "numpy_generator": Source(
         lambda: Forward(numpy_generator),
         "aten.lift_fresh.default",
         "numpy.random.default_rng()",
         "manual_seed(0)",
-    ),
-    "python_generator": Source(
-        lambda: Forward(python_generator), "aten.mul.Tensor", "random.Random()", "manual_seed(0)"
-    ),
-    "system_random": Source(
-        lambda: Forward(system_random), "aten.sub.Tensor", "SystemRandom()", "manual_seed(0)"
     ),
     "reseeded": Source(lambda: Forward(reseeded), "aten.bernoulli_.float", "torch.seed()", "manual_seed(0)"),
     "own_generator": Source(OwnGenerator, "aten.rand.generator", "torch.Generator of its own", "attributes"),
@@ -280,20 +252,6 @@ SOURCES = {
         "atomics",
         "deterministic",
         lambda: atomics("index_add", ""),
-    ),
-    "scatter_add": Source(
-        lambda: Forward(scatter_add),
-        "aten.scatter_add.default",
-        "atomics",
-        "deterministic",
-        lambda: atomics("scatter_add", ""),
-    ),
-    "index_put": Source(
-        lambda: Forward(index_put),
-        "aten.index_put.default",
-        "atomics",
-        "deterministic",
-        lambda: atomics("index_put", ""),
     ),
     "foreign_write": Source(Overwritten, "aten.add.Tensor", "", "manual_seed(0)"),
 }

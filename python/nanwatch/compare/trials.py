@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from ..util.program_code import SKIPPED_FILES, is_library
 from ..util.visible import users_frame
-from .operations import OperationDifference, OperationPrint
+from .operations import OperationDifference
 
 Note = Callable[[str], object]
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
@@ -242,7 +242,6 @@ _ATOMICS = re.compile(
     r"|interpolate|adaptive_.*backward|max_pool.*backward|max_unpool|reflection_pad|replication_pad|ctc_loss"
     r"|nll_loss2d|kthvalue|median|segment_reduce|repeat_interleave"
 )
-_TUNED = re.compile(r"conv|mm|matmul|linear|baddbmm|attention|rnn|lstm|gru")
 _DROPOUT = re.compile(r"dropout|bernoulli")
 # Calls in the source of a function whose results differ from run to run, and the trials that hold them still.
 _SUSPECTS = {
@@ -259,55 +258,42 @@ _LINES = 20
 
 def explain(difference: OperationDifference) -> tuple[str, list[str]]:
     """Return the cause of a difference in one sentence, and the names of the trials to make first."""
-    operation = difference.a
+    operation, counterpart = difference.a, difference.b
     calls, suspects = _suspects(operation.file, operation.line)
+    ahead = [*suspects, "order"] if operation.in_loader else suspects
     base = operation.name.removeprefix("aten.")
     if difference.how == "results" and operation.is_random:
-        ahead = ["order"] if operation.in_loader else []
-        return _drawn(operation), [
-            *suspects,
+        source = "a torch.Generator of its own" if operation.has_generator else "PyTorch's global generator"
+        drawn = "dropout draws" if _DROPOUT.search(base) else "it draws"
+        drawn = "a data loader draws its order" if operation.in_loader else drawn
+        kept = ["kept"] if operation.has_generator else []
+        return f"{drawn} from {source}, which is not in the same state in both runs", [
             *ahead,
-            *(["kept"] if operation.has_generator else []),
+            *kept,
             "seeds",
             "kept",
         ]
     if difference.how == "results":
+        words = f"{base} makes other bits of equal operands{calls}"
         if base == operation.name:
             words = f"{base} makes other bits of equal operands; its kernel is not PyTorch's{calls}"
         elif _ATOMICS.search(base):
             words = f"{base} adds with atomics on CUDA, in an order that differs from run to run"
-        elif _TUNED.search(base):
-            words = f"{base} may be computed by another algorithm or split over threads in another way in each run"
-        else:
-            words = f"{base} makes other bits of equal operands{calls}"
-        return words, [*suspects, "atomics", "threads"]
-    if difference.how == "path":
-        counterpart = difference.b
-        other = (
+        return words, [*ahead, "atomics", "threads"]
+    words = (
+        "what it was given comes from outside the recorded operations: Python, numpy, another thread or process,"
+        " unwritten memory, or an earlier batch"
+    )
+    if difference.how == "numbers" and counterpart is not None:
+        words = f"Python gives it another number, {operation.numbers} against {counterpart.numbers}"
+    elif difference.how == "path":
+        name = (
             "nothing"
             if counterpart is None
             else f"{counterpart.name} at {counterpart.file}:{counterpart.line}"
         )
-        words = f"the other run does {other} here: Python takes another branch"
-    elif difference.how == "numbers":
-        theirs = "" if difference.b is None else f" against {difference.b.numbers}"
-        words = f"Python gives it another number, {operation.numbers}{theirs}"
-    else:
-        words = (
-            "what it was given comes from outside the recorded operations: Python, numpy, another thread or process,"
-            " unwritten memory, or an earlier batch"
-        )
-    ahead = ["order"] if operation.in_loader else []
-    return f"{words}{calls}", [*suspects, *ahead, "kept", "seeds", "order", "time"]
-
-
-def _drawn(operation: OperationPrint) -> str:
-    if operation.in_loader:
-        return "a data loader draws its order from a generator that is not seeded alike in both runs"
-    if operation.has_generator:
-        return "it draws from a torch.Generator of its own, which is not in the same state in both runs"
-    drawer = "dropout" if _DROPOUT.search(operation.name) else "it"
-    return f"{drawer} draws from PyTorch's global generator, which is not in the same state in both runs"
+        words = f"the other run does {name} here: Python takes another branch"
+    return f"{words}{calls}", [*ahead, "kept", "seeds", "order", "time"]
 
 
 def _suspects(file: str, line: int) -> tuple[str, list[str]]:

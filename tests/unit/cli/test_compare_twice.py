@@ -51,7 +51,7 @@ SCRIPTS = {
         "data = torch.tensor([ord(one) / 100 for one in names]).reshape(1, 2, 4)  # part",
         "input[0]",
         "aten.lift_fresh.default",
-        "order of a set",
+        "or a set",
         "PYTHONHASHSEED=0",
     ),
     "loader": Script(

@@ -123,14 +123,6 @@ def test_two_records(tmp_path: Path, a: Record, b: Record, found: tuple[str, str
         assert result.num_apart == 1
 
 
-def test_two_batches_are_of_different_data(tmp_path: Path) -> None:
-    """The bits of two batches are not compared, those of one batch with itself are."""
-    path = written(tmp_path / "a.parquet", row("output", 1), batches=2)
-    other = written(tmp_path / "b.parquet", row("output", 2), batches=2)
-    assert not diff(path, other, batches=(0, 1)).differs
-    assert diff(path, other, batches=(1, 1)).differs
-
-
 def shard(start: int, *places: MeshPlace) -> Note:
     return Note("local_shard", placement=Placement(places, (start,)))
 
