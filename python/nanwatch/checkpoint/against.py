@@ -126,7 +126,6 @@ def _change(left: _Member, right: _Member) -> Change:
         relative,
         distance.largest,
         distance.at,
-        sqrt(distance.square),
     )
 
 

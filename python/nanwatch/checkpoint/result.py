@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import hypot
 
 from ..numerics.formats import BY_NAME, TensorHealth
 from ..report.notebook import InNotebook
@@ -85,7 +83,7 @@ class Change:
 
     `kind` is "equal" (to the bit), "converted" (each element is the nearest in the narrower format), "changed", or "not
     compared" with the reason in `text`. `relative` is the norm of the difference by that of the first, `largest` the
-    largest difference of an element, at number `at` in C order. `norm` is that of the first.
+    largest difference of an element, at number `at` in C order.
     """
 
     name: str
@@ -95,7 +93,6 @@ class Change:
     relative: float = 0.0
     largest: float = 0.0
     at: int = -1
-    norm: float = 0.0
 
     @property
     def is_renamed(self) -> bool:
@@ -105,16 +102,6 @@ class Change:
     def __str__(self) -> str:
         names = self.name if self.name == self.other else f"{self.name} -> {self.other}"
         return f"{names} ({self.text})" if self.text else names
-
-
-def _extent(changes: Sequence[Change]) -> tuple[float, float]:
-    """Return the relative difference of several tensors together and the largest, -1 where nothing was compared."""
-    compared = [change for change in changes if change.kind != "not compared"]
-    if not compared:
-        return -1.0, -1.0
-    norm = hypot(*(change.norm for change in compared)) or 1.0
-    relative = hypot(*(change.relative * change.norm for change in compared if change.norm)) / norm
-    return relative, max(change.largest for change in compared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,30 +127,19 @@ class CheckpointComparison:
         listed = ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
         return f"{'faithful' if self.is_faithful else 'not the same'}: {listed or 'nothing to compare'}"
 
-    def tables(self) -> list[Table]:
-        """Return what changed, the largest change first: by layers if there are several, and each tensor."""
+    def table(self) -> Table:
+        """Return what changed, the largest change first."""
         changed = sorted(
             (change for change in self.changes if change.kind != "equal"), key=lambda change: -change.relative
         )
-        layers: dict[str, list[Change]] = defaultdict(list)
-        for change in changed:
-            layers[layer_of(change.name)].append(change)
-        by_layer = [(*_extent(changes), str(len(changes)), layer) for layer, changes in layers.items()]
-        each = [(*_extent([change]), change.kind, str(change)) for change in changed]
-        sizes = {"relative": NUMBER, "largest": NUMBER}
-        return [
-            Table(
-                title.lower(),
-                title,
-                {**sizes, **columns},
-                [("-" if a < 0 else f"{a:.3g}", "-" if a < 0 else f"{b:.3g}", *row) for a, b, *row in rows],
-            )
-            for title, columns, rows in (
-                ("Layers", {"tensors": NUMBER, "layer": TEXT}, sorted(by_layer, reverse=True)),
-                ("Changes", {"kind": TEXT, "tensor": TEXT}, each),
-            )
-            if len(rows) > (title == "Layers")
+        columns = {"relative": NUMBER, "largest": NUMBER, "kind": TEXT, "tensor": TEXT}
+        rows = [
+            ("-", "-", change.kind, str(change))
+            if change.kind == "not compared"
+            else (f"{change.relative:.3g}", f"{change.largest:.3g}", change.kind, str(change))
+            for change in changed
         ]
+        return Table("changes", "Changes", columns, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,10 +203,11 @@ class Scan(InNotebook):
                     lines.append(f"  {kind:<12} and {count - len(shown):,} more (--json has them all)")
         if (comparison := self.comparison) is not None:
             lines += ["", f"Against {self.against}: {comparison.verdict}", *comparison.problems]
-            for table in comparison.tables():
+            table = comparison.table()
+            if table.rows:
                 lines += ["", *(_line(row) for row in (list(table.columns), *table.rows[:_MOST_LINES]))]
-                if (left := len(table.rows) - _MOST_LINES) > 0:
-                    lines.append(f"  and {left:,} more (--json has them all)")
+            if (left := len(table.rows) - _MOST_LINES) > 0:
+                lines.append(f"  and {left:,} more (--json has them all)")
             moved = [
                 str(change) for change in comparison.changes if change.kind == "equal" and change.is_renamed
             ]
@@ -250,7 +227,7 @@ class Scan(InNotebook):
         facts = []
         if self.comparison is not None:
             facts = [("Against", f"{self.against}: {self.comparison.verdict}")]
-            tables += self.comparison.tables()
+            tables.append(self.comparison.table())
         columns = {"tensor": TEXT, "dtype": TEXT, "shape": TEXT}
         columns |= {"abs max": NUMBER, "zeros": NUMBER, "not finite": NUMBER}
         tables.append(Table("tensors", "Tensors", columns, [*map(_cells, self.tensors)]))
@@ -271,9 +248,3 @@ def _cells(tensor: TensorScan) -> tuple[str, ...]:
         return *what, "", "", ""
     bad = health.num_nan + health.num_posinf + health.num_neginf
     return *what, f"{health.finite_abs_max:.4g}", f"{health.num_zero:,}", f"{bad:,}" if bad else ""
-
-
-def layer_of(name: str) -> str:
-    """Return the layer of a tensor: "model.layers.3" of "model.layers.3.mlp.up_proj.weight", else its module."""
-    numbered = re.match(r"(?:.*?\.)??\d+(?=\.|$)", name)
-    return numbered.group() if numbered else name.rpartition(".")[0] or name

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from .._version import __version__
 from ..numerics import _extension, _reference
-from ..util import torch_private
 from .commands import command_parser
 
 _EXAMPLES = """\
@@ -95,7 +94,6 @@ def facts() -> dict[str, Any]:
             "version": str(torch.__version__),
             "cuda": torch.version.cuda,
             "hip": torch.version.hip,
-            "missing": torch_private.missing() if torch_private.newer() else [],
         },
         "compiled": {
             "loaded": module is not None,
@@ -114,13 +112,6 @@ def facts() -> dict[str, Any]:
         },
         "devices": [_device_facts(device) for device in _devices()],
     }
-
-
-def _lacking(names: list[str]) -> str:
-    return (
-        f"nanwatch uses private names of torch, seen in {torch_private.LATEST}, that this version lacks:"
-        f" {', '.join(names)}"
-    )
 
 
 def _cuda_part(compiled: dict[str, Any]) -> str:
@@ -143,7 +134,6 @@ def _lines(found: dict[str, Any]) -> list[str]:
         ("nanwatch", f"{found['nanwatch']['version']}, {found['nanwatch']['path']}"),
         ("python", f"{found['python']}, {found['platform']}"),
         ("torch", f"{torch_facts['version']}, {gpu}"),
-        *([("  WARNING", _lacking(missing))] if (missing := torch_facts["missing"]) else []),
         ("compiled part", "loaded" if compiled["loaded"] else f"MISSING: {compiled['reason']}"),
     ]
     if compiled["loaded"]:

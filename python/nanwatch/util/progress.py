@@ -10,21 +10,15 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import Protocol, TextIO
 
 from .visible import suppressing, visible
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-_BAR = 20  # columns
 
 
 class Tell(Protocol):
     """Callback for progress: what is being done, such as "reading a.parquet", and how much of it.
 
-    `done` of `total` such `unit`s are done. `total` is None where it is not known. A call only stores its arguments, so
-    a loop may make one for each step.
+    `done` of `total` such `unit`s are done. `total` is None where it is not known.
     """
 
     def __call__(self, what: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
@@ -46,12 +40,30 @@ def shown() -> Iterator[Tell]:
     if file is None or not file.isatty() or not _is_in_foreground(file) or not wants_color(file):
         yield silent
         return
-    line = _Line(file)
-    try:
-        line.start()
-        yield line.tell
-    finally:
-        line.stop()
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    # rich's own bar is red, as non-finite records are.
+    bar = BarColumn(20, style="bar.back", complete_style="bar.finished", pulse_style="bar.finished")
+    columns = (
+        bar,
+        TextColumn("{task.description}", markup=False),
+        TextColumn("{task.fields[amount]}", markup=False),
+    )
+    console = Console(file=file)
+    progress = Progress(
+        *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_interactive
+    )
+    with progress:
+        task = progress.add_task("", total=None, amount="")
+        with suppressing("a terminal that went away"):
+            console.show_cursor(True)  # a command that is killed leaves a terminal that can be typed at
+
+        def tell(what: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
+            amount = f"{done:,} of {total:,} {unit}" if total else f"{done:,} {unit}" if done else ""
+            progress.update(task, description=visible(what), completed=done, total=total, amount=amount)
+
+        yield tell
 
 
 def _is_in_foreground(file: TextIO) -> bool:
@@ -60,53 +72,6 @@ def _is_in_foreground(file: TextIO) -> bool:
         return os.tcgetpgrp(file.fileno()) == os.getpgrp()
     except OSError:
         return True
-
-
-class _Line:
-    def __init__(self, file: TextIO) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        self._step: tuple[str, int, int | None, str] = ("", 0, None, "")
-        self._console = Console(file=file)
-        self._live = Live(
-            get_renderable=self._render,
-            console=self._console,
-            transient=True,
-            refresh_per_second=10,
-            redirect_stdout=False,
-        )
-
-    def tell(self, what: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
-        self._step = (what, done, total, unit)
-
-    def start(self) -> None:
-        if self._console.is_interactive:
-            with suppressing("a terminal that went away"):
-                self._live.start()
-                self._console.show_cursor(
-                    True
-                )  # a command that is killed leaves a terminal that can be typed at
-
-    def stop(self) -> None:
-        with suppressing("a terminal that went away"):
-            self._live.stop()
-
-    def _render(self) -> RenderableType:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
-        what, done, total, unit = self._step
-        amount = f"{done:,} of {total:,} {unit}" if total else f"{done:,} {unit}" if done else ""
-        row = Table.grid(padding=(0, 1))
-        row.add_column()
-        for _ in range(2):
-            row.add_column(no_wrap=True, overflow="ellipsis")
-        # rich's own bar is red, as non-finite records are.
-        bar = ProgressBar(total, done, width=_BAR, complete_style="bar.finished", pulse_style="bar.finished")
-        row.add_row(bar, Text(visible(what)), Text(amount))
-        return row
 
 
 def wants_color(file: TextIO) -> bool:

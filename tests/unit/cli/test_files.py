@@ -78,8 +78,8 @@ def test_batches_of_one_trace(place: Path, capsys: pytest.CaptureFixture[str]) -
         (("show", "a.parquet", "--batch", "7"), "no batch 7"),
         (("show", "words.txt"), "no Parquet file"),
         (("show", "bad.json"), "not a nanwatch report"),
-        (("formats", "none"), "there is no trace"),
-        (("formats", "a.parquet", "--margin-bits", "-1"), "margin_bits"),
+        (("fits", "none"), "there is no trace"),
+        (("fits", "a.parquet", "--margin-bits", "-1"), "margin_bits"),
     ],
 )
 def test_bad_use_is_status_2_and_one_line(
@@ -166,7 +166,7 @@ import sys
 sys.modules["pyarrow"] = None
 import torch, nanwatch
 from nanwatch.__main__ import main
-for arguments in (["diff", "a.parquet", "b.parquet"], ["show", "a.parquet"], ["formats", "a.parquet"]):
+for arguments in (["diff", "a.parquet", "b.parquet"], ["show", "a.parquet"], ["fits", "a.parquet"]):
     assert main(arguments) == 2
 model = torch.nn.Linear(2, 2)
 with nanwatch.watch(model):
