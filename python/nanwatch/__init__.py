@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from .session.options import Audit, Trace
     from .session.replay import replay
     from .sinks.sink import Sink
-    from .trace.columns import TraceError
     from .trace.comparison import diff
 else:
     # Public names and the modules that define them. A name is imported when it is first asked for.

@@ -227,9 +227,9 @@ class Comparer:
         main = (errors for i, j in tried if (errors := self._compare_values(event, ((i,), (j,)))))
         # One side may pass hidden and residual apart, the other their sum.
         sums = [picks for side, picks in ((1, ((0,), (0, 1))), (0, ((0, 1), (0,)))) if is_sum(values[side])]
-        found = [next(main, None), *(self._compare_values(event, picks) for picks in sums)]
+        candidates = [next(main, None), *(self._compare_values(event, picks) for picks in sums)]
         return min(
-            (errors for errors in found if errors is not None),
+            (errors for errors in candidates if errors is not None),
             key=lambda errors: errors.errors.total,
             default=None,
         )
@@ -271,14 +271,14 @@ class Comparer:
     def _noise_of(self, runs: list[TwoRuns], event: Event, picks: tuple[Pick, Pick]) -> list[Errors]:
         """Return the errors between the two runs of each side."""
         kind, pair = event
-        found = []
+        noise = []
         for side, *both in runs:
             keys = [call.key for call in pair.sides[side]]
             if all(key in run for key in keys for run in both):
                 low, high = (value([run[key] for key in keys], kind, picks[side]) for run in both)
                 rows = None if low is None or high is None else self._tokens.pair(high, low)
-                found += [] if rows is None else [errors_between(*rows)]
-        return [errors for errors in found if isfinite(errors.total)]  # a low run may overflow
+                noise += [] if rows is None else [errors_between(*rows)]
+        return [errors for errors in noise if isfinite(errors.total)]  # a low run may overflow
 
     def _values(
         self, event: Event, picks: tuple[Pick, Pick]

@@ -91,12 +91,12 @@ class ModelRuns:
     def compiler_of(self, path: str) -> Callable[[nn.Module], nn.Module] | None:
         """Return the function that compiles a module as the one of this path was, None where PyTorch keeps none."""
         compiled = next(module for module in self._modules[path] if is_compiled(module))
-        found: Any = getattr(compiled, "dynamo_ctx", None)
+        context: Any = getattr(compiled, "dynamo_ctx", None)
         if COMPILED not in compiled._modules:
             cells = getattr(vars(compiled)[_COMPILED_CALL], "__closure__", None) or ()
             kept = [cell.cell_contents for cell in cells]
-            found = next((value for value in kept if hasattr(value, "compiler_config")), None)
-        return found if callable(found) else None
+            context = next((value for value in kept if hasattr(value, "compiler_config")), None)
+        return context if callable(context) else None
 
     def parts_of(self, path: str) -> list[str]:
         """Return the paths of the modules that the module of this path calls when it is not compiled."""

@@ -257,14 +257,14 @@ def _opened(models: _Models, side: int, result: Comparison, tokens: Tokens, fact
         return replace(result, remarks=(*result.remarks, words))
     while parts := model.parts_of(outer):
         opened = model.in_parts(outer, parts, compile_part)
-        found = _compare_models((models[0], opened) if side else (opened, models[1]), tokens, factor)
-        if found.equal is not False or found.first is None:
+        inner = _compare_models((models[0], opened) if side else (opened, models[1]), tokens, factor)
+        if inner.equal is not False or inner.first is None:
             gone = f"with its parts compiled one by one, {module_name(outer)} of {name} shows no difference"
             words = f"{gone}: it comes from its own code, or from compiling the parts together"
             return replace(result, remarks=(*result.remarks, words))
         words = f"the parts of {module_name(outer)} of {name} were compiled one by one, as it was, to name the module"
-        result = replace(found, remarks=(*found.remarks, words))
-        blamed = (found.first.module_a, found.first.module_b)[side]
+        result = replace(inner, remarks=(*inner.remarks, words))
+        blamed = (inner.first.module_a, inner.first.module_b)[side]
         if blamed not in parts:
             break
         outer = blamed

@@ -64,7 +64,8 @@ class OperationLog(TorchDispatchMode):
         where, in_loader, in_backward = self._place()
         names = [argument.name for argument in func._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        written = [one.name for one in func._schema.arguments if one.alias_info and one.alias_info.is_write]
+        arguments = func._schema.arguments
+        written = [x.name for x in arguments if x.alias_info and x.alias_info.is_write]
         # An operation in place reads what it writes to, unless its name says that it fills it.
         fills = written[:1] if func._schema.name.endswith(_FILLING) else []
         operands = _bits([value for name, value in given.items() if name not in fills])
@@ -112,15 +113,15 @@ _FILLING = ("copy_", "fill_", "zero_", "set_", "normal_", "uniform_", "random_",
 
 
 def _bits(values: Sequence[Any]) -> list[int]:
-    found = []
+    bits = []
     with only_our_dispatch(), torch.no_grad():
         for _, x in leaves(list(values), "", objects=False):
             if isinstance(x, Tensor):
                 try:
-                    found.append(fingerprint(x))
+                    bits.append(fingerprint(x))
                 except TypeError:  # sparse, nested, meta
-                    found.append(0)
-    return found
+                    bits.append(0)
+    return bits
 
 
 class OperationDifference(NamedTuple):
@@ -139,7 +140,7 @@ def first_operation(
     It is the first with a difference on the way from a tensor to the operation that made it, by their bits. Others may
     differ and have no part in it. Where no operation made the tensor it is the first of all that differs.
     """
-    paths = ([(one.name, one.file, one.line, len(one.operands)) for one in run] for run in (a, b))
+    paths = ([(x.name, x.file, x.line, len(x.operands)) for x in run] for run in (a, b))
     pairs = enumerate(zip(*paths, strict=False))
     same = next((i for i, (of_a, of_b) in pairs if of_a != of_b), min(len(a), len(b)))
 

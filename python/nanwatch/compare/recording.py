@@ -95,10 +95,10 @@ def first_difference(a: Recording, b: Recording) -> FirstDifference | None:
     if not firsts:
         return None
     place, tensor, counterpart = min(firsts, key=lambda first: first[0])
-    other = "nothing" if counterpart is None else ""
+    has = "nothing" if counterpart is None else ""
     if counterpart is not None and counterpart._replace(bits=tensor.bits) != tensor:
-        other = counterpart.where
-    return FirstDifference(*tensor[:6], equal_before=place, other=other)
+        has = counterpart.where
+    return FirstDifference(*tensor[:6], equal_before=place, other=has)
 
 
 class EnoughError(BaseException):

@@ -32,7 +32,7 @@ METADATA_KEY = b"nanwatch.trace"
 _FRAME, _RECORD = Fields(Frame), Fields(Record)
 # Name, type as pyarrow spells it, and whether it may be null: of the frame, of the record, and what only a trace knows.
 COLUMNS = (
-    *((one.name, one.kind, one.may_be_null) for one in (*_FRAME.columns, *_RECORD.columns)),
+    *((column.name, column.kind, column.may_be_null) for column in (*_FRAME.columns, *_RECORD.columns)),
     ("call", "int64", False),
     ("rank", "int32", False),
     ("exponents", "string", True),
@@ -140,14 +140,14 @@ class Tabulator:
             "sketch": pa.array(map(take_sketch, rows), pa.binary()),
         }
         values = dict(zip(Frame._fields, zip(*frames, strict=True), strict=True))
-        for one in _FRAME.columns:
-            columns[one.name] = _column(one.kind, one.cells(values[one.field])).take(place)
+        for column in _FRAME.columns:
+            columns[column.name] = _column(column.kind, column.cells(values[column.field])).take(place)
         values = dict(zip(Record._fields, zip(*rows, strict=True), strict=True))
-        for one in _RECORD.columns:
-            if one.owner is not None and not any(values[one.field]):
-                columns[one.name] = pa.nulls(len(rows), pa.type_for_alias(one.kind))
+        for column in _RECORD.columns:
+            if column.owner is not None and not any(values[column.field]):
+                columns[column.name] = pa.nulls(len(rows), pa.type_for_alias(column.kind))
             else:
-                columns[one.name] = _column(one.kind, one.cells(values[one.field]))
+                columns[column.name] = _column(column.kind, column.cells(values[column.field]))
         return pa.table(columns, schema=schema())
 
     def _call(self, batch: int) -> int:

@@ -30,7 +30,7 @@ _GREW = 10
 _SERIES = 8
 _POINTS = 2000
 
-_KIND, _PLACEMENT = (one for one in Fields(Record).columns if one.name in ("note", "placement"))
+_KIND, _PLACEMENT = (column for column in Fields(Record).columns if column.name in ("note", "placement"))
 _TEXTS = ("module", "class", "label", "role", "shape", "dtype", "phase", "note", "placement", "element")
 _NUMBERS = ("batch", "call", "abs_min", "abs_max", "isfinite", "recomputed", "fingerprint", "scale")
 
@@ -192,8 +192,7 @@ class _Records:
 
     def text(self, column: str, row: int) -> str:
         """Return a text as it was written, "" for none."""
-        code = self.codes[column][row]
-        return "" if code < 0 else self.texts[column].values[code]
+        return self.texts[column].text(row)
 
     def apart(self, ignored: Collection[Kind]) -> dict[Kind, Flags]:
         """Return for each kind in which pairs the two sides differ."""
@@ -381,7 +380,9 @@ class _Records:
             if name not in lines and len(lines) < _SERIES:
                 at = np.flatnonzero((module == module[place]) & (record == record[place]))
                 at = at[:: max(1, -(-len(at) // _POINTS))]
-                lines[name] = Series(name, *(tuple(one[at].tolist()) for one in (batch, high_a, high_b)))
+                lines[name] = Series(
+                    name, *(tuple(column[at].tolist()) for column in (batch, high_a, high_b))
+                )
         return tuple(lines.values())
 
     def line_name(self, at: int) -> str:

@@ -177,7 +177,7 @@ class Picture:
             "marks",
             "Spikes and forecasts",
             {"batch": NUMBER, "module": TEXT, "told": TEXT},
-            [[one.batch, module_name(one.module), one.text] for one in self.marks],
+            [[mark.batch, module_name(mark.module), mark.text] for mark in self.marks],
         )
         rows = self.rows[:_TABLE]
         of = f"The worst {len(rows)} of {len(self.rows):,} modules. " if len(self.rows) > len(rows) else ""
@@ -189,14 +189,14 @@ class Picture:
             {"module": TEXT, **dict.fromkeys((*names, failures), NUMBER)},
             [
                 [
-                    one.place,
-                    Level(one.bits),
-                    one.batch,
-                    f"{one.abs_max:.2e}",
-                    trend_words(one.trend),
-                    one.num_failed or "",
+                    row.place,
+                    Level(row.bits),
+                    row.batch,
+                    f"{row.abs_max:.2e}",
+                    trend_words(row.trend),
+                    row.num_failed or "",
                 ]
-                for one in rows
+                for row in rows
             ],
             f"{of}The trend is the slope of a line through the least headroom of every column, in bits per 100"
             " batches.",
@@ -266,7 +266,7 @@ def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:
         _mark(
             text[i].as_py(),
             int(batch[i]),
-            *(one.values[one.codes[i]] for one in (module, label, note)),
+            *(column.values[column.codes[i]] for column in (module, label, note)),
         )
         for i in np.flatnonzero(_each(note, EVENTS.__contains__, False))[-_TABLE:].tolist()
     )

@@ -104,9 +104,9 @@ class Trace:
             options = datasets.ParquetReadOptions(dictionary_columns=STRINGS)
             how = datasets.ParquetFileFormat(read_options=options)
             # The latest part knows best what was lost.
-            found = datasets.dataset(str(parts[-1]), format=how).schema
-            facts = facts_of(_plain(found), str(place))
-            dataset = datasets.dataset([str(part) for part in parts], format=how, schema=found)
+            schema = datasets.dataset(str(parts[-1]), format=how).schema
+            facts = facts_of(_plain(schema), str(place))
+            dataset = datasets.dataset([str(part) for part in parts], format=how, schema=schema)
         except errors() as error:
             if isinstance(error, TraceError):
                 raise
@@ -138,10 +138,10 @@ class Trace:
         """Return the numbers of the batches with sketches, in order."""
         compute = arrow("pyarrow.compute", "reading a trace")
         try:
-            found = self._read(["batch"], compute.field("sketch").is_valid())
+            rows = self._read(["batch"], compute.field("sketch").is_valid())
         except errors() as error:
             raise unreadable(f"{self.path} cannot be read: {spell(error)}") from error
-        return tuple(np.unique(found["batch"].to_numpy()).tolist())
+        return tuple(np.unique(rows["batch"].to_numpy()).tolist())
 
     def table(self, columns: Sequence[str] | None = None, batches: Sequence[int] | None = None) -> Any:
         """Return a pyarrow.Table of these columns (default: all) and batches (default: all), in the order written.

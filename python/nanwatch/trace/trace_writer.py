@@ -180,7 +180,7 @@ class TraceWriter:
             with self._condition:
                 if not self._waiting and self._deadline is None:
                     self._condition.wait(until_tick)
-                frames = [frame for one in self._waiting for frame in one]
+                frames = [frame for waiting in self._waiting for frame in waiting]
                 self._waiting.clear()
                 self._waiting_rows = 0
                 ends = self._deadline is not None
