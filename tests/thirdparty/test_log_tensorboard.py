@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.cli import run
 from nanwatch.sinks.batch_summary import Histogram
 from nanwatch.sinks.logs import LogEntry
 from support.toys import Scale, breaks_its_log, mlp
@@ -23,7 +21,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from nanwatch.sinks.logs import TensorBoardSink
-from support.paths import SCRIPTS
 from support.watching import watch
 
 ENTRY = LogEntry(
@@ -95,21 +92,6 @@ def test_a_folder_gets_a_writer_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     assert [e.value for e in read(tmp_path / "runs-rank3").Scalars("nanwatch/is_finite")] == [1.0]
 
 
-@pytest.mark.slow
-def test_a_whole_script_logs_into_a_folder(tmp_path: Path) -> None:
-    """`nanwatch run --sinks tensorboard:DIR` needs no change of the script, and logs the fault that ends it."""
-    script = SCRIPTS / "plain_loop.py"
-    flags = ["--sinks", f"tensorboard:{tmp_path / 'log'}"]
-    command = [sys.executable, "-m", "nanwatch", "run", *flags]
-    done = subprocess.run(
-        [*command, str(script), "--lr", "1e3"], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 3, done.stderr
-    finite = [(e.step, e.value) for e in read(tmp_path / "log").Scalars("nanwatch/is_finite")]
-    assert finite[0] == (0, 1.0)
-    assert finite[-1][1] == 0.0
-
-
 def test_a_writer_that_the_user_closed_stays_closed(tmp_path: Path) -> None:
     """No second event file is begun, and nobody is warned: the run is over for the writer."""
     writer = SummaryWriter(str(tmp_path))
@@ -137,13 +119,3 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ImportError, match=r"`tensorboard`.*pip install .*'\.\[tensorboard\]'"):
         watch(mlp(), sinks=tmp_path)
-
-
-def test_a_script_does_not_start_without_the_package(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`nanwatch run --sinks` says on stderr what to install, with the status of options that make no sense."""
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    assert run.main(["--sinks", f"tensorboard:{tmp_path}", __file__]) == 2
-    words = 'nanwatch run: watch(sinks="tensorboard:<folder>") needs the package `tensorboard`'
-    assert words in capsys.readouterr().err

@@ -23,15 +23,14 @@ from ..instrumentation.global_hooks import Handles, after_steps, before_steps
 from ..instrumentation.step_closure import with_check_after_closure
 from ..instrumentation.wrapped_names import named_modules
 from ..recording.events import Event, Recorder, WatchPart
-from ..recording.step_weight import StepComparison
+from ..recording.step_weight import StepComparison, StepWeight
 from ..records.record import Frame
 from ..report.update_finding import UpdateFinding, update_finding
 from ..util.place import Place
 from ..util.visible import spell, suppressed, warn_user
 from .checks import StepView, depends_on_mode, equal_ends, suspects_of
-from .rank_steps import check_ranks, rank_faults
 from .samples import StepSamples, each_weight, sample_after, sample_step
-from .suspicions import Fault, Suspicions
+from .suspicions import Fault, Suspect, Suspicions, gathered
 from .window import Clip, Window, held_by_others, is_taken_scaled, place_of, scale_of
 
 _T = TypeVar("_T")
@@ -116,6 +115,7 @@ class UpdateAudit(WatchPart):
         self._modes: dict[str, bool] = {}  # modules that have been in training mode at an audit
         self._ends: list[tuple[str, str]] = []
         self._evaluated: Callable[[], Tensor | None] = lambda: None  # the inputs of the latest evaluation
+        self._has_evaluated = self._is_sampled = False
         self._num_trained = self._num_evaluated = 0
         self._trained_in_a_row = self._evaluated_in_a_row = 0
         self._named: set[tuple[str, str, str | None]] = set()
@@ -182,9 +182,10 @@ class UpdateAudit(WatchPart):
                 return
             self._evaluated_in_a_row += 1
             # A forward without grad mode before that of a training batch, as self-conditioning makes, is not so rare.
+            self._is_sampled |= self._has_evaluated and 0 < self._trained_in_a_row < _RARE
             self._num_evaluated += self._trained_in_a_row >= _RARE
-            self._trained_in_a_row = 0
-            is_rare = self._num_evaluated == _EVALUATIONS
+            self._has_evaluated, self._trained_in_a_row = True, 0
+            is_rare = self._num_evaluated == _EVALUATIONS and not self._is_sampled
             if (is_rare or self._evaluated_in_a_row == _EVALUATIONS) and depends_on_mode(model):
                 place = place_of(sys._getframe(1))
                 self._add(self._step, Fault("eval-mode-wrong", "", None, 1, {}), place)
@@ -236,7 +237,7 @@ class UpdateAudit(WatchPart):
     @_harmless
     def _tell_of_ranks(self) -> None:
         if self._ranks is not None and (model := self._model()) is not None:
-            for step, fault in rank_faults(self._ranks, model):
+            for step, fault in _rank_faults(self._ranks, model):
                 self._add(step, fault, None)
 
     @_harmless
@@ -253,7 +254,7 @@ class UpdateAudit(WatchPart):
         # A step without a forward before it is some library's, which fills the optimizer's state on one rank.
         is_regular = track.step <= _FIRST or track.step % self._every == 0
         if self._ranks is not None and is_regular and self._recorder.latest_batch >= 0:
-            check_ranks(self._ranks, track.open, self._window, self._num_trained)
+            _check_ranks(self._ranks, track.open, self._window, self._num_trained)
         if track.step == 1:  # also of an optimizer that was made anew, with other weights perhaps
             self._ends = list(dict.fromkeys([*self._ends, *equal_ends(model)]))
 
@@ -354,3 +355,30 @@ def _is_relevant(model: nn.Module, optimizer: Optimizer) -> bool:
         return bool(trained)
     others = held_by_others(optimizer)
     return any(x.grad is not None for x in trained) and not any(id(x) in others for x in trained)
+
+
+def _check_ranks(comparison: StepComparison, samples: StepSamples, window: Window, num_forwards: int) -> None:
+    """Hand a step to the comparison."""
+    sizes = window.group_sizes()
+    weights = []
+    for weight in samples.of_optimizer():
+        x = weight.tensor()
+        if x is not None and weight.before is not None and weight.is_trained:
+            size = None if x.grad is None else sizes.get(id(x.grad))
+            name = ".".join(filter(None, weight.key))
+            weights.append(StepWeight(name, x, weight.before, weight.gradient, size))
+    comparison.check(samples.step, num_forwards, weights)
+
+
+def _rank_faults(comparison: StepComparison, model: nn.Module) -> Iterator[tuple[int, Fault]]:
+    """Yield the faults that became certain since the last call, each with its step."""
+    faults = comparison.faults()
+    if not faults:
+        return
+    suspects = []
+    for fault in faults:
+        module, _, label = fault.name.rpartition(".")
+        suspects.append(Suspect(fault.kind, module, label, {"rank": fault.rank}))
+    trained = {(name, label): x.numel() for name, label, x in each_weight(model) if x.requires_grad}
+    for gathered_fault in gathered(suspects, trained):
+        yield min(fault.step for fault in faults), gathered_fault

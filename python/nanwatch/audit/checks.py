@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isclose
+from math import inf, isclose, isnan
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from ..instrumentation.wrapped_names import named_modules
 from ..util.modules import is_in
 from ..util.place import Place
 from ..util.visible import suppressed
-from .rules import expected, spacing
 from .samples import Key, StepSamples, WeightSample, is_full, number, plain, same_bits, sample
 from .suspicions import Suspect, ancestors
 from .window import Backward, Call, Clip, Probe, Values
@@ -32,6 +31,13 @@ _ABSORBED, _LOST = 0.75, 0.5
 _GREW = 1.01  # a norm is larger beyond rounding
 # Means over so unequal numbers of tokens do not add up to a mean. The last batch of an epoch may be smaller once.
 _UNEQUAL = 1.5
+_MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
+# Classes that treat each element alone, with all that their state may have.
+_KNOWN: dict[type, frozenset[str]] = {
+    torch.optim.SGD: frozenset({"momentum_buffer"}),
+    torch.optim.Adam: _MOMENTS,
+    torch.optim.AdamW: _MOMENTS,
+}
 _DROPS = ("p", "dropout", "drop_prob", "dropout_p", "attention_dropout")
 
 
@@ -200,6 +206,39 @@ def _absorbed(view: StepView, weight: WeightSample) -> Iterator[Suspect]:
             "lost": lost,
         }
         yield Suspect("absorbed", weight.module, weight.label, numbers)
+
+
+def expected(optimizer: Optimizer, weight: WeightSample, samples: StepSamples) -> Tensor | None:
+    """Return the values in float64 that the optimizer's rule gives for a weight, None where it does not apply."""
+    before, gradient, known = weight.before, weight.gradient, _KNOWN.get(type(optimizer))
+    group = samples.groups[weight.group or 0]
+    if known is None or before is None or gradient is None or len(gradient) != len(before):
+        return None
+    has_unknown = any(isinstance(value, float) and isnan(value) for value in weight.state.values())
+    if samples.is_repeated or has_unknown or not weight.state.keys() <= known or group.get("differentiable"):
+        return None
+    x = before.to(torch.float64, copy=True)
+    make: Any = type(optimizer)
+    twin: Optimizer = make([x])
+    twin.param_groups[0].update({**group, "foreach": False, "fused": False, "capturable": False})
+    if weight.state:
+        twin.state[x] = {
+            key: value.double() if isinstance(value, Tensor) else torch.tensor(value)
+            for key, value in weight.state.items()
+        }
+    x.grad = gradient.double()
+    # Without PyTorch's hooks around it, of which some are the user's.
+    step = type(optimizer).step
+    with torch.no_grad():
+        getattr(step, "__wrapped__", step)(twin)
+    return x
+
+
+def spacing(x: Tensor) -> Tensor:
+    """Return the distance from each element to the next larger number of its format, in float64."""
+    info = torch.finfo(x.dtype)
+    _, exponent = torch.frexp(x.abs().double().clamp_min(info.smallest_normal))
+    return torch.ldexp(torch.full_like(x, info.eps, dtype=torch.float64), exponent - 1)
 
 
 def _cancels(view: StepView, weight: WeightSample) -> bool:

@@ -6,10 +6,12 @@ and read only whether `.grad` holds something by then. Between audited steps the
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from math import sqrt
@@ -29,7 +31,6 @@ from ..recording.events import Event, Recorder
 from ..records.record import Frame
 from ..util.place import Place
 from ..util.visible import suppressed, users_frame
-from . import taps
 from .samples import Key, each_weight, is_full, number, plain
 
 _MOST_CALLS, _MOST_CLIPS = 8192, 64
@@ -142,6 +143,67 @@ def _has_stepped(early: Arrival, late: Arrival) -> bool:
     return early.backward.num_steps < late.backward.num_steps
 
 
+# Functions of PyTorch without a hook. Each ends in a function that it looks up in its module at every call.
+class Tap:
+    """Wrapper of one function of a module. Listeners have a method that gets its arguments, before or after it ran."""
+
+    def __init__(self, module: Any, name: str, method: str, *, is_before: bool) -> None:
+        self._module = module
+        self._name = name
+        self._method = method
+        self._is_before = is_before
+        self._lock = threading.Lock()
+        self._listeners: list[weakref.ref[Any]] = []
+
+    def add(self, listener: object) -> None:
+        """Call the listener's method, as long as it lives or until `remove`."""
+        with self._lock:
+            self._listeners.append(weakref.ref(listener))
+            original = getattr(self._module, self._name, None)
+            if original is not None and not hasattr(original, "_nanwatch"):
+                setattr(self._module, self._name, self._wrapped(original))
+
+    def remove(self, listener: object) -> None:
+        """Call it no more. With the last listener PyTorch's function is there again."""
+        with self._lock:
+            self._listeners = [
+                reference for reference in self._listeners if reference() not in (None, listener)
+            ]
+            original = getattr(getattr(self._module, self._name, None), "_nanwatch", None)
+            if not self._listeners and original is not None:
+                setattr(self._module, self._name, original)
+
+    def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return original(*args, **kwargs)
+            if self._is_before:
+                self._tell(args, kwargs)
+            result = original(*args, **kwargs)
+            if not self._is_before:
+                self._tell(args, kwargs)
+            return result
+
+        call._nanwatch = original  # type: ignore[attr-defined]
+        return call
+
+    def _tell(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            for reference in list(self._listeners):
+                if (listener := reference()) is not None:
+                    getattr(listener, self._method)(*args, **kwargs)
+        except Exception:
+            suppressed(f"a call of {self._name} could not be audited")
+
+
+_TAPS = (
+    Tap(torch.autograd, "backward", "backward_starts", is_before=True),
+    Tap(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", "clipped", is_before=False),
+    Tap(torch.distributed, "all_reduce", "reduced", is_before=True),
+)
+
+
 class Window:
     """Gatherer for the audits of a model."""
 
@@ -160,7 +222,7 @@ class Window:
         self._backwards: dict[int, Backward | None] = {}
         self._reduced: deque[tuple[weakref.ref[Tensor], weakref.ref[Any]]] = deque(maxlen=_MOST_CALLS)
         self._frames = recorder.subscribe(Event.FRAME)
-        for tap in taps.ALL:
+        for tap in _TAPS:
             tap.add(self)
 
     def close(self) -> None:
@@ -176,7 +238,7 @@ class Window:
     def remove(self) -> None:
         """Close for good."""
         self.close()
-        for tap in taps.ALL:
+        for tap in _TAPS:
             tap.remove(self)
 
     def renew(self, optimizer: Optimizer, model: nn.Module, asked: Collection[Key]) -> None:

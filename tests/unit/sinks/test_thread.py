@@ -126,25 +126,6 @@ def test_one_that_raises_is_called_no_more(recwarn: pytest.WarningsRecorder) -> 
     assert not sink_thread._threads
 
 
-def test_without_a_thread_the_run_goes_on(
-    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    """As at the limit of threads, or when the interpreter ends."""
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    model = nn.Sequential(Scale(float("inf")))
-    with nanwatch.watch(model, sinks=Held(), rerun=False):
-        for _ in range(2):
-            with pytest.raises(nanwatch.NonFiniteError):
-                model(torch.ones(2))
-    assert [str(one.message) for one in recwarn] == [
-        "the sink Held gets no thread: RuntimeError: can't start new thread; the run goes on"
-    ]
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
 def test_a_forked_child_waits_for_no_thread() -> None:
     """Though the lock was taken in the moment of the fork."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.audit.rules import expected, spacing
+from nanwatch.audit.checks import expected, spacing
 from nanwatch.audit.samples import sample_after, sample_step
 
 
