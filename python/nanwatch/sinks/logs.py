@@ -278,15 +278,6 @@ def factory_of(name: str) -> Callable[..., Sink]:
     return made
 
 
-def is_log(target: Any) -> bool:
-    """Return whether `sink_for` makes a log of this target, which opens and connects nothing before its first entry."""
-    return (
-        target.partition(":")[0] in {*_LOGS, *_NAMED}
-        if isinstance(target, str)
-        else not isinstance(target, Sink)
-    )
-
-
 def sink_for(target: Any) -> Sink:
     """Return the sink of a target: itself, the log of an object, or what words such as "tensorboard:runs/a" name.
 
