@@ -118,7 +118,11 @@ def run_parser() -> argparse.ArgumentParser:
     )
     for name in OLD_NAMES:
         parser.add_argument(
-            f"--{name.replace('_', '-')}", nargs="?", action=_EarlierFlag, help=argparse.SUPPRESS
+            f"--{name.replace('_', '-')}",
+            nargs="?",
+            action=_EarlierFlag,
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
         )
     group = parser.add_argument_group("options of watch")
     for option in OPTIONS.values():

@@ -79,9 +79,11 @@ class GlobalHooks:
         """Remove the hook of this number, and PyTorch's with the last."""
         with self._lock:
             self._hooks.pop(number, None)
-            if not self._hooks and self._handle is not None and not is_inside(self._callers):
-                self._handle.remove()
-                self._handle = None
+            if self._hooks or self._handle is None or is_inside(self._callers):
+                return
+            # Taken first: the garbage collector may remove another hook in this thread meanwhile.
+            handle, self._handle = self._handle, None
+            handle.remove()
 
     def call(self, subject: Any, *rest: Any) -> Any:
         """Call the hooks, as PyTorch does. Return the changed arguments, or None."""
