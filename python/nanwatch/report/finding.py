@@ -27,9 +27,8 @@ class Cure:
 
     `patch` is the change as a unified diff that `git apply` takes, "" where it is no change of a source file. Its paths
     begin with a/ and b/ and are relative to the top of the git work tree that holds the file, else to the folder that
-    was current. `code` is the new statement, without indentation, "" where `what` has it. `effect` says what the change
-    does to values that were finite, such as "changes 3 of 4,096 elements, the others bit-equal". `hides` marks a change
-    that puts numbers in place of nan and inf, and leaves their cause as it is: it is no cure.
+    was current. `code` is the new statement, without indentation, "" where `what` has it. `effect` says how
+    near the results are to those of float64, such as "agrees with float64, to 3.2e-08 of the largest value".
 
     Examples:
         >>> import nanwatch
@@ -45,17 +44,12 @@ class Cure:
     patch: str = ""
     effect: str = ""
     code: str = ""
-    hides: bool = False
 
     @property
     def verdict(self) -> str:
-        """`works`, `not enough` where all became finite but too little room is left, `does not help`, or `only hides
-        it`.
-        """
+        """`works`, `not enough` where all became finite but too little room is left, or `does not help`."""
         if self.works:
             return "works"
-        if self.hides:
-            return "only hides it"
         return "does not help" if self.headroom_bits is None else "not enough"
 
     def __str__(self) -> str:
@@ -65,8 +59,8 @@ class Cure:
 
 
 def working_first(cures: Iterable[Cure]) -> tuple[Cure, ...]:
-    """Return the cures: those that work, then those that do not, then a change that only hides the failure."""
-    return tuple(sorted(cures, key=lambda cure: (not cure.works, cure.hides)))
+    """Return the cures: those that work, then those that do not."""
+    return tuple(sorted(cures, key=lambda cure: not cure.works))
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,15 +90,11 @@ def test_masks_and_unread_tensors_are_no_findings() -> None:
 
 
 def test_cures_that_work_come_first() -> None:
-    """Each kind in its order; a change that only hides the failure is the last."""
-    hides, no, almost, works, also = (
-        Cure("hide it", False, 3.0, hides=True),
+    no, almost, works, also = (
         Cure("do nothing", False),
         Cure("widen", False, 0.5),
         Cure("use float32", True, 112.0),
         Cure("clamp", True),
     )
-    assert working_first([hides, no, works, almost, also]) == (works, also, no, almost, hides)
-    assert [one.verdict for one in (works, almost, no, hides)] == [
-        "works", "not enough", "does not help", "only hides it",
-    ]  # fmt: skip
+    assert working_first([no, works, almost, also]) == (works, also, no, almost)
+    assert [cure.verdict for cure in (works, almost, no)] == ["works", "not enough", "does not help"]
