@@ -31,7 +31,15 @@ TRAINED = {
     4: ["ddp", "fsdp2", "fsdp2_blocks", "tensor_parallel", "both", "hybrid"],
 }
 OTHERS = {
-    2: ["pipeline", "traced_pipeline", "fsdp2_written", "fsdp2_bad_gradient", "fsdp2_raised", "places"],
+    2: [
+        "pipeline",
+        "traced_pipeline",
+        "fsdp2_written",
+        "fsdp2_bad_gradient",
+        "fsdp1_bad_loss",
+        "fsdp2_raised",
+        "places",
+    ],
     4: ["pipeline_of_shards", "fsdp2_raised", "places", "strided"],
 }
 
@@ -214,6 +222,12 @@ def test_a_bad_gradient_that_fsdp_reduced_is_stopped(jobs: Any) -> None:
     for saw in seen_by_all(jobs, 2, "fsdp2_bad_gradient"):
         assert saw["labels"] == ["output.grad"]  # that is: the hooks did not see it
         assert saw["seen"] == ["stepped", ["head", "weight.grad", "step", 1, True]]
+
+
+def test_a_step_of_fsdp1_is_taken_by_no_rank(jobs: Any) -> None:
+    """Rank 1's loss is nan. Rank 0 knows that it began there."""
+    for saw in seen_by_all(jobs, 2, "fsdp1_bad_loss"):
+        assert saw["seen"] == ["stepped", 1, True]
 
 
 @pytest.mark.parametrize("size", [2, 4])

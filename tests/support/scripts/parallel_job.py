@@ -245,6 +245,29 @@ def fsdp1() -> dict[str, Any]:
     return compare(Net, parallelize)
 
 
+@scenario
+def fsdp1_bad_loss() -> dict[str, Any]:
+    """The loss is nan on one rank: no rank takes the step, and each knows where it began."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[Any] = []
+    with watching.watch(model, gradients=True):
+        for step in range(2):
+            factor = float("nan") if step == 1 and dist.get_rank() == 1 else 1.0
+            try:
+                (model(data(step)).sum() * factor).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append("stepped")
+            except nanwatch.NonFiniteError as error:
+                seen.append(None if error.origin is None else error.origin.first.rank)
+    seen.append(all(bool(torch.isfinite(x).all()) for x in model.parameters()))
+    return {"seen": seen}
+
+
 # Tensor parallel
 
 
