@@ -81,34 +81,35 @@ def rerun_backward(
         )
     if reason := no_second_run(snapshot.module):
         return Diagnosis(remarks=(f"no re-run was made: {reason}",))
-    probe: _BackwardProbe | None = None
-    remarks: tuple[str, ...] = ()
+    remarks, probe = list[str](), None
     try:
-        if (guilty := find_called(model, name)) is None:
+        guilty = find_called(model, name)
+        if guilty is None:
             return Diagnosis(remarks=(f"the model has no module {name!r} any more",))
         if magnitudes := _magnitudes(finding, frames, name):
             probe = _BackwardProbe(finding, magnitudes)
             with snapshot.again() as call, wrap_calls([guilty.module], probe.run), suppress(_OperationFound):
                 call()
+            if probe.gradients:
+                return replace(probe.diagnosis, start=BackwardStart(name, probe.call, probe.gradients))
         else:
-            remarks = (
-                "no gradient of its outputs was seen, so there was none to start a second backward from",
+            remarks.append(
+                "no gradient of its outputs was seen, so there was none to start a second backward from"
             )
     except Exception as error:
-        probe, remarks = None, (f"the backward could not be examined: {spell(error)}",)
+        remarks.append(f"the backward could not be examined: {spell(error)}")
     try:
-        if probe is not None and probe.gradients:
-            return replace(probe.found, start=BackwardStart(name, probe.call, probe.gradients))
-        if found := _from_outputs(snapshot, module_names(model)):
+        if diagnosis := _from_outputs(snapshot, module_names(model)):
             # The statements of a loss, which have no frames, call modules that did not make the finding's record.
-            is_inside = found.made_in is None or (bool(frames) and is_in(found.made_in, name))
-            return replace(found, made_in=None) if is_inside else found
+            made_in = diagnosis.made_in
+            is_inside = made_in is None or (bool(frames) and is_in(made_in, name))
+            return replace(diagnosis, made_in=None) if is_inside else diagnosis
         if probe is not None and (step := probe.provenance.first()) is not None:
             return _of_forward(step, _KEPT_ELSEWHERE, is_unseen=True)
     except Exception as error:
-        remarks = (*remarks, f"the backward could not be examined: {spell(error)}")
+        remarks.append(f"the backward could not be examined: {spell(error)}")
     if not remarks:
-        remarks = ("in a re-run, with other gradients of the same size, no operation made a bad gradient",)
+        remarks.append("in a re-run, with other gradients of the same size, no operation made a bad gradient")
     return Diagnosis(remarks=(*remarks, *(snapshot.doubts() if probe is not None else ())))
 
 
@@ -118,10 +119,8 @@ def read_graph(finding: Finding, call: BackwardCall) -> Finding:
     The gradient came to the model non-finite. The values that the nodes of the loss saved are gone. Only their names
     tell which can have made it, and in anomaly mode the line.
     """
-    found = (
-        node for node in graph_nodes((x.grad_fn for x in call.roots), call.since) if call.is_behind(node)
-    )
-    nodes = sorted(found, key=lambda node: int(node._sequence_nr()))
+    behind = filter(call.is_behind, graph_nodes((x.grad_fn for x in call.roots), call.since))
+    nodes = sorted(behind, key=lambda node: int(node._sequence_nr()))
     is_finite = loss_value(call) is None
     names = DERIVATIVE_POLES if is_finite else POLES | DERIVATIVE_POLES
     poles = [node for node in nodes if operation_name(node.name()) in names and not _is_whole_power(node)]
@@ -137,9 +136,9 @@ def read_graph(finding: Finding, call: BackwardCall) -> Finding:
     is_half = any(is_narrow(str(x.dtype)) for x in call.roots) or any(
         node.name() == "ToCopyBackward0" for node in nodes
     )
+    call.remark = remark
     is_known = len(poles) == 1 and not is_half
     place = places[poles[0]] if is_known else None
-    call.remark = remark
     return replace(
         finding,
         operation=poles[0].name() if is_known else None,
@@ -150,8 +149,8 @@ def read_graph(finding: Finding, call: BackwardCall) -> Finding:
 
 def loss_value(call: BackwardCall) -> Any:
     """Return which non-finite values the tensors hold that the backward began at; None for finite ones."""
-    rows = [observe(x.detach(), "output", "output") for x in call.roots]
-    return next((value_of(row) for row in rows if row.is_fault), None)
+    records = [observe(x.detach(), "output", "output") for x in call.roots]
+    return next((value_of(record) for record in records if record.is_fault), None)
 
 
 def _is_whole_power(node: Any) -> bool:
@@ -189,7 +188,7 @@ def _from_outputs(snapshot: BatchSnapshot, names: Mapping[nn.Module, str]) -> Di
 
 def _magnitudes(finding: Finding, frames: Sequence[Frame], name: str) -> dict[str, list[float]]:
     """Return for the labels of the guilty call's outputs the sizes of gradients to try, the smaller first."""
-    found: dict[str, list[float]] = {}
+    magnitudes: dict[str, list[float]] = {}
     for frame in frames:
         if (frame.name, frame.batch, frame.phase) != (name, finding.batch, "backward"):
             continue
@@ -197,15 +196,15 @@ def _magnitudes(finding: Finding, frames: Sequence[Frame], name: str) -> dict[st
             label = record.label.removesuffix(".grad")
             # All zeros stand for themselves: zero times a pole is nan.
             if label.startswith("output") and record.isfinite and record.abs_max is not None:
-                found[label] = [record.abs_min or record.abs_max / 1024, record.abs_max]
-    return found
+                magnitudes[label] = [record.abs_min or record.abs_max / 1024, record.abs_max]
+    return magnitudes
 
 
 class _BackwardProbe:
     """Makes the calls of the guilty module, and the backward of each."""
 
     def __init__(self, finding: Finding, magnitudes: dict[str, list[float]]) -> None:
-        self.found = Diagnosis()
+        self.diagnosis = Diagnosis()
         # The call whose backward failed, counted from 0, and the gradients of its outputs that are tried.
         self.call = -1
         self.gradients: dict[str, Tensor] = {}
@@ -250,8 +249,8 @@ class _BackwardProbe:
     def _look(self, roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor]) -> bool:
         """Make a backward, and keep the first operation that was found. Return whether there was one."""
         steps = _first_in_backward(roots, wanted, gradients, self.provenance)
-        if steps and self.found.operation is None:
-            self.found = steps[0]
+        if steps and self.diagnosis.operation is None:
+            self.diagnosis = steps[0]
         return bool(steps)
 
 
@@ -264,13 +263,13 @@ def _signs(roots: list[Tensor], weight: Tensor, index: tuple[int, ...] | None) -
     try:
         with without_hooks([weight]):
             (made,) = torch.autograd.grad(roots, [weight], ones, create_graph=True)
-            found = torch.autograd.grad(made[index or ()].sum(), ones, allow_unused=True)
+            shares = torch.autograd.grad(made[index or ()].sum(), ones, allow_unused=True)
     except Exception:
         suppressed("the signs of a backward could not be told, as without a second derivative")
         return []
     return [
         torch.ones_like(x) if share is None else torch.where(share < 0, -1.0, 1.0).to(x)
-        for x, share in zip(roots, found, strict=True)
+        for x, share in zip(roots, shares, strict=True)
     ]
 
 
@@ -303,26 +302,20 @@ def _looker(
 ) -> Any:
     """Return a hook of a node, which adds a diagnosis to `steps`. `inside` sees the operations of the backward."""
 
-    def made_in() -> str | None:
-        number = _forward_node(node)._sequence_nr()
-        around = [one for one in calls if one[0] <= number < one[1]]
-        return min(around, key=lambda one: one[1] - one[0])[2] if around else None
-
     def look(made: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
-        nonfinite = (
-            [] if steps else [one for x in made if x is not None and (one := gradient_record(x, "")).is_fault]
-        )
-        if not nonfinite:
+        if steps:
             return
-        records = [gradient_record(x, f"gradient[{i}]") for i, x in enumerate(given) if x is not None]
-        if any(one.isfinite is False for one in records):
+        results = [gradient_record(x, "") for x in made if x is not None]
+        operands = [gradient_record(x, f"gradient[{i}]") for i, x in enumerate(given) if x is not None]
+        faults = [record for record in results if record.is_fault]
+        if not faults or any(record.isfinite is False for record in operands):
             return
-        saved = _saved(node)
-        found = Diagnosis(
-            operation=node.name(),
-            made="nan" if any("nan" in value_of(one) for one in nonfinite) else "inf",
+        saved, name = _saved(node), node.name()
+        diagnosis = Diagnosis(
+            operation=name,
+            made="nan" if any("nan" in value_of(record) for record in faults) else "inf",
             place=_place(node),
-            operands=(*records, *(gradient_record(x, name) for name, x in saved)),
+            operands=(*operands, *(gradient_record(x, label) for label, x in saved)),
             remarks=(
                 "the operation was found in a re-run of the call, from other gradients of the same size",
             ),
@@ -330,17 +323,19 @@ def _looker(
         if isinstance(node, BackwardCFunction):
             step = _began([x for x in made if x is not None], inside, unwritten=True)
             if step is not None:
-                found = _of_forward(
-                    step, _INSIDE.format(type(node).__name__.removesuffix("Backward"), found.source)
-                )
+                class_name = type(node).__name__.removesuffix("Backward")
+                diagnosis = _of_forward(step, _INSIDE.format(class_name, diagnosis.source))
         elif (step := _began([x for _, x in saved], provenance)) is not None:
-            is_pole = operation_name(node.name()) in POLES | DERIVATIVE_POLES
-            found = replace(
-                # On the same line an operation with a pole of its own says as much.
-                found if is_pole and str(step.place) == found.source else _of_forward(step),
-                remarks=(*found.remarks, _LEFT_OUT.format(step.operation, node.name())),
-            )
-        steps.append(replace(found, made_in=made_in()))
+            # On the same line an operation with a pole of its own says as much.
+            is_pole = operation_name(name) in POLES | DERIVATIVE_POLES
+            is_same = is_pole and str(step.place) == diagnosis.source
+            diagnosis = diagnosis if is_same else _of_forward(step)
+            left_out = _LEFT_OUT.format(step.operation, name)
+            diagnosis = replace(diagnosis, remarks=(*diagnosis.remarks, left_out))
+        number = _forward_node(node)._sequence_nr()
+        around = [call for call in calls if call[0] <= number < call[1]]
+        made_in = min(around, key=lambda call: call[1] - call[0])[2] if around else None
+        steps.append(replace(diagnosis, made_in=made_in))
 
     return look
 
@@ -372,17 +367,12 @@ def _of_forward(step: Step, *remarks: str, is_unseen: bool = False) -> Diagnosis
 
 def _saved(node: Any) -> list[tuple[str, Tensor]]:
     """Return the tensors that the forward kept for this operation's backward, with their names."""
-    found = []
+    saved = []
     for name in dir(node):
-        if name.startswith("_saved_"):
-            try:
-                value = getattr(node, name)
-            except Exception:
-                suppressed("a saved tensor was freed or never set")
-                continue
-            if isinstance(value, Tensor):
-                found.append((name.removeprefix("_saved_"), value))
-    return found
+        with suppress(Exception):  # it was freed or never set
+            if name.startswith("_saved_") and isinstance(value := getattr(node, name), Tensor):
+                saved.append((name.removeprefix("_saved_"), value))
+    return saved
 
 
 def _forward_node(node: Any) -> Any:

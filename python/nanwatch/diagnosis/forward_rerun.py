@@ -253,7 +253,10 @@ class _CallProbe:
         """Return the diagnosis: of the weight or buffer that the operation was given non-finite, if it is one."""
         memory = {x.untyped_storage()._cdata for x in strangers if is_plain(x)}
         for module, name in self._names.items() if memory else ():
-            for role, label, x in state_of(module):
+            state = [
+                (role, *inner) for role, label, x in state_of(module) for inner in _inner_tensors(label, x)
+            ]
+            for role, label, x in state:
                 if not is_plain(x) or x.untyped_storage()._cdata not in memory:
                     continue
                 record = observe(x, label, role)
@@ -266,3 +269,10 @@ class _CallProbe:
         if any("nan" in value_of(record) for x in strangers if (record := observe(x, "", "input")).is_fault):
             return replace(diagnosis, transient=None)  # no change is a cure: it would hide what was there
         return diagnosis
+
+
+def _inner_tensors(label: str, x: Tensor) -> list[tuple[str, Tensor]]:
+    """Return the tensor with its label; of a quantized weight or another subclass those that it is made of."""
+    if is_plain(x) or not hasattr(x, "__tensor_flatten__"):
+        return [(label, x)]
+    return [(f"{label}.{name}", getattr(x, name)) for name in x.__tensor_flatten__()[0]]

@@ -107,13 +107,10 @@ def begin_again(root: nn.Module, given: Iterable[Tensor], before: BufferValues) 
         modules = [module for _, module in each_module(root)]
         flags = [(module, module.training) for module in modules]
         # Those of a ScriptModule cannot be exchanged.
-        tables = [
-            (module._buffers, dict(module._buffers))
-            for module in modules
-            if not isinstance(module, jit.ScriptModule)
-        ]
+        tables = [(x._buffers, dict(x._buffers)) for x in modules if not isinstance(x, jit.ScriptModule)]
         buffers = [x for module in modules for _, x in module._buffers.items() if x is not None]
-        restores = [_keep(x) for x in {id(x): x for x in (*buffers, *given)}.values()]
+        tensors = {id(x): x for x in (*buffers, *given) if not _is_fixed(x)}.values()
+        kept = [(x, None if x.is_inference() else x._version, x.detach().clone()) for x in tensors]
         for x in buffers:
             known = before.get(id(x))
             if known is not None and known.buffer() is x and known.value is not None:
@@ -125,29 +122,19 @@ def begin_again(root: nn.Module, given: Iterable[Tensor], before: BufferValues) 
                 if [id(x) for x in table.values()] != [id(x) for x in names.values()]:
                     table.clear()
                     table.update(names)
-            for restore in restores:
-                restore()
+            for x, version, value in kept:
+                # BatchNorm writes its statistics past the version counter.
+                if (version is not None and x._version != version) or not torch.equal(x, value):
+                    _write(x, value, version)
             for module, flag in flags:
                 module.training = flag
 
     return put_back
 
 
-def _keep(x: Tensor) -> Callable[[], None]:
-    """Return a function that puts back the tensor's values, if they have changed, and its version counter."""
-    # Elements that share their memory cannot be written to, neither by a forward nor here.
-    is_shared = x.layout is torch.strided and torch._debug_has_internal_overlap(x) == 1
-    if x.is_meta or is_shared:
-        return lambda: None
-    version = None if x.is_inference() else x._version
-    value = x.detach().clone()
-
-    def restore() -> None:
-        # BatchNorm writes its statistics past the version counter.
-        if (version is not None and x._version != version) or not torch.equal(x, value):
-            _write(x, value, version)
-
-    return restore
+def _is_fixed(x: Tensor) -> bool:
+    """Return whether nothing writes to it: it has no values, or elements that share their memory."""
+    return x.is_meta or (x.layout is torch.strided and torch._debug_has_internal_overlap(x) == 1)
 
 
 def _write(x: Tensor, value: Tensor, version: int | None) -> None:

@@ -78,7 +78,7 @@ _RULES: dict[str, Callable[[dict[str, Any], dict[str, Any], Tensor | None], _Upd
 def take_apart(finding: Finding, optimizer: Optimizer, parameter: Tensor) -> Finding:
     """Return the finding of a non-finite weight with the operation of the step that wrote it, as far as it is known."""
     rule = next((rule for kind in type(optimizer).__mro__ if (rule := _RULES.get(kind.__name__))), None)
-    groups = [one for one in optimizer.param_groups if any(x is parameter for x in one["params"])]
+    groups = [group for group in optimizer.param_groups if any(x is parameter for x in group["params"])]
     state = optimizer.state.get(parameter)
     if rule is None or not groups or (state is None and parameter.grad is None):
         return finding
