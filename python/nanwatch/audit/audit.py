@@ -346,12 +346,12 @@ def _is_relevant(model: nn.Module, optimizer: Optimizer) -> bool:
 
     Others of the same shapes may be those of a copy. Where no optimizer has any weight, this one may have old ones.
     """
-    held = {id(x): tuple(x.shape) for group in optimizer.param_groups for x in group["params"]}
+    shapes = {id(x): tuple(x.shape) for group in optimizer.param_groups for x in group["params"]}
     weights = [x for _, _, x in each_weight(model)]
-    if any(id(x) in held for x in weights):
+    if any(id(x) in shapes for x in weights):
         return True
     trained = [x for x in weights if x.requires_grad]
-    if sorted(held.values()) == sorted(tuple(x.shape) for x in trained):
+    if sorted(shapes.values()) == sorted(tuple(x.shape) for x in trained):
         return bool(trained)
     others = held_by_others(optimizer)
     return any(x.grad is not None for x in trained) and not any(id(x) in others for x in trained)

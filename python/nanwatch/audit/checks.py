@@ -334,9 +334,9 @@ def _clips(view: StepView) -> Iterator[Suspect]:
 
 def _clipped(view: StepView, clip: Clip) -> Iterator[Suspect]:
     """Yield weights that a clip has no effect on, whose gradients it has made 0, or lost in the optimizer's eps."""
-    held = [weight for weight in view.trained() if weight.grad != "none"]
+    with_gradient = [weight for weight in view.trained() if weight.grad != "none"]
     ids = {id(x) for reference in clip.weights if (x := reference()) is not None}
-    clipped = [weight for weight in held if id(weight.tensor()) in ids or not ids]
+    clipped = [weight for weight in with_gradient if id(weight.tensor()) in ids or not ids]
     if clip.at_step > max(clip.max_norm, clip.norm) * _GREW:
         for weight in clipped:
             numbers = {"norm": clip.at_step, "max_norm": clip.max_norm}
@@ -403,8 +403,8 @@ def _counting(view: StepView) -> Iterator[Suspect]:
         weights = list(module._parameters.values())
         if module.training and name in called and takes_statistics(module):
             is_frozen = not any(x is None or x.requires_grad for x in weights)
-            held = {id(weight.tensor()) for weight in view.samples.of_optimizer()} | view.others()
-            if is_frozen and not any(id(x) in held for x in weights):
+            optimized = {id(weight.tensor()) for weight in view.samples.of_optimizer()} | view.others()
+            if is_frozen and not any(id(x) in optimized for x in weights):
                 yield Suspect("frozen-moved:statistics", name, None)
 
 
