@@ -29,11 +29,6 @@ void collect_recorder(PyHeapTypeObject* heap_type) {
   };
 }
 
-// Null where nobody asked for gradients.
-GradientRecorder* gradients_of(const CallRecorder& recorder) {
-  return static_cast<GradientRecorder*>(recorder.gradients());
-}
-
 }  // namespace
 
 void bind_recorder(py::module_& m) {
@@ -98,7 +93,7 @@ void bind_recorder(py::module_& m) {
       .def("forget_tensors", [](CallRecorder& self) { self.observer().forget_tensors(); })
       .def("finish_nonfinite_backward",
            [](CallRecorder& self) {
-             GradientRecorder* const gradients = gradients_of(self);
+             GradientRecorder* const gradients = self.gradients();
              if (gradients != nullptr && !gradients->finish_nonfinite_backward()) throw py::error_already_set();
            })
       .def("add_frame", &CallRecorder::add_frame)
@@ -107,11 +102,11 @@ void bind_recorder(py::module_& m) {
       .def("add_output", &CallRecorder::add_output)
       .def("excuse_gradients",
            [](CallRecorder& self, const std::vector<int64_t>& batches, const py::object& note) {
-             if (GradientRecorder* const gradients = gradients_of(self)) gradients->excuse(batches, note);
+             if (GradientRecorder* const gradients = self.gradients()) gradients->excuse(batches, note);
            })
       .def("forget_gradients",
            [](CallRecorder& self, const std::vector<at::Tensor>& leaves) {
-             if (GradientRecorder* const gradients = gradients_of(self)) gradients->stop(leaves);
+             if (GradientRecorder* const gradients = self.gradients()) gradients->stop(leaves);
            })
       .def("is_finite", [](CallRecorder& self,
                            const py::object& x) { return self.observer().is_finite(x.ptr(), self.latest_batch()); })

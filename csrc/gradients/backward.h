@@ -8,7 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "recorder/gradient_tracker.h"
+#include "recorder/call_origin.h"
+#include "recorder/frame.h"
 #include "gradients/recent_gradients.h"
 
 namespace nanwatch {

@@ -12,6 +12,7 @@
 
 #include "blackbox/black_box.h"
 #include "gradients/gradient_hooks.h"
+#include "gradients/gradient_recorder.h"
 #include "recorder/python_error.h"
 
 namespace py = pybind11;
@@ -177,9 +178,9 @@ std::vector<GradientUser> GradientLog::users_now(const std::vector<std::weak_ptr
   return users;
 }
 
-// The Python object that keeps the sink alive while it is used; none once the sink is gone.
-py::object GradientLog::owner() const {
-  return sink_ == nullptr ? py::object() : sink_->owner();
+// The Python object that keeps the owner alive while it is used; none once the owner is gone.
+py::object GradientLog::kept_owner() const {
+  return owner_ == nullptr ? py::object() : owner_->self();
 }
 
 Backward* GradientLog::find(int64_t task) {
@@ -208,9 +209,9 @@ bool GradientLog::open(int64_t task) {
 
 PyObject* GradientLog::row_from_python(const at::Tensor& gradient, Labels::Id label, int64_t batch) {
   const py::gil_scoped_acquire lock;
-  if (sink_ == nullptr) return nullptr;
+  if (owner_ == nullptr) return nullptr;
   const OutsideCompiler outside;
-  const std::string text = sink_->label_text(label);
+  const std::string text = owner_->label_text(label);
   const py::object wrapped = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
   PyObject* row = wrapped ? PyObject_CallFunction(observe_.ptr(), "OssOL", wrapped.ptr(), text.c_str(), "gradient",
                                                   Py_False, static_cast<long long>(batch))
@@ -241,8 +242,8 @@ PendingRowPtr GradientLog::enqueue_read(const at::Tensor& gradient) {
   const NanwatchBackend* const backend = RowTable::backend();
   if (!may_be_pending_ || backend == nullptr || (backend->takes_host_memory == 0 && gradient.is_cpu())) return nullptr;
   const py::gil_scoped_acquire lock;
-  const py::object keep = owner();
-  return keep ? sink_->enqueue_read(gradient) : nullptr;
+  const py::object keep = kept_owner();
+  return keep ? owner_->enqueue_read(gradient) : nullptr;
 }
 
 void GradientLog::on_gradient(const at::Tensor& gradient, const Place& place, const std::vector<GradientUser>& users) {
@@ -250,8 +251,8 @@ void GradientLog::on_gradient(const at::Tensor& gradient, const Place& place, co
   if (task < 0) return;
   if (open(task) && subscriptions->has(kBackwardStart)) {
     const py::gil_scoped_acquire lock;
-    const py::object keep = owner();
-    if (keep && !sink_->backward_started()) throw_error();
+    const py::object keep = kept_owner();
+    if (keep && !owner_->backward_started()) throw_error();
   }
   if (box::BlackBox* const box = box::BlackBox::active(); box != nullptr && users[0].call->box != box::kUnnamed)
     box->gradient_came(users[0].call->box, uint32_t(users[0].part), users[0].call->batch);
@@ -360,8 +361,8 @@ void GradientLog::over(int64_t task, bool completed) {
     return;
   }
   const py::gil_scoped_acquire lock;
-  const py::object keep = owner();
-  if (keep && !survived([&] { return sink_->backward_ended(take(task)); })) throw_error();
+  const py::object keep = kept_owner();
+  if (keep && !survived([&] { return owner_->backward_ended(take(task)); })) throw_error();
 }
 
 void GradientLog::release(const at::Tensor& leaf) {

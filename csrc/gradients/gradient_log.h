@@ -14,19 +14,20 @@
 #include <vector>
 
 #include "gradients/backward.h"
-#include "gradients/gradient_sink.h"
 #include "recorder/call_observer.h"
 #include "recorder/subscriptions.h"
 
 namespace nanwatch {
 
+class GradientRecorder;
+
 class GradientLog : public std::enable_shared_from_this<GradientLog> {
  public:
-  // `observe` as in Helpers; with `counts` it makes every row. The sink outlives its log, or says so with `leave`.
-  GradientLog(GradientSink* sink, std::shared_ptr<const Subscriptions> events, pybind11::object observe,
+  // `observe` as in Helpers; with `counts` it makes every row. The owner outlives its log, or says so with `leave`.
+  GradientLog(GradientRecorder* owner, std::shared_ptr<const Subscriptions> events, pybind11::object observe,
               const Options& options)
       : subscriptions(std::move(events)),
-        sink_(sink),
+        owner_(owner),
         observe_(std::move(observe)),
         verify_hits_(options.verify_hits),
         may_be_pending_(!options.waits_for_calls && options.may_be_pending()),
@@ -57,7 +58,7 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
 
   void over(int64_t task, bool completed);
   void spend(int64_t nanoseconds);  // on this thread's backward
-  void leave() { sink_ = nullptr; }
+  void leave() { owner_ = nullptr; }
 
   // Takes this log's hook from a leaf.
   void release(const at::Tensor& leaf);
@@ -66,7 +67,7 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
   std::mutex mutex;
 
  private:
-  pybind11::object owner() const;
+  pybind11::object kept_owner() const;
   Backward* find(int64_t task);
   bool open(int64_t task);
   // Sends a gradient on a device to be read; null where that is not to be had.
@@ -75,7 +76,7 @@ class GradientLog : public std::enable_shared_from_this<GradientLog> {
   Finite read(const at::Tensor& gradient, int64_t batch, RowData* row, int64_t* bytes);
   PyObject* row_from_python(const at::Tensor& gradient, Labels::Id label, int64_t batch);
 
-  GradientSink* sink_;  // used under the interpreter lock
+  GradientRecorder* owner_;  // used under the interpreter lock
   pybind11::object observe_;
   const bool verify_hits_, may_be_pending_;
   const Options options_;

@@ -70,7 +70,7 @@ PyObject* relabelled(PyObject* row, const std::string& label) {
 
 GradientRecorder::GradientRecorder(CallRecorder* recorder, const Options& options)
     : recorder_(*recorder),
-      log_(std::make_shared<GradientLog>(static_cast<GradientSink*>(this), recorder->subscriptions,
+      log_(std::make_shared<GradientLog>(this, recorder->subscriptions,
                                          recorder->observer().observe_helper(), options)) {}
 
 GradientRecorder::~GradientRecorder() {
@@ -82,7 +82,7 @@ void GradientRecorder::follow(const std::vector<GradientCandidate>& candidates, 
   if (log_ != nullptr) log_->follow(candidates, call, recorder_.observer().labels(), keep);
 }
 
-py::object GradientRecorder::owner() {
+py::object GradientRecorder::self() {
   return py::cast(&recorder_, py::return_value_policy::reference);
 }
 

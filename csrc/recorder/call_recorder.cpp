@@ -10,6 +10,7 @@
 #include <string_view>
 #include <unordered_set>
 
+#include "gradients/gradient_recorder.h"
 #include "recorder/python_error.h"
 #include "recorder/stopwatch.h"
 
@@ -98,6 +99,18 @@ CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object e
 CallRecorder::~CallRecorder() {
   gradients_.reset();
   living().erase(id_);
+}
+
+void CallRecorder::set_gradients(std::unique_ptr<GradientRecorder> gradients) {
+  gradients_ = std::move(gradients);
+}
+
+bool CallRecorder::finish_broken_backwards() {
+  return gradients_ == nullptr || gradients_->finish_broken_backwards();
+}
+
+bool CallRecorder::tracks_gradients() const {
+  return gradients_ != nullptr && gradients_->is_active();
 }
 
 // A module's class, which may change while it is watched: fully_shard() puts another one there.

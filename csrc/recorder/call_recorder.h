@@ -14,11 +14,13 @@
 #include "recorder/batch_start.h"
 #include "recorder/box_writer.h"
 #include "recorder/call_observer.h"
-#include "recorder/gradient_tracker.h"
+#include "recorder/call_origin.h"
 #include "recorder/peak_magnitudes.h"
 #include "recorder/subscriptions.h"
 
 namespace nanwatch {
+
+class GradientRecorder;
 
 class CallRecorder {
  public:
@@ -47,9 +49,9 @@ class CallRecorder {
 
   // For gradients/: these make frames of backwards. Functions that return a bool return false with a Python exception
   // set.
-  void set_gradients(std::unique_ptr<GradientTracker> tracker) { gradients_ = std::move(tracker); }
-  GradientTracker* gradients() const { return gradients_.get(); }
-  bool finish_broken_backwards() { return gradients_ == nullptr || gradients_->finish_broken_backwards(); }
+  void set_gradients(std::unique_ptr<GradientRecorder> gradients);
+  GradientRecorder* gradients() const { return gradients_.get(); }
+  bool finish_broken_backwards();
   // Calls a callback of RecorderEvents.
   bool notify(const char* method, pybind11::args arguments, pybind11::object* answer = nullptr);
   pybind11::object to_python(const FrameData& frame) const;
@@ -178,7 +180,7 @@ class CallRecorder {
   bool reports_frames(int64_t batch) const { return subscriptions->has(kFrame) || is_traced(batch); }
   void keep(FrameData& frame, box::Least* least);
   pybind11::tuple taken(PeakMagnitudes& peaks);
-  bool tracks_gradients() const { return gradients_ != nullptr && gradients_->is_active(); }
+  bool tracks_gradients() const;
 
   CallObserver observer_;
   pybind11::object events_, frame_type_, start_type_;
@@ -188,7 +190,7 @@ class CallRecorder {
   FrameRing ring_;
   PeakMagnitudes peaks_, gradient_peaks_;
   BoxWriter box_;
-  std::unique_ptr<GradientTracker> gradients_;            // null when nobody asked for gradients
+  std::unique_ptr<GradientRecorder> gradients_;           // null when nobody asked for gradients
   std::vector<std::pair<int64_t, int32_t>> unconfirmed_;  // batch and node
   int64_t every_;
   std::vector<int64_t> traced_;  // sorted
