@@ -72,14 +72,6 @@ def test_the_second_run_comes_after_the_forward_has_been_left(check: Any) -> Non
     assert finding.transient is False
 
 
-def test_the_report_of_the_watch_is_that_of_the_error() -> None:
-    """Watch.report() has what the re-run found too."""
-    model = Log()
-    with watch(model) as w, pytest.raises(NonFiniteError) as error:
-        model(torch.zeros(2))
-    assert w.report() == error.value.report
-
-
 @pytest.mark.parametrize("how", ["record", "warn", "call"])
 def test_which_actions_run_a_batch_again_unasked(how: Any) -> None:
     """A function gets the whole report. The others run a batch again with rerun=True alone, and say so."""

@@ -300,27 +300,6 @@ def test_what_a_forward_catches_is_not_noted() -> None:
     assert (len(caught), notes_of(caught[0]), w.report().finding) == (1, [], None)
 
 
-def test_an_error_made_of_ours_is_not_noted() -> None:
-    """Its traceback has the report already."""
-
-    class Wraps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = Scale(INF)
-
-        def forward(self, x: Tensor) -> Tensor:
-            try:
-                return self.part(x)
-            except NonFiniteError as error:
-                raise Refused from error
-
-    model = Wraps()
-    with watch(model, rerun=False):
-        error = raised_by(model, torch.ones(1))
-    assert isinstance(error.__cause__, NonFiniteError)
-    assert notes_of(error) == []
-
-
 def test_a_look_at_left_calls_keeps_no_tensor_alive() -> None:
     """Once the frames of the traceback are cleared, as unittest does, nothing holds what they held."""
     x = torch.ones(1)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from nanwatch.instrumentation.global_hooks import after_steps, before_steps
 from nanwatch.report.report import NonFiniteError, Report
-from nanwatch.session.optimizer_guard import SkippedStep
 from nanwatch.session.watch import Watch
 from support.gradient_models import Narrow, Sick
 from support.recorders import WITH_DEVICE, watched
@@ -386,19 +385,6 @@ def test_the_other_ways_to_act() -> None:
     assert len(called) == 1
 
 
-def test_without_gradients_no_step_is_looked_at() -> None:
-    """The bad gradient goes into the weights, and the next forward finds them."""
-    model = nn.Sequential(Sick())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watch(model) as w:
-        model(torch.ones(3)).sum().backward()
-        optimizer.step()
-        with pytest.raises(NonFiniteError):
-            model(torch.ones(3))
-        assert w.report().finding is not None
-        assert w.report().finding.origin == "weight"
-
-
 # The optimizer's state
 
 
@@ -477,20 +463,6 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message:
     """TypeError, naming what came and what is accepted."""
     with pytest.raises(TypeError, match=message):
         watch(nn.ReLU(), **options)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "text"),
-    [
-        (65536.0, 32768.0, "skipped step (scale 65536 → 32768)"),
-        (0.5, 0.25, "skipped step (scale 0.5 → 0.25)"),
-        (65536.0, 65536.0, "skipped step (scale 65536)"),
-        (None, None, "skipped step"),
-    ],
-)
-def test_a_skipped_step_in_words(before: float | None, after: float | None, text: str) -> None:
-    """With what is known of the scale."""
-    assert str(SkippedStep(0, before, after, None)) == text  # type: ignore[arg-type]
 
 
 def test_nothing_is_left_behind() -> None:
