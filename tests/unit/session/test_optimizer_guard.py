@@ -449,6 +449,29 @@ def test_a_bad_state_is_a_failure_of_the_step() -> None:
     assert torch.equal(model[0].weight, before)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another, as Accelerate's: its own step has no hooks."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """Make the step of the other one."""
+        return self.inner.step(closure)
+
+
+def test_the_state_of_a_wrapped_optimizer_is_that_of_the_inner_one() -> None:
+    """`optimizer=` may be given the wrapper."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    optimizer = Wrapper(torch.optim.AdamW(model.parameters()))
+    with watch(model, optimizer=optimizer, gradients=True):
+        (model(torch.ones(1)).sum() * 1e25).backward()
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+    assert error.value.report.finding is not None
+    assert error.value.report.finding.label == "exp_avg_sq[0.weight]"
+
+
 # Options and texts
 
 
