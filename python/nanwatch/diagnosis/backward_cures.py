@@ -36,8 +36,6 @@ from .experiment import (
 
 # The guilty module and the nearest around it: each costs a forward and a backward.
 _MOST_MODULES = 3
-# Forwards at most, one of which is for loss scales.
-BACKWARD_RUNS = 1 + _MOST_MODULES
 _NARROW = ("float16", "bfloat16")
 
 # The gradients that a backward makes from the present ones times a factor.
