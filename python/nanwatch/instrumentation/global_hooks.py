@@ -79,11 +79,12 @@ class GlobalHooks:
         """Remove the hook of this number, and PyTorch's with the last."""
         with self._lock:
             self._hooks.pop(number, None)
-            if self._hooks or self._handle is None or is_inside(self._callers):
+            if self._hooks or is_inside(self._callers):
                 return
-            # Taken first: the garbage collector may remove another hook in this thread meanwhile.
+            # The garbage collector may have removed another hook in this thread meanwhile, and PyTorch's.
             handle, self._handle = self._handle, None
-            handle.remove()
+            if handle is not None:
+                handle.remove()
 
     def call(self, subject: Any, *rest: Any) -> Any:
         """Call the hooks, as PyTorch does. Return the changed arguments, or None."""
