@@ -35,6 +35,7 @@ _MOST_HEADER = 100 << 20  # bytes; safetensors accepts no more
 _SUFFIXES = (".safetensors", ".gguf", ".npz", ".npy", ".pt", ".pth", ".bin", ".ckpt")
 _INDEX, _METADATA = ".index.json", ".metadata"
 _DONTNEED, _LARGE_PAGE = 4, 2 << 20  # of madvise(2), and of memory
+_libc = ctypes.CDLL(None)
 
 
 class Stored(NamedTuple):
@@ -82,7 +83,7 @@ class Stored(NamedTuple):
             if region.start <= begin and end <= region.stop:
                 # A page fault maps pages before it too, up to a large page, which were given back already.
                 begin = max(begin - begin % _LARGE_PAGE, region.start)
-                ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONTNEED)
+                _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONTNEED)
                 return
 
 

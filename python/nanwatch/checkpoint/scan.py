@@ -17,7 +17,7 @@ from torch import Tensor
 from ..numerics._extension import explain_once
 from ..numerics.block_fit import BLOCKS_BY_NAME, BlockFit
 from ..numerics.fit import FORMATS, would_fit
-from ..numerics.formats import BY_NAME, TensorHealth
+from ..numerics.formats import BY_NAME, TensorHealth, limits
 from ..numerics.partial_health import PartialHealth
 from ..numerics.ranges import tensor_health
 from ..numerics.readable import type_name, unreadable
@@ -230,13 +230,14 @@ def _of_values(tensor: TensorScan, health: TensorHealth) -> Iterator[Problem]:
     if health.num_subnormal >= _MANY_SUBNORMALS * numel:
         share = health.num_subnormal / numel
         yield Problem("subnormal", False, f"{share:.1%} of {numel:,} are subnormal in {tensor.dtype}", names)
-    form, largest = BY_NAME.get(tensor.dtype), health.finite_abs_max
+    ends, largest = limits(tensor.dtype), health.finite_abs_max
     for target in _CASTS:
-        if form is not None and form.ends.largest > BY_NAME[target].ends.largest:
+        narrow = limits(target)
+        if ends is not None and narrow is not None and ends.largest > narrow.largest:
             cast = float(torch.tensor(largest, dtype=torch.float64).to(getattr(torch, target)))
             if isinf(cast):
                 yield Problem("range", False, f"abs max {largest:.4g} overflows in {target}", names)
-            elif cast < BY_NAME[target].ends.smallest_normal:
+            elif cast < narrow.smallest_normal:
                 text = f"abs max {largest:.4g}: every element would be subnormal or zero in {target}"
                 yield Problem("range", False, text, names)
 
