@@ -89,16 +89,3 @@ def test_a_device_error_has_the_calls_that_wait(tmp_path: Path) -> None:
 def test_other_errors_are_left_alone(tmp_path: Path, error: BaseException) -> None:
     """Whatever they say."""
     assert notes_of(tmp_path, error) == ([], [])
-
-
-def test_an_error_is_explained_once(tmp_path: Path) -> None:
-    """Though it leaves two watched models."""
-    error = MemoryError()
-    inner = Raises(error)
-    outer = nn.Sequential(nn.Identity())
-    with black_box(tmp_path) as box, watch(inner, black_box=True), watch(outer, black_box=True):
-        outer[0].register_forward_hook(lambda *_: inner(torch.ones(1)))
-        outer(torch.ones(1))
-        with pytest.raises(MemoryError):
-            outer(torch.ones(1))
-        assert len(read_black_box(box.path).notes) == 1

@@ -78,17 +78,6 @@ def test_the_rank_that_is_behind_is_first_while_all_run(source: Path, tmp_path: 
     assert "Rank 2 is behind the others: it runs" in job.to_text()
 
 
-def test_files_of_other_runs_are_named(source: Path, tmp_path: Path) -> None:
-    """The newest run is shown."""
-    other(source, tmp_path / "old.blackbox", job='"master h0st 1"')
-    other(source, tmp_path / "older.blackbox", job='"master ho5t 1"')
-    changed(other(source, tmp_path / "new.blackbox"), begun=BoxFile(source).state["begun"] + 10)
-    job = read_job(tmp_path)
-    assert [Path(one.path).name for one in job.reports] == ["new.blackbox"]
-    told = job.to_text()
-    assert all(f"Of another run: {tmp_path / name}.blackbox" in told for name in ("old", "older"))
-
-
 def test_an_end_without_a_mark_may_be_later_than_its_sign_of_life(source: Path) -> None:
     """A rank that was killed is not the first because it gave its latest sign of life before another's fault."""
     report = read_black_box(source)

@@ -128,15 +128,6 @@ def test_a_folder_that_refuses_gives_one_warning(tmp_path: Path, monkeypatch: py
         assert model(torch.ones(1, 2)).isfinite().all()
 
 
-def test_without_the_option_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither with `black_box=False` nor a watch that is switched off."""
-    monkeypatch.setattr(process, "_process", None)
-    for options in ({"black_box": False}, {"enabled": False}):
-        with watch(nn.Linear(2, 2), output_dir=tmp_path, **options):  # type: ignore[arg-type]
-            assert process_box() is None
-    assert not [*tmp_path.glob("blackbox/*")]
-
-
 def test_old_files_of_ended_processes_go(tmp_path: Path) -> None:
     """Those of processes that run, and of other machines, stay, however old."""
     host, folder = os.uname().nodename, tmp_path / "nanwatch"

@@ -8,10 +8,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from nanwatch import watch
 from nanwatch.blackbox.story import BlackBoxReport
@@ -91,24 +89,6 @@ def test_the_frames_are_those_of_the_recorder(tmp_path: Path) -> None:
     assert [facts(frame) for frame in told] == [facts(frame) for frame in mine]
 
 
-def test_a_raised_call_says_so(tmp_path: Path) -> None:
-    """And it is under way no longer."""
-
-    def fails() -> None:
-        raise KeyError
-
-    model = nn.Sequential(Calls(fails))
-    with black_box(tmp_path) as box, watch(model, black_box=True), pytest.raises(KeyError):
-        model(torch.ones(1, 4))
-    report = read_black_box(box.path)
-    assert [(one.module, one.raised) for one in report.calls] == [
-        ("0.linear", False),
-        ("0", True),
-        ("", True),
-    ]
-    assert report.threads == ()
-
-
 def test_two_models_share_the_file(tmp_path: Path) -> None:
     """One calls the other, in a thread of its own another one."""
     seen: list[BlackBoxReport] = []
@@ -135,27 +115,6 @@ def test_two_models_share_the_file(tmp_path: Path) -> None:
         thread.join()
     assert places(seen[0]) == [["", "", "0"], ["", "0"]]
     assert [call.class_name for call in seen[0].threads[0].calls] == ["Calls", "Sequential", "Calls"]
-
-
-def test_a_recomputed_forward_is_no_batch(tmp_path: Path) -> None:
-    """In a backward of checkpointed layers the module that runs once more is under way."""
-    seen: list[BlackBoxReport] = []
-    inner = Calls(lambda: seen.append(read_black_box(box.path)))
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor) -> Any:
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    model = Checkpointed()
-    with black_box(tmp_path) as box, watch(model, black_box=True), set_checkpoint_early_stop(False):
-        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
-    forward, again = seen
-    assert (forward.batch, places(forward)) == (0, [["", "inner"]])
-    assert (again.batch, places(again)[0][-1]) == (0, "inner")
 
 
 def test_a_killed_process_runs_no_longer_before_its_parent_asks(tmp_path: Path) -> None:

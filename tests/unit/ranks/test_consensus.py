@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from nanwatch import Finding
@@ -190,25 +189,6 @@ def test_a_store_that_has_gone_leaves_a_rank_with_its_own_finding(is_connected):
     verdict.stop()
 
 
-def test_a_rank_that_ended_before_the_failure_has_not_reported(server):
-    """Rank 1 ends while all is well. When rank 0 fails after that, 1 of the 2 ranks has reported."""
-    OriginConsensus(connect(server), 1, 2, peer_timeout=5.0).stop()
-    failing = OriginConsensus(connect(server), 0, 2, peer_timeout=0.5)
-    failing.publish(finding(), 3)
-    origin = failing.settle(finding())
-    failing.stop()
-    assert (origin.num_reported, origin.is_complete) == (1, False)
-
-
-def test_only_the_first_finding_of_a_rank_counts(server):
-    """Later findings are consequences of the first."""
-    verdict = OriginConsensus(connect(server), 0, 1, peer_timeout=5.0)
-    assert verdict.publish(finding(batch=7), 3)
-    assert verdict.publish(finding(batch=1), 0)
-    assert verdict.settle(finding()).first.batch == 7
-    verdict.stop()
-
-
 def test_a_restarted_job_does_not_see_the_failure_before(server, monkeypatch):
     """The keys of an elastic job have its run id and the number of its restarts."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
@@ -221,15 +201,3 @@ def test_a_restarted_job_does_not_see_the_failure_before(server, monkeypatch):
     time.sleep(1.5)
     assert not after.pending()
     after.stop()
-
-
-def test_the_random_numbers_of_a_run_are_left_alone(server):
-    """The thread draws its pauses from a generator of its own."""
-    random.seed(5)
-    torch.manual_seed(5)
-    before = (random.getstate(), torch.get_rng_state())
-    verdict = OriginConsensus(connect(server), 0, 1, peer_timeout=5.0)
-    time.sleep(0.5)
-    verdict.stop()
-    assert random.getstate() == before[0]
-    assert torch.equal(torch.get_rng_state(), before[1])

@@ -121,27 +121,6 @@ def train_until(job: Job, model: nn.Module, ends: Callable[[], None]) -> None:
         train()
 
 
-def test_the_end_of_the_run_raises_what_another_rank_found(job):
-    """A rank that is done with its batches, but not yet with the `with`, is told too."""
-    model = nn.Linear(4, 4)
-
-    train_until(job, model, until_known)
-    assert verdict_threads() == 0
-
-
-def test_a_watch_that_was_stopped_has_left(job):
-    """A finding of another rank raises nothing from a `with` whose watch the user has stopped, though others go on."""
-    other_model, model = nn.Linear(4, 4), nn.Linear(4, 4)
-    other = watching.watch(other_model, peer_timeout=1)
-    other_model(torch.ones(2, 4))
-    with watching.watch(model, peer_timeout=1) as watch:
-        model(torch.ones(2, 4))
-        watch.stop()
-        job.other_fails()
-        until_known()
-    other.stop()
-
-
 def test_a_rank_that_stops_and_knows_is_not_waited_for(job):
     """stop() raises nothing, and says that this rank has had its say."""
     model = nn.Linear(4, 4)
@@ -248,30 +227,6 @@ def test_only_the_error_of_a_collective_is_waited_for(job, monkeypatch, fail, wa
         pauses.clear()
         assert coordinator._job.explain(caught.value, None) is None
         assert not pauses
-
-
-@pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt(), RuntimeError("a bug")])
-def test_other_errors_are_what_they_were(job, error):
-    """Nobody has failed elsewhere: a user's own error leaves the forward and the `with` as it is."""
-
-    class Broken(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise error
-
-    model = Broken()
-    with pytest.raises(type(error)) as caught, watching.watch(model, peer_timeout=10):
-        model(torch.ones(2, 4))
-    assert caught.value is error
-    assert error.__cause__ is None
-    assert verdict_threads() == 0
-
-
-def test_without_peer_timeout_each_rank_speaks_for_itself(job):
-    """No thread, and nothing is asked."""
-    model = nn.Linear(4, 4)
-    with watching.watch(model, peer_timeout=0):
-        model(torch.ones(2, 4))
-        assert verdict_threads() == 0
 
 
 def test_a_watch_that_is_dropped_ends_its_thread(job):

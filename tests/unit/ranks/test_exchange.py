@@ -74,20 +74,6 @@ def test_all_ranks_hear_the_same_verdict_and_go_on(odd: int) -> None:
     assert [rank.look() for rank in ranks][-1][1]["told"] == ["2.weight"]
 
 
-def test_the_next_check_is_compared_too_while_a_verdict_is_awaited() -> None:
-    """A cause is at one check, and its effect at the next."""
-    _, (first, second) = groups(2)
-    for number, rank in enumerate((first, second)):
-        rank.add(check(1, number, 1))
-        rank.add(check(2, number, number))
-    found = []
-    for _ in range(4):
-        found += [verdict for rank in (first, second) if (verdict := rank.look())]
-    assert [(number, verdict["told"]) for number, verdict in found] == [(1, ["0.weight"])] * 2 + [
-        (2, ["1.weight"])
-    ] * 2
-
-
 def test_ranks_that_do_not_answer_are_waited_for_only_so_long() -> None:
     _, (first, second, _) = groups(3, timeout=0.05)
     first.add(check(1, 1))
@@ -98,18 +84,6 @@ def test_ranks_that_do_not_answer_are_waited_for_only_so_long() -> None:
     assert verdict is not None
     assert verdict == second.look()
     assert verdict[1]["num_ranks"] == 2
-
-
-def test_checks_that_are_far_apart_are_not_compared() -> None:
-    """A rank that comes nine checks late finds a newer one in its slot."""
-    _, (fast, slow) = groups(2)
-    for number in range(1, 10):
-        fast.add(check(number, 1))
-    slow.add(check(1, 2))
-    assert slow.look() is None
-    slow.add(check(9, 2))
-    assert slow.look() is None
-    assert slow.is_pending
 
 
 def side(first: int, count: int, *values: int, buffer: int | None = None) -> Side:
@@ -123,18 +97,6 @@ def test_the_majority_holds_the_truth() -> None:
     verdict = judge([side(0, 1, 1, 9, 3), side(1, 5, 1, 2, 3), side(6, 1, 1, 2, 8)])
     assert (verdict["told"], verdict["ranks"]) == (["1.weight", "2.weight"], [0])
     assert (verdict["num_ranks"], verdict["is_majority"]) == (7, True)
-
-
-def test_two_ranks_have_no_majority() -> None:
-    """So both are named."""
-    verdict = judge([side(0, 1, 1), side(4, 1, 2)])
-    assert (verdict["is_majority"], verdict["ranks"]) == (False, [0, 4])
-
-
-def test_tensors_that_not_all_have_are_not_compared() -> None:
-    """As the states of an optimizer that is shared out; nor is a rank that answers alone."""
-    assert judge([side(0, 1, 1), side(1, 1, 1, 2)])["names"] == []
-    assert judge([side(0, 1, 1)])["names"] == judge([])["names"] == []
 
 
 @pytest.mark.parametrize(("odd", "is_told"), [(1, True), (2, False)], ids=["by itself", "written"])

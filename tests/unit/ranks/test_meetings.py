@@ -49,9 +49,3 @@ def test_all_ranks_join(store):
 
 def test_a_rank_that_never_comes_is_waited_for_only_so_long(store):
     assert verdicts(store, 3, [0, 0], 0.1) == [False] * 4
-
-
-def test_a_rank_that_comes_late_hears_the_verdict(store):
-    found = verdicts(store, 2, [0, 0.5], 0.1)
-    assert found[:1] == [False]
-    assert len(found) == 4

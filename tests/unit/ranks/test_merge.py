@@ -69,19 +69,6 @@ def test_within_a_batch_the_earlier_frame_is_the_origin(tmp_path):
     assert [one.rank for one in merged.origins] == [1]
 
 
-def test_what_two_ranks_saw_at_one_place_is_of_both(tmp_path):
-    """After an all-reduce neither rank is accused alone."""
-    merged = merge(written(tmp_path, ran(0, 2, "weight", 1), ran(1, 2, "weight", 1), ran(2, 2)))
-    assert [one.rank for one in merged.origins] == [0, 1]
-
-
-def test_the_place_in_a_batch_counts_what_the_rings_have_dropped(tmp_path):
-    """Each report holds one frame, so by what they hold both would be first; rank 1 was, in layer 0."""
-    merged = merge(written(tmp_path, ran(0, 2, "weight", 1, kept=1), ran(1, 2, "data", 1, kept=1)))
-    assert [one.rank for one in merged.origins] == [1]
-    assert [one.finding.sequence for one in merged.digests if one.finding is not None] == [2, 0]
-
-
 def test_headroom_is_that_of_each_rank(tmp_path):
     """The worst module of any rank first; the table has the ranks of the least and the most."""
     reports = [ran(0), ran(1, factor=1024.0), ran(2)]
@@ -108,11 +95,6 @@ def test_a_replica_that_has_come_apart_is_named_with_its_weight(tmp_path, capsys
     assert "the replicas have come apart" in " ".join(out.split())
 
 
-def test_equal_replicas_have_no_differences(tmp_path):
-    """Also where a weight is nan on all of them."""
-    assert merge(written(tmp_path, ran(0, 2, "weight", 1), ran(1, 2, "weight", 1))).differences() == []
-
-
 def test_json_is_one_document(tmp_path, capsys):
     """With every finding whole, and numbers that JSON has."""
     written(tmp_path, ran(0, 2, "data", 1), ran(1, 2))
@@ -124,42 +106,6 @@ def test_json_is_one_document(tmp_path, capsys):
     assert found["headroom_bits"]["0"][0] == "-inf"
 
 
-def test_a_file_that_is_no_report_is_left_out_and_named(tmp_path, capsys):
-    """The others are still merged."""
-    written(tmp_path, ran(0))
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "report.json").write_text("{}")
-    assert doctor.main(["show", str(tmp_path), "--ranks"]) == 0
-    assert f"Left out: {tmp_path}/other/report.json: not a nanwatch report" in capsys.readouterr().out
-
-
-def test_nothing_to_read_is_an_error(tmp_path, capsys):
-    """Status 2, with what to pass, or the file that cannot be read."""
-    assert doctor.main(["show", str(tmp_path), "--ranks"]) == 2
-    assert "pass the folder that watch(output_dir=...) was given" in capsys.readouterr().err
-    absent = tmp_path / "none.json"
-    assert doctor.main(["show", str(absent), "--ranks"]) == 2
-    assert f"{absent}: " in capsys.readouterr().err
-
-
-def test_the_page_has_the_tables(tmp_path):
-    """The headline, and each module and differing weight."""
-    pytest.importorskip("jinja2", reason="the page needs jinja2: pip install jinja2")
-    page = merge(written(tmp_path, ran(0, 2, "data", 1), ran(1, 2, factor=2.0))).to_html()
-    assert "nan first seen in" in page
-    assert "Weights that are not alike" in page
-
-
-def test_the_folders_that_a_watch_writes_are_read(tmp_path):
-    """From the failing call to the merged report, with nothing written by hand."""
-    net = model()
-    with nanwatch.watch(net, output_dir=tmp_path), pytest.raises(nanwatch.NonFiniteError):
-        net(torch.full((2, 4), float("inf")))
-    (origin,) = merge(tmp_path).origins
-    assert origin.finding is not None
-    assert origin.finding.origin == "data"
-
-
 FIRST, SECOND = Attempt("job7", 0, "", 1000.0), Attempt("job7", 1, "", 1060.0)
 
 
@@ -167,22 +113,6 @@ def restarted(folder: Path, *after: Report) -> Path:
     """Two ranks that failed in batch 1, and what came after a restart, in one folder."""
     before = (replace(one, attempt=FIRST) for one in (ran(0, 2), ran(1, 2, "data", 1)))
     return written(folder, *before, *after)
-
-
-def test_the_latest_attempt_that_failed_is_merged(tmp_path, capsys):
-    """Batches begin anew: its batch 3 is the origin and not batch 1 of the attempt before, which is named in a line."""
-    restarted(tmp_path, *(replace(ran(rank, 4, "weight", 3), attempt=SECOND) for rank in range(3)))
-    assert doctor.main(["show", str(tmp_path), "--ranks"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == [
-        "3 ranks: 0-2",
-        "First: nan first seen in `weight` of 2 (Linear) in batch 3, rank 0 and 2 ranks more at the same place",
-        "Of: attempt 1 of run job7, begun 1970-01-01 00:17:40 UTC",
-    ]
-    assert lines[3] == (
-        "Not merged: attempt 0 of run job7, begun 1970-01-01 00:16:40 UTC, 2 ranks:"
-        " First: nan first seen in `input[0]` of the root module (Sequential) in batch 1, rank 1"
-    )
 
 
 @given(

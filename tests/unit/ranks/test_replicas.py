@@ -43,11 +43,6 @@ def stepped(model: nn.Module, kind: type[torch.optim.Optimizer], **options: obje
     return optimizer
 
 
-def test_a_model_alone_has_no_replicas(rank_two_of_four: None) -> None:
-    """Nobody says that other ranks hold it."""
-    assert ranks_of(nn.Linear(2, 2)) == {}
-
-
 @pytest.mark.parametrize("is_inner", [False, True])
 def test_ddp_holds_all_but_running_statistics_alike(rank_two_of_four: None, is_inner: bool) -> None:
     """Also when the module inside is watched, and only what DistributedDataParallel takes care of."""
@@ -61,12 +56,6 @@ def test_ddp_holds_all_but_running_statistics_alike(rank_two_of_four: None, is_i
     names = ("0.weight", "0.bias", "1.weight", "1.bias")
     assert set(found) == {*names, "table", *(f"momentum_buffer[{name}]" for name in names)}
     assert set(map(tuple, found.values())) == {((0, 1, 2, 3),)}
-
-
-def test_ddp_over_a_part_of_the_ranks(rank_two_of_four: None) -> None:
-    """Its process group counts."""
-    parallel = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=dist.new_group([0, 2]))
-    assert ranks_of(parallel) == {"weight": [(0, 2)], "bias": [(0, 2)]}
 
 
 def test_placements_say_who_holds_the_same_shard(rank_two_of_four: None) -> None:
