@@ -140,36 +140,6 @@ def test_no_such_module():
     )
 
 
-def test_a_model_that_the_test_watches_is_watched_once(run: Callable[..., pytest.RunResult]) -> None:
-    """Before its first call, or later: the test's own watch decides. A warning of the watch is no error."""
-    result = run(
-        """
-def test_before():
-    with nanwatch.watch(net := network(Log()), on_nonfinite="record") as watch:
-        net(torch.zeros(2))
-    assert watch.report().finding is not None
-
-def test_later():
-    net = network(Log())
-    net(torch.ones(2))
-    with nanwatch.watch(net[1], on_nonfinite="record") as watch:
-        net[1](torch.zeros(2))
-    assert watch.report().finding is not None
-
-def test_bad_before_it_was_watched():
-    net = network(Log())
-    net(torch.zeros(2))
-    with nanwatch.watch(net):
-        net(torch.ones(2))
-""",
-        "--nanwatch",
-        "-W",
-        "error",
-    )
-    result.assert_outcomes(passed=2, failed=1)
-    result.stdout.fnmatch_lines(["FAILED *::test_bad_before_it_was_watched - Failed: inf first seen *"])
-
-
 def test_the_baseline_is_written_compared_and_updated(tmp_path: Path) -> None:
     """By test and model. A test that fails by itself writes none."""
     body = """

@@ -10,7 +10,7 @@ import pytest
 
 from nanwatch.numerics.formats import Statistics
 from nanwatch.records.fields import Fields
-from nanwatch.records.record import ROLES, Frame, Record, Role
+from nanwatch.records.record import ROLES, Record, Role
 from nanwatch.util import reading
 from support.paths import ROOT
 
@@ -38,24 +38,6 @@ def test_a_field_more_has_a_column_and_a_member_of_json(median: float | None) ->
     assert (columns["shape"], columns["mean"]) == (["[2, 3]"], [None])
     assert fields.read({name: cells[0] for name, cells in columns.items()}) == row
     assert reading.of(WithMedian)(json.loads(json.dumps(reading.plain(row))), "row") == row
-
-
-def test_a_named_tuple_in_a_field_has_the_columns_that_are_not_taken() -> None:
-    """A record's health repeats its range, and a table has it once."""
-    names = [one.name for one in Fields(Record).columns]
-    assert len(set(names)) == len(names)
-    assert {"abs_min", "num_nan", "first_nonfinite", "beyond_6_sigma"} <= set(names)
-    assert {one.name: one.field for one in Fields(Frame).columns}["class"] == "class_name"
-
-
-@pytest.mark.parametrize(
-    ("name", "cell"), [("role", "boss"), ("role", None), ("shape", "{}"), ("shape", "x")]
-)
-def test_a_cell_that_no_record_has_is_refused(name: str, cell: str | None) -> None:
-    """A file may be anybody's."""
-    (column,) = (one for one in Fields(Record).columns if one.name == name)
-    with pytest.raises(ValueError, match=r"role should be one of|shape should be a list|Expecting value"):
-        column.value(cell)
 
 
 def test_the_header_of_the_columns_is_up_to_date() -> None:

@@ -46,14 +46,6 @@ def test_limits_bound_every_code(name: str) -> None:
     assert (ends.largest, ends.smallest_subnormal) == (finite.max(), finite.min())
 
 
-@pytest.mark.parametrize(
-    ("name", "part"), [("complex64", "float32"), ("complex128", "float64"), ("complex32", "float16")]
-)
-def test_a_complex_number_ends_where_its_parts_do(name: str, part: str) -> None:
-    """The limits of a complex dtype are those of the real one it is made of."""
-    assert limits(name) == limits(part)
-
-
 @pytest.mark.parametrize("name", ["int8", "int64", "uint16", "bool", "", "quint8", "float4_e2m1fn_x2"])
 def test_what_does_not_overflow_has_no_limits(name: str) -> None:
     """Integers, bools, packed formats and what is no tensor have neither limits nor headroom."""
@@ -140,12 +132,6 @@ def test_a_run_ends_at_the_fault() -> None:
     assert str(run) == "from 8.0 bits at a to 1.0 bits at c over 3 frames"
 
 
-def test_the_root_module_has_a_name_in_prose() -> None:
-    """The root's empty name is not left as a gap in the sentence."""
-    run = shrinking([output("", 8), output("a", 1), FAULT])
-    assert str(run) == "from 8.0 bits at the root module to 1.0 bits at a over 2 frames"
-
-
 @pytest.mark.parametrize(
     "before",
     [
@@ -163,20 +149,6 @@ def test_the_root_module_has_a_name_in_prose() -> None:
 def test_no_run(before: list[Frame]) -> None:
     """Too short, level, within a bit, rising, or across a batch, a dtype or zeros: nothing is claimed."""
     assert shrinking([*before, FAULT]) is None
-
-
-def test_without_a_fault_there_is_no_run() -> None:
-    """Headroom that falls in a healthy run leads to nothing yet."""
-    assert shrinking([output("a", 9), output("b", 1)]) is None
-
-
-def test_frames_without_headroom_are_passed_over() -> None:
-    """Unread and integer outputs neither end the run nor count; of several outputs the tightest does."""
-    several = frame("b", record(1.0), record(32752.0), record(7.0, "int64"))
-    run = shrinking(
-        [output("a", 9), frame("ids", record(7.0, "int64")), frame("u", record(None)), several, FAULT]
-    )
-    assert run == Shrinking("a", 9.0, "b", 1.0, 2, "float16", 65504.0)
 
 
 def longest(bits: list[float]) -> tuple[int, int] | None:
@@ -216,8 +188,3 @@ def test_only_what_is_zero_or_subnormal_has_vanished(name: str) -> None:
     assert has_vanished(record(0.0, name))
     assert not has_vanished(record(0.0, name)._replace(shape=(0, 3)))
     assert not has_vanished(record(nan, name))
-
-
-def test_an_integer_never_vanishes() -> None:
-    """Zeros of a dtype without fractions are numbers as any other."""
-    assert not has_vanished(record(0.0, "int64"))

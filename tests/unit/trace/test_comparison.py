@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from math import inf, nan
@@ -20,7 +19,7 @@ from nanwatch.trace import columns
 from nanwatch.trace.comparison import diff
 from nanwatch.trace.trace_file import Trace
 from support.html_page import Page
-from support.toys import Scale, mlp
+from support.toys import mlp
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -104,23 +103,6 @@ def test_an_inserted_module_is_no_difference_and_is_listed(tmp_path: Path) -> No
     assert found.only_b == (("1", 2),)
     assert "only in B: 1 (2 records)" in found.to_text()
     assert found.num_records == Trace.open(before.path).table(["batch"]).num_rows
-
-
-def test_half_precision_is_dtype_first_and_range_where_it_matters(tmp_path: Path) -> None:
-    """float32 against float16: dtype differs from the first weight on, and finiteness where it overflows."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), Scale(1e3), Scale(1e3), nn.Linear(8, 2))
-    x = torch.randn(4, 8)
-    full = run(tmp_path / "a.parquet", model, x)
-    half = run(tmp_path / "b.parquet", copy.deepcopy(model).half(), x.half())
-    found = diff(full, half, rtol=0.02)
-    kinds = {place.kind: place for place in found.firsts}
-    assert found.first is not None
-    assert (found.first.module, found.first.label, found.first.kind) == ("0", "weight", "dtype")
-    assert (kinds["isfinite"].module, kinds["isfinite"].label) == ("2", "output")
-    numbers = diff(full, half, rtol=0.02, ignore=["dtype"])
-    assert numbers.first == kinds["isfinite"]
-    assert "finite against inf" in numbers.to_text()
 
 
 def test_two_batches_of_one_trace(tmp_path: Path) -> None:
@@ -207,25 +189,6 @@ def test_what_grew_is_sorted_and_leaves_out_inputs_zeros_and_nan(tmp_path: Path)
 
 
 # Traces that cannot be compared
-
-
-def test_bad_use_is_named(tmp_path: Path) -> None:
-    """Each error says what came and what is accepted."""
-    a = one(tmp_path / "a.parquet", row())
-    later = written(tmp_path / "b.parquet", Frame(5, "m", "M", (row(),)))
-    other = one(tmp_path / "c.parquet", row(), name="x", kind="X")
-    for wrong, words in (
-        (lambda: diff(a), "one trace alone"),
-        (lambda: diff(a, a, rtol=-1), "rtol should be at least 0 and below 1, got -1"),
-        (lambda: diff(a, a, rtol=nan), "rtol should be"),
-        (lambda: diff(a, a, ignore=["values"]), "some of isfinite, shape, dtype, range, bits, got 'values'"),  # type: ignore[list-item]
-        (lambda: diff(a, batches=(0, 3)), "no batch 3; it has batch 0"),
-        (lambda: diff(a, later), "no batch is in both"),
-        (lambda: diff(a, other), "no call of a module in common"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            wrong()
-    assert not diff(a, later, batches=(0, 5)).differs
 
 
 # The page

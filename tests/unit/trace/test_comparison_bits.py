@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch import __main__ as command
 from nanwatch.records.note import MeshPlace, Note, Placement
 from nanwatch.records.record import Frame, Record
 from nanwatch.trace import columns
@@ -90,39 +88,6 @@ def written(path: Path, *rows: Record, rank: int = 0, batches: int = 1, phase: A
     return path
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "found"),
-    [
-        (row("output", 1), row("output", 1), None),
-        (row("output", 1), row("output", None), None),
-        (row("output", 1), row("output", 2), ("bits", "other bits in the same range (abs_max 1)")),
-        (row("output", 1), row("output", 2, 1 + 1e-6), ("bits", "other bits, abs_max 1 against 1 ")),
-        (row("output", 1), row("output", 2, 1.1), ("range", "abs_max 1 against 1.1")),
-        (row("output", 1), row("output", 2, torch.inf), ("isfinite", "finite against inf")),
-        (
-            row("output", 1, torch.nan),
-            row("output", 2, torch.nan),
-            ("bits", "other bits in the same range (abs"),
-        ),
-        (
-            row("output", 1),
-            row("output", 2)._replace(dtype="float16"),
-            ("dtype", "dtype float32 against float16"),
-        ),
-    ],
-)
-def test_two_records(tmp_path: Path, a: Record, b: Record, found: tuple[str, str] | None) -> None:
-    """Other differences are named before the bits, and each record is counted once."""
-    result = diff(written(tmp_path / "a.parquet", a), written(tmp_path / "b.parquet", b))
-    if found is None:
-        assert result.first is None
-    else:
-        (first,) = result.firsts
-        assert first.kind == found[0]
-        assert first.what.startswith(found[1])
-        assert result.num_apart == 1
-
-
 def shard(start: int, *places: MeshPlace) -> Note:
     return Note("local_shard", placement=Placement(places, (start,)))
 
@@ -167,17 +132,3 @@ def test_two_ranks_share_weights_and_optimizer_state(
     assert "Not compared: all that ranks 0 and 1 need not have in common" in found.to_text()
     same_rank = written(tmp_path / "c.parquet", row(label, 7, 2.0, role, notes[0]), phase=phase)
     assert diff(paths[0], same_rank).differs
-
-
-def test_the_command_says_so_and_its_status_is_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [str(written(tmp_path / f"{bits}.parquet", row("output", bits))) for bits in (1, 2)]
-    assert command.main(["diff", *paths]) == 1
-    text = capsys.readouterr().out
-    assert "They part in 1 of 1 records of 1 batch (rtol 0.001; 1 of them bit by bit)." in text
-    assert "First: `output` of m (M) in batch 0: other bits in the same range (abs_max 1)" in text
-    assert command.main(["diff", *paths, "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["first"]["what"] == "other bits in the same range (abs_max 1)"
-    assert command.main(["diff", *paths, "--ignore", "bits"]) == 0
-    page = diff(*paths).to_html()
-    assert "other bits in the same range" in page
-    assert "1 of them bit by bit" in page

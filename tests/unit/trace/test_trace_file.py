@@ -13,7 +13,7 @@ from torch import nn
 
 from nanwatch.session.api import watch
 from nanwatch.trace.columns import COLUMNS, TraceError
-from nanwatch.trace.trace_file import Trace, strings
+from nanwatch.trace.trace_file import Trace
 from support.toys import Scale
 from support.written_traces import write_rows
 
@@ -94,18 +94,6 @@ def test_the_report_of_a_batch(tmp_path: Path) -> None:
         trace.frames(7)
 
 
-def test_columns_of_strings_come_as_numbers_and_values(tmp_path: Path) -> None:
-    """`strings` gives back each value, over parts with lists of their own, and -1 for none."""
-    trace = Trace.open(made(tmp_path / "run.parquet"))
-    plain = parquet.read_table(trace.path)["dtype"].to_pylist()
-    pieces = [trace.table(["dtype"])["dtype"], pa.array(["int8", None]).dictionary_encode()]
-    found = strings(pa.chunked_array([*pieces[0].chunks, pieces[1]]))
-    values = [None if code < 0 else found.values[code] for code in found.codes.tolist()]
-    assert values == [*plain, "int8", None]
-    nothing = strings(trace.table(["dtype"], [])["dtype"])
-    assert len(nothing.codes) == 0
-
-
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     """Nothing, an empty folder, another file, half a file and a table of somebody else: each is named."""
     with pytest.raises(FileNotFoundError, match=r"no trace at .*nothing"):
@@ -131,19 +119,3 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(TraceError, match=rf"{name}\.parquet is .*{words}"):
             Trace.open(tmp_path / f"{name}.parquet")
-
-
-def test_a_file_whose_pages_are_spoilt_is_an_error_and_no_crash(tmp_path: Path) -> None:
-    """Bytes changed in the middle of the file: TraceError, or values that are still of the format."""
-    whole = made(tmp_path / "run.parquet").read_bytes()
-    refused = 0
-    for at in range(4, len(whole) - 8, max(1, len(whole) // 150)):
-        spoilt = tmp_path / "spoilt.parquet"
-        spoilt.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
-        try:
-            trace = Trace.open(spoilt)
-            for batch in trace.batches:
-                trace.frames(batch)
-        except ValueError:
-            refused += 1
-    assert refused > 10

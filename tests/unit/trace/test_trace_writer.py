@@ -55,20 +55,6 @@ def held_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     release.set()
 
 
-def test_what_is_put_is_one_file_at_the_end(tmp_path: Path) -> None:
-    """Frames of many puts lie in the one file that was asked for, in their order, and nothing lies beside it."""
-    one = writer(tmp_path / "run.parquet")
-    for batch in range(50):
-        one.put([frame(batch), frame(batch)])
-    one.close()
-    assert batches(tmp_path / "run.parquet") == [batch for batch in range(50) for _ in range(2)]
-    assert [path.name for path in tmp_path.iterdir()] == ["run.parquet"]
-    assert not one.is_open
-    one.put([frame(99)])
-    one.close()
-    assert len(batches(tmp_path / "run.parquet")) == 100
-
-
 @pytest.mark.parametrize("name", ["run.parquet", "folder"])
 def test_many_parts_are_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A part ends when it is full; a folder keeps its parts, a file is made of them, with a row group each."""
@@ -157,15 +143,6 @@ def test_a_slow_disk_costs_frames_and_no_time(
     assert written.lost_frames == 300 - 51
     assert len(told) == 1
     assert "lacks frames" in str(told[0].message)
-
-
-def test_a_kill_while_the_file_takes_its_place_is_found(tmp_path: Path) -> None:
-    """Between two renames the parts lie beside the path; Trace.open knows."""
-    one = writer(tmp_path / "run", becomes_file=False)
-    one.put([frame(4)])
-    one.close()
-    (tmp_path / "run").rename(tmp_path / "run.parquet.parts")
-    assert Trace.open(tmp_path / "run.parquet").batches == (4,)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

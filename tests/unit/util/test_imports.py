@@ -51,11 +51,3 @@ def test_it_can_be_called_off(module):
     waiting.cancel()
     importlib.import_module(module)
     assert seen == []
-
-
-def test_a_module_that_there_is_not_stays_missing():
-    """The import fails as it would have."""
-    waiting = when_imported("nanwatch_test_none", lambda: None)
-    with pytest.raises(ModuleNotFoundError, match="nanwatch_test_none"):
-        importlib.import_module("nanwatch_test_none")
-    assert waiting not in sys.meta_path
