@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nanwatch import Report
 from nanwatch.ranks.merge import merge
 from support.netcheck_ranks import free_port, rank_environment, run_ranks
 from support.paths import SCRIPTS
@@ -158,7 +157,7 @@ def test_sharded_jobs_name_the_guilty_rank(world_size, way, seed, tmp_path):
 
 def test_a_rank_that_is_killed_once_it_has_told_is_still_the_origin(tmp_path):
     """Without a launcher the others live on: they raise what the dead one found."""
-    played = scenario("ddp", "module", 1, exits=True, dies="settling")
+    played = scenario("ddp", "module", 1, exits=True, dies=True)
     given = tmp_path / "scenarios.json"
     given.write_text(json.dumps([played]))
     ranks = run_ranks(3, [str(_SCRIPT), str(given), str(tmp_path)], 120)
@@ -209,67 +208,3 @@ def test_the_second_attempt_of_an_elastic_job_has_its_own_verdict(second, tmp_pa
         assert (latest.attempt.number, [one.attempt.number for one in latest.others]) == (1, [0])
         assert len(list(folder.rglob("report.json"))) == 4
         assert [one["origin"][:3] for one in again if one.get("origin")] == [[0, "", "data"]] * 2
-
-
-def test_launchers_that_count_restarts_for_themselves_have_one_verdict(tmp_path):
-    """One worker quits, and only its launcher counts that: after it the ranks hear of each other all the same."""
-    port = free_port()
-    launchers = [
-        subprocess.Popen(
-            [
-                *(forking_python(), "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"),
-                *("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=job7"),
-                *(f"--max_restarts={restarts}", "--local_addr=127.0.0.1"),
-                *(str(_SCRIPT.with_name("elastic_node.py")), name, str(tmp_path)),
-            ],
-            env=rank_environment(PYTHON_EXEC=forking_python(), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name, restarts in (("steady", 0), ("quits", 1))
-    ]
-    try:
-        ended = [one.communicate(timeout=120) for one in launchers]
-    finally:
-        for one in launchers:
-            one.kill()
-            one.wait()
-    told = {}
-    for out, errors in ended:
-        lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-        assert len(lines) == 1, errors[-3000:]
-        told[lines[0]["node"]] = lines[0]
-    assert {name: one["restarts"] for name, one in told.items()} == {"steady": 0, "quits": 1}
-    origins = [one["origin"] for one in told.values()]
-    assert origins[0] == origins[1]
-    assert f"on rank {told['quits']['rank']}, already in the data of the batch" in origins[0]
-    merged = merge(tmp_path)
-    assert (merged.ranks, merged.attempt.number, merged.others) == ([0, 1], 1, ())
-
-
-@pytest.mark.parametrize("dies", ["told", "settling"])
-def test_a_launcher_that_finds_a_rank_killed_ends_in_time(dies, tmp_path):
-    """The launcher ends the other ranks at once: all that they have printed and written by then is right and whole.
-
-    `launch` waits for the ends of all processes, 90 s at most.
-    """
-    played = scenario("ddp", "module", 1, exits=True, dies=dies) | {"port": None}
-    done = launch([played], 3, tmp_path, "--standalone")
-    for one in told_by(done):
-        found = _GUILTY.search(one["said"])
-        assert found is not None, one
-        assert (found[1], found[2]) == ("1.down", "1")
-    reports = [Report.from_json(path.read_text()) for path in tmp_path.rglob("report.json")]
-    assert (1 in {report.rank for report in reports}) is (dies == "settling")
-    assert {report.finding.module for report in reports if report.finding is not None} <= {"1.down"}
-
-
-def test_a_rank_that_goes_on_holds_the_others_until_the_groups_timeout(tmp_path):
-    """A rank that catches its error keeps its wrapper, and gloo gives up after the seconds of init_process_group."""
-    played = scenario("ddp", "module", 1, timeout=6, keeps=10)
-    told = run([played], 2, tmp_path)
-    check(played, told, 2, tmp_path / "0")
-    waited = [one for one in told if one["rank"] == 0]
-    assert ["waits for a rank that has failed" in one["said"] for one in waited] == [True, False]
-    assert "Timed out waiting 6000ms" in waited[1]["cause"]

@@ -82,38 +82,6 @@ def fsdp2_blocks() -> dict[str, Any]:
 
 
 @scenario
-def fsdp2_raised() -> dict[str, Any]:
-    """A report made inside a forward, where the weights at hand are gathered, and one of the backward's gradients."""
-    seen: dict[str, Any] = {}
-    ways = {
-        "blocks": lambda model: shard_blocks(model, model.blocks, mesh_of("dp")),
-        "blocks and root": sharded,
-        "root": lambda model: shard(model, (), mesh_of("dp")),
-    }
-    for way, parallelize in ways.items():
-        model = parallelize(Net())
-        reports = {}
-        with watching.watch(model, gradients=True) as watch:
-            (model(data(0)).sum() * INF).backward()
-            reports["backward"] = watch.report()
-        with watching.watch(model, rerun=False, peer_timeout=0):
-            try:
-                model(data(0) * INF)
-            except nanwatch.NonFiniteError as error:
-                reports["forward"] = error.report
-        seen |= {
-            f"{way}, {phase}": {
-                "phase": report.finding and report.finding.phase,
-                "shards": any(r.is_shard for f in report.frames for r in f.records),
-                "mesh": report.mesh,
-                "text": report.to_text().splitlines()[1],
-            }
-            for phase, report in reports.items()
-        }
-    return seen
-
-
-@scenario
 def fsdp2_mixed_precision() -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -343,31 +311,6 @@ def pipeline_of_shards() -> dict[str, Any]:
     return two_stages(
         mesh.get_local_rank("pp"), mesh.get_group("pp"), lambda part: shard(part, part, mesh["dp"])
     )
-
-
-@scenario
-def traced_pipeline() -> dict[str, Any]:
-    """Stages that torch makes out of a traced model, which are modules of its own."""
-    from torch.distributed.pipelining import ScheduleGPipe, SplitPoint
-    from torch.distributed.pipelining import pipeline as make_pipeline
-
-    torch.manual_seed(0)
-    rank = dist.get_rank()
-    net = Net()
-    seen = {}
-    with start_watch(net) as watch:
-        pipe = make_pipeline(net, (same_data(0),), split_spec={"blocks.1": SplitPoint.BEGINNING})
-        stage = pipe.build_stage(rank, torch.device("cpu"))
-        schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, target: (y - target).square().sum())
-        before = watch.batch
-        with start_watch(stage.submod, gradients=True) as staged:
-            for number in range(2):
-                given = (torch.cat([same_data(number)] * 2),) if rank == 0 else ()
-                schedule.step(*given, **({"target": torch.ones(8, 3)} if rank else {}))
-        seen["new batches of the model"] = watch.batch - before
-    for phase in ("forward", "backward"):
-        seen[phase] = sorted({f.name for f in staged.frames if f.phase == phase})
-    return seen | {"batches": staged.batch, "finding": staged.report().finding is not None}
 
 
 def two_stages(number: int, group: Any, parallelize: Parallelize) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import signal
 import sys
 import time
 import warnings
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -103,8 +102,8 @@ def step_of(scenario: dict, watched: list[nanwatch.Watch], options: dict[str, ob
     return step, blocks
 
 
-def begin(port: int | None, timeout: float | None) -> None:
-    """The process group: with a store of its own at this port, or with the launcher's; seconds that it waits."""
+def begin(port: int | None) -> None:
+    """Begin the process group, with a store of its own at this port or with the launcher's."""
     if port is not None:
         store = dist.TCPStore("127.0.0.1", port, WORLD, is_master=not RANK)
     else:
@@ -113,31 +112,22 @@ def begin(port: int | None, timeout: float | None) -> None:
         # gloo is given a part of it that is new.
         store = dist.PrefixStore(f"gloo/{ATTEMPT}", kept)
         consensus.default_store = lambda: kept
-    waits = None if timeout is None else timedelta(seconds=timeout)
-    dist.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD, timeout=waits)
+    dist.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD)
 
 
-def die_after(what: str) -> None:
-    """Have this process killed once it has told the others, or once it has written its report down, too."""
-    tell = OriginConsensus.publish
+def die_when_told() -> None:
+    """Have this process killed once it has told the others and has written its report down."""
 
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def tell_and_die(*arguments: object) -> None:
-        tell(*arguments)
-        die()
-
-    if what == "told":
-        OriginConsensus.publish = tell_and_die
-    else:
-        OriginConsensus.settle = die
+    OriginConsensus.settle = die
 
 
 def play(scenario: dict, folder: Path) -> tuple[dict, Exception | None]:
     way, kind, at = scenario["way"], scenario["kind"], scenario["batch"]
     is_guilty = kind == "all" or (kind != "healthy" and scenario["rank"] == RANK)
-    begin(scenario["port"], scenario.get("timeout"))
+    begin(scenario["port"])
     watched: list[nanwatch.Watch] = []
     told: dict[str, object] = {"rank": RANK, "error": None}
     # Every rank of a tensor-parallel group and the first stage of a pipeline have the same data.
@@ -148,8 +138,8 @@ def play(scenario: dict, folder: Path) -> tuple[dict, Exception | None]:
         "act_at": scenario.get("act_at", "auto"),
         "gradients": kind == "backward",
     }
-    if (dies := scenario.get("dies")) and scenario["rank"] == RANK:
-        die_after(dies)
+    if scenario.get("dies") and scenario["rank"] == RANK:
+        die_when_told()
     failed_at, ended_by = time.monotonic(), None
     try:
         step, blocks = step_of(scenario, watched, options)
@@ -188,8 +178,6 @@ def play(scenario: dict, folder: Path) -> tuple[dict, Exception | None]:
         }
     if scenario.get("exits"):
         return told, ended_by
-    if is_guilty:
-        time.sleep(scenario.get("keeps", 0))
     # A wrapper that lives on keeps its connections open, and those who wait for this rank waiting.
     step = blocks = error = None
     gc.collect()
