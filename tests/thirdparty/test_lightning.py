@@ -18,14 +18,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nanwatch
 from support.first_fault import first_fault
-from support.processes import environment, forked
 
 pytest.importorskip("lightning")
 pytestmark = pytest.mark.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-ENVIRONMENT = environment(OMP_NUM_THREADS="1")
 
 
 def callback_of(**options: Any) -> Any:
@@ -122,21 +120,6 @@ def test_gradients_are_watched_bit_equal(tmp_path):
     assert callback.watch.skipped_steps == ()
 
 
-def test_spike_is_told_before_the_step_with_the_loss_of_the_trainer(tmp_path):
-    x = torch.randn(64 * 16, 4, generator=torch.Generator().manual_seed(0))
-    y = x.sum(1, keepdim=True) + torch.randn(64 * 16, 1, generator=torch.Generator().manual_seed(1))
-    y[60 * 16] = 1e4
-    callback = callback_of(spikes=True, output_dir=tmp_path / "out")
-    module = module_of(PACKAGES[0], 0.01)
-    data = DataLoader(TensorDataset(x, y), batch_size=16)
-    trainer_of(PACKAGES[0], tmp_path, callback, max_epochs=1).fit(module, data)
-    (found,) = callback.watch.spikes
-    assert (found.batch, found.cause) == (2 * 60 + 1, "loss")  # encoder and head are a batch each
-    assert [one.label for one in found.jumps] == ["loss"]
-    capsule = nanwatch.Capsule.open(tmp_path / "out" / f"spike-batch-{found.batch}" / "capsule")
-    assert capsule.module == "head"
-
-
 def test_steps_that_the_scaler_skips_are_counted(tmp_path):
     """The gradient of its head's weight, 2^24 times as large, leaves float16 until the scale has come down: skipped
     steps, as many as the scaler skips unwatched, with its scales though there is another one, and the same weights.
@@ -202,32 +185,3 @@ def test_the_least_headroom_of_each_interval_is_logged(tmp_path):
     assert [bits for _, bits in rows] == pytest.approx(logged, abs=1e-9)
     assert callback.least.bits == rows[-1][1]
     assert callback.least.module in dict(module.named_modules())
-
-
-def test_bad_options_are_refused_at_once():
-    """Options that can be checked without a model are checked when the callback is made."""
-    for options in ({"every": 0}, {"max_frame": 3}, {"headroom": 1}):
-        with pytest.raises((TypeError, ValueError)):
-            callback_of(**options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "missing", [(), ("lightning",), ("pytorch_lightning",), ("lightning", "pytorch_lightning")]
-)
-def test_the_packages_there_may_be(missing):
-    """Either package will do; with neither, the error names the extra."""
-    code = f"""
-import sys
-for name in {missing!r}:
-    sys.modules[name] = None
-import nanwatch.integrations.lightning as ours
-print(ours.NanWatchCallback.__mro__[1].__module__.split(".")[0])
-"""
-    done = forked("-c", code, env=ENVIRONMENT, imported=False)
-    if len(missing) == 2:
-        assert "pip install lightning" in done.stderr
-    else:
-        assert done.stdout.strip() == ("pytorch_lightning" if "lightning" in missing else "lightning"), (
-            done.stderr
-        )

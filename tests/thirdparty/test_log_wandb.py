@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import nanwatch
-from support.toys import Scale, breaks_its_log, mlp
+from support.toys import Scale, mlp
 from support.wandb_file import records
 from support.watching import watch
 
@@ -87,27 +85,3 @@ def test_the_module_stands_for_its_run_and_a_fault_outlives_it(run: Any, tmp_pat
     ((_, row),) = [one for one in history(tmp_path) if "nanwatch/is_finite" in one[1]]
     assert (row["nanwatch/is_finite"], row["nanwatch/batch"]) == (0, 0)
     assert "inf" in row["nanwatch/finding"]
-
-
-@pytest.mark.slow
-def test_a_run_that_is_over_is_one_warning(run: Any) -> None:
-    """The training goes on after run.finish()."""
-    run.finish()
-    breaks_its_log(run, "logs no more to the sink Run")
-
-
-def test_the_module_without_a_run_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The warning says what to call first."""
-    pytest.importorskip("wandb", reason="needs W&B: pip install wandb")
-    import wandb
-
-    monkeypatch.setattr(wandb, "run", None)
-    breaks_its_log(wandb, r"has no run: call wandb.init\(\) before the first batch")
-
-
-def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something that logs as a run does, where wandb cannot be imported."""
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    likeness = SimpleNamespace(log=print, define_metric=print)
-    with pytest.raises(ImportError, match=r"pip install .*'\.\[wandb\]'"):
-        watch(mlp(), sinks=likeness)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 import urllib.request
 from typing import Any
 
@@ -48,19 +47,6 @@ def test_headroom_by_module_and_failures(registry: Any, monkeypatch: pytest.Monk
     assert registry.get_sample_value("nanwatch_spikes_total") == 0
 
 
-def test_a_skipped_step_is_counted(registry: Any) -> None:
-    """It is no failure."""
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with watch(model, sinks=PrometheusSink(registry), gradients=True, scaler=scaler):
-        scaler.scale(model(torch.ones(1, 2)).sum() * float("inf")).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert registry.get_sample_value("nanwatch_skipped_steps_total") == 1
-    assert registry.get_sample_value("nanwatch_failures_total") == 0
-
-
 def test_its_name_with_a_port_serves_the_registry_of_the_process() -> None:
     """From the first batch on, without code of the user; a second watch adds to it."""
     with socket.socket() as free:
@@ -76,10 +62,3 @@ def test_its_name_with_a_port_serves_the_registry_of_the_process() -> None:
         ValueError, match="the sink prometheus takes a port, such as prometheus:9400, got 'x'"
     ):
         watch(model, sinks="prometheus:x")
-
-
-def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the start, not in the first batch."""
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ImportError, match=r"`prometheus_client`.*pip install .*'\.\[prometheus\]'"):
-        watch(nn.Identity(), sinks="prometheus")

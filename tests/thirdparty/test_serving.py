@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,19 +78,6 @@ def test_the_requests_of_bad_rows_are_named(served: ServedModel, caplog: pytest.
     finding = nanwatch.Report.from_json(answer["report"]).finding
     assert finding is not None
     assert "in a row of request a in prefill, token 2, KV block 8" in finding.remarks
-
-
-def test_serving_goes_on_after_a_wrong_pattern(
-    served: ServedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Only the model can tell that a pattern matches nothing: it is too late to refuse to start."""
-    monkeypatch.setenv("NANWATCH_OPTIONS", "modules=nothing.*")
-    served = ServedModel("nanwatch.test")
-    own = model()
-    step(served, own, rows=[1])
-    step(served, own)
-    assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    assert "nothing.*" in caplog.text
 
 
 def test_a_device_that_delivers_later_delays_no_step(

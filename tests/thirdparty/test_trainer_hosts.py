@@ -91,26 +91,3 @@ def test_a_trainer_is_watched_and_computes_the_same(host: str, tmp_path: Path) -
     found = finding(tmp_path)
     assert (found["module"], found["label"], found["origin"]) == (module, "output", "produced")
     assert not (tmp_path / "fault.pt").exists()
-
-
-@pytest.mark.parametrize("host", ["sft", "grpo"])
-def test_the_callback_of_transformers_is_the_one_of_trl(host: str, tmp_path: Path) -> None:
-    """With options of the environment, and the same weights. GRPO's sampling refuses a nan by itself."""
-    if find_spec("trl") is None:
-        pytest.skip("trl is not installed")
-    run(tmp_path, SCRIPT, host, "unwatched.pt")
-    options = {"NANWATCH_OPTIONS": "on_nonfinite=record output_dir=out"}
-    run(tmp_path, SCRIPT, host, "watched.pt", "callback", **options)
-    assert equal(tmp_path / "unwatched.pt", tmp_path / "watched.pt")
-    run(tmp_path, SCRIPT, host, "fault.pt", "callback", "fault", status=int(host == "grpo"), **options)
-    [report] = (tmp_path / "out").rglob("report.json")
-    assert json.loads(report.read_text())["finding"]["module"] == "model.layers.1.mlp.act_fn"
-
-
-def test_accelerate_launch_starts_the_script_watched(tmp_path: Path) -> None:
-    """Between the launcher and the script stands `-m nanwatch run`."""
-    pytest.importorskip("accelerate")
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", 1, "-m"]
-    watch = ["nanwatch", "run", "--json", "report.json"]
-    run(tmp_path, *launch, *watch, SCRIPT, "accelerate", "weights.pt", "fault", status=1)
-    assert finding(tmp_path)["module"] == "act"

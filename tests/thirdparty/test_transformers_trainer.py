@@ -23,9 +23,6 @@ from transformers import Trainer, TrainingArguments  # noqa: E402
 from nanwatch.integrations.transformers import HEADROOM, PLACE, NanWatchCallback  # noqa: E402
 from support.architectures import ARCHITECTURES  # noqa: E402
 from support.first_fault import first_fault  # noqa: E402
-from support.processes import environment, forked  # noqa: E402
-
-ENVIRONMENT = environment(OMP_NUM_THREADS="1")
 
 
 @pytest.fixture(autouse=True)
@@ -98,21 +95,6 @@ def test_an_overflow_is_found_and_named(case, tmp_path):
     assert finding.operation is not None
     assert callback.watch is not None
     assert callback.watch.report() is error.value.report
-
-
-@pytest.mark.slow
-def test_an_overflow_is_found_under_torch_compile(tmp_path):
-    """`torch_compile=True`: what Trainer compiles is the watched model."""
-    options = OVERFLOWS["bf16 autocast"]
-    plain = trainer_of(tmp_path, **options)
-    expected = first_fault(plain.model, plain.train)  # before another trainer draws from the same generator
-    compiled: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    trainer = trainer_of(tmp_path, callbacks=[NanWatchCallback()], **compiled, **options)
-    with pytest.raises(nanwatch.NonFiniteError) as error:
-        trainer.train()
-    finding = error.value.report.finding
-    assert finding is not None
-    assert finding.module == expected
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -243,13 +225,6 @@ def test_the_least_headroom_of_each_interval_is_logged(accumulation, tmp_path):
     json.loads(json.dumps(trainer.state.log_history))
 
 
-def test_bad_options_are_refused_at_once():
-    """Options that can be checked without a model are checked when the callback is made."""
-    for options in ({"every": 0}, {"on_nonfinite": "shout"}, {"max_frame": 3}, {"headroom": 1}):
-        with pytest.raises((TypeError, ValueError)):
-            NanWatchCallback(**options)
-
-
 def printed(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> str:
     capsys.readouterr()
     with pytest.raises(ValueError, match=r"nan|inf"):
@@ -266,19 +241,3 @@ def test_the_debug_option_prints_the_same(case, tmp_path, capsys):
     ours = printed(trainer_of(tmp_path, **options), capsys)
     assert "Detected inf/nan during batch_number=" in ours
     assert ours == theirs
-
-
-def test_a_second_training_has_no_second_hooks(tmp_path):
-    """Trainer makes one at each `train()`: the new one takes the place of the last."""
-    trainer_debug.patch_transformers()
-    trainer = trainer_of(tmp_path, debug="underflow_overflow", max_steps=1)
-    for _ in range(2):
-        trainer.train()
-        assert {len(module._forward_hooks) for module in trainer.model.modules()} == {1}
-
-
-def test_without_transformers_the_error_names_the_extra():
-    """The import of the integration says what to install."""
-    code = "import sys; sys.modules['transformers'] = None; import nanwatch.integrations.transformers"
-    done = forked("-c", code, env=ENVIRONMENT, imported=False)
-    assert "pip install transformers" in done.stderr

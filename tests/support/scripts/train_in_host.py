@@ -1,4 +1,4 @@
-"""Trains a small model for 20 steps in a host, unwatched: `train_in_host.py HOST WEIGHTS [callback] [fault]`.
+"""Trains a small model for 20 steps in a host, unwatched: `train_in_host.py HOST WEIGHTS [fault]`.
 
 It saves the weights. With `fault` an activation becomes infinite in its tenth call.
 """
@@ -80,7 +80,6 @@ def sft() -> nn.Module:
         args,
         train_dataset=data.remove_columns("prompt"),
         processing_class=tokenizer,
-        callbacks=callbacks(),
     ).train()
     return model
 
@@ -101,18 +100,8 @@ def grpo() -> nn.Module:
         args=args,
         train_dataset=data.remove_columns("text"),
         processing_class=tokenizer,
-        callbacks=callbacks(),
     ).train()
     return model
-
-
-def callbacks() -> list[Any]:
-    """The callback of nanwatch, where the command line asks for it."""
-    if "callback" not in WORDS:
-        return []
-    from nanwatch.integrations.transformers import NanWatchCallback
-
-    return [NanWatchCallback()]
 
 
 def loop(forward: Callable[[Tensor], Tensor], step: Callable[[Tensor], object]) -> None:
