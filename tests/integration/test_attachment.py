@@ -5,11 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import os
 import pickle
 import re
-import subprocess
-import sys
 import weakref
 import zipfile
 from collections.abc import Callable
@@ -21,7 +18,6 @@ from torch import Tensor, nn
 
 from nanwatch import watch
 from nanwatch.instrumentation import slot
-from nanwatch.numerics import _extension
 from support.toys import mlp, names
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
@@ -88,28 +84,6 @@ def test_pickles_and_copies_are_those_of_the_unwatched_model(make: Callable[[], 
                 assert not slot.wrappers(other)
                 assert [one.keys() for one in all_vars(other)] == [one.keys() for one in variables]
     assert saved(model) == expected
-
-
-def test_a_watched_lstm_is_loaded_with_weights_only() -> None:
-    """No class of nanwatch's, nor `type`, is in the file: what loads the unwatched model loads this one."""
-    model = nn.Sequential(nn.LSTM(3, 4))
-    file = io.BytesIO()
-    with watch(model):
-        torch.save(model, file)
-    file.seek(0)
-    with torch.serialization.safe_globals([nn.Sequential, nn.LSTM]):
-        loaded = torch.load(file, weights_only=True)
-    assert torch.equal(loaded[0].weight_ih_l0, model[0].weight_ih_l0)
-
-
-def test_a_copy_of_the_dict_is_no_watched_module() -> None:
-    """A copy of the dict, as DataParallel makes for replicas, makes calls of its own that nobody records."""
-    model = mlp()
-    replica = nn.Sequential.__new__(nn.Sequential)
-    with watch(model) as w:
-        replica.__dict__ = model.__dict__.copy()
-        replica(torch.ones(1, 3))
-    assert [name for _, name in names(w)] == ["0", "1", "2"]  # shared children, each called from outside
 
 
 # Attributes of modules
@@ -246,34 +220,6 @@ def test_compile_and_its_end_behind_a_watch() -> None:
     assert len(calls) == 1
     assert w.batch == 1
     assert model._compiled_call_impl is None
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(_extension.C is None, reason="it is this process that has no compiled part")
-def test_all_of_it_without_the_compiled_part(request: pytest.FixtureRequest) -> None:
-    """The same tests in a process that has none: the descriptor itself is another there."""
-    if request.node.callspec.params["each_recorder"] != "python":
-        pytest.skip("once is enough")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            "-n0",
-            "-k",
-            "python",
-            __file__,
-        ],
-        env={**os.environ, "NANWATCH_EXT": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
 
 
 def test_a_module_made_in_each_forward_takes_the_place_of_the_one_before() -> None:

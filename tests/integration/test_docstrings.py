@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import doctest
 import importlib
 import importlib.util
@@ -15,7 +14,6 @@ import pytest
 
 import nanwatch
 from nanwatch.instrumentation import functions
-from nanwatch.numerics import ranges
 
 
 @pytest.fixture(autouse=True)
@@ -75,11 +73,3 @@ def test_examples_print_what_they_show(
     assert not missing, f"the example of {name} does not show {', '.join(missing)}"
     failed = sum(doctest.DocTestRunner().run(test).failed for test in tests)
     assert failed == 0, capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["abs_range", "tensor_health"])
-def test_a_compiled_function_has_the_docstring_of_its_twin(name: str) -> None:
-    """The page of the API shows the text of the Python function, and `help()` that of the compiled one."""
-    tree = ast.parse(inspect.getsource(ranges))
-    (twin,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
-    assert inspect.getdoc(getattr(nanwatch, name)) == ast.get_docstring(twin)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanwatch.session.api import watch
 from support.architectures import ARCHITECTURES, built, inputs_of
@@ -79,56 +77,6 @@ def test_a_training_whose_gradients_are_watched_ends_with_the_same_bits(name: st
     checkpointing = bool(getattr(built(name), "supports_gradient_checkpointing", False))
     watched = train(name, True, "fused", checkpointing, gradients=True)
     assert_same_bits(watched, unwatched(name, "fused", checkpointing))
-
-
-class _Lives(TorchDispatchMode):
-    """How many bytes of operations' results are alive, and the most there ever were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = self.peak = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(x, Tensor) and (storage := x.untyped_storage())._cdata not in self.known:
-                self._add(storage)
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        number, size = storage._cdata, storage.nbytes()
-        self.known.add(number)
-        self.bytes += size
-        self.peak = max(self.peak, self.bytes)
-
-        def gone() -> None:
-            self.known.discard(number)
-            self.bytes -= size
-
-        weakref.finalize(storage, gone)
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("name", ["gpt2", "mt5", "vit"])
-def test_the_peak_of_tensor_memory_is_the_same(name: str, gradients: bool) -> None:
-    """Forward and backward hold as many bytes at their peak, and as many when done."""
-    found = []
-    for watched in (False, True):
-        model = with_dropout(copy.deepcopy(built(name)))
-        inputs = inputs_of(name, 0)
-        watcher = watch(model, gradients=gradients) if watched else None
-        gc.collect()
-        with _Lives() as lives:
-            for _ in range(2):
-                loss_of(model(**inputs)).backward()
-        gc.collect()
-        found.append((lives.peak, lives.bytes))
-        if watcher is not None:
-            assert watcher.batch == 1
-            watcher.stop()
-    assert found[0] == found[1]
-    assert found[0][0] > 0
 
 
 @pytest.mark.parametrize("mode", ["training", "inference"])

@@ -38,33 +38,6 @@ def test_each_step_of_generate_is_a_batch() -> None:
     assert {batch for batch, _ in names(w)} == {0, 1, 2, 3}
 
 
-def test_generate_of_an_encoder_and_decoder_calls_the_encoder_alone() -> None:
-    """The encoder's own call is a batch, before those of the whole model."""
-    model = built("mt5").eval()
-    with watch(model, max_frames=1000) as w:
-        model.generate(inputs_of("mt5", 0)["input_ids"], min_new_tokens=2, max_new_tokens=2, do_sample=False)
-    outermost = [[name for _, name in group][-1] for _, group in itertools.groupby(names(w), lambda x: x[0])]
-    assert outermost == ["encoder", "", ""]
-
-
-def test_accumulation_and_evaluation_count_each_call() -> None:
-    """Four calls for two optimizer steps, then one under no_grad: five batches."""
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with watch(model, verify_hits=True) as w:
-        for step in range(4):
-            model(torch.randn(2, 3)).sum().backward()
-            if step % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        model.eval()
-        with torch.no_grad():
-            model(torch.randn(2, 3))
-    assert w.batch == 4
-    assert [batch for batch, name in names(w) if name == ""] == [0, 1, 2, 3, 4]
-    assert w.counters.get("stale_hits", 0) == 0
-
-
 def test_gradient_checkpointing_of_a_real_model() -> None:
     """transformers' own checkpointing: as many recomputed frames of the blocks as recorded ones, same batch."""
     for reentrant in (True, False):
@@ -140,39 +113,6 @@ def test_a_module_that_calls_itself_is_one_batch(recorder: str, monkeypatch: pyt
         finding = fault_of(model, torch.ones(1), 2).finding
     assert finding is not None
     assert (finding.module, finding.label) == ("part", "output")
-
-
-def test_a_module_called_several_times_has_a_frame_for_each_call() -> None:
-    """Under one name, in the order of the calls."""
-    shared = Scale(3.0)
-    model = nn.Sequential(shared, nn.Identity(), shared, shared)
-    with watch(model) as w:
-        model(torch.ones(1))
-    calls = [frame for frame in w.frames if frame.name == "0"]
-    assert [frame.records[-1].abs_max for frame in calls] == [3.0, 9.0, 27.0]
-
-
-@pytest.mark.parametrize("moment", ["before the first batch", "in between", "within a batch", "after stop()"])
-def test_a_healthy_run_has_a_report_at_any_time(moment: str) -> None:
-    """The latest frames, whole, and no finding."""
-    model = nn.Sequential(Scale(), Scale())
-    reports = []
-    w = watch(model, max_frames=2)
-    if moment == "before the first batch":
-        reports.append(w.report())
-    if moment == "within a batch":
-        model[1].register_forward_hook(lambda *_: reports.append(w.report()))
-    model(torch.ones(1))
-    if moment == "in between":
-        reports.append(w.report())
-    w.stop()
-    if moment == "after stop()":
-        reports.append(w.report())
-    (report,) = reports
-    assert report.finding is None
-    latest = {"before the first batch": [], "within a batch": ["0"]}.get(moment, ["1", ""])
-    assert [frame.name for frame in report.frames] == latest
-    assert report.batch == (None if moment == "before the first batch" else 0)
 
 
 # The model changes
@@ -301,33 +241,6 @@ def test_several_models_have_batches_of_their_own() -> None:
     assert (g.batch, d.batch) == (3, 6)
     assert d.report().finding is not None
     assert d.report().finding.origin == "data"
-
-
-def test_each_watch_reports_the_fault_its_own_way() -> None:
-    """The first watch records, the second raises: both have the report."""
-    model = nn.Sequential(Scale(INF))
-    first = watch(model, on_nonfinite="record")
-    second = watch(model)
-    fault_of(model, torch.ones(1))
-    second.stop()
-    model(torch.ones(1))
-    first.stop()
-    for report in (first.report(), second.report()):
-        assert report.finding is not None
-        assert report.finding.module == "0"
-
-
-def test_a_model_that_was_compiled_in_place_is_watched_as_before() -> None:
-    """`module.compile()` uses the same place as a watch: the compiled call is still made, and put back by stop()."""
-    model = mlp()
-    model.compile(backend="eager")
-    compiled = model._compiled_call_impl
-    x = torch.randn(2, 3)
-    with watch(model) as w:
-        output = model(x)
-    assert model._compiled_call_impl is compiled
-    assert torch.equal(output, mlp()(x))
-    assert names(w)[-1] == (0, "")
 
 
 # The life of a watch
