@@ -6,7 +6,6 @@ The line at which the difference comes about ends in `# part`. Races of threads 
 from __future__ import annotations
 
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import nanwatch
 from nanwatch.compare.trials import temporarily
@@ -50,19 +48,9 @@ def clock(self: Forward, x: Tensor) -> Tensor:
     return x * factor  # part
 
 
-def random_bytes(self: Forward, x: Tensor) -> Tensor:
-    noise = [one / 256 for one in os.urandom(4)]
-    return x + torch.tensor(noise)  # part
-
-
 def numpy_generator(self: Forward, x: Tensor) -> Tensor:
     noise = torch.from_numpy(np.random.default_rng().standard_normal(4, dtype=np.float32))  # part
     return x + noise
-
-
-def reseeded(self: Forward, x: Tensor) -> Tensor:
-    torch.seed()
-    return F.dropout(x, 0.5)  # part
 
 
 class OwnGenerator(nn.Module):
@@ -74,11 +62,6 @@ class OwnGenerator(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.rand(x.shape, generator=self.generator)  # part
-
-
-def generator_by_time(self: Forward, x: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(time.time_ns() % 2**31)
-    return x * torch.rand(x.shape, generator=generator)  # part
 
 
 class Remembers(nn.Module):
@@ -145,22 +128,6 @@ def noisy_backward(self: Forward, x: Tensor) -> Tensor:
     return _NoisyBackward.apply(x)
 
 
-def hooked(self: Forward, x: Tensor) -> Tensor:
-    x = x.clone()
-    x.register_hook(lambda gradient: gradient + random.SystemRandom().random())  # part
-    return x
-
-
-@torch.library.custom_op("not_repeatable::race", mutates_args=())
-def race(x: Tensor) -> Tensor:
-    """Kernel of somebody's own that is not repeatable."""
-    return x + int.from_bytes(os.urandom(2), "little")
-
-
-def custom_kernel(self: Forward, x: Tensor) -> Tensor:
-    return race(x.detach())  # part
-
-
 @torch.library.custom_op("not_repeatable::chunked_sum", mutates_args=())
 def chunked_sum(x: Tensor) -> Tensor:
     """Sum that depends on how threads have shared the work."""
@@ -213,32 +180,18 @@ class Overwritten(nn.Module):
 
 SOURCES = {
     "clock": Source(lambda: Forward(clock), "aten.mul.Tensor", "time.time()", "clocks"),
-    "random_bytes": Source(
-        lambda: Forward(random_bytes), "aten.lift_fresh.default", "os.urandom()", "manual_seed(0)"
-    ),
     "numpy_generator": Source(
         lambda: Forward(numpy_generator),
         "aten.lift_fresh.default",
         "numpy.random.default_rng()",
         "manual_seed(0)",
     ),
-    "reseeded": Source(lambda: Forward(reseeded), "aten.bernoulli_.float", "torch.seed()", "manual_seed(0)"),
     "own_generator": Source(OwnGenerator, "aten.rand.generator", "torch.Generator of its own", "attributes"),
-    "generator_by_time": Source(
-        lambda: Forward(generator_by_time), "aten.rand.generator", "time.time_ns()", "clocks"
-    ),
     "memory": Source(Remembers, "aten.add.Tensor", "run to run: 1.memory", "attributes"),
     "counter": Source(Counts, "aten.div.Tensor", "1.calls", "attributes"),
     "branch": Source(Takes, "aten.relu.default", "another branch", "attributes"),
     "threads_order": Source(lambda: Forward(racing_threads), "aten.stack.default", "as_completed()"),
     "backward": Source(lambda: Forward(noisy_backward), "aten.mul.Tensor", "time.time()", "clocks"),
-    "gradient_hook": Source(lambda: Forward(hooked), "aten.add.Tensor", "SystemRandom()", "manual_seed(0)"),
-    "custom_kernel": Source(
-        lambda: Forward(custom_kernel),
-        "not_repeatable.race.default",
-        "kernel is not PyTorch's",
-        "manual_seed(0)",
-    ),
     "chunks": Source(
         lambda: Forward(chunked),
         "not_repeatable.chunked_sum.default",

@@ -6,7 +6,6 @@ import ctypes
 import gc
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -30,15 +29,6 @@ def in_use() -> int:
     mallinfo.restype = _Mallinfo2
     found = mallinfo()
     return int(found.uordblks + found.hblkhd)
-
-
-def resident_peak() -> int:
-    """The most KiB of this process that were in memory at once; of Linux alone.
-
-    Not getrusage's: that begins with the size of the process which started this one.
-    """
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 def assert_no_growth(run: Callable[[int], None], rounds: int, least: int) -> None:

@@ -108,18 +108,3 @@ def growing(*, hostile: str = "") -> Report:
         )
         frames.append(Frame(1, f"encoder.block.{i}.wo{hostile}", "Linear" + hostile, records))
     return Report(tuple(frames), find(frames), 1)
-
-
-def many(num_records: int) -> Report:
-    """A report of so many records, four a frame, that overflows at the end."""
-    frames = []
-    for f in range(num_records // 4):
-        last = inf if f == num_records // 4 - 1 else 10.0 ** (f % 5)
-        records = (
-            record("weight", "weight", 0.5 + f % 3, 1e-3),
-            record("bias", "weight", 0.25, 1e-5),
-            record("input[0]", "input", 10.0 ** ((f - 1) % 5), 0.0),
-            record("output", "output", last),
-        )
-        frames.append(Frame(f // 500, f"decoder.block.{f % 500 // 10}.layer.{f % 10}", "Linear", records))
-    return Report(tuple(frames), find(frames), len(frames) // 500)
