@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -78,32 +77,3 @@ def test_the_requests_of_bad_rows_are_named(served: ServedModel, caplog: pytest.
     finding = nanwatch.Report.from_json(answer["report"]).finding
     assert finding is not None
     assert "in a row of request a in prefill, token 2, KV block 8" in finding.remarks
-
-
-def test_a_device_that_delivers_later_delays_no_step(
-    served: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rows of a step are kept on the device until its batch is known to be bad, in a step with other rows."""
-    own = model()
-    served.start(own)
-    assert served._deferred.watch is not None
-    reports, late = served._deferred.watch._reports, []
-    monkeypatch.setattr(reports, "describe", lambda *found: late.append(found) or ())
-    own[1].rows = [3]  # type: ignore[assignment]
-    served.step_begins(lambda: SHARES)
-    output = nn.Sequential.forward(own, torch.ones(6, 4))  # type: ignore[arg-type]
-    served.step_ended(output.as_subclass(Elsewhere))
-    assert not served.requests
-    served.step_begins(lambda: [Share("d", "prefill", 6, 0)])
-    for finding, record in late:
-        served._describe(finding, record)
-    served.step_ended()
-    assert [(one.request, one.position) for one in served.requests.values()] == [("b", 4)]
-
-
-class Elsewhere(Tensor):
-    """A tensor of the CPU that says it lies on a GPU."""
-
-    @property
-    def device(self) -> Any:
-        return torch.device("cuda")

@@ -91,3 +91,12 @@ def test_a_trainer_is_watched_and_computes_the_same(host: str, tmp_path: Path) -
     found = finding(tmp_path)
     assert (found["module"], found["label"], found["origin"]) == (module, "output", "produced")
     assert not (tmp_path / "fault.pt").exists()
+
+
+def test_accelerate_launch_starts_the_script_watched(tmp_path: Path) -> None:
+    """Between the launcher and the script stands `-m nanwatch run`."""
+    pytest.importorskip("accelerate")
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", 1, "-m"]
+    watch = ["nanwatch", "run", "--json", "report.json"]
+    run(tmp_path, *launch, *watch, SCRIPT, "accelerate", "weights.pt", "fault", status=1)
+    assert finding(tmp_path)["module"] == "act"
