@@ -100,33 +100,6 @@ def test_frames_have_the_users_names(jobs: Any, size: int, name: str) -> None:
             assert saw[f"{when}, gradients=True"]["backward names"] == expected
 
 
-@pytest.mark.parametrize(
-    ("size", "name", "roles", "dims"),
-    [
-        (2, "fsdp2_each_layer", ["weight"], {"dp": 2}),
-        (2, "tensor_parallel", ["gradient", "weight"], {"tp": 2}),
-        (2, "sequence_parallel", ["gradient", "input", "output", "weight"], {"tp": 2}),
-        (4, "tensor_parallel", ["gradient", "weight"], {"tp": 4}),
-        (4, "both", ["gradient", "weight"], {"tp": 2}),
-    ],
-)
-def test_frames_say_which_shard_was_read(
-    jobs: Any, size: int, name: str, roles: list[str], dims: dict[str, int]
-) -> None:
-    """Each rank's shards are at its own coordinates, and its report has its rank."""
-    for rank, saw in enumerate(seen_by_all(jobs, size, name)):
-        (dim, ranks) = next(iter(dims.items()))
-        coordinate = rank % ranks  # in the last dimension of the mesh, the only one in these records
-        for when in ("before", "after"):
-            one = saw[f"{when}, gradients=True"]
-            assert one["roles of shards"] == roles
-            assert f"{dim}={coordinate} of {ranks}" in one["mesh"]
-            assert one["rank"] == rank
-            notes = [note for note in one["notes"] if note]
-            assert notes
-            assert all(f" at {dim}={coordinate} of {ranks}" in note for note in notes)
-
-
 def places_in_the_mesh(size: int, name: str, rank: int) -> list[str]:
     """Return the place of a rank in the mesh, as init_device_mesh arranges ranks row by row."""
     if name in ("ddp", "fsdp1"):  # both have no mesh of their own

@@ -147,23 +147,6 @@ def test_a_model_moved_to_another_dtype_stays_watched(dtype: torch.dtype) -> Non
     assert w.counters.get("stale_hits", 0) == 0
 
 
-def test_parameters_swapped_in_place_are_seen() -> None:
-    """With torch's swap of parameters, `to` and load_state_dict work on a watched model."""
-    model = mlp()
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        with watch(model) as w:
-            model(torch.randn(2, 3))
-            model.double()
-            model.load_state_dict({key: torch.full_like(x, 7.0) for key, x in model.state_dict().items()})
-            model(torch.randn(2, 3).double())
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
-    record = next(f for f in w.frames if f.name == "0" and f.batch == 1).records[0]
-    assert (record.abs_min, record.abs_max, record.dtype) == (7.0, 7.0, "float64")
-
-
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_parametrized_modules_compute_the_same_and_are_seen(when: str) -> None:
     """Weight norm put on before or during the watch: same output, and frames of the parametrization's modules."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -87,34 +86,6 @@ def test_the_frames_are_those_of_the_recorder(tmp_path: Path) -> None:
         ]
 
     assert [facts(frame) for frame in told] == [facts(frame) for frame in mine]
-
-
-def test_two_models_share_the_file(tmp_path: Path) -> None:
-    """One calls the other, in a thread of its own another one."""
-    seen: list[BlackBoxReport] = []
-    inside, release = threading.Event(), threading.Event()
-
-    def waits() -> None:
-        inside.set()
-        release.wait()
-
-    third = nn.Sequential(Calls(waits))
-    second = nn.Sequential(Calls(lambda: seen.append(read_black_box(box.path))))
-    first = Calls(lambda: second(torch.ones(1, 4)))
-    with (
-        black_box(tmp_path) as box,
-        watch(first, black_box=True),
-        watch(second, black_box=True),
-        watch(third, black_box=True),
-    ):
-        thread = threading.Thread(target=third, args=(torch.ones(1, 4),))
-        thread.start()
-        inside.wait()
-        first(torch.ones(1, 4))
-        release.set()
-        thread.join()
-    assert places(seen[0]) == [["", "", "0"], ["", "0"]]
-    assert [call.class_name for call in seen[0].threads[0].calls] == ["Calls", "Sequential", "Calls"]
 
 
 def test_a_killed_process_runs_no_longer_before_its_parent_asks(tmp_path: Path) -> None:

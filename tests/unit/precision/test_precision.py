@@ -245,25 +245,3 @@ def test_running_statistics_are_kept(mode: Callable[[], AbstractContextManager[A
     assert norm.running_mean is buffer
     assert torch.equal(norm.running_mean, plain.running_mean.half())
     assert norm.num_batches_tracked == 1
-
-
-def test_a_buffer_written_in_evaluation_is_kept() -> None:
-    """A static cache in a half buffer is filled through the copy, and a buffer that is replaced stays replaced."""
-
-    class Cache(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("kept", torch.zeros(3, dtype=HALF))
-            self.register_buffer("replaced", torch.zeros(3, dtype=HALF))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.kept[1] = x[0]
-            self.replaced = x + 1
-            return self.kept * 2
-
-    cache = Cache().eval()
-    with run_in_fp32(cache):
-        cache(torch.full((3,), 5.0, dtype=HALF))
-    assert cache.kept.tolist() == [0, 5, 0]
-    assert cache.kept.dtype is HALF
-    assert cache.replaced.tolist() == [6, 6, 6]

@@ -187,17 +187,3 @@ def test_a_store_that_has_gone_leaves_a_rank_with_its_own_finding(is_connected):
     assert (origin.rank, origin.num_reported) == (1, 1)
     assert re.match("the store (cannot be asked|does not answer)", verdict.trouble)
     verdict.stop()
-
-
-def test_a_restarted_job_does_not_see_the_failure_before(server, monkeypatch):
-    """The keys of an elastic job have its run id and the number of its restarts."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    before = OriginConsensus(connect(server), 0, 1, peer_timeout=5.0)
-    before.publish(finding(), 3)
-    before.stop()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    after = OriginConsensus(connect(server), 0, 1, peer_timeout=5.0)
-    time.sleep(1.5)
-    assert not after.pending()
-    after.stop()

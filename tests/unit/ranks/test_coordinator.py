@@ -99,15 +99,6 @@ def test_the_next_batch_raises_what_another_rank_found(job, tmp_path):
     assert nanwatch.Report.from_json((tmp_path / "peer-rank-0" / "report.json").read_text()).finding is None
 
 
-def until_known() -> None:
-    """Until the verdict has seen the failure of another rank; at most about 20 s."""
-    for _ in range(400):
-        if coordinator._job.is_pending():
-            return
-        threading.Event().wait(0.05)
-    raise AssertionError("it was never seen")
-
-
 def train_until(job: Job, model: nn.Module, ends: Callable[[], None]) -> None:
     """A batch, the failure of another rank, and how this one's run ends: with what that rank found."""
 
@@ -119,22 +110,6 @@ def train_until(job: Job, model: nn.Module, ends: Callable[[], None]) -> None:
 
     with pytest.raises(PeerNonFiniteError, match="on rank 1"):
         train()
-
-
-def test_a_rank_that_stops_and_knows_is_not_waited_for(job):
-    """stop() raises nothing, and says that this rank has had its say."""
-    model = nn.Linear(4, 4)
-    watch = watching.watch(model, peer_timeout=10)
-    model(torch.ones(2, 4))
-    job.other_fails()
-    until_known()
-    assert job.board().num_reported() == 1
-    watch.stop()
-    for _ in range(400):  # stop() waits two seconds for the thread that says so
-        if job.board().num_reported() == 2 and job.board().all_left():
-            return
-        threading.Event().wait(0.05)
-    raise AssertionError("this rank is still waited for")
 
 
 def test_an_error_of_a_collective_inside_a_forward_is_explained(job):

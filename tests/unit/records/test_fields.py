@@ -1,18 +1,16 @@
-"""The fields of records as columns, and the header for C++ that is made of them."""
+"""The fields of records as columns."""
 
 from __future__ import annotations
 
 import json
-import runpy
 from typing import NamedTuple
 
 import pytest
 
 from nanwatch.numerics.formats import Statistics
 from nanwatch.records.fields import Fields
-from nanwatch.records.record import ROLES, Record, Role
+from nanwatch.records.record import Role
 from nanwatch.util import reading
-from support.paths import ROOT
 
 
 class WithMedian(NamedTuple):
@@ -38,13 +36,3 @@ def test_a_field_more_has_a_column_and_a_member_of_json(median: float | None) ->
     assert (columns["shape"], columns["mean"]) == (["[2, 3]"], [None])
     assert fields.read({name: cells[0] for name, cells in columns.items()}) == row
     assert reading.of(WithMedian)(json.loads(json.dumps(reading.plain(row))), "row") == row
-
-
-def test_the_header_of_the_columns_is_up_to_date() -> None:
-    """As `make lint` asks, for those who run the tests alone. The parsed declarations are those that Python has."""
-    script = runpy.run_path(str(ROOT / "csrc" / "make_columns.py"))
-    assert script["PLACE"].read_text(encoding="utf-8") == script["header"](), (
-        "run python csrc/make_columns.py"
-    )
-    assert script["fields_of"]("records/record.py", "Record") == list(Record._fields)
-    assert script["choices_of"]("records/record.py", "Role") == list(ROLES)

@@ -130,22 +130,16 @@ def test_two_batches_of_one_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("a", "b", "what"),
     [
-        (row(high=1.0), row(high=1.0), None),
         (row(high=1.0), row(high=1.0005), None),
         (row(high=1.0), row(high=1.002), "abs_max 1 against 1.002"),
-        (row(low=0.5), row(low=0.4), "abs_min 0.5 against 0.4"),
         (row(low=1e-8), row(low=3e-8), None),  # rounding of what was near 1
         (row(low=1e-8, high=1e-7), row(low=3e-8, high=1e-7), "abs_min 1e-08 against 3e-08"),
-        (row(low=1e-3, dtype="float16"), row(low=0.0, dtype="float16"), None),
         (row(high=1.0), row(high=inf), "finite against inf"),
         (row(low=nan, high=nan), row(high=inf), "nan against inf"),
         (row(low=nan, high=nan), row(low=nan, high=nan), None),
-        (row(high=inf), row(high=inf), None),
         (row(), row(shape=(3,)), "shape [2] against [3]"),
         (row(), row(dtype="float16"), "dtype float32 against float16"),
-        (row(), row(high=inf, shape=(3,)), "finite against inf"),
         (row(low=None, high=None), row(), None),
-        (row(low=0.0, high=0.0), row(low=0.0, high=0.0), None),
         (row(low=inf, high=0.0), row(low=inf, high=0.0), None),  # an empty tensor
         (row(dtype="int64", low=7.0, high=9.0), row(dtype="int64", low=8.0, high=9.0), "abs_min 7 against 8"),
     ],

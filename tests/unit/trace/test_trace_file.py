@@ -15,7 +15,6 @@ from nanwatch.session.api import watch
 from nanwatch.trace.columns import COLUMNS, TraceError
 from nanwatch.trace.trace_file import Trace
 from support.toys import Scale
-from support.written_traces import write_rows
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -30,33 +29,6 @@ def made(path: Path) -> Path:
             model(torch.ones(2, 3))
     assert w.trace_path is not None
     return w.trace_path
-
-
-def test_a_folder_of_several_traces_is_none(tmp_path: Path) -> None:
-    """The error names them. What the ranks of one job wrote, or the parts of one run, is one trace."""
-    rows = [{"batch": 0, "call": 0, "module": "0", "abs_max": 1.0}]
-    names = {
-        "runs": ["a.parquet", "a-1.parquet"],
-        "ranks": ["a-rank0.parquet", "a-rank1.parquet"],
-        "twice": ["a-rank0.parquet", "a-rank0-1.parquet"],
-        "parts": ["part-00000.parquet", "part-00001.parquet"],
-    }
-    for folder, files in names.items():
-        (tmp_path / folder).mkdir()
-        for file in files:
-            write_rows(tmp_path / folder / file, rows)
-    for folder, shown in {
-        "runs": "a-1.parquet, a.parquet",
-        "twice": "a-rank0-1.parquet, a-rank0.parquet",
-    }.items():
-        with pytest.raises(
-            TraceError, match=f"{folder} is a folder with 2 traces: {shown}; name one of them"
-        ):
-            Trace.open(tmp_path / folder)
-    assert [Trace.open(tmp_path / folder).table(["batch"]).num_rows for folder in ("ranks", "parts")] == [
-        2,
-        2,
-    ]
 
 
 @pytest.mark.parametrize("library", ["pandas", "polars"])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
-from nanwatch.session.api import watch
 from nanwatch.util.job import rank, rank_and_world_size
 
 
@@ -43,15 +41,3 @@ def test_the_jobs_own_word_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         torch.distributed.destroy_process_group()
     assert rank_and_world_size() == (3, 4)
-
-
-def test_a_report_has_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also before the process group is made, so that ranks write into folders of their own."""
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    model = nn.Identity()
-    with watch(model, on_nonfinite="record") as w:
-        model(torch.tensor([float("nan")]))
-        report = w.report()
-    assert report.finding is not None
-    assert (report.rank, report.finding.rank) == (3, 3)
