@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,12 +15,26 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 CASES: list[Case] = []
+THREADS: list[Case] = []
 PRODUCTS = "addmm mm bmm baddbmm matmul linear"  # the ways to one matrix product
 
 
 def finite(value: Any) -> bool:
     """Return whether all tensors in a value are finite."""
     return all(bool(x.isfinite().all()) for x in _pytree.tree_leaves(value) if isinstance(x, Tensor))
+
+
+def train_one_step(
+    model: nn.Module, batch: tuple[Any, ...], objective: Callable[..., Tensor], scale: float
+) -> list[Tensor]:
+    """Train a model as a loop of a user's does. Return the loss and the gradients."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer.zero_grad()
+    loss = objective(model, *batch)
+    (loss * scale).backward()
+    results = [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    optimizer.step()
+    return results
 
 
 @dataclass
@@ -32,6 +47,9 @@ class Setup:
     autocast: torch.dtype | None = None
     loop: Callable[[], Any] | None = None
     loss: Callable[[Any], Tensor] | None = None
+    objective: Callable[..., Tensor] | None = (
+        None  # in place of `loss`: of the model and what it is called with
+    )
     batch: Callable[[int], tuple[Any, ...]] | None = None  # in place of `args`: those of a step
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     steps: int = 1
@@ -42,6 +60,10 @@ class Setup:
         """Make the calls until a step is not finite. Return the last output, or the loss and the gradients."""
         if self.loop is not None:
             return self.loop()
+        if self.objective is not None:
+            batch = _pytree.tree_map_only(Tensor, self.convert, self.args)
+            with nullcontext() if self.autocast is None else torch.autocast("cpu", dtype=self.autocast):
+                return train_one_step(self.model, batch, self.objective, self.scale)
         if self.loss is None:
             return self._forward(self.args)
         optimizer = (self.optimizer or (lambda model: torch.optim.SGD(model.parameters(), lr=1e-3)))(
@@ -134,6 +156,22 @@ def failure(
         file, names = Path(inspect.getfile(make)), tuple(operations.split())
         facts = (cause, module, label, origin, value, source_module, names, transient, format_cause)
         CASES.append(Case(make.__name__, make, file, *facts))
+        return make
+
+    return enter
+
+
+def thread(url: str) -> Callable[[Callable[[], tuple[nn.Module, tuple[Any, ...], Any]]], Callable[[], Setup]]:
+    """Enter the function that builds a training of a public thread into THREADS under its own name."""
+
+    def enter(build: Callable[[], tuple[nn.Module, tuple[Any, ...], Any]]) -> Callable[[], Setup]:
+        @functools.wraps(build)
+        def make() -> Setup:
+            model, args, objective = build()
+            return Setup(model, args, objective=objective)
+
+        file = Path(inspect.getfile(build))
+        THREADS.append(Case(build.__name__, make, file, url, "", "", "", "", None, (), False, False))
         return make
 
     return enter

@@ -2,13 +2,14 @@
 
     python tests/programs/judge.py                    # a line a program, and a count for each column
     python tests/programs/judge.py softplus           # the programs with this in their name, with the reports
+    python tests/programs/judge.py --threads          # the trainings rebuilt from public threads
     python tests/programs/judge.py --json
 
 Columns: `module` (the whole place of the finding), `operation`, `line`, `cure` (one works, and all that are said to
 work do when a user applies them: the run is then finite, and its loss and outputs within 1 % of float64, where that is
-finite), `state`
-(the watched program ends as the unwatched one), `quiet` (nothing is said of a healthy program, and its results are
-bit-equal), `audit` (the cause and the module of a training that goes wrong in silence).
+finite), `sound` (no cure that is said to work does harm), `state` (the watched program ends as the unwatched one),
+`quiet` (nothing is said of a healthy program, and its results are bit-equal), `audit` (the cause and the module of a
+training that goes wrong in silence).
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ import nanwatch.capsule.capsule
 import nanwatch.diagnosis.rerun
 from nanwatch.report.finding import Cure, Finding
 from programs import failing, shapes  # noqa: F401 - enter their programs
-from programs.case import CASES, Case, Setup, finite
+from programs.case import CASES, THREADS, Case, Setup, finite
 from programs.healthy import HEALTHY
 from programs.reported import table
 from programs.stateful import case as stateful
 from programs.stateful import forwards, losses  # noqa: F401
+from programs.threads import attention, classification, geometry, likelihoods  # noqa: F401
 
-COLUMNS = "module", "operation", "line", "cure", "state", "quiet", "audit"
+COLUMNS = "sound", "module", "operation", "line", "cure", "state", "quiet", "audit"
 # A cure may move a result by this part of its norm from that of float64. Formats of 16 bits have 2 to 3 digits.
 _MOST_CHANGE = 0.01
 _LIMIT = 120  # seconds for a program that takes less than two
@@ -126,7 +128,7 @@ def _fault_of(case: Case, cure: Cure) -> str:
     if not finite(results):
         return f"not finite: {cure.what}"
     exact = _in_float64(case)
-    if setup.loss is not None:
+    if setup.loss is not None or setup.objective is not None:
         results, exact = results[:1], exact and exact[:1]  # gradients need to be finite, and no more
     if exact is not None and (moved := _distance(results, exact)) > _MOST_CHANGE:
         return f"{moved:.2g} from float64: {cure.what}"
@@ -181,7 +183,10 @@ def _in_float64(case: Case) -> Any:
         results = setup.in_format(torch.float64).run()
     except (RuntimeError, TypeError):
         return None
-    return results if finite(results) and torch.equal(state, torch.get_rng_state()) else None
+    in_range = finite(
+        _pytree.tree_map_only(Tensor, Tensor.float, results)
+    )  # no cure reaches what float32 cannot hold
+    return results if in_range and torch.equal(state, torch.get_rng_state()) else None
 
 
 def _distance(results: Any, exact: Any) -> float:
@@ -193,6 +198,23 @@ def _distance(results: Any, exact: Any) -> float:
             norm = max(float(truth.norm()), 1e-6)
             distance = max(distance, float((result.double() - truth).norm()) / norm)
     return distance
+
+
+def judge_thread(case: Case) -> Verdict:
+    """Judge the line that is named of a training of a public thread, and the cures."""
+    setup = case.build()
+    with nanwatch.watch(setup.model, gradients=True):
+        try:
+            setup.run()
+        except nanwatch.NonFiniteError as error:
+            finding, text = error.report.finding, error.report.to_text()
+        else:
+            return {"line": False, "cure": False, "sound": True, "text": "says nothing"}
+    assert finding is not None
+    line = (finding.source or "").endswith(f"{case.file.name}:{case.line}")
+    faults = [_fault_of(case, cure) for cure in finding.cures if cure.works]
+    text += "".join(f"\nFAULT of a cure: {fault}" for fault in faults if fault)
+    return {"line": line, "cure": bool(faults) and not any(faults), "sound": not any(faults), "text": text}
 
 
 def judge_healthy(name: str) -> Verdict:
@@ -303,6 +325,11 @@ def _child(sender: Any, task: Callable[[], Any]) -> None:
     sender.send(result)
 
 
+def threads() -> dict[str, Callable[[], Verdict]]:
+    """Return what judges each training of a public thread, by its name."""
+    return {case.name: lambda case=case: judge_thread(case) for case in THREADS}
+
+
 def tasks() -> dict[str, Callable[[], Verdict]]:
     """Return what judges each program, by its name."""
     found: dict[str, Callable[[], Verdict]] = {}
@@ -325,6 +352,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("words", nargs="*", help="parts of names")
+    parser.add_argument("--threads", action="store_true", help="judge the trainings of public threads")
     parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
@@ -332,7 +360,7 @@ def main() -> None:
     judge_failure(CASES[0])  # imports what a re-run imports
     chosen = {
         name: task
-        for name, task in tasks().items()
+        for name, task in (threads() if options.threads else tasks()).items()
         if not options.words or any(word in name for word in options.words)
     }
     verdicts: dict[str, Verdict] = {}
