@@ -41,7 +41,7 @@ MISSES = {
         # Runs differ by the state that each of them moves.
         *_COUNTED, "loss_moves_its_own_threshold",
         # Nothing works, or no statement of the program would.
-        "exponential_loss", "cumprod", "weight_norm_of_zero", "recurrence", "own_input", "data_in_place",
+        "cumprod", "weight_norm_of_zero", "recurrence", "own_input", "data_in_place",
         "negative_running_var", "learning_rate", "learning_rate_quality",
         "given_to_a_nested_container", "scores_that_overflow",
     },
@@ -54,11 +54,29 @@ MISSES = {
 }  # fmt: skip
 
 
+# The trainings of public threads: what is not reached.
+THREADS = 66
+THREAD_MISSES = {
+    "line": {"blank_image"},  # made before the model is called
+    "cure": {
+        # A softmax or a sigmoid in one statement that underflows in the next: no row of the table spans both.
+        "aggregation_cross_entropy", "contig_depths", "sigmoid_attention",
+        # Of the data.
+        "blank_image", "padded_nodes",
+        # Degrees: the guard of acos moves the loss by 0.08. An inverse of a scale that has underflowed.
+        "illuminant", "flow_reverse",
+        "gated_block",
+    },
+    # The forward is finite in float32. The loss that follows it overflows in the gradients of its float16 weights.
+    "sound": {"gated_block"},
+}  # fmt: skip
+
+
 @functools.cache
-def verdicts() -> dict[str, dict[str, Any]]:
+def verdicts(*arguments: str) -> dict[str, dict[str, Any]]:
     """Judge all programs, each in a fork of one process."""
     judge = str(TESTS / "programs" / "judge.py")
-    done = forked(judge, "--json", env=environment(OMP_NUM_THREADS="1"), timeout=600)
+    done = forked(judge, "--json", *arguments, env=environment(OMP_NUM_THREADS="1"), timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -74,3 +92,11 @@ def test_programs(column: str) -> None:
     texts = [f"{name}: {verdicts()[name]['text']}" for name in sorted(missed - MISSES[column])]
     assert not texts, "\n\n".join(texts)
     assert MISSES[column] == missed, "these are reached now: take them out of MISSES"
+
+
+@pytest.mark.parametrize("column", THREAD_MISSES)
+def test_threads(column: str) -> None:
+    """The same of the trainings of public threads."""
+    values = verdicts("--threads")
+    assert len(values) == THREADS
+    assert {name for name, verdict in values.items() if not verdict[column]} == THREAD_MISSES[column]

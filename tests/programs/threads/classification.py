@@ -32,9 +32,8 @@ class FocalLoss(nn.Module):
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
         y_pred = torch.clamp(y_pred, self.eps, 1 - self.eps)
         positive = y_true * torch.pow(1 - y_pred, self.gamma) * torch.log(y_pred)
-        negative = (
-            (1 - y_true) * torch.pow(y_pred, self.gamma) * torch.log(1 - y_pred)
-        )  # culprit: focal_clamped
+        weight = (1 - y_true) * torch.pow(y_pred, self.gamma)
+        negative = weight * torch.log(1 - y_pred)  # culprit: focal_clamped
         return -(positive + negative).sum(1).mean()
 
 
@@ -182,9 +181,8 @@ def distillation_mask():
         teacher = F.softmax(teacher_logits, dim=-1)
         product = teacher * F.log_softmax(logits, dim=-1)
         mask = (label != -100).int()
-        return -torch.sum(product.sum(-1).view(-1) * mask.view(-1)) / torch.sum(
-            mask.view(-1)
-        )  # culprit: distillation_mask
+        x = product.sum(-1).view(-1) * mask
+        return -torch.sum(x) / torch.sum(mask)  # culprit: distillation_mask
 
     def loss(model: nn.Module, x: Tensor, teacher_logits: Tensor, label: Tensor) -> Tensor:
         return distill(model(x), teacher_logits, label)
