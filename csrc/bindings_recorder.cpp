@@ -76,7 +76,8 @@ void bind_recorder(py::module_& m) {
                recorder->set_gradients(std::make_unique<GradientRecorder>(recorder.get(), options));
              return recorder;
            }),
-           py::arg("settings"), py::kw_only(), py::arg("events"), py::arg("frame_type"), py::arg("start_type"), py::arg("helpers"))
+           py::arg("settings"), py::kw_only(), py::arg("events"), py::arg("frame_type"), py::arg("start_type"),
+           py::arg("helpers"))
       .def("add_node", &CallRecorder::add_node, py::arg("name"), py::arg("module"), py::arg("observed"),
            py::arg("allow_inf"))
       .def("set_allow_inf", &CallRecorder::set_allow_inf)
@@ -122,8 +123,7 @@ void bind_recorder(py::module_& m) {
       .def("ended_starts", &CallRecorder::ended_starts)
       .def("forget_starts", &CallRecorder::forget_starts)
       .def_property_readonly("num_other_threads", &CallRecorder::num_other_threads)
-      .def("watch_buffers",
-           [](CallRecorder& self, const py::list& buffers) { self.signals.watch_buffers(buffers); })
+      .def("watch_buffers", [](CallRecorder& self, const py::list& buffers) { self.signals.watch_buffers(buffers); })
       .def("watch_name", [](CallRecorder& self, py::dict names,
                             const std::string& name) { self.signals.watch_name(std::move(names), name); })
       .def_readwrite("gathers_from", &CallRecorder::gathers_from)

@@ -70,8 +70,8 @@ PyObject* relabelled(PyObject* row, const std::string& label) {
 
 GradientRecorder::GradientRecorder(CallRecorder* recorder, const Options& options)
     : recorder_(*recorder),
-      log_(std::make_shared<GradientLog>(this, recorder->subscriptions,
-                                         recorder->observer().observe_helper(), options)) {}
+      log_(std::make_shared<GradientLog>(this, recorder->subscriptions, recorder->observer().observe_helper(),
+                                         options)) {}
 
 GradientRecorder::~GradientRecorder() {
   if (log_) log_->leave();

@@ -108,10 +108,9 @@ class BatchStart {
     for (const auto& [tensor, version] : versions_) versions.append(py::make_tuple(tensor, version));
     for (const auto& [object, copy] : attributes_) attributes.append(py::make_tuple(object, copy));
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - began_;
-    return type(batch_, module, args_ ? args_ : py::tuple(), kwargs_ ? kwargs_ : py::none(),
-                py::cast(random_.state()), py::tuple(autocast), inference_, grad_, versions, attributes,
-                elapsed.count(), py::make_tuple(first_node_, end_node_), is_function_,
-                extra_ ? extra_ : py::none());
+    return type(batch_, module, args_ ? args_ : py::tuple(), kwargs_ ? kwargs_ : py::none(), py::cast(random_.state()),
+                py::tuple(autocast), inference_, grad_, versions, attributes, elapsed.count(),
+                py::make_tuple(first_node_, end_node_), is_function_, extra_ ? extra_ : py::none());
   }
 
  private:
@@ -145,8 +144,7 @@ class BatchStart {
 
   void note_attributes(PyObject* value) {
     // Without asking the object, which may define `__getattribute__`.
-    const auto attributes =
-        pybind11::reinterpret_steal<pybind11::object>(PyObject_GenericGetDict(value, nullptr));
+    const auto attributes = pybind11::reinterpret_steal<pybind11::object>(PyObject_GenericGetDict(value, nullptr));
     if (!attributes) return PyErr_Clear();
     if (!PyDict_Check(attributes.ptr()) || PyDict_GET_SIZE(attributes.ptr()) == 0) return;
     PyObject *key, *item;
@@ -176,13 +174,13 @@ class BatchStart {
   int64_t first_node_, end_node_ = -1;
 };
 
-// When Python is asked for its part of a start: where a small buffer was written to or replaced since it was asked last,
-// or while a name that somebody watches is true.
+// When Python is asked for its part of a start: where a small buffer was written to or replaced since it was asked
+// last, or while a name that somebody watches is true.
 class StartSignals {
  public:
   void watch_name(pybind11::dict names, const std::string& name) {
-    names_.emplace_back(std::move(names), pybind11::reinterpret_steal<pybind11::object>(
-                                              PyUnicode_InternFromString(name.c_str())));
+    names_.emplace_back(std::move(names),
+                        pybind11::reinterpret_steal<pybind11::object>(PyUnicode_InternFromString(name.c_str())));
   }
   // Buffers by their module (a weak reference) and name.
   void watch_buffers(const pybind11::list& buffers) {

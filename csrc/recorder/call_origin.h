@@ -14,7 +14,7 @@ struct CallOrigin {
   int32_t node = 0, caller = -1;
   bool recomputed = false;
   std::shared_ptr<const BatchStart> start = {};  // lives as long as a gradient of the batch can still come
-  uint32_t box = box::kUnnamed;  // the number of the module in the black box
+  uint32_t box = box::kUnnamed;                  // the number of the module in the black box
 };
 
 }  // namespace nanwatch

@@ -220,7 +220,8 @@ bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args,
 bool CallRecorder::start_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs) {
   const bool keeps = keeps_starts && module != nullptr;
   // Also of a batch that is not recorded: its thread is inside the model.
-  const bool is_asked = subscriptions->has(kBatchStart) || (thread.active && is_traced(thread.batch)) || signals.is_any_true();
+  const bool is_asked =
+      subscriptions->has(kBatchStart) || (thread.active && is_traced(thread.batch)) || signals.is_any_true();
   // The modules that have buffers are looked for anew in every batch whose number is a power of two.
   if (is_asked || (keeps && (!extra_ || (thread.batch & (thread.batch - 1)) == 0 || signals.has_buffer_changed()))) {
     const auto or_none = [](PyObject* object) { return py::handle(object != nullptr ? object : Py_None); };
@@ -241,8 +242,8 @@ bool CallRecorder::start_batch(Thread& thread, PyObject* module, PyObject* args,
     const bool is_function = nodes_[size_t(thread.entering)]->is_function;
     if (!is_function) let_go_of_starts();
     try {
-      thread.start = BatchStart::shared(
-          std::make_unique<BatchStart>(thread.batch, is_function, module, args, kwargs, extra));
+      thread.start =
+          BatchStart::shared(std::make_unique<BatchStart>(thread.batch, is_function, module, args, kwargs, extra));
     } catch (const std::exception&) {
       PyErr_Clear();  // then the batch has no re-run
     }
