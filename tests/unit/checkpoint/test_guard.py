@@ -192,17 +192,6 @@ def test_a_bad_checkpoint_is_complete_beside(run):
     assert not (run.folder / "a.pt").exists()
 
 
-def test_a_function_gets_the_report_of_a_checkpoint(run):
-    reports: list[nanwatch.Report] = []
-    state(run)
-    with run.watch(on_nonfinite=reports.append), pytest.warns(RuntimeWarning, match="untouched"):
-        torch.save(run.optimizer.state_dict(), run.folder / "a.pt")
-    (report,) = reports
-    assert report.finding.label == "exp_avg[0.weight]"
-    assert report.finding.num_nonfinite == 1
-    assert nanwatch.Report.from_json(report.to_json()).to_json() == report.to_json()
-
-
 def test_an_open_file_gets_no_byte_of_a_bad_checkpoint(run):
     weight(run)
     buffer, path = io.BytesIO(), run.folder / "a.pt"

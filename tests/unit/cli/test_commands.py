@@ -15,7 +15,7 @@ from torch import nn
 
 import nanwatch
 from nanwatch.__main__ import main
-from nanwatch.cli.commands import COMMANDS, until_cut
+from nanwatch.cli.commands import COMMANDS
 from nanwatch.util.imports import needed
 from support.paths import ROOT
 from support.processes import PYTHONPATH, environment, forked
@@ -112,15 +112,6 @@ def test_without_any_stdout_a_command_ends_well(saved: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_is_no_cut_is_not_hidden() -> None:
-    """The status of a command and every other exception pass; argparse's SystemExit too."""
-    assert until_cut(lambda: 3) == 3
-    with pytest.raises(ConnectionResetError):
-        until_cut(lambda: (_ for _ in ()).throw(ConnectionResetError()))
-    with pytest.raises(SystemExit):
-        until_cut(lambda: sys.exit(2))
-
-
 @pytest.mark.slow
 def test_a_pipe_that_breaks_in_the_users_script_is_the_scripts(tmp_path: Path) -> None:
     """`run` ends as the script would without it: with its traceback, for all that it had still to do."""
@@ -141,14 +132,6 @@ def test_the_usage_names_the_program(name: str, capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     assert shown.startswith(f"usage: {f'nanwatch {name}'.strip()} ")
     assert "python -m nanwatch" not in shown
-
-
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    """The version is that of the package."""
-    with pytest.raises(SystemExit) as left:
-        main(["--version"])
-    assert left.value.code == 0
-    assert capsys.readouterr().out == f"nanwatch {nanwatch.__version__}\n"
 
 
 def test_a_missing_package_is_named_with_what_can_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -150,18 +149,6 @@ def test_another_weight_and_a_missing_bias_are_said() -> None:
     assert nanwatch.compare(a, b, X).likely[0] == "only A has a bias"
 
 
-def test_no_module_is_named_where_nothing_can_be_said() -> None:
-    for b, inputs, words in (
-        (nn.Linear(16, 3), X, "have shapes that do not go together"),
-        (with_step(lambda x: x), X + 1, "were not given the same inputs"),
-    ):
-        found = nanwatch.compare(
-            with_step(lambda x: x), b, X, call_b=lambda model, _, inputs=inputs: model(inputs)
-        )
-        assert (found.equal, found.first) == (None, None)
-        assert words in found.why
-
-
 def test_tokens_that_do_not_count_may_differ() -> None:
     """By a mask, in tensors of (batch, length, ...), and where one side has packed them."""
     mask = torch.ones(2, 8, dtype=torch.bool)
@@ -204,22 +191,6 @@ def test_a_model_that_knows_one_precision_has_the_floor_of_the_other() -> None:
     assert found.floor == "rounding error of A, run in float32 and again in float64"
     assert found.remarks == ("B did not run in float64: RuntimeError: float32 only",)
     assert nanwatch.compare(hard, hard, X).floor == "not measured, assumed to be 4 eps of float32"
-
-
-def test_the_result_as_json_and_text() -> None:
-    a = mlp()
-    b = copy.deepcopy(a)
-    b[1] = nn.Hardtanh()
-    found = nanwatch.compare(a, b, X)
-    document = json.loads(found.to_json())
-    first, output = document["first"], [model[:2](X).detach().double() for model in (a, b)]
-    assert first["module_a"] == "1"
-    cosine = torch.cosine_similarity(*(x.flatten() for x in output), 0)
-    assert first["cosine"] == pytest.approx(float(cosine))
-    assert first["largest_difference"] == pytest.approx(float((output[0] - output[1]).abs().max()))
-    assert len(document["first"]["tokens"]) == 8
-    assert [one["module_a"] for one in document["modules"]] == ["", "0", "1", "2"]
-    assert found.to_text().splitlines()[0] == "Differ first in 1 (Tanh) | 1 (Hardtanh)."
 
 
 def test_bad_use_is_explained() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import os
 import random
 from collections.abc import Callable
@@ -208,16 +207,6 @@ def test_two_causes_are_both_found() -> None:
     assert found.tried[-1].outcome == "equal"
     assert "clocks" in found.tried[-1].change
     assert "attributes" in found.tried[-1].change
-
-
-def test_the_document_has_what_the_text_has() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), SOURCES["counter"].part())
-    found = nanwatch.twice(lambda: model(torch.ones(3, 4)), state=[model])
-    document = json.loads(found.to_json())
-    assert document["equal"] is False
-    assert document["difference"]["operation"] == "aten.div.Tensor"
-    assert [trial["outcome"] for trial in document["tried"]][-1] == "equal"
-    assert "First:      `output` of 1 (Counts), float32 [3, 4], after 6 equal ones" in found.to_text()
 
 
 def test_at_most_five_changes_are_tried() -> None:

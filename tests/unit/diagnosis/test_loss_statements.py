@@ -176,40 +176,6 @@ def test_a_cure_of_the_script_s_own_line() -> None:
     assert all(torch.equal(a, b) for a, b in zip(held, (weights, torch.get_rng_state()), strict=True))
 
 
-class Trainer:
-    """Calls the model in a method whose frame is gone at the backward, and hands the loss through two more."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def compute_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        logits = self.model(batch["x"])
-        return masked_mean(logits, batch["labels"])
-
-    def backward(self, loss: Tensor, scale: float = 1.0) -> None:
-        if scale != 1.0:
-            loss = loss / scale
-        loss.backward()
-
-    def training_step(self, batch: dict[str, Tensor]) -> None:
-        loss = self.compute_loss(batch)
-        self.backward(loss)
-        self.optimizer.step()
-
-
-def test_a_trainer_s_loss() -> None:
-    """The statement that computed it is two frames up, and calls the model again; the cure is in a third function."""
-    model = Net()
-    trainer = Trainer(model)
-    with failing(model) as found:
-        trainer.training_step({"x": BATCH, "labels": LABELS})
-    (finding,) = found
-    assert (finding.operation, finding.source) == line_of("  # ", masked_mean)
-    assert finding.cures[0].works
-    assert model.calls == 1  # the re-run has called it too, and left no trace
-
-
 def test_a_bad_target_without_a_graph_is_followed() -> None:
     """To the operation that made it, as in a loss whose targets are the model's own outputs, detached."""
     model = Net()

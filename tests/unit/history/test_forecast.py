@@ -228,22 +228,6 @@ def grown(target: float, rate: float, seed: int = 0) -> tuple[list[bool], int | 
     return [end is not None and abs(batch - end) <= margin for batch, margin in told], end
 
 
-@pytest.mark.parametrize("implementation", ["native", "python"])
-@pytest.mark.parametrize(
-    ("target", "rate"), [(3e5, 1e-2), pytest.param(3e5, 1.5e-2, marks=pytest.mark.slow), (3e3, 1e-2)]
-)
-def test_a_residual_stream_that_grows(
-    target: float, rate: float, implementation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Adam and a target beyond float16: each of at most three lines holds. One within float16 ends in silence."""
-    if implementation == "python":
-        monkeypatch.setattr("nanwatch.numerics._extension.C", None)
-    right, end = grown(target, rate)
-    assert (end is not None) == (target > END)
-    assert len(right) in ((1, 2, 3) if end is not None else (0,))
-    assert all(right)
-
-
 @pytest.mark.slow
 def test_trainings_that_diverge_are_foretold() -> None:
     """Ten of them, at ten learning rates: eight are told, in few lines, and 7 of 10 lines hold."""

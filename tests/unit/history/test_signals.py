@@ -35,31 +35,6 @@ def test_signal_keeps_to_the_rule_in_each_step(kind: str) -> None:
     assert any(jumps) == (kind == "standard_cauchy")
 
 
-@pytest.mark.parametrize("shape", ["falls", "rises", "steps down", "noise"])
-def test_signal_without_a_jump_is_silent(shape: str) -> None:
-    step, noise = np.arange(400), np.random.default_rng(0).normal(scale=0.03, size=400)
-    loss = {
-        "falls": 8 * np.exp(-step / 40) + 0.1,
-        "rises": 0.1 + step / 50,
-        "steps down": np.where(step < 200, 2.0, 0.5),
-        "noise": np.full(400, 2.5),
-    }[shape] * (1 + noise)
-    signal = Signal("loss", in_bits=False)
-    assert not any(signal.add(float(x)) for x in loss)
-
-
-@pytest.mark.parametrize("in_bits", [False, True])
-def test_signal_tells_of_a_jump_once_it_knows_what_is_usual(in_bits: bool) -> None:
-    noise = np.random.default_rng(0).normal(scale=0.03, size=200)
-    values = 2.5 * (1 + noise)
-    values[[LEVEL + LEAST - 1, 150]] = 9.0
-    signal = Signal("loss", in_bits=in_bits)
-    jumps = {step: jump for step, x in enumerate(values) if (jump := signal.add(float(x)))}
-    assert list(jumps) == [150]
-    assert jumps[150].value == pytest.approx(9)
-    assert jumps[150].usual == pytest.approx(2.5, rel=0.05)
-
-
 def test_loss_near_zero_jumps_only_by_a_part_of_the_first_loss() -> None:
     """A model that knows its samples by heart has losses that differ by factors."""
     signal = Signal("loss", in_bits=False)

@@ -79,18 +79,6 @@ def test_sample_with_a_bad_target_is_named_with_its_share(tmp_path: Path) -> Non
     assert nanwatch.replay(folder / "capsule", model()).finding is None
 
 
-def test_weight_that_was_overwritten_is_named() -> None:
-    net = model()
-    with watching.watch(net, spikes=True) as watch, pytest.warns(RuntimeWarning, match="cause: weight"):
-        train(net, watch, **{"2_weight": 50.0})
-    (found,) = watch.spikes
-    assert found.first is not None
-    assert (found.first.module, found.first.label) == ("2", "weight")
-    assert found.first.value / found.first.usual == pytest.approx(50, rel=0.1)
-    assert [curve.label for curve in found.curves[:3]] == ["loss", "gradients", "weight"]
-    assert found.curves[0].values[-1] == pytest.approx(found.jumps[0].value)
-
-
 def test_a_sink_gets_the_report() -> None:
     """The same as `Watch.spikes`, beside the warning."""
 
@@ -145,14 +133,6 @@ def test_training_computes_the_same() -> None:
     with watching.watch(watched, spikes=True) as watch, pytest.warns(RuntimeWarning):
         assert train(watched, watch) == losses
     assert all(map(torch.equal, bare.parameters(), watched.parameters()))
-
-
-@pytest.mark.filterwarnings("error")
-def test_doubling_of_the_loss_scale_is_no_jump() -> None:
-    net = model()
-    with watching.watch(net, spikes=True) as watch:
-        train(net, watch, at=-1, steps=130, scale=True)
-    assert watch.spikes == ()
 
 
 @pytest.mark.filterwarnings("error")

@@ -88,11 +88,6 @@ Why:   this module made it: its weights, buffers and inputs that were read are a
 Next:  float16 ends at 65504; follow the abs max column up to where it began to grow."""
 
 
-def test_text() -> None:
-    """The frames in columns, the culprit marked, then what, where, why and what to do next."""
-    assert REPORT.to_text() == TEXT
-
-
 def test_text_when_all_is_finite() -> None:
     """Without a finding the text says so and marks nothing."""
     text = Report(GROWING[:1], None, 7).to_text()

@@ -23,7 +23,7 @@ from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import watch
 from nanwatch.session.options import Audit
 from nanwatch.session.watch import Watch
-from support.architectures import ARCHITECTURES, built, inputs_of
+from support.architectures import built, inputs_of
 from support.toys import Scale
 
 INF = float("inf")
@@ -121,22 +121,6 @@ def test_inputs_are_seen_wherever_they_are(args: tuple[Any, ...], kwargs: dict[s
     finding = error.value.report.finding
     assert finding is not None
     assert (finding.module, finding.label, finding.origin) == ("", label, "data")
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_tensor_of_a_model_output_is_seen(name: str) -> None:
-    """The root frame of a real architecture has a record for each tensor of its ModelOutput."""
-    model = built(name).eval()
-    with torch.no_grad(), watch(model) as w:
-        output = model(**inputs_of(name, 0), output_hidden_states=True)
-    seen = by_label(w.frames[-1])
-    assert w.frames[-1].name == ""
-    for key, value in output.items():
-        if isinstance(value, Tensor):
-            assert seen[f"output[{key}]"].abs_max == value.abs().max().item()
-        elif isinstance(value, tuple) and isinstance(value[0], Tensor):
-            assert [f"output[{key}][{i}]" in seen for i in range(len(value))] == [True] * len(value)
-    assert all(f"input[{key}]" in seen for key in inputs_of(name, 0))
 
 
 def test_buffers_of_floating_point_are_seen() -> None:
@@ -336,17 +320,6 @@ def test_an_exception_ends_the_batch(error: BaseException) -> None:
     ]
 
 
-def test_an_exception_ends_a_batch_of_a_submodule() -> None:
-    """The same for a submodule called from outside, where no call of the root sets things right."""
-    model = nn.Sequential(Fails(Scale(), RuntimeError("boom")), Scale())
-    with watch(model) as w:
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="boom"):
-                model[0](torch.ones(1))
-        model[1](torch.ones(1))
-    assert [(frame.batch, frame.name) for frame in w.frames] == [(0, "0.part"), (1, "0.part"), (2, "1")]
-
-
 def test_what_a_pre_hook_calls_belongs_to_the_batch() -> None:
     """A module called by a pre-hook of the root, registered before the watch, is no batch of its own."""
     model = nn.Sequential(Scale())
@@ -379,24 +352,6 @@ def test_a_caught_error_inside_a_forward_goes_on() -> None:
             model(torch.ones(1))
     names = ["bad.part", "good", ""]
     assert [(frame.batch, frame.name) for frame in w.frames] == [(b, name) for b in (0, 1) for name in names]
-
-
-def test_another_pre_hook_that_raises_leaves_nothing_behind() -> None:
-    """A pre-hook of the user's own, and a global one, may raise before the forward begins."""
-    model = nn.Sequential(Scale())
-
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("no")
-
-    for register in (model[0].register_forward_pre_hook, nn.modules.module.register_module_forward_pre_hook):
-        with watch(model) as w:
-            handle = register(refuse)
-            with pytest.raises(RuntimeError, match="no"):
-                model(torch.ones(1))
-            handle.remove()
-            model(torch.ones(1))
-        assert {frame.batch for frame in w.frames} == {w.batch}
-        assert [frame.name for frame in w.frames] == ["0", ""]
 
 
 def test_threads_have_batches_of_their_own() -> None:

@@ -247,16 +247,6 @@ def test_an_assertion_is_told_what_it_was_given(model: nn.Module, x: float, foun
     assert len(notes_of(error)) == 1
 
 
-def test_a_fault_that_was_put_off_is_noted() -> None:
-    """With act_at="batch" the batch's end would have told it."""
-
-    model = nn.Sequential(Scale(INF), Fails())
-    with watch(model, act_at="batch", rerun=False):
-        error = raised_by(model, torch.ones(1))
-    (note,) = notes_of(error)
-    assert "inf first seen in `output` of 0 (Scale)" in note
-
-
 @pytest.mark.parametrize("error", [Refused("mine"), KeyboardInterrupt(), StopIteration()])
 def test_an_exception_without_a_fault_is_left_alone(error: BaseException) -> None:
     """Nothing is noted, nothing found, and the watch knows how its latest batch ended."""
@@ -315,27 +305,6 @@ def test_a_look_at_left_calls_keeps_no_tensor_alive() -> None:
     traceback.clear_frames(error.__traceback__)
     gc.collect()
     assert held() is None
-
-
-class Odd(Exception):
-    """Takes no notes."""
-
-    def add_note(self, note: str) -> None:
-        raise LookupError(note)
-
-
-def test_an_exception_that_takes_no_note_is_raised_as_it_is() -> None:
-    """An error in the exception's own `add_note` is dropped."""
-    model = Net()
-
-    def refuse(*_: object) -> None:
-        raise Odd("mine")
-
-    model.b.register_forward_hook(refuse)
-    with watch(model, rerun=False) as w:
-        error = raised_by(model, torch.full((2, 4), 1e30))
-    assert (type(error), error.args, error.__context__) == (Odd, ("mine",), None)
-    assert w.report().finding is not None
 
 
 def test_a_look_that_fails_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

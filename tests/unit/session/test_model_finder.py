@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 
 import pytest
@@ -14,9 +13,7 @@ import nanwatch
 from nanwatch.session.model_finder import (
     ModelFinder,
     is_inside_a_call,
-    made,
     may_be_trained,
-    topmost,
 )
 
 X = torch.ones(2, 3)
@@ -55,33 +52,6 @@ def test_what_may_be_trained(free, training, held):
 def test_a_module_without_parameters_is_not_trained():
     """Losses, activations and transforms are never the model."""
     assert not may_be_trained(nn.MSELoss(), lambda: {id(X)})
-
-
-def test_the_topmost_holds_the_others():
-    """The module at the end of all chains of holders; the module itself where there are two ends, or none."""
-    inner = nn.Linear(3, 3)
-    middle = nn.Sequential(inner)
-    outer = nn.ModuleDict({"a": middle, "b": middle, "c": inner})
-    other = nn.ModuleList([inner])
-    assert topmost(inner, [inner]) is inner
-    assert topmost(inner, [outer, middle, inner]) is outer
-    assert topmost(inner, [outer, middle, inner, other]) is inner
-    assert topmost(middle, [outer, middle, inner, other]) is outer
-    loop = nn.Sequential(inner)
-    loop.loop = loop
-    assert topmost(inner, [loop, inner]) is inner  # a chain without an end
-
-
-def test_the_living_are_found():
-    """Objects of a class and of those derived from it, as long as they live."""
-    net = nn.Sequential(nn.Linear(3, 3))
-    assert any(one is net for one in made(nn.Module))
-    optimizer = torch.optim.Adam(net.parameters())
-    assert any(one is optimizer for one in made(torch.optim.Optimizer))
-    mark = id(optimizer)
-    del optimizer
-    gc.collect()
-    assert not any(id(one) == mark for one in made(torch.optim.Adam))
 
 
 def found_in(program, class_name=None):
@@ -133,28 +103,6 @@ def test_a_model_in_evaluation_mode_is_known_by_its_optimizer(grad):
         program()
     assert seen == [early, late]
     assert optimizer.param_groups
-
-
-def test_an_optimizer_made_after_an_evaluation_is_found_in_training():
-    """Evaluated under no_grad before its optimizer is made, trained in evaluation mode: found by the first forward."""
-    net = nn.Linear(3, 3).eval()
-
-    def program():
-        with torch.no_grad():
-            net(X)
-        optimizer = torch.optim.SGD(net.parameters())
-        net(X)
-        assert optimizer.param_groups
-
-    found, _ = found_in(program)
-    assert found == [net]
-
-
-def test_what_is_called_inside_is_not_passed_over():
-    """Only modules that were called from outside any other could have been the model."""
-    net = frozen(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
-    _, outermost = found_in(lambda: net(X))
-    assert list(outermost.passed_over) == ["Sequential"]
 
 
 def test_the_holder_is_the_model():

@@ -51,20 +51,6 @@ def test_leaving_says_what_is_held(action: Any, tmp_path: Path) -> None:
         w.stop()
 
 
-def test_a_callable_gets_what_is_held() -> None:
-    """A function gets the failure, as it would at a step; "record" keeps it for the report."""
-    model = model_at_zero()
-    reports: list[Report] = []
-    with watch(model, gradients=True, on_nonfinite=reports.append):
-        backward(model)
-    assert [report.finding.module for report in reports if report.finding is not None] == ["1"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with watch(model, gradients=True, on_nonfinite="record") as w:
-            backward(model)
-    assert w.report().finding is not None
-
-
 def test_an_exception_of_the_block_stays(capsys: pytest.CaptureFixture[str]) -> None:
     """Neither a warning that a filter makes an error of, nor what a callable raises, takes its place."""
 
