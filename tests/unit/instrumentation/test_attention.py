@@ -171,16 +171,6 @@ def test_logits_are_rows_of_the_module_that_calls_attention() -> None:
     assert (largest.role, largest.shape, largest.dtype) == ("output", (2,), "float32")
 
 
-@pytest.mark.usefixtures("each_recorder")
-def test_attention_of_an_unwatched_module_shows_in_its_caller() -> None:
-    model = Twice()
-    x, _ = inputs((2, 2, 5, 8), (1,))
-    with watch(model, attention=1, ignore_modules="inner") as w:
-        model(x)
-        labels = [record.label for record in w.frames[-1].records if LARGEST in record.label]
-    assert labels == [BOUND, LARGEST] * 2
-
-
 def test_logits_that_overflow_are_no_failure_of_their_own() -> None:
     """The norm of a masked key overflows, and its product with the queries does not: the model is finite."""
     model = Attention()

@@ -177,31 +177,6 @@ def test_what_the_listener_raises_the_call_raises(method: str, kind: type[BaseEx
     stand.assert_as_ever()
 
 
-@pytest.mark.usefixtures("each_recorder")
-def test_ctrl_c_while_a_call_is_looked_at() -> None:
-    """The call raises it, and its batch is closed."""
-    with mock.patch("nanwatch.recording.observe.observe", side_effect=KeyboardInterrupt):
-        stand = Stand(counts=True)
-        assert isinstance(stand.outcome(torch.ones(2)), KeyboardInterrupt)
-        assert stand.listener.told == [("on_batch_start", 0), ("on_batch_end", 0, False)]
-        assert not Held.alive
-
-
-@by_name
-@pytest.mark.usefixtures("each_recorder")
-def test_the_forwards_exception_comes_before_the_listeners(error: BaseException) -> None:
-    """An exception of a listener at the end of a batch that raised is dropped, unless it is raised from that one."""
-    stand = Stand()
-    stand.part.error = error
-    stand.listener.raises["on_batch_end"] = ValueError("listener's")
-    assert stand.outcome(torch.ones(2)) is error
-    explained = ValueError("why")
-    explained.__cause__ = error
-    stand.listener.raises["on_batch_end"] = explained
-    assert stand.outcome(torch.ones(2)) is explained
-    stand.assert_as_ever()
-
-
 class Shy(type):
     """A metaclass that runs Python code when a class is asked for its name."""
 
@@ -243,18 +218,6 @@ def test_ctrl_c_in_a_backward_ends_it(place: str) -> None:
         model(torch.ones(2)).sum().backward()
         starts.remove()
         assert [frame.phase for frame in w.frames][-1] == "backward"
-
-
-@pytest.mark.usefixtures("each_recorder")
-def test_an_unended_batch_of_compiled_code_ends_with_the_next() -> None:
-    """The next call raises the exception that the listener raises then, and nothing of it is lost."""
-    stand = Stand()
-    stand.recorder.begin_compiled(stand.model_node, "", [torch.ones(2)])
-    stand.listener.raises["on_batch_end"] = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        stand.model(torch.ones(2))
-    assert stand.listener.told == [("on_batch_start", 0), ("on_batch_end", 0, False)]
-    stand.assert_as_ever()
 
 
 def in_threads(rounds: int, body: Callable[[], object]) -> None:

@@ -119,34 +119,6 @@ def test_a_functional_loss_is_named_with_its_line(loss: Callable[..., Tensor], p
     assert str(finding.source).endswith(f"{__file__.rpartition('/')[2]}:{line}")
 
 
-class Scores(nn.Module):
-    """A model with a block of functional code under a span."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-        nn.init.ones_(self.inner.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with nanwatch.span("scores") as seen:
-            y: Tensor = seen(self.inner(x).exp())
-        return y
-
-
-@pytest.mark.parametrize("recorder", RECORDERS)
-def test_a_span_in_a_forward_names_the_code_of_the_block(recorder: str) -> None:
-    """A span's value is a frame; its failure has the span's name, and the operation of the block."""
-    model = Scores()
-    with watched(model, recorder) as watch:
-        model(torch.ones(1, 3))
-        assert [one.name for one in watch.frames] == ["inner", "scores", ""]
-        with pytest.raises(nanwatch.NonFiniteError) as error:
-            model(torch.full((1, 3), 1e4))
-    finding = error.value.report.finding
-    assert finding is not None
-    assert (finding.module, finding.operation) == ("scores", "aten.exp.default")
-
-
 @pytest.mark.parametrize("recorder", RECORDERS)
 def test_a_span_after_the_model_and_as_a_decorator(recorder: str) -> None:
     """Outside the model a span is a batch of its own; on a function it is `watched` with a name."""
@@ -224,25 +196,3 @@ def test_nothing_changes_without_a_watch() -> None:
     gc.collect()
     assert [one() for one in alive] == [None, None]
     assert trainer.loss(x).item() == 1
-
-
-def test_a_function_has_one_watch_at_a_time() -> None:
-    """The watch that began first has the function; once it stops, the other."""
-    loss = nanwatch.watched(torch.square, name="square")
-    models = nn.Identity(), nn.ReLU()
-    first, second = map(nanwatch.watch, models)
-    loss(torch.ones(1))
-    first.stop()
-    loss(torch.ones(1))
-    second.stop()
-    loss(torch.ones(1))
-    assert [len(one.frames) for one in (first, second)] == [1, 1]
-
-
-@pytest.mark.parametrize("wrong", [nn.ReLU(), nn.ReLU, 3])
-def test_what_is_no_function_is_refused(wrong: Any) -> None:
-    """A module, a class and a number are named in the error."""
-    with pytest.raises(TypeError, match="watched needs a function, got"):
-        nanwatch.watched(wrong)
-    with pytest.raises(TypeError, match=r"name should be text|span needs a name"):
-        nanwatch.span(wrong)

@@ -90,19 +90,6 @@ def test_names_are_those_without_wrappers(shape: Any, around: list[str]) -> None
     assert unwrapped(model) is plain
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_frames_of_a_wrapped_model_are_those_of_the_model(wrapper: str) -> None:
-    """Same frames and batches, whatever is around the model; the wrapper's own call makes none."""
-    x = torch.randn(2, 3)
-    plain, wrapped = mlp(), WRAPPERS[wrapper](mlp())
-    with watch(plain) as w, torch.no_grad():
-        plain(x)
-    with watch(wrapped) as v, torch.no_grad():
-        wrapped(x)
-    assert v.frames == w.frames
-    assert names(v) == [(0, "0"), (0, "1"), (0, "2"), (0, "")]
-
-
 @pytest.mark.parametrize("wrapper", ["DataParallel", "checkpoint"])
 def test_a_module_wrapped_while_it_is_watched_keeps_its_name(wrapper: str) -> None:
     """A wrapper put around a layer later, and a layer put inside a wrapper later."""
@@ -139,24 +126,6 @@ def test_patterns_with_and_without_the_prefix(options: dict[str, Any], expected:
     with watch(model, **options) as w:
         model(torch.randn(2, 3))
     assert [name for _, name in names(w)] == expected
-
-
-@pytest.mark.parametrize("pattern", ["0", "module.0", "0.weight", "module.0.weight", "module.0.*"])
-@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: model])
-def test_frozen_takes_both_ways_to_write_a_name(wrap: Callable[[nn.Module], nn.Module], pattern: str) -> None:
-    """Of a module or of a weight, whether the watched model is wrapped or not."""
-    with watch(
-        wrap(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))), audit=nanwatch.Audit(1, frozen=pattern)
-    ) as w:
-        assert w._options.is_frozen("0.weight")
-        assert not w._options.is_frozen("1.weight")
-
-
-def test_an_unknown_pattern_names_the_users_modules() -> None:
-    """The error for a pattern that matches nothing proposes names without prefixes."""
-    model = nn.DataParallel(nn.ModuleDict({"encoder": nn.Linear(1, 1)}))
-    with pytest.raises(ValueError, match=r"close names: encoder$"):
-        watch(model, modules="module.encode")
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -198,26 +167,6 @@ def test_parameters_and_optimizer_state_have_the_users_names() -> None:
     model(torch.randn(2, 3)).sum().backward()
     optimizer.step()
     assert state_rows(optimizer, parameter_names(model))[0][0] == "exp_avg[0.weight]"
-
-
-class Big(nn.Module):
-    """Overflows float16 in the product of two sums."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * 300) * (x * 300)
-
-
-def test_a_failure_is_examined_and_cured_under_the_users_names() -> None:
-    """The operation is found in the wrapped module, and the cure's code reaches it in the model as it is."""
-    model = nn.DataParallel(nn.Sequential(checkpoint_wrapper(Big()), nn.Sigmoid()))
-    with watch(model, act_at="module"), pytest.raises(nanwatch.NonFiniteError) as error:
-        model(torch.ones(1, dtype=torch.float16))
-    finding = error.value.report.finding
-    assert finding is not None
-    assert (finding.module, finding.operation, finding.transient) == ("0", "aten.mul.Tensor", False)
-    code = next(cure.what for cure in finding.cures if "run_in_fp32" in cure.what)
-    reached = eval(code[code.index("run_in_fp32(") + len("run_in_fp32(") : -1], {"model": model})
-    assert isinstance(unwrapped(reached), Big)
 
 
 def test_a_bad_gradient_is_stopped_and_examined_under_the_users_names() -> None:
