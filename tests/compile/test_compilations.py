@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,9 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from nanwatch.numerics import _extension
 from nanwatch.session.watch import Watch
-from support.processes import environment
 from support.toys import names
 from support.watching import watch
 
@@ -201,56 +197,3 @@ def test_a_watch_costs_no_compilation(backend: str, run: Callable[[Program], Non
         torch.compiler.set_stance("default")
         counts.append(program.counter.frame_count)
     assert counts[0] == counts[1] > 0
-
-
-_PROGRAM = """
-import torch
-from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.part = nn.Identity()
-    def forward(self, x):
-        return self.part(x) * 2
-
-class Trainer:
-    def __init__(self):
-        self.model = Model()
-    def step(self, x):
-        return self.model(x) + 1
-
-counter = CompileCounterWithBackend("eager")
-plain, own, inside, trainer = nn.Sequential(nn.ReLU()), Model(), Model(), Trainer()
-def function(x):
-    return inside(x) + 1
-models = [plain, own, inside, trainer.model]
-calls = [torch.compile(one, backend=counter) for one in (plain, own, function, trainer.step)]
-for call in calls:
-    call(torch.ones(1))
-before = counter.frame_count
-import nanwatch
-torch.compiler.set_stance("fail_on_recompile")
-with watch(nn.Sequential(nn.ReLU())), watch(Model()):
-    for call in calls:
-        call(torch.ones(1))
-torch.compiler.set_stance("default")
-for model, call in zip(models, calls):
-    with watch(model) as w:
-        call(torch.ones(1))
-        call(torch.ones(1))
-    print([frame.name for frame in w.frames], counter.frame_count - before)
-    before = counter.frame_count
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(_extension.C is None, reason="the Python twin leaves an nn.Sequential to the interpreter")
-def test_what_was_compiled_before_the_first_watch() -> None:
-    """A graph that knows of no watch is made anew for the call of a watched model, and for no other call."""
-    command = [sys.executable, "-c", _PROGRAM]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
-    assert done.returncode == 0, done.stderr
-    frames = [["0", "", "0", ""], *[["part", "", "part", ""]] * 3]
-    assert done.stdout.splitlines() == [f"{names} 1" for names in frames]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,7 +18,7 @@ from nanwatch.records.record import Frame
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.watch import Watch
 from support.architectures import built, inputs_of
-from support.toys import Scale, mlp, names
+from support.toys import Scale, names
 from support.watching import watch
 
 INF = float("inf")
@@ -168,14 +167,6 @@ def test_a_model_inside_a_compiled_function_has_whole_batches(backend: str) -> N
     assert _run(model, step, inputs).frames == _run(model, plain, inputs).frames
 
 
-def test_shapes_are_those_of_each_call() -> None:
-    """A graph for any size shows the size of the call, and is the only one."""
-    model = mlp()
-    call = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
-    w = _run(model, call, lambda seed: {"input": torch.randn(2 + seed, 3)})
-    assert [f.records[-1].shape for f in w.frames if f.name == ""] == [(2 + n, 2) for n in range(5)]
-
-
 @pytest.mark.usefixtures("_recorder")
 def test_eager_and_compiled_calls_keep_their_order() -> None:
     """A graph break in the middle: frames of compiled and interpreted calls come in the order of the calls."""
@@ -267,23 +258,6 @@ def test_a_compiled_batch_is_examined_where_its_arguments_are_known(inlined: boo
 
 
 @pytest.mark.usefixtures("_recorder")
-def test_the_compiler_does_not_follow_the_recorder(caplog: pytest.LogCaptureFixture) -> None:
-    """A root whose call the interpreter makes inside torch.compile: of what a fault runs there, nothing is compiled."""
-    model = Log()
-    with watch(model, on_nonfinite="record") as w:
-        call = torch.compile(model, backend="eager", fullgraph=True)
-        call(torch.ones(2))
-        call(torch.zeros(2))
-    finding = w.report().finding
-    assert finding is not None
-    assert (finding.module, finding.label, finding.origin) == ("", "output", "produced")
-    seen = {code().co_filename for code in torch._dynamo.convert_frame.input_codes.seen if code() is not None}
-    assert __file__ in seen
-    assert not [file for file in seen if "nanwatch" in Path(file).parts]
-    assert not [record for record in caplog.records if record.levelname not in ("DEBUG", "INFO")]
-
-
-@pytest.mark.usefixtures("_recorder")
 def test_origins_are_those_of_the_interpreter() -> None:
     """Data, a weight, and what the caller computed between two modules are told apart in compiled code too."""
 
@@ -317,33 +291,6 @@ def test_origins_are_those_of_the_interpreter() -> None:
 
     assert run(compiled=True) == run(compiled=False)
     assert [one.origin for one in run(compiled=True)] == ["data", "received", "weight"]
-
-
-@pytest.mark.parametrize("mode", ["warn", "record", "callable"])
-@pytest.mark.filterwarnings("ignore:inf first seen")
-@pytest.mark.usefixtures("_recorder")
-def test_other_ways_to_act_work_in_compiled_code(mode: str) -> None:
-    """A warning, a silent record and a function of the user's, each with the report of the first fault."""
-    seen: list[Any] = []
-    model = _failing()
-
-    def keep(report: Any) -> None:
-        seen.append(report)
-        model(torch.ones(2))  # which is no batch, and does not end the one under way
-
-    how: Any = keep if mode == "callable" else mode
-    with watch(model, on_nonfinite=how) as w:
-        call = torch.compile(lambda x: model(x), backend="eager", fullgraph=True)
-        if mode == "warn":
-            with pytest.warns(RuntimeWarning, match=r"inf first seen in `output` of 1\.1"):
-                call(torch.zeros(2))
-        else:
-            call(torch.zeros(2))
-    finding = w.report().finding
-    assert finding is not None
-    assert (finding.module, w.batch) == ("1.1", 0)
-    assert len(seen) == (mode == "callable")
-    assert names(w)[-1] == (0, "")
 
 
 def test_after_an_error_in_the_graph_the_next_batch_is_whole() -> None:

@@ -7,12 +7,12 @@ import subprocess
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.instrumentation.compile import dynamo, operators
@@ -44,47 +44,11 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Graphs:
-    """A backend that keeps the graphs it is given and runs them as they are."""
-
-    def __init__(self) -> None:
-        self.graphs: list[fx.GraphModule] = []
-
-    def __call__(self, graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        self.graphs.append(graph)
-        return graph.forward
-
-    @property
-    def targets(self) -> list[list[str]]:
-        return [[str(node.target) for node in graph.graph.nodes] for graph in self.graphs]
-
-
 def of_batch(w: nanwatch.Watch, batch: int) -> list[str]:
     return [name for one, name in names(w) if one == batch]
 
 
 # Order
-
-
-def test_what_torch_compile_made_can_be_watched() -> None:
-    """`watch(torch.compile(model))` is a watch on the model, with the model's own names."""
-    call = torch.compile(Model(), backend="aot_eager", fullgraph=True)
-    with watch(call, modules="first") as w:
-        call(torch.randn(2, 3))
-    assert names(w) == [(0, "first")]
-
-
-def test_compile_in_place_before_the_watch() -> None:
-    """After `model.compile()` the frames are those of the interpreter."""
-    model, plain, x = Model(), Model(), torch.randn(2, 3)
-    model.compile(backend="aot_eager", fullgraph=True)
-    frames = []
-    for one in (model, plain):
-        with watch(one) as w:
-            one(x)
-            one(x)
-        frames.append(w.frames)
-    assert frames[0] == frames[1]
 
 
 @pytest.mark.filterwarnings("error")
@@ -111,35 +75,7 @@ def test_a_watch_after_a_graph_that_was_made_while_models_are_looked_for() -> No
     assert names(w) == [(0, name) for name in WHOLE]
 
 
-def test_parts_compiled_one_by_one() -> None:
-    """Layers compiled in place, in a model that is not: the frames and batches of the interpreter."""
-    model, x = nn.Sequential(Model(), nn.Linear(2, 3), Model()), torch.ones(1, 3)
-    frames = []
-    for compiles in (False, True):
-        if compiles:
-            model[0].compile(backend="aot_eager", fullgraph=True)
-            model[2].compile(backend="aot_eager", fullgraph=True)
-        with watch(model) as w:
-            model(x)
-            model(x)
-        frames.append(w.frames)
-    assert frames[0] == frames[1]
-
-
 # Stop
-
-
-def test_a_graph_that_outlives_its_watch_does_nothing() -> None:
-    """The operators of a watch that has stopped look at nothing and raise nothing."""
-    model = mlp()
-    backend = Graphs()
-    with watch(model) as w:
-        torch.compile(model, backend=backend, fullgraph=True)(torch.ones(1, 3))
-    (graph,) = backend.graphs
-    inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
-    graph(*(torch.full(x.shape, float("nan")).to(x.dtype) for x in inputs))
-    assert w.batch == 0
-    assert len(w.frames) == 4
 
 
 def test_a_compiled_model_and_its_watch_are_freed() -> None:
@@ -157,19 +93,6 @@ def test_a_compiled_model_and_its_watch_are_freed() -> None:
 
 
 # Several, seldom, paused
-
-
-def test_two_watches_on_one_compiled_model() -> None:
-    """Each has its own frames, and the one that stays keeps them when the other stops."""
-    model, x = Model(), torch.randn(2, 3)
-    call = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with watch(model) as outer:
-        with watch(model, read="weights buffers outputs") as inner:
-            call(x)
-        call(x)
-    assert names(outer) == [(batch, name) for batch in (0, 1) for name in WHOLE]
-    assert names(inner) == [(0, name) for name in WHOLE]
-    assert {record.role for frame in inner.frames for record in frame.records} == {"weight", "output"}
 
 
 def test_pause_every_and_exclude_need_no_new_graph() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
-import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nanwatch import run_in_fp32
-from support.narrow import HALF, Pair, Plain, Take, both, surroundings
+from support.narrow import HALF, Take, both, surroundings
 
 
 @both
@@ -40,18 +38,3 @@ def test_a_compiled_model_takes_it_up_and_lets_it_go() -> None:
     assert compiled(x).isfinite().all()
     handle.remove()
     assert compiled(x).isinf().all()
-
-
-@pytest.mark.parametrize("given", [Plain, Pair])
-def test_containers_compile(given: Any) -> None:
-    """Dataclasses and named tuples are walked inside a graph as well."""
-    module = Take(lambda value: {"y": [value[0] * 2 if given is Pair else value.x * 2]})
-    run_in_fp32(module)
-
-    def program(x: Tensor) -> Tensor:
-        return module(given(x, 1))["y"][0]
-
-    x = torch.full((2,), 3.0, dtype=HALF)
-    y = torch.compile(program, backend="aot_eager", fullgraph=True)(x)
-    assert y.tolist() == [6.0, 6.0]
-    assert y.dtype is HALF
