@@ -47,14 +47,6 @@ def test_a_program_that_ends_well_leaves_no_file_of_its_own_accord(tmp_path: Pat
     assert boxes[0].facts["argv"]
 
 
-def test_an_exception_is_the_end(tmp_path: Path) -> None:
-    """With its text, also where the file would else go."""
-    done, boxes = trained(tmp_path, "raise KeyError('here')", given=False)
-    assert done.returncode == 1
-    assert [box.end for box in boxes] == ["exception"]
-    assert [note["error"] for note in boxes[0].notes] == ["KeyError: 'here'\n"]
-
-
 def test_a_script_of_nanwatch_run_ends_by_its_exception(tmp_path: Path) -> None:
     """Though the command catches it."""
     script = tmp_path / "script.py"

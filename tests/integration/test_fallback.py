@@ -50,27 +50,6 @@ def test_all_parts_are_compiled_or_none_is() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_make_runs_tests_of_each_room_that_uses_the_compiled_part() -> None:
-    """`make test-pure`, which leaves out what proves the same with the compiled part and without."""
-    package = Path(nanwatch.__file__).parent
-    rooms = {
-        path.relative_to(package).parts[0]
-        for path in package.glob("*/**/*.py")
-        if re.search(r"^from .*_extension", path.read_text(encoding="utf-8"), re.MULTILINE)
-    }
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", "")
-    rooms_of_make, files = (
-        re.findall(rf"^PURE_{name} := (.*)$", makefile, re.MULTILINE)[0].split()
-        for name in ("ROOMS", "FILES")
-    )
-    tests = [ROOT / "tests/unit" / room for room in rooms_of_make]
-    tests += [ROOT / "tests/unit" / f"{file}.py" for file in files]
-    assert all(path.exists() for path in tests)
-    # Of integrations it is the server's: tests/thirdparty/test_serving.py.
-    assert rooms - {"integrations"} <= {*rooms_of_make, *(file.partition("/")[0] for file in files)}
-    assert "tests/thirdparty/test_serving.py" in makefile
-
-
 def _told(done: Callable[[], object]) -> str:
     with pytest.raises(RuntimeError) as caught:
         done()

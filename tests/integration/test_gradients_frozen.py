@@ -168,24 +168,6 @@ def test_the_frames_are_those_of_plain_hooks(case: str, recorder: str) -> None:
     assert_same_bits(traces[1], traces[0])
 
 
-def test_what_is_frozen_has_no_record_and_passes_gradients_on() -> None:
-    """Written out: a frozen block between trained ones has the gradients of outputs and inputs, and none of weights;
-    before the first that is trained there is nothing.
-    """
-    model = CASES["a whole block in the middle"].built()
-    with watched(model, "python", gradients=True, max_frames=100) as w:
-        loss_of(model(WORDS[0]), 0).backward()
-        labels = {f.name: [r.label for r in f.records] for f in w.frames if f.phase == "backward"}
-    assert labels["blocks.1.up"] == ["output.grad", "input[0].grad"]
-    assert labels["blocks.1"] == ["output.grad", "input[0].grad"]
-    assert labels["blocks.0.up"] == ["output.grad", "bias.grad", "weight.grad", "input[0].grad"]
-    model = CASES["all but the head"].built()
-    with watched(model, "python", gradients=True, max_frames=100) as w:
-        loss_of(model(WORDS[0]), 0).backward()
-        labels = {f.name: [r.label for r in f.records] for f in w.frames if f.phase == "backward"}
-    assert labels == {"head": ["output.grad", "bias.grad", "weight.grad"], "": ["output.grad"]}
-
-
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_weight_that_is_frozen_between_forward_and_backward(recorder: str) -> None:
     """Autograd adds nothing to it, and the training is that of an unwatched model."""

@@ -16,9 +16,8 @@ from nanwatch.numerics import _extension
 from nanwatch.numerics.formats import limits
 from nanwatch.recording import frame_ring
 from nanwatch.recording.events import PeakName
-from nanwatch.recording.frame_ring import PeakMagnitudes
 from nanwatch.records.note import Note
-from nanwatch.records.record import Frame, Record
+from nanwatch.records.record import Frame
 from nanwatch.session.api import watch
 from nanwatch.session.watch import Watch
 from support.architectures import built, inputs_of
@@ -166,16 +165,6 @@ def test_names_without_end_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             module.calls = 0
         model(torch.full((1,), 2.0))
         assert set(taker.take()[1].values()) == {2.0}
-
-
-def test_the_gathering_itself_skips_what_is_recomputed() -> None:
-    """Rows as the Python recorder gives them."""
-    gathered = PeakMagnitudes()
-    row = Record("output", "output", (1,), "float16", 0.0, 3.0, True, None)
-    gathered.add(Frame(4, "m", "M", (row,), recomputed=True))
-    gathered.add(Frame(5, "m", "M", (row,)))
-    assert gathered.take() == (5, [("m", "output", "float16")], np.array([3.0]).tobytes())
-    assert gathered.take() == (-1, [], np.array([0.0]).tobytes())
 
 
 class Scaled(nn.Module):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanwatch.numerics import _reference, ranges
+from nanwatch.numerics import ranges
 from nanwatch.numerics.readable import unreadable
 from support.implementations import Implementation
 from support.oracle import DTYPES, FLOATS_8, expected, random_patterns, same
@@ -96,35 +95,6 @@ def test_torch_sample_inputs(implementation: Implementation, torch_samples: list
         assert same(implementation.tensor_health(placed), expected(x)), x
 
 
-def test_opcheck_on_torch_sample_inputs(torch_samples: list[torch.Tensor]) -> None:
-    """Schema and fake hold on torch's own sample inputs."""
-    for x in torch_samples:
-        torch.library.opcheck(ops.health.default, (x,), test_utils=("test_schema", "test_faketensor"))
-
-
-@pytest.mark.parametrize("name", ["abs_range", "health"])
-def test_native_rows_equal_the_reference(name: str) -> None:
-    """Whatever kernel the dispatcher finds gives the row of the reference, value for value."""
-    for x in _samples():
-        got, want = getattr(ops, name)(x), getattr(_reference, name)(x)
-        assert got.dtype is want.dtype is torch.float64
-        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-
-
-def test_rows_have_no_graph() -> None:
-    """The row of a tensor that requires grad does not."""
-    x = torch.ones(3, requires_grad=True) * 2
-    for row in (ops.abs_range(x), ops.health(x), ops.abs_ranges([x]), _reference.abs_range(x)):
-        assert not row.requires_grad
-        assert row.grad_fn is None
-
-
-def test_one_device_a_call() -> None:
-    """The reference refuses tensors of several devices and names them."""
-    with pytest.raises(ValueError, match=r"tensors on cpu, meta.*Group them"):
-        _reference.abs_ranges([torch.ones(1), torch.ones(1, device="meta")])
-
-
 @pytest.mark.parametrize(
     ("call", "shape"),
     [
@@ -168,15 +138,6 @@ def test_tensors_without_data_are_refused(implementation: Implementation) -> Non
         ):
             with pytest.raises(TypeError, match=reason.strip()):
                 read(x)
-
-
-def test_real_tensors_under_a_fake_mode(implementation: Implementation) -> None:
-    """A real tensor is read as it is while a FakeTensorMode is active."""
-    x = implementation.place(torch.tensor([1.0, -2.0]))
-    with FakeTensorMode():
-        assert implementation.abs_range(x) == (1.0, 2.0, True)
-        assert implementation.abs_ranges([x]) == [(1.0, 2.0, True)]
-        assert implementation.tensor_health(x).abs_max == 2.0
 
 
 def test_modes_do_not_see_the_reading(implementation: Implementation) -> None:
@@ -334,29 +295,3 @@ def test_dtensor_is_its_local_shard(implementation: Implementation, one_process_
         assert implementation.abs_range(x) == (1.0, math.inf, False)
         assert implementation.tensor_health(x).first_nonfinite == (1,)
         assert implementation.abs_ranges([x]) == [(1.0, math.inf, False)]
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_readable_tensors_have_no_reason(implementation: Implementation) -> None:
-    """`unreadable` is empty for what the functions read."""
-    for x in (
-        torch.ones(2),
-        torch.empty(0),
-        torch.nn.Parameter(torch.ones(2)),
-        torch.nn.Buffer(torch.ones(2)),
-        torch.eye(3).to_sparse(),
-        torch.eye(3).to_sparse_csr(),
-        torch.ones(3).expand(4, 3),
-        torch.ones(2, dtype=torch.complex64).conj(),
-        torch._efficientzerotensor(3),
-    ):
-        assert unreadable(x) == ""
-        implementation.abs_range(x)
-
-
-def test_values_are_plain_and_pickle() -> None:
-    """The results are tuples of Python numbers that survive a pickle."""
-    x = torch.tensor([1.0, math.inf])
-    for value in (ranges.abs_range(x), ranges.tensor_health(x)):
-        assert pickle.loads(pickle.dumps(value)) == value
-        assert all(type(part) in (float, bool, int, tuple) for part in value)

@@ -64,23 +64,6 @@ def test_a_trace_holds_every_frame_of_every_batch(tmp_path: Path, recorder: str,
     assert traced(path) == with_records(kept)
 
 
-def test_fetching_from_a_ring_loses_and_doubles_nothing(
-    tmp_path: Path, recorder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With room for three batches and a thread that fetches as often as it can, each frame comes exactly once."""
-    monkeypatch.setattr(tracer, "_LEAST_RING", 1)
-    monkeypatch.setattr(tracer, "_RING_PER_MODULE", 3)
-    monkeypatch.setattr(tracer, "_GATHER_SECONDS", 0.0)
-    model = mlp()
-    with watch(model, trace=tmp_path / "run.parquet") as w:
-        for _ in range(300):
-            model(torch.ones(2, 3))
-    found = Trace.open(tmp_path / "run.parquet")
-    assert found.lost_frames == 0
-    assert [frame.name for frame in traced(tmp_path / "run.parquet")] == ["0", "1", "2", ""] * 300
-    assert w.counters["frames"] == 1200
-
-
 def test_frames_beyond_the_ring_are_counted(
     tmp_path: Path, recorder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,17 +170,6 @@ def test_a_watch_that_goes_away_with_its_model_leaves_a_whole_trace(tmp_path: Pa
     thread.join(20)
     assert (tmp_path / "run.parquet").is_file()
     assert [one.name for one in traced(tmp_path / "run.parquet")] == ["0", "1", "2", ""]
-
-
-def test_ranks_write_traces_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun's environment the rank is in the name and in the rows."""
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    model = mlp()
-    with watch(model, trace=tmp_path / "run.parquet") as w:
-        model(torch.ones(2, 3))
-    assert w.trace_path == tmp_path / "run-rank3.parquet"
-    assert Trace.open(tmp_path / "run-rank3.parquet").rank == 3
 
 
 def test_a_disk_that_is_full_from_the_start_is_a_warning(
