@@ -129,19 +129,6 @@ def test_the_optimizer_of_what_feeds_the_model_takes_no_bad_gradient(place: int)
         w._leave()
 
 
-def test_module_has_each_gradient_when_it_comes() -> None:
-    """With act_at="module" each is read at once, and the failure is known when the backward is over."""
-    model = chain(SpoilsLater(0))
-    with trained(model, act_at="module") as (device, _, w):
-        loss = model(X).sum()
-        launches = len(device.launches)
-        loss.backward()
-        assert len(device.launches) == launches
-        finding = w.report().finding
-        assert finding is not None
-        assert finding.phase == "backward"
-
-
 @pytest.mark.parametrize("kind", ["SGD", "LBFGS"])
 @pytest.mark.parametrize("elsewhere", [True, False])
 @pytest.mark.parametrize("place", [0, -1])
@@ -175,16 +162,3 @@ def test_a_device_that_fails_leaves_the_users_error() -> None:
         notes = {str(record.note) for frame in backward_frames(w) for record in frame.records}
         assert any(f"error {BROKEN} of the stand-in" in note for note in notes)
         assert w.report().finding is None
-
-
-def test_a_backward_in_a_capture_sends_nothing() -> None:
-    """A backward in a capture has no replays to report, and is read as it comes."""
-    model = mlp()
-    with trained(model) as (device, _, w):
-        loss = model(X).sum()
-        launches = len(device.launches)
-        device.capturing = True
-        loss.backward()
-        device.capturing = False
-        assert len(device.launches) == launches
-        assert len(backward_frames(w)) == 4

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from nanwatch.recording.events import Event, Subscriptions
 
 
@@ -21,11 +19,3 @@ def test_an_event_is_wanted_until_its_last_subscription_is_off() -> None:
     first.active = True
     assert first.active
     assert [event for event in Event if subscriptions.has(event)] == [Event.BATCH_END, Event.FRAME]
-
-
-@pytest.mark.parametrize("event", Event)
-def test_a_subscription_is_to_its_own_event(event: Event) -> None:
-    """Each event has a bit of its own."""
-    subscriptions = Subscriptions()
-    subscriptions.add(event)
-    assert [other for other in Event if subscriptions.has(other)] == [event]

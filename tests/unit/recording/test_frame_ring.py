@@ -9,7 +9,6 @@ import torch
 
 import nanwatch
 from nanwatch import Finding
-from nanwatch.report.report import Report
 from nanwatch.session.watch import Watch
 
 
@@ -84,31 +83,6 @@ def test_threads_have_a_count_for_each_batch() -> None:
 
 
 @pytest.mark.usefixtures("each_recorder")
-def test_a_gradient_comes_after_all_of_the_forward() -> None:
-    """The place of a frame of the backward counts on from the forward's, and with that of the frames before it."""
-
-    class Spoilt(torch.nn.Module):
-        """Its gradient is infinite where its input is zero."""
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * 0).abs().sqrt()
-
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), Spoilt(), torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
-    places = []
-    for max_frames in (2, 100):
-        with nanwatch.watch(
-            model, gradients=True, on_nonfinite="record", rerun=False, max_frames=max_frames
-        ) as watch:
-            model(torch.ones(2, 3)).sum().backward()
-            finding = finding_of(watch)
-        assert (finding.module, finding.phase) == ("1", "backward")
-        places.append(finding.sequence)
-    # Five frames of the forward with the root's, then the backward of the two layers behind.
-    assert places == [7, 7]
-
-
-@pytest.mark.usefixtures("each_recorder")
 def test_the_state_of_an_optimizer_comes_last() -> None:
     """A frame of its step counts on from those of forward and backward."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
@@ -124,21 +98,3 @@ def test_the_state_of_an_optimizer_comes_last() -> None:
         finding = finding_of(watch)
     # Two layers and the root.
     assert (finding.batch, finding.origin, finding.sequence) == (1, "buffer", 3)
-
-
-@pytest.mark.usefixtures("each_recorder")
-def test_the_document_of_a_report_has_the_place() -> None:
-    """One of before there was any reads as None."""
-    model = chain(5)
-    model[2].at = 0
-    with nanwatch.watch(model, on_nonfinite="record", rerun=False, max_frames=1) as watch:
-        model(torch.ones(2))
-        report = watch.report()
-    text = report.to_json()
-    again = Report.from_json(text)
-    assert again.finding == report.finding
-    assert again.finding is not None
-    assert again.finding.sequence == 2
-    old = Report.from_json(text.replace(', "sequence": 2', ""))
-    assert old.finding is not None
-    assert old.finding.sequence is None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch.report.report import NonFiniteError
-from support.forks import SIDE, Fork, Hook, batch, doubles, fork_backward, gained, range_of, ranges
+from support.forks import SIDE, Fork, Hook, batch, doubles, fork_backward, range_of, ranges
 from support.recorders import RECORDERS, WITH_DEVICE, watched
 from support.toys import Scale
 
@@ -119,29 +119,6 @@ def test_memory_that_was_freed_and_taken_again_is_read(recorder: str) -> None:
         expected *= 2.0 if i % 3 else 0.25
     if len(set(memory)) == len(memory):
         pytest.skip("the allocator gave each gradient memory of its own: nothing came again")
-
-
-@pytest.mark.parametrize("recorder", WITH_DEVICE)
-def test_inference_tensors_are_read_at_each_place(recorder: str) -> None:
-    """They have no version: nothing would tell of a write. Users at one place are told apart from no other, as ever."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Fork(second=doubles))
-    with watched(model, recorder, gradients=True, max_frames=100) as w:
-        y = model(batch().requires_grad_())
-        with torch.inference_mode():
-            gradient = torch.randn(SIDE, SIDE)
-            low, high = range_of(gradient)
-            gain = gained(w, lambda: torch.autograd.backward(y, gradient))
-        names = [f.name for f in w.frames if f.phase == "backward"]
-    assert ranges(w) == {
-        "": (low, high),
-        "0": (low, high),
-        "0.second": (low, high),
-        "0.first": (2 * low, 2 * high),
-    }
-    assert names == ["0.second", "0.first", "0", ""]
-    # Four outputs, four weights, and the input, whose gradient comes once to all that were given it.
-    assert gain["tensors_read"] == 4 + 4 + 1
 
 
 @pytest.mark.parametrize("recorder", WITH_DEVICE)

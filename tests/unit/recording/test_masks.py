@@ -60,14 +60,6 @@ def test_a_row_without_a_score_is_a_failure(softmax: nn.Module) -> None:
     assert (finding.module, finding.label, finding.value) == ("last", "input[0]", "inf")
 
 
-def test_rows_are_along_dim() -> None:
-    """A column without a score fails a softmax over columns alone."""
-    mask = torch.zeros(4, 4, dtype=torch.bool).index_fill(1, torch.tensor(2), True)
-    notes(Scores(nn.Softmax(-1), mask), torch.randn(2, 4, 4))
-    with pytest.raises(nanwatch.NonFiniteError):
-        notes(Scores(nn.Softmax(1), mask), torch.randn(2, 4, 4))
-
-
 @pytest.mark.parametrize(
     ("last", "value"),
     [(nn.Softmax(-1), torch.inf), (nn.Softmax(-1), torch.nan), (nn.ReLU(), -torch.inf)],
@@ -88,43 +80,6 @@ def test_a_log_softmax_that_overflows_is_a_failure() -> None:
         notes(model, x)
     assert error.value.report.finding is not None
     assert error.value.report.finding.label == "output"
-
-
-def test_what_log_softmax_gives_is_handed_on() -> None:
-    """A view of it goes to a loss module, and the model returns it."""
-
-    class Trained(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scores, self.loss = Scores(nn.LogSoftmax(-1), CAUSAL), nn.NLLLoss()
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            y = self.scores(x).flatten(0, 1)
-            return self.loss(y, torch.zeros(8, dtype=torch.long)), y
-
-    assert notes(Trained(), torch.randn(2, 4, 4)).count(Note("mask")) == 5
-
-
-def test_a_later_failure_has_its_cures() -> None:
-    """Masked scores in a trial are none of its faults."""
-
-    class Late(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scores = Scores(nn.Softmax(-1), CAUSAL)
-            self.up, self.down = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-            nn.init.constant_(self.up.weight, 3e4)
-            nn.init.constant_(self.down.weight, 1e-4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.scores(self.down(self.up(x)))
-
-    model = Late().half()
-    with nanwatch.watch(model), pytest.raises(nanwatch.NonFiniteError) as error:
-        model(torch.ones(2, 4, 4).half())
-    finding = error.value.report.finding
-    assert finding is not None
-    assert any(cure.works for cure in finding.cures)
 
 
 class Calls(nn.Module):
@@ -245,12 +200,6 @@ def test_missing_values_are_allowed_by_the_option_that_the_report_names() -> Non
         model(x)
     assert error.value.report.finding is not None
     assert error.value.report.finding.module == "linear"
-
-
-def test_a_scripted_child_is_watched_as_any_other() -> None:
-    """Its class has no forward that Python can inspect."""
-    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
-    assert None in notes(model, torch.ones(1, 2))
 
 
 def test_scores_that_leave_float16_are_no_mask() -> None:

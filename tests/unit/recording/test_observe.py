@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanwatch.recording.observe import observe
 from nanwatch.records.note import Note
-from nanwatch.report.report import NonFiniteError, Report
 from support.watching import watch
 
 INF = float("inf")
@@ -64,19 +63,6 @@ def test_modes_do_not_see_the_look_at_a_mask(masked: float) -> None:
     assert not seen
 
 
-@MASKS
-def test_a_mask_under_a_fake_mode_is_a_mask(masked: float) -> None:
-    """A real mask given under FakeTensorMode is read as it is; a -inf among numbers is a fault there too."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    assert note_under(mode, mask_of(masked)) == Note("mask")
-    model, mask, bad = Takes(), mask_of(masked), torch.tensor([0.0, -INF, 1.0])
-    with watch(model):
-        with mode:
-            model(mask)
-        with pytest.raises(NonFiniteError), mode:
-            model(bad)
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2]
 )
@@ -118,26 +104,6 @@ def test_nothing_is_read_while_a_cuda_graph_is_captured(monkeypatch: pytest.Monk
         assert observe(torch.tensor([2.0]), "input", "input")[4:7] == (2.0, 2.0, True)
 
 
-class Refuses(torch.Tensor):
-    """A subclass that answers nothing."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise RuntimeError("not allowed")
-
-
-class Broken(torch.Tensor):
-    """A subclass whose attributes raise."""
-
-    @property
-    def shape(self) -> Any:
-        raise ValueError("no shape\nat all")
-
-    @property
-    def dtype(self) -> Any:
-        raise ValueError("no dtype\nat all")
-
-
 class Gives(nn.Module):
     """Gives what `make` makes of the input."""
 
@@ -147,78 +113,6 @@ class Gives(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.make(x)
-
-
-def broken_attribute(x: torch.Tensor) -> torch.Tensor:
-    return x.as_subclass(Broken)
-
-
-def refused_attribute(x: torch.Tensor) -> torch.Tensor:
-    return x.as_subclass(Refuses)
-
-
-def strided_nested(x: torch.Tensor) -> torch.Tensor:
-    return torch.nested.nested_tensor([x, x[:1]], layout=torch.strided)
-
-
-def jagged_nested(x: torch.Tensor) -> torch.Tensor:
-    return torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged)
-
-
-@pytest.mark.usefixtures("each_recorder")
-@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
-@pytest.mark.parametrize("options", [{}, {"counts": True}], ids=["ranges", "counts"])
-@pytest.mark.parametrize(
-    ("make", "read"),
-    [(broken_attribute, False), (refused_attribute, True), (strided_nested, True), (jagged_nested, True)],
-)
-def test_a_tensor_whose_attributes_raise_has_its_row(
-    make: Callable[[torch.Tensor], torch.Tensor],
-    read: bool,
-    options: dict[str, Any],
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """The tensor is read, or not checked with the reason. The forward goes on, and no traceback is printed."""
-    model = Gives(make)
-    for value in (1.0, float("nan")):
-        with watch(model, on_nonfinite="record", rerun=False, **options) as w:
-            given = model(torch.full((2, 3), value))
-        assert type(given) is type(make(torch.ones(2, 3)))
-        record = w.frames[-1].records[-1]
-        assert record.label == "output"
-        if read:
-            assert (record.isfinite, record.note) == (value == 1.0, None)
-        else:
-            assert (record.isfinite, record.note) == (None, Note("not_checked", "ValueError: no dtype"))
-    assert capfd.readouterr().err == ""
-
-
-@pytest.mark.usefixtures("each_recorder")
-@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
-def test_a_nan_in_a_tensor_without_a_shape_is_reported() -> None:
-    """The error tells of the nan, in words and as JSON, though nothing tells the tensor's shape."""
-    model = Gives(strided_nested)
-    with watch(model), pytest.raises(NonFiniteError, match="nan first seen") as error:
-        model(torch.full((2, 3), float("nan")))
-    told = error.value.report.to_json()
-    assert Report.from_json(told).to_json() == told
-
-
-class Lies:
-    """Says that it is a tensor, as a Mock with a spec does."""
-
-    @property
-    def __class__(self) -> Any:  # type: ignore[override]
-        return torch.Tensor
-
-
-@pytest.mark.usefixtures("each_recorder")
-def test_an_object_that_says_it_is_a_tensor_is_none() -> None:
-    """Its memory is not taken for a tensor's."""
-    model = Takes()
-    with watch(model) as w:
-        model(Lies(), [Lies()])
-    assert [record.note for record in w.frames[-1].records] == [Note("not_a_tensor")] * 2 + [Note("absent")]
 
 
 class Asks(TorchFunctionMode):
@@ -295,12 +189,3 @@ def test_a_watched_model_can_be_captured() -> None:
     assert [frame.batch for frame in w.frames] == [0, 2]
     record = w.frames[-1].records[-1]
     assert (record.label, record.note, record.abs_max) == ("output", None, expected.abs().max().item())
-
-
-@MASKS
-@pytest.mark.usefixtures("each_recorder")
-def test_a_mask_expanded_to_every_head_is_read_once(masked: float) -> None:
-    """A mask of four numbers that stands for 2^40 is seen as one, in the time of four."""
-    assert observe(mask_of(masked).expand(2**38, 2, 2), "input[0]", "input")[8] == Note("mask")
-    bad = torch.tensor([[0.0, masked], [masked, masked]]).expand(2**38, 2, 2)  # a row without a zero
-    assert observe(bad, "input[0]", "input")[8] is None

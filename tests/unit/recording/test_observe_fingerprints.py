@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,27 +139,3 @@ def test_without_the_option_there_is_none_and_all_else_is_the_same(recorder: str
     assert rest[0] == rest[1]
     assert "fingerprint" not in documents[0]
     assert "fingerprint" in documents[1]
-
-
-@pytest.mark.parametrize("recorder", RECORDERS)
-def test_a_trace_has_them_as_unsigned_numbers(tmp_path: Path, recorder: str) -> None:
-    pytest.importorskip("pyarrow")
-    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    calls = seen(model)
-    path = tmp_path / "run.parquet"
-    with watched(model, recorder, fingerprints=True, trace=path):
-        for _ in range(8):
-            model(torch.randn(1, 2))
-    trace = nanwatch.Trace.open(path)
-    assert recorded(tuple(frame for batch in range(8) for frame in trace.frames(batch))) == calls
-    assert trace.table(["fingerprint"])["fingerprint"].to_pylist() == [one for call in calls for one in call]
-
-
-@pytest.mark.parametrize("recorder", RECORDERS)
-def test_a_tensor_without_a_fingerprint_keeps_its_range(recorder: str) -> None:
-    model = nn.Identity()
-    with watched(model, recorder, fingerprints=True) as w:
-        model(torch.eye(3).to_sparse())
-        (record, *_) = w.frames[0].records
-    assert record.abs_max == 1
-    assert record.fingerprint is None

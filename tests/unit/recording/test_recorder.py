@@ -237,29 +237,3 @@ def test_counts_are_those_of_each_tensor(recorder: str, dtype: torch.dtype) -> N
             assert record.health.num_subnormal == (small & (values != 0)).sum()
         np.testing.assert_equal(record.abs_min, record.health.abs_min)  # a nan is one
         np.testing.assert_equal(record.abs_max, record.health.abs_max)
-
-
-@pytest.mark.parametrize("recorder", RECORDERS)
-def test_counts_change_nothing_else(recorder: str) -> None:
-    """Frames, gradients' frames, findings and the trained weights are the same but for the counts."""
-
-    def trained(counts: bool) -> tuple[list[Frame], dict[str, Tensor]]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-        optimizer = torch.optim.AdamW(model.parameters())
-        with watched(model, recorder, counts=counts, gradients=True, max_frames=100) as watch:
-            for _ in range(3):
-                model(torch.ones(2, 4)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return list(watch.frames), model.state_dict()
-
-    plain, counted = trained(False), trained(True)
-    assert all(torch.equal(plain[1][name], counted[1][name]) for name in plain[1])
-    records = [record for frame in counted[0] for record in frame.records]
-    assert all(record.health is not None for record in records)
-    assert any(record.role == "gradient" for record in records)
-    assert [
-        frame._replace(records=tuple(record._replace(health=None) for record in frame.records))
-        for frame in counted[0]
-    ] == plain[0]

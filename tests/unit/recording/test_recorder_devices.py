@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,10 +13,9 @@ from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
 from nanwatch.report.report import NonFiniteError
-from nanwatch.session.watch import Watch
 from support.random_trees import run, tree
 from support.stand_in_device import BROKEN, OLD_DRIVER, StandIn, stand_in
-from support.toys import Plant, Scale, chain, in_threads, mlp, names, text_of
+from support.toys import Scale, in_threads, mlp, names, text_of
 from support.watching import watch
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
@@ -29,14 +27,6 @@ NAN = float("nan")
 def device_or_host(on_device: bool) -> AbstractContextManager[StandIn]:
     """The stand-in, with all tensors on it or none."""
     return stand_in(place=lambda x: 0 if on_device else -1)
-
-
-def watched_run(model: nn.Module, batches: int, **options: Any) -> Watch:
-    """So many batches of ones under a watch, which has been stopped."""
-    with watch(model, **options) as w:
-        for _ in range(batches):
-            model(torch.ones(2, 3))
-    return w
 
 
 @settings(max_examples=30)
@@ -63,21 +53,6 @@ def test_reports_are_those_of_the_host(seed: int, poison: float, check: Any, hol
         if finding is None or finding.origin in ("produced", "weight", "buffer"):
             assert text_of(w) == report
         assert w.counters["stale_hits"] == 0
-
-
-@pytest.mark.parametrize("check", ["auto", "module", "batch"])
-@pytest.mark.parametrize("value", [INF, -INF, NAN])
-def test_what_is_raised_is_what_the_host_raises(check: Any, value: float) -> None:
-    """The same finding with the counts and the index, and a report that ends at the first non-finite frame."""
-    reports = []
-    for on_device in (False, True):
-        model = chain(Plant(b1=value), nn.ReLU(), nn.Tanh())
-        with device_or_host(on_device), warnings.catch_warnings():
-            warnings.simplefilter("error")
-            with pytest.raises(NonFiniteError) as error:
-                watched_run(model, 3, act_at=check if on_device else "module", rerun=False)
-            reports.append(error.value.report.to_json())
-    assert reports[0] == reports[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -118,17 +93,6 @@ def test_one_launch_a_frame_and_one_wait_a_batch() -> None:
         model(torch.ones(2, 3))
         assert device.launches[4:] == [2, 1, 1, 1]
         assert device.waits == 2
-
-
-def test_module_waits_for_each_call() -> None:
-    """With act_at="module" the fault is raised where it is, and what follows is not computed."""
-    after = Plant()
-    model = chain(Plant(b0=INF), after)
-    with stand_in() as device, watch(model, act_at="module", rerun=False):
-        with pytest.raises(NonFiniteError):
-            model(torch.ones(1, 3))
-        assert after.calls == 0
-        assert device.waits == 3  # the non-finite call is looked at twice
 
 
 def test_a_row_is_of_the_memory_as_it_was() -> None:
@@ -282,23 +246,6 @@ def test_an_error_of_the_device_leaves_the_frames_up_to_it() -> None:
         assert f"error {BROKEN} of the stand-in" in notes[-1]
 
 
-def test_a_fault_before_the_device_failed_is_in_the_report() -> None:
-    """The model's own error stays what is raised; the report has the finding."""
-
-    class Fails(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            device.run()
-            raise RuntimeError("out of memory")
-
-    model = nn.Sequential(Scale(INF), Fails())
-    with stand_in() as device:
-        with pytest.raises(RuntimeError, match="out of memory"), watch(model) as w:
-            model(torch.ones(1, 3))
-        finding = w.report().finding
-    assert finding is not None
-    assert (finding.module, finding.origin) == ("0", "produced")
-
-
 def test_a_device_that_cannot_run_is_left_alone() -> None:
     """With a driver that is too old every tensor is read as before, and the device is not asked again."""
     model = mlp()
@@ -308,16 +255,6 @@ def test_a_device_that_cannot_run_is_left_alone() -> None:
         assert device.launches == []
     assert [batch for batch, name in names(w) if name == ""] == [0, 1]
     assert all(record.isfinite for frame in w.frames for record in frame.records)
-
-
-def test_a_launch_that_fails_once_costs_no_row() -> None:
-    """The frame whose launch failed is read the other way, and the next one asks the device again."""
-    model = mlp()
-    with stand_in(fail_next=9) as device, watch(model, act_at="batch") as w:
-        model(torch.ones(2, 3))
-        assert len(device.launches) == 3
-    assert all(record.isfinite for frame in w.frames for record in frame.records)
-    assert [len(frame.records) for frame in w.frames] == [4, 2, 4, 2]
 
 
 def test_what_the_device_does_not_take_is_read_at_once() -> None:
@@ -344,29 +281,6 @@ def test_what_the_device_does_not_take_is_read_at_once() -> None:
             model(*given_values)
         found.append(repr(w.frames))
     assert found[0] == found[1]
-
-
-def test_warnings_and_callables_come_with_the_batch() -> None:
-    """One warning when it begins, at its end and at the watch's; a callable gets one report a batch."""
-    reports = []
-    with stand_in():
-        model = chain(Plant(b1=INF), nn.ReLU())
-        with pytest.warns(RuntimeWarning, match="batch 1") as told:
-            watched_run(model, 3, on_nonfinite="warn")
-        assert [str(one.message).split()[0] for one in told] == ["inf", "all", "of"]
-        model = chain(Plant(b0=INF, b2=INF))
-        watched_run(model, 3, on_nonfinite=reports.append)
-    assert [report.batch for report in reports] == [0, 2]
-
-
-def test_a_fault_is_run_again_at_its_batchs_end() -> None:
-    """The re-run finds the operation, as the batch is still there."""
-    model = nn.Sequential(nn.Linear(3, 3), Scale(INF))
-    with stand_in(), pytest.raises(NonFiniteError) as error, watch(model):
-        model(torch.ones(1, 3))
-    finding = error.value.report.finding
-    assert finding is not None
-    assert finding.operation is not None
 
 
 def test_a_capture_is_left_alone() -> None:

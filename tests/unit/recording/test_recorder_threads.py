@@ -14,7 +14,6 @@ from torch import nn
 
 import nanwatch
 from nanwatch.recording.walk import MAX_DEPTH
-from nanwatch.records.note import Note
 
 pytestmark = pytest.mark.usefixtures("each_recorder", "switching")
 
@@ -38,34 +37,6 @@ def all_together(*jobs: Callable[[], object]) -> None:
         assert not thread.is_alive()
     if errors:
         raise errors[0]
-
-
-def test_skipped_steps_are_noted_while_another_thread_evaluates() -> None:
-    """GradScaler skips a step: the gradients that it left get their note while frames of other batches come."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
-    with nanwatch.watch(
-        model, on_nonfinite="record", rerun=False, forecast=False, gradients=True, max_frames=400
-    ) as watch:
-        for _ in range(15):
-            (model(torch.ones(1, 2)).sum() * 1e-30).backward()
-        recorder = watch._recorder
-        ended = threading.Event()
-
-        def evaluate() -> None:
-            with torch.no_grad():
-                while not ended.is_set():
-                    model(torch.ones(1, 2))
-
-        def note() -> None:
-            try:
-                for _ in range(30):
-                    recorder.excuse_gradients(range(1000), Note("skipped_step"))
-                    assert len(recorder.frames()) == len(watch.frames) == 400
-            finally:
-                ended.set()
-
-        all_together(evaluate, note)
 
 
 def test_trainings_in_threads_are_counted_once() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import weakref
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ import torch
 from torch import nn
 
 from nanwatch.recording.shards import _chunk, parameter_mesh, shard_note
-from nanwatch.records.note import Note
 from nanwatch.report.report import Report
 from nanwatch.session.api import watch
 from support.toys import Scale
@@ -61,32 +57,6 @@ def test_report_in_all_forms_says_which_shard(x: Any) -> None:
     assert Report.from_json(report.to_json()) == report
 
 
-def test_page_says_which_shard(x: Any) -> None:
-    """The rank's place in its head, the note with its record."""
-    pytest.importorskip("jinja2")
-    pytest.importorskip("plotly")
-    model = Scale()
-    with watch(model, on_nonfinite="record") as w:
-        model(x)
-    page = w.report().to_html()
-    assert "rank 0, mesh[0]=0 of 1" in page
-    assert NOTE in page
-
-
-def test_trace_says_which_shard(x: Any, tmp_path: Path) -> None:
-    """The column `note` of a trace has it, and its frames come back with it."""
-    pytest.importorskip("pyarrow")
-    from nanwatch.trace.trace_file import Trace
-
-    path = tmp_path / "run.parquet"
-    model = Scale()
-    with watch(model, on_nonfinite="record", trace=path):
-        model(x)
-    placement = next(iter(Trace.open(path).frames(0))).records[0].placement
-    assert placement is not None
-    assert str(placement) == NOTE.removeprefix("local shard: ")
-
-
 def test_replicated_and_partial_tensors_have_no_start(one_process_mesh: Any) -> None:
     """A tensor that is no block of the whole does not say where it begins."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -100,11 +70,6 @@ def test_replicated_and_partial_tensors_have_no_start(one_process_mesh: Any) -> 
         "Partial(sum) at mesh[0]=0 of 1",
         "Partial(avg) at mesh[0]=0 of 1",
     ]
-
-
-def test_a_placement_that_cannot_be_told_is_still_a_shard() -> None:
-    """When no placement can be found, the note says that it is a shard, and nothing is raised."""
-    assert shard_note(nn.Linear(1, 1)) == Note("local_shard")
 
 
 def test_parameters_say_where_this_process_is_in_their_meshes(x: Any) -> None:
@@ -121,19 +86,6 @@ def test_parameters_say_where_this_process_is_in_their_meshes(x: Any) -> None:
             raise AssertionError("No FSDP state found")
 
     assert parameter_mesh(nn.Sequential(model, Broken(2, 2))) == ()
-
-
-def test_a_report_has_the_mesh_of_its_model_when_that_has_gone(x: Any) -> None:
-    """The latest that was known, with no frame that would have a shard."""
-    model = nn.Linear(3, 2)
-    model.weight = nn.Parameter(x)
-    seen = watch(model, on_nonfinite="record")
-    seen.stop()
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
-    assert seen.report().mesh == ("mesh[0]=0 of 1",)
 
 
 def test_the_mesh_of_the_parameters_comes_before_that_of_the_frames(x: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import torch
 
 from nanwatch.recording.thread_calls import Node, ThreadCalls
@@ -24,17 +22,3 @@ def test_a_call_that_ends_takes_the_outputs_added_to_it_and_inside_it() -> None:
     calls.nodes.pop()
     assert [label for _, label, _ in calls.take_added()] == ["o"]
     assert calls.innermost is None
-
-
-def test_another_thread_has_calls_of_its_own() -> None:
-    """Neither the calls under way nor that a callback runs are theirs."""
-    calls = ThreadCalls()
-    calls.nodes.append(Node("model", "Module", True, False))
-    seen: list[tuple[str | None, bool]] = []
-    with calls.is_recording():
-        other = threading.Thread(target=lambda: seen.append((calls.innermost, calls.recording)))
-        other.start()
-        other.join()
-        seen.append((calls.innermost, calls.recording))
-    assert seen == [(None, False), ("model", True)]
-    assert not calls.recording
