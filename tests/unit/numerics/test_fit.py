@@ -122,37 +122,6 @@ def test_float32_beside_every_end(place: Place, target: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("target", "end", "goes"),
-    [
-        (torch.float16, 65520.0, True),
-        (torch.bfloat16, (2 - 2.0**-8) * 2.0**127, True),
-        (torch.float8_e4m3fn, 464.0, False),
-        (torch.float8_e5m2, 61440.0, True),
-        (torch.float8_e4m3fnuz, 248.0, True),
-        (torch.float8_e5m2fnuz, 61440.0, True),
-    ],
-)
-def test_the_upper_end_to_the_last_bit(target: torch.dtype, end: float, goes: bool) -> None:
-    """The tie between the largest number and the next goes to the even one; both of its neighbours are clear."""
-    x = torch.tensor([math.nextafter(end, 0), end, math.nextafter(end, INF)], dtype=torch.float64)
-    assert [would_fit(one, target).num_overflow for one in x] == [0, int(goes), 1]
-
-
-@pytest.mark.parametrize(
-    "target", TARGETS[:-1]
-)  # half of float64's smallest number is no float64: by a scale, below
-def test_the_lower_ends_to_the_last_bit(target: torch.dtype) -> None:
-    """Half the smallest number becomes zero, half a step below the smallest normal one becomes normal."""
-    ladder = values_of(from_patterns(np.array([1], f"u{target.itemsize}"), target))
-    smallest, normal = float(ladder[0]), torch.finfo(target).smallest_normal
-    tie = torch.tensor([smallest / 2, math.nextafter(smallest / 2, INF)], dtype=torch.float64)
-    assert [would_fit(one, target).num_underflow for one in tie] == [1, 0]
-    edge = normal - smallest / 2
-    step = torch.tensor([math.nextafter(edge, 0), edge, normal, smallest], dtype=torch.float64)
-    assert [would_fit(one, target).num_subnormal for one in step] == [1, 0, 0, 1]
-
-
 def test_float64_holds_itself_and_its_ends_move_with_the_scale() -> None:
     """float64's own ends are reached by a scale alone, without a product that would be inf or zero."""
     x = torch.tensor([5e-324, 2.5e-308, 1.0, 1.7e308], dtype=torch.float64)
@@ -187,29 +156,3 @@ def test_shares_leave_out_zeros_and_what_is_not_finite(place: Place) -> None:
     for nothing in (torch.zeros(3), torch.empty(0), torch.tensor(NAN)):
         fit = would_fit(place(nothing), "float8_e5m2")
         assert (fit.overflow, fit.num_elements, fit.fits) == (0.0, 0, True)
-
-
-def test_expanded_and_sparse(place: Place) -> None:
-    """Repeats count each time; zeros that are not stored are no elements."""
-    x = place(torch.tensor([[1e9], [1.0]]))
-    assert counts_of(x.expand(2, 1000), torch.float16) == (2000, 1000, 0, 0)
-    sparse = torch.diag(torch.tensor([1e9, 1.0, 1e-30])).to_sparse()
-    assert counts_of(place(sparse), torch.float16) == (3, 1, 1, 0)
-
-
-def test_wrong_arguments_are_answered_in_words() -> None:
-    """A scale, a dtype and a tensor that make no sense are named, with what is accepted."""
-    x = torch.ones(2)
-    for scale in (0.0, -1.0, INF, NAN):
-        with pytest.raises(ValueError, match=r"scale=.*; a finite number above 0"):
-            would_fit(x, torch.float16, scale=scale)
-    with pytest.raises(TypeError, match="format int8; accepted are float64, float32"):
-        would_fit(x, torch.int8)
-    with pytest.raises(TypeError, match="format float8_e8m0fnu; accepted"):
-        would_fit(x, torch.float8_e8m0fnu)
-    with pytest.raises(TypeError, match="got a float as dtype"):
-        would_fit(x, 3.0)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="view_as_real"):
-        would_fit(torch.ones(2, dtype=torch.complex64), torch.float16)
-    with pytest.raises(TypeError, match=r"would_fit cannot read .* meta tensor"):
-        would_fit(torch.ones(2, device="meta"), torch.float16)

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import runpy
-
 import pytest
 import torch
 
 from nanwatch.numerics.formats import NUMBER_FORMATS, Limits, limits
-from support.paths import ROOT
 
 SMALL_FLOATS = [form for form in NUMBER_FORMATS if form.is_float and form.bits <= 16]
-
-
-def test_no_name_and_no_number_is_used_twice() -> None:
-    """A number stands for one dtype in the C ABI and in files."""
-    for values in zip(*((form.name, form.number, form.scalar_type) for form in NUMBER_FORMATS), strict=True):
-        assert len(set(values)) == len(NUMBER_FORMATS)
 
 
 @pytest.mark.parametrize("form", SMALL_FLOATS, ids=lambda form: form.name)
@@ -42,12 +33,3 @@ def test_the_ends_of_a_reading_are_those_of_its_format_times_its_scale() -> None
     assert limits("float8_e4m3fn", 2.0**-3) == Limits(56.0, 2.0**-9, 2.0**-12)
     assert limits("float16", 1.0) == limits("float16")
     assert limits("int8", 2.0) is None
-
-
-def test_the_header_of_the_formats_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `make lint` asks, for those who run the tests alone."""
-    monkeypatch.syspath_prepend(str(ROOT / "csrc"))
-    script = runpy.run_path(str(ROOT / "csrc" / "make_formats.py"))
-    assert script["PLACE"].read_text(encoding="utf-8") == script["header"](), (
-        "run python csrc/make_formats.py"
-    )

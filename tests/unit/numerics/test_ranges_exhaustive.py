@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
-from nanwatch.numerics import _reference
 from support.implementations import Implementation
 from support.oracle import FLOATS, FLOATS_8, FLOATS_16, FORMATS, assert_rows, decode, from_patterns
 
@@ -193,32 +190,3 @@ def test_the_decoder_against_numpy() -> None:
             want = raw.view(numpy_type).astype(np.float64)
         got = decode(dtype, raw.view(f"u{dtype.itemsize}"))
         np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize("dtype", SMALL)
-def test_the_decoder_against_torch(dtype: torch.dtype) -> None:
-    """The oracle's arithmetic equals upcasting to float32 in torch, for every pattern."""
-    patterns = all_patterns(dtype)
-    want = from_patterns(patterns, dtype).to(torch.float32).to(torch.float64).numpy()
-    np.testing.assert_array_equal(decode(dtype, patterns), want)
-
-
-@contextlib.contextmanager
-def _one_chunk_of(size: int) -> Iterator[None]:
-    before = _reference._CHUNK
-    _reference._CHUNK = size
-    try:
-        yield
-    finally:
-        _reference._CHUNK = before
-
-
-@pytest.mark.parametrize("dtype", SMALL)
-def test_reference_chunks_merge(dtype: torch.dtype) -> None:
-    """The reference gives the same row whatever the size of its chunks."""
-    x = from_patterns(all_patterns(dtype), dtype)[:1000]
-    whole = _reference.health(x), _reference.abs_range(x)
-    for size in (7, 256, 999):
-        with _one_chunk_of(size):
-            for got, want in zip((_reference.health(x), _reference.abs_range(x)), whole, strict=True):
-                torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)

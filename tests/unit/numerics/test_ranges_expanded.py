@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch import would_fit
 from support.watching import watch
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
@@ -41,26 +40,6 @@ def test_a_watched_call_of_huge_tensors(dtype: torch.dtype, counts: bool) -> Non
     if counts:
         found = [record.health for record in w.frames[0].records if record.label == "input[0]"]
         assert [health.num_zero for health in found if health is not None] == [HUGE]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
-def test_a_failure_of_a_huge_tensor_is_found(dtype: torch.dtype) -> None:
-    """With the number of all its elements, and the index of the first."""
-    few = torch.tensor([1, float("nan")]).to(dtype)
-    model = nn.Identity()
-    with watch(model, on_nonfinite="record") as w:
-        model(few.expand(HUGE, 2))
-    finding = w.report().finding
-    assert finding is not None
-    assert (finding.index, finding.num_nonfinite, finding.numel) == ((0, 1), HUGE, 2 * HUGE)
-
-
-def test_whether_a_huge_tensor_would_fit() -> None:
-    """Each of the 2^41 elements is counted, as in a small tensor."""
-    fit = would_fit(torch.tensor([1.0, 1e6]).expand(HUGE, 2), torch.float16)
-    few = would_fit(torch.tensor([1.0, 1e6]), torch.float16)
-    assert fit.num_elements == HUGE * few.num_elements
-    assert fit.num_overflow == HUGE * few.num_overflow == HUGE
 
 
 def test_an_operator_copies_no_negative_view() -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from nanwatch.numerics import ranges
 from support.implementations import Implementation
-from support.oracle import DTYPES, FLOATS, FORMATS, expected, from_patterns, random_patterns, same
+from support.oracle import DTYPES, expected, random_patterns, same
 from support.strategies import views
 
 INF, NAN = math.inf, math.nan
@@ -36,37 +35,6 @@ def test_every_dtype(implementation: Implementation, dtype: torch.dtype) -> None
         check(implementation, random_patterns(dtype, (numel,)))
 
 
-def test_literal_counts(implementation: Implementation) -> None:
-    """The written-down counts of a small tensor with one of everything."""
-    x = torch.tensor([[0.0, -0.0, 1e-40, 2.0], [-INF, NAN, INF, -1e-45]])
-    got = implementation.tensor_health(implementation.place(x))
-    assert got.abs_min != got.abs_min
-    assert got.abs_max != got.abs_max
-    assert got.isfinite is False
-    assert got[3:5] == (0.0, 2.0)
-    assert got[5:11] == (1, 1, 1, 2, 2, 8)
-    assert got.first_nonfinite == (1, 0)
-
-
-def test_nothing_finite(implementation: Implementation) -> None:
-    """Without a finite element the finite ends are the identity of min and max."""
-    got = implementation.tensor_health(implementation.place(torch.tensor([INF, NAN])))
-    assert (got.finite_abs_min, got.finite_abs_max) == (INF, 0.0)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_smallest_normal_is_no_subnormal(implementation: Implementation, dtype: torch.dtype) -> None:
-    """The boundary is the dtype's own: the smallest normal does not count, what is just below it does."""
-    form = FORMATS[dtype]
-    if form.kind == "e8m0":
-        patterns, want = [0, 1, 2], 0
-    else:
-        first_normal, sign = 1 << form.fraction_bits, 1 << (form.width - 1)
-        patterns, want = [first_normal, first_normal - 1, sign | 1, sign | first_normal, 0, 1], 3
-    x = from_patterns(np.array(patterns * 50, f"u{dtype.itemsize}"), dtype)
-    assert implementation.tensor_health(implementation.place(x)).num_subnormal == 50 * want
-
-
 def test_first_nonfinite_follows_the_shape(implementation: Implementation) -> None:
     """The index is in C order of the shape, not in the order of the memory."""
     x = torch.ones(30, 20)
@@ -83,18 +51,6 @@ def test_first_nonfinite_follows_the_shape(implementation: Implementation) -> No
         x.flip(0),
     ):
         check(implementation, view)
-
-
-def test_zero_dimensional(implementation: Implementation) -> None:
-    """The index of a 0-d tensor is the empty tuple, and None when it is finite."""
-    assert implementation.tensor_health(implementation.place(torch.tensor(NAN))).first_nonfinite == ()
-    assert implementation.tensor_health(implementation.place(torch.tensor(1.0))).first_nonfinite is None
-
-
-def test_expanded_elements_count_each_time(implementation: Implementation) -> None:
-    """An element seen n times through stride 0 counts n times."""
-    got = implementation.tensor_health(implementation.place(torch.tensor([[0.0], [NAN]])).expand(2, 1000))
-    assert (got.num_zero, got.num_nan, got.numel, got.first_nonfinite) == (1000, 1000, 2000, (1, 0))
 
 
 @given(

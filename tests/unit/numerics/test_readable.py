@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanwatch.numerics.readable import Numbers, only_our_dispatch, type_name, unreadable
+from nanwatch.numerics.readable import only_our_dispatch, unreadable
 from support.implementations import Implementation
 
 
@@ -47,17 +46,6 @@ def test_not_a_tensor(implementation: Implementation, value: object) -> None:
             read(value)
 
 
-def test_reasons_are_told_in_a_few_words() -> None:
-    """Nothing is read for them; a plain tensor has none."""
-    assert unreadable(torch.ones(2)) == ""
-    assert unreadable(nn.Parameter(torch.ones(2))) == ""
-    assert unreadable(torch.ones(2, device="meta")) == "meta tensor, no data"
-    assert unreadable(nn.parameter.UninitializedParameter()) == "uninitialized, no shape yet"
-    seen: list[str] = []
-    torch.func.vmap(lambda x: (seen.append(unreadable(x)), x)[1])(torch.ones(2))
-    assert seen == ["inside a functorch transform"]
-
-
 def test_a_users_mode_sees_nothing_of_a_read() -> None:
     """It counts its own operations again afterwards."""
     counted: list[str] = []
@@ -74,12 +62,3 @@ def test_a_users_mode_sees_nothing_of_a_read() -> None:
         assert counted == []
         x.abs()
     assert counted == ["aten.abs.default"]
-
-
-def test_numbers_are_those_of_the_moment() -> None:
-    """A later write changes nothing of them."""
-    x = torch.tensor([1.0, 2.0])
-    numbers = Numbers(x)
-    x.zero_()
-    assert numbers.wait() == [1.0, 2.0]
-    assert (type_name(3), type_name(x)) == ("int", "torch.Tensor")

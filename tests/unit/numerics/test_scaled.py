@@ -15,7 +15,6 @@ from nanwatch.recording.observe import observe, read
 from nanwatch.records.headroom import headroom_bits
 from nanwatch.report.report import Report
 from nanwatch.trace.picture import draw
-from nanwatch.trace.trace_file import ends_of
 from support.block_values import values_in
 from support.scaled import engine_float8, engine_mxfp8, wrapper
 
@@ -75,12 +74,6 @@ def test_what_is_not_known_is_not_checked(x: torch.Tensor) -> None:
     assert "cannot read a" in row.note.text, row.note.text
 
 
-def test_a_plain_tensor_is_none_of_these() -> None:
-    """It is read as it is."""
-    assert read_scaled(torch.ones(2)) is None
-    assert read_scaled(torch.nn.Parameter(torch.ones(2))) is None
-
-
 @pytest.mark.parametrize("scale", [64.0, 3.0, 1e-3, 200.0])
 def test_the_ends_are_those_of_the_elements_times_the_scale(scale: float) -> None:
     """As float64 has them, over every number that the bytes could be."""
@@ -107,15 +100,6 @@ def test_shares_and_scales() -> None:
     row = observe(engine_mxfp8(blocks), "weight", "weight")
     assert row.scaling == Scaling("float8_e4m3fn", None, 2.0**-28, 2.0**-7, 0.0, 0.0)
     assert row.ends == limits("bfloat16")
-
-
-@pytest.mark.parametrize(("scale", "stale"), [(1.0, False), (2.0**-5, False), (2.0**-9, True), (8.0, True)])
-def test_a_stale_scale(scale: float, stale: bool) -> None:
-    """It puts the elements at the end of their format, or far below."""
-    x = torch.linspace(-200, 200, 1000)
-    row = observe(engine_float8((x * scale).clamp(-448, 448) / scale, scale), "input[0]", "input")
-    assert row.has_stale_scale == stale
-    assert not observe(engine_float8(torch.zeros(8), scale), "output", "output").has_stale_scale
 
 
 class Holder(torch.nn.Module):
@@ -149,14 +133,3 @@ def test_a_trace_has_their_ends(tmp_path: Path) -> None:
     assert draw(trace).bits.tolist() == [[pytest.approx(math.log2(448 / 64 / 6))]]
     assert "float8_e4m3fn x 0.0156" in watch.report().to_html()
     assert Report.from_json(watch.report().to_json()) == watch.report()
-
-
-def test_advice_on_formats_has_their_ends(tmp_path: Path) -> None:
-    """A tensor with a zero is known to hold nothing below the smallest number of its elements, times the scale."""
-    path = tmp_path / "run.parquet"
-    model = Holder(engine_float8(torch.tensor([0.0, 6.0]), scale=64.0))
-    with nanwatch.watch(model, trace=path):
-        model(torch.ones(2))
-    table = nanwatch.Trace.open(path).table()
-    assert ends_of(table).smallest_subnormal[-1] == 2.0**-9 / 64
-    assert ends_of(table).largest[0] == torch.finfo(torch.float32).max
