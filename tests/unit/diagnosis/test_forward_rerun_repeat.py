@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -123,6 +124,22 @@ def test_an_input_that_was_changed_in_place() -> None:
     assert any("written to, in place" in one for one in seen.remarks)
 
 
+@pytest.mark.parametrize("container", [lambda x: [x], lambda x: (x,), lambda x: {"x": x}])
+def test_a_nested_input_that_was_changed_in_place(container: Callable[[Tensor], Any]) -> None:
+    """A write in place is noticed in a list, a tuple and a dict too."""
+
+    def forward(nested: Any) -> Tensor:
+        x = nested["x"] if isinstance(nested, dict) else nested[0]
+        x.sub_(1)
+        return 1 / x
+
+    x = torch.ones(2)
+    _, seen = look(Does(forward), container(x))
+    assert x.tolist() == [0, 0]
+    assert seen.transient is None
+    assert any("] was written to, in place" in one for one in seen.remarks)
+
+
 def test_a_call_that_writes_to_what_it_is_given() -> None:
     """The arguments of the guilty call are no longer what they were, and that is said."""
 
@@ -132,6 +149,13 @@ def test_a_call_that_writes_to_what_it_is_given() -> None:
 
     _, seen = look(Does(lambda part, x: part(x * 2), Does(spoil)), torch.ones(2))
     assert any(one.startswith("the call wrote to its input[0]") for one in seen.remarks)
+
+
+def test_a_failure_that_does_not_come_again() -> None:
+    """A value that the re-run does not make was transient."""
+    times = iter([NAN, 1.0])
+    _, seen = look(Does(lambda x: x * next(times)), torch.ones(2))
+    assert seen == Diagnosis(transient=True)
 
 
 def test_a_second_run_that_raises() -> None:
@@ -214,3 +238,29 @@ def test_gradients_of_a_call_under_way() -> None:
         gradients.append([p.grad for p in net.parameters()] + [torch.get_rng_state()])
     for one, other in zip(*gradients, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
+
+
+def test_autocast_is_as_it_was() -> None:
+    """Overflow in float16 under autocast, examined outside of it."""
+
+    def forward(x: Tensor) -> Tensor:
+        return torch.mm(x, x)  # culprit
+
+    model = Does(forward)
+    x = torch.full((4, 4), 300.0)
+    with torch.autocast("cpu", torch.float16), watch(model, on_nonfinite="record") as w:
+        start = BatchSnapshot.capture(model, (x,), {})
+        model(x)
+    finding = w.report().finding
+    assert finding is not None
+    seen = rerun_forward(start, finding, model=model)
+    assert (seen.operation, seen.source) == ("aten.mm.default", culprit(forward))
+    assert [one.dtype for one in seen.operands] == ["float16", "float16"]
+    assert seen.extent == "all"
+
+
+def test_inference_mode() -> None:
+    """A batch in inference mode is run again in it."""
+    with torch.inference_mode():
+        finding, seen = look(Does(exponential), torch.ones(2))
+    assert (seen.operation, finding.origin) == ("aten.exp.default", "produced")

@@ -54,6 +54,14 @@ MASKS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", MASKS)
+def test_ways_to_mask(kind: str) -> None:
+    """However the -inf came there: the softmax over nothing but it is the culprit."""
+    _, seen = look(Does(lambda x: torch.softmax(MASKS[kind](x), -1)), torch.zeros(3, 3))
+    assert seen.operation == "aten._softmax.default"
+    assert seen.remarks
+
+
+@pytest.mark.parametrize("kind", MASKS)
 def test_an_overflow_beside_a_mask(kind: str) -> None:
     """A mask in the same tensor does not hide the overflow, and the overflow is the culprit."""
 
@@ -63,6 +71,18 @@ def test_an_overflow_beside_a_mask(kind: str) -> None:
 
     _, seen = look(Does(forward), torch.ones(3, 3))
     assert (seen.operation, seen.source) == ("aten.mm.default", culprit(forward))
+
+
+def test_an_overflow_behind_a_mask() -> None:
+    """Elements that were finite beside the masked ones, and are not behind the operation, are its own."""
+
+    def forward(x: Tensor) -> Tensor:
+        scores = x.masked_fill(torch.eye(3, dtype=torch.bool), -INF)
+        large = torch.exp(scores * 100)  # culprit
+        return large / large.sum(-1, keepdim=True)
+
+    _, seen = look(Does(forward), torch.ones(3, 3))
+    assert (seen.operation, seen.source) == ("aten.exp.default", culprit(forward))
 
 
 def test_infinities_in_the_result_that_are_meant() -> None:
@@ -116,6 +136,20 @@ def test_memory_that_nobody_wrote() -> None:
     _, seen = look(Does(forward), torch.ones(2))
     assert (seen.operation, seen.source) == ("aten.empty.memory_format", culprit(forward))
     assert any("allocated and not written" in one for one in seen.remarks)
+
+
+def test_memory_that_is_written_bit_by_bit() -> None:
+    """The content of memory before it was written does not count once it has been."""
+
+    def forward(x: Tensor) -> Tensor:
+        memory = torch.empty(4)
+        memory.numpy()[:] = NAN
+        memory.index_copy_(0, torch.tensor([0, 1]), x)
+        memory.index_copy_(0, torch.tensor([2, 3]), x / 0)  # culprit
+        return memory * 2
+
+    _, seen = look(Does(forward), torch.ones(2))
+    assert (seen.operation, seen.source) == ("aten.div.Tensor", culprit(forward))
 
 
 @st.composite

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from math import inf
 from typing import Any, get_args
@@ -39,6 +40,18 @@ class _Page(HTMLParser):
         self.tags.append(tag)
         if tag == "polyline":
             self.lines.append(dict(attrs)["points"] or "")
+
+
+def test_text_tells_all_with_visible_names() -> None:
+    assert REPORT.to_text().splitlines() == [
+        "spike in batch 410: loss 9.1, usually 2.4 (55 deviations)",
+        "Cause: learning rate.",
+        r"First: `weight.grad` of <script>alert(1)</script>\x1b[31m: 0.5, and zero or missing in all steps before.",
+        "Then:  `output` of head: 80, usually 4 (12 deviations); then 1 more.",
+        "Rate:  the learning rate went from 0.001 to 0.1.",
+        "Samples: with the largest shares of the loss: 7 (91%), 0 (2%).",
+        "Next:  look at the schedule and its warm-up: steps of this size are what the weights have not seen.",
+    ]
 
 
 def test_json_is_plain_and_has_each_field() -> None:
@@ -98,3 +111,33 @@ def test_saved_report_of_a_failure_is_told_from_one_of_a_spike() -> None:
     assert read_saved(failure.to_json()) == failure
     with pytest.raises(ValueError, match=r"should be one of 'nanwatch\.spike', got 'nanwatch\.report'"):
         SpikeReport.from_json(failure.to_json())
+
+
+def _edited(**changes: Any) -> str:
+    return json.dumps({**json.loads(REPORT.to_json()), **changes})
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (REPORT.to_json()[:-20], "pass the whole text"),
+        ("[]", "report should be an object"),
+        ("{}", "has no 'schema'"),
+        (_edited(version=2), "its version is 2, this nanwatch reads version 1"),
+        (_edited(surprise=1), "has 'surprise'"),
+        (_edited(cause="luck"), "report.cause should be one of 'learning rate'"),
+        (_edited(rates=[1.0]), r"report.rates should be a list of 2, got list of 1"),
+        (_edited(shares=[[0, "much"]]), r"report.shares\[0\]\[1\] should be a number"),
+    ],
+)
+def test_hostile_json_is_one_clear_error(document: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        SpikeReport.from_json(document)
+    assert str(error.value).startswith("not a nanwatch spike report")
+    assert len(str(error.value)) < 500
+
+
+def test_numbers_that_no_spike_has_make_a_page_too() -> None:
+    """A saved report is anybody's."""
+    wild = Curve("", "loss", (-inf, 1e308, -1e308, None, float("nan")))
+    assert "<svg" in SpikeReport.from_json(replace(REPORT, curves=(wild,)).to_json()).to_html()

@@ -102,6 +102,36 @@ def test_a_step_that_is_made_starts_the_count_anew() -> None:
         assert w.counters["skipped_steps"] == 4
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer's step as Lightning makes it: an object of an optimizer's class runs backward, scaler and step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        self.optimizer, self.scaler = optimizer, scaler
+
+    def step(self, loss: Any) -> None:  # type: ignore[override]
+        """Backward and step."""
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss()).backward()
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+@pytest.mark.usefixtures("collected")
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_a_backward_within_an_object_around_the_optimizer_is_not_within_the_step(recorder: str) -> None:
+    """The scaler still skips the step, and that is counted."""
+    model = Narrow()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19)
+    around = Around(optimizer, scaler)
+    with watched(model, recorder, gradients=True) as w:
+        for _ in range(5):
+            around.step(lambda: model(torch.ones(2, 4)).sum())
+        assert [step.batch for step in w.skipped_steps] == [0, 1, 2]
+        assert w.report().finding is None
+
+
 def test_a_scaler_that_is_given_is_asked_where_there_are_several() -> None:
     """With two scalers in use none is guessed; `scaler` names it."""
     other = torch.amp.GradScaler("cpu")
@@ -268,6 +298,29 @@ def test_what_the_user_mends_or_drops_is_no_failure() -> None:
         assert [str(step) for step in w.skipped_steps] == ["skipped step"]
 
 
+def test_warnings_of_what_the_user_mends_become_rarer() -> None:
+    """The first, second and fourth of five such backwards get a line, and the end of the watch the sum, once."""
+    model = nn.Sequential(Sick())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        w = watch(model, gradients=True)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(3)).sum().backward()
+            torch.nan_to_num_(model[0].weight.grad, posinf=0.0)
+            optimizer.step()
+        w.stop()
+        w.stop()
+    lines = [str(one.message) for one in told]
+    assert [
+        f"the backward of batch {batch};" in line for batch, line in zip((0, 1, 3), lines, strict=False)
+    ] == [True] * 3
+    assert lines[3].startswith("5 backwards were not finite")
+    assert len(lines) == 4
+    assert w.counters["untaken_backwards"] == 5
+
+
 def test_a_closure_is_stopped_before_its_step_changes_a_weight() -> None:
     """The backward runs inside the step, which has been looked at: the end of the backward raises."""
     model = nn.Sequential(Sick())
@@ -394,6 +447,29 @@ def test_a_bad_state_is_a_failure_of_the_step() -> None:
         with pytest.raises(NonFiniteError):
             optimizer.step()
     assert torch.equal(model[0].weight, before)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another, as Accelerate's: its own step has no hooks."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """Make the step of the other one."""
+        return self.inner.step(closure)
+
+
+def test_the_state_of_a_wrapped_optimizer_is_that_of_the_inner_one() -> None:
+    """`optimizer=` may be given the wrapper."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    optimizer = Wrapper(torch.optim.AdamW(model.parameters()))
+    with watch(model, optimizer=optimizer, gradients=True):
+        (model(torch.ones(1)).sum() * 1e25).backward()
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+    assert error.value.report.finding is not None
+    assert error.value.report.finding.label == "exp_avg_sq[0.weight]"
 
 
 # Options and texts

@@ -99,6 +99,33 @@ def test_what_has_no_room_is_dropped_counted_and_told_once(
     assert told[-1] == ("on_close",)
 
 
+def test_one_that_raises_is_called_no_more(recwarn: pytest.WarningsRecorder) -> None:
+    """Which one warning says, as of a sink in the thread of the run."""
+    called: list[int | None] = []
+
+    class Broken(nanwatch.Sink):
+        in_thread = True
+
+        def on_failure(self, report: nanwatch.Report) -> None:
+            called.append(report.batch)
+            raise OSError("no")
+
+    model = nn.Sequential(Scale(float("inf")))
+    with nanwatch.watch(model, sinks=Broken(), rerun=False, on_nonfinite="record"):
+        model(torch.ones(2))
+        settled()
+        model[0].factor = 1.0
+        model(torch.ones(2))
+        model[0].factor = float("inf")
+        model(torch.ones(2))
+    (warning,) = recwarn
+    assert str(warning.message).startswith(
+        "nanwatch logs no more to the sink Broken, which raised OSError: no"
+    )
+    assert called == [0]
+    assert not sink_thread._threads
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
 def test_a_forked_child_waits_for_no_thread() -> None:
     """Though the lock was taken in the moment of the fork."""
