@@ -34,15 +34,22 @@ def watched(model: nn.Module, **options: Any) -> Watch:
 
 
 class Taker:
-    """Puts names and values together, from one taking to the next."""
+    """Puts names and values together, from one taking to the next: those that the monitor hands on, or what is left."""
 
     def __init__(self, w: Watch) -> None:
         self.recorder = w._recorder
         self.names: list[PeakName] = []
+        self.latest: tuple[int, bytes] | None = None
+        w._monitor.follow(self.keep)
+
+    def keep(self, batch: int, names: list[PeakName], values: bytes) -> None:
+        self.names += names
+        self.latest = batch, values
 
     def take(self) -> tuple[int, dict[PeakName, float]]:
-        batch, new, values = self.recorder.take_peaks()
-        self.names += new
+        if self.latest is None:
+            self.keep(*self.recorder.take_peaks())
+        (batch, values), self.latest = self.latest, None
         found = np.frombuffer(values)
         assert len(found) == len(self.names) == len(set(self.names))
         return batch, {name: value for name, value in zip(self.names, found, strict=True) if value > 0}

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +47,8 @@ class Refused(Exception):  # noqa: N818 - a reason, in words
 class Caller(NamedTuple):
     """A function of the program that is under way, and has called what leads to the backward.
 
-    `end` are the line and column at which the expression under way ends; Python 3.10 does not tell.
+    `end` are the line and column at which the expression under way ends; Python 3.10 does not tell. `handed` has the
+    parameters as they came in, also those that the function has deleted since, as Trainer does with the batch.
     """
 
     code: CodeType
@@ -55,6 +56,7 @@ class Caller(NamedTuple):
     end: tuple[int | None, int | None]
     names: dict[str, Any]
     globals: dict[str, Any]
+    handed: Mapping[str, Any] = MappingProxyType({})
 
 
 class Cut(NamedTuple):
@@ -98,8 +100,10 @@ class BackwardCall:
 
     def statements(self, model: nn.Module) -> LossStatements:
         """Return the statements of the first caller that computed the loss. Raise Refused, with the reason."""
-        for caller in self.callers:
+        for caller, above in zip(self.callers, [*self.callers[1:], None], strict=True):
             file = SourceFile.load(caller.code.co_filename)
+            if above is not None:
+                caller = caller._replace(handed=_handed(caller, above))
             if file is not None and (cut := cut_of(caller, file, self.is_behind)) is not None:
                 return LossStatements(model, caller, file, self.is_behind, cut)
         raise Refused("the source of the loss was not found")
@@ -141,6 +145,31 @@ def _callers(frame: FrameType) -> Iterator[Caller]:
             positions = list(code.co_positions())[frame.f_lasti // 2]
             end = positions[1], positions[3]
         yield Caller(code, frame.f_lineno, end, frame_values(frame), frame.f_globals)
+
+
+def _handed(caller: Caller, above: Caller) -> dict[str, Any]:
+    """Return the values of the parameters that `above` passed by a name of its own."""
+    file = SourceFile.load(above.code.co_filename)
+    top = None if file is None else _body_of(above, file)
+    path = [] if top is None else path_to(top, above.line)
+    call = _call_under_way(path[-1][1], above, caller.code.co_name) if path else None
+    if call is None or called_name(call) != caller.code.co_name:
+        return {}
+    names = caller.code.co_varnames[: caller.code.co_argcount]
+    is_method = names[:1] == ("self",) and isinstance(call.func, ast.Attribute)
+    pairs = [*zip(names[is_method:], call.args, strict=False), *((x.arg, x.value) for x in call.keywords)]
+    passed = [(name, x.id) for name, x in pairs if name and isinstance(x, ast.Name)]
+    return {name: above.names[source] for name, source in passed if source in above.names}
+
+
+def _call_under_way(statement: ast.stmt, caller: Caller, name: str) -> ast.Call | None:
+    """Return the call of the statement that has not returned; without its place, the only one of this name."""
+    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    if caller.end[0] is not None:
+        calls = [call for call in calls if (call.end_lineno, call.end_col_offset) == caller.end]
+    else:
+        calls = [call for call in calls if called_name(call) == name]
+    return calls[0] if len(calls) == 1 else None
 
 
 def cut_of(caller: Caller, file: SourceFile, is_behind: Callable[[Any], bool]) -> Cut | None:
@@ -190,6 +219,10 @@ class _Cutter:
             body = [*before, *body]
             if not needed:
                 break
+        handed = self._caller.handed
+        given = {name for name in needed & handed.keys() if not self._is_made(handed[name])}
+        self._reads.update((name, handed[name]) for name in given)
+        needed -= given
         # What is filled here and made elsewhere is as the batch found it.
         elsewhere = {name for name in needed & self._filled if name in self._caller.names}
         self._reads.update((name, self._caller.names[name]) for name in elsewhere)
@@ -201,14 +234,9 @@ class _Cutter:
 
     def _loss_in(self, statement: ast.stmt) -> ast.expr | None:
         """Return the loss in the call under way: what has the method `backward`, else the argument that was made."""
-        calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
-        if self._caller.end[0] is not None:
-            calls = [call for call in calls if (call.end_lineno, call.end_col_offset) == self._caller.end]
-        else:
-            calls = [call for call in calls if called_name(call) == "backward"]
-        if len(calls) != 1:
+        call = _call_under_way(statement, self._caller, "backward")
+        if call is None:
             return None
-        (call,) = calls
         if isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
             owner = call.func.value
             if not call.args or self._read(owner) or any(isinstance(x, ast.Call) for x in ast.walk(owner)):
