@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import EnumMeta
 from functools import partial
 from math import lcm, prod
 from pathlib import Path
@@ -312,10 +313,21 @@ def _gguf_file(path: Path) -> Contents:
 _PLAIN = (torch.Size, OrderedDict, torch.serialization._get_layout)
 
 
+def _member_of(kind: Any, name: str) -> Any:
+    if not isinstance(kind, EnumMeta):
+        raise pickle.UnpicklingError(f"{_METADATA} would take {name[:80]} of {kind!r:.80}")
+    return kind[name]
+
+
 class _Metadata(pickle.Unpickler):
     """Reader of `.metadata`, which knows DCP's own records, and no class or function besides."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (
+            "builtins",
+            "getattr",
+        ):  # how Python 3.11.0 to 3.11.3 pickle a member of an enum
+            return _member_of
         if module.partition(".")[0] in ("torch", "pathlib", "collections") and name.isidentifier():
             value = super().find_class(module, name)
             is_record = isinstance(value, type) and value.__module__.startswith(

@@ -59,17 +59,18 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("argument", "buffered", "expected"),
-    # argparse ignores text that it cannot print because there is no buffer, and ends well.
+    # argparse of Python 3.11.4 ignores text that it cannot print because there is no buffer, and ends well.
     [
-        ("--json", True, CUT),
-        pytest.param("--json", False, CUT, marks=pytest.mark.slow),
-        pytest.param("--help", True, CUT, marks=pytest.mark.slow),
-        pytest.param("--help", False, 0, marks=pytest.mark.slow),
+        ("--json", True, [CUT]),
+        pytest.param("--json", False, [CUT], marks=pytest.mark.slow),
+        pytest.param("--help", True, [CUT], marks=pytest.mark.slow),
+        pytest.param("--help", False, [0, CUT], marks=pytest.mark.slow),
     ],
 )
-def test_the_doctor_ends_quietly(argument: str, buffered: bool, expected: int) -> None:
+def test_the_doctor_ends_quietly(argument: str, buffered: bool, expected: list[int]) -> None:
     """Status 141 and not a word, whether the pipe breaks while it prints or when all is flushed."""
-    assert unread(argument, buffered=buffered) == (expected, "")
+    status, words = unread(argument, buffered=buffered)
+    assert (status in expected, words) == (True, "")
 
 
 @pytest.mark.parametrize("argument", ["--json", pytest.param("--help", marks=pytest.mark.slow)])
