@@ -88,7 +88,7 @@ PURE_ROOMS := capsule checkpoint compare diagnosis history instrumentation audit
 PURE_FILES := blackbox/test_errors cli/test_doctor ranks/test_replicas
 PURE_TESTS := tests/compile tests/integration $(PURE_ROOMS:%=tests/unit/%) $(PURE_FILES:%=tests/unit/%.py) \
   tests/thirdparty/test_serving.py
-NOT_PURE := $(addprefix integration/test_,architecture black_box docs docstrings errors_travel schemas \
+NOT_PURE := $(addprefix integration/test_,black_box docs docstrings errors_travel schemas \
   silent_trainings) unit/numerics/test_ranges_exhaustive
 test-pure: $(TOOLS)
 	NANWATCH_EXT=0 OMP_WAIT_POLICY=passive $(PY) -m pytest $(PURE_TESTS) $(NOT_PURE:%=--ignore=tests/%.py) \

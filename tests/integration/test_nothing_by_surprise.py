@@ -97,6 +97,7 @@ def test_a_watch_leaves_nothing_behind(options: dict[str, Any], tmp_path: Path) 
     assert after <= COUNTERS
 
 
+@pytest.mark.native  # writes the box
 def test_a_black_box_comes_with_an_output_dir(tmp_path: Path) -> None:
     """The inventory sees its file, its thread and its handlers."""
     during = stages(tmp_path, {"output_dir": str(tmp_path / "out")})[1]
