@@ -246,3 +246,16 @@ def test_a_module_that_nobody_watches_is_none_of_its_business() -> None:
             2,
             2,
         ]
+
+
+def test_two_watches_on_one_compiled_model() -> None:
+    """Each has its own frames, and the one that stays keeps them when the other stops."""
+    model, x = Model(), torch.randn(2, 3)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with watch(model) as outer:
+        with watch(model, read="weights buffers outputs") as inner:
+            call(x)
+        call(x)
+    assert names(outer) == [(batch, name) for batch in (0, 1) for name in WHOLE]
+    assert names(inner) == [(0, name) for name in WHOLE]
+    assert {record.role for frame in inner.frames for record in frame.records} == {"weight", "output"}

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanwatch.numerics import ranges
+from nanwatch.numerics import _reference, ranges
 from nanwatch.numerics.readable import unreadable
 from support.implementations import Implementation
 from support.oracle import DTYPES, FLOATS_8, expected, random_patterns, same
@@ -295,3 +295,12 @@ def test_dtensor_is_its_local_shard(implementation: Implementation, one_process_
         assert implementation.abs_range(x) == (1.0, math.inf, False)
         assert implementation.tensor_health(x).first_nonfinite == (1,)
         assert implementation.abs_ranges([x]) == [(1.0, math.inf, False)]
+
+
+@pytest.mark.parametrize("name", ["abs_range", "health"])
+def test_native_rows_equal_the_reference(name: str) -> None:
+    """Whatever kernel the dispatcher finds gives the row of the reference, value for value."""
+    for x in _samples():
+        got, want = getattr(ops, name)(x), getattr(_reference, name)(x)
+        assert got.dtype is want.dtype is torch.float64
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)

@@ -210,3 +210,14 @@ def test_rows_that_come_late_are_written_once(check: Check, tmp_path: Path) -> N
         written.append(Trace.open(path).table().to_pylist())
     assert written[0]
     assert written[1] == written[0]
+
+
+def test_ranks_write_traces_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun's environment the rank is in the name and in the rows."""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    model = mlp()
+    with watch(model, trace=tmp_path / "run.parquet") as w:
+        model(torch.ones(2, 3))
+    assert w.trace_path == tmp_path / "run-rank3.parquet"
+    assert Trace.open(tmp_path / "run-rank3.parquet").rank == 3

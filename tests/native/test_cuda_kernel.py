@@ -15,7 +15,6 @@ from support.cuda_emulation import FORMATS, Host, same
 from support.cuda_tensors import random_bits, random_finite
 from support.stand_in_device import may_be_mask
 
-BLOCK_BYTES = 16 << 10  # kLeastBytesPerBlock
 WAVE = 8  # two blocks for each of the stand-in's four multiprocessors
 FEW, MANY = 24, 512  # tensors in a launch
 INVALID_VALUE = 1

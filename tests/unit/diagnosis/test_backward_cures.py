@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from nanwatch.records.record import Record
 from nanwatch.report.finding import Cure
@@ -144,21 +143,6 @@ def test_nothing_of_the_users_is_touched() -> None:
         "Cure:  works: a loss scale of 16 in place of 16384, tried on the backward of `1`, 1.1 bits of room left"
         in error.value.report.to_text()
     )
-
-
-class Times(nn.Module):
-    """A large factor, behind a layer if there is one."""
-
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-        self.layer = nn.Linear(8, 8, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.reentrant is None:
-            return self.layer(x) * 3000.0
-        y: Tensor = checkpoint(lambda x: self.layer(x) * 3000.0, x, use_reentrant=self.reentrant)
-        return y
 
 
 class Loss(nn.Module):

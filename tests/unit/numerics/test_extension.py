@@ -11,7 +11,6 @@ import nanwatch
 from nanwatch.numerics import _extension
 
 STUB = ast.parse(Path(nanwatch.__file__).with_name("_C.pyi").read_text(encoding="utf-8"))
-MODULES = {"__doc__", "__file__", "__loader__", "__name__", "__package__", "__spec__"}
 PYTHONS = {*dir(object), "__doc__", "__module__", "__dict__", "__weakref__", "__init__"}
 
 

@@ -9,6 +9,7 @@ import copy
 import ctypes
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -445,3 +446,53 @@ def test_a_copy_shares_nothing_of_what_is_remembered() -> None:
         assert seen(v, "weight", "0") == (9.0, 9.0)
         assert seen(w, "weight", "0") == fresh(model[0].weight)
         assert w.counters["stale_hits"] == v.counters["stale_hits"] == 0
+
+
+def test_bytes_of_inputs_and_outputs_pay_for_a_table() -> None:
+    """A table that is larger than what every batch has is read once the batches have read as much."""
+    model = Table(1, is_buffer=False)
+    model.table0 = nn.Parameter(torch.ones(6 << 20))  # 24 MiB
+    x = torch.ones(1 << 20)  # 4 MiB in, 4 MiB out
+    with watch(model, max_frames=1) as w:
+        found = []
+        for _ in range(5):
+            model(x)
+            found.append(w.frames[-1].records[0].isfinite)
+    assert found == [None, None, None, True, True]
+
+
+def test_unscaling_gradients_changes_no_weight() -> None:
+    """With a GradScaler, its unscale_ and a step that it skips, weights stay right and no hit is stale."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with watch(model, verify_hits=True) as w:
+        for step in range(4):
+            scaler.scale(model(torch.randn(2, 3)).sum()).backward()
+            assert seen(w, "weight", "0") == fresh(model[0].weight)
+            if step == 2:
+                model[0].weight.grad[0, 0] = NAN
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert w.counters["stale_hits"] == 0
+
+
+def test_a_write_to_shared_memory_is_seen_at_the_next_rereading(tmp_path: Path) -> None:
+    """Whoever else has mapped the memory of a weight leaves no sign either: the same as above."""
+    path = tmp_path / "weights"
+    np.arange(1.0, 7.0, dtype=np.float32).tofile(path)
+    model = Own()
+    model.weight = nn.Parameter(torch.from_file(str(path), shared=True, size=6))
+    with watch(model) as w:
+        model(torch.ones(1))
+        np.memmap(path, np.float32, "r+")[:] = 9.0
+        assert fresh(model.weight) == (9.0, 9.0)
+        found = []
+        for _ in range(80):
+            model(torch.ones(64))
+            found.append(seen(w, "weight"))
+    assert found[0] == (1.0, 6.0)
+    assert found[-1] == (9.0, 9.0)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +18,6 @@ from nanwatch.records.record import Frame, Record
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import watch
 from nanwatch.session.options import Audit
-from nanwatch.session.watch import Watch
 from support.architectures import built, inputs_of
 from support.toys import Scale
 
@@ -154,23 +149,6 @@ def test_what_is_no_tensor_is_noted() -> None:
     for record in (records["input[3]"], w.frames[-1].records[-1]):
         assert (record.isfinite, record.abs_min, record.shape) == (None, None, (2,))
         assert str(record.note).startswith("not checked: meta")
-
-
-def test_additive_masks_are_no_fault() -> None:
-    """nn.Transformer's own -inf mask passes and is noted as a mask; a -inf among numbers does not."""
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    mask = nn.Transformer.generate_square_subsequent_mask(4)
-    model = nn.TransformerEncoder(layer, 1)
-    with watch(model) as w:
-        model(torch.randn(2, 4, 8), mask=mask)
-    notes = {record.note for frame in w.frames for record in frame.records if record.isfinite is False}
-    assert notes == {Note("mask")}
-    keep = Call(Keep(), lambda _: None)
-    with watch(keep), pytest.raises(NonFiniteError) as error:
-        keep(torch.tensor([0.0, -INF, 1.0]))
-    assert error.value.report.finding is not None
-    assert error.value.report.finding.label == "input[0]"
 
 
 # When something is not finite
@@ -397,14 +375,6 @@ def test_checkpointing_recomputes_in_the_same_batch(reentrant: bool) -> None:
 # Options
 
 
-def test_max_frames_bounds_the_frames() -> None:
-    """Only the latest frames are kept."""
-    model = nn.Sequential(Scale(), Scale())
-    with watch(model, max_frames=2) as w:
-        model(torch.ones(1))
-    assert [frame.name for frame in w.frames] == ["1", ""]
-
-
 def test_roles_can_be_left_out() -> None:
     """Each word of `read` has its records."""
     model = nn.BatchNorm1d(1)
@@ -499,37 +469,6 @@ def test_bad_arguments_are_named(model: Any, options: Any, error: type[Exception
 # The model does not notice
 
 
-@pytest.fixture
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("_deterministic")
-@pytest.mark.parametrize("name", ["mt5", "llama", "whisper"])
-def test_training_is_bit_for_bit_the_same(name: str) -> None:
-    """A watched run ends with the very weights and gradients of an unwatched one, and the same state_dict keys."""
-    states = []
-    for watched in (False, True):
-        model = copy.deepcopy(built(name)).train()
-        watcher: Watch | None = watch(model) if watched else None
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for step in range(3):
-            torch.manual_seed(step)
-            output = model(**inputs_of(name, step))
-            loss = output.loss if getattr(output, "loss", None) is not None else output.logits.square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        states.append(model.state_dict())
-        if watcher is not None:
-            assert watcher.batch == 2
-            watcher.stop()
-    assert list(states[0]) == list(states[1])
-    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
-
-
 def test_hooks_of_others_stay() -> None:
     """Hooks put on before and during the watch are still there, in their order, after stop()."""
     model = nn.Sequential(Scale())
@@ -615,22 +554,6 @@ def test_no_graph_is_built() -> None:
     assert counts[0] == counts[1] > 0
 
 
-def test_copies_are_not_watched(tmp_path: Path) -> None:
-    """A deep copy, a pickle and a saved model work while watched, and their calls are not recorded."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    with watch(model) as w:
-        torch.save(model, tmp_path / "model.pt")
-        copies = [
-            copy.deepcopy(model),
-            pickle.loads(pickle.dumps(model)),
-            torch.load(tmp_path / "model.pt", weights_only=False),
-        ]
-        for other in copies:
-            assert torch.equal(other(torch.ones(1, 2)), nn.Sequential.forward(model, torch.ones(1, 2)))
-        inner = [frame for frame in w.frames if frame.name == ""]
-    assert inner == []
-
-
 def test_a_shared_module_is_watched_once() -> None:
     """A module under two parents gives one frame a call, under its first name."""
     shared = Scale()
@@ -655,16 +578,6 @@ def test_two_watches_do_not_disturb_each_other() -> None:
         (1, "1"),
     ]
     assert [(f.batch, f.name) for f in part.frames] == [(0, "0"), (0, ""), (1, "0"), (1, "")]
-
-
-@pytest.mark.compile
-def test_a_compiled_model_runs() -> None:
-    """Under torch.compile the model computes as before; the compiled part is not seen, and nothing breaks."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    x = torch.ones(1, 2)
-    expected = model(x)
-    with watch(model):
-        assert torch.equal(torch.compile(model, backend="eager")(x), expected)
 
 
 def test_functorch_transforms_are_left_alone() -> None:

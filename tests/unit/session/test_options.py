@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import inspect
 import re
 import runpy
@@ -253,31 +252,6 @@ def test_the_scaler_of_a_trainer_is_taken_only_with_gradients() -> None:
         started = deferred.start(nn.ReLU(), scaler)
         assert (started._options.scaler is scaler) == gradients
         deferred.stop()
-
-
-def test_what_a_watch_says_of_itself() -> None:
-    """Class of the model, batches and state."""
-    model = nn.Sequential(nn.ReLU())
-    w = watch(model)
-    told = [repr(w)]
-    model(torch.ones(1))
-    told.append(repr(w))
-    w.pause()
-    told.append(repr(w))
-    w.resume()
-    model(torch.ones(1))
-    w.stop()
-    told += [repr(w), repr(watch(model, enabled=False))]
-    del model
-    gc.collect()
-    assert told == [
-        "<Watch of Sequential: 0 batches, watching>",
-        "<Watch of Sequential: 1 batch, watching>",
-        "<Watch of Sequential: 1 batch, paused>",
-        "<Watch of Sequential: 2 batches, stopped>",
-        "<Watch of Sequential: 0 batches, switched off>",
-    ]
-    assert repr(w) == "<Watch of a model that is gone: 2 batches, stopped>"
 
 
 def test_signature_fields_flags_and_page_agree() -> None:

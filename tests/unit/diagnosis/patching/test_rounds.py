@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from nanwatch import NonFiniteError, watch
 from nanwatch.diagnosis.patching import rounds
+from nanwatch.diagnosis.patching.proposals import says_count
 from nanwatch.report.finding import Cure, Finding
 
 INF = float("inf")
@@ -341,3 +342,15 @@ def test_code_without_source_has_no_change_and_says_why() -> None:
     assert finding.operation == "aten.div.Tensor"
     assert finding.cures == ()
     assert any("not at hand" in remark for remark in finding.remarks)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_count"),
+    [
+        ("num_tokens", True), ("nValid", True), ("mask.sum()", True), ("(labels != -100).sum()", True), ("lens", True),
+        ("numerator", False), ("discount", False), ("resized", False), ("x.std(0)", False),
+    ],
+)  # fmt: skip
+def test_whole_words_say_that_a_value_counts(text: str, is_count: bool) -> None:
+    """A zero of anything else is no empty batch: 1 in its place would be another number."""
+    assert says_count(text) is is_count
