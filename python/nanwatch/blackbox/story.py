@@ -1,4 +1,4 @@
-"""What a process was doing when its black box was last written: how it ended, where it was, its latest calls."""
+"""Report of one black box: how its process ended, in which call it was, and its latest calls."""
 
 from __future__ import annotations
 

@@ -81,12 +81,12 @@ def scan(
     tensors = list(_scanned(contents.tensors, tell, needs_fingerprints))
     comparison = None
     if against is not None:
-        other = open_checkpoint(Path(against))
-        if not other.tensors:
-            why = "; ".join(text for _, text in other.problems) or "it has no tensor"
+        reference = open_checkpoint(Path(against))
+        if not reference.tensors:
+            why = "; ".join(text for _, text in reference.problems) or "it has no tensor"
             raise ValueError(f"{against} cannot be compared with: {why}")
-        sides = (contents.tensors, tensors), (other.tensors, list(_scanned(other.tensors, tell, True)))
-        comparison = compare(*sides, [text for _, text in other.problems], tell)
+        sides = (contents.tensors, tensors), (reference.tensors, [*_scanned(reference.tensors, tell, True)])
+        comparison = compare(*sides, [text for _, text in reference.problems], tell)
     problems = list(_problems(contents, tensors))
     for name in formats:
         problems += _tried(contents.tensors, tensors, name, tell)

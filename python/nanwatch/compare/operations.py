@@ -70,7 +70,7 @@ class OperationLog(TorchDispatchMode):
         fills = written[:1] if func._schema.name.endswith(_FILLING) else []
         operands = _bits([value for name, value in given.items() if name not in fills])
         result = func(*args, **kwargs)
-        # What an operation allocates and leaves unwritten is chance, and no difference until it is read.
+        # `empty` leaves memory as it was: its values differ from run to run, and count once an operation reads them.
         is_unwritten = func._schema.name.startswith(("aten::empty", "aten::new_empty"))
         results = [] if is_unwritten else _bits([result, *(given.get(name) for name in written)])
         numbers = (leaf for name, value in given.items() for leaf in leaves(value, name))

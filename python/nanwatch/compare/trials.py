@@ -230,7 +230,7 @@ TRIALS = {
         {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     ),
 }
-# What a step keeps from run to run is tried for functions only: a script runs in a new process.
+# This trial is for functions only: a script runs in a new process, which keeps nothing of the first run.
 KEPT = Trial(
     "what modules keep in plain attributes put back before each run",
     "something that a module keeps from run to run",

@@ -1,4 +1,4 @@
-"""What a difference looks like: its shape, and the settings, parameters and buffers that two modules do not share."""
+"""Words for a difference: its shape, and the settings, parameters and buffers that two modules do not share."""
 
 from __future__ import annotations
 

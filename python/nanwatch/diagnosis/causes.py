@@ -65,7 +65,7 @@ def causes(
     `strangers` are the operands that were non-finite before.
     """
     named = list(_named(calls))
-    # What the program wrote to is no longer what it was given.
+    # The program has written to these tensors, so they no longer hold what it was given.
     written = [x for call in calls for _, x, version in call.versions if x._version != version]
     for i, operand in enumerate(operands):
         if any(operand is x for x in strangers) and not any(operand is x for x in written):

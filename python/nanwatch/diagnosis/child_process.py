@@ -59,11 +59,6 @@ class ChildEndedError(RuntimeError):
 _send: Callable[[Any], None] | None = None
 
 
-def in_child() -> bool:
-    """Return whether this process is a child that re-runs batches."""
-    return _send is not None
-
-
 def send(document: Any = None) -> None:
     """Send the parent what is known so far, and start its clock anew. Does nothing in the program itself."""
     if _send is not None:

@@ -97,7 +97,7 @@ class _Search:
         # For a value that was handed in: the module in whose forward it was made.
         made_by = finding.module if finding.origin == "produced" else finding.source_module
         self.guilty = self.root if made_by is None else made_by
-        # What the batch gives in float64, empty where that is not known.
+        # Results of the batch in float64, empty where they are not known.
         self.truth: list[Tensor] | None = None
         # How the batch ran with nothing changed, or with nothing but the guilty module: what came before is the same.
         self.seen = Experiment()

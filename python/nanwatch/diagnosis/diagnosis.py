@@ -180,8 +180,8 @@ def _nonfinite(x: Tensor) -> Tensor | None:
 def _indices(bad: Tensor) -> list[list[int]]:
     """Return for each dimension the indices at which something is bad."""
     dims = range(bad.ndim)
-    kept = [[other for other in dims if other != dim] for dim in dims]
-    return [(bad.any(dim=rest) if rest else bad).nonzero().flatten().tolist() for rest in kept]
+    rests = [[axis for axis in dims if axis != dim] for dim in dims]
+    return [(bad.any(dim=rest) if rest else bad).nonzero().flatten().tolist() for rest in rests]
 
 
 def _words(bad: Tensor) -> str:

@@ -65,7 +65,7 @@ class Experiment:
     error: Exception | None = None
     # Gradients that were not finite in a backward of the run.
     bad_gradients: list[Record] = field(default_factory=list)
-    # What the batch returned.
+    # Tensors that the batch returned.
     results: list[Tensor] = field(default_factory=list)
     # The operation that began the first bad value, where the run followed them.
     failure: Step | None = None

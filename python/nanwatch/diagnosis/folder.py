@@ -124,13 +124,13 @@ class _Folder:
         left: list[Form] = list(folder_forms())
         while True:
             self.files = files + [str(folder / f"report.{form.suffix}") for form in left]
-            told = report()
+            complete = report()
             done: list[Form] = []
             for form in left:
-                if self.write(f"report.{form.suffix}", partial(_write_form, told, form)):
+                if self.write(f"report.{form.suffix}", partial(_write_form, complete, form)):
                     done.append(form)
             if len(done) == len(left):
-                return told
+                return complete
             left = done
 
 

@@ -223,7 +223,7 @@ class _Cutter:
         given = {name for name in needed & handed.keys() if not self._is_made(handed[name])}
         self._reads.update((name, handed[name]) for name in given)
         needed -= given
-        # What is filled here and made elsewhere is as the batch found it.
+        # A value that these statements fill, and others made, starts as it is now.
         elsewhere = {name for name in needed & self._filled if name in self._caller.names}
         self._reads.update((name, self._caller.names[name]) for name in elsewhere)
         is_computed = any(isinstance(node, ast.Call | ast.BinOp) for node in ast.walk(value))

@@ -71,14 +71,14 @@ class BufferHistory:
 
     def names(self) -> list[tuple[weakref.ref[nn.Module], str]]:
         """Return the buffers whose changes count, each by its module and name. Large ones are not copied."""
-        found = []
+        buffers = []
         for reference in self._modules:
             module = reference()
             for name, x in () if module is None else module._buffers.items():
                 known = self._values.get(id(x))
                 if known is None or known.value is not None:
-                    found.append((reference, name))
-        return found
+                    buffers.append((reference, name))
+        return buffers
 
     def _copy(self, changed: list[Tensor]) -> None:
         with only_our_dispatch(), torch.no_grad():

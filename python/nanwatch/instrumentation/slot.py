@@ -136,8 +136,6 @@ class _PythonAnswer:
         return self if module is None else getattr(_slot, self._name)(module)
 
 
-# True if modules answer with bound methods of wrappers in place of the wrappers.
-HOLDS_METHODS = _extension.C is None
 _CallSlot: Any = _PythonCallSlot if _extension.C is None else _extension.C.CallSlot
 
 
@@ -344,10 +342,6 @@ class ExclusiveRun:
     def is_owned(self) -> bool:
         """Return whether the calling thread created this."""
         return threading.get_ident() == self._owner
-
-    def holds_up(self) -> bool:
-        """Return whether the calling thread has to wait."""
-        return not self._free.is_set() and not self.is_ours()
 
     def wait(self) -> None:
         """Wait for the end, at most PATIENCE seconds, unless the calling thread may proceed. After that none waits."""

@@ -105,18 +105,18 @@ def _remarks(
     given = _names(calls, [one for one in others if one.part != "output"])
     # A module that returns what it has used itself, and whose other outputs had gradients.
     returned = _names(calls, [one for one in others if one.part == "output"])
-    found = []
+    remarks = []
     if given:
         what = "weight is shared with" if first.part == "weight" else "same tensor was given to"
-        found.append(
+        remarks.append(
             f"the {what} {given}: the gradient is the sum over all of them, and each may have made the value"
         )
     if returned:
-        found.append(
+        remarks.append(
             f"the same tensor is an output of {returned}, whose other outputs had gradients: the gradient is the sum"
             " over all that was made of it, and what was made of it there may have made the value"
         )
-    return tuple(found)
+    return tuple(remarks)
 
 
 def _names(calls: Sequence[BackwardCall], arrivals: Sequence[Arrival]) -> str:

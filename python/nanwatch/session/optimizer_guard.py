@@ -203,9 +203,9 @@ class OptimizerGuard:
 
 
 def _tensors(weights: set[Weight]) -> list[Tensor]:
-    held = ((module(), name) for module, name in weights)
+    living = ((module(), name) for module, name in weights)
     return [
-        x for module, name in held if module is not None and (x := module._parameters.get(name)) is not None
+        x for module, name in living if module is not None and (x := module._parameters.get(name)) is not None
     ]
 
 

@@ -418,8 +418,8 @@ class Options:
         return options
 
 
-OPTIONS: dict[str, Field[Any]] = {one.name: one for one in fields(Options) if "kind" in one.metadata}
-_VARIABLES = {one.metadata["variable"]: one for one in fields(Options) if one.metadata.get("variable")}
+OPTIONS: dict[str, Field[Any]] = {field.name: field for field in fields(Options) if "kind" in field.metadata}
+_VARIABLES = {name: field for field in fields(Options) if (name := field.metadata.get("variable"))}
 
 
 def make_options(given: Mapping[str, Any], **settings: Any) -> Options:
@@ -429,9 +429,9 @@ def make_options(given: Mapping[str, Any], **settings: Any) -> Options:
     """
     for name in given:
         check_name(name)
-    said = {**given, **_of_environment()}
+    chosen = {**given, **_of_environment()}
     values = {
-        name: option.metadata["kind"].check(name, said.get(name, option.default))
+        name: option.metadata["kind"].check(name, chosen.get(name, option.default))
         for name, option in OPTIONS.items()
     }
     for variable, setting in _VARIABLES.items():
@@ -478,7 +478,7 @@ def check_name(name: str) -> None:
 
 def _of_environment() -> dict[str, Any]:
     """Return what NANWATCH_OPTIONS says, such as "gradients=true output_dir=out", or raise ValueError."""
-    text, said = os.environ.get(VARIABLE, ""), {}
+    text, chosen = os.environ.get(VARIABLE, ""), {}
     try:
         for word in shlex.split(text):
             name, equals, value = word.partition("=")
@@ -488,11 +488,11 @@ def _of_environment() -> dict[str, Any]:
             kind = OPTIONS[name].metadata["kind"]
             if kind.read is None:
                 raise ValueError(f"{name} takes an object, which only code can give")
-            said[name] = kind.read(value)
-            kind.check(name, said[name])
+            chosen[name] = kind.read(value)
+            kind.check(name, chosen[name])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{VARIABLE}={text!r}: {error}") from None
-    return said
+    return chosen
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

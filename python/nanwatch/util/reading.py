@@ -137,11 +137,11 @@ def _items(origin: Any, arguments: Sequence[Any], value: Any, where: str) -> Any
 def _object(kind: Any, value: Any, where: str) -> Any:
     """Read a dataclass or NamedTuple. A field with a default may be missing."""
     hints, optional = _fields(kind)
-    own = _own.get(kind, {})
-    readers = {name.removesuffix("_"): own.get(name) or partial(read, hint) for name, hint in hints.items()}
+    given = _own.get(kind, {})
+    readers = {name.removesuffix("_"): given.get(name, partial(read, hint)) for name, hint in hints.items()}
     document = members(value, where, readers, {name.removesuffix("_"): _ABSENT for name in optional})
-    given = {name: document[name.removesuffix("_")] for name in hints}
-    return kind(**{name: item for name, item in given.items() if item is not _ABSENT})
+    items = {name: document[name.removesuffix("_")] for name in hints}
+    return kind(**{name: item for name, item in items.items() if item is not _ABSENT})
 
 
 @cache

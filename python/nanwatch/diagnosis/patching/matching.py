@@ -45,7 +45,7 @@ class CallForm(NamedTuple):
 
 
 class Binding(NamedTuple):
-    """What the letters of a pattern stand for, and all nodes of the source that it took in.
+    """The source that each letter of a pattern stands for, and all nodes that the pattern took in.
 
     `rest` are the arguments for `...`. `inlined` are the assignments whose names the pattern has followed.
     """
@@ -172,10 +172,8 @@ class Site:
         made, assignment = self._last(node.id, start)
         if assignment is None or self.parents.get(assignment) not in (self.node, *self.ancestors(node)):
             return None
-        own = {name for name in all_names(assignment.value) if name != node.id}
-        is_same = all(self._last(name, start)[0] < made for name in own) and node.id not in all_names(
-            assignment.value
-        )
+        names = all_names(assignment.value)
+        is_same = node.id not in names and all(self._last(name, start)[0] < made for name in names)
         return assignment if is_same else None
 
     def _last(self, name: str, start: int) -> tuple[int, ast.Assign | None]:
@@ -399,7 +397,7 @@ def _with_operands(pattern: ast.expr, operands: Mapping[str, ast.expr]) -> ast.e
 class Writer(ast.NodeTransformer):
     """Writes a form: its letters become what they stand for in the source.
 
-    What an inlined assignment computes with effects gets a name of its own there: `hoists` has these edits.
+    A part of an inlined assignment that has effects is bound to a new name where it stood: `hoists` has these edits.
     """
 
     def __init__(
@@ -476,10 +474,10 @@ class Writer(ast.NodeTransformer):
                 keywords += [copy.deepcopy(x) for x in rest_keywords]
             else:
                 args.append(self.visit(argument))
-        own = [ast.keyword(x.arg, self.visit(x.value)) for x in node.keywords]
-        replaced = {x.arg for x in own} | ({"correction"} if any(x.arg == "unbiased" for x in own) else set())
+        given = [ast.keyword(x.arg, self.visit(x.value)) for x in node.keywords]
+        replaced = {x.arg for x in given} | {"correction" for x in given if x.arg == "unbiased"}
         keywords = [x for x in keywords if x.arg not in replaced]
-        return ast.Call(self.visit(node.func), args, [*keywords, *own])
+        return ast.Call(self.visit(node.func), args, [*keywords, *given])
 
     def _log(self, letter: ast.expr) -> ast.expr:
         """Return the simplest logarithm of what a letter stands for."""

@@ -31,12 +31,19 @@ _MOST_STABLE = 5
 _SMALL = 1e-2
 # Functions whose guards are also for `X ** 0.5`, `1 / sqrt(X)`, `1 / X`.
 _SPELT_BY_OPERATORS = ("sqrt", "rsqrt", "reciprocal")
-# What the source calls a value that counts something, or computes one from.
+# Whole words in the name of a value that counts something, without the `s` of a plural, and what counts are computed
+# from: `num_tokens` and `n_valid` are counts, `numerator` and `discount` are not.
 _COUNTS = re.compile(
-    r"count|cnt|num|n_|_n\b|\bn\b|len|degree|\bdeg|size|mask|valid|keep|kept|one_hot|bincount|==|!=|[<>]|\beq\b|\bne\b"
+    r"(count|cnt|num(ber|el)?|n|len(gth)?|deg(ree)?|size|mask|valid|keep|kept|hot|bincount|eq|ne)s?"
 )
 # The exponent at which a format ends.
 _ENDS = {"float64": 709.0, "float32": 88.0, "bfloat16": 88.0, "float16": 11.0}
+
+
+def says_count(text: str) -> bool:
+    """Return whether the source of an expression says that its value counts something."""
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", text)
+    return any(_COUNTS.fullmatch(word.lower()) for word in words) or re.search("==|!=|[<>]", text) is not None
 
 
 class Failure(NamedTuple):
@@ -238,7 +245,7 @@ class Proposer:
         while (assignment := self._site.definition(operand)) is not None and len(texts) < 3:
             operand = assignment.value
             texts.append(ast.unparse(operand))
-        return is_whole and any(_COUNTS.search(text) for text in texts)
+        return is_whole and any(map(says_count, texts))
 
     def _has_pole(self, exponent: ast.expr) -> bool:
         value = self._site.constant(exponent)
