@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -85,6 +85,7 @@ def rows_of(frame: Frame) -> list[Record]:
 @needs_native
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), poison=st.sampled_from([0.0, 0.02, 0.3]))
+@example(seed=2960956302, poison=0.3)  # a call that doubles what it was given, in place
 def test_both_recorders_see_what_hooks_see(seed: int, poison: float) -> None:
     """Same frames, labels, dtypes and ranges, same first fault, and no stale hit, whatever is nested in what."""
     model = tree(seed, poison)
@@ -106,8 +107,9 @@ def test_both_recorders_see_what_hooks_see(seed: int, poison: float) -> None:
         for report in reports.values()
     ]
     assert places[0] == places[1]
-    # The first fault, or what a call around it had been given.
-    around = [fault for fault in faults if fault[0] == faults[0][0] and is_around(fault[1], faults[0][1])]
+    # The first fault, or what a call around it had been given. Another tensor of that call may have become bad inside it.
+    bad = [(f.batch, f.name, r.label) for f in found["python"] for r in f.records if r.is_fault]
+    around = [place for place in bad if place[0] == faults[0][0] and is_around(place[1], faults[0][1])]
     assert places[0] in around if faults else places[0] is None
 
 
