@@ -107,7 +107,7 @@ def test_both_recorders_see_what_hooks_see(seed: int, poison: float) -> None:
         for report in reports.values()
     ]
     assert places[0] == places[1]
-    # The first fault, or what a call around it had been given. Another tensor of that call may have become bad inside it.
+    # The first fault, or what a call around it had been given: inside, another tensor of that call may have become bad.
     bad = [(f.batch, f.name, r.label) for f in found["python"] for r in f.records if r.is_fault]
     around = [place for place in bad if place[0] == faults[0][0] and is_around(place[1], faults[0][1])]
     assert places[0] in around if faults else places[0] is None
