@@ -95,9 +95,8 @@ test-pure: $(TOOLS)
 	  -m "not cuda and not slow and not native" $(PARALLEL) $(ARGS)
 
 # Apart from all others, as transformers would find torchao too.
-TORCHAO_TESTS := $(addprefix tests/unit/,$(addsuffix .py,numerics/test_scaled_torchao numerics/test_block_fit_torchao))
 test-torchao: $(TOOLS) $(STAMPS)/engines
-	NANWATCH_TEST_TORCHAO=1 $(PY) -m pytest $(TORCHAO_TESTS) $(ARGS)
+	NANWATCH_TEST_TORCHAO=1 $(PY) -m pytest tests/unit/numerics/test_block_fit_torchao.py $(ARGS)
 
 # vLLM pins a torch of its own, so it has an environment of its own, of 3.5 GB. The registry's torchvision fits another one.
 VLLM := $(VENV)-vllm

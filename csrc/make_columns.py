@@ -99,8 +99,6 @@ def header() -> str:
         + enumeration("Phase", choices_of(record, "Phase"))
         + scope("note_item", fields_of(note, "Note"), "A note as a Python tuple.")
         + f"\nconstexpr int kNoteItems = note_item::{fields_of(note, 'Note')[-1]} + 1;\n"
-        + scope("scaling_item", fields_of(formats, "Scaling"), "The scaling of a record as a Python tuple.")
-        + f"\nconstexpr int kScalingItems = scaling_item::{fields_of(formats, 'Scaling')[-1]} + 1;\n"
         + enumeration("NoteKind", ["", *choices_of(note, "NoteKind")])
         + "// These say that a non-finite value is meant.\n"
         + "inline constexpr NoteKind kExcuses[] = {"

@@ -18,10 +18,10 @@ constexpr int kDeviceColumns = column::is_mask + 1;
 
 // A record as a Python tuple.
 namespace row_item {
-enum Item : int { label, role, shape, dtype, abs_min, abs_max, isfinite, health, note, fingerprint, statistics, scaling };
+enum Item : int { label, role, shape, dtype, abs_min, abs_max, isfinite, health, note, fingerprint, statistics };
 }  // namespace row_item
 
-constexpr int kRowItems = row_item::scaling + 1;
+constexpr int kRowItems = row_item::statistics + 1;
 
 enum class Role : uint8_t { weight, buffer, input, output, gradient };
 inline constexpr const char* kRoles[] = {"weight", "buffer", "input", "output", "gradient"};
@@ -35,13 +35,6 @@ enum Item : int { kind, text, placement };
 }  // namespace note_item
 
 constexpr int kNoteItems = note_item::placement + 1;
-
-// The scaling of a record as a Python tuple.
-namespace scaling_item {
-enum Item : int { element, scale, smallest_scale, largest_scale, saturated, flushed };
-}  // namespace scaling_item
-
-constexpr int kScalingItems = scaling_item::flushed + 1;
 
 enum class NoteKind : uint8_t { none, absent, not_a_tensor, not_checked, local_shard, mask, allowed, skipped_step, not_taken, spike, forecast };
 inline constexpr const char* kNoteKinds[] = {"", "absent", "not_a_tensor", "not_checked", "local_shard", "mask", "allowed", "skipped_step", "not_taken", "spike", "forecast"};

@@ -92,8 +92,7 @@ class BoxWriter {
     };
     const std::string role = to_utf8(PyTuple_GET_ITEM(from, row_item::role));
     const std::string dtype = to_utf8(PyTuple_GET_ITEM(from, row_item::dtype));
-    const Stored stored = stored_of(from);
-    if (stored.dtype >= 0) *share = type_of(stored.dtype).share / stored.scale;
+    if (const int8_t type = floating_dtype(from); type >= 0) *share = type_of(type).share;
     const auto place = size_t(std::find(std::begin(kRoles), std::end(kRoles), role) - std::begin(kRoles));
     return {number(row_item::abs_min),
             number(row_item::abs_max),

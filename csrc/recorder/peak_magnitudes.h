@@ -128,10 +128,9 @@ class PeakMagnitudes {
     if ((!with_inputs && std::string_view(role) == "input") || PyTuple_GET_ITEM(row, row_item::isfinite) != Py_True ||
         is_meant(row) || !PyFloat_Check(largest) || !(PyFloat_AS_DOUBLE(largest) >= 0))
       return;
-    const Stored stored = stored_of(row);
-    if (stored.dtype < 0) return;
-    const Key key{node, own == nullptr ? labels.of_text(label) : *own, stored.dtype};
-    raise(key, PyFloat_AS_DOUBLE(largest) / stored.scale);
+    const int8_t dtype = floating_dtype(row);
+    if (dtype < 0) return;
+    raise({node, own == nullptr ? labels.of_text(label) : *own, dtype}, PyFloat_AS_DOUBLE(largest));
   }
 
   size_t nodes_ = 0, taken_ = 0, next_ = 0;

@@ -148,20 +148,9 @@ inline std::string to_utf8(PyObject* text) {
   return "?";
 }
 
-// How the numbers of a row are stored: their format, -1 for one without ends, and what 1 of it is. See Record.peak.
-struct Stored {
-  int8_t dtype;
-  double scale;
-};
-
-inline Stored stored_of(PyObject* row) {
-  PyObject* const scaling = PyTuple_GET_ITEM(row, row_item::scaling);
-  if (PyTuple_Check(scaling) && PyTuple_GET_SIZE(scaling) == kScalingItems) {
-    PyObject* const scale = PyTuple_GET_ITEM(scaling, scaling_item::scale);
-    if (PyFloat_Check(scale) && PyFloat_AS_DOUBLE(scale) > 0)
-      return {floating_dtype(to_utf8(PyTuple_GET_ITEM(scaling, scaling_item::element))), PyFloat_AS_DOUBLE(scale)};
-  }
-  return {floating_dtype(to_utf8(PyTuple_GET_ITEM(row, row_item::dtype))), 1.0};
+// The c10::ScalarType of a row of floating point, -1 for any other.
+inline int8_t floating_dtype(PyObject* row) {
+  return floating_dtype(to_utf8(PyTuple_GET_ITEM(row, row_item::dtype)));
 }
 
 // record.is_fault of a row whose range is known.

@@ -1,6 +1,6 @@
 # A compiled part is not loaded when this file has changed since it was built. csrc/make_columns.py writes the digest of
 # the headers that are generated from the declarations, so that a new field of a record changes the file too.
-# headers: 305bf60fc2ab6509
+# headers: a265929c77be7b62
 
 import weakref
 from collections.abc import Callable, Sequence

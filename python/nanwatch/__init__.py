@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from .compare.twice import twice
     from .instrumentation.functions import span, watched
     from .integrations.debug import DebugUnderflowOverflow, detect_overflow
-    from .numerics.exponents import exponent_histogram
+    from .numerics.distribution import exponent_histogram, statistics
     from .numerics.fit import would_fit
-    from .numerics.ranges import abs_range, abs_ranges, fingerprint, statistics, tensor_health
+    from .numerics.ranges import abs_range, abs_ranges, fingerprint, tensor_health
     from .precision.precision import fp32_modules, run_in_fp32
     from .report.finding import Finding
     from .report.report import NonFiniteError, Report
@@ -49,9 +49,9 @@ else:
         "integrations.notebook": ("load_ipython_extension", "unload_ipython_extension"),
         "integrations.debug": ("DebugUnderflowOverflow", "detect_overflow"),
         "sinks.sink": ("Sink",),
-        "numerics.exponents": ("exponent_histogram",),
+        "numerics.distribution": ("exponent_histogram", "statistics"),
         "numerics.fit": ("would_fit",),
-        "numerics.ranges": ("abs_range", "abs_ranges", "fingerprint", "statistics", "tensor_health"),
+        "numerics.ranges": ("abs_range", "abs_ranges", "fingerprint", "tensor_health"),
         "precision.precision": ("fp32_modules", "run_in_fp32"),
         "report.finding": ("Finding",),
         "report.report": ("NonFiniteError", "Report"),

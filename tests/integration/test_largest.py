@@ -21,7 +21,6 @@ from nanwatch.records.record import Frame
 from nanwatch.session.api import watch
 from nanwatch.session.watch import Watch
 from support.architectures import built, inputs_of
-from support.scaled import engine_float8
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
 
@@ -172,23 +171,3 @@ def test_names_without_end_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             module.calls = 0
         model(torch.full((1,), 2.0))
         assert set(taker.take()[1].values()) == {2.0}
-
-
-class Scaled(nn.Module):
-    """A module that returns a tensor with a scale."""
-
-    scale = 64.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return engine_float8(x, self.scale)
-
-
-def test_a_scale_is_divided_out() -> None:
-    """The elements are followed, by the ends of their format: the scale may be another in each batch."""
-    model = Scaled()
-    with watched(model) as w:
-        taker = Taker(w)
-        for model.scale, largest in ((64.0, 6.0), (32.0, 12.0), (32.0, 6.0)):
-            model(torch.tensor([2.0, largest]))
-            found = taker.take()[1]
-            assert found == {("", "output", "float8_e4m3fn"): largest * model.scale}

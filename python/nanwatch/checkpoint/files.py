@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..numerics.partial_health import BLOCK
+from ..numerics._fingerprint import BLOCK
 from ..util.imports import needed
 from ..util.visible import first_few, spell
 from .contents import tensors_in

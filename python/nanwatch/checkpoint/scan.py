@@ -18,8 +18,7 @@ from ..numerics._extension import explain_once
 from ..numerics.block_fit import BLOCKS_BY_NAME, BlockFit
 from ..numerics.fit import FORMATS, would_fit
 from ..numerics.formats import BY_NAME, TensorHealth, limits
-from ..numerics.partial_health import PartialHealth
-from ..numerics.ranges import tensor_health
+from ..numerics.ranges import PartialHealth, tensor_health
 from ..numerics.readable import type_name, unreadable
 from ..records.siblings import apart_from_siblings
 from ..util.progress import Tell, silent

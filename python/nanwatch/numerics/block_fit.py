@@ -94,17 +94,19 @@ class BlockFit:
     @property
     def sqnr(self) -> float:
         """Return the ratio of signal to quantization noise in dB: inf where all is exact, nan where all is zero."""
-        return decibel(self.signal, self.noise)
+        if self.noise == 0:
+            return inf if self.signal else nan
+        return 10 * log10(self.signal / self.noise)
 
     @property
     def saturated(self) -> float:
         """Return the share of elements that saturate, 0.0 to 1.0."""
-        return self.num_saturated / self.num_elements if self.num_elements else 0.0
+        return self.num_saturated / max(self.num_elements, 1)
 
     @property
     def flushed(self) -> float:
         """Return the share of elements that become zero, 0.0 to 1.0."""
-        return self.num_flushed / self.num_elements if self.num_elements else 0.0
+        return self.num_flushed / max(self.num_elements, 1)
 
     def __str__(self) -> str:
         lost = f", {self.num_lost} become nan or inf" if self.num_lost else ""
@@ -138,16 +140,14 @@ def block_fit(x: Tensor, form: BlockFormat, dim: int = -1) -> BlockFit:
 
 def _pieces(x: Tensor, form: BlockFormat) -> Iterator[Tensor]:
     """Yield a tensor in float32 blocks, filled up with zeros: (batch, blocks, rows, blocks, columns)."""
-    *leading, last = x.shape
+    rows, columns = form.rows or 1, form.columns or x.shape[-1]
     if form.rows is None:  # one scale for all of the tensor, so it may be cut anywhere
         matrices, columns = x.reshape(1, -1, 1), 1
-    elif form.rows == 1:
-        columns = form.columns or last
-        matrices = x.reshape(-1, 1, last if last % columns else columns)
+    elif rows == 1:
+        matrices = x.reshape(-1, 1, x.shape[-1] if x.shape[-1] % columns else columns)
     else:
-        columns = form.columns or last
-        matrices = x.reshape(-1, leading[-1] if leading else 1, last)
-    rows = form.rows or 1
+        matrices = x if x.ndim > 2 else x.reshape(1, -1, x.shape[-1])
+        matrices = matrices.flatten(0, -3)
     _, height, width = matrices.shape
     for part in matrices.split(max(_CHUNK // (height * width), 1)):
         for band in part.split(max(_CHUNK // (rows * width), 1) * rows, 1):
@@ -205,10 +205,3 @@ def _scales(amax: Tensor, form: BlockFormat, of_all: Tensor | None) -> tuple[Ten
 def _power_of_two(exponent: Tensor) -> Tensor:
     """Return 2^exponent in float32, inf for 128."""
     return ((exponent + 127) << 23).view(torch.float32)
-
-
-def decibel(signal: float, noise: float) -> float:
-    """Return the ratio of two sums of squares in dB: inf without noise, nan without either."""
-    if noise == 0:
-        return inf if signal else nan
-    return 10 * log10(signal / noise)

@@ -19,6 +19,7 @@ from ..util.visible import close_names
 from . import _extension
 from ._reference import chunks, on_wide_device, row_dtype, stored
 from .block_fit import BLOCKS_BY_NAME, BlockFit, block_fit
+from .distribution import real
 from .formats import BY_NAME
 from .readable import dtype_name, only_our_dispatch, read, readable, type_name
 
@@ -54,17 +55,17 @@ class Fit:
     @property
     def overflow(self) -> float:
         """Return the share of elements that overflow, 0.0 to 1.0."""
-        return self._share(self.num_overflow)
+        return self.num_overflow / max(self.num_elements, 1)
 
     @property
     def underflow(self) -> float:
         """Return the share of elements that become zero, 0.0 to 1.0."""
-        return self._share(self.num_underflow)
+        return self.num_underflow / max(self.num_elements, 1)
 
     @property
     def subnormal(self) -> float:
         """Return the share of elements that become subnormal, 0.0 to 1.0."""
-        return self._share(self.num_subnormal)
+        return self.num_subnormal / max(self.num_elements, 1)
 
     @property
     def fits(self) -> bool:
@@ -77,9 +78,6 @@ class Fit:
             f"{dtype_name(self.dtype)}{scaled}: {self.overflow:.3%} overflow, {self.underflow:.3%} become zero, "
             f"{self.subnormal:.3%} become subnormal"
         )
-
-    def _share(self, num: int) -> float:
-        return num / self.num_elements if self.num_elements else 0.0
 
 
 @overload
@@ -112,9 +110,7 @@ def would_fit(x: Tensor, dtype: torch.dtype | str, *, scale: float = 1.0, dim: i
     """
     if isinstance(dtype, str) and dtype in BLOCKS_BY_NAME:
         if scale != 1.0:
-            raise ValueError(
-                f"would_fit got scale={scale!r} for {dtype}, whose blocks have their own: leave it out"
-            )
+            raise ValueError(f"would_fit got scale={scale!r} for {dtype}, whose blocks have their own")
         if not isinstance(dim, SupportsIndex):
             raise TypeError(f"would_fit got dim={dim!r}; the number of an axis is accepted")
         return block_fit(x, BLOCKS_BY_NAME[dtype], dim)
@@ -125,16 +121,14 @@ def would_fit(x: Tensor, dtype: torch.dtype | str, *, scale: float = 1.0, dim: i
         raise ValueError(f"would_fit got scale={scale!r}; a finite number above 0 is accepted, 1.0 for none")
     _extension.explain_once()
     with only_our_dispatch():
-        x = readable(x, "would_fit")
-        if x.is_complex():
-            raise TypeError("would_fit takes no complex tensor: pass torch.view_as_real(x.resolve_conj())")
+        x = real(readable(x, "would_fit"), "would_fit")
         limits = edges(target)
 
         def count(part: Tensor) -> Tensor:
             return _counts(part, limits, float(scale))
 
-        elements, overflow, zero, subnormal = map(int, read(count, count, x).tolist())
-    return Fit(getattr(torch, target), float(scale), elements, overflow, zero, subnormal)
+        counts = map(int, read(count, count, x).tolist())
+    return Fit(getattr(torch, target), float(scale), *counts)
 
 
 def _counts(x: Tensor, limits: Edges, scale: float) -> Tensor:
@@ -149,9 +143,8 @@ def _counts(x: Tensor, limits: Edges, scale: float) -> Tensor:
             product = magnitude * scale
             is_zero = product <= limits.zero_up_to
             kinds = product >= limits.overflows_from, is_zero, (product < limits.normal_from) & ~is_zero
-            counts += torch.stack([is_counted.sum(), *((kind & is_counted).sum() for kind in kinds)]).to(
-                x.device
-            )
+            columns = [is_counted, *(kind & is_counted for kind in kinds)]
+            counts += torch.stack([column.sum() for column in columns]).to(x.device)
         return counts * part.repeats
 
 
@@ -176,7 +169,7 @@ def edges(name: str) -> Edges:
 def _target(dtype: torch.dtype | str) -> str:
     if not isinstance(dtype, torch.dtype | str):
         raise TypeError(
-            f"would_fit got a {type_name(dtype)} as dtype; accepted are a torch.dtype and the name of a format"
+            f"would_fit got a {type_name(dtype)}; accepted are a torch.dtype and the name of a format"
         )
     name = str(dtype).removeprefix("torch.")
     if name not in FORMATS:

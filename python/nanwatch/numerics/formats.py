@@ -22,10 +22,6 @@ class Limits(NamedTuple):
     smallest_normal: float
     smallest_subnormal: float
 
-    def times(self, scale: float) -> Limits:
-        """Return the ends of numbers that are stored divided by `scale`, as those of a block with its own scale."""
-        return Limits(*(end * scale for end in self))
-
 
 Kind = Literal["ieee", "fn", "fnuz", "finite", "powers", "unsigned", "signed", "bool", "complex"]
 """The meaning of a word, and with it the codes that are no finite number.
@@ -50,8 +46,6 @@ class NumberFormat(NamedTuple):
     bits: int
     exponent_bits: int = 0
     bias: int = 0
-    in_stable_abi: bool = True
-    """Whether PyTorch's stable ABI has the dtype. If not, the operators of a wheel read it with torch's own."""
 
     @property
     def is_float(self) -> bool:
@@ -119,9 +113,7 @@ NUMBER_FORMATS = (
     NumberFormat("float8_e5m2", 5, "Float8_e5m2", "ieee", 8, exponent_bits=5, bias=15),
     NumberFormat("float8_e4m3fnuz", 6, "Float8_e4m3fnuz", "fnuz", 8, exponent_bits=4, bias=8),
     NumberFormat("float8_e5m2fnuz", 7, "Float8_e5m2fnuz", "fnuz", 8, exponent_bits=5, bias=16),
-    NumberFormat(
-        "float8_e8m0fnu", 8, "Float8_e8m0fnu", "powers", 8, exponent_bits=8, bias=127, in_stable_abi=False
-    ),
+    NumberFormat("float8_e8m0fnu", 8, "Float8_e8m0fnu", "powers", 8, exponent_bits=8, bias=127),
     NumberFormat("bool", 9, "Bool", "bool", 8),
     NumberFormat("uint8", 10, "Byte", "unsigned", 8),
     NumberFormat("int8", 11, "Char", "signed", 8),
@@ -159,13 +151,9 @@ _LIMITS = {form.name: form.ends for form in NUMBER_FORMATS if form.is_float}
 _LIMITS |= {name: _LIMITS[part] for name, part in _PARTS.items()}
 
 
-def limits(dtype_name: str, scale: float = 1.0) -> Limits | None:
-    """Return the limits of a format ("float16"; of its parts for "complex64"); None for one that cannot overflow.
-
-    Those of a reading are the limits of its format times its `scale`.
-    """
-    ends = _LIMITS.get(dtype_name)
-    return ends if ends is None or scale == 1.0 else ends.times(scale)
+def limits(dtype_name: str) -> Limits | None:
+    """Return the limits of a format ("float16"; of its parts for "complex64"); None for one that cannot overflow."""
+    return _LIMITS.get(dtype_name)
 
 
 def floor_log2(value: float) -> int:
@@ -234,30 +222,6 @@ class Statistics(NamedTuple):
     """Fourth central moment by the square of the variance: 3 for a normal distribution; nan if all are equal."""
     beyond_6_sigma: float
     """Share of the elements that lie more than six standard deviations from the mean, 0.0 to 1.0."""
-
-
-class Scaling(NamedTuple):
-    """The scales of a tensor whose values are elements of few bits times a scale. Shares are 0.0 to 1.0."""
-
-    element: str
-    """Format of the elements, such as "float8_e4m3fn"."""
-    scale: float | None
-    """The scale of all elements; None where rows or blocks have one each."""
-    smallest_scale: float | None
-    """Of those that are finite and above zero; None without one."""
-    largest_scale: float | None
-    saturated: float
-    """Share of elements that are the largest number of their format or its negative."""
-    flushed: float
-    """Share of elements that are zero, as what was converted to them or became so."""
-
-    @property
-    def ends(self) -> Limits | None:
-        """Return the ends of the values; None where scales are those of rows or blocks, and follow the data.
-
-        The largest may come out one unit of float32 beside a value at the end.
-        """
-        return None if self.scale is None else limits(self.element, self.scale)
 
 
 class HealthWithExponents(TensorHealth):

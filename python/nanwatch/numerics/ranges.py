@@ -1,4 +1,4 @@
-"""Range, health and fingerprint of a tensor as plain Python values.
+"""Range, health and fingerprint of a tensor as plain Python values, in one piece or part by part.
 
 Each call waits for the device once, to copy the numbers; `torch.ops.nanwatch.abs_range` does not wait. A tensor that
 cannot be read raises TypeError with the reason. It never counts as finite.
@@ -6,15 +6,15 @@ cannot be read raises TypeError with the reason. It never counts as finite.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from math import prod
+from collections.abc import Iterable, Sequence
+from math import inf, nan, prod
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from . import _extension, _fingerprint, _reference, _spread
-from .formats import AbsRange, Statistics, TensorHealth
+from . import _extension, _fingerprint, _reference
+from .formats import AbsRange, TensorHealth
 from .readable import is_plain, only_our_dispatch, read, readable, type_name
 
 
@@ -42,7 +42,7 @@ def abs_range(x: Tensor) -> AbsRange:
                 "nanwatch.abs_range waits for the device, and this stream is being captured into a CUDA graph. Inside a"
                 " capture use torch.ops.nanwatch.abs_range(x), which does not wait."
             )
-        return _to_range(_range_row(x).tolist())
+        return to_range(range_row(x).tolist())
 
 
 def abs_ranges(tensors: Iterable[Tensor]) -> list[AbsRange]:
@@ -77,10 +77,10 @@ def abs_ranges(tensors: Iterable[Tensor]) -> list[AbsRange]:
         tables = [
             (group, _extension.abs_ranges([given_tensors[i] for i in group])) for group in together.values()
         ]
-        tables += [([i], _range_row(given_tensors[i]).reshape(1, -1)) for i in alone]
+        tables += [([i], range_row(given_tensors[i]).reshape(1, -1)) for i in alone]
         for group, table in tables:
             for i, row in zip(group, table.tolist(), strict=True):
-                ranges[i] = _to_range(row)
+                ranges[i] = to_range(row)
     return cast("list[AbsRange]", ranges)
 
 
@@ -100,7 +100,10 @@ def tensor_health(x: Tensor) -> TensorHealth:
     with only_our_dispatch():
         x = readable(x, "tensor_health")
         row = read(_extension.health, _reference.health, x).tolist()
-        return _health(row, x.numel(), lambda flat: _index_of(x, flat))
+        health = health_of(row, () if x.is_nested else x.shape)
+        if not x.is_nested:
+            return health
+        return health._replace(numel=x.numel(), first_nonfinite=_nested_index(x, int(row[-1])))
 
 
 _abs_range, _tensor_health = abs_range, tensor_health
@@ -111,18 +114,18 @@ if not TYPE_CHECKING and _extension.C is not None:
     abs_range, tensor_health = _extension.C.abs_range, _extension.C.tensor_health
 
 
-def _range_row(x: Tensor) -> Tensor:
+def range_row(x: Tensor) -> Tensor:
+    """Return the columns of the range of a readable tensor, on its device."""
     return read(_extension.abs_range, _reference.abs_range, x)
 
 
-def _index_of(x: Tensor, flat: int) -> tuple[int, ...]:
-    """Return the index, over the shape of `x`, of its element number `flat` in C order."""
-    if x.is_nested:
-        for i, component in enumerate(x.unbind()):
-            if flat < component.numel():
-                return (i, *_index_of(component, flat))
-            flat -= component.numel()
-    return _index_in(x.shape, flat)
+def _nested_index(x: Tensor, flat: int) -> tuple[int, ...] | None:
+    """Return component and index in it of the element number `flat` of a nested tensor; None for -1."""
+    for i, component in enumerate(x.unbind()):
+        if 0 <= flat < component.numel():
+            return (i, *_index_in(component.shape, flat))
+        flat -= component.numel()
+    return None
 
 
 def _index_in(shape: Sequence[int], flat: int) -> tuple[int, ...]:
@@ -133,22 +136,19 @@ def _index_in(shape: Sequence[int], flat: int) -> tuple[int, ...]:
     return tuple(reversed(index))
 
 
-def _to_range(row: list[float]) -> AbsRange:
+def to_range(row: list[float]) -> AbsRange:
+    """Return the range of its columns."""
     abs_min, abs_max, isfinite = row
     return AbsRange(abs_min, abs_max, isfinite != 0.0)
 
 
 def health_of(row: Sequence[float], shape: Sequence[int]) -> TensorHealth:
     """Return the health of a tensor of this shape from the columns of `torch.ops.nanwatch.health`."""
-    return _health(row, prod(shape), lambda flat: _index_in(shape, flat))
-
-
-def _health(row: Sequence[float], numel: int, index_of: Callable[[int], tuple[int, ...]]) -> TensorHealth:
     low, high, isfinite, finite_low, finite_high, *counts, first = row
     nans, posinfs, neginfs, zeros, subnormals = map(int, counts)
-    index = None if first < 0 else index_of(int(first))
+    index = None if first < 0 else _index_in(shape, int(first))
     ends = low, high, isfinite != 0.0, finite_low, finite_high
-    return TensorHealth(*ends, nans, posinfs, neginfs, zeros, subnormals, numel, index)
+    return TensorHealth(*ends, nans, posinfs, neginfs, zeros, subnormals, prod(shape), index)
 
 
 def fingerprint(x: Tensor) -> int:
@@ -180,40 +180,6 @@ def fingerprint(x: Tensor) -> int:
         return int(_fingerprint.fingerprint(x)) % 2**64
 
 
-def statistics(x: Tensor) -> Statistics:
-    """Return mean, root mean square, kurtosis and the share of elements beyond 6 sigma of `x`, with one sync.
-
-    Equal to float64 arithmetic to 1e-6: the mean as a part of the rms, the others as a part of themselves. The share is
-    exact up to elements as near to the limit as that. Any shape and layout; floating point down to float8, integers,
-    and bool as 0 and 1. A DTensor gives the statistics of its local shard.
-
-    Raises TypeError for a complex tensor (pass `torch.view_as_real(x)` or `x.abs()`), and where `abs_range` does.
-
-    Examples:
-        >>> import nanwatch, torch
-        >>> x = torch.zeros(1000)
-        >>> x[0] = 8.0
-        >>> found = nanwatch.statistics(x)
-        >>> round(found.mean, 4), round(found.kurtosis), found.beyond_6_sigma
-        (0.008, 998, 0.001)
-    """
-    _extension.explain_once()
-    return range_and_statistics(x)[1]
-
-
-def _statistics(x: Tensor) -> Tensor:
-    return _spread.statistics(x, _extension.abs_range)
-
-
-def range_and_statistics(x: Tensor) -> tuple[AbsRange, Statistics]:
-    """Return `abs_range` and `statistics` of `x`."""
-    with only_our_dispatch():
-        x = readable(x, "statistics")
-        _spread.refuse_complex(x.dtype, "statistics")
-        row = read(_statistics, _spread.statistics, x).tolist()
-        return _to_range(row[:3]), Statistics(*row[3:])
-
-
 def range_and_fingerprint(x: Tensor) -> tuple[AbsRange, int | None]:
     """Return `abs_range` and `fingerprint` of `x`; None for a tensor that has no fingerprint.
 
@@ -221,5 +187,49 @@ def range_and_fingerprint(x: Tensor) -> tuple[AbsRange, int | None]:
     """
     with only_our_dispatch():
         x = readable(x, "abs_range")
-        row, number = _range_row(x), _fingerprint.fingerprint(x) if is_plain(x) else None
-        return _to_range(row.tolist()), None if number is None else int(number) % 2**64
+        row, number = range_row(x), _fingerprint.fingerprint(x) if is_plain(x) else None
+        return to_range(row.tolist()), None if number is None else int(number) % 2**64
+
+
+class PartialHealth:
+    """Health and fingerprint of a tensor that is read part by part, such as one in a file larger than memory.
+
+    Examples:
+        >>> import nanwatch, torch
+        >>> from nanwatch.numerics.ranges import PartialHealth
+        >>> x, parts = torch.arange(4096.0), PartialHealth()
+        >>> for start in (0, 2048):
+        ...     parts.add(x[start : start + 2048], start)
+        ...     parts.add_bits(x[start : start + 2048])
+        >>> parts.fingerprint("float32", x.shape) == nanwatch.fingerprint(x), parts.health(x.shape).num_zero
+        (True, 1)
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[list[float]] = []
+        self._sums = [torch.zeros(0, dtype=torch.int64)]
+
+    def add(self, x: Tensor, start: int) -> None:
+        """Read the health of a part that begins at element `start` of the tensor, in C order."""
+        row = _extension.health(x).tolist()
+        if row[-1] >= 0:
+            row[-1] += start
+        self._rows.append(row)
+
+    def add_bits(self, x: Tensor) -> None:
+        """Read the fingerprint of a part. All parts but the last are multiples of BLOCK bytes."""
+        self._sums.append(_fingerprint.block_sums(x))
+
+    def health(self, shape: Sequence[int]) -> TensorHealth:
+        """Return the health of the tensor, whose parts have all been read."""
+        low = min((row[3] for row in self._rows), default=inf)
+        high = max((row[4] for row in self._rows), default=0.0)
+        counts = [sum(row[i] for row in self._rows) for i in range(5, 10)]
+        first = min((row[10] for row in self._rows if row[10] >= 0), default=-1)
+        nans, posinfs, neginfs, *_ = counts
+        ends = (nan, nan) if nans else (low, inf if posinfs or neginfs else high)
+        return health_of([*ends, first < 0, low, high, *counts, first], shape)
+
+    def fingerprint(self, dtype_name: str, shape: Sequence[int]) -> int:
+        """Return `nanwatch.fingerprint` of the tensor, whose parts have all been read."""
+        return _fingerprint.sealed(torch.cat(self._sums), dtype_name, shape)

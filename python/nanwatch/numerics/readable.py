@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..util.visible import suppressed
 from . import _reference
 
 Read = Callable[[Tensor], Tensor]
@@ -90,6 +91,30 @@ def local_shard(x: Tensor) -> Tensor | None:
         return None
     local: Any = x.to_local()
     return cast(Tensor, local.wait() if hasattr(local, "wait") else local)
+
+
+def dequantized(x: Tensor) -> Tensor | None:
+    """Return the values of a tensor that a library's class keeps in another form; None for any other tensor.
+
+    Such a class has a `dequantize` of its own, as those of torchao and TransformerEngine have. Takes 0.2 µs for a plain
+    tensor. Copies nothing while the stream of a CUDA tensor is captured.
+    """
+    kind = type(x)
+    if kind in _PLAIN_TYPES or kind.dequantize is Tensor.dequantize or not _reference.overrides_dispatch(x):
+        return None
+    try:
+        if is_captured(x):
+            return None
+        with torch.no_grad():
+            return x.dequantize()
+    except Exception:
+        suppressed("a quantized tensor could not be read")
+        return None
+
+
+def is_captured(x: Tensor) -> bool:
+    """Return whether any wait for the device of `x` would end a capture of the user's with an error."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() and x.is_cuda
 
 
 def _has_storage_for(x: Tensor) -> bool:

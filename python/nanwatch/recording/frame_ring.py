@@ -79,8 +79,7 @@ class PeakMagnitudes:
     def _raise(self, module: str, row: Record) -> None:
         if row.abs_max is None or not row.isfinite or row.is_excused:
             return
-        dtype, largest = row.peak
-        name = (module, row.label, dtype)
+        name = (module, row.label, row.dtype)
         position = self._positions.get(name)
         if position is None:
             if len(self._positions) >= MAX_PEAKS or row.ends is None:
@@ -88,7 +87,7 @@ class PeakMagnitudes:
             position = self._positions[name] = len(self._positions)
             self._new.append(name)
             self._values.append(0.0)
-        self._values[position] = max(self._values[position], largest)
+        self._values[position] = max(self._values[position], row.abs_max)
 
     def take(self) -> tuple[int, list[PeakName], bytes]:
         """Return and forget the peaks, as `Recorder.take_peaks`."""

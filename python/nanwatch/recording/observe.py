@@ -13,18 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from ..numerics._fingerprint import sketch
-from ..numerics.exponents import exponent_histogram
+from ..numerics.distribution import exponent_histogram, range_and_statistics
 from ..numerics.formats import AbsRange, HealthWithExponents, Statistics, TensorHealth
 from ..numerics.ranges import (
     abs_range,
     abs_ranges,
     health_of,
     range_and_fingerprint,
-    range_and_statistics,
     tensor_health,
 )
-from ..numerics.readable import is_plain, local_shard, only_our_dispatch, unreadable
-from ..numerics.scaled import is_captured, read_scaled
+from ..numerics.readable import (
+    dequantized,
+    is_captured,
+    is_plain,
+    local_shard,
+    only_our_dispatch,
+    unreadable,
+)
 from ..records.note import CAPTURED, PLAIN_MASK, Note, NoteKind
 from ..records.record import Record, Role
 from ..report.histogram import StoredHistogram
@@ -167,14 +172,13 @@ def observe(
     that looks like an additive mask, is read a second time for the counts and the index. `allow_inf` says that its
     infinities are meant, or is the Excuses of the module. `wanted` says what the row has
     besides: counts, a fingerprint, and in the batches that are due statistics, or for an output a sketch, with which it
-    is a SketchedRow. A tensor with scales has none of these.
+    is a SketchedRow. A quantized tensor of a library's own class has none of these.
     """
     if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
         return _no_tensor(value, label, role)
     with only_our_dispatch():
-        if (scaled := read_scaled(value)) is not None:
-            row = _examine(scaled.values, _read(scaled.values, label, role), allow_inf, False)
-            return row._replace(shape=_shape(value), dtype=dtype_name(value), scaling=scaled.scaling)
+        if (values := dequantized(value)) is not None:
+            return _examine(values, _read(values, label, role), allow_inf, False)
         row = _read(value, label, role, wanted.fingerprints, _is_due(batch, wanted.statistics))
         if row.isfinite is None:
             return row
@@ -191,10 +195,8 @@ def read(value: Any, label: str, role: Role) -> Record:
     if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
         return _no_tensor(value, label, role)
     with only_our_dispatch():
-        if (scaled := read_scaled(value)) is not None:
-            row = _read(scaled.values, label, role)
-            return row._replace(shape=_shape(value), dtype=dtype_name(value), scaling=scaled.scaling)
-        return _read(value, label, role)
+        values = dequantized(value)
+        return _read(value if values is None else values, label, role)
 
 
 def nonfinite(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -53,10 +53,7 @@ def headroom_bits(record: Record) -> float | None:
     if record.abs_max <= 0:
         return inf
     # Two logarithms, as the quotient of float64's largest and smallest number is no float64.
-    bits = log2(ends.largest) - log2(record.abs_max)
-    return (
-        bits if record.scaling is None else max(bits, 0.0)
-    )  # a value at the end was rounded after it was scaled
+    return log2(ends.largest) - log2(record.abs_max)
 
 
 def least_bits(records: Iterable[Record]) -> float | None:
@@ -122,7 +119,7 @@ def shrinking(frames: Sequence[Frame]) -> Shrinking | None:
         if tightest is None:
             continue
         record, bits = tightest
-        if bits == inf or (run and (bits < run[start][2] - _RECOVERY or record.format != run[0][1].format)):
+        if bits == inf or (run and (bits < run[start][2] - _RECOVERY or record.dtype != run[0][1].dtype)):
             break
         run.append((frame, record, bits))
         if bits > run[start][2]:
@@ -131,7 +128,7 @@ def shrinking(frames: Sequence[Frame]) -> Shrinking | None:
         return None
     (first, record, most), (last, _, least) = run[start], run[0]
     largest = inf if record.ends is None else record.ends.largest
-    return Shrinking(first.name, most, last.name, least, start + 1, record.format, largest)
+    return Shrinking(first.name, most, last.name, least, start + 1, record.dtype, largest)
 
 
 def _tightest_output(frame: Frame) -> tuple[Record, float] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, NamedTuple, TypeAlias, get_args
 
-from ..numerics.formats import Limits, Scaling, Statistics, TensorHealth, limits
+from ..numerics.formats import Limits, Statistics, TensorHealth, limits
 from .fields import Cell
 from .note import EXCUSES, Note, Placement
 
@@ -20,8 +20,7 @@ class Record(NamedTuple):
     filled when the tensor held a non-finite value. `note` is None, or the kind of a note and what belongs to it;
     `str(note)` is English. `fingerprint` is that of `nanwatch.fingerprint`, None without
     `Trace(fingerprints=True)`. `statistics` are those of `nanwatch.statistics`, None without `Trace(statistics=N)`
-    and for a tensor that is complex, empty or not finite. `scaling` is None but for a tensor whose elements have
-    scales, such as torchao's. All else in the record is then of element times scale.
+    and for a tensor that is complex, empty or not finite.
 
     Examples:
         >>> import nanwatch, torch
@@ -44,7 +43,6 @@ class Record(NamedTuple):
     note: Note | None = None
     fingerprint: Annotated[int | None, Cell(kind="uint64")] = None
     statistics: Statistics | None = None
-    scaling: Scaling | None = None
 
     @property
     def is_shard(self) -> bool:
@@ -53,42 +51,8 @@ class Record(NamedTuple):
 
     @property
     def ends(self) -> Limits | None:
-        """Return the largest finite, the smallest normal and the smallest number that it can hold; None for integers.
-
-        Those of its elements' format times the scale, where all elements have one. Scales of rows and blocks follow the
-        data, so such a tensor ends where its dtype does. Traces have the same in `ends_of`.
-        """
-        return (self.scaling and self.scaling.ends) or limits(self.dtype)
-
-    @property
-    def format(self) -> str:
-        """Return the name of the format that has these ends: `float16`, or `float8_e4m3fn x 0.0156`."""
-        if self.scaling is None or self.scaling.ends is None:
-            return self.dtype
-        return f"{self.scaling.element} x {self.scaling.scale:.3g}"
-
-    @property
-    def peak(self) -> tuple[str, float]:
-        """Return a dtype and the largest magnitude in its units, for histories over batches.
-
-        One scale for all elements may change from batch to batch, so it is divided out. `abs_max` must be known.
-        """
-        assert self.abs_max is not None
-        if self.scaling is None or not self.scaling.scale:
-            return self.dtype, self.abs_max
-        return self.scaling.element, self.abs_max / self.scaling.scale
-
-    @property
-    def has_stale_scale(self) -> bool:
-        """Return whether the one scale of all elements does not fit them, as one that an older batch has left.
-
-        Either more than 1 % of the elements are at the end of their format, or the largest does not reach the upper
-        half of the exponents of normal numbers.
-        """
-        ends = None if self.scaling is None else self.scaling.ends
-        if self.scaling is None or ends is None or not self.abs_max or not self.isfinite:
-            return False
-        return self.scaling.saturated > 0.01 or self.abs_max**2 < ends.largest * ends.smallest_normal
+        """Return the largest finite, the smallest normal and the smallest number of the dtype; None for integers."""
+        return limits(self.dtype)
 
     @property
     def placement(self) -> Placement | None:

@@ -200,7 +200,7 @@ def _next_forward(
     if finding.origin == "produced":
         ends = None if record is None else record.ends
         if "inf" in finding.value and frame is not None and record is not None and ends is not None:
-            largest, dtype = _largest_finite(frame, record), record.format
+            largest, dtype = _largest_finite(frame, record), record.dtype
             if is_near_end(largest, ends.largest):
                 return _of("growth up to the end", dtype=dtype, end=ends.largest)
             if not is_cured:
@@ -353,7 +353,7 @@ def _narrowest(finding: Finding, record: Record | None) -> tuple[str, float] | N
     Under autocast that is not the gradient's own: of a float32 weight it is made in half, and converted then.
     """
     records = [*finding.operands, *([] if record is None else [record])]
-    ends = {one.format: ends.largest for one in records if (ends := one.ends) is not None}
+    ends = {one.dtype: ends.largest for one in records if (ends := one.ends) is not None}
     return min(ends.items(), key=lambda one: one[1], default=None)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..numerics.formats import floor_log2, limits
 
 if TYPE_CHECKING:
-    from ..numerics.exponents import ExponentHistogram
+    from ..numerics.distribution import ExponentHistogram
 
 _MOST = 2**63
 

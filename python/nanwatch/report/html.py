@@ -95,7 +95,7 @@ def _row(frame: Frame, record: Record, finding: Finding | None) -> list[Any]:
         record.label,
         record.role,
         shape,
-        record.format,
+        record.dtype,
     )
     return [*what, *ends, Level(headroom_bits(record)), ", ".join(filter(None, notes))]
 
@@ -115,7 +115,7 @@ def _chart(records: Sequence[tuple[Frame, Record]], finding: Finding | None) -> 
             values = [records[i][1].abs_max for i in of_role]
             at = [names[i] for i in of_role]
             lines.append({"name": f"abs max of {role}s", "color": role, "at": at, "x": of_role, "y": values})
-    largest = {record.format: record.ends.largest for _, record in records if record.ends is not None}
+    largest = {record.dtype: record.ends.largest for _, record in records if record.ends is not None}
     both, ends = [0, len(records) - 1], (names[0], names[-1])
     highest = max((value for line in lines for value in line["y"] if isinstance(value, float)), default=0.0)
     for name, value in sorted(largest.items()):

@@ -154,7 +154,7 @@ def _vanished(frame: Frame | None) -> list[str]:
     return [
         f"all of `{record.label}` is "
         + (
-            f"below {ends.smallest_normal:.2e}, the smallest normal number of {record.format}."
+            f"below {ends.smallest_normal:.2e}, the smallest normal number of {record.dtype}."
             if record.abs_max
             else "zero."
         )

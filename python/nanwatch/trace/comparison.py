@@ -31,8 +31,8 @@ _SERIES = 8
 _POINTS = 2000
 
 _KIND, _PLACEMENT = (column for column in Fields(Record).columns if column.name in ("note", "placement"))
-_TEXTS = ("module", "class", "label", "role", "shape", "dtype", "phase", "note", "placement", "element")
-_NUMBERS = ("batch", "call", "abs_min", "abs_max", "isfinite", "recomputed", "fingerprint", "scale")
+_TEXTS = ("module", "class", "label", "role", "shape", "dtype", "phase", "note", "placement")
+_NUMBERS = ("batch", "call", "abs_min", "abs_max", "isfinite", "recomputed", "fingerprint")
 
 
 def diff(

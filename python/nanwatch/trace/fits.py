@@ -13,7 +13,7 @@ import numpy as np
 from ..numerics.fit import edges
 from ..records.note import EXCUSES
 from ..util.visible import without_wrappers
-from .trace_file import ENDS, Trace, ends_of, strings
+from .trace_file import Trace, ends_of, strings
 
 # The narrowest first, and among formats of one width the more precise one.
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32")
@@ -62,7 +62,7 @@ def fits(trace: Trace | str | os.PathLike[str], margin_bits: float = 1.0) -> tup
     if not MARGINS[0] <= margin_bits <= MARGINS[1]:
         raise ValueError(f"margin_bits is {margin_bits!r}; accepted are 0 to {MARGINS[1]:g} bits")
     trace = trace if isinstance(trace, Trace) else Trace.open(trace)
-    table = trace.table((*ENDS, "module", "role", "abs_min", "abs_max", "isfinite", "note"))
+    table = trace.table(("dtype", "module", "role", "abs_min", "abs_max", "isfinite", "note"))
     modules, roles, dtypes, notes = (strings(table[name]) for name in ("module", "role", "dtype", "note"))
     is_part = np.array([role in _PARTS for role in roles.values] + [False])[roles.codes]
     is_excused = np.array([note in EXCUSES for note in notes.values] + [False])[notes.codes]

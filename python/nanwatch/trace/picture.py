@@ -23,7 +23,7 @@ from ..report.page import (
     page,
 )
 from ..util.visible import module_name
-from .trace_file import ENDS, Strings, Trace, ends_of, strings
+from .trace_file import Strings, Trace, ends_of, strings
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -224,7 +224,7 @@ def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:
 
     An input counts only where it is non-finite, as in `by_module`.
     """
-    names = (*ENDS, "batch", "module", "label", "role", "abs_max", "isfinite", "note", "note_text")
+    names = ("dtype", "batch", "module", "label", "role", "abs_max", "isfinite", "note", "note_text")
     table = trace.table(names, batches)
     trace.tell("drawing the page")
     batch = table["batch"].to_numpy()

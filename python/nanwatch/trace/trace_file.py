@@ -217,21 +217,11 @@ class Ends(NamedTuple):
     smallest_subnormal: Floats
 
 
-# The columns that ends come from.
-ENDS = ("dtype", "element", "scale")
-
-
 def ends_of(table: Any) -> Ends:
-    """Return the ends of each row of a table with the columns ENDS."""
-    of_dtype, of_element = (_ends_by_name(strings(table[name])) for name in ("dtype", "element"))
-    scale = table["scale"].fill_null(np.nan).to_numpy()[:, None]
-    return Ends(*np.where(np.isnan(scale), of_dtype, of_element * scale).T)
-
-
-def _ends_by_name(column: Strings) -> Floats:
-    known = [limits(name) or (np.nan,) * 3 for name in column.values]
-    by_row: Floats = np.array([*known, (np.nan,) * 3], np.float64)[column.codes]
-    return by_row
+    """Return the ends of each row of a table with the column "dtype"."""
+    dtypes = strings(table["dtype"])
+    known = [limits(name) or (np.nan,) * 3 for name in dtypes.values]
+    return Ends(*np.array([*known, (np.nan,) * 3], np.float64)[dtypes.codes].T)
 
 
 def sketches(found: bytes) -> Sketches:

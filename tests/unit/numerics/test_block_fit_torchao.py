@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from nanwatch.numerics.block_fit import BLOCKS_BY_NAME
+from nanwatch.recording.observe import observe
 from support.block_values import values_in
 from support.oracle import from_patterns
 
 pytest.importorskip("torchao")
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax, to_fp8_saturated
-from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
+from torchao.prototype.mx_formats.mx_tensor import MXTensor, to_dtype, to_mx
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+from torchao.quantization.quantize_.workflows.float8.float8_tensor import Float8Tensor
 
 MX = {
     "mxfp8": torch.float8_e4m3fn,
@@ -90,3 +92,30 @@ def test_float8_of_training_is_torchaos(name: str) -> None:
         scale = amax_to_scale(amax, torch.float8_e4m3fn)
         data = to_fp8_saturated(x.float() * scale, torch.float8_e4m3fn)
         assert same(values_in(x, name), data.float() / scale), where
+
+
+TENSORS = {
+    "mxfp8": lambda x: MXTensor.to_mx(x, torch.float8_e4m3fn),
+    "mxfp4": lambda x: MXTensor.to_mx(x, torch.float4_e2m1fn_x2),
+    "nvfp4": lambda x: NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max())),
+    "float8_rowwise": Float8Tensor.from_hp,
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_record_has_the_range_of_the_values(name: str) -> None:
+    """torchao's own tensors are read as element times scale, and a nan scale shows as nan."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 128) * torch.logspace(-2, 2, 64)[:, None]
+    row = observe(TENSORS[name](x), "weight", "weight")
+    values = values_in(x, name).abs()
+    # torchao's inference divides by a scale where its training multiplies: the last bit differs.
+    tolerance = 2.0**-22 if name == "float8_rowwise" else 0.0
+    assert row.abs_min == pytest.approx(values.min().item(), rel=tolerance, abs=0)
+    assert row.abs_max == pytest.approx(values.max().item(), rel=tolerance, abs=0)
+    assert (row.shape, row.dtype, row.isfinite) == ((64, 128), "float32", True)
+    x[3, 5] = torch.nan
+    row = observe(TENSORS[name](x), "weight", "weight")
+    assert row.is_fault
+    assert row.health is not None
+    assert row.health.num_nan >= 1

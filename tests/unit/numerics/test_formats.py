@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanwatch.numerics.formats import NUMBER_FORMATS, Limits, limits
+from nanwatch.numerics.formats import NUMBER_FORMATS
 
 SMALL_FLOATS = [form for form in NUMBER_FORMATS if form.is_float and form.bits <= 16]
 
@@ -26,10 +26,3 @@ def test_a_word_is_worth_what_torch_makes_of_it(form) -> None:
     smallest_normal = torch.finfo(getattr(torch, form.name)).smallest_normal
     assert form.smallest_normal_word == (values >= smallest_normal).nonzero()[0]
     assert form.smallest_word == (values > 0).nonzero()[0]
-
-
-def test_the_ends_of_a_reading_are_those_of_its_format_times_its_scale() -> None:
-    """An integer has none with any scale, and a scale of 1 changes nothing."""
-    assert limits("float8_e4m3fn", 2.0**-3) == Limits(56.0, 2.0**-9, 2.0**-12)
-    assert limits("float16", 1.0) == limits("float16")
-    assert limits("int8", 2.0) is None

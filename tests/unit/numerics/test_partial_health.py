@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import nanwatch
-from nanwatch.numerics.partial_health import BLOCK, PartialHealth
+from nanwatch.numerics._fingerprint import BLOCK
+from nanwatch.numerics.ranges import PartialHealth
 
 
 @pytest.mark.parametrize(

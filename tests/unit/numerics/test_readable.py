@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanwatch.numerics.readable import only_our_dispatch, unreadable
+from nanwatch.numerics.readable import dequantized, only_our_dispatch, unreadable
+from nanwatch.recording.observe import observe
 from support.implementations import Implementation
 
 
@@ -62,3 +63,34 @@ def test_a_users_mode_sees_nothing_of_a_read() -> None:
         assert counted == []
         x.abs()
     assert counted == ["aten.abs.default"]
+
+
+class Scaled(torch.Tensor):
+    """A tensor of bytes and a scale, as libraries have them: no operation works on it."""
+
+    def __new__(cls, x: torch.Tensor, scale: float | None) -> Scaled:
+        self = torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=torch.bfloat16)  # type: ignore[attr-defined]
+        self.data_, self.scale = x.to(torch.float8_e4m3fn), scale
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        raise NotImplementedError(f"{func} is not supported")
+
+    def dequantize(self) -> torch.Tensor:
+        return self.data_.bfloat16() * self.scale
+
+
+def test_a_librarys_quantized_tensor_is_read_by_its_values() -> None:
+    """With its own `dequantize`; where that fails it is not checked, with the reason."""
+    row = observe(Scaled(torch.tensor([[2.0, -6.0]]), 0.5), "weight", "weight")
+    assert (row.shape, row.dtype, row.abs_min, row.abs_max) == ((1, 2), "bfloat16", 1.0, 3.0)
+    row = observe(Scaled(torch.ones(2), float("nan")), "output", "output")
+    assert row.is_fault
+    assert row.health is not None
+    assert row.health.num_nan == 2
+    row = observe(Scaled(torch.ones(2), None), "weight", "weight")
+    assert row.isfinite is None
+    assert row.note is not None
+    assert "cannot read a" in row.note.text
+    assert dequantized(torch.ones(2)) is None

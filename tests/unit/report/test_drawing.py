@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanwatch.numerics.exponents import ExponentHistogram, exponent_histogram
+from nanwatch.numerics.distribution import ExponentHistogram, exponent_histogram
 from nanwatch.report.drawing import SHOWN_FORMATS, chart, exponents, heat_map
 from nanwatch.report.histogram import StoredHistogram, histogram_words
 
