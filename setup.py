@@ -54,7 +54,6 @@ from build_cuda import CSRC, LOG, ROOT, BuildError, CudaPart, build_cuda, find_n
 from build_units import Compiled, compiler
 from torch_headers import WHEEL_MINORS, Torch, installed_torch, published_torch
 
-STABLE_OPERATORS = "_stable_ops.so"
 RETRY = "pip install --no-build-isolation --force-reinstall --no-deps -v ."
 
 
@@ -151,8 +150,8 @@ class BuildNativePart(build_ext):
             self.failed = facts["failure"]
             self.extensions = []
         folder.mkdir(parents=True, exist_ok=True)
-        for old in {*folder.glob(f"_C*{suffix}"), folder / STABLE_OPERATORS}:
-            old.unlink(missing_ok=True)  # of an earlier build, and no longer of this source
+        for old in folder.glob(f"_C*{suffix}"):
+            old.unlink()  # of an earlier build, and no longer of this source
         for name, path in built.items():
             shutil.copy(path, folder / name)
         (folder / "_build.json").write_text(json.dumps(facts, indent=2) + "\n")
@@ -177,9 +176,6 @@ class BuildNativePart(build_ext):
             steps.append(
                 (name, f"the C++ part for torch {torch.version}", compiled.module(torch, objects, link))
             )
-        if portable:
-            operators = compiled.stable_operators(torches[-1], ["-Wl,-s"])
-            steps.append((STABLE_OPERATORS, "the operators for other versions of torch", operators))
         for _, title, output in steps:
             compiled.ninja.run(title, [output])
         return {name: output for name, _, output in steps}

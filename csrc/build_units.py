@@ -24,8 +24,6 @@ from torch_headers import Torch
 # The folders whose sources make up a unit, "" for csrc/ itself. The call of a watched module stays within the first.
 UNITS = {"recorder": ("", "blackbox", "device", "recorder"), "operators": ("gradients", "ops")}
 KERNELS = "cpu"
-STABLE = "stable"
-STABLE_SINCE = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10: newer functions are then not declared
 # In a unit of their own, and only where they are used: sources that begin with this line.
 CUDA_ONLY = re.compile(r"\A(?://.*\n|\s*\n)*#ifdef NANWATCH_CUDA$", re.MULTILINE)
 
@@ -54,7 +52,7 @@ def sources() -> dict[str, list[Path]]:
     units: dict[str, list[Path]] = {name: [] for name in (*UNITS, "cuda")}
     for path in sorted(CSRC.rglob("*.cpp")):
         folder = str(path.parent.relative_to(CSRC)).removeprefix(".")
-        if folder in (KERNELS, STABLE):
+        if folder == KERNELS:
             continue
         name = next((name for name, folders in UNITS.items() if folder in folders), None)
         if name is None:
@@ -164,16 +162,6 @@ class Compiled:
                 unit = written(self.ninja.folder / "units" / f"{name}.cpp", text)
                 objects.append(self.ninja.edge("compile", [unit], folder / f"{name}.o", settings(*flags)))
         return self._linked(folder / "_C.so", [*objects, *self.kernels, *map(Path, cuda or [])], link)
-
-    def stable_operators(self, torch: Torch, link: list[str]) -> Path:
-        """Add the steps of the operators over the stable ABI, with the newest PyTorch's headers; return their file."""
-        folder = self.ninja.folder / STABLE
-        flags = settings(STABLE_SINCE, *(f"-isystem{path}" for path in torch.folders))
-        objects = [
-            self.ninja.edge("compile", [path], folder / f"{path.stem}.o", flags)
-            for path in sorted((CSRC / STABLE).glob("*.cpp"))
-        ]
-        return self._linked(folder / "_stable_ops.so", [*objects, *self.kernels], link)
 
     def _linked(self, output: Path, objects: list[Path], flags: list[str]) -> Path:
         """Add a link. The module names torch's libraries as needed: its symbols are looked up in them alone."""

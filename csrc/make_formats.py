@@ -68,11 +68,6 @@ def header() -> str:
             [f"{known}, {codes(form)}" for known, form in zip(enumerators, real, strict=True)],
         )
         + macro(
-            "NANWATCH_STABLE_FORMATS",
-            "enumerator, PyTorch's name: the formats that its stable ABI has",
-            [f"{short_name(form.name)}, {form.name}" for form in real if form.in_stable_abi],
-        )
-        + macro(
             "NANWATCH_COMPLEX_FORMATS",
             "number, PyTorch's ScalarType",
             [f"{form.number}, {form.scalar_type}" for form in formats if form.kind == "complex"],

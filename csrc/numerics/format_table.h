@@ -25,26 +25,6 @@
   X(u64, 16, UInt64, uint64_t, Sign::none, false, false, true, 0, 0, 0xffffffffffffffffu, 0x0000000000000000u) \
   X(i64, 17, Long, uint64_t, Sign::twos, false, false, true, 0, 0, 0xffffffffffffffffu, 0x0000000000000000u)
 
-// enumerator, PyTorch's name: the formats that its stable ABI has
-#define NANWATCH_STABLE_FORMATS(X) \
-  X(f64, float64) \
-  X(f32, float32) \
-  X(f16, float16) \
-  X(bf16, bfloat16) \
-  X(f8_e4m3fn, float8_e4m3fn) \
-  X(f8_e5m2, float8_e5m2) \
-  X(f8_e4m3fnuz, float8_e4m3fnuz) \
-  X(f8_e5m2fnuz, float8_e5m2fnuz) \
-  X(boolean, bool) \
-  X(u8, uint8) \
-  X(i8, int8) \
-  X(u16, uint16) \
-  X(i16, int16) \
-  X(u32, uint32) \
-  X(i32, int32) \
-  X(u64, uint64) \
-  X(i64, int64)
-
 // number, PyTorch's ScalarType
 #define NANWATCH_COMPLEX_FORMATS(X) \
   X(18, ComplexHalf) \

@@ -17,7 +17,6 @@ RANKS = {
     "cuda": 1,
     "blackbox": 1,
     "ops": 2,
-    "stable": 2,
     "device": 3,
     "recorder": 4,
     "gradients": 4,

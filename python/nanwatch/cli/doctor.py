@@ -98,7 +98,6 @@ def facts() -> dict[str, Any]:
         "compiled": {
             "loaded": module is not None,
             "reason": _extension.reason,
-            "stable_operators": _extension.stable_operators,
             "cuda": bool(module is not None and module.cuda_compiled()),
             "build": _extension.build,
             "info": dict(module.build_info()) if module is not None else {},
@@ -151,8 +150,6 @@ def _lines(found: dict[str, Any]) -> list[str]:
         if cpu["warning"]:
             rows.append(("  WARNING", cpu["warning"]))
     elif not compiled["reason"].startswith("switched off"):
-        if compiled["stable_operators"]:
-            rows.append(("  in its place", "the kernels are compiled (stable ABI); the recorder is not"))
         rows.append(("  without it", "every answer is the same, each takes 10 to 100 times longer"))
         rows.append(("  to get it", f"{_extension.REBUILD}   (in the source tree, after curing the reason)"))
     rows.append(("threads", f"{cpu['threads']}, OpenMP: {', '.join(cpu['openmp']) or 'none found'}"))

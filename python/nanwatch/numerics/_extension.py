@@ -5,7 +5,7 @@ with PyTorch's dispatcher and nothing more: no CUDA call is made. A library that
 works all the same, so the loss is explained where it is felt, by `explain_once()` at the first use of the fallback.
 
 An install from source has one module, for the PyTorch it was built against. A wheel has one for each of several
-minor versions of PyTorch, and the operators alone for every other version from 2.10 on.
+minor versions of PyTorch.
 
 The operators exist as soon as this module is imported: `_reference` serves every device and layout, and a native kernel
 registered for a device takes its place there. The dispatcher chooses, no `if` does. Nothing else calls an operator. A
@@ -44,10 +44,10 @@ _PACKAGE = Path(__file__).parents[1]
 
 def _read_build() -> dict[str, str]:
     try:
-        facts = json.loads(_PACKAGE.joinpath("_build.json").read_text(encoding="utf-8"))
+        facts: dict[str, str] = json.loads(_PACKAGE.joinpath("_build.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {str(key): str(value) for key, value in facts.items()} if isinstance(facts, dict) else {}
+    return facts
 
 
 def _minor(version: str) -> str:
@@ -120,30 +120,15 @@ def _load() -> tuple[ModuleType | None, str]:
         return None, f"it could not be loaded: {error}; rebuild it: {REBUILD}"
 
 
-def _load_operators() -> bool:
-    """Load a wheel's operators over PyTorch's stable ABI in place of `C`, and return whether that worked."""
-    path = _PACKAGE / "_stable_ops.so"
-    if C is not None or _switched_off() or not path.exists():
-        return False
-    try:
-        torch.ops.load_library(path)
-    except OSError:  # a PyTorch before 2.10
-        return False
-    return True
-
-
 build: dict[str, str] = _read_build()
 """Facts that the build wrote: python, stub, torch, compiler, cuda, cuda_archs, cuda_reason, failure (each if known)."""
 
 C, reason = _load()
 
-stable_operators = _load_operators()
-"""Whether `torch.ops.nanwatch` reads tensors on the CPU with compiled kernels although there is no `C`."""
-
 if C is not None and (_warning := str(C.cpu_capability_warning())):
     warnings.warn(_warning, RuntimeWarning, stacklevel=2)
 
-if C is None and not stable_operators and (_level := os.environ.get("NANWATCH_CPU")):
+if C is None and (_level := os.environ.get("NANWATCH_CPU")):
     warnings.warn(
         f"NANWATCH_CPU={_level} has no effect: it needs the compiled part of nanwatch, which is missing: {reason}",
         RuntimeWarning,
@@ -198,8 +183,7 @@ def instances_of(kind: type[_T]) -> list[_T]:
     if C is not None:
         return cast("list[_T]", C.instances_of(kind))
     # Not isinstance: an object may be asked for its class, and answer by importing half a library.
-    found: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), kind)]
-    return found
+    return [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kind)]
 
 
 # The operators: each schema, its fallback, its fake.
@@ -222,33 +206,24 @@ def define(
     for key in (*keys, "Conjugate", "Negative") if of_views else keys:
         _library.impl(name, fallback, key)
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    if stable_operators:  # whose kernels cannot go past themselves to the fallback of the same operator
-        _library.define(f"reference_{schema}")
-        _library.impl(f"reference_{name}", fallback, "CompositeExplicitAutograd")
     overload: Callable[..., Any] = getattr(torch.ops.nanwatch, name).default
     return overload
 
 
-def _row(x: Tensor, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=_reference.row_dtype(x.device), device=x.device)
+def _fake_row(x: Tensor, width: int = _reference.RANGE_WIDTH) -> Tensor:
+    return torch.empty(width, dtype=_reference.row_dtype(x.device), device=x.device)
 
 
-def _fake_abs_range(x: Tensor) -> Tensor:
-    return _row(x, _reference.RANGE_WIDTH)
+def _fake_rows(xs: Sequence[Tensor]) -> Tensor:
+    rows = [_fake_row(x) for x in xs]
+    return torch.stack(rows) if rows else torch.empty((0, _reference.RANGE_WIDTH), dtype=torch.float64)
 
 
-def _fake_abs_ranges(xs: Sequence[Tensor]) -> Tensor:
-    width = _reference.RANGE_WIDTH
-    return _row(xs[0], len(xs), width) if xs else torch.empty((0, width), dtype=torch.float64)
-
-
-abs_range = define("abs_range(Tensor x) -> Tensor", _reference.abs_range, _fake_abs_range, of_views=True)
-abs_ranges = define(
-    "abs_ranges(Tensor[] xs) -> Tensor", _reference.abs_ranges, _fake_abs_ranges, of_views=True
-)
+abs_range = define("abs_range(Tensor x) -> Tensor", _reference.abs_range, _fake_row, of_views=True)
+abs_ranges = define("abs_ranges(Tensor[] xs) -> Tensor", _reference.abs_ranges, _fake_rows, of_views=True)
 health = define(
     "health(Tensor x) -> Tensor",
     _reference.health,
-    lambda x: _row(x, _reference.HEALTH_WIDTH),
+    lambda x: _fake_row(x, _reference.HEALTH_WIDTH),
     of_views=True,
 )
