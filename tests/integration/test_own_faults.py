@@ -88,16 +88,16 @@ def without_faults(situation: Callable[[], Report]) -> Finding | None:
 # What breaks, in which situation, and the words of a remark, of a warning, or of what is counted.
 BROKEN = [
     ("diagnosis.rerun.examine", forward, "nanwatch could not re-run a failed batch: RuntimeError: broken"),
-    ("diagnosis.forward_rerun._of_rerun", forward, "the finding could not be examined: RuntimeError: broken"),
-    ("diagnosis.forward_rerun.observe", forward, "output could not be looked at: RuntimeError: broken"),
+    ("diagnosis.search._of_forward", forward, "the finding could not be examined: RuntimeError: broken"),
+    ("diagnosis.search.observe", forward, "output could not be looked at: RuntimeError: broken"),
     ("diagnosis.provenance.ProvenanceMode._look", forward, "aten.div.Tensor could not be followed: RuntimeError"),
     ("diagnosis.cures._Search.go", half, "the search for cures ended early: RuntimeError: broken"),
     ("diagnosis.patching.rounds._Rounds.go", forward, "the search for a change of the source ended early: Runtime"),
     ("history.suspicion._version", forward, "the versions of weights could not be noted"),
     ("history.suspicion.Suspicion._of_weights", forward, "the growth of weights could not be told"),
     ("recording.observe.tensor_health", forward, "the elements of a tensor could not be counted"),
-    ("diagnosis.backward_rerun.find_called", backward, "in a re-run of the batch, with the mean of its outputs"),
-    ("diagnosis.backward_rerun.run_backward", backward, "the backward could not be examined: RuntimeError: broken"),
+    ("diagnosis.search._of_backward", backward, "the finding could not be examined: RuntimeError: broken"),
+    ("diagnosis.search.run_backward", backward, "the backward could not be examined: RuntimeError: broken"),
     ("session.rerun_policy.read_graph", loss, "the graph of the loss could not be read"),
     ("diagnosis.rerun._examined", loss, "the loss could not be computed again: RuntimeError: broken"),
 ]  # fmt: skip

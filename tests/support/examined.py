@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.diagnosis import Diagnosis
-from nanwatch.diagnosis.forward_rerun import rerun_forward
+from nanwatch.diagnosis.search import find_operation
 from nanwatch.report.finding import Finding
 from nanwatch.session.api import watch
 
@@ -36,7 +36,7 @@ def look(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Finding, Diagnosi
         model(*args, **kwargs)
     finding = w.report().finding
     assert finding is not None
-    return finding, rerun_forward(start, finding, model=model)
+    return finding, find_operation(start, finding, model=model)
 
 
 def culprit(function: Callable[..., Any]) -> str:

@@ -202,12 +202,14 @@ def fresh_leaves(given: Any, is_wanted: Callable[[Tensor], bool]) -> tuple[Any, 
 
 
 def run_backward(
-    roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor], hook: Callable[[Any], Any]
+    roots: list[Tensor], wanted: Sequence[Any], gradients: list[Tensor], hook: Callable[[Any], Any]
 ) -> None:
-    """Run a backward from these gradients of the roots to the wanted tensors, with `hook(node)` at each node."""
+    """Run a backward from these gradients of the roots to the wanted tensors or edges of the graph, with `hook(node)`
+    at each node.
+    """
     handles = [node.register_hook(hook(node)) for node in graph_nodes(x.grad_fn for x in roots) if node]
     try:
-        with ExitStack() as modes, without_hooks(wanted):
+        with ExitStack() as modes, without_hooks([x for x in wanted if isinstance(x, Tensor)]):
             for kind in autocast_kinds():  # a backward runs behind the block of the forward's autocast
                 modes.enter_context(torch.autocast(kind, enabled=False))
             torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)

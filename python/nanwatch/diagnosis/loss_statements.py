@@ -10,7 +10,7 @@ import ast
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import CodeType, FrameType, FunctionType, MappingProxyType
 from typing import Any, NamedTuple
@@ -20,10 +20,14 @@ from torch import Tensor, nn
 
 from ..instrumentation.execution_context import Autocast, RngState
 from ..recording.observe import observe
+from ..report.finding import Finding, Value, value_of
 from ..util.program_code import SKIPPED_FILES, frame_values
+from .batch_snapshot import is_narrow
+from .experiment import graph_nodes
 from .operation import tensors_in
 from .patching.code_swap import Probe, compiled_with, find_target, node_of
 from .patching.source import FunctionNode, SourceFile, Span, Target, called_name, names_in, path_to
+from .patching.table import DERIVATIVE_POLES, POLES, operation_name
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 # Lightning has twenty between the loss and the engine.
@@ -38,6 +42,10 @@ _NOT_TWICE = frozenset({
 _CHANGES = frozenset(
     {"append", "extend", "insert", "add", "update", "setdefault", "sort", "reverse", "pop", "clear"}
 )
+
+
+# More are no hint.
+_MOST_NODES = 6
 
 
 class Refused(Exception):  # noqa: N818 - a reason, in words
@@ -115,6 +123,44 @@ def loss_under_way() -> Tensor | None:
     names: dict[str, Any] = {} if frame is None else frame.f_locals
     roots: Sequence[Tensor] = names["t_outputs"] if names.get("kwargs", {}).get("accumulate_grad") else ()
     return roots[0] if len(roots) == 1 and roots[0].numel() == 1 else None
+
+
+def loss_value(call: BackwardCall) -> Value | None:
+    """Return which non-finite values the tensors hold that the backward began at; None for finite ones."""
+    records = [observe(x.detach(), "output", "output") for x in call.roots]
+    return next((value_of(record) for record in records if record.is_fault), None)
+
+
+def read_graph(finding: Finding, call: BackwardCall) -> Finding:
+    """Return the finding with what the graph of the backward under way tells of the loss.
+
+    The gradient came to the model non-finite. The values that the nodes of the loss saved are gone. Only their names
+    tell which can have made it.
+    """
+    behind = filter(call.is_behind, graph_nodes((x.grad_fn for x in call.roots), call.since))
+    nodes = sorted(behind, key=lambda node: int(node._sequence_nr()))
+    is_finite = loss_value(call) is None
+    names = DERIVATIVE_POLES if is_finite else POLES | DERIVATIVE_POLES
+    poles = [node for node in nodes if operation_name(node.name()) in names and not _is_whole_power(node)]
+    if not nodes:
+        return finding
+    listed = list(dict.fromkeys(node.name() for node in poles or nodes))[:_MOST_NODES]
+    call.remark = (
+        f"the loss was {'finite' if is_finite else 'not finite'}; of what lies between the model and the loss, the"
+        f" value can come from {' or '.join(listed)}"
+    )
+    # A gradient may overflow in any operation on half precision, and where it is converted to it.
+    is_half = any(is_narrow(str(x.dtype)) for x in call.roots) or any(
+        node.name() == "ToCopyBackward0" for node in nodes
+    )
+    operation = poles[0].name() if len(poles) == 1 and not is_half else None
+    return replace(finding, operation=operation, remarks=(*finding.remarks, call.remark))
+
+
+def _is_whole_power(node: Any) -> bool:
+    """Return whether the node is that of a power without a pole, as of a square."""
+    exponent = getattr(node, "_saved_exponent", None) if node.name().startswith("PowBackward0") else None
+    return isinstance(exponent, int | float) and exponent >= 1
 
 
 def _engine_frame() -> FrameType | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from math import isinf, isnan
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ _UNWRITTEN = (
     "this memory was allocated and not written by any operation that was seen: it was used as it was found, or a kernel"
     " wrote it that does not go through PyTorch's dispatcher"
 )
+# Each keeps the operands that were non-finite before it.
+_MOST_STEPS = 4096
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _HANDLERS = ("__torch_dispatch__", "__torch_function__")
 
@@ -45,10 +47,11 @@ _HANDLERS = ("__torch_dispatch__", "__torch_function__")
 class Step:
     """One operation that left a value that is not finite.
 
-    `origin` is the step that began its non-finite values, None when it began them itself; only then are `place`,
-    `operands`, `remarks`, `spreads`, `call` (around the operation) and `strangers` (the operands that were non-finite
-    before) filled. `meant`: they are infinities that are there on purpose; only of them are the signs known.
-    `unwritten` stands for memory that was allocated and that nothing was seen to write.
+    `origin` is the step that began its non-finite values, None when it began them itself; only then are `remarks`,
+    `spreads`, `call` (around the operation) and `strangers` (the operands that were non-finite before) filled. `meant`:
+    they are infinities that are there on purpose; only of them are the signs known. `unwritten` stands for memory that
+    was allocated and that nothing was seen to write. `turned`: it made nan of infinities. `in_backward`: an engine of
+    autograd ran it, in the backward of what module `module` did.
     """
 
     number: int
@@ -59,8 +62,10 @@ class Step:
     meant: bool = False
     unwritten: bool = False
     turned: bool = False
+    in_backward: bool = False
     origin: Step | None = None
     place: Expression | None = None
+    module: str | None = None
     operands: tuple[Record, ...] = ()
     remarks: tuple[str, ...] = ()
     spreads: tuple[StoredHistogram, ...] = ()
@@ -79,36 +84,34 @@ class Step:
         return None if self.unwritten else "nan" if self.nan else "inf"
 
 
+class Site(NamedTuple):
+    """The expression of the program that an operation belongs to, and the module whose call is around it."""
+
+    place: Expression | None = None
+    module: str | None = None
+
+
 class ProvenanceMode(TorchDispatchMode):
     """Mode that reads each operation of this thread. `origin` then tells where a non-finite tensor comes from.
 
     `outermost` is the code of the function above which there are no frames of the program. `open_calls` are the module
-    calls under way, the innermost last. With `keeps_steps` all steps are in `steps`, with `turned` where an infinity
-    became nan. An operation that autograd runs is told as the node of the graph that runs it, at the line of the
-    forward that made the node. `fills`: what a Python backward allocates and leaves unwritten is nan. No other result
-    is changed, and nothing is raised but what the operations raise; what could not be followed is told in `trouble`.
+    calls under way, the innermost last. `steps` are the first of the operations that left non-finite values. An
+    operation that autograd runs is reported as the node of the graph that runs it, at the line of the forward that made
+    the node. No result is changed, and nothing is raised but what the operations raise; what could not be followed is
+    reported in `trouble`.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self,
-        outermost: CodeType,
-        open_calls: Sequence[ModuleCall] = (),
-        *,
-        keeps_steps: bool = False,
-        fills: bool = False,
-    ) -> None:
+    def __init__(self, outermost: CodeType, open_calls: Sequence[ModuleCall] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step] = []
         self.active = True
         self.trouble: str | None = None
         self._outermost = outermost
         self._open_calls = open_calls
-        self._keeps_steps = keeps_steps
-        self._fills = fills
         self._sequence = torch._C._autograd._get_sequence_nr()
-        self._nodes: dict[int, Expression | None] = {}  # by sequence number, where the forward made the node
+        self._nodes: dict[int, Site] = {}  # by sequence number, where the forward made the node
         self._writes: StorageWriteLog[Step] = StorageWriteLog()
         self._number = 0
 
@@ -136,10 +139,9 @@ class ProvenanceMode(TorchDispatchMode):
         with only_our_dispatch(), torch.no_grad():
             return next(reversed(self._writes.find(x)), None)
 
-    def first(self) -> Step | None:
-        """Return the first of the kept steps that began values by accident."""
-        began = (step for step in self.steps if step.origin is None and step.place is not None)
-        return next((step for step in began if not (step.meant or step.unwritten)), None)
+    def site_of(self, node: Any) -> Site:
+        """Return where the forward made this node of the graph."""
+        return self._nodes.get(node._sequence_nr(), Site())
 
     def _safely(self, look: Callable[..., Any], operation: Operation, *given: Any) -> Any:
         try:
@@ -159,14 +161,12 @@ class ProvenanceMode(TorchDispatchMode):
         sequence = torch._C._autograd._get_sequence_nr()
         if sequence != self._sequence:  # autograd has made a node just before
             self._sequence = sequence
-            self._nodes[sequence - 1] = self._place()[0]
+            self._nodes[sequence - 1] = self._site()[0]
         targets = operation.targets(args, kwargs, result)
         if operation.allocates:
-            place, node = self._place()
-            step = Step(self._number, operation.name, unwritten=True, place=place, remarks=(_UNWRITTEN,))
+            step = Step(self._number, operation.name, unwritten=True, remarks=(_UNWRITTEN,))
+            step.place, step.module = self._site()[0]
             for x in targets:
-                if self._fills and not node and x.is_floating_point():
-                    x.fill_(torch.nan)
                 self._writes.put(x, step)
             return
         ranges = [read(x, "", "output") for x in targets]
@@ -174,15 +174,17 @@ class ProvenanceMode(TorchDispatchMode):
         step = Step(self._number, operation.name, nan=any(map(_holds_nan, ranges)))
         if nonfinite:
             given = before or self._given(operation, args, kwargs)
+            step.operands = tuple(given.ranges)
+            (step.place, step.module), node = self._site()
+            step.in_backward = torch._C._current_autograd_node() is not None
+            step.operation = node or step.operation
             if self._trace(step, operation, given, nonfinite) and not step.meant:
                 named = dict(operation.given(args, kwargs))
                 step.remarks += tuple(
                     causes(operation, named, given.tensors, step.strangers, self._open_calls, nonfinite[0])
                 )
-            if self._keeps_steps:
-                step.turned = step.nan and not any(map(_holds_nan, given.ranges))
-                if step.place is None:
-                    step.place, step.operands = self._place()[0], given.details()[0]
+            step.turned = step.nan and not any(map(_holds_nan, given.ranges))
+            if len(self.steps) < _MOST_STEPS:
                 self.steps.append(step)
         for x, record in zip(targets, ranges, strict=True):
             self._writes.put(x, step if record.isfinite is False else None)
@@ -204,8 +206,7 @@ class ProvenanceMode(TorchDispatchMode):
             return False
         step.operands, counts, step.spreads = given.details(nonfinite if operation.written else ())
         numbers = tuple((operation.arguments.index(name), value) for name, value in given.numbers)
-        step.place, node = self._place(counts, numbers)
-        step.operation = node or step.operation
+        step.place = step.place and replace(step.place, counts=counts, numbers=numbers)
         step.call = self._open_calls[-1] if self._open_calls else None
         step.strangers = tuple(given.tensors[i] for i in strangers)
         step.remarks = (
@@ -214,17 +215,18 @@ class ProvenanceMode(TorchDispatchMode):
         )
         return True
 
-    def _place(
-        self, counts: frozenset[int] = frozenset(), numbers: tuple[tuple[int, float], ...] = ()
-    ) -> tuple[Expression | None, str]:
-        """Return the innermost line of the program; of an operation that autograd runs, its node's line and name."""
+    def _site(self) -> tuple[Site, str]:
+        """Return the site of the operation under way, and the name of the node of the graph that runs it."""
         frame, node = program_frame(self._outermost), torch._C._current_autograd_node()
         if node is not None and _is_of_engine(frame):
-            place = self._nodes.get(node._sequence_nr())
-            return place and replace(place, counts=counts, numbers=numbers), node.name()
+            return self.site_of(node), node.name()
+        if self._open_calls:
+            module: str | None = self._open_calls[-1].name
+        else:
+            module = None if node is None else self.site_of(node).module  # in a backward written in Python
         if frame is None:
-            return None, ""
-        return Expression(frame.f_code.co_filename, frame.f_lineno, _positions(frame), counts, numbers), ""
+            return Site(None, module), ""
+        return Site(Expression(frame.f_code.co_filename, frame.f_lineno, _positions(frame)), module), ""
 
 
 def _holds_nan(record: Record) -> bool:

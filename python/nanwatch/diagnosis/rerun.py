@@ -19,18 +19,17 @@ from ..report.report import Report
 from ..util.visible import spell
 from . import child_process
 from .backward_cures import try_backward_cures
-from .backward_rerun import loss_value, rerun_backward
 from .batch_snapshot import BatchSnapshot, Forwards, may_be_narrow, no_second_run, num_processes
 from .cures import try_cures
 from .diagnosis import Diagnosis, enrich
 from .experiment import NO_CONDITIONS, Allows, Conditions, module_words, nothing_allowed
 from .folder import attempt, write_failure
-from .forward_rerun import rerun_forward
 from .incident import Incident
-from .loss_statements import BackwardCall, LossStatements, Refused
+from .loss_statements import BackwardCall, LossStatements, Refused, loss_value
 from .patching.module_options import SearchResult
 from .patching.rounds import try_patches
 from .samples import dataset_indices, find_samples
+from .search import find_operation
 
 _ADVICE = 'put the loss into a function below `@nanwatch.watched("loss")`: a report then has its line and its operands'
 _NOT_KEPT = (
@@ -84,18 +83,10 @@ def _tell(incident: Incident) -> None:
     child_process.send(incident.report.to_json())
 
 
-def _look(
-    incident: Incident, snapshot: BatchSnapshot, model: nn.Module, conditions: Conditions
-) -> Diagnosis | None:
+def _look(incident: Incident, snapshot: BatchSnapshot, model: nn.Module, conditions: Conditions) -> Diagnosis:
     """Run the batch again to find the operation, and try cures where it failed again."""
     finding, frames = incident.finding, incident.report.frames
-    if finding.phase == "backward":
-        diagnosis: Diagnosis | None = rerun_backward(snapshot, finding, frames, model=model)
-    else:
-        rerun = partial(rerun_forward, snapshot, finding, model=model)
-        diagnosis = attempt("the re-run", rerun, incident.remark)
-    if diagnosis is None:
-        return None
+    diagnosis = find_operation(snapshot, finding, model=model, frames=frames)
     incident.finding = enrich(finding, diagnosis)
     if diagnosis.holder is not None:
         incident.report = replace(incident.report, frames=tuple(with_earlier(frames, diagnosis.holder)))
@@ -229,11 +220,9 @@ def _examined(
         finding, module="", label="output", origin="produced", source_module=None, operation=None, place=None
     )
     conditions = conditions._replace(allows=_below(conditions.allows))
-    if value is None:
-        diagnosis = rerun_backward(snapshot, finding, (), model=statements)
-    else:
+    if value is not None:
         finding = replace(finding, phase="forward", value=value)
-        diagnosis = rerun_forward(snapshot, finding, model=statements)
+    diagnosis = find_operation(snapshot, finding, model=statements)
     if diagnosis.operation is None:
         return diagnosis, SearchResult()
     patches = try_patches(

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..diagnosis import folder, rerun
-from ..diagnosis.backward_rerun import read_graph
 from ..diagnosis.batch_snapshot import BatchSnapshot, draws_outside_torch
 from ..diagnosis.child_process import ChildEndedError, NoChildError, run_in_child, why_no_child
 from ..diagnosis.experiment import Conditions
 from ..diagnosis.in_process import clock
 from ..diagnosis.incident import Incident
-from ..diagnosis.loss_statements import BackwardCall
+from ..diagnosis.loss_statements import BackwardCall, read_graph
 from ..diagnosis.module_state import BufferHistory, BufferValues
 from ..instrumentation.execution_context import RngState
 from ..precision.casting import ParametrizationCache, cached_parametrizations

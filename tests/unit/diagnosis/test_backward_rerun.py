@@ -386,7 +386,6 @@ def halved(output: Tensor) -> Tensor:
     return root_at_zero(output.half().float())
 
 
-@pytest.mark.parametrize("detects", [False, True], ids=["plain", "anomaly mode"])
 @pytest.mark.parametrize(
     ("loss", "operation", "value"),
     [
@@ -397,26 +396,22 @@ def halved(output: Tensor) -> Tensor:
     ],
 )
 def test_a_loss_outside_the_model_is_read_from_its_graph(
-    loss: Callable[[Tensor], Tensor], operation: str | None, value: str, detects: bool
+    loss: Callable[[Tensor], Tensor], operation: str | None, value: str
 ) -> None:
-    """If it cannot run again: its only operation with a pole, in anomaly mode with the line; of two, both."""
+    """If it cannot run again: its only operation with a pole; of two, both."""
     torch.manual_seed(0)
     model = nn.Linear(2, 2)
     nn.init.ones_(model.bias)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     outputs = (model(torch.ones(1, 2)) for _ in range(1))
     with watch(model, gradients=True):
-        with torch.autograd.set_detect_anomaly(detects, check_nan=False):
-            lost = loss(next(outputs))
-            lost.backward()
+        lost = loss(next(outputs))
+        lost.backward()
         with pytest.raises(NonFiniteError) as error:
             optimizer.step()
     finding = error.value.report.finding
     assert finding is not None
     assert (finding.origin, finding.source_module, finding.operation) == ("received", None, operation)
-    code = (loss if loss is not two_roots else root_at_zero).__code__
-    line = f"{code.co_filename}:{code.co_firstlineno + 1}"
-    assert finding.source == (line if detects and operation else None)
     (told,) = (one for one in finding.remarks if one.startswith(f"the loss was {value};"))
     assert ("SqrtBackward0" in told) == (loss is not exponential)
     assert "should not run a second time" in finding.remarks[-1]

@@ -1,4 +1,4 @@
-"""rerun_forward: the operation, line and operands that made a bad value, of models whose culprit is known."""
+"""find_operation: the operation, line and operands that made a bad value, of models whose culprit is known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.diagnosis import enrich
-from nanwatch.diagnosis.forward_rerun import rerun_forward
+from nanwatch.diagnosis.search import find_operation
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import watch
 from support.examined import Does, culprit, exponential, look
@@ -267,7 +267,7 @@ def test_a_module_that_is_gone() -> None:
         model(torch.ones(2))
     finding = w.report().finding
     assert finding is not None
-    seen = rerun_forward(start, replace(finding, module="parts.7"), model=model)
+    seen = find_operation(start, replace(finding, module="parts.7"), model=model)
     assert "parts.7" in seen.remarks[0]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nanwatch import NonFiniteError
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
-from nanwatch.diagnosis.forward_rerun import rerun_forward
+from nanwatch.diagnosis.search import find_operation
 from nanwatch.report.finding import Finding
 from support.watching import watch
 
@@ -54,19 +54,19 @@ def test_a_replica_runs_again_alone(four_ranks: None) -> None:
     """Among several processes too, where the forward waits for none: with DistributedDataParallel it does not."""
     model = nn.parallel.DistributedDataParallel(Gathers(False))
     start, finding = failed_once(model, torch.zeros(2))
-    seen = rerun_forward(start, finding, model=model)
+    seen = find_operation(start, finding, model=model)
     assert (seen.operation, seen.transient) == ("aten.log.default", False)
 
 
 def test_a_collective_is_not_waited_for(four_ranks: None) -> None:
     """Neither one that the model's own code calls, nor those of a library that shards."""
     start, finding = failed_once(Gathers(True), torch.zeros(2))
-    seen = rerun_forward(start, finding, model=start.module)
+    seen = find_operation(start, finding, model=start.module)
     assert seen.operation is None
     assert any("would wait for the other ranks" in one for one in seen.remarks)
     sharded = type("Sharded", (Gathers,), {"__module__": "deepspeed.runtime"})(False)
     start, finding = failed_once(sharded, torch.zeros(2))
-    seen = rerun_forward(start, finding, model=sharded)
+    seen = find_operation(start, finding, model=sharded)
     assert len(seen.remarks) == 1
     assert "4 processes" in seen.remarks[0]
 

@@ -1,4 +1,4 @@
-"""rerun_forward: the re-run is as the first was, and nothing notices it."""
+"""find_operation: the re-run is as the first was, and nothing notices it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.diagnosis import Diagnosis
-from nanwatch.diagnosis.forward_rerun import rerun_forward
+from nanwatch.diagnosis.search import find_operation
 from support.examined import Does, culprit, exponential, look
 from support.spy import Spy
 from support.watching import watch
@@ -39,7 +39,7 @@ def test_dropout_that_decides() -> None:
     torch.rand(3)
     before = torch.get_rng_state()
     assert finding is not None
-    seen = rerun_forward(start, finding, model=model)
+    seen = find_operation(start, finding, model=model)
     assert torch.equal(torch.get_rng_state(), before)
     assert seen.operation == "aten.mul.Tensor" or seen.operation == "aten.reciprocal.default"
     assert seen.index == (int(y.isinf().nonzero()[0]),)
@@ -82,7 +82,7 @@ def test_nothing_is_left_behind() -> None:
         assert finding is not None
         before = state_of(model)
         w.pause()
-        seen = rerun_forward(start, finding, model=model)
+        seen = find_operation(start, finding, model=model)
         assert state_of(model) == before
     assert seen.operation == "aten.div.Tensor"
 
@@ -226,7 +226,7 @@ def test_gradients_of_a_call_under_way() -> None:
                     return
                 w.pause()
                 seen.append(Diagnosis())
-                seen[0] = rerun_forward(start, w.report().finding, model=net)
+                seen[0] = find_operation(start, w.report().finding, model=net)
                 w.resume()
 
             if examined:
@@ -253,7 +253,7 @@ def test_autocast_is_as_it_was() -> None:
         model(x)
     finding = w.report().finding
     assert finding is not None
-    seen = rerun_forward(start, finding, model=model)
+    seen = find_operation(start, finding, model=model)
     assert (seen.operation, seen.source) == ("aten.mm.default", culprit(forward))
     assert [one.dtype for one in seen.operands] == ["float16", "float16"]
     assert seen.extent == "all"

@@ -1,4 +1,4 @@
-"""rerun_forward: which call is the guilty one."""
+"""find_operation: which call is the guilty one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
-from nanwatch.diagnosis.forward_rerun import rerun_forward
+from nanwatch.diagnosis.search import find_operation
 from nanwatch.session.api import watch
 from support.examined import Does, culprit, look
 
@@ -62,7 +62,7 @@ def test_a_nan_among_infinities_that_are_allowed() -> None:
         model(torch.ones(2))
     finding = w.report().finding
     assert finding is not None
-    seen = rerun_forward(start, finding, model=model)
+    seen = find_operation(start, finding, model=model)
     assert finding.value == "nan"
     assert seen.call is not None
     assert seen.call.args[0].tolist() == [INF, INF]
