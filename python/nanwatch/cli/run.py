@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 import traceback
-import weakref
 from collections.abc import Iterator
 from dataclasses import Field
 from pathlib import Path
@@ -33,9 +32,8 @@ _NAME = "nanwatch run"
 # Exit statuses.
 NONFINITE, BAD_USE, FAILED = 3, 2, 1
 _NOTES = f"""\
-Which model: the first module that is called from outside any other module and has parameters to train, in training
-mode or known to an optimizer; or the module that holds it, as a LightningModule does. Models that are called later are
-watched too, each by itself, up to {MAX_MODELS}. Until such a model is called, those that nothing trains are watched.
+Which models: each module with weights or buffers that is called from outside any other module, or the module that
+holds it, as a LightningModule does; up to {MAX_MODELS}, each watched by itself.
 
 stdout, arguments and exit status are the script's own. The report of a failure goes to stderr.
 
@@ -166,11 +164,7 @@ class _Run:
         self._is_reported = False
         self._notes = ""
         self._not_watched: list[str] = []
-        # Watched until a model is found that is trained.
-        self._untrained: list[tuple[weakref.ref[nn.Module], tuple[str, Watch]]] = []
-        self._finder = ModelFinder(
-            self._found, class_name, self._unmatched, untrained=self._found_untrained, none=self._found_none
-        )
+        self._finder = ModelFinder(self._found, class_name, self._unmatched)
         self._process = os.getpid()
 
     def run(self, target: str, arguments: list[str], *, is_module: bool) -> int:
@@ -211,47 +205,19 @@ class _Run:
         if hasattr(error, "add_note"):  # from Python 3.11 on notes are printed under the traceback
             self._notes += "\n".join(map(str, getattr(error, "__notes__", ())))
 
-    def _found_untrained(self, model: nn.Module) -> None:
-        name = type(model).__name__
-        try:
-            self._watches.append((name, start_watch(model, self._options, must_match=False)))
-        except (TypeError, ValueError, OSError) as error:
-            self._not_watched.append(name)
-            _tell(f"{name} is not watched: {error}")
-            return
-        self._untrained.append((weakref.ref(model), self._watches[-1]))
-        _tell(
-            f"watches {name}, which nothing trains so far; --model CLASS watches modules of that class only"
-        )
-
-    def _found_none(self) -> None:
-        _tell(self._why_nothing("nothing is watched so far"))
-
-    def _end_untrained(self, name: str) -> None:
-        """Drop the watches of models that nothing trains, such as a teacher, as the trained `name` was found."""
-        for reference, watched in self._untrained:
-            model, one = reference(), watched[1]
-            if model is not None and self._finder.may_be_trained(model):
-                continue
-            one.stop()
-            if one.report().finding is None:
-                self._watches.remove(watched)
-                _tell(f"watches {name} in place of {watched[0]}, which nothing trains")
-                if one.trace_path is not None:
-                    one.trace_path.unlink(missing_ok=True)
-        self._untrained.clear()
-
     def _found(self, model: nn.Module) -> None:
         name = type(model).__name__
-        self._end_untrained(name)
+        # Patterns that match no module of the first model that is trained are a mistake.
+        must_match = not self._watches and any(x.requires_grad for x in model.parameters())
         try:
-            self._watches.append((name, start_watch(model, self._options, must_match=not self._watches)))
-        except TypeError as error:  # a ScriptModule, which the user has not named
-            self._not_watched.append(name)
-            _tell(f"{name} is not watched: {error}")
-        except (ValueError, OSError) as error:
-            # Patterns that match no module of the first model are a mistake.
-            if self._watches:
+            self._watches.append((name, start_watch(model, self._options, must_match=must_match)))
+        except (
+            TypeError,
+            ValueError,
+            OSError,
+        ) as error:  # TypeError: a ScriptModule, which the user has not named
+            if isinstance(error, TypeError) or not must_match:
+                self._not_watched.append(name)
                 _tell(f"{name} is not watched: {error}")
                 return
             parts = ", ".join([part for part, _ in model.named_children()][:8])
@@ -265,7 +231,7 @@ class _Run:
         shown = ", ".join(class_names[:8]) + (", ..." if len(class_names) > 8 else "")
         self._refuse(
             f"--model {self._class_name!r} matches the class of no module that there is; the models are {shown}."
-            " Without --model each model that is trained is watched"
+            " Without --model each model is watched"
         )
 
     def _refuse(self, why: str) -> NoReturn:
@@ -332,8 +298,8 @@ class _Run:
                 self.interrupt = error
         return one.report()
 
-    def _why_nothing(self, what: str = "nothing was watched") -> str:
-        """Return `what`, with the reason why there is no watch."""
+    def _why_nothing(self) -> str:
+        """Return the reason why there is no watch."""
         if own := ", ".join(self._finder.watched_already):
             return f"the script watches its model itself ({own}): nothing was added"
         if self._finder.trouble:
@@ -345,7 +311,7 @@ class _Run:
             why = f"no module {wanted} was called, only such as {seen}; name the class of the model with --model"
         else:
             why = "no call of a module was seen; those in a compiled function or in another process are not"
-        return f"{what}: {why}"
+        return f"nothing was watched: {why}"
 
 
 def _line(name: str, one: Watch, report: Report) -> str:

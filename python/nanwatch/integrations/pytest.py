@@ -52,7 +52,7 @@ class TestedModels:
     def watched(self, folder: str | None) -> Iterator[None]:
         """Watch each model that is called meanwhile, with a trace in the folder, if any."""
         finder = ModelFinder(
-            lambda model: self._start(model, folder), accepts=lambda *_: True, most=MAX_MODELS
+            lambda model: self._start(model, folder), accepts=lambda _: True, most=MAX_MODELS
         )
         others = watch_starts.add(self._watch_started)
         try:

@@ -1,55 +1,34 @@
 """Finding the models that a program calls, without a change of it.
 
-A training calls many modules that are not its model: losses, metrics, transforms, a frozen teacher. The model is the
-module that is called from outside any other one and has parameters that require a gradient, if it is in training mode
-or an optimizer holds some of them. Until such a one is called, the modules with weights or buffers stand in for it, as
-in a program that trains nothing.
+A model is a module with weights or buffers that is called from outside any other module: the model of a training, its
+frozen teacher, a loss with weights of its own. It is the outermost module that holds the called one.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch import nn
 from torch.compiler import is_compiling
-from torch.optim import Optimizer
 
 from ..instrumentation.calls import leave_torch
-from ..instrumentation.global_hooks import Handles, after_steps
+from ..instrumentation.global_hooks import GlobalHook
 from ..instrumentation.slot import default_call, set_default_call
 from ..numerics._extension import instances_of
 from ..util.modules import has_parameters
 from ..util.visible import spell, warn_user
 from .watch import Watch, watch_starts
 
-_T = TypeVar("_T")
-
 # Code by which a call of a module is recognised on the stack.
 _CALL = nn.Module.__call__.__code__
-_OWN = f"{__name__.partition('.')[0]}."
+_PACKAGE = f"{__name__.partition('.')[0]}."
 # Limit for a program that makes its model again and again, as a search for hyperparameters does.
-MAX_MODELS = 8
-# Calls of modules without weights, such as losses and transforms, after which a program without a model is told so.
-_PATIENCE = 16
-
-
-def may_be_trained(module: nn.Module, optimized: Callable[[], Collection[int]]) -> bool:
-    """Return whether parameters of the module require a gradient, and it is in training mode or some are optimized.
-
-    `optimized()` gives the ids of the parameters that optimizers hold; it is asked only where that decides.
-    """
-    free = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if not free or module.training:
-        return bool(free)
-    # An optimizer alone knows a model that is evaluated before it is trained, or trained in evaluation mode.
-    held = optimized()
-    return any(id(parameter) in held for parameter in free)
+MAX_MODELS = 16
 
 
 def topmost(module: nn.Module, alive: Iterable[nn.Module]) -> nn.Module:
@@ -58,27 +37,31 @@ def topmost(module: nn.Module, alive: Iterable[nn.Module]) -> nn.Module:
     A LightningModule is never called itself: its `training_step` is called, and calls its parts.
     """
     holders: dict[int, list[nn.Module]] = {}
-    for one in alive:
-        for child in one._modules.values():
+    for holder in alive:
+        for child in holder._modules.values():
             if child is not None:
-                holders.setdefault(id(child), []).append(one)
+                holders.setdefault(id(child), []).append(holder)
     tops: list[nn.Module] = []
     seen: set[int] = set()
-    above = [module]
-    while above:
-        one = above.pop()
-        if id(one) not in seen:
-            seen.add(id(one))
-            upper = holders.get(id(one), [])
-            above += upper
-            tops += [] if upper else [one]
+    ahead = [module]
+    while ahead:
+        inner = ahead.pop()
+        if id(inner) not in seen:
+            seen.add(id(inner))
+            outer = holders.get(id(inner), [])
+            ahead += outer
+            tops += [] if outer else [inner]
     return tops[0] if len(tops) == 1 else module
 
 
-def made(kind: type[_T]) -> list[_T]:
-    """Return all living objects of a class or its subclasses that are fully made."""
-    # An object before its __init__, or a copy under way, has no parts.
-    return [one for one in instances_of(kind) if getattr(one, "__dict__", None)]
+def _living_modules() -> list[nn.Module]:
+    """Return all modules that are fully made: before its __init__, or as a copy under way, one has no parts."""
+    return [module for module in instances_of(nn.Module) if getattr(module, "__dict__", None)]
+
+
+def has_state(module: nn.Module) -> bool:
+    """Return whether the module or one inside it has a weight or a buffer."""
+    return has_parameters(module) or next(module.buffers(), None) is not None
 
 
 def is_inside_a_call(frame: FrameType | None) -> bool:
@@ -93,12 +76,9 @@ class ModelFinder:
 
     The finder makes the calls of all modules without a wrapper; see instrumentation/slot.py. A call of a module that
     `found` watches takes no longer. Others take 1 µs more, and 3 µs when they are made from outside any other module.
-    With `class_name`, a glob pattern, each module of such a class is a model, trained or not, also inside another one.
-    If there is none when the first module with parameters is called, `unmatched(class names)` is called once, with the
-    classes of the modules that no other holds. Without it a module that is called from outside any other one is a model
-    if `accepts(module, optimized)` says so, as may_be_trained does. The search ends after `most` models. Until one is
-    found, `untrained(model)` is called for each other module with weights or buffers, and `none()`, once, when modules
-    without were called 16 times.
+    With `class_name`, a glob pattern, each module of such a class is a model, also inside another one. If there is none
+    when the first module with parameters is called, `unmatched(class names)` is called once, with the classes of the
+    modules that no other holds. Without it `accepts(module)` decides. The search ends after `most` models.
 
     The finder leaves a model alone that the script watches itself, and notes its class in `watched_already`. The
     drop-in for DebugUnderflowOverflow does not count: its Watch, of a subclass, acts on fewer values.
@@ -113,26 +93,17 @@ class ModelFinder:
         class_name: str | None = None,
         unmatched: Callable[[list[str]], object] = lambda names: None,
         *,
-        accepts: Callable[[nn.Module, Callable[[], Collection[int]]], bool] = may_be_trained,
+        accepts: Callable[[nn.Module], bool] = has_state,
         most: int = MAX_MODELS,
-        untrained: Callable[[nn.Module], object] | None = None,
-        none: Callable[[], object] = lambda: None,
     ) -> None:
         self._found = found
         self._class_name = class_name
         self._unmatched = unmatched
-        self._awaits_candidate = class_name is not None
         self._accepts = accepts
+        self._awaits_candidate = class_name is not None
         self._left = most
-        self._untrained = None if class_name is not None else untrained  # None as soon as a model is known
-        self._untrained_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._none = none
-        self._num_passed_over = 0
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        # Modules for which optimizers were looked for: without gradients, and with them.
-        self._searched: tuple[weakref.WeakSet[nn.Module], ...] = (weakref.WeakSet(), weakref.WeakSet())
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._handles: Handles | None = None
+        self._starts: GlobalHook | None = None
         self.passed_over: dict[str, None] = {}
         self.watched_already: dict[str, None] = {}
         self.trouble = ""
@@ -153,8 +124,7 @@ class ModelFinder:
             return nn.Module.__call__(module, *args, **kwargs)
 
         set_default_call(call)
-        steps = after_steps.add(lambda optimizer, *_: self._optimizers.add(optimizer))
-        self._handles = Handles(self, [steps, watch_starts.add(self._watch_started)])
+        self._starts = watch_starts.add(self._watch_started)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -162,9 +132,9 @@ class ModelFinder:
 
     def stop(self) -> None:
         """Look no more. A second time does nothing."""
-        if self._handles is not None:
-            self._handles.remove()
-            self._handles = None
+        if self._starts is not None:
+            self._starts.remove()
+            self._starts = None
             set_default_call(None)
             leave_torch()
 
@@ -175,95 +145,49 @@ class ModelFinder:
         if type(watch) is Watch:
             if has_parameters(model):  # a callback checks its options on a module without
                 self.watched_already[name] = None
-                self._untrained = None
         elif self._class_name is None or fnmatchcase(name, self._class_name):
             self._take(model, model)
 
     def _try_to_look(self, module: nn.Module, caller: FrameType | None) -> bool:
+        """Return whether the module was found to be a model. `caller` is the frame of whoever calls it."""
+        if type(module).__module__.startswith(_PACKAGE):  # a loss that a re-run computes again
+            return False
         try:
-            return self._look(module, caller)
+            is_candidate = self._class_name is not None or not is_inside_a_call(caller)
+            if is_candidate and self._is_model(module):
+                self._take(
+                    module, module if self._class_name is not None else topmost(module, _living_modules())
+                )
+                return True
+            if is_candidate and len(self.passed_over) < 5:
+                self.passed_over[type(module).__name__] = None
         except Exception as error:  # an unwatched program is better than one that ends here
             self.stop()
             self.trouble = spell(error)
             warn_user(f"nanwatch looks for no more models: {self.trouble}")
-            return False
+        return False
 
-    def _look(self, module: nn.Module, caller: FrameType | None) -> bool:
-        """Return whether the module was found to be a model. `caller` is the frame of whoever calls it."""
-        if type(module).__module__.startswith(
-            _OWN
-        ):  # the loss outside a model, which a re-run computes again
-            return False
-        if self._class_name is not None:
-            is_candidate = True
-            is_model = fnmatchcase(type(module).__name__, self._class_name)
-            if is_model:
-                self._awaits_candidate = False
-            elif self._awaits_candidate and has_parameters(module):
-                self._awaits_candidate = False
+    def _is_model(self, module: nn.Module) -> bool:
+        if self._class_name is None:
+            return self._accepts(module)
+        is_match = fnmatchcase(type(module).__name__, self._class_name)
+        if self._awaits_candidate and (is_match or has_parameters(module)):
+            self._awaits_candidate = False
+            if not is_match:
                 self._check_class_name(self._class_name)
-        else:
-            is_candidate = not is_inside_a_call(caller)
-            is_model = is_candidate and self.may_be_trained(module)
-        if not (is_model or (is_candidate and self._stands_in(module))):
-            if is_candidate:
-                self._pass_over(module)
-            return False
-        model = module if self._class_name is not None else topmost(module, made(nn.Module))
-        if is_model:
-            self._take(module, model)
-        elif self._untrained is not None:
-            self._known.update((module, model))
-            self._untrained_models.add(model)
-            self._untrained(model)
-        return True
-
-    def may_be_trained(self, module: nn.Module) -> bool:
-        """Return whether a module that is called from outside any other one is a model that may be trained by now."""
-        return self._accepts(module, lambda: self._optimized(module))
-
-    def _stands_in(self, module: nn.Module) -> bool:
-        """Return whether the module is a model as long as none that is trained was called."""
-        if self._untrained is None or not (has_parameters(module) or any(True for _ in module.buffers())):
-            return False
-        # One that was evaluated first may be in training since.
-        if len(self._untrained_models) == MAX_MODELS or any(map(self.may_be_trained, self._untrained_models)):
-            self._untrained = None
-        return self._untrained is not None
-
-    def _pass_over(self, module: nn.Module) -> None:
-        if len(self.passed_over) < 5:
-            self.passed_over[type(module).__name__] = None
-        self._num_passed_over += 1
-        if self._num_passed_over == _PATIENCE and not (self._known or self.watched_already):
-            self._none()
+        return is_match
 
     def _take(self, module: nn.Module, model: nn.Module) -> None:
         self._known.update((module, model))
-        self._untrained = None
         self._left -= 1
         if self.is_full:
             self.stop()
         self._found(model)
 
     def _check_class_name(self, class_name: str) -> None:
-        alive = made(nn.Module)
-        if any(fnmatchcase(type(one).__name__, class_name) for one in alive):
+        alive = _living_modules()
+        if any(fnmatchcase(type(module).__name__, class_name) for module in alive):
             return
-        held = {id(child) for one in alive for child in one._modules.values()}
-        whole = (one for one in alive if id(one) not in held and has_parameters(one))
-        self._unmatched(sorted({type(one).__name__ for one in whole}))
-
-    def _optimized(self, module: nn.Module) -> set[int]:
-        # A search for optimizers takes 0.1 s among 400,000 objects. It runs once for the module's evaluation, which may
-        # come before there is an optimizer, and once for its training. Later optimizers are noticed by their step.
-        searched = self._searched[torch.is_grad_enabled()]
-        if module not in searched:
-            searched.add(module)
-            self._optimizers.update(made(Optimizer))
-        return {
-            id(parameter)
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        inner = {id(child) for module in alive for child in module._modules.values()}
+        outermost = (module for module in alive if id(module) not in inner and has_parameters(module))
+        self._unmatched(sorted({type(module).__name__ for module in outermost}))

@@ -10,16 +10,12 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.session.model_finder import (
-    ModelFinder,
-    is_inside_a_call,
-    may_be_trained,
-)
+from nanwatch.session.model_finder import ModelFinder, is_inside_a_call
 
 X = torch.ones(2, 3)
 
 
-class Teacher(nn.Module):
+class Hidden(nn.Module):
     """Holds a model where nobody sees that it is one: in a list."""
 
     def __init__(self) -> None:
@@ -37,23 +33,6 @@ def frozen(module: nn.Module) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("free", [True, False])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("held", [True, False])
-def test_what_may_be_trained(free, training, held):
-    """Parameters that require a gradient, and training mode or an optimizer: the whole table."""
-    module = nn.Linear(3, 3).train(training)
-    if not free:
-        frozen(module)
-    ids = {id(module.weight)} if held else {1}
-    assert may_be_trained(module, lambda: ids) == (free and (training or held))
-
-
-def test_a_module_without_parameters_is_not_trained():
-    """Losses, activations and transforms are never the model."""
-    assert not may_be_trained(nn.MSELoss(), lambda: {id(X)})
-
-
 def found_in(program, class_name=None):
     found: list[nn.Module] = []
     with ModelFinder(found.append, class_name) as outermost:
@@ -62,47 +41,20 @@ def found_in(program, class_name=None):
     return found, outermost
 
 
-def test_the_model_is_found_among_other_modules():
-    """A loss, a metric, a frozen teacher in evaluation mode and one in training mode come first."""
-    net, loss, teacher = nn.Linear(3, 3), nn.MSELoss(), frozen(nn.Linear(3, 3))
+def test_models_are_what_has_weights_or_buffers():
+    """In training or not: a teacher, a model, a loss with a buffer; no loss and no activation without."""
+    net, teacher = nn.Linear(3, 3), frozen(nn.Linear(3, 3)).eval()
+    plain, weighted = nn.MSELoss(), nn.CrossEntropyLoss(weight=torch.ones(3))
 
     def program():
-        loss(X, X)
-        teacher.eval()(X)
-        teacher.train()(X)
-        net(X)
-        net(X)
+        plain(X, X)
+        teacher(X)
+        for _ in range(2):
+            weighted(net(X), torch.tensor([0, 1]))
 
-    found, outermost = found_in(program)
-    assert found == [net]
-    assert list(outermost.passed_over) == ["MSELoss", "Linear"]
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_model_in_evaluation_mode_is_known_by_its_optimizer(grad):
-    """One that is made before the first call is found then, an evaluation under no_grad among them; one that is made
-    later, when it has made a step."""
-    early, late, unknown = (nn.Linear(3, 3).eval() for _ in range(3))
-    optimizer = torch.optim.SGD(early.parameters())
-
-    def program():
-        with torch.set_grad_enabled(grad):
-            early(X)
-            late(X)
-            unknown(X)
-        step = torch.optim.SGD(late.parameters())
-        late.weight.grad = torch.ones(3, 3)
-        step.step()
-        assert not any(one is late for one in seen)
-        with torch.set_grad_enabled(grad):
-            late(X)
-            unknown(X)
-
-    seen: list[nn.Module] = []
-    with ModelFinder(seen.append):
-        program()
-    assert seen == [early, late]
-    assert optimizer.param_groups
+    found, finder = found_in(program)
+    assert found == [teacher, net, weighted]
+    assert list(finder.passed_over) == ["MSELoss"]
 
 
 def test_the_holder_is_the_model():
@@ -113,18 +65,14 @@ def test_the_holder_is_the_model():
 
 
 def test_what_is_called_inside_is_not_the_model():
-    """Neither a hidden part of a model that is watched, nor the parts of one that is not."""
-    model = Teacher()
+    """A hidden part of a model that is watched is no model of its own."""
+    model = Hidden()
     watches = []
     with ModelFinder(lambda one: watches.append(nanwatch.watch(one))):
         model(X)
         model(X)
     assert len(watches) == 1
     assert watches[0].batch == 1
-    teacher = frozen(Teacher())  # all but the hidden part
-    assert may_be_trained(teacher.hidden[0], set)
-    found, _ = found_in(lambda: teacher(X))
-    assert found == []
     assert not is_inside_a_call(None)
 
 
