@@ -11,7 +11,7 @@ from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
-from nanwatch.session.options import OLD_NAMES, OPTIONS
+from nanwatch.session.options import OPTIONS
 
 PLACE = Path(__file__).with_name("options.md")
 HEAD = """\
@@ -24,7 +24,7 @@ means every N-th: `1` is every one, `True` is 100.
 | option and default | meaning |
 |---|---|
 """
-MIDDLE = """
+TAIL = """
 `nanwatch.Trace(path, batches=(0, 3), counts=True, fingerprints=True, statistics=N, sketches=N)` says
 [what a trace keeps](traces.md), `nanwatch.Audit(every=100, frozen="backbone.*")` what
 [an audit](updates.md) takes for granted. As text: `run.parquet,fingerprints,batches=0+3` and `100,frozen=backbone.*`.
@@ -33,6 +33,26 @@ MIDDLE = """
 
 | once | now |
 |---|---|
+| `weights=`, `buffers=`, `inputs=`, `outputs=` | `read="weights outputs"`, with the words that are wanted |
+| `include=` | `modules=` |
+| `exclude=` | `ignore_modules=` |
+| `counts=` | `trace=nanwatch.Trace(path, counts=True)` |
+| `fingerprints=` | `trace=nanwatch.Trace(path, fingerprints=True)` |
+| `statistics=` | `trace=nanwatch.Trace(path, statistics=N)` |
+| `sketches=` | `trace=nanwatch.Trace(path, sketches=N)` |
+| `trace_batches=` | `trace=nanwatch.Trace(path, batches=(0, 3))` |
+| `abort_after_batch=` | a `break` in your loop |
+| `enabled=` | NANWATCH=0 in the environment, or no call of watch() |
+| `check=` | the device: at the module on a CPU, at the end of the batch on a GPU; NANWATCH_ACT_AT changes it |
+| `updates=` | `audit=` |
+| `frozen=` | `audit=nanwatch.Audit(frozen=...)` |
+| `max_skipped_steps=` | nothing: the 21st step in a row that a GradScaler skips is a failure |
+| `scaler=` | nothing: the watch finds the GradScaler that is in use |
+| `peer_timeout=` | NANWATCH_PEER_TIMEOUT in the environment |
+| `stall_timeout=` | NANWATCH_STALL_TIMEOUT in the environment |
+| `log_every=` | `every`, an attribute of nanwatch.Sink |
+| `microscope=` | `rerun=` |
+| `log_to=` | `sinks=`, such as "tensorboard:runs/a" |
 """
 
 
@@ -40,19 +60,12 @@ def page() -> str:
     options = "".join(
         f"| `{name}={default(option)}` | {option.metadata['text']} |\n" for name, option in OPTIONS.items()
     )
-    names = "".join(f"| `{name}=` | {marked(now)} |\n" for name, now in OLD_NAMES.items())
-    return HEAD + options + MIDDLE + names
+    return HEAD + options + TAIL
 
 
 def default(option: Field[Any]) -> str:
     is_words = isinstance(option.default, tuple) and option.default
     return repr(" ".join(option.default) if is_words else option.default)
-
-
-def marked(now: str) -> str:
-    """Return the text with the code at its start, if any, in backquotes."""
-    code = now.partition(", ")[0] if now.endswith("wanted") else now
-    return f"`{code}`{now[len(code) :]}" if "=" in code and " in the " not in code else now
 
 
 if __name__ == "__main__":

@@ -35,5 +35,5 @@ def test_a_callback_has_the_options_of_a_watch(package: str, tmp_path: Path) -> 
     assert ours["scaler"] is scaler
     callback.stop()
     expected.stop()
-    with pytest.raises(TypeError, match="watch has no option 'include'; in its place is modules="):
+    with pytest.raises(TypeError, match="watch has no option 'include'; docs/options.md has the options"):
         type(callback)(include="0")

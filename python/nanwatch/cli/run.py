@@ -23,7 +23,7 @@ from ..report.report import NonFiniteError, Report
 from ..session.api import Watch, start_watch
 from ..session.model_finder import MAX_MODELS, ModelFinder
 from ..session.option_kinds import read_flag
-from ..session.options import OLD_NAMES, OPTIONS, Options, make_options
+from ..session.options import OPTIONS, Options, make_options
 from ..util.visible import spell, suppressed, visible
 from .parent import run_with_parent
 from .script import FILES, add_script, check_script, misplaced_hint, run_script
@@ -114,26 +114,11 @@ def run_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="run the script in a child process, and write into its black box which signal ended it, SIGKILL too",
     )
-    for name in OLD_NAMES:
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            nargs="?",
-            action=_EarlierFlag,
-            default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
-        )
     group = parser.add_argument_group("options of watch")
     for option in OPTIONS.values():
         if option.metadata["kind"].read is not None:
             _add_flag(group, option)
     return parser
-
-
-class _EarlierFlag(argparse.Action):
-    """Flag of an earlier name, which is an error that says the present one."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        parser.error(f"there is no {self.option_strings[0]}; in its place is {OLD_NAMES[self.dest]}")
 
 
 def _add_flag(group: argparse._ArgumentGroup, option: Field[Any]) -> None:

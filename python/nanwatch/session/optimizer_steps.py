@@ -315,7 +315,7 @@ class OptimizerSteps:
         owners = {
             key: owner
             for key, owner in parameter_owners(model).items()
-            if self._options.weights and self._options.observes(owner[0].name)
+            if "weights" in self._options.read and self._options.observes(owner[0].name)
         }
         for x in nonfinite(x for x in each_parameter(model) if id(x) in owners):
             (name, _, module), label = owners[id(x)]

@@ -55,30 +55,6 @@ _EVERY = 100
 _LOG_EVERY = 50
 _POLICIES = ("raise", "warn", "record")
 
-# Earlier names of options, and what to write now. docs/options.md has this table.
-OLD_NAMES = {
-    **dict.fromkeys(PARTS, 'read="weights outputs", with the words that are wanted'),
-    "include": "modules=",
-    "exclude": "ignore_modules=",
-    "counts": "trace=nanwatch.Trace(path, counts=True)",
-    "fingerprints": "trace=nanwatch.Trace(path, fingerprints=True)",
-    "statistics": "trace=nanwatch.Trace(path, statistics=N)",
-    "sketches": "trace=nanwatch.Trace(path, sketches=N)",
-    "trace_batches": "trace=nanwatch.Trace(path, batches=(0, 3))",
-    "abort_after_batch": "a `break` in your loop",
-    "enabled": "NANWATCH=0 in the environment, or no call of watch()",
-    "check": "the device: at the module on a CPU, at the end of the batch on a GPU; NANWATCH_ACT_AT changes it",
-    "updates": "audit=",
-    "frozen": "audit=nanwatch.Audit(frozen=...)",
-    "max_skipped_steps": "nothing: the 21st step in a row that a GradScaler skips is a failure",
-    "scaler": "nothing: the watch finds the GradScaler that is in use",
-    "peer_timeout": "NANWATCH_PEER_TIMEOUT in the environment",
-    "stall_timeout": "NANWATCH_STALL_TIMEOUT in the environment",
-    "log_every": "`every`, an attribute of nanwatch.Sink",
-    "microscope": "rerun=",
-    "log_to": 'sinks=, such as "tensorboard:runs/a"',
-}
-
 
 @dataclass(frozen=True)
 class Trace:
@@ -340,26 +316,6 @@ class Options:
     scaler: Any = _setting(None)
     max_skipped_steps: int = _setting(20)
 
-    @property
-    def weights(self) -> bool:
-        """True if weights are read."""
-        return "weights" in self.read
-
-    @property
-    def buffers(self) -> bool:
-        """True if buffers are read."""
-        return "buffers" in self.read
-
-    @property
-    def inputs(self) -> bool:
-        """True if inputs are read."""
-        return "inputs" in self.read
-
-    @property
-    def outputs(self) -> bool:
-        """True if outputs are read."""
-        return "outputs" in self.read
-
     def observes(self, name: str) -> bool:
         """Return whether the calls of the module of this name are recorded."""
         return (not self.modules or _matches(name, self.modules)) and not _matches(name, self.ignore_modules)
@@ -376,7 +332,7 @@ class Options:
     def excuses(self, name: str, module: nn.Module) -> bool | Excuses:
         """Return whether infinities in this module are meant, or the judge of a module that may hold masks or nans."""
         nan = _matches(name, self.allow_nan)
-        return excuses(module, inf=self.allows_inf(name), nan=nan, reads_inputs=self.inputs)
+        return excuses(module, inf=self.allows_inf(name), nan=nan, reads_inputs="inputs" in self.read)
 
     def named_sinks(self) -> list[tuple[str, Sink]]:
         """Return the sinks that `sinks` means, each with its name for the user."""
@@ -384,7 +340,8 @@ class Options:
 
     def recorder_settings(self, max_frames: int = 1, **more: bool) -> Settings:
         """Return the settings of a recorder for these options; it may hold more frames than are shown."""
-        shared = {one.name: getattr(self, one.name) for one in fields(Settings) if hasattr(self, one.name)}
+        shared = {setting.name: getattr(self, setting.name, setting.default) for setting in fields(Settings)}
+        shared |= {part: part in self.read for part in PARTS}
         shared |= {"check": self.act_at, "traced": tuple(self.trace_batches), "max_frames": max_frames}
         shared["black_box"] = bool(self.black_box)
         return Settings(**{**shared, **more})
@@ -453,7 +410,7 @@ def make_options(given: Mapping[str, Any], **settings: Any) -> Options:
         (sink.every for sink in values["sinks"] if isinstance(sink, Sink)), default=_LOG_EVERY
     )
     options = Options(**{**values, **settings})
-    if not options.outputs:
+    if "outputs" not in options.read:
         for name in ("gradients", "attention"):
             if getattr(options, name):
                 raise ValueError(f'{name} needs the outputs of modules; add "outputs" to read={options.read}')
@@ -467,13 +424,10 @@ def make_options(given: Mapping[str, Any], **settings: Any) -> Options:
 
 
 def check_name(name: str) -> None:
-    """Raise TypeError for a name that is no option, with the present one for an earlier name."""
-    if name in OLD_NAMES:
-        raise TypeError(f"watch has no option {name!r}; in its place is {OLD_NAMES[name]}")
+    """Raise TypeError for a name that is no option."""
     if name not in OPTIONS:
-        raise TypeError(
-            f"watch has no option {name!r}; {close_names(name, OPTIONS, 'docs/options.md has all')}"
-        )
+        hint = close_names(name, OPTIONS, "docs/options.md has the options, and their earlier names")
+        raise TypeError(f"watch has no option {name!r}; {hint}")
 
 
 def _of_environment() -> dict[str, Any]:

@@ -357,9 +357,6 @@ def test_bad_use(tmp_path, capsys):
             command.main(["run", *arguments])
         assert stopped.value.code == 2
         assert ("required: SCRIPT\n" in capsys.readouterr().err) == (not arguments)
-    with pytest.raises(SystemExit):
-        command.main(["run", "--include", "a", "x.py"])
-    assert "there is no --include; in its place is modules=" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stopped:
         command.main(["run", "--help"])
     assert stopped.value.code == 0

@@ -20,7 +20,7 @@ from nanwatch.records.note import Note
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import DeferredWatch
 from nanwatch.session.option_kinds import read_flag
-from nanwatch.session.options import OLD_NAMES, OPTIONS, VARIABLE, Audit, Trace, make_options
+from nanwatch.session.options import OPTIONS, VARIABLE, Audit, Trace, make_options
 from support.toys import Scale, fault_of, latest, mlp, names
 from support.watching import watch
 
@@ -323,7 +323,7 @@ def test_arguments_of_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     [
         ("gradients", "'gradients' should be option=value, such as gradients=true"),
         ("gradient=true", "no option 'gradient'; close names: gradients"),
-        ("include=a", "no option 'include'; in its place is modules="),
+        ("include=a", "no option 'include'; docs/options.md has the options, and their earlier names"),
         ("every=two", "every should be a whole number of at least 1, got 'two'"),
         ("gradients=yes", "gradients should be True or False, got 'yes'"),
         ("on_nonfinite=ignore", "on_nonfinite should be .* got 'ignore'"),
@@ -339,14 +339,6 @@ def test_what_the_environment_says_wrong_is_refused(
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ValueError, match=f"NANWATCH_OPTIONS=.*{message}"):
         make_options({})
-
-
-@pytest.mark.parametrize("name", OLD_NAMES)
-def test_an_earlier_name_is_told_the_present_one(name: str) -> None:
-    """By `watch` and by a trainer's callback."""
-    for start in (nanwatch.watch, lambda _, **options: DeferredWatch(options)):
-        with pytest.raises(TypeError, match=f"watch has no option '{name}'; in its place is "):
-            start(nn.ReLU(), **{name: 1})
 
 
 def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
