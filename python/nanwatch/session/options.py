@@ -340,7 +340,9 @@ class Options:
 
     def recorder_settings(self, max_frames: int = 1, **more: bool) -> Settings:
         """Return the settings of a recorder for these options; it may hold more frames than are shown."""
-        shared = {setting.name: getattr(self, setting.name, setting.default) for setting in fields(Settings)}
+        shared: dict[str, Any] = {
+            setting.name: getattr(self, setting.name, setting.default) for setting in fields(Settings)
+        }
         shared |= {part: part in self.read for part in PARTS}
         shared |= {"check": self.act_at, "traced": tuple(self.trace_batches), "max_frames": max_frames}
         shared["black_box"] = bool(self.black_box)
