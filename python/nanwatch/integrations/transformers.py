@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..session.api import DeferredWatch
 from ..session.watch import Watch
+from ..sinks.headroom import LeastHeadroom
 from ..util.imports import needed
 from .trainer_debug import patch_transformers, unpatch_transformers
 
@@ -35,7 +36,7 @@ class NanWatchCallback(_TrainerCallback):  # type: ignore[misc]
     Args:
         headroom: log "nanwatch/headroom_bits" with `Trainer.log` whenever Trainer logs: the least headroom in bits of a
             weight, buffer or output since the last time (-inf: not finite), with the module's name as text in
-            "nanwatch/headroom_module". Each process logs its own. It takes about 2 µs per module call.
+            "nanwatch/headroom_module". Each process logs its own. It takes about 3 µs per module call.
         options: those of `nanwatch.watch`.
 
     Raises TypeError or ValueError as `nanwatch.watch` does: at once for options that need no model, else when
@@ -50,7 +51,8 @@ class NanWatchCallback(_TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, *, headroom: bool = True, **options: Any) -> None:
-        self._deferred = DeferredWatch(options, headroom=headroom)
+        self._headroom = LeastHeadroom()
+        self._deferred = DeferredWatch(options, *[self._headroom] * headroom)
         self._is_logging = False
         self._trainer: weakref.ref[Any] | None = None
         self._undo: Callable[[], None] = lambda: None
@@ -79,17 +81,11 @@ class NanWatchCallback(_TrainerCallback):  # type: ignore[misc]
         """Stop the watch."""
         self.stop()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read the frames of a batch: of a step, an accumulated one or an evaluated one."""
-        self._deferred.look()
-
-    on_substep_end = on_prediction_step = on_step_end
-
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Log the least headroom since the last log."""
         if self._is_logging:
             return
-        least = self._deferred.take_least()
+        least = self._headroom.take()
         if least is None:
             return
         entry = {HEADROOM: least.bits, PLACE: least.place}

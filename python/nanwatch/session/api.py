@@ -1,11 +1,11 @@
-"""The names to import: `watch`, Watch, and for the callbacks of trainers DeferredWatch and the least headroom."""
+"""The names to import: `watch`, Watch, and for the callbacks of trainers DeferredWatch."""
 
 from __future__ import annotations
 
 import os
 import weakref
 from collections.abc import Iterable, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,18 +15,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..instrumentation.calls import check_model
 from ..instrumentation.wrapped_names import named_modules, original_module, parameter_names
 from ..numerics import _extension
-from ..records.headroom import headroom_bits
-from ..util.modules import each_module
-from ..util.visible import module_name
-from .option_kinds import check_flag
-from .options import MAX_FRAMES, Audit, OnNonfinite, Options, Trace, make_options
+from ..sinks.sink import Sink
+from .options import Audit, OnNonfinite, Options, Trace, make_options
 from .reports import Describe
 from .watch import Watch
 
 __all__ = ["DeferredWatch", "Watch", "watch"]
-
-# Frames that a batch may have for every module: two calls, and both once more when they are recomputed.
-_CALLS = 4
 
 
 def watch(
@@ -142,13 +136,11 @@ def watch(
 _started: MutableMapping[nn.Module, weakref.WeakSet[Watch]] = WeakIdKeyDictionary()
 
 
-def start_watch(
-    model: nn.Module, options: Options, *, room: int = 0, must_match: bool = True, **settings: Any
-) -> Watch:
+def start_watch(model: nn.Module, options: Options, *, must_match: bool = True, **settings: Any) -> Watch:
     """Start to watch `model` with these options.
 
-    `room` is as Watch takes it, `settings` are further ones of the recorder. A host that watches several models with
-    the same patterns passes `must_match=False`.
+    `settings` are further ones of the recorder. A host that watches several models with the same patterns passes
+    `must_match=False`.
     """
     check_model(model)
     model = original_module(model)
@@ -156,21 +148,19 @@ def start_watch(
     options = options.for_model(names, parameter_names(model).values(), must_match=must_match)
     if settings.get("measure_time") and _extension.C is None:
         raise _extension.missing("measuring the time spent in the recorder")
-    return Watch(model, options, room=room, **settings)
+    return Watch(model, options, **settings)
 
 
 class DeferredWatch:
     """Watch of a trainer's callback: its options are checked now, and its model comes with `start`.
 
-    With `headroom` the recorder holds a whole batch for `look` and `take_least`, though `frames` and reports show no
-    more than `max_frames`. Raises as `watch` does, except for patterns that match no module, which only `start` can
-    know.
+    `more_sinks` are the callback's own. Raises as `watch` does, except for patterns that match no module, which only
+    `start` can know.
     """
 
-    def __init__(self, options: dict[str, Any], *, headroom: bool = False) -> None:
+    def __init__(self, options: dict[str, Any], *more_sinks: Sink) -> None:
         self.options = make_options(options)
-        self._has_headroom = check_flag("headroom", headroom)
-        self._least: LeastHeadroom | None = None
+        self.options = replace(self.options, sinks=(*self.options.sinks, *more_sinks))
         self.watch: Watch | None = None
 
     def start(self, model: nn.Module, scaler: Any = None) -> Watch:
@@ -182,9 +172,7 @@ class DeferredWatch:
         options = self.options
         if options.gradients and callable(getattr(scaler, "get_scale", None)):
             options = replace(options, scaler=scaler)
-        room = min(_CALLS * sum(1 for _ in each_module(model)), MAX_FRAMES) if self._has_headroom else 0
-        self.watch = start_watch(model, options, room=room)
-        self._least = LeastHeadroom(self.watch) if self._has_headroom else None
+        self.watch = start_watch(model, options)
         return self.watch
 
     def stop(self) -> None:
@@ -196,69 +184,3 @@ class DeferredWatch:
         """Let the host add remarks to each finding of the Watch, such as the request that it belongs to."""
         if self.watch is not None:
             self.watch._reports.describe = remarks
-
-    def look(self) -> None:
-        """Read the frames since the last look, for `take_least`. To be called after each batch."""
-        if self._least is not None:
-            self._least.look()
-
-    def take_least(self) -> Least | None:
-        """Return the least headroom since the last time, None where no tensor had one."""
-        return None if self._least is None else self._least.take()
-
-
-@dataclass(frozen=True, slots=True)
-class Least:
-    """Tensor with the least headroom: its `bits` as in headroom_bits, -inf when it was not finite."""
-
-    bits: float
-    module: str
-    label: str
-    dtype: str
-
-    @property
-    def place(self) -> str:
-        """Module, label and format in words: "encoder.wo output, float16"."""
-        return f"{module_name(self.module)} {self.label}, {self.dtype}"
-
-
-class LeastHeadroom:
-    """Reader of the frames of a Watch, which should have room for those of a batch.
-
-    Call `look` after every batch, and `take` to get the number. As in `by_module` an input counts only when it
-    is a fault.
-    """
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self._frames_seen = watch._recorder.frames_kept
-        self._least: Least | None = None
-        # The largest magnitude so far by dtype. Only a larger one can have less headroom, which skips nearly all rows.
-        self._largest: dict[str, float] = {}
-
-    def look(self) -> None:
-        """Read the frames that were recorded since the last look."""
-        self._frames_seen, fresh = self._watch._recorder.frames_since(self._frames_seen)
-        # Read rows: 2 µs per frame without a Frame.
-        for frame in fresh:
-            for row in frame.records:
-                dtype, abs_max = row.dtype, row.abs_max
-                nonfinite = row.is_fault
-                if abs_max is None or not (
-                    nonfinite or (row.role != "input" and abs_max > self._largest.get(dtype, 0.0))
-                ):
-                    continue
-                bits = headroom_bits(row)
-                if bits is None:
-                    continue
-                if not nonfinite:
-                    self._largest[dtype] = abs_max
-                if self._least is None or bits < self._least.bits:
-                    self._least = Least(bits, frame.name, row.label, dtype)
-
-    def take(self) -> Least | None:
-        """Return the least since the last `take`, or None when there was none; then begin anew."""
-        self.look()
-        least, self._least = self._least, None
-        self._largest.clear()
-        return least

@@ -72,15 +72,13 @@ class Watch:
         model: nn.Module,
         options: Options,
         *,
-        room: int = 0,
         events: EventDispatch | None = None,
         measure_time: bool = False,
         **settings: bool,
     ) -> None:
         self._options = options
         self._model = weakref.ref(model)
-        # The recorder may hold more frames than are shown: `room` for those who read them batch by batch.
-        ring = max(options.max_frames, room)
+        ring = options.max_frames
         fetches = options.trace is not None and not options.trace_batches
         if fetches:
             # Frames of chosen batches come one by one. All others are fetched from a recorder that holds enough.
