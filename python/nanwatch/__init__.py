@@ -65,8 +65,8 @@ else:
     def __getattr__(name: str) -> object:
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = found = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
-        return found
+        globals()[name] = value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+        return value
 
     class _Package(ModuleType):
         """The package, in which `compare` is the function, though a room has its name too."""

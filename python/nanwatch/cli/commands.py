@@ -191,12 +191,14 @@ def imported(spelt: str, option: str) -> Any:
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
     try:
-        found: Any = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
         for part in path.split("."):
-            found = getattr(found, part)
+            target = getattr(target, part)
         # A module is an object that is called with inputs. Its class knows, without an import of torch.
-        is_made = isinstance(found, type) or not any(one.__name__ == "Module" for one in type(found).__mro__)
-        return found() if callable(found) and is_made else found
+        is_made = isinstance(target, type) or not any(
+            base.__name__ == "Module" for base in type(target).__mro__
+        )
+        return target() if callable(target) and is_made else target
     except Exception as error:
         # The traceback ends in this function where a name is missing, or where the maker wants an argument.
         is_ours = error.__traceback__ is not None and error.__traceback__.tb_next is None

@@ -48,10 +48,10 @@ class Outcome:
 
 def _cpu_name() -> str:
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
+        match = None
+    return match.group(1).strip() if match else platform.processor() or platform.machine()
 
 
 def _openmp_libraries() -> list[str]:
@@ -179,14 +179,14 @@ def _held_at(capability: str) -> Iterator[None]:
 
 def _devices() -> list[torch.device]:
     """Return the CPU and every accelerator torch can use here."""
-    found = [torch.device("cpu")]
+    devices = [torch.device("cpu")]
     if torch.cuda.is_available():
-        found += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
-        found.append(torch.device("mps"))
+        devices.append(torch.device("mps"))
     if torch.xpu.is_available():
-        found += [torch.device("xpu", index) for index in range(torch.xpu.device_count())]
-    return found
+        devices += [torch.device("xpu", index) for index in range(torch.xpu.device_count())]
+    return devices
 
 
 def _has_kernel(device: torch.device) -> bool:
@@ -280,12 +280,12 @@ def main(arguments: list[str]) -> int:
     """Run the command and return the exit status."""
     options = parser("doctor", _EXAMPLES).parse_args(arguments)
 
-    found = facts()
+    document = facts()
     if not options.json:
-        print("\n".join(_lines(found)))
+        print("\n".join(_lines(document)))
     if not options.selfcheck:
         if options.json:
-            print(json.dumps(found, indent=2))
+            print(json.dumps(document, indent=2))
         return 0
 
     outcomes = []
@@ -295,8 +295,8 @@ def main(arguments: list[str]) -> int:
             print(_outcome_line(outcome), flush=True)
     wrong = sum(1 for outcome in outcomes if outcome.error)
     if options.json:
-        found["selfcheck"] = {"passed": wrong == 0, "outcomes": [asdict(outcome) for outcome in outcomes]}
-        print(json.dumps(found, indent=2))
+        document["selfcheck"] = {"passed": wrong == 0, "outcomes": [asdict(outcome) for outcome in outcomes]}
+        print(json.dumps(document, indent=2))
     else:
         print(
             f"self-check: {wrong} of {len(outcomes)} comparisons WRONG" if wrong else "self-check: all equal"

@@ -333,13 +333,13 @@ def _nonfinite_in(error: BaseException) -> NonFiniteError | None:
     seen: set[int] = set()
     ahead: list[BaseException | None] = [error]
     while ahead:
-        one = ahead.pop()
-        if isinstance(one, NonFiniteError):
-            return one
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            ahead += [one.__cause__, None if one.__suppress_context__ else one.__context__]
-            ahead += getattr(one, "exceptions", ())
+        raised = ahead.pop()
+        if isinstance(raised, NonFiniteError):
+            return raised
+        if raised is not None and id(raised) not in seen:
+            seen.add(id(raised))
+            ahead += [raised.__cause__, None if raised.__suppress_context__ else raised.__context__]
+            ahead += getattr(raised, "exceptions", ())
     return None
 
 
@@ -361,26 +361,26 @@ def _flush_stdout() -> None:
 def _show(error: Exception) -> None:
     """Print an exception of the script as the interpreter would, without nanwatch's frames."""
     _flush_stdout()
-    own = (__file__, *FILES)
+    files = (__file__, *FILES)
     place: TracebackType | None = error.__traceback__
-    while place is not None and place.tb_frame.f_code.co_filename in own:
+    while place is not None and place.tb_frame.f_code.co_filename in files:
         place = place.tb_next
     error.__traceback__ = place
-    one = place
-    while one is not None:  # the ModelFinder's call of a model stands in the middle
-        while one.tb_next is not None and one.tb_next.tb_frame.f_code.co_filename in own:
-            one.tb_next = one.tb_next.tb_next
-        one = one.tb_next
+    frame = place
+    while frame is not None:  # the ModelFinder's call of a model stands in the middle
+        while frame.tb_next is not None and frame.tb_next.tb_frame.f_code.co_filename in files:
+            frame.tb_next = frame.tb_next.tb_next
+        frame = frame.tb_next
     try:
         sys.excepthook(type(error), error, place)
     except Exception:
         suppressed("the script's sys.excepthook raised")
         traceback.print_exc()
     finally:
-        found = _nonfinite_in(error)
-        if found is not None and _user_hook() is not sys.__excepthook__:
+        nonfinite = _nonfinite_in(error)
+        if nonfinite is not None and _user_hook() is not sys.__excepthook__:
             # The script's own hook may have shown it in another way, or not at all.
-            _print_error(found.report.to_text())
+            _print_error(nonfinite.report.to_text())
 
 
 def _user_hook() -> Any:

@@ -36,8 +36,12 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 def misplaced_hint(parser: argparse.ArgumentParser, target: str, arguments: list[str]) -> str:
     """Return a hint at options of the parser among the script's arguments which the script does not name, or ""."""
-    own = {name for action in parser._actions for name in action.option_strings} - {"--help"}
-    given = [name for one in arguments if (name := one.partition("=")[0]).startswith("--") and name in own]
+    options = {name for action in parser._actions for name in action.option_strings} - {"--help"}
+    given = [
+        name
+        for argument in arguments
+        if (name := argument.partition("=")[0]).startswith("--") and name in options
+    ]
     try:
         text = Path(target).read_text(encoding="utf-8", errors="replace") if given else ""
     except OSError:  # a module

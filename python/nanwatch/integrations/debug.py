@@ -169,7 +169,7 @@ class DebugUnderflowOverflow:
         self._recorded = {
             module: with_utf8(name) for module, name in module_names(watched).items() if is_recorded(module)
         }
-        self._handles = [one.register_forward_hook(self.forward_hook) for one in self.module_names]
+        self._handles = [module.register_forward_hook(self.forward_hook) for module in self.module_names]
 
     def __reduce__(self) -> Any:
         return copyreg.__newobj__, (type(self),)  # type: ignore[attr-defined]
@@ -183,8 +183,10 @@ class DebugUnderflowOverflow:
         kept, frames = self._recorder.frames_since(number)
         first = kept - len(frames)
         for call in list(self._saved):
-            own = (one for one in frames[max(0, call.number - first) :] if one.name == call.recorded)
-            rows = call.rows or ((frame := next(own, None)) and call.shown(frame))
+            frames_of_call = (
+                frame for frame in frames[max(0, call.number - first) :] if frame.name == call.recorded
+            )
+            rows = call.rows or ((frame := next(frames_of_call, None)) and call.shown(frame))
             found += [] if rows is None else [call.text(rows)]
         return found
 
@@ -247,8 +249,8 @@ class DebugUnderflowOverflow:
 
     def _detects(self, frame: Frame) -> bool:
         """Print the saved frames if the original sees a non-finite value in this one, and return whether it does."""
-        calls = (one for one in (self._latest, *reversed(self._saved)) if one is not None)
-        call = next((one for one in calls if one.recorded == frame.name), None)
+        calls = (printed for printed in (self._latest, *reversed(self._saved)) if printed is not None)
+        call = next((printed for printed in calls if printed.recorded == frame.name), None)
         if call is None or not _print_kinds(call.shown(frame)):
             return False
         self.detected_overflow = True
@@ -295,10 +297,10 @@ def detect_overflow(var: Tensor, ctx: str) -> bool:
 
 def _print_kinds(rows: list[Record]) -> bool:
     """Print the kinds of non-finite value that these rows hold. Return whether there is one."""
-    found = [(row.label, row.health) for row in rows if row.isfinite is False and row.health is not None]
-    for label, health in found:
+    nonfinite = [(row.label, row.health) for row in rows if row.isfinite is False and row.health is not None]
+    for label, health in nonfinite:
         _print_kind(visible(label), health)
-    return bool(found)
+    return bool(nonfinite)
 
 
 def _print_kind(label: str, health: TensorHealth) -> bool:
@@ -327,4 +329,4 @@ def _outputs(value: Any, label: str, levels: int) -> Iterator[tuple[Any, str, Ro
 def _types(value: Any, levels: int) -> Any:
     """Return the type of a value, or those inside it in so many levels of tuples."""
     is_tuple = levels and isinstance(value, tuple)
-    return tuple(_types(one, levels - 1) for one in value) if is_tuple else type(value)
+    return tuple(_types(item, levels - 1) for item in value) if is_tuple else type(value)

@@ -38,7 +38,7 @@ def _show(
 def cure_cell(report: Report) -> str:
     """Return the first cure that works, as a cell to copy from: the new code, the old as comments; "" without one."""
     cures = () if report.finding is None else report.finding.cures
-    cure = next((one for one in cures if one.works), None)
+    cure = next((candidate for candidate in cures if candidate.works), None)
     if cure is None:
         return ""
     old = [f"# instead of: {visible(line[1:].strip())}" for part, line in patch_lines(cure) if part == "old"]

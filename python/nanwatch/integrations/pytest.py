@@ -60,8 +60,8 @@ class TestedModels:
                 yield
         finally:
             others.remove()
-            for one, _ in self._watches:
-                self._end(one)
+            for watch, _ in self._watches:
+                self._end(watch)
 
     def _start(self, model: nn.Module, folder: str | None) -> None:
         options = self._options

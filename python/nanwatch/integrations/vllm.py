@@ -56,8 +56,8 @@ class StepShares:
         runner = worker.model_runner
         batch = getattr(runner.execute_model_state, "input_batch", None) or runner.input_batch
         cached = scheduled.scheduled_cached_reqs
-        told = {new.req_id: (new.num_computed_tokens, 0) for new in scheduled.scheduled_new_reqs}
-        told |= zip(
+        progress = {new.req_id: (new.num_computed_tokens, 0) for new in scheduled.scheduled_new_reqs}
+        progress |= zip(
             cached.req_ids,
             zip(cached.num_computed_tokens, cached.num_output_tokens, strict=False),
             strict=False,
@@ -66,9 +66,9 @@ class StepShares:
         return [
             Share(
                 request,
-                "decode" if told[request][1] else "prefill",
+                "decode" if progress[request][1] else "prefill",
                 scheduled.num_scheduled_tokens[request],
-                told[request][0],
+                progress[request][0],
                 self._blocks.get(request, ()),
                 size,
             )

@@ -46,10 +46,10 @@ class Column(NamedTuple):
     def cells(self, values: Iterable[Any]) -> Iterable[Any]:
         """Return the column from the values of the field."""
         if self.owner is not None:
-            values = [None if one is None else getattr(one, self.part) for one in values]
+            values = [None if value is None else getattr(value, self.part) for value in values]
         if self.reader is not None:
-            return (None if one is None else _spell(one) for one in values)
-        return (one or None for one in values) if self.default is not None else values
+            return (None if value is None else _spell(value) for value in values)
+        return (value or None for value in values) if self.default is not None else values
 
     def value(self, cell: Any) -> Any:
         """Return what the cell stands for. Raise ValueError for what no cell holds."""
@@ -110,9 +110,10 @@ def _columns(kind: type, is_part: bool = False) -> Iterable[Column]:
         reader = None
         if hasattr(plain, "_fields"):
             if not is_part:
-                inner = [one for one in _columns(plain, True) if one.name not in taken]
+                inner = [column for column in _columns(plain, True) if column.name not in taken]
                 yield from (
-                    one._replace(may_be_null=True, field=field, owner=plain, part=one.field) for one in inner
+                    column._replace(may_be_null=True, field=field, owner=plain, part=column.field)
+                    for column in inner
                 )
                 continue
             reader = reading.of(plain)

@@ -58,8 +58,8 @@ def headroom_bits(record: Record) -> float | None:
 
 def least_bits(records: Iterable[Record]) -> float | None:
     """Return the least headroom of the records that is a number, in bits; None without one."""
-    found = (bits for one in records if (bits := headroom_bits(one)) is not None and isfinite(bits))
-    return min(found, default=None)
+    bits = map(headroom_bits, records)
+    return min((number for number in bits if number is not None and isfinite(number)), default=None)
 
 
 def by_module(frames: Iterable[Frame]) -> dict[str, float]:

@@ -42,7 +42,7 @@ def apart_from_siblings(latest: Mapping[Key, float]) -> Iterator[tuple[float, Ke
         if len(members) < _LEAST_SIBLINGS:
             continue
         key = max(members, key=latest.__getitem__)
-        siblings = [latest[one] for one in members if one is not key]
+        siblings = [latest[member] for member in members if member is not key]
         factor = latest[key] / max(median(siblings), _LEAST)
         if factor >= _FACTOR:
             yield factor, key, pattern, siblings

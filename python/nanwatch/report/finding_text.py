@@ -209,7 +209,7 @@ def _next_forward(
     if finding.origin == "weight":
         if finding.batch == 0:
             return _of("initialisation")
-        return _next_weight(finding, after_backward=any(one.phase == "backward" for one in frames))
+        return _next_weight(finding, after_backward=any(frame.phase == "backward" for frame in frames))
     if finding.origin == "received":
         if is_cured:
             return _of("apply the cure")
@@ -279,7 +279,9 @@ def _grown(frames: Sequence[Frame]) -> Statement | None:
 
 def _largest_finite(frame: Frame, culprit: Record) -> float:
     """Return the largest finite magnitude among the inputs and the outputs of the call."""
-    sizes = [one.abs_max for one in frame.records if _is_finite_float(one) and one.role != "output"]
+    sizes = [
+        record.abs_max for record in frame.records if _is_finite_float(record) and record.role != "output"
+    ]
     if culprit.health is not None:
         sizes.append(culprit.health.finite_abs_max)
     return max((size for size in sizes if size is not None), default=0.0)
@@ -331,18 +333,20 @@ def _next_backward(finding: Finding, frame: Frame | None, record: Record | None)
 def _derivative(finding: Finding, narrow: tuple[str, float] | None) -> Statement:
     """Return the advice for a non-finite derivative of finite value and operands."""
     is_of_forward = (finding.operation or "").startswith("aten.")
-    if is_of_forward or any(one.isfinite is False for one in finding.operands):
+    if is_of_forward or any(operand.isfinite is False for operand in finding.operands):
         return _of("domain of the forward")
     kept = [
-        one for one in finding.operands if not one.label.startswith("gradient") and one.abs_max is not None
+        operand
+        for operand in finding.operands
+        if not operand.label.startswith("gradient") and operand.abs_max is not None
     ]
     is_cured = any(cure.works and "run_in_fp32(" in cure.what for cure in finding.cures)
     if narrow is None or not (kept or is_cured):
         return _of("unseen derivative")
-    if any(one.abs_min == 0 for one in kept) and not is_cured:
+    if any(operand.abs_min == 0 for operand in kept) and not is_cured:
         return _of("derivative at zero")
     dtype, end = narrow
-    operands = max((one.abs_max or 0.0 for one in kept), default=None)
+    operands = max((operand.abs_max or 0.0 for operand in kept), default=None)
     code = "derivative in float32" if is_cured else "large derivative"
     return _of(code, dtype=dtype, end=end, operands=operands)
 
@@ -353,17 +357,17 @@ def _narrowest(finding: Finding, record: Record | None) -> tuple[str, float] | N
     Under autocast that is not the gradient's own: of a float32 weight it is made in half, and converted then.
     """
     records = [*finding.operands, *([] if record is None else [record])]
-    ends = {one.dtype: ends.largest for one in records if (ends := one.ends) is not None}
+    ends = {operand.dtype: ends.largest for operand in records if (ends := operand.ends) is not None}
     return min(ends.items(), key=lambda one: one[1], default=None)
 
 
 def _finite_gradients(frame: Frame | None) -> Iterable[float]:
     """Yield the largest finite magnitude of each gradient of a frame."""
-    for one in () if frame is None else frame.records:
-        if one.isfinite and one.abs_max is not None:
-            yield one.abs_max
-        elif one.health is not None:
-            yield one.health.finite_abs_max
+    for record in () if frame is None else frame.records:
+        if record.isfinite and record.abs_max is not None:
+            yield record.abs_max
+        elif record.health is not None:
+            yield record.health.finite_abs_max
 
 
 # More are counted: a report is no list of a dataset.

@@ -90,7 +90,9 @@ class Report(InNotebook):
         placements = [
             record.placement for frame in self.frames for record in frame.records if record.is_shard
         ]
-        seen = [place.where for one in placements if one is not None for place in one.places]
+        seen = [
+            place.where for placement in placements if placement is not None for place in placement.places
+        ]
         return tuple(dict.fromkeys((*self.parameter_mesh, *seen)))
 
     @property
@@ -119,10 +121,10 @@ class Report(InNotebook):
 
     def to_json(self) -> str:
         """Return one strict JSON document; nan and the infinities are the strings "nan", "inf" and "-inf"."""
-        own = {
+        members = {
             name: value for name, value in reading.plain(self).items() if value or name not in _OFTEN_EMPTY
         }
-        document = {"schema": SCHEMA, "version": VERSION, **own}
+        document = {"schema": SCHEMA, "version": VERSION, **members}
         if self.explanation is not None:
             document["explanation"] = reading.plain(self.explanation)
         return json.dumps(document, allow_nan=False)
@@ -135,10 +137,10 @@ class Report(InNotebook):
         from .html import report_html
 
         _, headline = next(_styled_lines(self))  # which knows when nothing was read
-        told = _suspicion_lines(self)
+        suspicions = _suspicion_lines(self)
         where = [] if self.batch is None else [f"batch {self.batch}"]
         where.append(", ".join([f"rank {self.rank}", *self.mesh]))
-        return report_html(self.frames, self.finding, where, headline, told, tell)
+        return report_html(self.frames, self.finding, where, headline, suspicions, tell)
 
     @classmethod
     def from_json(cls, document: str) -> Report:

@@ -77,7 +77,7 @@ class Curve:
     @property
     def points(self) -> list[str]:
         """The lines of a small picture, each as the points of an SVG polyline."""
-        known = [one for one in self.values if one is not None]
+        known = [value for value in self.values if value is not None]
         low, high = min(known, default=0.0), max(known, default=0.0)
         rise = (_HEIGHT - 4) / (high - low) if high > low else 0.0
         run = _WIDTH / max(1, len(self.values) - 1)
@@ -125,7 +125,7 @@ class SpikeReport(InNotebook):
     def headline(self) -> str:
         """The line that names what jumped."""
         return f"spike in batch {self.batch}: " + "; ".join(
-            f"{one.label} {one.numbers}" for one in self.jumps
+            f"{jump.label} {jump.numbers}" for jump in self.jumps
         )
 
     @property
@@ -145,7 +145,7 @@ class SpikeReport(InNotebook):
         if self.first is not None:
             yield Fact("First", f"{self.first.place}: {self.first.numbers}.")
         for head, departures in (("Then", self.forward), ("Back", self.backward)):
-            rest = [one for one in departures if one != self.first]
+            rest = [departure for departure in departures if departure != self.first]
             if rest:
                 more = f"; then {len(rest) - 1} more" if len(rest) > 1 else ""
                 yield Fact(head, f"{rest[0].place}: {rest[0].numbers}{more}.")
@@ -199,24 +199,24 @@ class SpikeReport(InNotebook):
         }
         left = {"module": TEXT, "tensor": TEXT, "abs max": NUMBER, "usually": NUMBER, "deviations": NUMBER}
         curves = []
-        for one in self.curves:
-            known = [value for value in one.values if value is not None]
-            module = "" if one.label in ("loss", "gradients") else module_name(one.module)
-            numbers = [min(known, default=None), max(known, default=None), *one.values[-1:]]
+        for curve in self.curves:
+            known = [value for value in curve.values if value is not None]
+            module = "" if curve.label in ("loss", "gradients") else module_name(curve.module)
+            numbers = [min(known, default=None), max(known, default=None), *curve.values[-1:]]
             shown = ["none" if number is None else f"{number:.3g}" for number in numbers]
-            curves.append([module, one.label, Curve(one.points, _WIDTH, _HEIGHT), *shown])
+            curves.append([module, curve.label, Curve(curve.points, _WIDTH, _HEIGHT), *shown])
         hint = "Each picture ends with the step of the spike, and goes from the least to the largest value shown."
         tables = [Table("curves", "The latest steps", history, curves, hint)]
         for part, departures in (("forward", self.forward), ("backward", self.backward)):
             rows = [
                 [
-                    module_name(one.module),
-                    one.label,
-                    f"{one.value:.3g}",
-                    f"{one.usual:.3g}",
-                    f"{one.deviations:.0f}",
+                    module_name(departure.module),
+                    departure.label,
+                    f"{departure.value:.3g}",
+                    f"{departure.usual:.3g}",
+                    f"{departure.deviations:.0f}",
                 ]
-                for one in departures[:_SHOWN]
+                for departure in departures[:_SHOWN]
             ]
             rest = len(departures) - _SHOWN
             more = f"and {rest:,} more, which the JSON has" if rest > 0 else ""

@@ -40,8 +40,8 @@ def frame_line(name: str, class_name: str) -> str:
 
 def frame_lines(frame: Frame) -> list[str]:
     """Return the frame's name and a line for each record."""
-    said = ", ".join(frame_words(frame))
-    title = frame_line(frame.name, frame.class_name) + (f" ({said})" if said else "")
+    words = ", ".join(frame_words(frame))
+    title = frame_line(frame.name, frame.class_name) + (f" ({words})" if words else "")
     return [title, *map(record_line, frame.records)]
 
 
@@ -135,10 +135,10 @@ def _by(finding: Finding) -> list[Fact]:
     # The record may show what became of it: inf minus inf is nan.
     made = f" made {finding.made}" if finding.made is not None and finding.made not in finding.value else ""
     given = ", ".join(
-        f"{one.label} {one.abs_min:.2e} to {one.abs_max:.2e}"
-        f" ({', '.join((f'{one.dtype} {list(one.shape or ())}', *small_words(one)))})"
-        for one in finding.operands
-        if one.abs_min is not None and one.abs_max is not None
+        f"{operand.label} {operand.abs_min:.2e} to {operand.abs_max:.2e}"
+        f" ({', '.join((f'{operand.dtype} {list(operand.shape or ())}', *small_words(operand)))})"
+        for operand in finding.operands
+        if operand.abs_min is not None and operand.abs_max is not None
     )
     return [Fact("By", f"{finding.operation}{made}{where}."), Fact("From", f"{given}." if given else "")]
 

@@ -285,11 +285,11 @@ class OptimizerSteps:
         if known is not None and (known[1] or known[0] == count):
             return known[1]
         model = self._model()
-        held = {id(x) for group in optimizer.param_groups for x in group["params"]}
+        taken = {id(x) for group in optimizer.param_groups for x in group["params"]}
         takes = (
             self._recorder.gathers_weights
             or self._steps_given(optimizer)
-            or (model is not None and any(id(x) in held for x in each_parameter(model)))
+            or (model is not None and any(id(x) in taken for x in each_parameter(model)))
         )
         self._takes[optimizer] = count, takes
         return takes

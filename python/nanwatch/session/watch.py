@@ -250,13 +250,18 @@ class Watch:
     def replica_differences(self) -> tuple[ReplicaDifference, ...]:
         """The latest 16 differences between replicas, oldest first; empty without `replicas`."""
         return tuple(
-            one for part in self._optional if isinstance(part, ReplicaWatch) for one in part.differences
+            difference
+            for part in self._optional
+            if isinstance(part, ReplicaWatch)
+            for difference in part.differences
         )
 
     @property
     def updates(self) -> tuple[UpdateFinding, ...]:
         """Findings about the optimizer's steps, oldest first, at most 64; empty without `audit`."""
-        return tuple(one for part in self._optional if isinstance(part, UpdateAudit) for one in part.findings)
+        return tuple(
+            finding for part in self._optional if isinstance(part, UpdateAudit) for finding in part.findings
+        )
 
     def note_loss(self, loss: Tensor | float) -> None:
         """Take the loss of the batch for `spikes`, before its backward; does nothing without them.

@@ -89,8 +89,8 @@ def current_attempt() -> Attempt | None:
 
 def store_key(environment: Mapping[str, str]) -> str:
     """Return a suffix for keys, so that attempts that meet in one store do not read each other's."""
-    own = Attempt.of(environment, begun=0.0)
-    return "/0" if own is None else "/".join(map(str, own.key))
+    attempt = Attempt.of(environment, begun=0.0)
+    return "/0" if attempt is None else "/".join(map(str, attempt.key))
 
 
 def _new_master(environment: Mapping[str, str]) -> str:

@@ -37,24 +37,24 @@ def names_of(code: CodeType) -> frozenset[str]:
 def frame_values(frame: FrameType) -> dict[str, Any]:
     """Return the names of a frame with their values, and leave no copy of them with the frame."""
     values = frame.f_locals
-    found = dict(values)
+    copy = dict(values)
     is_copy = frame.f_code.co_flags & CO_OPTIMIZED and type(values) is dict
     if is_copy and sys.getrefcount(values) == _OF_FRAME:
         values.clear()
-    return found
+    return copy
 
 
 def _library_folders() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    found = {
+    folders = {
         paths["stdlib"],
         paths["platstdlib"],
         paths["purelib"],
         paths["platlib"],
         *site.getsitepackages(),
     }
-    found.add(os.path.dirname(os.__file__))
-    return tuple(f"{one}{os.sep}" for one in found)
+    folders.add(os.path.dirname(os.__file__))
+    return tuple(f"{folder}{os.sep}" for folder in folders)
 
 
 _LIBRARIES = (*_library_folders(), *SKIPPED_FILES, "<frozen ")

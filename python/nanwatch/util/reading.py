@@ -61,12 +61,11 @@ def document(text: str, read: Callable[[Any], _T], what: str, advice: str) -> _T
 def body(document: Any, schema: str, version: int, where: str = "report") -> dict[str, Any]:
     """Return the members of a document but for its schema and version. Raise ValueError for others than these."""
     if isinstance(document, dict) and document.get("schema") == schema and document.get("version") != version:
-        found = shorten(document.get("version"))
-        raise ValueError(f"its version is {found}, this nanwatch reads version {version}")
+        came = shorten(document.get("version"))
+        raise ValueError(f"its version is {came}, this nanwatch reads version {version}")
     head = {"schema": one_of((schema,)), "version": one_of((version,))}
     rest = dict(document) if isinstance(document, dict) else {}
-    own = {name: rest.pop(name) for name in head if name in rest} if rest else document
-    members(own, where, head)
+    members({name: rest.pop(name) for name in head if name in rest} if rest else document, where, head)
     return rest
 
 

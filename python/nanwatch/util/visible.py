@@ -31,7 +31,10 @@ def visible(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+        for character in text
+    )
 
 
 def with_utf8(text: str) -> str:
@@ -101,11 +104,11 @@ def warn_user(message: str, *, may_raise: bool = True) -> None:
 
 def _warned_frame() -> FrameType | None:
     """Return the innermost frame outside nanwatch and torch; in a thread without one, the main thread's."""
-    found = users_frame(sys._getframe(1))
+    frame = users_frame(sys._getframe(1))
     main = threading.main_thread().ident
-    if found is None and main is not None and main != threading.get_ident():
-        found = users_frame(sys._current_frames().get(main))
-    return found
+    if frame is None and main is not None and main != threading.get_ident():
+        frame = users_frame(sys._current_frames().get(main))
+    return frame
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:

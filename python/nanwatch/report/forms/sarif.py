@@ -18,7 +18,11 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 def _render(report: AnyReport, tell: Tell) -> str:
     annotation = annotation_of(report)
     results = [] if annotation is None else [_result(annotation)]
-    driver = {"name": "nanwatch", "version": __version__, "rules": [{"id": one["ruleId"]} for one in results]}
+    driver = {
+        "name": "nanwatch",
+        "version": __version__,
+        "rules": [{"id": result["ruleId"]} for result in results],
+    }
     runs = [{"tool": {"driver": driver}, "results": results}]
     return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": runs}, allow_nan=False, indent=1)
 
