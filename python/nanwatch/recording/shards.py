@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from ..records.note import MeshPlace, Note, Placement
-from ..util.modules import each_module
+from ..util.modules import WeakIdentityDict, each_module
 from ..util.visible import suppressed
 
 # A model has some hundred placements, and each is asked for in every batch: computing one takes 20 times the look-up.
 _MAX_KNOWN = 4096
 _notes: dict[Any, Note] = {}
+_seen: WeakIdentityDict[dict[str, None]] = WeakIdentityDict()
 
 
 def shard_note(x: Any) -> Note:
@@ -37,34 +37,24 @@ def shard_note(x: Any) -> Note:
 def parameter_mesh(model: nn.Module | None) -> tuple[str, ...]:
     """Return `dp=1 of 4` for each dimension of the meshes that parameters of `model` are sharded over. Never raises.
 
-    Includes parameters that FSDP has gathered for the call under way, which are plain tensors meanwhile.
+    Includes meshes that an earlier call has seen: during a call FSDP has plain tensors in place of its parameters.
     """
-    meshes: dict[int, Any] = {}
+    if model is None:
+        return ()
+    places = _seen.get(model) or {}
     try:
-        for _, module in () if model is None else each_module(model):
-            for x in (*module._parameters.values(), *_gathered(module)):
+        for _, module in each_module(model):
+            x: Any
+            for x in module._parameters.values():
                 if type(x).__name__ == "DTensor":
-                    meshes.setdefault(id(x.device_mesh), x.device_mesh)
-        said = (
-            MeshPlace("", name, here, size).where
-            for mesh in meshes.values()
-            for name, here, size in zip(_names(mesh), mesh.get_coordinate() or (), mesh.shape, strict=False)
-        )
-        return tuple(dict.fromkeys(said))
+                    mesh = x.device_mesh
+                    here = mesh.get_coordinate() or ()
+                    for name, coordinate, size in zip(_names(mesh), here, mesh.shape, strict=False):
+                        places[MeshPlace("", name, coordinate, size).where] = None
     except Exception:  # a report is worth more than its place
         suppressed("the device meshes of the parameters could not be told")
-        return ()
-
-
-def _gathered(module: Any) -> Iterator[Any]:
-    """Yield the sharded parameters of an FSDP2 group, which keeps them private while they are gathered."""
-    if not hasattr(type(module), "_get_fsdp_state"):
-        return
-    state = module._get_fsdp_state()
-    # A list in torch 2.13; in 2.8 there is one group or none.
-    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-        for one in () if group is None else group.fsdp_params:
-            yield one.sharded_param
+    _seen[model] = places
+    return tuple(places)
 
 
 def _names(mesh: Any) -> list[str]:
@@ -79,53 +69,23 @@ def _note(x: Any, coordinate: Any) -> Note:
         MeshPlace(_kind(placement), name, here, mesh.size(i))
         for i, (placement, name, here) in enumerate(zip(x.placements, _names(mesh), coordinate, strict=True))
     ]
-    return Note("local_shard", placement=Placement(tuple(places), _start(x, coordinate)))
+    return Note("local_shard", placement=Placement(tuple(places), _start(x)))
 
 
 def _kind(placement: Any) -> str:
     values = [getattr(placement, name, None) for name in ("dim", "split_factor", "reduce_op")]
-    said = ", ".join(str(value) for value in values if value is not None)
+    arguments = ", ".join(str(value) for value in values if value is not None)
     kind = type(placement).__name__.lstrip("_")
-    return f"{kind}({said})" if said else kind
+    return f"{kind}({arguments})" if arguments else kind
 
 
-def _start(x: Any, coordinate: Any) -> tuple[int, ...] | None:
+def _start(x: Any) -> tuple[int, ...] | None:
     """Return where the shard begins in the whole tensor, if a dimension is sharded and the shard is one block."""
-    held = [[(0, size)] for size in x.shape]
-    is_cut = False
-    for placement, here, ranks in zip(x.placements, coordinate, x.device_mesh.shape, strict=True):
-        if not placement.is_shard() and type(placement).__name__ != "_StridedShard":
-            continue
-        is_cut = True
-        # Strided: each of so many parts is shared out among the ranks by itself.
-        parts = range(getattr(placement, "split_factor", 1))
-        dim = placement.dim
-        cut = [_chunk(held[dim], part, len(parts)) for part in parts]
-        held[dim] = _united(block for part in cut for block in _chunk(part, here, ranks))
-    sizes = [sum(end - begin for begin, end in blocks) for blocks in held]
-    if not is_cut or sizes != list(x.to_local().shape) or any(len(blocks) != 1 for blocks in held):
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    latest = {cut.dim: cut for cut in x.placements if not (cut.is_replicate() or cut.is_partial())}
+    # A strided shard that no other placement cuts further is several blocks.
+    if not latest or any(getattr(placement, "split_factor", 1) > 1 for placement in latest.values()):
         return None
-    return tuple(blocks[0][0] for blocks in held)
-
-
-def _chunk(blocks: list[tuple[int, int]], number: int, count: int) -> list[tuple[int, int]]:
-    """Return part `number` of torch.chunk(count) over these blocks laid end to end."""
-    size = sum(end - begin for begin, end in blocks)
-    most = -(-size // count)
-    first, last = number * most, min((number + 1) * most, size)
-    found, at = [], 0
-    for begin, end in blocks:
-        low, high = max(first, at), min(last, at + end - begin)
-        if low < high:
-            found.append((begin + low - at, begin + high - at))
-        at += end - begin
-    return found
-
-
-def _united(blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    for begin, end in blocks:
-        if found and found[-1][1] == begin:
-            begin = found.pop()[0]
-        found.append((begin, end))
-    return found
+    shape, start = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
+    return tuple(start) if tuple(shape) == tuple(x.to_local().shape) else None
