@@ -81,13 +81,11 @@ test-all: $(if $(filter 1,$(OFFLINE)),,$(STAMPS)/engines)
 test test-all: lint
 	OMP_WAIT_POLICY=passive $(PY) -m pytest -m "$(MARKS)" $(PARALLEL) --durations=10 $(ARGS)
 
-# Quick tests with reductions, slot and recorder in Python, of the rooms that use the compiled part and of whole programs
-# (tests/integration/test_fallback.py). Left out is what proves the same with it and without: tests of documents, pages,
-# commands, benchmarks and other libraries, and the exhaustive tests of the reference, which is called by name there.
-PURE_ROOMS := capsule checkpoint compare diagnosis history instrumentation audit numerics recording session sinks
+# Quick tests of what the compiled part has a twin of: reductions, slot and recorder, and of whole programs over them.
+# Left out is what reads tensors through these alone, documents, pages, commands and other libraries.
+PURE_ROOMS := history instrumentation numerics recording session
 PURE_FILES := blackbox/test_errors cli/test_doctor ranks/test_replicas
-PURE_TESTS := tests/compile tests/integration $(PURE_ROOMS:%=tests/unit/%) $(PURE_FILES:%=tests/unit/%.py) \
-  tests/thirdparty/test_serving.py
+PURE_TESTS := tests/integration $(PURE_ROOMS:%=tests/unit/%) $(PURE_FILES:%=tests/unit/%.py)
 NOT_PURE := $(addprefix integration/test_,black_box docs docstrings errors_travel schemas \
   silent_trainings) unit/numerics/test_ranges_exhaustive
 test-pure: $(TOOLS)

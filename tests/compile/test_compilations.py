@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nanwatch.session.watch import Watch
+from support.recorders import needs_native
 from support.toys import names
 from support.watching import watch
+
+pytestmark = needs_native
 
 
 @pytest.fixture(autouse=True)

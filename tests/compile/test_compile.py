@@ -6,21 +6,21 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.numerics import _extension
 from nanwatch.records.note import Note
 from nanwatch.records.record import Frame
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.watch import Watch
 from support.architectures import built, inputs_of
+from support.recorders import needs_native
 from support.toys import Scale, names
 from support.watching import watch
 
+pytestmark = needs_native
 INF = float("inf")
 BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
@@ -32,18 +32,6 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture(params=["native", "python"])
-def _recorder(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Runs the test with either recorder."""
-    if request.param == "python":
-        with mock.patch.object(_extension, "C", None):
-            yield
-    elif _extension.C is None:
-        pytest.skip(f"no compiled part: {_extension.reason}")
-    else:
-        yield
 
 
 @dataclass
@@ -136,7 +124,6 @@ def _ranges(w: Watch) -> list[float]:
         *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in MODELS),
     ],
 )
-@pytest.mark.usefixtures("_recorder")
 def test_frames_are_those_of_the_interpreter(name: str, backend: str) -> None:
     """Five batches in one graph give the names, labels, shapes and dtypes of eager frames, and their ranges."""
     model, inputs = MODELS[name]()
@@ -152,7 +139,6 @@ def test_frames_are_those_of_the_interpreter(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.usefixtures("_recorder")
 def test_a_model_inside_a_compiled_function_has_whole_batches(backend: str) -> None:
     """Where even the outermost call is in the graph, it begins and ends the batch."""
     model, inputs = _nested()
@@ -167,7 +153,6 @@ def test_a_model_inside_a_compiled_function_has_whole_batches(backend: str) -> N
     assert _run(model, step, inputs).frames == _run(model, plain, inputs).frames
 
 
-@pytest.mark.usefixtures("_recorder")
 def test_eager_and_compiled_calls_keep_their_order() -> None:
     """A graph break in the middle: frames of compiled and interpreted calls come in the order of the calls."""
 
@@ -212,9 +197,7 @@ def _failing() -> nn.Module:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("inlined", [False, True])
-@pytest.mark.parametrize("check", ["module", "batch"])
-@pytest.mark.usefixtures("_recorder")
+@pytest.mark.parametrize(("inlined", "check"), [(False, "module"), (True, "batch")])
 def test_a_fault_is_reported_as_in_the_interpreter(backend: str, inlined: bool, check: Any) -> None:
     """NonFiniteError comes out of the compiled call, and its report is that of the interpreter to the letter."""
     texts = []
@@ -237,7 +220,6 @@ def test_a_fault_is_reported_as_in_the_interpreter(backend: str, inlined: bool, 
     assert texts[0] == texts[1]
 
 
-@pytest.mark.usefixtures("_recorder")
 @pytest.mark.parametrize("inlined", [False, True])
 def test_a_compiled_batch_is_examined_where_its_arguments_are_known(inlined: bool) -> None:
     """The re-run is made operation by operation; a call that lies in the graph says that it was not run again."""
@@ -257,7 +239,6 @@ def test_a_compiled_batch_is_examined_where_its_arguments_are_known(inlined: boo
         assert finding.transient is False
 
 
-@pytest.mark.usefixtures("_recorder")
 def test_origins_are_those_of_the_interpreter() -> None:
     """Data, a weight, and what the caller computed between two modules are told apart in compiled code too."""
 
@@ -344,8 +325,6 @@ def test_training_is_bit_for_bit_that_of_an_unwatched_model(name: str, backend: 
 
 def test_weights_are_read_again_only_when_they_changed() -> None:
     """In compiled code too: a known weight is not read, and each way to change it is seen in the next batch."""
-    if _extension.C is None:
-        pytest.skip(f"no compiled part: {_extension.reason}")
     model = nn.Linear(2, 2, bias=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     call = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import nanwatch
 from nanwatch.instrumentation.compile import dynamo, operators
 from nanwatch.session.model_finder import ModelFinder
+from support.recorders import needs_native
 from support.toys import Scale, mlp, names
 from support.watching import watch
 
@@ -34,6 +35,7 @@ class Model(nn.Module):
         return self.last(torch.relu(self.first(x)))
 
 
+pytestmark = needs_native
 WHOLE = ["first", "last", ""]
 
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from nanwatch.report.report import Report
 from nanwatch.session.watch import Watch
 from support.gradient_models import Length, Net, Spoiling, backward_frames, dead, failing_backward, loss_of
-from support.recorders import RECORDERS, WITH_DEVICE, available, watched
+from support.recorders import WITH_DEVICE, available, needs_native, watched
 from support.toys import mlp
 
 Seen = tuple[str, str, tuple[int, ...], float, float]  # module, label, shape, abs_min, abs_max
@@ -363,16 +363,16 @@ def test_only_what_is_asked_for_is_followed(recorder: str) -> None:
 
 
 @pytest.mark.slow
+@needs_native
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("recorder", RECORDERS)
-def test_a_compiled_model_trains_in_one_graph(recorder: str, backend: str) -> None:
+def test_a_compiled_model_trains_in_one_graph(backend: str) -> None:
     """fullgraph=True, no second compilation; gradients of weights are seen, those of activations where they exist."""
     torch._dynamo.reset()
     model = mlp()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     x = torch.ones(2, 3)
     with (
-        watched(model, recorder, gradients=True, max_frames=100) as w,
+        watched(model, "native", gradients=True, max_frames=100) as w,
         torch._dynamo.config.patch(error_on_recompile=True),
     ):
         for _ in range(3):
@@ -386,12 +386,11 @@ def test_a_compiled_model_trains_in_one_graph(recorder: str, backend: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recorder", RECORDERS)
-def test_compiled_autograd_runs_as_without_a_watch(recorder: str) -> None:
+def test_compiled_autograd_runs_as_without_a_watch() -> None:
     """A backward that is compiled itself ends well, with the gradients that it should have."""
     torch._dynamo.reset()
     model = mlp()
-    with watched(model, recorder, gradients=True), torch._dynamo.config.patch(compiled_autograd=True):
+    with watched(model, "native", gradients=True), torch._dynamo.config.patch(compiled_autograd=True):
         torch.compile(lambda: model(torch.ones(2, 3)).sum().backward(), backend="aot_eager")()
     expected = copy.deepcopy(model)
     expected.zero_grad()

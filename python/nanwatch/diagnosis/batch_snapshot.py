@@ -31,8 +31,7 @@ from ..precision.casting import (
     caches_parametrizations,
     swap_parametrizations,
 )
-from ..recording.batch_start import KeptStart, attributes_of
-from ..recording.events import Start
+from ..recording.events import Start, attributes_of
 from ..recording.walk import Unwalked, call_leaves
 from ..report.finding import Finding
 from ..util.modules import each_module, each_parameter
@@ -104,7 +103,7 @@ class BatchSnapshot:
         draws: bool = False,
     ) -> BatchSnapshot:
         """Return the state at the start of a batch, which is now; with that of random and numpy.random for `draws`."""
-        start = KeptStart(0, False, module, args, kwargs, None).start
+        start = Start.capture(0, False, module, args, kwargs, None)
         return cls.of(start, buffers, RngState.capture(others=draws), cached_parametrizations())
 
     @classmethod

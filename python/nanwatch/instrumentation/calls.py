@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 from ..numerics import _extension
 from ..recording.masks import Excuses
 from ..recording.recorder import PythonRecorder
+from ..recording.shards import parameter_mesh
 from ..util.modules import WeakIdentityDict
 from ..util.visible import warn_user, with_utf8
 from .compile import dynamo
@@ -72,13 +73,11 @@ class PythonWatchedCall(CallWrapper):
 
 
 # Functions that make watched calls without the compiled part. torch.compile must not compile them.
-_INTERPRETED: tuple[Any, ...] = (
+_INTERPRETED = (
     PythonWatchedCall.__call__,
     PythonRecorder.enter,
     PythonRecorder.leave,
     PythonRecorder.left_by,
-    PythonRecorder._add,
-    vars(PythonRecorder)["paused"].fget,
 )
 
 if _extension.C is not None:
@@ -140,10 +139,10 @@ class Attachment:
         self._names: WeakIdentityDict[str] = WeakIdentityDict()
         self._nodes: dict[tuple[str, type], list[tuple[weakref.ref[nn.Module], int]]] = {}
         # The recorder knows FSDP's own classes, but the model may be a part of a module that was sharded as a whole.
-        for one in named_modules(model):
-            if any(type(x).__name__ == "DTensor" for x in one.module._parameters.values()):
-                recorder.gathers_weights = True
-            self.add(one.name, one.module)
+        if parameter_mesh(model):
+            recorder.gathers_weights = True
+        for named in named_modules(model):
+            self.add(named.name, named.module)
         dynamo.follow_watched_calls(_INTERPRETED)
         # torch's registries are global and outlive this: the hooks must keep neither it nor the model alive.
         this = weakref.ref(self)
@@ -164,7 +163,7 @@ class Attachment:
         """Watch a module under this name, unless it is watched already."""
         if self._names.get(module) is not None:
             return
-        owner = next(one for one in type(module).__mro__ if ATTRIBUTE in vars(one))
+        owner = next(kind for kind in type(module).__mro__ if ATTRIBUTE in vars(kind))
         if owner is not nn.Module:
             warn_user(
                 f"calls of {owner.__name__} are not recorded: the class has its own attribute {ATTRIBUTE}"
@@ -196,8 +195,8 @@ class Attachment:
     def _registered(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         if (known := self._names.get(parent)) is None:
             return
-        for one in named_modules(module, child_name(parent, known, name)):
-            self.add(one.name, one.module)
+        for named in named_modules(module, child_name(parent, known, name)):
+            self.add(named.name, named.module)
 
     def remove(self) -> None:
         """Leave every module as it was found. Does nothing the second time."""

@@ -9,8 +9,8 @@ Wrappers are kept beside the modules, by their addresses: an entry in a module's
 `vars(module)`, and the pickles of all classes whose `__getstate__` copies `__dict__`, as nn.LSTM's does.
 
 Compiled code knows a module by its site, a tensor that holds the module's address and is an input of the graph. Two
-more descriptors in `nn.Module` give torch.compile the site, and say whether the module is watched. A module gets a site
-when a compiled call of it looks for a watch, and keeps it, so that the graph serves the next watch.
+more descriptors of the compiled part give torch.compile the site, and say whether the module is watched. A module gets
+a site when a compiled call of it looks for a watch, and keeps it, so that the graph serves the next watch.
 
 A wrapper lives until it is detached or its module is freed. It must not refer to that module strongly: the garbage
 collector sees no cycle here. A temporary wrapper, which a `with` block detaches, may.
@@ -28,7 +28,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ from torch import nn
 from ..numerics import _extension
 from ..util.imports import WhenImported, when_imported
 from ..util.modules import each_module
-from ..util.visible import warn_user
 from .global_hooks import is_inside
 
 ATTRIBUTE = "_compiled_call_impl"
@@ -58,16 +57,15 @@ class CallWrapper(ABC):
 
 
 class _PythonCallSlot:
-    """The pure-Python twin of csrc/recorder/call_slot.cpp."""
+    """The slot without the compiled part, which knows no sites: compiled code is not watched then."""
 
     def __init__(self) -> None:
         self.default_call: Callable[..., Any] | None = None
         # Bound methods, because Python 3.11 counts two more calls of the recursion limit for a callable object.
         self._calls: dict[int, Any] = {}
-        self._sites: dict[int, torch.Tensor] = {}
         # The function that reads the slot, and the offset in its code of the first read.
         self._asking = code = nn.Module._wrapped_call_impl.__code__
-        offsets = (one.offset for one in dis.get_instructions(code) if one.argval == ATTRIBUTE)
+        offsets = (step.offset for step in dis.get_instructions(code) if step.argval == ATTRIBUTE)
         self._first = next(offsets, sys.maxsize)
 
     def _get(self, module: nn.Module | None, kind: type | None = None) -> Any:
@@ -100,40 +98,14 @@ class _PythonCallSlot:
         """Remove the callable before the call of the module at an address."""
         self._calls.pop(address, None)
 
-    def forget(self, address: int, /) -> None:
-        """Drop everything of the module that was at an address."""
-        self.clear(address)
-        self._sites.pop(address, None)
+    forget = clear
 
     def keep_sites(self, function: Callable[[nn.Module], None], /) -> None:
-        """Call the function with each module that gets a site."""
-        self._keep = function
-
-    def site(self, module: nn.Module) -> torch.Tensor:
-        """Return the site of the module, made at its first use."""
-        if id(module) not in self._sites:
-            self._keep(module)
-            with torch.inference_mode(False):
-                self._sites[id(module)] = torch.tensor([id(module)], device="cpu")
-        return self._sites[id(module)]
-
-    def is_watched(self, module: nn.Module) -> bool:
-        """Return whether a recorder watches the module."""
-        return any(wrapper.recorder is not None for wrapper in wrappers(module))
+        """Do nothing."""
 
     def has_site(self, address: int, /) -> bool:
-        """Return whether the module at an address has a site."""
-        return address in self._sites
-
-
-class _PythonAnswer:
-    """The twin of CallSite and IsWatched. No `property`: torch.jit.script compiles those of a module's class."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, module: nn.Module | None, kind: type | None = None) -> Any:
-        return self if module is None else getattr(_slot, self._name)(module)
+        """Return False."""
+        return False
 
 
 _CallSlot: Any = _PythonCallSlot if _extension.C is None else _extension.C.CallSlot
@@ -154,13 +126,11 @@ class _Descriptor(_CallSlot):  # type: ignore[misc]
 
     def _set_last(self, module: nn.Module, value: Any) -> None:
         with _lock:
-            if found := wrappers(module):
-                found[-1].inner = value
+            if attached_here := wrappers(module):
+                attached_here[-1].inner = value
 
 
 _slot = _Descriptor()
-_site = _PythonAnswer("site") if _extension.C is None else _extension.C.CallSite()
-_is_watched = _PythonAnswer("is_watched") if _extension.C is None else _extension.C.IsWatched()
 # Reentrant: the garbage collector may free a module anywhere in here, and so call _forget.
 _lock = threading.RLock()
 _alive: dict[int, weakref.ref[nn.Module]] = {}  # those with a wrapper or a site
@@ -169,8 +139,9 @@ _alive: dict[int, weakref.ref[nn.Module]] = {}  # those with a wrapper or a site
 def _install() -> None:
     """Put the descriptors into nn.Module. Each change of a class makes the interpreter forget its lookups."""
     if nn.Module.__dict__[ATTRIBUTE] is not _slot:
-        setattr(nn.Module, SITE, _site)
-        setattr(nn.Module, IS_WATCHED, _is_watched)
+        if _extension.C is not None:
+            setattr(nn.Module, SITE, _extension.C.CallSite())
+            setattr(nn.Module, IS_WATCHED, _extension.C.IsWatched())
         nn.Module._compiled_call_impl = _slot
 
 
@@ -184,8 +155,9 @@ def uninstall() -> None:
     with _lock:
         if nn.Module.__dict__[ATTRIBUTE] is _slot:
             nn.Module._compiled_call_impl = None
-            delattr(nn.Module, SITE)
-            delattr(nn.Module, IS_WATCHED)
+            for name in (SITE, IS_WATCHED):
+                if name in vars(nn.Module):
+                    delattr(nn.Module, name)
         _shape_inference.record_again()
 
 
@@ -197,8 +169,8 @@ def set_default_call(function: Callable[..., Any] | None) -> None:
 
 def default_call() -> Callable[..., Any] | None:
     """Return the function that makes the calls of modules without a wrapper, or None."""
-    found: Callable[..., Any] | None = _slot.default_call
-    return found
+    function: Callable[..., Any] | None = _slot.default_call
+    return function
 
 
 def wrappers(module: nn.Module) -> list[Any]:
@@ -208,12 +180,17 @@ def wrappers(module: nn.Module) -> list[Any]:
 
 def wrappers_at(address: int) -> list[Any]:
     """Return the wrappers of the call of the module at an address, the outermost first."""
-    found = []
+    attached_here = []
     current = _slot.find(address)
     while isinstance(current, CallWrapper):
-        found.append(current)
+        attached_here.append(current)
         current = current.inner
-    return found
+    return attached_here
+
+
+def watching_at(address: int) -> list[Any]:
+    """Return the wrappers of the watches of the module at an address, the outermost first."""
+    return [wrapper for wrapper in wrappers_at(address) if wrapper.recorder is not None]
 
 
 def needs_operators(module: nn.Module) -> bool:
@@ -223,8 +200,8 @@ def needs_operators(module: nn.Module) -> bool:
 
 def own_call(module: nn.Module) -> Callable[..., Any]:
     """Return the function that makes the module's call where no wrapper is attached."""
-    own: Callable[..., Any] | None = module.__dict__.get(ATTRIBUTE)
-    return module._call_impl if own is None else own
+    compiled: Callable[..., Any] | None = module.__dict__.get(ATTRIBUTE)
+    return module._call_impl if compiled is None else compiled
 
 
 def attach(module: nn.Module, wrapper: Any) -> None:
@@ -243,18 +220,18 @@ def detach(module: nn.Module, wrapper: Any) -> None:
     """Detach the wrapper, also from inside others. Does nothing where it is not attached."""
     key = id(module)
     with _lock:
-        found = wrappers(module)
-        for outer, one in zip([None, *found], found, strict=False):
-            if one is not wrapper:
-                continue
-            if outer is not None:
-                outer.inner = wrapper.inner
-            elif isinstance(wrapper.inner, CallWrapper):
-                _slot.set(key, wrapper.inner)
-            else:
-                _slot.clear(key)
-                if not _slot.has_site(key):
-                    _alive.pop(key, None)
+        attached_here = wrappers(module)
+        position = next((i for i, known in enumerate(attached_here) if known is wrapper), None)
+        if position is None:
+            return
+        if position > 0:
+            attached_here[position - 1].inner = wrapper.inner
+        elif isinstance(wrapper.inner, CallWrapper):
+            _slot.set(key, wrapper.inner)
+        else:
+            _slot.clear(key)
+            if not _slot.has_site(key):
+                _alive.pop(key, None)
 
 
 def _keep(module: nn.Module) -> None:
@@ -294,15 +271,11 @@ class TemporaryWrapper(CallWrapper):
 @contextmanager
 def attached(temporary: Iterable[TemporaryWrapper]) -> Iterator[None]:
     """Attach these wrappers to their modules inside the block."""
-    found: list[TemporaryWrapper] = []
-    try:
+    with ExitStack() as after:
         for wrapper in temporary:
-            found.append(wrapper)
+            after.callback(detach, wrapper._module, wrapper)
             attach(wrapper._module, wrapper)
         yield
-    finally:
-        for wrapper in found:
-            detach(wrapper._module, wrapper)
 
 
 class _ThreadWrapper(TemporaryWrapper):
@@ -315,8 +288,8 @@ class _ThreadWrapper(TemporaryWrapper):
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call."""
-        own = threading.get_ident() == self._thread
-        return (self._run if own else self.run_inner)(module, args, kwargs)
+        is_ours = threading.get_ident() == self._thread
+        return (self._run if is_ours else self.run_inner)(module, args, kwargs)
 
 
 def wrap_calls(modules: Iterable[nn.Module], run: Run) -> AbstractContextManager[None]:
@@ -324,7 +297,7 @@ def wrap_calls(modules: Iterable[nn.Module], run: Run) -> AbstractContextManager
 
     For use inside `BatchSnapshot.again`, where no watch records and compiled modules run eagerly.
     """
-    return attached(_ThreadWrapper(module, run) for module in {id(one): one for one in modules}.values())
+    return attached(_ThreadWrapper(module, run) for module in {id(x): x for x in modules}.values())
 
 
 class ExclusiveRun:
@@ -380,17 +353,14 @@ def unwatched(root: nn.Module) -> Iterator[None]:
     exclusive = ExclusiveRun()
     watched = [module for _, module in each_module(root) if wrappers(module)]
     # Hooks of gradients on weights are in no slot, so their recorders are suspended.
-    found = {id(one.recorder): one.recorder for module in watched for one in wrappers(module)}
-    recorders = [recorder for recorder in found.values() if recorder is not None]
-    for recorder in recorders:
-        recorder.suspend(True)
-    try:
-        with attached(ExclusiveWrapper(module, exclusive) for module in watched):
-            yield
-    finally:
-        for recorder in recorders:
-            recorder.suspend(False)
-        exclusive.end()
+    recorders = {id(x.recorder): x.recorder for module in watched for x in watching_at(id(module))}
+    with ExitStack() as after:
+        after.callback(exclusive.end)
+        for recorder in recorders.values():
+            recorder.suspend(True)
+            after.callback(recorder.suspend, False)
+        after.enter_context(attached(ExclusiveWrapper(module, exclusive) for module in watched))
+        yield
 
 
 # Before its first batch torch.distributed.pipelining calls a stage's module, and its backward, on uninitialised memory
@@ -404,39 +374,29 @@ class _ShapeInference:
     """Change of pipelining that leaves its shape inference unrecorded."""
 
     def __init__(self) -> None:
-        self._is_skipped = False
         self._waiting: WhenImported | None = None
         self._originals: dict[str, Any] = {}
 
     def skip(self) -> None:
         """Leave it unrecorded: from now, or from when pipelining is imported."""
-        if not self._is_skipped:
-            self._is_skipped = True
+        if self._waiting is None and not self._originals:
             self._waiting = when_imported(_STAGE, self._change)
 
     def record_again(self) -> None:
         """Leave pipelining as it was found."""
-        self._is_skipped = False
         if self._waiting is not None:
             self._waiting.cancel()
+        self._waiting = None
         for name, original in self._originals.items():
             setattr(sys.modules[_STAGE].PipelineStage, name, original)
         self._originals.clear()
 
     def _change(self) -> None:
-        try:
-            # An optional part of torch, imported already.
-            from torch.distributed.pipelining.stage import PipelineStage
-
-            for name in _SHAPE_INFERENCE:
-                if (original := vars(PipelineStage).get(name)) is not None:
-                    self._originals[name] = original
-                    setattr(PipelineStage, name, _unrecorded(original))
-        except Exception as error:  # the import is the user's
-            warn_user(
-                "nanwatch: what a pipeline stage runs to learn the shapes of its tensors is taken for batches"
-                f" ({type(error).__name__}: {error})"
-            )
+        stage = getattr(sys.modules[_STAGE], "PipelineStage", None)
+        for name in _SHAPE_INFERENCE:
+            if (original := vars(stage).get(name) if stage else None) is not None:
+                self._originals[name] = original
+                setattr(stage, name, _unrecorded(original))
 
 
 def _unrecorded(infer: Any) -> Any:

@@ -5,21 +5,19 @@ Two recorders do the same work; see recorder.py.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
+import torch
+from torch import Tensor
+
 if TYPE_CHECKING:
-    import weakref
+    from torch import nn
 
-    import torch
-    from torch import Tensor, nn
-
-    from ..records.note import Note
-    from ..records.record import Frame, Record
-    from .masks import Excuses
+    from .._C import CallRecorder
+    from ..records.record import Frame
 
 PeakName: TypeAlias = tuple[str, str, str]  # module, label, dtype
 Check: TypeAlias = Literal["auto", "module", "batch"]
@@ -41,12 +39,10 @@ class Settings:
     outputs: bool = True
     verify_hits: bool = False  # read again on every cache hit and count the differences
     gradients: bool = False
-    counts: bool = False  # every row is Python's, with the counts of its tensor
-    fingerprints: bool = False  # every row has the hash of its tensor's bits
+    counts: bool = False  # every record is Python's, with the counts of its tensor
+    fingerprints: bool = False  # every record has the hash of its tensor's bits
     sketches: int = 0  # in every batch of this many, Python projects the outputs; 0: in none
-    statistics: int = (
-        0  # in every batch of this many, every row is Python's, with the statistics of its tensor
-    )
+    statistics: int = 0  # in every batch of this many, every record is Python's, with statistics
     black_box: bool = False  # write calls into the file of the process, if it has one
     check: Check = "auto"
 
@@ -59,15 +55,6 @@ class Event(IntEnum):  # not IntFlag, whose `&` takes 1 µs
     FRAME = 4
     BACKWARD_START = 8
     OWN_TIME = 16  # no event: the compiled recorder counts its nanoseconds meanwhile
-
-
-class Subscription(Protocol):
-    """Subscription to some events. `active` may be switched off and on again."""
-
-    active: bool
-
-    def remove(self) -> None:
-        """Switch the subscription off."""
 
 
 Part: TypeAlias = Literal["output", "input", "weight"]
@@ -85,13 +72,13 @@ class BackwardCall(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """One row of a backward: the position of its call and of the row, the part of the call it is the gradient of.
+    """One record of a backward: the positions of its call and in its frame, and the part that it is the gradient of.
 
-    `time` orders the rows. All rows of one gradient have the same, as a module's output is the next one's input.
+    `time` orders the records. All of one gradient have the same, as a module's output is the next one's input.
     """
 
     call: int
-    row: int
+    record: int
     part: Part
     time: int
 
@@ -119,6 +106,52 @@ class Start(NamedTuple):
     nodes: tuple[int, int]
     is_function: bool
     extra: Any
+
+    @classmethod
+    def capture(
+        cls,
+        batch: int,
+        is_function: bool,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        extra: object,
+    ) -> Start:
+        """Return the start of a batch that begins now, as csrc/recorder/batch_start.h makes it."""
+        values = [*args, *(kwargs or {}).values()]
+        for value in values.copy():  # one level deep
+            values += value if isinstance(value, tuple | list) else ()
+            values += value.values() if isinstance(value, dict) else ()
+        # By the class alone: an object may say by its `__class__` that it is a tensor.
+        tensors = [x for x in values if issubclass(type(x), Tensor)]
+        with torch._C.DisableTorchFunction():  # no function mode of the user sees the reads
+            versions = [(x, x._version) for x in tensors if not x.is_inference()]
+        named = [(x, attributes_of(x)) for x in values if not issubclass(type(x), Tensor | type)]
+        attributes = [
+            (x, dict(known))
+            for x, known in named
+            if known and all(type(value) in _CONSTANTS for value in known.values())
+        ]
+        autocast = tuple(
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in ("cpu", "cuda")
+        )
+        is_inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        nodes = (torch._C._autograd._get_sequence_nr(), -1)
+        state = (torch.get_rng_state(), autocast, is_inference, grad, versions, attributes)
+        return cls(batch, module, args, kwargs, *state, 0.0, nodes, is_function, extra)
+
+
+_CONSTANTS = (int, float, complex, str, bytes, bool, tuple, type(None))
+
+
+def attributes_of(value: object) -> dict[str, Any]:
+    """Return the attributes of an object, without asking the object: it may define `__getattribute__`."""
+    try:
+        attributes: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return {}
+    return attributes
 
 
 class RecorderEvents(Protocol):
@@ -148,7 +181,7 @@ class RecorderEvents(Protocol):
 
         `caller` is the watched module that made the call. `args` and `kwargs` (or None) are the outermost call's. In
         compiled code `kwargs` are its tensors, by their places: `input[0][1]` is named `0][1`.
-        `is_over`: that call has ended, as its rows came from a device at its end; `on_batch_end` follows.
+        `is_over`: that call has ended, as its records came from a device at its end; `on_batch_end` follows.
         """
 
     def on_batch_end(self, batch: int, completed: bool) -> None:
@@ -185,171 +218,5 @@ class WatchPart:
         """Say what is left to say, once everything is removed."""
 
 
-class Recorder(Protocol):
-    """Interface of the two recorders."""
-
-    paused: bool  # read: whether nothing is recorded; set by pause(), resume() and stop()
-    keeps_starts: bool  # for `start` and `ended_starts`
-    gathers_from: int  # the batch from which on peaks are gathered for `take_peaks`
-    gathers_inputs: bool  # among the peaks
-    gathers_gradient_peaks: bool  # for `take_gradient_peaks`
-    gathers_weights: bool  # from shards, anew in each batch: none is known from the batch before
-
-    def subscribe(self, events: int) -> Subscription:
-        """Report these events from now on. Several subscriptions to one event are counted."""
-
-    def start(self) -> Start | None:
-        """Return the start of the batch under way in this thread."""
-
-    def ended_starts(self) -> list[Start]:
-        """Return the starts of ended batches of which a gradient may still come.
-
-        Of those before the latest batch only their numbers are kept.
-        """
-
-    def forget_starts(self) -> None:
-        """Forget the starts of ended batches."""
-
-    @property
-    def num_other_threads(self) -> int:
-        """Return how many other threads are inside a batch."""
-
-    def watch_buffers(self, buffers: list[tuple[weakref.ref[nn.Module], str]], /) -> None:
-        """Call `on_batch_start` after a change of these buffers."""
-
-    def watch_name(self, names: dict[str, Any], name: str, /) -> None:
-        """Call `on_batch_start` while the name is true."""
-
-    @property
-    def latest_batch(self) -> int:
-        """Return the number of the latest batch, -1 before the first."""
-
-    @property
-    def frames_kept(self) -> int:
-        """Return how many frames have ever been among `frames()`."""
-
-    @property
-    def counters(self) -> dict[str, int]:
-        """Return the numbers of calls, frames, tensors, reads, bytes and cache hits."""
-
-    def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | Excuses) -> int:
-        """Return a number for a module, for its WatchedCall; or for an optimizer."""
-
-    def set_allow_inf(self, node: int, allow_inf: bool | Excuses, /) -> None:
-        """Give the number to another module of the same name and class."""
-
-    def frames(self) -> list[Frame]:
-        """Return the latest frames, oldest first."""
-
-    def frames_since(self, kept: int, /) -> tuple[int, list[Frame]]:
-        """Return `frames_kept`, and the latest frames after the first `kept`, both at one moment."""
-
-    def frames_of_batch(self, batch: int, /) -> int | None:
-        """Return how many frames of a batch have been among `frames()`; None once 16 later batches have had some."""
-
-    def called(self) -> Iterable[str]:
-        """Return the names of the modules that were called and have weights."""
-
-    def take_peaks(self) -> tuple[int, list[PeakName], bytes]:
-        """Return `(batch, new, values)`: the peak magnitudes of a batch, and the names that were not returned before.
-
-        `values` are float64 by name, in the order in which the names came, 0 for a name that the batch did not have.
-        """
-
-    def take_gradient_peaks(self) -> tuple[int, list[PeakName], bytes]:
-        """Return the same of the gradients of all backwards since the last time; the batch is the latest of theirs.
-
-        Names come in the order in which the gradients came first.
-        """
-
-    def settle(self) -> None:
-        """End the batches, and make frames of the backwards, that an exception ended without a sign."""
-
-    def finish_nonfinite_backward(self) -> None:
-        """Make frames of the backward under way in this thread, as far as it has come, if it is non-finite."""
-
-    def add_frame(self, batch: int, node: int, rows: list[Record]) -> None:
-        """Keep a frame of an optimizer's step."""
-
-    def call_under_way(self) -> tuple[int, str, str] | None:
-        """Return the batch, and name and class of the module, of this thread's innermost call if it is recorded."""
-
-    def outermost(self) -> str | None:
-        """Return the name of the module of this thread's outermost call."""
-
-    def add_output(self, label: str, tensor: Tensor) -> None:
-        """Give the innermost observed call under way in this thread one more output."""
-
-    def excuse_gradients(self, batches: Sequence[int], note: Note) -> None:
-        """Note on every non-finite gradient of these batches why it is meant."""
-
-    def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
-        """Look at no more gradients, and take the hooks off the leaves."""
-
-    def unconfirmed_calls(self) -> list[tuple[int, str, str]]:
-        """Return the batch, the module and its class of the latest batch's calls that its device has not confirmed."""
-
-    def suspend(self, on: bool, /) -> None:
-        """Record nothing until it is called with False as often as with True: for re-runs."""
-
-    def is_finite(self, x: Tensor, /) -> bool | None:
-        """Return whether `x` is finite, from its latest reading as a weight if it is unchanged since.
-
-        None where the recorder cannot tell so: on a device, without a version counter, of a dtype without a range.
-        """
-
-    def forget_weights(self, groups: list[list[Tensor]] = ..., /) -> None:
-        """Read these weights again, or all if none of them is known: they may have changed without a sign."""
-
-    def forget_tensors(self) -> None:
-        """Forget all cached reads."""
-
-    def begin_compiled(self, callee: int, plan: str, tensors: Sequence[Tensor]) -> None:
-        """Begin a call in compiled code that no watched call of the same graph made; see compile/operators.py."""
-
-    def record_compiled(self, callee: int, caller: int, plan: str, tensors: Sequence[Tensor]) -> None:
-        """End a call in compiled code; see compile/operators.py."""
-
-
-class Subscriptions:
-    """Counts the subscriptions to each event; the pure-Python twin of csrc/recorder/call_recorder.h."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # reentrant: a signal's handler may subscribe at any moment
-        self._active: list[_Subscription] = []
-        self._mask = 0
-
-    def has(self, event: Event) -> bool:
-        """Return whether somebody subscribes to the event."""
-        return bool(self._mask & event)
-
-    def add(self, events: int) -> Subscription:
-        """Add a subscription, active from now on."""
-        added = _Subscription(self, events)
-        added.active = True
-        return added
-
-    def _switch(self, one: _Subscription, active: bool) -> None:
-        with self._lock:
-            self._active = [other for other in self._active if other is not one] + [one] * active
-            mask = 0
-            for other in self._active:
-                mask |= other.events
-            self._mask = mask
-
-
-class _Subscription:
-    def __init__(self, owner: Subscriptions, events: int) -> None:
-        self._owner = owner
-        self.events = events
-
-    @property
-    def active(self) -> bool:
-        return self in self._owner._active
-
-    @active.setter
-    def active(self, active: bool) -> None:
-        self._owner._switch(self, active)
-
-    def remove(self) -> None:
-        self.active = False
+# PythonRecorder (recorder.py), which documents the methods, has all of them too.
+Recorder: TypeAlias = "CallRecorder"

@@ -1,17 +1,17 @@
-"""Values that a frame of a module call shows, and the row of one value."""
+"""Values that a frame of a module call shows, and the record of one value."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from math import isnan
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ..numerics import readable
 from ..numerics._fingerprint import sketch
 from ..numerics.distribution import exponent_histogram, range_and_statistics
 from ..numerics.formats import AbsRange, HealthWithExponents, Statistics, TensorHealth
@@ -39,7 +39,7 @@ from .masks import Excuses, excuse, is_mask, may_be_finite_mask
 from .shards import shard_note
 from .walk import Unwalked, call_leaves, leaves
 
-_DTYPE_NAMES: dict[torch.dtype, str] = {}
+_NOTHING = Settings()
 
 
 def call_values(
@@ -68,50 +68,13 @@ def call_values(
     return values
 
 
-_ROLES: dict[str, Role] = {"w": "weight", "b": "buffer", "i": "input", "o": "output"}
-_VALUES: dict[str, Any] = {"n": None, "x": 0}
-
-
-# Between the lines of a plan. No newline: Inductor writes an operator's arguments into comments of the code that it
-# makes for a GPU, as they are.
-PLAN_SEPARATOR = "\x1f"
-
-
-def planned_rows(
-    wanted: Settings,
-    plan: str,
-    tensors: Sequence[Tensor],
-    allow_inf: bool | Excuses,
-    observe: Observe,
-) -> tuple[str, list[Record], list[tuple[Role, str, Tensor]]]:
-    """Return class, rows and tensors of a call in compiled code. call_recorder_compiled.cpp explains plans."""
-    class_name, *lines = plan.split(PLAN_SEPARATOR)
-    left, own = iter(tensors), set()
-    rows: list[Record] = []
-    read: list[tuple[Role, str, Tensor]] = []
-    for line in lines:
-        role, kind = _ROLES[line[0]], line[1]
-        label, _, reason = line[3:].partition("\t")
-        value = next(left) if kind == "t" else Unwalked(reason) if kind == "u" else _VALUES[kind]
-        if not getattr(wanted, f"{role}s"):
-            continue
-        if kind == "t" and role in ("weight", "buffer"):
-            if id(value) in own:
-                continue
-            own.add(id(value))
-        if isinstance(value, Tensor):
-            read.append((role, label, value))
-        rows.append(observe(value, label, role, allow_inf))
-    return class_name, rows, read
-
-
 def own_tensors(named: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
     """Return the tensors of a module's `_parameters` or `_buffers`, each once, without the empty ones."""
-    found: dict[int, tuple[str, Tensor]] = {}
+    by_id: dict[int, tuple[str, Tensor]] = {}
     for name, x in named.items():
         if x is not None:
-            found.setdefault(id(x), (name, x))
-    return list(found.values())
+            by_id.setdefault(id(x), (name, x))
+    return list(by_id.values())
 
 
 # nn.MultiheadAttention holds it for its weights, and never calls it.
@@ -154,9 +117,6 @@ def observe_with(wanted: Settings) -> Observe:
     return partial(observe, wanted=wanted)
 
 
-_NOTHING = Settings()
-
-
 def observe(
     value: Any,
     label: str,
@@ -165,38 +125,32 @@ def observe(
     batch: int | None = None,
     *,
     wanted: Settings = _NOTHING,
+    is_examined: bool = True,
 ) -> Record:
-    """Return the row of `value`: its range when it is a tensor that can be read, else the note with the reason.
+    """Return the record of `value`: its range when it is a tensor that can be read, else the note with the reason.
 
     Never raises, builds no graph, and calls no function or dispatch mode of the user's. A non-finite tensor, or one
-    that looks like an additive mask, is read a second time for the counts and the index. `allow_inf` says that its
-    infinities are meant, or is the Excuses of the module. `wanted` says what the row has
-    besides: counts, a fingerprint, and in the batches that are due statistics, or for an output a sketch, with which it
-    is a SketchedRow. A quantized tensor of a library's own class has none of these.
+    that looks like an additive mask, is read a second time for the counts and the index, unless `is_examined` is False.
+    `allow_inf` says that its infinities are meant, or is the Excuses of the module. `wanted` says what the record has
+    besides: counts, a fingerprint, and in the batches that are due statistics, or for an output a sketch. A quantized
+    tensor of a library's own class has none of these.
     """
     if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
         return _no_tensor(value, label, role)
     with only_our_dispatch():
-        if (values := dequantized(value)) is not None:
-            return _examine(values, _read(values, label, role), allow_inf, False)
-        row = _read(value, label, role, wanted.fingerprints, _is_due(batch, wanted.statistics))
-        if row.isfinite is None:
-            return row
-        row = _examine(value, row, allow_inf, wanted.counts)
-        return _sketched(value, row) if role == "output" and _is_due(batch, wanted.sketches) else row
-
-
-def _is_due(batch: int | None, every: int) -> bool:
-    return every > 0 and batch is not None and batch % every == 0
+        x = dequantized(value)
+        x, wanted = (value, wanted) if x is None else (x, _NOTHING)
+        record = _read(x, label, role, wanted.fingerprints, _is_due(batch, wanted.statistics))
+        if is_examined and record.isfinite is not None:
+            record = _examine(x, record, allow_inf, wanted.counts)
+            if role == "output" and _is_due(batch, wanted.sketches):
+                record = _sketched(x, record)
+        return record
 
 
 def read(value: Any, label: str, role: Role) -> Record:
-    """Return the row of `value` like `observe`, without the second read."""
-    if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
-        return _no_tensor(value, label, role)
-    with only_our_dispatch():
-        values = dequantized(value)
-        return _read(value if values is None else values, label, role)
+    """Return the record of `value` like `observe`, without the second read."""
+    return observe(value, label, role, is_examined=False)
 
 
 def nonfinite(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -210,57 +164,8 @@ def nonfinite(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [x for x, its_range in zip(candidates, ranges, strict=True) if not its_range.isfinite]
 
 
-class SketchedRow(Record):
-    """Record of an output with its sketch, until somebody takes it."""
-
-    sketch: bytes
-
-
-def take_sketch(row: Record) -> bytes | None:
-    """Return the sketch of a row, None where there is none, and remove it.
-
-    The recorder's ring keeps the row for as long as a thousand further calls, and a sketch is up to 512 KiB.
-    """
-    return vars(row).pop("sketch", None) if isinstance(row, SketchedRow) else None
-
-
-def sketch_bytes(row: Record) -> int:
-    """Return the size of the sketch that the row has."""
-    return len(vars(row).get("sketch", b"")) if isinstance(row, SketchedRow) else 0
-
-
-def _sketched(x: Tensor, row: Record) -> Record:
-    try:
-        local = local_shard(x)
-        x = x if local is None else local
-        if x.is_floating_point() and is_plain(x) and x.numel():
-            found = SketchedRow(*row)
-            found.sketch = _sketch_of(x)
-            return found
-    except Exception:
-        # Memory may be short. The range already says what matters.
-        suppressed("a tensor could not be sketched")
-    return row
-
-
-# The tensor that was sketched last, its version and its sketch. A module often returns what its last child did: of 12
-# outputs in a block of GPT-2 four are the one before.
-_latest: tuple[weakref.ref[Tensor], int, bytes] | None = None
-# Low bits of a sketch's float32 numbers that are cleared, so that a file is a fourth smaller. What is left has at least
-# two bits more than the tensor's own numbers. Rounding could turn a nan into a number, clearing cannot.
-_CLEARED_BITS = {torch.bfloat16: 13, torch.float16: 11}
-
-
-def _sketch_of(x: Tensor) -> bytes:
-    global _latest
-    known = _latest
-    if known is not None and known[0]() is x and not x.is_inference() and known[1] == x._version:
-        return known[2]
-    numbers = sketch(x)
-    numbers.view(torch.int32).bitwise_and_(-1 << _CLEARED_BITS.get(x.dtype, 0))
-    found = numbers.cpu().numpy().astype("<f4").tobytes()
-    _latest = None if x.is_inference() else (weakref.ref(x), x._version, found)
-    return found
+def _is_due(batch: int | None, every: int) -> bool:
+    return every > 0 and batch is not None and batch % every == 0
 
 
 def _no_tensor(value: Any, label: str, role: Role) -> Record:
@@ -270,24 +175,22 @@ def _no_tensor(value: Any, label: str, role: Role) -> Record:
     return Record(label, role, None, "", None, None, None, None, note)
 
 
-def _read(
-    value: Tensor, label: str, role: Role, fingerprints: bool = False, statistics: bool = False
-) -> Record:
+def _read(x: Tensor, label: str, role: Role, fingerprints: bool, statistics: bool) -> Record:
     # Any attribute of a tensor may raise: that of a subclass is its own code, and a nested one has no shape.
     try:
-        if is_captured(value):
-            return _unchecked(label, role, _shape(value), dtype_name(value), CAPTURED)
-        found, spread = _with_statistics(value) if statistics else (None, None)
+        if is_captured(x):
+            return _unchecked(label, role, _shape(x), dtype_name(x), CAPTURED)
         bits = None
+        span, spread = _with_statistics(x) if statistics else (None, None)
         if fingerprints:
-            found, bits = range_and_fingerprint(value)
-        elif found is None:
-            found = abs_range(value)
+            span, bits = range_and_fingerprint(x)
+        elif span is None:
+            span = abs_range(x)
         # By name: importing DTensor where nobody uses it costs 0.3 s.
-        note = shard_note(value) if type(value).__name__ == "DTensor" else None
-        return Record(label, role, _shape(value), dtype_name(value), *found, None, note, bits, spread)
+        note = shard_note(x) if type(x).__name__ == "DTensor" else None
+        return Record(label, role, _shape(x), dtype_name(x), *span, None, note, bits, spread)
     except Exception as error:
-        return _unread(value, label, role, error)
+        return _unchecked(label, role, _shape(x), dtype_name(x), _reason(x, error))
 
 
 def _with_statistics(x: Tensor) -> tuple[AbsRange | None, Statistics | None]:
@@ -295,11 +198,127 @@ def _with_statistics(x: Tensor) -> tuple[AbsRange | None, Statistics | None]:
     try:
         if x.is_complex():
             return None, None
-        found, spread = range_and_statistics(x)
-        return found, None if isnan(spread.mean) else spread
+        span, spread = range_and_statistics(x)
+        return span, None if isnan(spread.mean) else spread
     except Exception:
         suppressed("a tensor has no statistics")
         return None, None
+
+
+def _unchecked(label: str, role: Role, shape: tuple[int, ...] | None, dtype: str, reason: str) -> Record:
+    return Record(label, role, shape, dtype, None, None, None, None, Note("not_checked", reason))
+
+
+def _reason(x: Tensor, error: Exception) -> str:
+    """Return why the tensor cannot be read, else the type of the error and its first line."""
+    try:
+        if reason := unreadable(x):
+            return reason
+        lines = str(error).strip().splitlines()
+    except Exception:
+        suppressed("a tensor and its error say nothing")
+        lines = []
+    return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
+
+
+def _examine(x: Tensor, record: Record, allow_inf: bool | Excuses, counts: bool) -> Record:
+    try:
+        if record.isfinite is False or (record.abs_min == 0 and may_be_finite_mask(x, record)):
+            health = tensor_health(x)
+            if record.role in ("input", "buffer") and is_mask(x, health):
+                note: Note | None = PLAIN_MASK
+            else:
+                kind = excuse(x, record, health, allow_inf)
+                note = None if kind is None else Note(kind)
+            record = _with_health(record, health, note)
+        if counts and record.isfinite:
+            record = record._replace(health=_health_with_exponents(x))
+    except Exception:
+        # The range already says what matters; the counts are an extra.
+        suppressed("the elements of a tensor could not be counted")
+    return record
+
+
+def _health_with_exponents(x: Tensor) -> TensorHealth:
+    health = HealthWithExponents(*tensor_health(x))
+    if x.is_floating_point():
+        health.exponents = exponent_histogram(x).counts
+    return health
+
+
+def _with_health(record: Record, health: TensorHealth, excused: Note | None) -> Record:
+    note = record.note if excused is None else excused
+    # A finite mask: its range says nothing about the model, and its counts nothing that the note does not.
+    return record._replace(health=None if record.isfinite else health, note=note)
+
+
+def completed_record(
+    label: str,
+    role: Role,
+    shape: tuple[int, ...],
+    dtype: str,
+    values: list[float] | str,
+    allow_inf: bool | Excuses,
+) -> Record:
+    """Return the record of a tensor that a device has read, as `observe` would have made it.
+
+    `values` are those of NanwatchRow (range_cuda.h): the range alone, or the health and the sign of a mask; or, as a
+    string, the reason why there are none.
+    """
+    if isinstance(values, str):
+        return _unchecked(label, role, shape, dtype, values)
+    record = Record(label, role, shape, dtype, values[0], values[1], values[2] != 0, None)
+    if len(values) == 3:
+        return record
+    health = health_of(values[:11], shape)
+    excused: NoteKind | None = None
+    if role in ("input", "buffer") and len(shape) > 0 and values[11] != 0:
+        return _with_health(record, health, PLAIN_MASK)
+    if not record.isfinite and isinstance(allow_inf, Excuses):
+        # The tensor is gone. A row that is masked everywhere shows as nan in the output.
+        excused = allow_inf.kind(None, role, label, health)
+    elif not record.isfinite and allow_inf and not health.num_nan:
+        excused = "allowed"
+    return _with_health(record, health, None if excused is None else Note(excused))
+
+
+class _SketchedRecord(Record):
+    """Record of an output with its sketch, until somebody takes it."""
+
+    sketch: bytes
+
+
+# Low bits of a sketch's float32 numbers that are cleared, so that a file is a fourth smaller. What is left has at least
+# two bits more than the tensor's own numbers. Rounding could turn a nan into a number, clearing cannot.
+_CLEARED_BITS = {torch.bfloat16: 13, torch.float16: 11}
+
+
+def _sketched(x: Tensor, record: Record) -> Record:
+    try:
+        local = local_shard(x)
+        x = x if local is None else local
+        if x.is_floating_point() and is_plain(x) and x.numel():
+            numbers = sketch(x)
+            numbers.view(torch.int32).bitwise_and_(-1 << _CLEARED_BITS.get(x.dtype, 0))
+            record = _SketchedRecord(*record)
+            record.sketch = numbers.cpu().numpy().astype("<f4").tobytes()
+    except Exception:
+        # Memory may be short. The range already says what matters.
+        suppressed("a tensor could not be sketched")
+    return record
+
+
+def take_sketch(record: Record) -> bytes | None:
+    """Return the sketch of a record, None where there is none, and remove it.
+
+    The recorder's ring keeps the record for as long as a thousand further calls, and a sketch is up to 512 KiB.
+    """
+    return vars(record).pop("sketch", None) if isinstance(record, _SketchedRecord) else None
+
+
+def sketch_bytes(record: Record) -> int:
+    """Return the size of the sketch that the record has."""
+    return len(vars(record).get("sketch", b"")) if isinstance(record, _SketchedRecord) else 0
 
 
 @contextmanager
@@ -315,51 +334,16 @@ def holds_fractions(x: Tensor) -> bool:
     return Tensor.is_floating_point(x) or Tensor.is_complex(x)
 
 
+_spelled = cache(readable.dtype_name)  # making the name takes as long as reading a small tensor
+
+
 def dtype_name(x: Tensor) -> str:
-    """Return `float16` for torch.float16, cached: making the name takes as long as reading a small tensor."""
+    """Return `float16` for torch.float16, and "" for a tensor that does not tell."""
     try:
-        dtype = x.dtype
-        name = _DTYPE_NAMES.get(dtype)
-        if name is None:
-            name = _DTYPE_NAMES[dtype] = str(dtype).removeprefix("torch.")
-        return name
+        return _spelled(x.dtype)
     except Exception:
         suppressed("a tensor's dtype raised")
         return ""
-
-
-def histogram_of(x: Tensor, label: str) -> StoredHistogram | None:
-    """Count the elements of `x` in one pass. Return None for integers, complex numbers and unreadable tensors."""
-    if not x.is_floating_point() or unreadable(x):
-        return None
-    try:
-        return StoredHistogram.of(exponent_histogram(x), label)
-    except (TypeError, RuntimeError):
-        # Memory may be short, as after an OutOfMemoryError.
-        return None
-
-
-def _unread(x: Tensor, label: str, role: Role, error: Exception) -> Record:
-    try:
-        reason = unreadable(x)
-    except Exception:
-        suppressed("a tensor could not be asked why it cannot be read")
-        reason = ""
-    return _unchecked(label, role, _shape(x), dtype_name(x), reason or _words(error))
-
-
-def _unchecked(label: str, role: Role, shape: tuple[int, ...] | None, dtype: str, reason: str) -> Record:
-    return Record(label, role, shape, dtype, None, None, None, None, Note("not_checked", reason))
-
-
-def _words(error: Exception) -> str:
-    """Return the type of the error and the first line of what it says."""
-    try:
-        lines = str(error).strip().splitlines()
-    except Exception:
-        suppressed("an error of the user's has no text")
-        lines = []
-    return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
 
 
 def _shape(x: Tensor) -> tuple[int, ...] | None:
@@ -371,62 +355,12 @@ def _shape(x: Tensor) -> tuple[int, ...] | None:
         return None
 
 
-def _examine(x: Tensor, row: Record, allow_inf: bool | Excuses, counts: bool) -> Record:
+def histogram_of(x: Tensor, label: str) -> StoredHistogram | None:
+    """Count the elements of `x` in one pass. Return None for integers, complex numbers and unreadable tensors."""
+    if not x.is_floating_point() or unreadable(x):
+        return None
     try:
-        if row.isfinite is False or (row.abs_min == 0 and may_be_finite_mask(x, row)):
-            health = tensor_health(x)
-            if row.role in ("input", "buffer") and is_mask(x, health):
-                note: Note | None = PLAIN_MASK
-            else:
-                kind = excuse(x, row, health, allow_inf)
-                note = None if kind is None else Note(kind)
-            row = _with_health(row, health, note)
-        if counts and row.isfinite:
-            row = row._replace(health=_health_with_exponents(x))
-    except Exception:
-        # The range already says what matters; the counts are an extra.
-        suppressed("the elements of a tensor could not be counted")
-    return row
-
-
-def _health_with_exponents(x: Tensor) -> TensorHealth:
-    health = HealthWithExponents(*tensor_health(x))
-    if x.is_floating_point():
-        health.exponents = exponent_histogram(x).counts
-    return health
-
-
-def _with_health(row: Record, health: TensorHealth, excused: Note | None) -> Record:
-    note = row.note if excused is None else excused
-    # A finite mask: its range says nothing about the model, and its counts nothing that the note does not.
-    return row._replace(health=None if row.isfinite else health, note=note)
-
-
-def completed_row(
-    label: str,
-    role: Role,
-    shape: tuple[int, ...],
-    dtype: str,
-    values: list[float] | str,
-    allow_inf: bool | Excuses,
-) -> Record:
-    """Return the row of a tensor that a device has read, as `observe` would have made it.
-
-    `values` are those of NanwatchRow (range_cuda.h): the range alone, or the health and the sign of a mask; or, as a
-    string, the reason why there are none.
-    """
-    if isinstance(values, str):
-        return _unchecked(label, role, shape, dtype, values)
-    row = Record(label, role, shape, dtype, values[0], values[1], values[2] != 0, None)
-    if len(values) == 3:
-        return row
-    health = health_of(values[:11], shape)
-    excused: NoteKind | None = None
-    if role in ("input", "buffer") and len(shape) > 0 and values[11] != 0:
-        return _with_health(row, health, PLAIN_MASK)
-    if not row.isfinite and isinstance(allow_inf, Excuses):
-        # The tensor is gone. A row that is masked everywhere shows as nan in the output.
-        excused = allow_inf.kind(None, role, label, health)
-    elif not row.isfinite and allow_inf and not health.num_nan:
-        excused = "allowed"
-    return _with_health(row, health, None if excused is None else Note(excused))
+        return StoredHistogram.of(exponent_histogram(x), label)
+    except (TypeError, RuntimeError):
+        # Memory may be short, as after an OutOfMemoryError.
+        return None

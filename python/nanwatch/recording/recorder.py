@@ -1,18 +1,21 @@
-"""Recorder: finds the batch of a call, reads its tensors, and keeps the latest calls as frames.
+"""Recorder in Python, for an installation without the compiled part; and `make_recorder`, which chooses.
 
-Two recorders do the same work. CallRecorder of the compiled part does not read again what is unchanged since it was
-last read. PythonRecorder, the plain one, reads everything. Tests hold the one against the other.
+CallRecorder of the compiled part gives the same answers, and does not read again what has not changed. It also sees
+calls inside torch.compile. PythonRecorder reads every tensor of every call. Tests compare the two.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,96 +23,192 @@ from torch import Tensor, nn
 from ..numerics import _extension
 from ..records.note import PLAIN_MASK, Note
 from ..records.record import Frame, Record, Role
-from .backward import RecordsBackwards
-from .batch_start import KeptStart
-from .events import (
-    Event,
-    PeakName,
-    Recorder,
-    RecorderEvents,
-    Settings,
-    Start,
-    Subscription,
-    Subscriptions,
-)
-from .frame_ring import FrameRing, PeakMagnitudes
+from .events import Arrival, BackwardCall, Event, PeakName, Recorder, RecorderEvents, Settings, Start
 from .gradients import PythonGradients
 from .masks import Excuses
-from .observe import PLAN_SEPARATOR, call_values, completed_row, observe_with, planned_rows
-from .thread_calls import Node, ThreadCalls
+from .observe import call_values, completed_record, observe_with
 from .walk import is_container, leaves, spell_key
 
 if TYPE_CHECKING:
     from .._C import CallRecorder
 
-# A call may be watched from inside torch.compile, which follows every Python frame, also those of the recorder. With
-# None it follows nothing. The function returns the compiler that was set before.
-_set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
+# More than one batch is under way where several threads call the model.
+_COUNTED_BATCHES = 16
+# A model that names its outputs anew in every batch must not fill the memory: no peak is added beyond this many.
+MAX_PEAKS = 1 << 16
+# The record of a call near the end of its thread's stack.
+_FULL = Note("not_checked", "the stack is nearly full (sys.getrecursionlimit)")
+_NO_STACK = Record("output", "output", None, "", None, None, None, None, _FULL)
+
+
+@contextmanager
+def _interpreted() -> Iterator[None]:
+    """Let torch.compile, which follows every Python frame inside a call, follow nothing in the block."""
+    compiler = torch._C._dynamo.eval_frame.set_eval_frame(None)
+    try:
+        yield
+    finally:
+        torch._C._dynamo.eval_frame.set_eval_frame(compiler)
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A watched module: its name, its class, and whether its calls are recorded."""
+
+    name: str
+    class_name: str
+    observed: bool
+    allow_inf: bool | Excuses
 
 
 class _Entered(NamedTuple):
     """A call that is under way."""
 
-    thread: ThreadCalls
-    node: Node
+    node: _Node
     is_outermost: bool
 
 
-class PythonRecorder(RecordsBackwards):
-    """Recorder without the compiled part. Implements the interface `Recorder`."""
+class _KeptStart:
+    """Start of a batch, kept by the graph of the batch.
+
+    Refers weakly to the module: a model may keep its output, and so the graph.
+    """
+
+    def __init__(self, start: Start) -> None:
+        self.began = time.monotonic()
+        assert start.module is not None
+        self.module: Callable[[], nn.Module | None] = weakref.ref(start.module)
+        self.start = start._replace(module=None)
+
+    def present(self) -> Start:
+        return self.start._replace(module=self.module(), elapsed=time.monotonic() - self.began)
+
+    def forget_call(self) -> None:
+        """Keep nothing of the call but its place among others."""
+        self.module = lambda: None
+        self.start = self.start._replace(args=(), kwargs=None, versions=[], attributes=[], extra=None)
+
+
+class _Thread(threading.local):
+    """The calls under way in one thread, outermost first, and their batch."""
+
+    def __init__(self) -> None:
+        self.nodes: list[_Node] = []
+        self.batch = 0
+        self.recomputed = False
+        self.recording = False  # a callback may call other modules: they are not recorded
+        self.given: tuple[tuple[Any, ...], Any] = ((), None)
+        self.start: _KeptStart | None = None
+        self.is_inside = False  # of a batch
+        self.added: list[tuple[int, str, Tensor]] = []  # outputs to add to calls, which their depths name
+
+
+class PeakMagnitudes:
+    """The largest magnitude of each tensor of a batch, or of each gradient. A name keeps its position."""
+
+    def __init__(self) -> None:
+        self.batch = -1
+        self._values: dict[PeakName, float] = {}
+        self._new: list[PeakName] = []
+
+    def add(self, frame: Frame, with_inputs: bool = False) -> None:
+        """Take a frame of the batch under way. A frame of another batch drops what was taken before.
+
+        An input counts at the module that made it, unless `with_inputs`. A frame recomputed in a backward was taken in
+        the forward.
+        """
+        if frame.recomputed:
+            return
+        if frame.batch != self.batch:
+            self._begin(frame.batch)
+        for record in frame.records:
+            if with_inputs or record.role != "input":
+                self.add_record(frame.name, record)
+
+    def add_record(self, module_name: str, record: Record) -> None:
+        """Take one record. Reports have the non-finite values."""
+        if record.abs_max is None or not record.isfinite or record.is_excused:
+            return
+        name = (module_name, record.label, record.dtype)
+        if name not in self._values:
+            if len(self._values) >= MAX_PEAKS or record.ends is None:
+                return
+            self._new.append(name)
+        self._values[name] = max(self._values.get(name, 0.0), record.abs_max)
+
+    def take(self) -> tuple[int, list[PeakName], bytes]:
+        """Return and forget the peaks, as `Recorder.take_peaks`."""
+        taken = self.batch, self._new, array("d", self._values.values()).tobytes()
+        self._new = []
+        self._begin(-1)
+        return taken
+
+    def _begin(self, batch: int) -> None:
+        self.batch = batch
+        self._values = dict.fromkeys(self._values, 0.0)
+
+
+class _Subscription:
+    def __init__(self, events: int, known: set[_Subscription]) -> None:
+        self.events, self.active, self._known = events, True, known
+        known.add(self)
+
+    def remove(self) -> None:
+        self.active = False
+        self._known.discard(self)
+
+
+class PythonRecorder:
+    """Recorder without the compiled part, and the reference for the methods of both recorders.
+
+    Attributes that others set: `keeps_starts` for `start` and `ended_starts`, `gathers_from`, the batch from which on
+    peaks are gathered for `take_peaks`, `gathers_inputs` among these, `gathers_gradient_peaks` for
+    `take_gradient_peaks`, and `gathers_weights` for weights that are gathered from shards anew in each batch.
+    `latest_batch` is -1 before the first. `counters` are numbers of calls, frames, tensors, reads, bytes and hits.
+    """
 
     def __init__(self, settings: Settings, events: RecorderEvents) -> None:
+        self.keeps_starts = self.gathers_inputs = self.gathers_gradient_peaks = self.gathers_weights = False
+        self.gathers_from = sys.maxsize
+        self.latest_batch = -1
+        names = ("calls", "frames", "tensors", "tensors_read", "bytes_read", "cache_hits")
+        self.counters = dict.fromkeys(names, 0)
+        # Nobody calls back or reads a tensor while holding the lock. Reentrant, as a signal's handler may ask for a
+        # report at any moment.
+        self.lock = threading.RLock()
+        self.events = events
+        self.observe = observe_with(settings)
+        self._settings = settings
         self._is_paused = False
         self._num_suspended = 0
-        self.keeps_starts = False
-        self._ended_starts: list[weakref.ref[KeptStart]] = []
         self._num_inside = 0
-        self.gathers_from = sys.maxsize
-        self.gathers_inputs = False
-        self.gathers_gradient_peaks = False
-        self.gathers_weights = False  # nothing is remembered here
-        self.latest_batch = -1
-        self.counters = dict.fromkeys(
-            ("calls", "frames", "tensors", "tensors_read", "bytes_read", "cache_hits"), 0
-        )
-        self._settings = settings
-        self._observe = observe_with(settings)
-        self._events = events
-        self._subscriptions = Subscriptions()
-        self._traced = frozenset(settings.traced)
-        self._names: list[tuple[dict[str, Any], str]] = []
-        self._nodes: list[Node] = []
-        self._frames = FrameRing(settings.max_frames)
+        self._subscriptions: set[_Subscription] = set()
+        self._watched_names: list[tuple[dict[str, Any], str]] = []
+        self._nodes: list[_Node] = []
+        self._frames: deque[Frame] = deque(maxlen=settings.max_frames)
+        self._num_frames: dict[int, int] = {}  # by batch
+        self._latest_uncounted = -2  # the latest batch that has left `_num_frames`
         self._called: set[str] = set()
         self._peaks = PeakMagnitudes()
         self._gradient_peaks = PeakMagnitudes()
-        self._thread = ThreadCalls()
-        # Guards the counters, the ring, the nodes and what is known of backwards. Nobody calls back or reads a
-        # tensor while holding it. Reentrant, as a signal's handler may ask for a report at any moment.
-        self.lock = threading.RLock()
-        # No graph keeps a call in compiled code alive. The latest of each module is kept, for its weights' gradients.
-        self._compiled_calls = {}
-        this = weakref.ref(self)
-        self._gradients = None
-        if settings.gradients:
-            self._gradients = PythonGradients(
-                lambda: None if (own := this()) is None else own._report_backward_start(),
-                lambda *found: None if (own := this()) is None else own._keep_backward(*found),
-                self._observe,
-                self.lock,
-            )
+        self._thread = _Thread()
+        self._ended_starts: list[weakref.ref[_KeptStart]] = []
+        self._gradients = PythonGradients(self) if settings.gradients else None
 
     def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | Excuses) -> int:
+        """Return a number for a module, for its WatchedCall; or for an optimizer."""
         with self.lock:
-            self._nodes.append(Node(name, type(module).__name__, observed, allow_inf))
+            self._nodes.append(_Node(name, type(module).__name__, observed, allow_inf))
             return len(self._nodes) - 1
 
     def set_allow_inf(self, node: int, allow_inf: bool | Excuses, /) -> None:
+        """Give the number to another module of the same name and class."""
         with self.lock:
             self._nodes[node] = replace(self._nodes[node], allow_inf=allow_inf)
 
     @property
     def paused(self) -> bool:
+        """Return whether nothing is recorded. Set by pause(), resume() and stop() of a Watch."""
         return self._is_paused or self._num_suspended > 0
 
     @paused.setter
@@ -117,8 +216,36 @@ class PythonRecorder(RecordsBackwards):
         self._is_paused = on
 
     def suspend(self, on: bool, /) -> None:
+        """Record nothing until it is called with False as often as with True: for re-runs."""
         with self.lock:
             self._num_suspended += 1 if on else -1
+
+    def subscribe(self, events: int) -> _Subscription:
+        """Report these events from now on. Several subscriptions to one event are counted."""
+        return _Subscription(events, self._subscriptions)
+
+    def has_subscription(self, event: Event) -> bool:
+        """Return whether somebody subscribes to the event."""
+        return any(known.active and known.events & event for known in self._subscriptions.copy())
+
+    def watch_name(self, names: dict[str, Any], name: str, /) -> None:
+        """Call `on_batch_start` while the name is true."""
+        self._watched_names.append((names, name))
+
+    # A recorder that keeps starts asks for each, and there is no cache to forget.
+
+    def watch_buffers(self, buffers: list[tuple[weakref.ref[nn.Module], str]], /) -> None:
+        """Call `on_batch_start` after a change of these buffers."""
+
+    def forget_weights(self, groups: list[list[Tensor]] | None = None, /) -> None:
+        """Read these weights again, or all if none of them is known: they may have changed without a sign."""
+
+    def forget_tensors(self) -> None:
+        """Forget all cached reads."""
+
+    def unconfirmed_calls(self) -> list[tuple[int, str, str]]:
+        """Return the batch, the module and its class of the latest batch's calls that its device has not confirmed."""
+        return []
 
     @property
     def is_under_way(self) -> bool:
@@ -126,298 +253,290 @@ class PythonRecorder(RecordsBackwards):
         return bool(self._thread.nodes)
 
     @property
+    def num_other_threads(self) -> int:
+        """Return how many other threads are inside a batch."""
+        return self._num_inside - self._thread.is_inside
+
+    @property
     def frames_kept(self) -> int:
+        """Return how many frames have ever been among `frames()`."""
         return self.counters["frames"]
 
     def frames(self) -> list[Frame]:
+        """Return the latest frames, oldest first."""
         with self.lock:
             return list(self._frames)
 
     def frames_since(self, kept: int, /) -> tuple[int, list[Frame]]:
+        """Return `frames_kept`, and the latest frames after the first `kept`, both at one moment."""
         with self.lock:
             new = self.frames_kept - kept
             return self.frames_kept, list(self._frames)[-new:] if new > 0 else []
 
     def frames_of_batch(self, batch: int, /) -> int | None:
+        """Return how many frames of a batch have been among `frames()`; None once 16 later batches have had some."""
         with self.lock:
-            return self._frames.of_batch(batch)
+            return self._num_frames.get(batch, None if batch <= self._latest_uncounted else 0)
 
     def called(self) -> set[str]:
-        """Return the names of the modules that were called."""
-        return set(self._called)
+        """Return the names of the modules that were called and have weights."""
+        return self._called.copy()
 
     def take_peaks(self) -> tuple[int, list[PeakName], bytes]:
+        """Return `(batch, new, values)`: the peak magnitudes of a batch, and the names that were not returned before.
+
+        `values` are float64 by name, in the order in which the names came, 0 for a name that the batch did not have.
+        """
         with self.lock:
             return self._peaks.take()
 
     def take_gradient_peaks(self) -> tuple[int, list[PeakName], bytes]:
+        """Return the same of the gradients of all backwards since the last time; the batch is the latest of theirs.
+
+        Names come in the order in which the gradients came first.
+        """
         with self.lock:
             return self._gradient_peaks.take()
 
     def start(self) -> Start | None:
-        start = self._thread.start
-        return None if start is None else start.start
+        """Return the start of the batch under way in this thread."""
+        return None if self._thread.start is None else self._thread.start.present()
 
     def ended_starts(self) -> list[Start]:
-        return [start.start for reference in self._ended_starts if (start := reference()) is not None]
+        """Return the starts of ended batches of which a gradient may still come.
+
+        Of those before the latest batch only their numbers are kept.
+        """
+        return [kept.present() for kept in self._kept_starts()]
 
     def forget_starts(self) -> None:
-        self._let_go_of_starts()
+        """Forget the starts of ended batches."""
+        for kept in self._kept_starts():
+            kept.forget_call()
         self._ended_starts = []
 
-    def _let_go_of_starts(self) -> None:
-        for reference in self._ended_starts:
-            if (start := reference()) is not None:
-                start.let_go()
+    def _kept_starts(self) -> list[_KeptStart]:
+        return [kept for reference in self._ended_starts if (kept := reference()) is not None]
 
-    @property
-    def num_other_threads(self) -> int:
-        return self._num_inside - self._thread.is_inside
+    def call_under_way(self) -> tuple[int, str, str] | None:
+        """Return the batch, and name and class of the module, of this thread's innermost call if it is recorded."""
+        if not self._thread.nodes or not self._is_recorded(self._thread):
+            return None
+        return self._thread.batch, self._thread.nodes[-1].name, self._thread.nodes[-1].class_name
 
-    def watch_buffers(self, buffers: list[tuple[weakref.ref[nn.Module], str]], /) -> None:
-        """Do nothing: a recorder that keeps starts calls `on_batch_start` for each."""
-
-    def watch_name(self, names: dict[str, Any], name: str, /) -> None:
-        self._names.append((names, name))
-
-    def subscribe(self, events: int) -> Subscription:
-        return self._subscriptions.add(events)
-
-    def unconfirmed_calls(self) -> list[tuple[int, str, str]]:
-        """Return none: this recorder waits for each tensor."""
-        return []
-
-    def is_finite(self, x: Tensor, /) -> bool | None:
-        """Return None: there is no cache."""
-        return None
-
-    def forget_weights(self, groups: list[list[Tensor]] | None = None, /) -> None:
-        """Do nothing: there is no cache."""
-
-    def forget_tensors(self) -> None:
-        """Do nothing: there is no cache."""
+    def outermost(self) -> str | None:
+        """Return the name of the module of this thread's outermost call."""
+        return self._thread.nodes[0].name if self._thread.nodes else None
 
     def enter(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> _Entered | None:
         """Begin a call of a module. Return what `leave` and `left_by` need, None for a call that is not recorded.
 
         The wrapper makes the call itself: a call through here would take a level of recursion more than a hook does.
         """
-        thread = self._thread
-        if thread.compiled is not None and not thread.recording:
-            self._end_compiled(thread, completed=False)
-        is_outermost = not thread.nodes
-        if thread.recording or (is_outermost and self.paused):
-            return None
-        if is_outermost:
-            compiler = _set_compiler(None)
-            try:
+        with _interpreted():
+            thread, node = self._thread, self._nodes[number]
+            is_outermost = not thread.nodes
+            if thread.recording or (is_outermost and self.paused):
+                return None
+            if is_outermost:
                 self._begin_batch(thread, module, args, kwargs)
-            finally:
-                _set_compiler(compiler)
-        node = self._nodes[number]
-        thread.nodes.append(node)
-        self._add(calls=1)
-        return _Entered(thread, node, is_outermost)
+                thread.given = (args, kwargs or None)
+            thread.nodes.append(node)
+            self._count(calls=1)
+            return _Entered(node, is_outermost)
 
     def leave(self, entered: _Entered, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Record a call that has returned `output`."""
-        thread, node, is_outermost = entered
-        compiler = _set_compiler(None)
+        thread, (node, is_outermost) = self._thread, entered
         completed = False
-        try:
-            thread.nodes.pop()
-            if node.observed and not self.paused and thread.batch % self._settings.every == 0:
-                with thread.is_recording():
-                    class_name, caller = type(module).__name__, thread.innermost
-                    call = (thread.batch, node.name, class_name, caller, thread.recomputed)
-                    try:
-                        rows, tensors = self._rows(thread.batch, node, module, args, kwargs, output)
-                        self._follow(call, tensors, thread.start)
-                    except RecursionError:
-                        # The call itself was made: it needed less of the stack than its observation.
-                        rows = [_NO_STACK]
-                    self._keep(thread, node.name, class_name, rows, caller)
-            completed = True
-        finally:
+        with _interpreted():
             try:
-                if is_outermost:
-                    self._leave_batch(thread, completed)
+                thread.nodes.pop()
+                if node.observed and self._is_recorded(thread):
+                    with self._recording(thread):
+                        self._record(thread, node, module, args, kwargs, output)
+                completed = True
             finally:
-                _set_compiler(compiler)
+                if is_outermost:
+                    self._end_batch(thread, completed)
 
     def left_by(self, entered: _Entered) -> None:
         """End a call that raised the exception being handled."""
-        thread, _, is_outermost = entered
-        compiler = _set_compiler(None)
-        try:
-            thread.nodes.pop()
-            thread.take_added()
-            if is_outermost:
-                self._leave_batch(thread, completed=False)
-        finally:
-            _set_compiler(compiler)
-
-    def call_under_way(self) -> tuple[int, str, str] | None:
         thread = self._thread
-        is_recorded = thread.batch % self._settings.every == 0 and not (thread.recording or self.paused)
-        if not thread.nodes or not is_recorded or thread.compiled is not None:
-            return None
-        return thread.batch, thread.nodes[-1].name, thread.nodes[-1].class_name
-
-    def outermost(self) -> str | None:
-        return self._thread.nodes[0].name if self._thread.nodes else None
+        with _interpreted():
+            thread.nodes.pop()
+            self._take_added(thread)
+            if entered.is_outermost:
+                self._end_batch(thread, completed=False)
 
     def add_output(self, label: str, tensor: Tensor) -> None:
+        """Give the innermost observed call under way in this thread one more output."""
         observed = [depth for depth, node in enumerate(self._thread.nodes, 1) if node.observed]
         if observed and self._settings.outputs:
             self._thread.added.append((observed[-1], label, tensor))
 
-    def _leave_batch(self, thread: ThreadCalls, completed: bool) -> None:
-        thread.given = ((), None)
-        thread.added.clear()
-        self._end_batch(thread, completed)
+    def _take_added(self, thread: _Thread) -> list[tuple[Role, str, Any]]:
+        """Return the outputs that were added to the call that has just ended."""
+        depth, added = len(thread.nodes), thread.added
+        thread.added = [output for output in added if output[0] <= depth]
+        return [("output", label, x) for at, label, x in added if at > depth]
 
-    def begin_compiled(self, callee: int, plan: str, tensors: Sequence[Tensor]) -> None:
-        thread = self._thread
-        if thread.recording:
-            return
-        if thread.compiled is not None:
-            self._end_compiled(thread, completed=False)
-        if thread.nodes or self.paused or not 0 <= callee < len(self._nodes):
-            return
-        self._begin_batch(thread, None, (), None)
-        thread.nodes.append(self._nodes[callee])
-        places = [
-            line[3:].removeprefix("input[")[:-1] for line in plan.split(PLAN_SEPARATOR) if line[1:2] == "t"
-        ]
-        thread.compiled = {place: weakref.ref(x) for place, x in zip(places, tensors, strict=False)}
+    def _is_recorded(self, thread: _Thread) -> bool:
+        return not (self.paused or thread.recording) and thread.batch % self._settings.every == 0
 
-    def record_compiled(self, callee: int, caller: int, plan: str, tensors: Sequence[Tensor]) -> None:
-        thread = self._thread
-        if thread.recording or not 0 <= callee < len(self._nodes):
-            return
-        if not thread.nodes:  # the graph was made for another watch, for which this call was no outermost one
-            self.begin_compiled(callee if caller < 0 else caller, "", ())
-        if not thread.nodes:
-            return
-        ends = thread.compiled is not None and caller < 0
-        if ends:
-            thread.nodes.pop()
-        self._add(calls=1)
-        node = self._nodes[callee]
-        completed = False
+    @contextmanager
+    def _recording(self, thread: _Thread) -> Iterator[None]:
+        """Record no call of this thread in the block: what a callback calls is not the run's."""
+        thread.recording = True
         try:
-            if node.observed and not self.paused and thread.batch % self._settings.every == 0:
-                observe = partial(self._observe, batch=thread.batch)
-                class_name, rows, read = planned_rows(self._settings, plan, tensors, node.allow_inf, observe)
-                self._count(rows)
-                if thread.compiled is not None:
-                    arguments = ((place, reference()) for place, reference in thread.compiled.items())
-                    thread.given = ((), {place: x for place, x in arguments if x is not None})
-                outer = self._nodes[caller].name if caller >= 0 else thread.innermost
-                with thread.is_recording():
-                    call = (thread.batch, node.name, class_name, outer, thread.recomputed)
-                    self._follow(call, read, thread.start, in_compiled_code=True)
-                    self._keep(thread, node.name, class_name, rows, outer)
-            completed = True
+            yield
         finally:
-            if thread.compiled is not None:
-                thread.given = ((), None)
-                if ends or not completed:
-                    self._end_compiled(thread, completed)
+            thread.recording = False
 
-    def _end_compiled(self, thread: ThreadCalls, completed: bool) -> None:
-        thread.nodes.clear()
-        thread.compiled = None
-        self._end_batch(thread, completed)
-
-    def _end_batch(self, thread: ThreadCalls, completed: bool) -> None:
-        is_reported = self._subscriptions.has(Event.BATCH_END) or thread.batch >= self.gathers_from
-        own = None if completed else sys.exc_info()[1]
+    def _record(
+        self, thread: _Thread, node: _Node, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        caller = thread.nodes[-1].name if thread.nodes else None
+        frame = Frame(thread.batch, node.name, type(module).__name__, (), "forward", thread.recomputed)
         try:
-            if not thread.recomputed and (is_reported or not completed):
-                with thread.is_recording():
-                    self._events.on_batch_end(thread.batch, completed)
-        except BaseException as error:
-            # KeyboardInterrupt and SystemExit end the program, whatever came first.
-            if own is None or error.__cause__ is own or not isinstance(error, Exception):
-                raise
-        finally:
-            self._leave_start(thread)
-
-    def _leave_start(self, thread: ThreadCalls) -> None:
+            values = call_values(self._settings, module, args, kwargs, output) + self._take_added(thread)
+            records = [self.observe(x, label, role, node.allow_inf, frame.batch) for role, label, x in values]
+            if self._gradients is not None:
+                self._gradients.follow(values, frame, caller, thread.start)
+        except RecursionError:
+            # The call itself was made: it needed less of the stack than its observation.
+            records = [_NO_STACK]
+        frame = frame._replace(records=tuple(records))
+        num_read = sum(record.isfinite is not None for record in records)
         with self.lock:
-            self._num_inside -= thread.is_inside
-        start, thread.start, thread.is_inside = thread.start, None, False
-        if start is not None:
-            start.end()
-            if start.has_graph:
-                self._ended_starts = [x for x in self._ended_starts if x() is not None] + [weakref.ref(start)]
+            self._append(frame)
+            self._count(tensors=num_read, tensors_read=num_read)
+            self._called.add(frame.name)
+            if frame.batch >= self.gathers_from:
+                self._peaks.add(frame, self.gathers_inputs)
+        if self.has_subscription(Event.FRAME) or frame.batch in self._settings.traced:
+            self.events.on_frame(frame)
+        if any(record.is_fault for record in records):
+            self.events.on_nonfinite(frame, caller, *thread.given, False)
 
-    def _begin_batch(self, thread: ThreadCalls, module: nn.Module | None, args: Any, kwargs: Any) -> None:
+    def _append(self, frame: Frame) -> None:
+        self._frames.append(frame)
+        self._count(frames=1)
+        if frame.batch > self._latest_uncounted:
+            self._num_frames[frame.batch] = self._num_frames.get(frame.batch, 0) + 1
+            if len(self._num_frames) > _COUNTED_BATCHES:
+                self._latest_uncounted = min(self._num_frames)
+                del self._num_frames[self._latest_uncounted]
+
+    def _count(self, **amounts: int) -> None:
+        with self.lock:
+            for name, amount in amounts.items():
+                self.counters[name] += amount
+
+    def _begin_batch(self, thread: _Thread, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.settle()
         # Called from a backward: activation checkpointing runs the forward again. That is no new batch.
         thread.recomputed = torch._C._current_graph_task_id() != -1
         with self.lock:
-            if not thread.recomputed:
-                self.latest_batch += 1
+            self.latest_batch += not thread.recomputed
             thread.batch = self.latest_batch
-        if not thread.recomputed:
-            self._start_batch(thread, module, args, kwargs or None)
-        thread.given = (args, kwargs or None)
-
-    def _start_batch(self, thread: ThreadCalls, module: nn.Module | None, args: Any, kwargs: Any) -> None:
-        traced = thread.batch in self._traced
-        keeps = self.keeps_starts and module is not None
-        # Also of a batch that is not recorded: its thread is inside the model.
-        is_asked = self._subscriptions.has(Event.BATCH_START) or any(names.get(x) for names, x in self._names)
-        extra = None
-        if traced or keeps or is_asked:
-            extra = self._events.on_batch_start(thread.batch, traced, module, args, kwargs)
-        if module is None:
+        if thread.recomputed:
             return
-        if keeps:
+        # Also of a batch that is not recorded: its thread is inside the model.
+        traced = thread.batch in self._settings.traced
+        is_asked = traced or self.keeps_starts or self.has_subscription(Event.BATCH_START)
+        extra = None
+        if is_asked or any(names.get(name) for names, name in self._watched_names):
+            extra = self.events.on_batch_start(thread.batch, traced, module, args, kwargs or None)
+        if self.keeps_starts:
             is_function = hasattr(type(module), "is_watched_function")
-            if not is_function:
-                self._let_go_of_starts()
-            thread.start = KeptStart(thread.batch, is_function, module, args, kwargs, extra)
+            for kept in () if is_function else self._kept_starts():
+                kept.forget_call()
+            start = Start.capture(thread.batch, is_function, module, args, kwargs or None, extra)
+            thread.start = _KeptStart(start)
         with self.lock:
             thread.is_inside = True
             self._num_inside += 1
 
-    def _keep(
-        self, thread: ThreadCalls, name: str, class_name: str, rows: list[Record], caller: str | None
-    ) -> None:
-        frame = Frame(thread.batch, name, class_name, tuple(rows), "forward", thread.recomputed)
+    def _end_batch(self, thread: _Thread, completed: bool) -> None:
+        thread.given = ((), None)
+        thread.added.clear()
+        is_reported = self.has_subscription(Event.BATCH_END) or thread.batch >= self.gathers_from
+        error = None if completed else sys.exc_info()[1]
+        try:
+            if not thread.recomputed and (is_reported or not completed):
+                with self._recording(thread):
+                    self.events.on_batch_end(thread.batch, completed)
+        except BaseException as raised:
+            # KeyboardInterrupt and SystemExit end the program, whatever came first.
+            if error is None or raised.__cause__ is error or not isinstance(raised, Exception):
+                raise
+        finally:
+            with self.lock:
+                self._num_inside -= thread.is_inside
+                thread.is_inside = False
+            kept, thread.start = thread.start, None
+            if kept is not None:
+                nodes = kept.start.nodes[0], torch._C._autograd._get_sequence_nr()
+                kept.start = kept.start._replace(nodes=nodes)
+                if kept.start.grad:
+                    self._ended_starts = [*map(weakref.ref, self._kept_starts()), weakref.ref(kept)]
+
+    def settle(self) -> None:
+        """End the batches, and make frames of the backwards, that an exception ended without a sign."""
+        if self._gradients is not None:
+            self._gradients.finish_broken()
+
+    def finish_nonfinite_backward(self) -> None:
+        """Make frames of the backward under way in this thread, as far as it has come, if it is non-finite."""
+        if self._gradients is not None:
+            self._gradients.finish_nonfinite()
+
+    def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
+        """Look at no more gradients, and take the hooks off the leaves."""
+        if self._gradients is not None:
+            self._gradients.release()
+            self._gradients = None
+
+    def keep_backward(self, calls: list[BackwardCall], arrivals: list[Arrival], is_nonfinite: bool) -> None:
+        """Keep the frames of a backward that is over."""
+        if self.paused:
+            return
         with self.lock:
-            self._frames.append(frame)
-            self._add(frames=1)
-            self._called.add(name)
-            if frame.batch >= self.gathers_from:
-                self._peaks.add(frame, self.gathers_inputs)
-        if self._subscriptions.has(Event.FRAME) or thread.batch in self._traced:
-            self._events.on_frame(frame)
-        if any(row.is_fault for row in rows):
-            self._events.on_nonfinite(frame, caller, *thread.given, False)
+            self._count(tensors=len(arrivals), tensors_read=len(arrivals))
+            for arrival in arrivals if self.gathers_gradient_peaks else ():
+                frame = calls[arrival.call].frame
+                self._gradient_peaks.batch = max(self._gradient_peaks.batch, frame.batch)
+                self._gradient_peaks.add_record(frame.name, frame.records[arrival.record])
+        try:
+            for call in calls:
+                if call.frame.batch in self._settings.traced:
+                    self.events.on_frame(call.frame)
+            if is_nonfinite:
+                self.events.on_backward_end(calls, arrivals)
+        finally:
+            with self.lock:
+                for call in calls:
+                    self._append(call.frame)
 
-    def _rows(
-        self, batch: int, node: Node, module: nn.Module, args: Any, kwargs: Any, output: Any
-    ) -> tuple[list[Record], list[tuple[Role, str, Tensor]]]:
-        """Return the rows of a call and their tensors."""
-        values = call_values(self._settings, module, args, kwargs, output)
-        values += self._thread.take_added()
-        found = [self._observe(x, label, role, node.allow_inf, batch) for role, label, x in values]
-        self._count(found)
-        return found, [one for one in values if isinstance(one[2], Tensor)]
+    def add_frame(self, batch: int, node: int, records: list[Record]) -> None:
+        """Keep a frame of an optimizer's step."""
+        with self.lock:
+            known = self._nodes[node]
+            self._append(Frame(batch, known.name, known.class_name, tuple(records), "step"))
 
-    def _count(self, rows: list[Record]) -> None:
-        read = sum(row.isfinite is not None for row in rows)
-        self._add(tensors=read, tensors_read=read)
+    def excuse_gradients(self, batches: Sequence[int], note: Note) -> None:
+        """Note on every non-finite gradient of these batches why it is meant."""
 
+        def excused(frame: Frame) -> Frame:
+            if frame.phase != "backward" or frame.batch not in batches:
+                return frame
+            records = [x._replace(note=note) if x.isfinite is False else x for x in frame.records]
+            return frame._replace(records=tuple(records))
 
-# The row of a call near the end of its thread's stack.
-_FULL = Note("not_checked", "the stack is nearly full (sys.getrecursionlimit)")
-_NO_STACK = Record("output", "output", None, "", None, None, None, None, _FULL)
+        with self.lock:
+            self._frames = deque(map(excused, self._frames), maxlen=self._frames.maxlen)
+
 
 if _extension.C is not None:
     _extension.C.bind_row(Record, Note)
@@ -426,13 +545,13 @@ if _extension.C is not None:
 def make_recorder(settings: Settings, events: RecorderEvents) -> Recorder:
     """Make the compiled recorder, or the Python one where there is none."""
     if _extension.C is None:
-        return PythonRecorder(settings, events)
+        return cast(Recorder, PythonRecorder(settings, events))
     helpers: dict[str, Any] = {
         "observe": observe_with(settings),
         "leaves": leaves,
         "is_container": is_container,
         "spell_key": spell_key,
-        "completed_row": completed_row,
+        "completed_row": completed_record,
         "plain_mask": PLAIN_MASK,
     }
     native: type[CallRecorder] = _extension.C.CallRecorder

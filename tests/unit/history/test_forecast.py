@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.history.forecast import Forecast, Forecaster
-from nanwatch.recording.frame_ring import PeakMagnitudes
+from nanwatch.recording.recorder import PeakMagnitudes
 from nanwatch.records.note import Note
 from nanwatch.records.record import Frame, Record
 from nanwatch.trace.picture import Mark, draw

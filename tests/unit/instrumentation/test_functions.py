@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.instrumentation import functions
-from support.recorders import RECORDERS, watched
+from support.recorders import RECORDERS, needs_native, watched
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +152,7 @@ def test_the_gradients_of_a_loss() -> None:
     assert (report.finding.module, report.finding.operation) == ("root", "SqrtBackward0")
 
 
+@needs_native
 @pytest.mark.compile
 @pytest.mark.parametrize("begins_first", [True, False])
 def test_compiled_code_records_a_watched_function(begins_first: bool) -> None:

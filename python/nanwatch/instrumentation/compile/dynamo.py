@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...numerics import _extension
 from ...util.imports import WhenImported, when_imported
 from ...util.modules import WeakIdentityDict, each_module
 from ...util.visible import warn_user
 from .. import slot
-from ..slot import IS_WATCHED, SITE, needs_operators
+from ..slot import IS_WATCHED, SITE, needs_operators, watching_at
 from .operators import put_begin, put_record
 
 _DYNAMO = "torch._dynamo"
@@ -73,20 +74,18 @@ def _change_dynamo(interpreted: Iterable[Any]) -> None:
         _warn(f"nothing inside torch.compile is seen with torch {torch.__version__}", error)
 
 
-def _warn(what: str, error: Exception) -> None:
+def _warn(what: str, error: Exception | None = None) -> None:
     global _warned
     if not _warned:
         _warned = True
-        warn_user(f"nanwatch: {what} ({type(error).__name__}: {error})")
+        warn_user(f"nanwatch: {what}" + (f" ({type(error).__name__}: {error})" if error is not None else ""))
 
 
 def _change_call_function(interpreted: Iterable[Any]) -> None:
     from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
-    twin = slot._PythonCallSlot
-    answers = (slot._PythonAnswer.__get__, twin._get, twin.site, twin.is_watched, twin.find)
-    for function in (*answers, slot.wrappers, slot.wrappers_at, slot._keep, *interpreted):
+    for function in (slot._PythonCallSlot._get, *interpreted):
         skip_code(function.__code__)
     global _original
     _original = original = UnspecializedNNModuleVariable.call_function
@@ -94,6 +93,10 @@ def _change_call_function(interpreted: Iterable[Any]) -> None:
     @functools.wraps(original)
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         global _is_needed
+        if _extension.C is None:
+            if watching_at(id(self.value)):
+                _warn(f"calls inside torch.compile need the compiled part: {_extension.reason}")
+            return original(self, tx, args, kwargs)
         _is_needed = True
         callers, site = _callers(tx), None
         with _Doubtful(self.value):
@@ -112,7 +115,8 @@ def _change_call_function(interpreted: Iterable[Any]) -> None:
         return output
 
     UnspecializedNNModuleVariable.call_function = call_function  # type: ignore[method-assign]
-    _guard_older_graphs()
+    if _extension.C is not None:
+        _guard_older_graphs()
 
 
 class _Doubtful:

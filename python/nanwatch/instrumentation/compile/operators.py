@@ -19,11 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from ...numerics._extension import define
-from ...recording.observe import PLAN_SEPARATOR
 from ...recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_OBJECTS, MAX_SCALARS, SCALARS, spell_key
-from ..slot import wrappers_at
+from ..slot import watching_at
 
 NOBODY = -1  # the caller of a call that no watched call of the same graph made
+# Between the lines of a plan. No newline: Inductor writes an operator's arguments into comments of the code that it
+# makes for a GPU, as they are.
+PLAN_SEPARATOR = "\x1f"
 
 # The operator is declared to write this tensor, so that a compiler keeps all calls and their order.
 SEQUENCE = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -33,18 +35,14 @@ def _record(
     sequence: Tensor, site: Tensor, caller: Tensor | None, plan: str, tensors: Sequence[Tensor]
 ) -> None:
     sequence.add_(1)
-    calls = _calls_at(site)
+    calls = watching_at(int(site))
     if plan[:1] in ("", PLAN_SEPARATOR):  # it names no class
         for call in calls:
             call.recorder.begin_compiled(call.node, plan, list(tensors))
         return
-    nodes = {} if caller is None else {id(outer.recorder): outer.node for outer in _calls_at(caller)}
+    nodes = {} if caller is None else {id(outer.recorder): outer.node for outer in watching_at(int(caller))}
     for call in reversed(calls):
         call.recorder.record_compiled(call.node, nodes.get(id(call.recorder), NOBODY), plan, list(tensors))
-
-
-def _calls_at(site: Tensor) -> list[Any]:
-    return [call for call in wrappers_at(int(site)) if call.recorder is not None]
 
 
 def _fake_record(*_: object) -> None:
