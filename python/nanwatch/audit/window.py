@@ -1,41 +1,36 @@
-"""Window of an audit: calls, backwards at a few weights, clips and reductions between two audited steps.
+"""Window of an audit: calls, backwards, clips and reductions between two audited steps.
 
-A hook on a leaf runs before its gradient is added to `.grad`. The hooks are there from one audited step to the next,
-and read only whether `.grad` holds something by then. Between audited steps the window is closed.
+A wrapper around `torch.autograd.backward` looks at each weight's `.grad` before and after it. Between audited steps the
+window is closed.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, pairwise
 from math import sqrt
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer
 
-from ..instrumentation.global_hooks import Handles
+from ..instrumentation.global_hooks import GlobalHooks, Handles
 from ..instrumentation.grad_scaler import find_scaler
 from ..numerics._extension import instances_of
 from ..numerics.readable import only_our_dispatch
 from ..recording.events import Event, Recorder
 from ..records.record import Frame
 from ..util.place import Place
-from ..util.visible import suppressed, users_frame
+from ..util.visible import suppressing, users_frame
 from .samples import Key, each_weight, is_full, number, plain
 
 _MOST_CALLS, _MOST_CLIPS = 8192, 64
-_PROBES = 6  # small weights, besides those that the audit asks for
-_MOST_ASKED = 16
 _MAX_OPERATIONS = 16  # that a loss is followed through
 _MEAN = 1  # the reduction of a loss, as the nodes of PyTorch's losses keep it
 Values = tuple[object, ...]  # shape, least and largest magnitude
@@ -59,18 +54,17 @@ class Call(NamedTuple):
 def call_of(frame: Frame) -> Call:
     """Return what the audit needs of a frame."""
     sides: dict[str, set[Values]] = {"input": set(), "output": set()}
-    is_empty = False
     for record in frame.records:
         if record.role in sides and record.shape is not None:
             sides[record.role].add((record.shape, record.abs_min, record.abs_max))
-            is_empty = is_empty or (record.role == "input" and 0 in record.shape)
+    is_empty = any(record.role == "input" and 0 in (record.shape or ()) for record in frame.records)
     return Call(frame.name, frozenset(sides["input"]), frozenset(sides["output"]), is_empty)
 
 
 class Clip(NamedTuple):
     """One call of clip_grad_norm_: its weights, the most that it was to leave, the norm before and after it, its line.
 
-    `at_step` is the norm of the same gradients when a step takes them.
+    `backwards` counts those before it. `at_step` is the norm of the same gradients when a step takes them.
     """
 
     weights: tuple[weakref.ref[Tensor], ...]
@@ -78,7 +72,13 @@ class Clip(NamedTuple):
     total: float
     norm: float
     place: Place | None
+    backwards: int
     at_step: float = 0.0
+
+    @property
+    def ids(self) -> set[int]:
+        """Return the ids of its weights."""
+        return {id(x) for reference in self.weights if (x := reference()) is not None}
 
 
 def norm_of(weights: Iterable[weakref.ref[Tensor]]) -> float:
@@ -99,11 +99,11 @@ class Backward(NamedTuple):
     optimizers before it.
     """
 
-    place: Place | None = None
-    batch: int = -1
-    factors: tuple[float, ...] = ()
-    elements: float | None = None
-    num_steps: int = 0
+    place: Place | None
+    batch: int
+    factors: tuple[float, ...]
+    elements: float | None
+    num_steps: int
 
 
 class Arrival(NamedTuple):
@@ -114,170 +114,109 @@ class Arrival(NamedTuple):
     is_full: bool
 
 
-@dataclass(slots=True, eq=False)
-class Probe:
-    """A weight with a hook, and the gradients that came since the latest step of its optimizer."""
-
-    key: Key
-    weight: weakref.ref[Tensor]
-    arrivals: list[Arrival] = field(default_factory=list)
-
-    @property
-    def is_stale(self) -> bool:
-        """Return whether `.grad` holds gradients of before the latest step, or of another optimizer's backward."""
-        arrivals = self.arrivals
-        if arrivals and all(arrival.was_full for arrival in arrivals):
-            return True
-        return any(
-            late.was_full and early.backward.place != late.backward.place and _has_stepped(early, late)
-            for early, late in pairwise(arrivals)
-        )
-
-    @property
-    def resets(self) -> int:
-        """Return how often `.grad` was emptied after a backward, and before the next."""
-        return sum(not arrival.was_full for arrival in self.arrivals[1:])
+def is_stale(arrivals: Sequence[Arrival]) -> bool:
+    """Return whether `.grad` holds gradients of before the latest step, or of another optimizer's backward."""
+    backwards = [(early.backward, late) for early, late in pairwise(arrivals)]
+    return all(arrival.was_full for arrival in arrivals) or any(
+        late.was_full and before.place != late.backward.place and before.num_steps < late.backward.num_steps
+        for before, late in backwards
+    )
 
 
-def _has_stepped(early: Arrival, late: Arrival) -> bool:
-    return early.backward.num_steps < late.backward.num_steps
+def _tap(module: Any, name: str) -> GlobalHooks:
+    """Return hooks of a function of PyTorch that has none. They get (args, kwargs, whether it has run).
 
+    The function is looked up in its module at every call. It is replaced while there is a hook.
+    """
 
-# Functions of PyTorch without a hook. Each ends in a function that it looks up in its module at every call.
-class Tap:
-    """Wrapper of one function of a module. Listeners have a method that gets its arguments, before or after it ran."""
+    def register(call: Callable[..., Any]) -> Any:
+        original = getattr(module, name, None)
+        if original is None:  # a build of PyTorch without it
+            return SimpleNamespace(remove=lambda: None)
 
-    def __init__(self, module: Any, name: str, method: str, *, is_before: bool) -> None:
-        self._module = module
-        self._name = name
-        self._method = method
-        self._is_before = is_before
-        self._lock = threading.Lock()
-        self._listeners: list[weakref.ref[Any]] = []
+        def tell(*arguments: Any) -> None:
+            with suppressing(f"a call of {name} could not be audited"):
+                call(*arguments)
 
-    def add(self, listener: object) -> None:
-        """Call the listener's method, as long as it lives or until `remove`."""
-        with self._lock:
-            self._listeners.append(weakref.ref(listener))
-            original = getattr(self._module, self._name, None)
-            if original is not None and not hasattr(original, "_nanwatch"):
-                setattr(self._module, self._name, self._wrapped(original))
-
-    def remove(self, listener: object) -> None:
-        """Call it no more. With the last listener PyTorch's function is there again."""
-        with self._lock:
-            self._listeners = [
-                reference for reference in self._listeners if reference() not in (None, listener)
-            ]
-            original = getattr(getattr(self._module, self._name, None), "_nanwatch", None)
-            if not self._listeners and original is not None:
-                setattr(self._module, self._name, original)
-
-    def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling():
+        def tapped(*args: Any, **kwargs: Any) -> Any:
+            tell(args, kwargs, False)
+            try:
                 return original(*args, **kwargs)
-            if self._is_before:
-                self._tell(args, kwargs)
-            result = original(*args, **kwargs)
-            if not self._is_before:
-                self._tell(args, kwargs)
-            return result
+            finally:
+                tell(args, kwargs, True)
 
-        call._nanwatch = original  # type: ignore[attr-defined]
-        return call
+        def restore() -> None:
+            if getattr(module, name) is tapped:
+                setattr(module, name, original)
 
-    def _tell(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        try:
-            for reference in list(self._listeners):
-                if (listener := reference()) is not None:
-                    getattr(listener, self._method)(*args, **kwargs)
-        except Exception:
-            suppressed(f"a call of {self._name} could not be audited")
+        setattr(module, name, tapped)
+        return SimpleNamespace(remove=restore)
+
+    return GlobalHooks(register, traced=False)
 
 
-_TAPS = (
-    Tap(torch.autograd, "backward", "backward_starts", is_before=True),
-    Tap(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", "clipped", is_before=False),
-    Tap(torch.distributed, "all_reduce", "reduced", is_before=True),
-)
+_TAPS = {
+    "backward": _tap(torch.autograd, "backward"),
+    "clipped": _tap(torch.nn.utils.clip_grad, "_clip_grads_with_norm_"),
+    "reduced": _tap(torch.distributed, "all_reduce"),
+}
 
 
 class Window:
     """Gatherer for the audits of a model."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
         self.num_calls = 0
-        self.probes: list[Probe] = []
+        self.num_steps = 0  # of all optimizers
+        self.arrivals: dict[Key, list[Arrival]] = {}  # since the latest step of the weight's optimizer
         self._recorder = recorder
+        self._model = weakref.ref(model)
         self._calls: deque[Call] = deque(maxlen=_MOST_CALLS)
         self._clips: deque[Clip] = deque(maxlen=_MOST_CLIPS)
         self._batches: deque[int] = deque(maxlen=256)  # in grad mode
-        self.num_steps = 0  # of all optimizers
-        self._asked: set[Key] = set()
-        self._hooks: Handles | None = None
-        self._next: Backward | None = None
-        # By the number of the engine's run. None for one of torch.autograd.grad, which adds to no `.grad`.
-        self._backwards: dict[int, Backward | None] = {}
         self._reduced: deque[tuple[weakref.ref[Tensor], weakref.ref[Any]]] = deque(maxlen=_MOST_CALLS)
+        self._num_backwards = self._depth = 0  # a checkpoint calls the engine within a backward
+        self._backward: Backward | None = None
+        self._before: dict[Key, tuple[int, int, bool]] = {}
         self._frames = recorder.subscribe(Event.FRAME)
-        for tap in _TAPS:
-            tap.add(self)
+        reference = weakref.ref(self)
+
+        def receiver(method: str) -> Callable[..., None]:
+            def receive(args: tuple[Any, ...], kwargs: dict[str, Any], has_run: bool) -> None:
+                if (window := reference()) is not None and window._frames.active:
+                    getattr(window, method)(has_run, *args, **kwargs)
+
+            return receive
+
+        self._taps = Handles(self, [tap.add(receiver(method)) for method, tap in _TAPS.items()])
 
     def close(self) -> None:
         """Gather nothing until `renew`."""
         self._frames.active = False
-        if self._hooks is not None:
-            self._hooks.remove()
-        self._hooks, self.probes = None, []
-        self._asked.clear()
+        self.arrivals.clear()
         self._calls.clear()
         self._reduced.clear()
 
     def remove(self) -> None:
         """Close for good."""
         self.close()
-        for tap in _TAPS:
-            tap.remove(self)
+        self._taps.remove()
 
-    def renew(self, optimizer: Optimizer, model: nn.Module, asked: Collection[Key]) -> None:
-        """Open, and forget the backwards and clips before a step of this optimizer.
-
-        Those weights in `asked` that have no hook get one.
-        """
+    def renew(self, optimizer: Optimizer) -> None:
+        """Open, and forget the backwards and clips before a step of this optimizer."""
         self._frames.active = True
         weights = ids_of(optimizer)
-        for probe in self.probes:
-            if id(probe.weight()) in weights:
-                probe.arrivals.clear()
+        for key, x in self._weights():
+            if id(x) in weights:
+                self.arrivals.pop(key, None)
         self._clips.clear()
         self._reduced.clear()
-        self._backwards.clear()
-        if self._hooks is None or not self._asked.issuperset(asked):
-            self._asked.update(asked)
-            self._set_hooks(model)
+        self._depth = 0
 
-    def _set_hooks(self, model: nn.Module) -> None:
-        """Leave hooks on the smallest trained weights, the largest, the first, the last and those asked for."""
-        if self._hooks is not None:
-            self._hooks.remove()
-        before = {probe.key: probe for probe in self.probes}
-        leaves = [
-            ((module, label), x)
-            for module, label, x in each_weight(model)
-            if x.requires_grad and x.is_leaf and x.numel()
-        ]
-        small = sorted(leaves, key=lambda leaf: leaf[1].numel())
-        chosen = [leaf for leaf in leaves if leaf[0] in self._asked][:_MOST_ASKED]
-        # The first and the last have often different optimizers, as the parts of a GAN.
-        weights = dict([*small[:_PROBES], *small[-1:], *leaves[:1], *leaves[-1:], *chosen])
-        self.probes = [before.get(key, Probe(key, weakref.ref(x))) for key, x in weights.items()]
-        hooks = [
-            x.register_hook(_Hook(weakref.ref(self), probe))
-            for probe, x in zip(self.probes, weights.values(), strict=True)
-        ]
-        self._hooks = Handles(self, hooks)
+    def _weights(self) -> Iterator[tuple[Key, Tensor]]:
+        if (model := self._model()) is not None:
+            yield from (((name, label), x) for name, label, x in each_weight(model) if x.requires_grad)
 
     def on_frame(self, frame: Frame) -> None:
         """Take a recorded call."""
@@ -285,41 +224,50 @@ class Window:
             self._calls.append(call_of(frame))
             self.num_calls += 1
 
-    def batch_started(self, model: nn.Module, batch: int) -> None:
+    def batch_started(self, batch: int) -> None:
         """Take the start of a batch in grad mode."""
         if self._frames.active:
             self._batches.append(batch)
-            if self._hooks is None:
-                self._set_hooks(model)
 
-    def backward_starts(self, tensors: object, *_: object, **__: object) -> None:
-        """Take a call of `Tensor.backward`, before it frees its graph."""
-        if self._hooks is not None:
-            place, batch = place_of(sys._getframe(1)), self._recorder.latest_batch
-            node = tensors.grad_fn if isinstance(tensors, Tensor) else None
-            self._next = Backward(place, batch, *_scaling(node), self.num_steps)
+    def backward(self, has_run: bool, tensors: object = None, *_: object, **__: object) -> None:
+        """Take a call of `Tensor.backward`, before it frees its graph and when it is over."""
+        self._depth += -1 if has_run else 1
+        if self._depth != (not has_run):
+            return
+        with torch.no_grad(), only_our_dispatch():
+            if not has_run:
+                self._num_backwards += 1
+                node = tensors.grad_fn if isinstance(tensors, Tensor) else None
+                place, batch = place_of(sys._getframe(1)), self._recorder.latest_batch
+                self._backward = Backward(place, batch, *_scaling(node), self.num_steps)
+                self._before = {
+                    key: (id(x.grad), x.grad._version, is_full(x.grad))
+                    for key, x in self._weights()
+                    if x.grad is not None
+                }
+            elif self._backward is not None:
+                for key, x in self._weights():
+                    known, version, was_full = self._before.get(key, (0, 0, False))
+                    if x.grad is not None and (id(x.grad) != known or x.grad._version != version):
+                        arrival = Arrival(self._backward, was_full, is_full(x.grad))
+                        self.arrivals.setdefault(key, []).append(arrival)
 
-    def arrived(self, probe: Probe, gradient: Tensor) -> None:
-        """Take a gradient that is about to be added to a probe's `.grad`."""
-        task, x = torch._C._current_graph_task_id(), probe.weight()
-        if task not in self._backwards:
-            self._backwards[task], self._next = self._next, None
-        backward = self._backwards[task]
-        if x is not None and task != -1 and backward is not None:
-            with torch.no_grad(), only_our_dispatch():
-                probe.arrivals.append(Arrival(backward, is_full(x.grad), is_full(gradient)))
-
-    def clipped(self, parameters: Any, max_norm: Any, total: Any = 0.0, *_: object, **__: object) -> None:
+    def clipped(
+        self, has_run: bool, parameters: Any, max_norm: Any, total: Any = 0.0, *_: object, **__: object
+    ) -> None:
         """Take a call of clip_grad_norm_."""
-        if self._frames.active:
+        if has_run:
             weights = parameters if isinstance(parameters, list | tuple) else [parameters]
             references = tuple(weakref.ref(x) for x in weights)
             place, before = place_of(sys._getframe(1)), number(total) or 0.0
-            self._clips.append(Clip(references, float(max_norm), before, norm_of(references), place))
+            norm = norm_of(references)
+            self._clips.append(Clip(references, float(max_norm), before, norm, place, self._num_backwards))
 
-    def reduced(self, tensor: Tensor, op: object = None, group: Any = None, *_: object, **__: object) -> None:
+    def reduced(
+        self, has_run: bool, tensor: Tensor, op: object = None, group: Any = None, *_: object, **__: object
+    ) -> None:
         """Take a call of torch.distributed.all_reduce. A group of None is that of all ranks."""
-        if self._frames.active and group is not None:
+        if not has_run and group is not None:
             self._reduced.append((weakref.ref(tensor), weakref.ref(group)))
 
     def group_sizes(self) -> dict[int, int]:
@@ -338,20 +286,6 @@ class Window:
     def calls_since(self, count: int) -> list[Call]:
         """Return the calls after the first `count`."""
         return list(islice(self._calls, max(0, len(self._calls) - (self.num_calls - count)), None))
-
-
-class _Hook:
-    def __init__(self, window: weakref.ref[Window], probe: Probe) -> None:
-        self._window = window
-        self._probe = probe
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        if gradient is None or is_compiling() or (window := self._window()) is None:
-            return
-        try:
-            window.arrived(self._probe, gradient)
-        except Exception:
-            suppressed("a backward could not be audited")
 
 
 def _scaling(node: Any) -> tuple[tuple[float, ...], float | None]:
@@ -378,9 +312,8 @@ def ids_of(optimizer: Optimizer) -> set[int]:
 
 def held_by_others(optimizer: Optimizer) -> frozenset[int]:
     """Return the ids of the weights that the other optimizers of this process hold."""
-    return frozenset().union(
-        *(ids_of(candidate) for candidate in instances_of(Optimizer) if candidate is not optimizer)
-    )
+    others = [candidate for candidate in instances_of(Optimizer) if candidate is not optimizer]
+    return frozenset().union(*map(ids_of, others))
 
 
 def scale_of(factors: Sequence[float]) -> float | None:

@@ -88,6 +88,10 @@ KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             " {max_norm:.3g}",
             "Raise max_norm, or lower the optimizer's eps.",
         ),
+        "clipping:each-backward": (
+            "is clipped after each backward of a step: to {max_norm:.3g} before all gradients are there",
+            "Clip once, between the last backward and the step.",
+        ),
         "missing-zero-grad": (
             "is stepped with gradients of earlier steps, or of another optimizer's backward, in `.grad`",
             "Call optimizer.zero_grad() once before the backward of each step, on the optimizer that steps.",

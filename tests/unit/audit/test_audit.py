@@ -25,6 +25,18 @@ class Detach(nn.Module):
         return x.detach().relu()
 
 
+class Forked(nn.Module):
+    """Gives the outputs of a model, and those of a head of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.head = model, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.model(x)
+        return logits, self.head(logits)
+
+
 class Training:
     """A classifier in plain torch. A fault replaces one of its parts."""
 
@@ -78,108 +90,127 @@ class Training:
         return w.updates
 
 
-def _bfloat16(one: Training) -> None:
-    one.model.bfloat16()
-    one.x = one.x.bfloat16()
-    one.optimizer = torch.optim.AdamW(one.model.parameters(), lr=1e-6)
+def _bfloat16(training: Training) -> None:
+    training.model.bfloat16()
+    training.x = training.x.bfloat16()
+    training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-6)
 
 
-def _frozen_late(one: Training) -> None:
-    one.optimizer = torch.optim.SGD(one.model.parameters(), lr=0.1, momentum=0.9)
-    one.model(one.x).sum().backward()
-    one.optimizer.step()
-    one.model[4].requires_grad_(False)
-    one.optimizer.zero_grad(set_to_none=False)
-    one.put(zero=lambda: one.optimizer.zero_grad(set_to_none=False))
+def _frozen_late(training: Training) -> None:
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1, momentum=0.9)
+    training.model(training.x).sum().backward()
+    training.optimizer.step()
+    training.model[4].requires_grad_(False)
+    training.optimizer.zero_grad(set_to_none=False)
+    training.put(zero=lambda: training.optimizer.zero_grad(set_to_none=False))
 
 
-def _clip_nothing(one: Training) -> None:
-    parameters = one.model.parameters()
+def _clip_nothing(training: Training) -> None:
+    parameters = training.model.parameters()
     list(parameters)
-    one.factor = 100.0
-    one.put(before_step=lambda: nn.utils.clip_grad_norm_(parameters, 0.1))
+    training.factor = 100.0
+    training.put(before_step=lambda: nn.utils.clip_grad_norm_(parameters, 0.1))
 
 
-def _unequal_means(one: Training) -> None:
+def _unequal_means(training: Training) -> None:
     """Every other micro-batch has a quarter of the labels."""
-    one.backwards, one.factor, whole, part = 2, 0.5, one.y, one.y.clone()
+    training.backwards, training.factor, whole, part = 2, 0.5, training.y, training.y.clone()
     part[8:] = -100
 
     def forward() -> Tensor:
-        one.y = part if one.y is whole else whole
-        return one.model(one.x)
+        training.y = part if training.y is whole else whole
+        return training.model(training.x)
 
-    one.put(forward=forward)
-
-
-def _all_frozen(one: Training) -> None:
-    one.model.requires_grad_(False)
-    one.put(forward=lambda: one.model(one.x).requires_grad_())
+    training.put(forward=forward)
 
 
-def _evaluated_in_training_mode(one: Training) -> None:
+def _all_frozen(training: Training) -> None:
+    training.model.requires_grad_(False)
+    training.put(forward=lambda: training.model(training.x).requires_grad_())
+
+
+def _evaluated_in_training_mode(training: Training) -> None:
     def validate() -> None:
         with torch.no_grad():
-            for x in one.x.chunk(3):
-                one.model(x)
+            for x in training.x.chunk(3):
+                training.model(x)
 
-    one.put(after_step=validate)
-
-
-def _frozen_norm(one: Training) -> None:
-    one.model[1].requires_grad_(False)
-    one.optimizer = torch.optim.AdamW([x for x in one.model.parameters() if x.requires_grad], lr=1e-3)
+    training.put(after_step=validate)
 
 
-def _compiled(one: Training) -> None:
-    one.model = nn.Sequential(one.model[0], Detach(), one.model[4])
-    compiled = torch.compile(one.model, backend="aot_eager")
-    one.put(forward=lambda: compiled(one.x))
+def _frozen_norm(training: Training) -> None:
+    training.model[1].requires_grad_(False)
+    training.optimizer = torch.optim.AdamW([x for x in training.model.parameters() if x.requires_grad], lr=1e-3)
 
 
-def _closure(one: Training) -> None:
+def _compiled(training: Training) -> None:
+    training.model = nn.Sequential(training.model[0], Detach(), training.model[4])
+    compiled = torch.compile(training.model, backend="aot_eager")
+    training.put(forward=lambda: compiled(training.x))
+
+
+def _closure(training: Training) -> None:
     """L-BFGS calls its closure again and again, and holds the head alone."""
-    one.optimizer = torch.optim.LBFGS(one.model[4].parameters(), lr=1e-3, max_iter=4)
+    training.optimizer = torch.optim.LBFGS(training.model[4].parameters(), lr=1e-3, max_iter=4)
 
     def closure() -> Tensor:
-        one.zero()
-        loss = nn.functional.cross_entropy(one.forward(), one.y)
+        training.zero()
+        loss = nn.functional.cross_entropy(training.forward(), training.y)
         loss.backward()
         return loss
 
-    one.put(step=lambda: one.optimizer.step(closure))
+    training.put(step=lambda: training.optimizer.step(closure))
 
 
-def _argmax(one: Training) -> None:
-    one.model = nn.Sequential(nn.Linear(8, 16), nn.Embedding(16, 16), nn.Linear(16, 4))
-    one.hold(one.model)
-    one.put(forward=lambda: one.model[1:](one.model[0](one.x).argmax(-1)))
+def _argmax(training: Training) -> None:
+    training.model = nn.Sequential(nn.Linear(8, 16), nn.Embedding(16, 16), nn.Linear(16, 4))
+    training.hold(training.model)
+    training.put(forward=lambda: training.model[1:](training.model[0](training.x).argmax(-1)))
 
 
-def _straight_through(one: Training) -> None:
-    one.model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 4), nn.Linear(4, 16))
-    one.hold(one.model)
+def _straight_through(training: Training) -> None:
+    training.model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 4), nn.Linear(4, 16))
+    training.hold(training.model)
 
     def forward() -> Tensor:
-        codes = one.model[0](one.x)
-        return one.model[1](codes + (one.model[3](one.model[2](codes)) - codes).detach())
+        codes = training.model[0](training.x)
+        return training.model[1](codes + (training.model[3](training.model[2](codes)) - codes).detach())
 
-    one.put(forward=forward)
+    training.put(forward=forward)
 
 
-def _left_by_another(one: Training) -> None:
+def _left_by_another(training: Training) -> None:
     """The backward of a generator leaves gradients in the discriminator, which is not emptied before its own."""
     generator = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(generator.parameters(), lr=1e-3)
-    empty = one.optimizer.zero_grad
+    empty = training.optimizer.zero_grad
 
     def generator_steps() -> None:
         empty()
-        one.model(generator(one.x)).mean().backward()
+        training.model(generator(training.x)).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    one.put(zero=lambda: None, after_step=generator_steps)
+    training.put(zero=lambda: None, after_step=generator_steps)
+
+
+def _auxiliary_loss_detached(training: Training) -> None:
+    """The model returns two outputs, of which the loss takes one."""
+    training.model = Forked(training.model)
+    training.hold(training.model)
+    training.put(forward=lambda: training.model(training.x)[0])
+
+
+def _clipped_at_each_backward(training: Training) -> None:
+    """Before the last gradients are there."""
+    training.backwards = 3
+
+    def forward() -> Tensor:
+        if training.model[0].weight.grad is not None:
+            training.clip(0.01)
+        return training.model(training.x)
+
+    training.put(forward=forward)
 
 
 FAULTS: dict[str, tuple[str, str, Callable[[Training], object]]] = {
@@ -187,29 +218,31 @@ FAULTS: dict[str, tuple[str, str, Callable[[Training], object]]] = {
     "detached": (
         "no-gradient",
         "0",
-        lambda one: one.put(forward=lambda: one.model[4](one.model[:4](one.x).detach())),
+        lambda training: training.put(forward=lambda: training.model[4](training.model[:4](training.x).detach())),
     ),
-    "masked": ("zero-gradient", "", lambda one: one.put(forward=lambda: one.model(one.x) * 0)),
-    "head_alone": ("not-in-optimizer", "0", lambda one: one.hold(one.model[4])),
-    "rate": ("zero-lr", "", lambda one: one.hold(one.model, lr=0.0)),
-    "no_zero": ("missing-zero-grad", "", lambda one: one.put(zero=lambda: None)),
-    "zero_before_step": ("no-gradient", "", lambda one: one.put(before_step=one.optimizer.zero_grad)),
+    "masked": ("zero-gradient", "", lambda training: training.put(forward=lambda: training.model(training.x) * 0)),
+    "head_alone": ("not-in-optimizer", "0", lambda training: training.hold(training.model[4])),
+    "rate": ("zero-lr", "", lambda training: training.hold(training.model, lr=0.0)),
+    "no_zero": ("missing-zero-grad", "", lambda training: training.put(zero=lambda: None)),
+    "zero_before_step": ("no-gradient", "", lambda training: training.put(before_step=training.optimizer.zero_grad)),
     "frozen_late": ("frozen-moved", "4", _frozen_late),
-    "copied": ("other-module-trained", "", lambda one: one.hold(copy.deepcopy(one.model))),
+    "copied": ("other-module-trained", "", lambda training: training.hold(copy.deepcopy(training.model))),
     "clip_nothing": ("clipping", "", _clip_nothing),
     "unequal_means": ("accumulation", "", _unequal_means),
     "all_frozen": ("no-gradient", "", _all_frozen),
-    "evaluation_mode": ("train-mode-wrong", "", lambda one: one.model.eval()),
+    "evaluation_mode": ("train-mode-wrong", "", lambda training: training.model.eval()),
     "evaluated_in_training_mode": ("eval-mode-wrong", "", _evaluated_in_training_mode),
     "frozen_norm": ("frozen-moved", "1", _frozen_norm),
     "argmax": ("no-gradient", "0", _argmax),
     "straight_through": ("no-gradient", "2", _straight_through),
     "compiled": ("no-gradient", "0", _compiled),
     "closure": ("not-in-optimizer", "0", _closure),
-    "evaluation_mode_later": ("train-mode-wrong", "", lambda one: one.later(lambda: one.model.eval())),
-    "clipped_from_inf": ("clipping", "", lambda one: one.put(factor=1e25, before_step=lambda: one.clip(1.0))),
-    "clipped_below_eps": ("clipping", "", lambda one: one.put(before_step=lambda: one.clip(1e-9))),
+    "evaluation_mode_later": ("train-mode-wrong", "", lambda training: training.later(lambda: training.model.eval())),
+    "clipped_from_inf": ("clipping", "", lambda training: training.put(factor=1e25, before_step=lambda: training.clip(1.0))),
+    "clipped_below_eps": ("clipping", "", lambda training: training.put(before_step=lambda: training.clip(1e-9))),
     "left_by_another": ("missing-zero-grad", "", _left_by_another),
+    "auxiliary_loss_detached": ("no-gradient", "head", _auxiliary_loss_detached),
+    "clipped_at_each_backward": ("clipping", "", _clipped_at_each_backward),
 }
 
 
@@ -220,10 +253,29 @@ def test_a_planted_fault_is_found(name: str) -> None:
     kind, module, fault = FAULTS[name]
     training = Training()
     fault(training)
-    found = training.run()
-    assert [(one.kind, one.module) for one in found[:1]] == [(kind, module)]
-    assert {one.kind for one in found} == {kind}
-    assert 0 <= found[0].step <= 10
+    findings = training.run()
+    assert [(finding.kind, finding.module) for finding in findings[:1]] == [(kind, module)]
+    assert {finding.kind for finding in findings} == {kind}
+    assert 0 <= findings[0].step <= 10
+
+
+# Those whose forward is the model's own.
+COMPILED = ("bfloat16", "head_alone", "rate", "no_zero", "frozen_late", "copied", "clip_nothing", "evaluation_mode_later")
+
+
+@pytest.mark.filterwarnings("ignore:.*empty generator")
+def test_faults_are_found_in_compiled_trainings() -> None:
+    """As without torch.compile, and none in the healthy training."""
+    findings = {}
+    for name in ("", *COMPILED):
+        torch.compiler.reset()
+        training = Training()
+        if name:
+            FAULTS[name][2](training)
+        compiled = torch.compile(training.model, backend="aot_eager")
+        training.put(forward=lambda compiled=compiled, training=training: compiled(training.x))
+        findings[name] = [(finding.kind, finding.module) for finding in training.run()][:1]
+    assert findings == {"": []} | {name: [FAULTS[name][:2]] for name in COMPILED}
 
 
 def test_a_healthy_training_has_no_findings() -> None:
@@ -257,11 +309,11 @@ def test_an_audited_training_ends_with_equal_weights() -> None:
 
 def test_a_weight_that_is_meant_to_stay() -> None:
     """By the option, and by an attribute of its module, which freezes nothing."""
-    told = Training().run(audit=Audit(frozen="4"))
-    assert {(one.kind, one.module) for one in told} == {("frozen-moved", "4")}
+    findings = Training().run(audit=Audit(frozen="4"))
+    assert {(finding.kind, finding.module) for finding in findings} == {("frozen-moved", "4")}
     training = Training()
     training.model[0].requires_grad = False
-    assert {(one.kind, one.module) for one in training.run()} == {("frozen-moved", "0")}
+    assert {(finding.kind, finding.module) for finding in training.run()} == {("frozen-moved", "0")}
 
 
 class Embedder(nn.Module):
@@ -283,6 +335,6 @@ def test_the_audit_goes_on_past_a_method_that_raises_and_a_script_module() -> No
         warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript
         scripted = torch.jit.script(nn.Linear(4, 4))
     training.model.extend([Embedder(), scripted])
-    assert {(one.kind, one.module) for one in training.run(audit=Audit(frozen="4"))} >= {
+    assert {(finding.kind, finding.module) for finding in training.run(audit=Audit(frozen="4"))} >= {
         ("frozen-moved", "4")
     }
