@@ -53,7 +53,6 @@ void bind_recorder(py::module_& m) {
       .def("pulse", &box::BlackBox::pulse)
       .def("is_under_way", &box::BlackBox::is_under_way)
       .def("exits", &box::BlackBox::exits)
-      .def("set_limit", &box::BlackBox::set_limit)
       .def_static("close", &box::BlackBox::close);
   m.def("open_black_box", &box::BlackBox::open, py::arg("path"), py::arg("bytes"), py::arg("kept"),
         py::return_value_policy::reference);

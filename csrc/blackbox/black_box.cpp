@@ -1,6 +1,5 @@
 #include "blackbox/black_box.h"
 
-#include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdlib.h>
@@ -10,12 +9,10 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstring>
 #include <new>
 #include <stdexcept>
-#include <system_error>
-#include <thread>
 #include <type_traits>
-#include <utility>
 
 namespace nanwatch::box {
 namespace {
@@ -40,19 +37,17 @@ std::string type_name() {
 
 // Where the sections of a file lie, and the text that says so.
 struct Sections {
+  char* map;
   std::string text = kMagic;
   size_t end = kPage;
 
   template <typename Item>
-  size_t add(const char* name, size_t count, const std::string& fields) {
-    return add(name, count, sizeof(Item), fields);
-  }
-  size_t add(const char* name, size_t count, size_t size, const std::string& fields) {
+  Item* add(const char* name, size_t count, const std::string& fields = "") {
     const size_t at = end;
-    text += std::string(name) + " " + std::to_string(at) + " " + std::to_string(count) + " " + std::to_string(size) +
-            fields + "\n";
-    end += (count * size + 63) / 64 * 64;
-    return at;
+    text += std::string(name) + " " + std::to_string(at) + " " + std::to_string(count) + " " +
+            std::to_string(sizeof(Item)) + fields + "\n";
+    end += (count * sizeof(Item) + 63) / 64 * 64;
+    return reinterpret_cast<Item*>(map + at);
   }
 };
 
@@ -86,29 +81,23 @@ std::atomic<BlackBox*> BlackBox::active_{nullptr};
 
 BlackBox::BlackBox(char* map, size_t bytes, const std::string& path, bool kept)
     : map_(map), bytes_(bytes), path_(path), kept_(kept) {
-  Sections sections;
-  const auto at = [map](size_t offset) { return static_cast<void*>(map + offset); };
-  state_ = new (at(sections.add<State>("state", 1, NANWATCH_BOX_FIELDS(State, NANWATCH_BOX_STATE)))) State{};
-  threads_ = static_cast<Thread*>(
-      at(sections.add<Thread>("threads", kThreads, NANWATCH_BOX_FIELDS(Thread, NANWATCH_BOX_THREAD))));
-  stacks_ = static_cast<UnderWay*>(
-      at(sections.add<UnderWay>("stacks", kThreads * kStack, NANWATCH_BOX_FIELDS(UnderWay, NANWATCH_BOX_UNDER_WAY))));
-  calls_ = static_cast<Call*>(at(sections.add<Call>("calls", kCalls, NANWATCH_BOX_FIELDS(Call, NANWATCH_BOX_CALL))));
-  batches_ =
-      static_cast<Batch*>(at(sections.add<Batch>("batches", kBatches, NANWATCH_BOX_FIELDS(Batch, NANWATCH_BOX_BATCH))));
-  samples_ = map + sections.add("samples", 2, kSample, "");
-  facts_ = map + sections.add("facts", kFacts, 1, "");
-  notes_ = map + sections.add("notes", kNotes, 1, "");
-  tracebacks_ = map + sections.add("tracebacks", kTracebacks, 1, "");
-  names_ = map + sections.add("names", kNames, 1, "");
+  struct Sample {
+    char text[kSample];
+  };
+  Sections sections{map};
+  state_ = new (sections.add<State>("state", 1, NANWATCH_BOX_FIELDS(State, NANWATCH_BOX_STATE))) State{};
+  threads_ = sections.add<Thread>("threads", kThreads, NANWATCH_BOX_FIELDS(Thread, NANWATCH_BOX_THREAD));
+  stacks_ = sections.add<UnderWay>("stacks", kThreads * kStack, NANWATCH_BOX_FIELDS(UnderWay, NANWATCH_BOX_UNDER_WAY));
+  calls_ = sections.add<Call>("calls", kCalls, NANWATCH_BOX_FIELDS(Call, NANWATCH_BOX_CALL));
+  samples_ = sections.add<Sample>("samples", 2)->text;
+  facts_ = sections.add<char>("facts", kFacts);
+  notes_ = sections.add<char>("notes", kNotes);
+  names_ = sections.add<char>("names", kNames);
   sections.add<Frame>("frame", 0, NANWATCH_BOX_FIELDS(Frame, NANWATCH_BOX_FRAME));
   sections.add<Row>("row", 0, NANWATCH_BOX_FIELDS(Row, NANWATCH_BOX_ROW));
   frame_bytes_ = (bytes - sections.end) / 64 * 64;
-  frames_ = map + sections.add("frames", frame_bytes_, 1, "");
-  state_->pid = uint64_t(getpid());
-  note_time();
-  state_->begun = state_->time;
-  state_->begun_ticks = state_->latest = state_->ticks;
+  frames_ = sections.add<char>("frames", frame_bytes_);
+  begin_life();
   // Last, as a file without it is no black box yet.
   std::memcpy(map, sections.text.data(), sections.text.size());
 }
@@ -138,15 +127,6 @@ BlackBox* BlackBox::open(const std::string& path, size_t bytes, bool kept) {
 #ifdef __GLIBC__
   on_exit([](int status, void* of) { static_cast<BlackBox*>(of)->exited(status); }, box);
 #endif
-  sigset_t all, were;  // the program's signals go to its own threads
-  sigfillset(&all);
-  sigdelset(&all, SIGBUS);  // of a file that was cut off: where it is blocked the kernel ends the process
-  pthread_sigmask(SIG_SETMASK, &all, &were);
-  try {
-    std::thread(&BlackBox::stand_by, box).detach();
-  } catch (const std::system_error&) {  // no more threads
-  }
-  pthread_sigmask(SIG_SETMASK, &were, nullptr);
   return box;
 #endif
 }
@@ -193,27 +173,16 @@ Slot* BlackBox::slot() {
     if (__atomic_load_n(&thread.id, __ATOMIC_ACQUIRE) != 0) continue;
     thread.depth = 0;
     publish(&thread.id, thread_id());
-    own.slot = {&thread, stacks_ + number * kStack, uint16_t(number)};
+    own.slot = {&thread, stacks_ + number * kStack};
     own.box = this;
     return &own.slot;
   }
   return nullptr;
 }
 
-void BlackBox::begin_batch(Least* least) {
+void BlackBox::begin_batch() {
   note_time();
-  *least = {};
-  least->begun = state_->ticks;
-  const uint64_t pause = least->begun - state_->latest;
-  if (state_->batches > 0) state_->slowest = std::max(state_->slowest, pause);
-}
-
-void BlackBox::end_batch(const Least& least, int64_t batch, bool raised) {
-  const uint64_t now = least.ended != 0 ? least.ended : ticks();
-  batches_[state_->batches % kBatches] = {least.begun,  now,         batch,       least.used,
-                                          least.module, least.label, least.dtype, raised};
-  publish(&state_->batches, state_->batches + 1);
-  state_->slowest = std::max(state_->slowest, now - least.begun);
+  if (state_->calls > 0) take_pause(state_->ticks - state_->latest);
 }
 
 Frame* BlackBox::new_frame(size_t rows, size_t sizes) {
@@ -250,6 +219,13 @@ void BlackBox::gradient_came(uint32_t module, uint32_t part, int64_t batch) {
   __atomic_store_n(&state_->gradient_ticks, now, __ATOMIC_RELEASE);
 }
 
+void BlackBox::begin_life() {
+  state_->pid = uint64_t(getpid());
+  note_time();
+  state_->begun = state_->time;
+  state_->begun_ticks = state_->latest = state_->ticks;
+}
+
 void BlackBox::note_time() {
   timespec now{};
   clock_gettime(CLOCK_REALTIME, &now);
@@ -262,43 +238,6 @@ std::pair<double, double> BlackBox::pulse(uint64_t memory) {
   state_->memory = memory;
   return {double(state_->ticks - std::min(state_->ticks, state_->latest)) * per_tick(),
           double(state_->slowest) * per_tick()};
-}
-
-void BlackBox::stand_by() {
-  // A pulse comes each second. Without one for so long, the interpreter lock is held, or the process was stopped: after
-  // that the pulse comes within the next seconds.
-  constexpr int kSeconds = 4;
-  for (int late = 0; active_ == this;) {
-    std::this_thread::sleep_for(std::chrono::seconds(1));
-    const double limit = limit_;
-    const uint64_t latest =
-        std::max(__atomic_load_n(&state_->latest, __ATOMIC_ACQUIRE), __atomic_load_n(&state_->ticks, __ATOMIC_ACQUIRE));
-    const double idle = (double(ticks()) - double(latest)) * per_tick();
-    late = limit > 0 && idle >= limit ? late + 1 : 0;
-    if (late == kSeconds) write_tracebacks(idle);
-  }
-}
-
-void BlackBox::write_tracebacks(double idle) {
-#ifdef __linux__
-  // CPython's own, which faulthandler calls from a thread without the lock too. From 3.13 on it is not exported.
-  using Dump = const char* (*)(int, void*, void*);
-  const auto dump = reinterpret_cast<Dump>(dlsym(RTLD_DEFAULT, "_Py_DumpTracebackThreads"));
-  const int file = memfd_create("nanwatch", MFD_CLOEXEC);
-  if (dump == nullptr || file < 0) return;
-  dump(file, nullptr, nullptr);
-  const ssize_t bytes = pread(file, tracebacks_, kTracebacks, 0);
-  ::close(file);
-  if (bytes <= 0) return;
-  state_->traceback_ticks = ticks();
-  publish(&state_->tracebacks, uint64_t(bytes));
-  dprintf(STDERR_FILENO,
-          "nanwatch: for %.0f s no call of a watched module has begun or ended, and a thread holds the interpreter "
-          "lock; `nanwatch show %s` has the stacks of all threads\n",
-          idle, path_.c_str());
-#else
-  (void)idle;
-#endif
 }
 
 void BlackBox::exited(int status) {
@@ -319,10 +258,7 @@ void BlackBox::mark(int signal, const siginfo_t& info) {
 
 void BlackBox::leave_file() {
   mmap(map_, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
-  state_->pid = uint64_t(getpid());
-  note_time();
-  state_->begun = state_->time;
-  state_->begun_ticks = state_->latest = state_->ticks;
+  begin_life();
 }
 
 namespace {

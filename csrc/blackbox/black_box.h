@@ -8,10 +8,10 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cstring>
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 
 #include "blackbox/layout.h"
 
@@ -37,14 +37,6 @@ inline uint64_t ticks() {
 struct Slot {
   Thread* thread = nullptr;
   UnderWay* stack = nullptr;
-  uint16_t number = 0;
-};
-
-// The batch under way in a thread: its times, and the largest share of a format's range so far, with its place.
-struct Least {
-  uint64_t begun = 0, ended = 0;
-  double used = 0;
-  uint32_t module = kUnnamed, label = kUnnamed, dtype = kUnnamed;
 };
 
 class BlackBox {
@@ -68,6 +60,7 @@ class BlackBox {
     if (slot == nullptr) return;
     const uint32_t depth = slot->thread->depth;
     const uint64_t now = ticks();
+    if (depth == 0) begin_batch();
     if (depth < kStack) slot->stack[depth] = {now, batch, module, recomputed};
     state_->latest = now;
     publish(&slot->thread->depth, depth + 1);
@@ -78,22 +71,18 @@ class BlackBox {
     const uint32_t depth = slot->thread->depth - 1;
     if (depth < kStack) {
       const UnderWay& call = slot->stack[depth];
+      const uint64_t now = ticks();
+      if (depth == 0) take_pause(now - call.begun);
       // A recomputation ends by an exception of PyTorch's once it has all that the backward needs.
-      const bool failed = raised && call.recomputed == 0;
-      add_call({call.begun, ticks(), call.batch, call.module, slot->number, uint8_t(depth), failed});
+      add_call({call.begun, now, call.batch, call.module, raised && call.recomputed == 0});
     }
     publish(&slot->thread->depth, depth);
   }
 
   // A call of compiled code, which is known when it has ended.
   void ended(Slot* slot, uint32_t module, int64_t batch) {
-    if (slot != nullptr)
-      add_call({0, ticks(), batch, module, slot->number, uint8_t(std::min(slot->thread->depth, 255u)), false});
+    if (slot != nullptr) add_call({0, ticks(), batch, module, false});
   }
-
-  void begin_batch(Least* least);
-  // A batch whose `least.ended` is 0 ends now.
-  void end_batch(const Least& least, int64_t batch, bool raised);
 
   // Room for a frame of at most so many rows and sizes; its other members are the caller's to write. Null where it
   // would take too much of the ring. `push_frame` makes it visible.
@@ -105,29 +94,25 @@ class BlackBox {
   // Appends a text, which the file shows as a whole or not at all. False where there is no more room.
   bool add_facts(std::string_view text) { return append(facts_, kFacts, &state_->facts, text); }
   bool add_note(std::string_view text) { return append(notes_, kNotes, &state_->notes, text); }
-
   // Writes where Python is, in turn into two places, so that one of them is always whole.
   void add_sample(std::string_view text);
+
   void step_begins() { state_->step_ticks = ticks(); }
-  // Called in any thread.
+  // A gradient came: from any thread, without the interpreter lock. `part` as in gradients/backward.h.
   void gradient_came(uint32_t module, uint32_t part, int64_t batch);
   // Called about once a second: a sign of life. Returns for how many seconds no call has begun or ended, and for how
   // many at most before.
   std::pair<double, double> pulse(uint64_t memory);
   bool is_under_way() const {
-    return std::any_of(threads_, threads_ + kThreads, [](const Thread& one) { return one.id != 0 && one.depth > 0; });
+    const auto is_in_call = [](const Thread& thread) { return thread.id != 0 && thread.depth > 0; };
+    return std::any_of(threads_, threads_ + kThreads, is_in_call);
   }
   void exits(bool by_exception) {
-    limit_ = 0;
     state_->exit_ticks = ticks();
     publish(&state_->exit, by_exception ? 2u : 1u);
   }
   // By exit(), after all of Python has ended.
   void exited(int status);
-
-  // Sets after how many idle seconds the process counts as hanging; 0: never. If a thread holds the interpreter lock
-  // all that time, a thread of this class writes the stacks of Python's threads. Set it to 0 before Python ends.
-  void set_limit(double seconds) { limit_ = seconds; }
 
   // In a signal's handler.
   void mark(int signal, const siginfo_t& info);
@@ -148,13 +133,14 @@ class BlackBox {
     state_->latest = call.ended;
     publish(&state_->calls, state_->calls + 1);
   }
+  void begin_batch();
+  void take_pause(uint64_t pause) { state_->slowest = std::max(state_->slowest, pause); }
   bool append(char* section, size_t room, uint64_t* used, std::string_view text);
+  void begin_life();
   void note_time();
   double per_tick() const {
     return double(state_->time - state_->begun) / 1e9 / std::max(1.0, double(state_->ticks - state_->begun_ticks));
   }
-  void stand_by();
-  void write_tracebacks(double idle);
 
   static std::atomic<BlackBox*> active_;
 
@@ -164,13 +150,11 @@ class BlackBox {
   Thread* threads_;
   UnderWay* stacks_;
   Call* calls_;
-  Batch* batches_;
-  char *samples_, *facts_, *notes_, *tracebacks_, *names_, *frames_;
+  char *samples_, *facts_, *notes_, *names_, *frames_;
   size_t frame_bytes_;  // of the ring
   std::unordered_map<std::string, uint32_t> numbers_;
   const std::string path_;
   const bool kept_;
-  std::atomic<double> limit_{0};
 };
 
 // Marks the black box at a fatal signal, before the handler that was there. That one, the exit status and the core dump

@@ -15,7 +15,6 @@ namespace nanwatch::box {
   X(int64_t, time) /* the same of the latest sign of life */               \
   X(uint64_t, ticks)                                                       \
   X(uint64_t, calls) /* how many items were ever written */                \
-  X(uint64_t, batches)                                                     \
   X(uint64_t, facts) /* how many bytes were ever written */                \
   X(uint64_t, notes)                                                       \
   X(uint64_t, names)                                                       \
@@ -36,8 +35,6 @@ namespace nanwatch::box {
   X(uint32_t, exit_status) /* 1 + the status of exit(), 0: none yet */     \
   X(uint32_t, killed_by)   /* the signal that the parent was told of */    \
   X(uint64_t, exit_ticks)                                                  \
-  X(uint64_t, tracebacks) /* bytes of the latest ones, made at a hang */   \
-  X(uint64_t, traceback_ticks)                                             \
   X(uint64_t, memory)  /* bytes that the process has in memory */          \
   X(uint64_t, samples) /* how many were ever written */                    \
   X(uint64_t, sample_ticks)
@@ -60,20 +57,6 @@ namespace nanwatch::box {
   X(uint64_t, ended)         \
   X(int64_t, batch)          \
   X(uint32_t, module)        \
-  X(uint16_t, thread)        \
-  X(uint8_t, depth)          \
-  X(uint8_t, raised)
-
-// A batch that has ended. `used` is the largest share of a format's range, inf for a nan or an inf, 0 where nothing was
-// read, and its place.
-#define NANWATCH_BOX_BATCH(X) \
-  X(uint64_t, begun)          \
-  X(uint64_t, ended)          \
-  X(int64_t, batch)           \
-  X(double, used)             \
-  X(uint32_t, module)         \
-  X(uint32_t, label)          \
-  X(uint32_t, dtype)          \
   X(uint32_t, raised)
 
 // A frame in the ring of bytes: this, its rows, the sizes of all their shapes (int64), and the number of bytes of all
@@ -107,14 +90,13 @@ NANWATCH_BOX_STRUCT(State, NANWATCH_BOX_STATE);
 NANWATCH_BOX_STRUCT(Thread, NANWATCH_BOX_THREAD);
 NANWATCH_BOX_STRUCT(UnderWay, NANWATCH_BOX_UNDER_WAY);
 NANWATCH_BOX_STRUCT(Call, NANWATCH_BOX_CALL);
-NANWATCH_BOX_STRUCT(Batch, NANWATCH_BOX_BATCH);
 NANWATCH_BOX_STRUCT(Frame, NANWATCH_BOX_FRAME);
 NANWATCH_BOX_STRUCT(Row, NANWATCH_BOX_ROW);
 #undef NANWATCH_BOX_STRUCT
 #undef NANWATCH_BOX_MEMBER
 
-constexpr size_t kPage = 4096, kThreads = 64, kStack = 120, kCalls = 1 << 15, kBatches = 1 << 12;
-constexpr size_t kSample = 2048, kFacts = 1 << 16, kNotes = 1 << 18, kNames = 1 << 21, kTracebacks = 1 << 16;
+constexpr size_t kPage = 4096, kThreads = 64, kStack = 120, kCalls = 1 << 15;
+constexpr size_t kSample = 2048, kFacts = 1 << 16, kNotes = 1 << 18, kNames = 1 << 21;
 constexpr uint8_t kFiller = 255, kNoShape = 255;  // phase; dims of a row that Python has made
 constexpr uint32_t kUnnamed = UINT32_MAX;
 

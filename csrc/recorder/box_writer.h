@@ -3,13 +3,11 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "blackbox/black_box.h"
-#include "ops/tensor_view.h"
 #include "recorder/frame.h"
 #include "recorder/row_python.h"
 
@@ -17,7 +15,7 @@ namespace nanwatch {
 
 class BoxWriter {
  public:
-  explicit BoxWriter(box::BlackBox* box) : box_(box) { types_.fill({0.0, box::kUnnamed}); }
+  explicit BoxWriter(box::BlackBox* box) : box_(box) { types_.fill(box::kUnnamed); }
 
   // Null where nothing is to be written, as in a forked child, whose file is another.
   box::BlackBox* box() const { return box_ == box::BlackBox::active() ? box_ : nullptr; }
@@ -27,8 +25,8 @@ class BoxWriter {
     return box() == nullptr ? box::kUnnamed : box_->name('m', (module + "\n").append(class_name));
   }
 
-  // Writes a frame. Updates `least`, unless it is null, by the row that is nearest to the end of its format.
-  void add(const FrameData& frame, uint32_t module, const Labels& labels, box::Least* least) {
+  // Writes a frame of the module of this number.
+  void add(const FrameData& frame, uint32_t module, const Labels& labels) {
     box::Frame* const made = box_->new_frame(frame.rows.size(), frame.shapes.size());
     if (made == nullptr) return;
     made->batch = frame.batch;
@@ -37,44 +35,23 @@ class BoxWriter {
     made->recomputed = frame.recomputed;
     box::Row* row = box::BlackBox::rows_of(made);
     for (const RowData& from : frame.rows) {
-      double share = 0;
       if (from.python != nullptr) {
-        *row = of_python(from.python, &share);
+        *row++ = of_python(from.python);
       } else {
-        const Type& type = type_of(from.dtype);
-        share = type.share;
-        *row = {from.range.abs_min,  from.range.abs_max, label_of(from.label, labels),
-                type.name,           uint8_t(from.role), uint8_t(from.note),
-                from.range.isfinite, from.dims,          from.pending != kNotPending};
+        *row++ = {from.range.abs_min,  from.range.abs_max, label_of(from.label, labels),
+                  type_of(from.dtype), uint8_t(from.role), uint8_t(from.note),
+                  from.range.isfinite, from.dims,          from.pending != kNotPending};
       }
-      // A nan or an inf counts as infinitely far out of the range.
-      const bool is_fault = from.pending == kNotPending && is_nonfinite(from);
-      const double used = is_fault             ? std::numeric_limits<double>::infinity()
-                          : row->isfinite != 0 ? row->abs_max * share
-                                               : 0;
-      if (least != nullptr && used > least->used)
-        *least = {least->begun, least->ended, used, module, row->label, row->dtype};
-      ++row;
     }
     std::copy(frame.shapes.begin(), frame.shapes.end(), box::BlackBox::sizes_of(made, frame.rows.size()));
     box_->push_frame(made);
   }
 
  private:
-  // A dtype: what 1 is of its range, 0 for none with an end, and its number in the file.
-  struct Type {
-    double share;
-    uint32_t name;
-  };
-
-  const Type& type_of(int8_t dtype) {
-    Type& type = types_[uint8_t(dtype) % types_.size()];
-    if (type.name == box::kUnnamed && dtype >= 0) {
-      const auto scalar_type = static_cast<at::ScalarType>(dtype);
-      const std::optional<Format> format = format_of(scalar_type);
-      const double end = format ? largest_finite(*format) : -1;
-      type = {end > 0 ? 1 / end : 0, box_->name('d', dtype_name(scalar_type))};
-    }
+  // The number of a dtype in the file.
+  uint32_t type_of(int8_t dtype) {
+    uint32_t& type = types_[uint8_t(dtype) % types_.size()];
+    if (type == box::kUnnamed && dtype >= 0) type = box_->name('d', dtype_name(static_cast<at::ScalarType>(dtype)));
     return type;
   }
 
@@ -84,7 +61,7 @@ class BoxWriter {
   }
 
   // A row that Python has made: complex numbers, shards, non-finite values. It has no sizes.
-  box::Row of_python(PyObject* from, double* share) {
+  box::Row of_python(PyObject* from) {
     if (!is_row(from)) return {0, 0, box::kUnnamed, box::kUnnamed, 0, 0, 1, box::kNoShape, 0};
     const auto number = [from](int item) {
       PyObject* const value = PyTuple_GET_ITEM(from, item);
@@ -92,7 +69,6 @@ class BoxWriter {
     };
     const std::string role = to_utf8(PyTuple_GET_ITEM(from, row_item::role));
     const std::string dtype = to_utf8(PyTuple_GET_ITEM(from, row_item::dtype));
-    if (const int8_t type = floating_dtype(from); type >= 0) *share = type_of(type).share;
     const auto place = size_t(std::find(std::begin(kRoles), std::end(kRoles), role) - std::begin(kRoles));
     return {number(row_item::abs_min),
             number(row_item::abs_max),
@@ -106,8 +82,8 @@ class BoxWriter {
   }
 
   box::BlackBox* const box_;
-  std::vector<uint32_t> labels_;  // numbers in the file, by the recorder's
-  std::array<Type, 64> types_;    // by c10::ScalarType
+  std::vector<uint32_t> labels_;    // numbers in the file, by the recorder's
+  std::array<uint32_t, 64> types_;  // by c10::ScalarType
 };
 
 }  // namespace nanwatch

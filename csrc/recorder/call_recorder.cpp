@@ -207,10 +207,7 @@ bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args,
   thread.batch = latest_batch_;
   thread.active = thread.batch % every_ == 0;
   if (!thread.recomputed && !start_batch(thread, module, args, kwargs)) return false;
-  if (box::BlackBox* const box = box_.box(); box != nullptr) {
-    thread.slot = box->slot();
-    if (!thread.recomputed) box->begin_batch(&thread.least);
-  }
+  if (box_.box() != nullptr) thread.slot = box_.box()->slot();
   thread.args = args;
   thread.kwargs = kwargs;
   return true;
@@ -372,7 +369,7 @@ bool CallRecorder::finish(Thread& thread, int32_t caller) {
   FrameData& frame = thread.frame;
   ++observer_.counters.frames;
   if (frame.pending.empty() && thread.deferred.empty()) return tell(thread, caller, false);
-  if (box_.box() != nullptr) box_.add(frame, nodes_[size_t(frame.node)]->box, observer_.labels(), nullptr);
+  if (box_.box() != nullptr) box_.add(frame, nodes_[size_t(frame.node)]->box, observer_.labels());
   thread.deferred.emplace_back().frame.swap(frame);
   thread.deferred.back().caller = caller;
   return true;
@@ -382,7 +379,7 @@ bool CallRecorder::finish(Thread& thread, int32_t caller) {
 bool CallRecorder::tell(Thread& thread, int32_t caller, bool is_over) {
   FrameData& frame = thread.frame;
   const bool has_nonfinite = frame.has_nonfinite;
-  keep(frame, &thread.least);
+  keep(frame);
   if (!has_nonfinite && !reports_frames(thread.batch)) return true;
   FrameData copy;
   copy.copy(ring_.latest());
@@ -414,7 +411,7 @@ bool CallRecorder::take_deferred(Thread& thread) {
     bool done = observer_.resolve(*nodes_[size_t(entry.frame.node)], &entry.frame);
     thread.frame.swap(entry.frame);
     if (first) {
-      keep(thread.frame, &thread.least);
+      keep(thread.frame);
     } else {
       done = done && tell(thread, entry.caller, true);
       if (!done) first.emplace();
@@ -427,12 +424,9 @@ bool CallRecorder::take_deferred(Thread& thread) {
 
 // Returns false with an exception set: the call's own if it has one, unless a callback raised another from it.
 bool CallRecorder::end_batch(Thread& thread, bool completed) {
-  HeldError own;  // the call's
-  box::BlackBox* const box = thread.recomputed ? nullptr : box_.box();
+  HeldError own;                       // the call's
   const Recording recording(&thread);  // the callback may run the model once more
-  if (box != nullptr && !thread.deferred.empty()) thread.least.ended = box::ticks();
   bool done = thread.deferred.empty() || survived([&] { return take_deferred(thread); });
-  if (box != nullptr) box->end_batch(thread.least, thread.batch, !completed);
   thread.args = thread.kwargs = nullptr;
   observer_.end_batch();
   // Every batch that ends by an exception is reported. The callback may change the subscriptions.
@@ -504,8 +498,8 @@ void CallRecorder::add_frame(int64_t batch, int32_t node, const py::list& rows) 
 }
 
 // A frame whose ranges are known goes into the ring.
-void CallRecorder::keep(FrameData& frame, box::Least* least) {
-  if (box_.box() != nullptr) box_.add(frame, nodes_[size_t(frame.node)]->box, observer_.labels(), least);
+void CallRecorder::keep(FrameData& frame) {
+  if (box_.box() != nullptr) box_.add(frame, nodes_[size_t(frame.node)]->box, observer_.labels());
   if (frame.batch >= gathers_from) peaks_.add(frame, observer_.labels(), gathers_inputs);
   ring_.push(frame);
 }

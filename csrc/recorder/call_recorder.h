@@ -60,7 +60,7 @@ class CallRecorder {
   bool traces() const { return !traced_.empty(); }
   FrameRing& ring() { return ring_; }
   // Puts a frame of a backward or a step into the ring.
-  void push(FrameData& frame) { keep(frame, nullptr); }
+  void push(FrameData& frame) { keep(frame); }
   void add_frame(int64_t batch, int32_t node, const pybind11::list& rows);  // of an optimizer's step
 
   // The batch, the name and the class of the module of the innermost call under way on this thread, if it is recorded;
@@ -151,7 +151,6 @@ class CallRecorder {
     std::deque<CallFrame> deferred = {};          // frames of the batch under way, since one waits for a device
     FrameData frame = {};
     box::Slot* slot = nullptr;  // in the black box, for the batch under way
-    box::Least least = {};
   };
 
   class Recording;
@@ -178,7 +177,7 @@ class CallRecorder {
   bool abandon_of_ended_threads();
   bool end_compiled(Thread& thread, bool completed);
   bool reports_frames(int64_t batch) const { return subscriptions->has(kFrame) || is_traced(batch); }
-  void keep(FrameData& frame, box::Least* least);
+  void keep(FrameData& frame);
   pybind11::tuple taken(PeakMagnitudes& peaks);
   bool tracks_gradients() const;
 

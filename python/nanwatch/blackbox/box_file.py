@@ -26,13 +26,13 @@ _HEAD = 8  # bytes before a name: its kind, and its length from the fifth on
 _NEEDED = {
     "state": "pid begun begun_ticks time ticks calls facts notes names frames latest samples sample_ticks"
     " step_ticks gradient_ticks gradient_batch gradient_module gradient_part signal signal_code signal_ticks"
-    " signal_address signal_thread exit exit_status killed_by exit_ticks tracebacks traceback_ticks memory",
+    " signal_address signal_thread exit exit_status killed_by exit_ticks memory",
     "threads": "id depth",
     "stacks": "begun batch module",
     "calls": "begun ended batch module raised",
     "frame": "batch module rows phase recomputed sizes",
     "row": "abs_min abs_max label dtype role note isfinite dims pending",
-    **dict.fromkeys(("facts", "notes", "tracebacks", "names", "frames", "samples"), ""),
+    **dict.fromkeys(("facts", "notes", "names", "frames", "samples"), ""),
 }
 
 Items = np.ndarray[Any, np.dtype[Any]]
@@ -112,7 +112,7 @@ class BoxFile:
         return self._data[section.at : section.at + min(self.state[name], section.length)]
 
     def text(self, name: str) -> str:
-        """Return the text of the section "facts", "notes" or "tracebacks"."""
+        """Return the text of the section "facts" or "notes"."""
         return self._bytes(name).decode("utf-8", "replace")
 
     @property

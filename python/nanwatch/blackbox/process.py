@@ -106,7 +106,6 @@ class ProcessBox:
                 limit = self.stall_timeout
                 if limit is None:
                     limit = max(_LEAST_STALL, _SLOWER * slowest)
-                self._box.set_limit(limit if self.num_watches > 0 else 0.0)
                 stalls = self.num_watches > 0 and 0 < limit <= idle
                 is_told = is_told and stalls and idle > before  # less idle: a call came, and another hang
                 if stalls and not is_told:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import signal
 import socket
 from collections.abc import Iterator
@@ -23,9 +22,6 @@ _MOST_CALLS, _MOST_FRAMES = 64, 21
 _LIFE = 2.0  # seconds: a sign of life that much after a signal says that the process went on
 _NO_SHAPE = 255  # dims of a row that Python has made
 _PARTS = ("output", "input", "weight")
-# Lines of a traceback as CPython's faulthandler has them.
-_THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
-_PLACE = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +171,7 @@ class _Reading:
             frames=tuple(map(self._frame, frames)),
             pending=tuple(self._pending(frames)),
             facts=facts,
-            notes=(*_documents(self._file.text("notes")), *self._hang_with_lock()),
+            notes=tuple(_documents(self._file.text("notes"))),
         )
 
     def _end(self, facts: dict[str, Any]) -> End:
@@ -192,18 +188,6 @@ class _Reading:
         if state["exit"] == 2:
             return "exception"
         return "exit" if state["exit"] == 1 or state["exit_status"] else "unknown"
-
-    def _hang_with_lock(self) -> Iterator[dict[str, Any]]:
-        """Yield a hang of which no thread of Python could write a note, as one held the interpreter lock."""
-        stacks: dict[str, list[str]] = {}
-        for line in self._file.text("tracebacks").splitlines():
-            if head := _THREAD.match(line):
-                places = stacks.setdefault(head[1], [])
-            elif (place := _PLACE.match(line)) and stacks:
-                places.append("{}:{} in {}".format(*place.groups()))
-        if stacks:
-            moment = self._moment(self._state["traceback_ticks"])
-            yield {"kind": "stall", "time": moment, "interpreter lock": "held by a thread", "stacks": stacks}
 
     def _threads(self, now: int) -> tuple[BoxThread, ...]:
         """Return the threads with calls under way, the one that matters first."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import subprocess
@@ -101,18 +100,6 @@ def test_the_status_of_the_process_decides_about_the_file(
     subprocess.run([sys.executable, "-c", _ENDS, how], env=env, stderr=subprocess.DEVNULL)
     reports = [read_black_box(path) for path in tmp_path.glob("nanwatch/*")]
     assert [(one.end, one.exit_status) for one in reports] == ([] if told is None else [told])
-
-
-@pytest.mark.slow
-def test_a_hang_that_holds_the_interpreter_lock_is_told(tmp_path: Path) -> None:
-    """Though no thread of Python can run."""
-    model = nn.Linear(2, 2)
-    with black_box(tmp_path, stall_timeout=1) as box, watch(model, black_box=True):
-        model(torch.ones(1, 2))
-        box._ended.wait(2.5)  # the limit goes to the compiled part once a second
-        ctypes.PyDLL(None).sleep(8)
-        (note,) = (one for one in read_black_box(box.path).notes if "interpreter lock" in one)
-    assert any("in test_a_hang_that_holds" in place for places in note["stacks"].values() for place in places)
 
 
 def test_a_folder_that_refuses_gives_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
