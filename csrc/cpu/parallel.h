@@ -1,4 +1,4 @@
-// Work shared among PyTorch's threads. ops/parallel.cpp defines the function over at::parallel_for, so that no file of
+// Work shared among PyTorch's threads. ops/ops_cpu.cpp defines the function over at::parallel_for, so that no file of
 // this folder includes PyTorch.
 #pragma once
 

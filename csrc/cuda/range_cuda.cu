@@ -85,28 +85,6 @@ __device__ __forceinline__ void with_device_format(Format format, const Fn& fn) 
 #undef NANWATCH_CASE
 }
 
-// The formats that are read by the same code as F, those with its width and sign, as a set of bits.
-static_assert(kNumFormats <= 32);
-template <Format F, Format G>
-constexpr uint32_t kBitIfAlike =
-    uint32_t(sizeof(typename Codes<F>::Word) == sizeof(typename Codes<G>::Word) && Codes<F>::sign == Codes<G>::sign)
-    << int(G);
-#define NANWATCH_BIT(name, ...) | kBitIfAlike<F, Format::name>
-template <Format F>
-constexpr uint32_t kAlike = 0 NANWATCH_FORMATS(NANWATCH_BIT);
-#undef NANWATCH_BIT
-
-// For the first format of those that are read alike: 13 loops in place of 18.
-template <class Fn>
-__device__ __forceinline__ void with_device_layout(Format format, const Fn& fn) {
-#define NANWATCH_CASE(name, ...)                                                       \
-  if constexpr ((kAlike<Format::name> & ((1u << int(Format::name)) - 1)) == 0) {       \
-    if (kAlike<Format::name> >> int(format) & 1) return fn(FormatTag<Format::name>{}); \
-  }
-  NANWATCH_FORMATS(NANWATCH_CASE)
-#undef NANWATCH_CASE
-}
-
 // ---- a block and its part of a tensor -------------------------------------------------------------------------------
 
 // Past L1, where nobody comes back to it, but not first to leave L2: the next layer reads this tensor from there.
@@ -309,7 +287,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   const Format format = Format(batch.format[tensor]);
   Ends ends = {0, 0};
   bool is_narrow = true;
-  with_device_layout(format, [&](auto tag) {
+  with_device_format(format, [&](auto tag) {
     constexpr Format F = decltype(tag)::format;
     using Word = typename Codes<F>::Word;
     RangeLanes<F> lanes;
@@ -469,23 +447,12 @@ int nanwatch_cuda_allocate_mapped(int device, size_t bytes, void** memory, void*
   return nanwatch::checked(cudaHostGetDevicePointer(address, *memory, 0));
 }
 
-int nanwatch_cuda_event(int device, void** event) {
-  if (const int error = nanwatch::select(device)) return error;
-  const nanwatch::Uncaptured uncaptured;
-  return nanwatch::checked(cudaEventCreateWithFlags(reinterpret_cast<cudaEvent_t*>(event), cudaEventDisableTiming));
-}
-
-int nanwatch_cuda_record(void* event, int device, void* stream) {
+int nanwatch_cuda_await(int device, void* stream) {
   int capturing = 0;
   if (const int error = nanwatch_cuda_stream(device, stream, &capturing)) return error;
   if (capturing != 0) return kNanwatchCapturing;
-  return nanwatch::checked(cudaEventRecord(static_cast<cudaEvent_t>(event), static_cast<cudaStream_t>(stream)));
-}
-
-int nanwatch_cuda_await(void* event, int device) {
-  if (const int error = nanwatch::select(device)) return error;
   const nanwatch::Uncaptured uncaptured;
-  return nanwatch::checked(cudaEventSynchronize(static_cast<cudaEvent_t>(event)));
+  return nanwatch::checked(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
 }
 
 const char* nanwatch_cuda_error(int code) {

@@ -60,11 +60,9 @@ int nanwatch_cuda_stream(int device, void* stream, int* capturing);
 int nanwatch_cuda_allocate(int device, size_t bytes, void** memory);
 int nanwatch_cuda_allocate_mapped(int device, size_t bytes, void** memory, void** address);
 
-// An event, for as long as it is wanted, and a mark with it behind the work on a stream. Nothing is marked where the
-// stream is being captured (kNanwatchCapturing). None of these disturbs a capture elsewhere.
-int nanwatch_cuda_event(int device, void** event);
-int nanwatch_cuda_record(void* event, int device, void* stream);
-int nanwatch_cuda_await(void* event, int device);
+// Waits for all that was enqueued on a stream so far. Does not wait where the stream is being captured
+// (kNanwatchCapturing), and disturbs no capture elsewhere.
+int nanwatch_cuda_await(int device, void* stream);
 
 // A code of the functions above in words; never null.
 const char* nanwatch_cuda_error(int code);

@@ -1,52 +1,14 @@
-// The CUDA backend of the recorder: range_cuda.h with torch's streams, a workspace for each, and a few events.
+// The CUDA backend of the recorder: range_cuda.h with torch's streams and a workspace for each.
 #ifdef NANWATCH_CUDA
-
-#include "device/cuda_backend.h"
 
 #include <c10/core/DeviceGuard.h>
 
+#include "device/device_backend.h"
 #include "ops/cuda_launch.h"
-#include "ops/plain_cuda.h"
+#include "ops/plain_view.h"
 
 namespace nanwatch {
 namespace {
-
-// An event and its device. Events are used again: making one costs more than recording it.
-struct Event {
-  int device;
-  void* handle;
-};
-
-class Events {
- public:
-  static Events& instance() {
-    static auto* const all = new Events;  // never destroyed: at exit the device may be gone before us
-    return *all;
-  }
-
-  int take(int device, Event** event) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (size_t i = 0; i < free_.size(); ++i) {
-      if (free_[i]->device != device) continue;
-      *event = free_[i];
-      free_.erase(free_.begin() + int64_t(i));
-      return 0;
-    }
-    void* handle = nullptr;
-    if (const int error = nanwatch_cuda_event(device, &handle)) return error;
-    *event = new Event{device, handle};
-    return 0;
-  }
-
-  void give_back(Event* event) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    free_.push_back(event);
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<Event*> free_;
-};
 
 at::Device torch_device(int number) {
   return at::Device(c10::DeviceType::CUDA, c10::DeviceIndex(number));
@@ -93,27 +55,8 @@ int observe(const NanwatchTensor* tensors, int64_t count, NanwatchRow* rows, uin
   });
 }
 
-int record(int device, void* stream, void** event) {
-  return on_device(device, [&] {
-    Event* taken = nullptr;
-    if (const int error = Events::instance().take(device, &taken)) return error;
-    const int error = nanwatch_cuda_record(taken->handle, device, stream);
-    if (error == 0) {
-      *event = taken;
-    } else {
-      Events::instance().give_back(taken);
-    }
-    return error;
-  });
-}
-
-int wait(void* event) {
-  const auto* const one = static_cast<Event*>(event);
-  return on_device(one->device, [&] { return nanwatch_cuda_await(one->handle, one->device); });
-}
-
-void release(void* event) {
-  Events::instance().give_back(static_cast<Event*>(event));
+int wait(int device, void* stream) {
+  return on_device(device, [&] { return nanwatch_cuda_await(device, stream); });
 }
 
 // Warns once, as `launched` does.
@@ -126,8 +69,8 @@ int cannot_run(int error) {
 }  // namespace
 
 const NanwatchBackend* cuda_backend() {
-  static const NanwatchBackend backend = {0,      device_of, stream_of, allocate,   observe,
-                                          record, wait,      release,   cannot_run, nanwatch_cuda_error};
+  static const NanwatchBackend backend = {0,       device_of, stream_of,  allocate,
+                                          observe, wait,      cannot_run, nanwatch_cuda_error};
   return &backend;
 }
 

@@ -1,6 +1,6 @@
-// Interface between the recorder and a device: which tensors it has, to read them in stream order, and whether that is
-// done. It is a table of functions, so that tests can substitute a device that runs only when told; cuda_backend.cpp is
-// the one for CUDA.
+// Interface between the recorder and a device: which tensors it has, to read them in stream order, and to wait for
+// that. It is a table of functions, so that tests can substitute a device that runs only when told; cuda_backend.cpp
+// has the one for CUDA.
 #pragma once
 
 #include <stddef.h>
@@ -8,12 +8,10 @@
 
 #include "cuda/range_cuda.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+namespace nanwatch {
 
 // Every function that returns an int returns 0, one of the codes of range_cuda.h, or an error of the device.
-typedef struct NanwatchBackend {
+struct NanwatchBackend {
   // Not 0: memory that the host could read itself is this device's as well.
   int64_t takes_host_memory;
   // The device that holds a plain strided tensor (an at::Tensor, whose Python class is plain too); -1 for anything
@@ -26,15 +24,20 @@ typedef struct NanwatchBackend {
   // Calls nanwatch_cuda_observe: all of it is enqueued, or none.
   int (*observe)(const NanwatchTensor* tensors, int64_t count, NanwatchRow* rows, uint64_t first, int device,
                  void* stream);
-  // An event behind all that was enqueued on the stream so far.
-  int (*record)(int device, void* stream, void** event);
-  int (*wait)(void* event);
-  void (*release)(void* event);
+  // Waits for all that was enqueued on the stream so far; kNanwatchCapturing, without a wait, while it is captured.
+  int (*wait)(int device, void* stream);
   // Returns whether this backend can run nothing at all: then the tensors are read as they would be without it.
   int (*cannot_run)(int error);
   const char* (*error)(int code);
-} NanwatchBackend;
+};
 
-#ifdef __cplusplus
+// The backend for CUDA; null in a build without CUDA. Asking for it makes no CUDA call.
+#ifdef NANWATCH_CUDA
+const NanwatchBackend* cuda_backend();
+#else
+inline const NanwatchBackend* cuda_backend() {
+  return nullptr;
 }
 #endif
+
+}  // namespace nanwatch

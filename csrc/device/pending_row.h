@@ -11,9 +11,7 @@
 #include <vector>
 
 #include "device/device_backend.h"
-#include "numerics/formats.h"
 #include "numerics/range.h"
-#include "cuda/range_cuda.h"
 
 namespace nanwatch {
 
@@ -47,9 +45,9 @@ struct PendingRow {
   std::unique_ptr<const Layout> layout;  // null: the run is the tensor
   std::shared_ptr<PendingRow> verifies;  // a row that should be the same; see Options
 
-  // Returns whether the row has completed. Takes it out of its slot then, which may be used anew.
+  // Returns whether the row has completed or failed. Takes it out of its slot then, which may be used anew.
   bool poll() {
-    if (state != State::pending) return state == State::completed || state == State::failed;
+    if (state != State::pending) return state != State::unsent;
     if (__atomic_load_n(&slot->stamp, __ATOMIC_ACQUIRE) != stamp) return false;
     std::copy(slot->values, slot->values + kNanwatchRowValues, values);
     examined = slot->examined != 0;
@@ -67,13 +65,8 @@ struct PendingRow {
 
   // Returns whether a cache may give the row to the tensor in this frame. A non-finite tensor is read each time.
   bool serves(const void* frame) const {
-    switch (state) {
-      case State::unsent: return collector == frame;
-      case State::pending: return true;
-      case State::completed: return range.isfinite;
-      case State::failed: break;
-    }
-    return false;
+    return state == State::pending || (state == State::unsent && collector == frame) ||
+           (state == State::completed && range.isfinite);
   }
 };
 
@@ -84,9 +77,8 @@ struct PendingRows {
   // A device and the stream that was current there when the frame's first tensor of it was met.
   struct StreamSlot {
     int device;
-    void* stream;
-    int error;
-    int capturing;  // whether the stream was being captured then
+    void* stream = nullptr;
+    int error = 0, capturing = 0;  // whether the stream was being captured then
   };
   struct Read {
     PendingRowPtr row;
@@ -99,28 +91,26 @@ struct PendingRows {
   std::vector<StreamSlot> stream_slots;
 
   bool empty() const { return rows.empty(); }
+  // The stream on which the frame reads tensors of the device.
   const StreamSlot& stream_slot_of(int device, const NanwatchBackend& backend);
   // A row for the tensor, to be sent with the rest.
   PendingRowPtr collect(const at::Tensor& x, Format format, int device);
 
   void clear() {
     if (rows.empty() && stream_slots.empty()) return;
-    for (const Read& read : reads)
-      if (read.row->state == PendingRow::State::unsent) read.row->fail(0);
+    sent(0);
     rows.clear();
-    sent();
   }
 
-  void sent() {
+  // Forgets the reads. Those that were not sent have failed, with this error.
+  void sent(int error) {
+    for (const Read& read : reads)
+      if (read.row->state == PendingRow::State::unsent) read.row->fail(error);
     reads.clear();
     stream_slots.clear();
   }
 
-  void swap(PendingRows& other) noexcept {
-    rows.swap(other.rows);
-    reads.swap(other.reads);
-    stream_slots.swap(other.stream_slots);
-  }
+  void swap(PendingRows& other) noexcept { std::swap(*this, other); }
 };
 
 }  // namespace nanwatch

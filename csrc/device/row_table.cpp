@@ -2,9 +2,7 @@
 
 #include <pybind11/pybind11.h>
 
-#include <utility>
-
-#include "device/cuda_backend.h"
+#include "ops/dense.h"
 
 namespace nanwatch {
 namespace {
@@ -14,31 +12,47 @@ constexpr size_t kMostAtOnce = 1024;
 
 const NanwatchBackend* installed = cuda_backend();
 
+std::unique_ptr<const Layout> layout_of(const at::Tensor& x, const at::Tensor& run) {
+  if (x.is_contiguous() || x.numel() == 0) return nullptr;
+  auto layout = std::make_unique<Layout>(Layout{x.sizes().vec(), run.strides().vec(), x.numel() / run.numel()});
+  for (int64_t d = 0; d < x.dim(); ++d)
+    if (run.size(d) == 1) layout->strides[size_t(d)] = 0;
+  return layout;
+}
+
 }  // namespace
 
-// ---- StreamEvent ----------------------------------------------------------------------------------------------------
+// ---- one frame's rows -----------------------------------------------------------------------------------------------
 
-StreamEvent::StreamEvent(const NanwatchBackend* backend, int device, void* stream)
-    : backend_(backend), device_(device), stream_(stream), error_(backend->record(device, stream, &event_)) {}
-
-StreamEvent::StreamEvent(StreamEvent&& other) noexcept
-    : backend_(other.backend_),
-      device_(other.device_),
-      stream_(other.stream_),
-      event_(std::exchange(other.event_, nullptr)),
-      error_(other.error_) {}
-
-StreamEvent::~StreamEvent() {
-  if (event_ != nullptr) backend_->release(event_);
+void Layout::apply(double* values) const {
+  for (int count = column::num_nan; count <= column::num_subnormal; ++count) values[count] *= double(repeats);
+  if (values[column::first_nonfinite] < 0) return;
+  const auto place = int64_t(values[column::first_nonfinite]);
+  int64_t position = 0, weight = 1;
+  for (size_t d = sizes.size(); d-- > 0; weight *= sizes[d])
+    if (strides[d] != 0) position += place / strides[d] % sizes[d] * weight;
+  values[column::first_nonfinite] = double(position);
 }
 
-int StreamEvent::wait() const {
-  if (event_ == nullptr) return error_;
-  const pybind11::gil_scoped_release release;
-  return backend_->wait(event_);
+PendingRowPtr PendingRows::collect(const at::Tensor& x, Format format, int device) {
+  const auto row = std::make_shared<PendingRow>();
+  row->device = device;
+  row->collector = this;
+  const at::Tensor run = dense(x);
+  row->layout = layout_of(x, run);
+  reads.push_back({row, run.storage(), {run.const_data_ptr(), run.numel(), int32_t(format)}});
+  return row;
 }
 
-// ---- RowTable -------------------------------------------------------------------------------------------------------
+const PendingRows::StreamSlot& PendingRows::stream_slot_of(int device, const NanwatchBackend& backend) {
+  for (const StreamSlot& stream_slot : stream_slots)
+    if (stream_slot.device == device) return stream_slot;
+  StreamSlot& stream_slot = stream_slots.emplace_back(StreamSlot{device});
+  stream_slot.error = backend.stream(device, &stream_slot.stream, &stream_slot.capturing);
+  return stream_slot;
+}
+
+// ---- the table ------------------------------------------------------------------------------------------------------
 
 const NanwatchBackend* RowTable::backend() {
   return installed;
@@ -92,19 +106,19 @@ int RowTable::make_room(size_t count) {
   return 0;
 }
 
-int RowTable::send_on_stream(const PendingRows& frame, const PendingRows::StreamSlot& stream_slot, size_t* next) {
+int RowTable::send_on_stream(const PendingRows& frame, const PendingRows::StreamSlot& stream_slot) {
   std::vector<NanwatchTensor> tensors;
   std::vector<PendingRowPtr> rows;
-  for (; *next < frame.reads.size() && tensors.size() < kMostAtOnce; ++*next) {
-    const PendingRows::Read& read = frame.reads[*next];
+  for (const PendingRows::Read& read : frame.reads) {
     if (read.row->device != stream_slot.device) continue;
     tensors.push_back(read.run);
     rows.push_back(read.row);
   }
   for (size_t done = 0; done < tensors.size();) {
-    if (const int error = make_room(tensors.size() - done)) return error;
+    size_t count = std::min(tensors.size() - done, kMostAtOnce);
+    if (const int error = make_room(count)) return error;
     const size_t slot = size_t(next_ % kSlots);
-    const size_t count = std::min(tensors.size() - done, kSlots - slot);
+    count = std::min(count, kSlots - slot);
     const uint64_t first = next_;
     next_ += count;
     if (const int error = backend_->observe(tensors.data() + done, int64_t(count), address_ + slot, first,
@@ -127,33 +141,24 @@ int RowTable::send(PendingRows* frame) {
   int error = 0;
   for (const PendingRows::StreamSlot& stream_slot : frame->stream_slots) {
     if (error == 0) error = allocate(stream_slot.device);
-    for (size_t next = 0; error == 0 && next < frame->reads.size();) error = send_on_stream(*frame, stream_slot, &next);
+    if (error == 0) error = send_on_stream(*frame, stream_slot);
   }
-  for (const PendingRows::Read& read : frame->reads)
-    if (read.row->state == PendingRow::State::unsent) read.row->fail(error);
-  frame->sent();
+  frame->sent(error);
   return error;
 }
 
-// ---- waiting --------------------------------------------------------------------------------------------------------
-
 void RowTable::wait(const std::vector<PendingRowPtr>& rows) const {
-  std::vector<StreamEvent> events;  // all recorded before the first wait
-  for (const PendingRowPtr& row : rows) {
-    if (row->poll()) continue;
-    const bool is_known =
-        std::any_of(events.begin(), events.end(), [&](const StreamEvent& event) { return event.is_behind(*row); });
-    if (!is_known) events.emplace_back(backend_, row->device, row->stream);
-  }
-  for (const StreamEvent& event : events) {
-    const int error = event.wait();
+  for (const PendingRowPtr& awaited : rows) {
+    if (awaited->poll()) continue;
+    int error;
+    {
+      const pybind11::gil_scoped_release release;
+      error = backend_->wait(awaited->device, awaited->stream);
+    }
+    if (error == kNanwatchCapturing) continue;
     for (const PendingRowPtr& row : rows)
-      if (event.is_behind(*row) && error != kNanwatchCapturing) row->fail(error);
+      if (row->device == awaited->device && row->stream == awaited->stream) row->fail(error);
   }
-}
-
-void RowTable::drain() const {
-  wait({in_flight_.begin(), in_flight_.end()});
 }
 
 }  // namespace nanwatch

@@ -10,30 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "device/device_backend.h"
 #include "device/pending_row.h"
 
 namespace nanwatch {
-
-// A place in a stream, behind all that was enqueued on it before.
-class StreamEvent {
- public:
-  StreamEvent(const NanwatchBackend* backend, int device, void* stream);
-  StreamEvent(StreamEvent&& other) noexcept;
-  StreamEvent(const StreamEvent&) = delete;
-  StreamEvent& operator=(const StreamEvent&) = delete;
-  ~StreamEvent();
-
-  bool is_behind(const PendingRow& row) const { return row.device == device_ && row.stream == stream_; }
-  int wait() const;  // without the interpreter lock
-
- private:
-  const NanwatchBackend* backend_;
-  int device_;
-  void* stream_;
-  void* event_ = nullptr;
-  int error_;  // of making it
-};
 
 class RowTable {
  public:
@@ -54,14 +33,14 @@ class RowTable {
   void wait(const std::vector<PendingRowPtr>& rows) const;
 
   // Waits for all rows that any recorder has asked for.
-  void drain() const;
+  void drain() const { wait({in_flight_.begin(), in_flight_.end()}); }
 
   std::string words(int error) const;
 
  private:
   int allocate(int device);
   int make_room(size_t count);
-  int send_on_stream(const PendingRows& frame, const PendingRows::StreamSlot& stream_slot, size_t* next);
+  int send_on_stream(const PendingRows& frame, const PendingRows::StreamSlot& stream_slot);
 
   const NanwatchBackend* backend_ = nullptr;
   NanwatchRow *slots_ = nullptr, *address_ = nullptr;  // as the host and as a device sees them

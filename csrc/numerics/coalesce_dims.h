@@ -14,8 +14,6 @@ struct CoalescedDims {
   int64_t dims;     // entries written, at least one
   int64_t numel;    // elements to visit: the product of the entries' sizes
   int64_t repeats;  // how many elements of the tensor each of them stands for
-  // One run of neighbours in memory, its elements in C order when positions were kept.
-  bool flat;
 };
 
 // Writes the dimensions that remain, fastest in memory first, into `out` (room for max(dims, 1)). A dimension of stride
@@ -24,12 +22,12 @@ struct CoalescedDims {
 // where the merged dimension still has one `order`. Strides are not negative.
 inline CoalescedDims coalesce_dims(int64_t dims, const int64_t* sizes, const int64_t* strides, bool keep_positions,
                                    Dim* out) {
-  CoalescedDims result{0, 1, 1, false};
+  CoalescedDims result{0, 1, 1};
   int64_t order = 1, kept = 0;
   for (int64_t d = dims - 1; d >= 0; --d) {
     if (sizes[d] == 0) {
       out[0] = {0, 1, 1};
-      return {1, 0, 1, true};
+      return {1, 0, 1};
     }
     if (sizes[d] != 1 && strides[d] == 0) {
       result.repeats *= sizes[d];
@@ -52,7 +50,6 @@ inline CoalescedDims coalesce_dims(int64_t dims, const int64_t* sizes, const int
     }
   }
   if (result.dims == 0) out[result.dims++] = {1, 1, 1};
-  result.flat = result.dims == 1 && out[0].stride == 1 && (!keep_positions || out[0].order == 1);
   return result;
 }
 

@@ -1,11 +1,18 @@
 // The operators' CPU kernels. The schemas and their fakes are in python/nanwatch/numerics/_extension.py.
+#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
+#include "cpu/parallel.h"
 #include "ops/readable.h"
 
 namespace nanwatch {
+
+void parallel_for(int64_t count, int64_t grain, ParallelWork work, const void* context) {
+  at::parallel_for(0, count, grain, [work, context](int64_t begin, int64_t end) { work(context, begin, end); });
+}
+
 namespace {
 
 at::Tensor abs_range(const at::Tensor& x) {

@@ -17,10 +17,24 @@ inline const c10::DispatchKeySet kPlainKeys({c10::DispatchKey::CPU, c10::Dispatc
                                              c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutocastCPU,
                                              c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
 
+// The same keys on CUDA.
+inline const c10::DispatchKeySet kPlainCudaKeys({c10::DispatchKey::CUDA, c10::DispatchKey::ADInplaceOrView,
+                                                 c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCUDA,
+                                                 c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+
+inline bool has_only(const at::Tensor& x, c10::DispatchKeySet keys) {
+  return (x.key_set().raw_repr() & ~keys.raw_repr()) == 0;
+}
+
+// Returns whether it is a plain strided CUDA tensor.
+inline bool is_plain_cuda(const at::Tensor& x) {
+  return x.defined() && x.is_cuda() && has_only(x, kPlainCudaKeys);
+}
+
 // Fills `view` for a plain strided CPU tensor; false for all else, which goes through the dispatcher. Active dispatch
 // modes do not matter: reading a tensor is no part of the program that they observe.
 inline bool plain_view(const at::Tensor& x, View* view) {
-  if (!x.defined() || (x.key_set().raw_repr() & ~kPlainKeys.raw_repr()) != 0) return false;
+  if (!x.defined() || !has_only(x, kPlainKeys)) return false;
   const std::optional<Format> format = format_of(x.scalar_type());
   if (!format.has_value() || negation_changes_magnitude(x, *format) || !storage_covers(x)) return false;
   *view = {x.const_data_ptr(), *format, x.numel(), x.dim(), x.sizes().data(), x.strides().data()};

@@ -1,13 +1,22 @@
-// A tensor as the operators' kernels take it.
+// A tensor as the operators' kernels take it, and the reference in Python (python/nanwatch/numerics/_reference.py) for
+// what they do not read.
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 
-#include "ops/fallback.h"
 #include "cpu/range_cpu.h"
 #include "ops/tensor_view.h"
 
 namespace nanwatch {
+
+// Calls the CompositeExplicitAutograd kernel of an operator. That is an alias and has no entry of its own in the
+// dispatch table, but the entry for "no key at all" is filled from it and no backend's kernel can take that place.
+template <class Function, class... Arguments>
+decltype(auto) call_reference(const char* name, const Arguments&... arguments) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Function>().redispatch(
+      c10::DispatchKeySet(), arguments...);
+}
 
 // The tensor's memory, where the kernels can read its words in place. Nothing where the reference serves it: complex
 // numbers, and dtypes that it refuses in words of its own. Conjugate and negative views do not come here, see `define`

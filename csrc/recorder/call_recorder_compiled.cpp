@@ -14,7 +14,7 @@
 #include <torch/library.h>
 
 #include "recorder/call_recorder.h"
-#include "ops/fallback.h"
+#include "ops/readable.h"
 #include "recorder/python_error.h"
 #include "recorder/watched_call.h"
 

@@ -11,7 +11,6 @@ import collections
 import contextlib
 import ctypes
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -44,9 +43,7 @@ _KINDS: dict[str, Any] = {
         ctypes.c_int,
         ctypes.c_void_p,
     ),
-    "record": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, _OUT),
-    "wait": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p),
-    "release": ctypes.CFUNCTYPE(None, ctypes.c_void_p),
+    "wait": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
     "cannot_run": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int),
     "error": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int),
 }
@@ -124,10 +121,7 @@ class StandIn:
     errors: list[BaseException] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._queue: list[tuple[int, Callable[[], None]]] = []
-        self._done: set[int] = set()
-        self._where: dict[int, int] = {}
-        self._numbers = itertools.count(1)
+        self._queue: list[tuple[tuple[int, int], Callable[[], None]]] = []
         self._texts: dict[int, Any] = {}
         self._lock = threading.RLock()
 
@@ -175,35 +169,26 @@ class StandIn:
         for i in range(count):
             values, examined = values_of(tensor_at(tensors[i]))
             address = rows + i * ctypes.sizeof(Row)
-            self._enqueue(stream, functools.partial(write_row, address, first + i, values, examined))
+            self._enqueue((device, stream), functools.partial(write_row, address, first + i, values, examined))
         return 0
 
-    def _enqueue(self, stream: int, operation: Callable[[], None]) -> None:
+    def _enqueue(self, where: tuple[int, int], operation: Callable[[], None]) -> None:
         with self._lock:
-            self._queue.append((stream, operation))
+            self._queue.append((where, operation))
             if not self.holds:
                 self.run()
 
-    def _record(self, device: int, stream: int, event: Any) -> int:
+    def _wait(self, device: int, stream: int) -> int:
         if self.broken or self.capturing:
             return BROKEN if self.broken else CAPTURING
-        number = next(self._numbers)
-        event[0] = number
-        self._where[number] = stream
-        self._enqueue(stream, lambda: self._done.add(number))
-        return 0
-
-    def _wait(self, event: int) -> int:
         self.waits += 1
         with self._lock:
-            # Work of the device meanwhile: its stream, up to the event.
-            while event not in self._done and not self.broken:
-                position = next(i for i, (one, _) in enumerate(self._queue) if one == self._where[event])
-                self._queue.pop(position)[1]()
-        return BROKEN if self.broken else 0
-
-    def _release(self, event: int) -> None:
-        self._done.discard(event)
+            # Work of the device meanwhile: that of its stream.
+            awaited = [operation for where, operation in self._queue if where == (device, stream)]
+            self._queue = [entry for entry in self._queue if entry[0] != (device, stream)]
+            for operation in awaited:
+                operation()
+        return 0
 
     def _cannot_run(self, error: int) -> int:
         return int(error == OLD_DRIVER)

@@ -35,12 +35,11 @@ struct dim3 {
 };
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
-enum { cudaEventDisableTiming = 2, cudaDevAttrMultiProcessorCount = 16 };
+enum { cudaDevAttrMultiProcessorCount = 16 };
 enum { cudaHostAllocPortable = 1, cudaHostAllocMapped = 2 };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeRelaxed = 2 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
 using cudaStream_t = void*;
-using cudaEvent_t = void*;
 
 namespace cuda_host {
 
@@ -267,14 +266,7 @@ inline cudaError_t cudaHostGetDevicePointer(void** address, void* pinned, unsign
   *address = pinned;
   return cudaSuccess;
 }
-inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  *event = std::malloc(1);
-  return cudaSuccess;
-}
-inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) {
-  return cudaSuccess;
-}
-inline cudaError_t cudaEventSynchronize(cudaEvent_t) {
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
   ++cuda_host::state().waits;
   return cudaSuccess;
 }

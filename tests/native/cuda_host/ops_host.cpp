@@ -13,8 +13,7 @@
 #include <mutex>
 #include <vector>
 
-#include "ops/fallback.h"
-#include "ops/tensor_view.h"
+#include "ops/readable.h"
 #include "host.cpp"
 
 #define CUDA CPU
