@@ -72,7 +72,7 @@ void bind_recorder(py::module_& m) {
                          helpers["completed_row"], helpers["plain_mask"]},
                  std::move(events), std::move(frame_type), std::move(start_type));
              if (options.gradients)
-               recorder->set_gradients(std::make_unique<GradientRecorder>(recorder.get(), options));
+               recorder->set_gradients(std::make_shared<GradientRecorder>(recorder.get(), options));
              return recorder;
            }),
            py::arg("settings"), py::kw_only(), py::arg("events"), py::arg("frame_type"), py::arg("start_type"),
@@ -100,10 +100,8 @@ void bind_recorder(py::module_& m) {
       .def("call_under_way", &CallRecorder::call_under_way)
       .def("outermost", &CallRecorder::outermost)
       .def("add_output", &CallRecorder::add_output)
-      .def("excuse_gradients",
-           [](CallRecorder& self, const std::vector<int64_t>& batches, const py::object& note) {
-             if (GradientRecorder* const gradients = self.gradients()) gradients->excuse(batches, note);
-           })
+      .def("excuse_gradients", [](CallRecorder& self, const std::vector<int64_t>& batches,
+                                  const py::object& note) { GradientRecorder::excuse(self.ring(), batches, note); })
       .def("forget_gradients",
            [](CallRecorder& self, const std::vector<at::Tensor>& leaves) {
              if (GradientRecorder* const gradients = self.gradients()) gradients->stop(leaves);

@@ -1,8 +1,39 @@
 #include "gradients/backward.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace nanwatch {
+
+// ---- RecentGradients ------------------------------------------------------------------------------------------------
+
+size_t RecentGradients::place_of(const at::TensorImpl* tensor) const {
+  return size_t(std::find(tensors_.begin(), tensors_.end(), tensor) - tensors_.begin());
+}
+
+int64_t RecentGradients::find(const at::Tensor& x, const GradientState& state) const {
+  const size_t at = place_of(state.tensor);
+  return at < kKept && kept_[at].state == state && x.sizes() == kept_[at].sizes ? kept_[at].number : -1;
+}
+
+void RecentGradients::keep(const at::Tensor& x, const GradientState& state, int64_t number) {
+  size_t at = place_of(state.tensor);  // of its own, where it was written into since
+  if (at == kKept) at = next_++ % kKept;
+  tensors_[at] = state.tensor;
+  Kept& kept = kept_[at];
+  kept.tensor = x.getIntrusivePtr();
+  kept.storage = state.tensor->unsafe_storage().getWeakStorageImpl();
+  kept.state = state;
+  kept.sizes.assign(x.sizes().begin(), x.sizes().end());
+  kept.number = number;
+}
+
+void RecentGradients::clear() {
+  tensors_.fill(nullptr);
+  kept_.fill({});
+}
+
+// ---- Backward -------------------------------------------------------------------------------------------------------
 
 Backward::~Backward() {
   for (PyObject* const row : python_rows) Py_DECREF(row);
@@ -16,7 +47,7 @@ const GradientEvent* Backward::find(const at::Tensor& gradient, const GradientSt
   if (!state.has_version) return nullptr;
   if (came(state, place)) return &events.back();
   if (!state.is_plain || !is_alone) return nullptr;
-  const int64_t number = recent.find(gradient, state, shapes);
+  const int64_t number = recent.find(gradient, state);
   return number < 0 ? nullptr : &events[size_t(number)];
 }
 
@@ -41,11 +72,8 @@ void Backward::add_read(const std::vector<GradientUser>& users, const at::Tensor
   const bool is_kept =
       (finite == Finite::yes || pending != nullptr) && state.is_plain && state.has_version && !place.is_leaf;
   row.shape_at = uint32_t(shapes.size());
-  if (is_kept || row.python == nullptr) {
-    const at::IntArrayRef sizes = gradient.sizes();
-    shapes.insert(shapes.end(), sizes.begin(), sizes.end());
-  }
-  if (is_kept) recent.keep(gradient, state, row.shape_at, int64_t(events.size()));
+  if (row.python == nullptr) shapes.insert(shapes.end(), gradient.sizes().begin(), gradient.sizes().end());
+  if (is_kept) recent.keep(gradient, state, int64_t(events.size()));
   add(users, state, place, {{}, 0, finite == Finite::no, row, std::move(pending)});
 }
 

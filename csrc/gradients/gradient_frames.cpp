@@ -1,20 +1,16 @@
-#include "gradients/gradient_recorder.h"
-
+// The frames that are made of what came in a backward.
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <unordered_map>
 
+#include "gradients/gradient_recorder.h"
 #include "recorder/stopwatch.h"
 
 namespace py = pybind11;
 
 namespace nanwatch {
 namespace {
-
-const char* part_name(Part part) {
-  return part == Part::output ? "output" : part == Part::input ? "input" : "weight";
-}
 
 // While Python objects are made, no garbage is collected.
 class NoCollection {
@@ -57,10 +53,6 @@ std::vector<const GradientCall*> calls_of(const Backward& backward) {
   return calls;
 }
 
-void await(const std::vector<PendingRowPtr>& rows) {
-  if (!rows.empty()) RowTable::instance()->wait(rows);
-}
-
 // A row that Python made, under the label of another user.
 PyObject* relabelled(PyObject* row, const std::string& label) {
   return with_item(row, row_item::label, py::str(label)).release().ptr();
@@ -68,43 +60,16 @@ PyObject* relabelled(PyObject* row, const std::string& label) {
 
 }  // namespace
 
-GradientRecorder::GradientRecorder(CallRecorder* recorder, const Options& options)
-    : recorder_(*recorder),
-      log_(std::make_shared<GradientLog>(this, recorder->subscriptions, recorder->observer().observe_helper(),
-                                         options)) {}
-
-GradientRecorder::~GradientRecorder() {
-  if (log_) log_->leave();
-}
-
-void GradientRecorder::follow(const std::vector<GradientCandidate>& candidates, const CallOrigin& call,
-                              std::shared_ptr<const void>* keep) {
-  if (log_ != nullptr) log_->follow(candidates, call, recorder_.observer().labels(), keep);
-}
-
-py::object GradientRecorder::self() {
-  return py::cast(&recorder_, py::return_value_policy::reference);
-}
-
-bool GradientRecorder::backward_started() {
-  return recorder_.notify("on_backward_start", py::make_tuple());
-}
-
-bool GradientRecorder::backward_ended(std::unique_ptr<Backward> backward) {
-  if (!backward || recorder_.paused) return true;
-  await(backward->pending_rows());
-  return report(*backward);
-}
-
-bool GradientRecorder::report(Backward& backward) {
-  CallObserver& observer = recorder_.observer();
-  FrameRing& ring = recorder_.ring();
-  const Stopwatch stopwatch(recorder_.subscriptions->has(kOwnTime), &observer.counters.nanoseconds);
+// Makes the frames of a backward and calls `on_backward_end`, which may stop the watch.
+bool GradientRecorder::report(CallRecorder& recorder, Backward& backward) {
+  CallObserver& observer = recorder.observer();
+  FrameRing& ring = recorder.ring();
+  const Stopwatch stopwatch(subscriptions->has(kOwnTime), &observer.counters.nanoseconds);
   observer.counters.nanoseconds += std::exchange(backward.nanoseconds, 0);
   backward.take_completed();
-  if (recorder_.gathers_gradient_peaks)
-    for (const GradientEvent& one : backward.events)
-      recorder_.add_gradient_peak(one.user.call->batch, one.user.call->node, one.user.label, one.row);
+  if (recorder.gathers_gradient_peaks)
+    for (const GradientEvent& event : backward.events)
+      recorder.add_gradient_peak(event.user.call->batch, event.user.call->node, event.user.label, event.row);
   observer.counters.tensors += int64_t(backward.events.size());
   observer.counters.tensors_read += backward.tensors_read;
   observer.counters.bytes_read += backward.bytes_read;
@@ -112,7 +77,7 @@ bool GradientRecorder::report(Backward& backward) {
   observer.counters.stale_hits += backward.stale_hits;
   std::vector<const GradientCall*> calls = calls_of(backward);
   observer.counters.frames += int64_t(calls.size());
-  if (!backward.has_nonfinite && !recorder_.traces() && calls.size() > ring.capacity()) {
+  if (!backward.has_nonfinite && !recorder.traces() && calls.size() > ring.capacity()) {
     const auto seen = calls.end() - int64_t(ring.capacity());
     std::for_each(calls.begin(), seen, [&ring](const GradientCall* call) { ring.skip(call->batch); });
     calls.erase(calls.begin(), seen);  // they would be overwritten at once
@@ -128,9 +93,9 @@ bool GradientRecorder::report(Backward& backward) {
   }
   py::list events;
   for (const GradientEvent& event : backward.events) {
-    const auto found = positions.find(event.user.call.get());
-    if (found == positions.end()) continue;
-    FrameData& frame = frames[found->second];
+    const auto position = positions.find(event.user.call.get());
+    if (position == positions.end()) continue;
+    FrameData& frame = frames[position->second];
     RowData row = event.row;
     if (row.python == nullptr || row.label == event.user.label) {
       Py_XINCREF(row.python);
@@ -149,7 +114,7 @@ bool GradientRecorder::report(Backward& backward) {
     }
     frame.has_nonfinite |= event.has_nonfinite;
     if (backward.has_nonfinite)
-      events.append(py::make_tuple(found->second, frame.rows.size(), part_name(event.user.part), event.arrival));
+      events.append(py::make_tuple(position->second, frame.rows.size(), kParts[int(event.user.part)], event.arrival));
     frame.rows.push_back(row);
   }
   for (const auto& [again, known] : backward.pending_checks) {
@@ -163,37 +128,21 @@ bool GradientRecorder::report(Backward& backward) {
   py::list reported;
   bool done = true;
   for (size_t i = 0; i < frames.size() && done; ++i) {
-    const bool traced = recorder_.is_traced(frames[i].batch);
+    const bool traced = recorder.is_traced(frames[i].batch);
     if (!backward.has_nonfinite && !traced) continue;
-    const py::object seen = recorder_.to_python(frames[i]);
-    reported.append(py::make_tuple(seen, recorder_.name_of(calls[i]->caller), calls[i]->number));
-    done = !traced || recorder_.notify("on_frame", py::make_tuple(seen));
+    const py::object seen = recorder.to_python(frames[i]);
+    reported.append(py::make_tuple(seen, recorder.name_of(calls[i]->caller), calls[i]->number));
+    done = !traced || recorder.notify("on_frame", py::make_tuple(seen));
   }
-  if (done && backward.has_nonfinite) done = recorder_.notify("on_backward_end", py::make_tuple(reported, events));
-  for (FrameData& frame : frames) recorder_.push(frame);
+  if (done && backward.has_nonfinite) done = recorder.notify("on_backward_end", py::make_tuple(reported, events));
+  for (FrameData& frame : frames) recorder.push(frame);
   return done;
 }
 
-bool GradientRecorder::finish_broken_backwards() {
-  const std::shared_ptr<GradientLog> log = log_;  // a callback may stop the watch, which resets log_
-  if (log == nullptr) return true;
-  while (std::unique_ptr<Backward> backward = log->take_broken())
-    if (!backward_ended(std::move(backward))) return false;
-  return true;
-}
-
-bool GradientRecorder::finish_nonfinite_backward() {
-  const std::shared_ptr<GradientLog> log = log_;
-  if (log == nullptr) return true;
-  await(log->pending_rows());
-  const std::unique_ptr<Backward> backward = log->take_nonfinite();
-  return !backward || recorder_.paused || report(*backward);
-}
-
-void GradientRecorder::excuse(const std::vector<int64_t>& batches, const py::object& note) {
+void GradientRecorder::excuse(FrameRing& ring, const std::vector<int64_t>& batches, const py::object& note) {
   const NoCollection none;  // it may run code that calls a model, and that call moves the frames
-  for (size_t i = 0; i < recorder_.ring().size(); ++i) {
-    FrameData& frame = recorder_.ring().oldest(i);
+  for (size_t i = 0; i < ring.size(); ++i) {
+    FrameData& frame = ring.oldest(i);
     if (frame.phase != Phase::backward || std::find(batches.begin(), batches.end(), frame.batch) == batches.end())
       continue;
     frame.has_nonfinite = false;
@@ -202,13 +151,6 @@ void GradientRecorder::excuse(const std::vector<int64_t>& batches, const py::obj
       Py_SETREF(row.python, with_item(row.python, row_item::note, note).release().ptr());
     }
   }
-}
-
-void GradientRecorder::stop(const std::vector<at::Tensor>& leaves) {
-  if (log_ == nullptr) return;
-  for (const at::Tensor& leaf : leaves) log_->release(leaf);
-  log_->leave();
-  log_.reset();
 }
 
 }  // namespace nanwatch

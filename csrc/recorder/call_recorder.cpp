@@ -97,11 +97,11 @@ CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object e
 }
 
 CallRecorder::~CallRecorder() {
-  gradients_.reset();
+  if (gradients_ != nullptr) gradients_->leave();
   living().erase(id_);
 }
 
-void CallRecorder::set_gradients(std::unique_ptr<GradientRecorder> gradients) {
+void CallRecorder::set_gradients(std::shared_ptr<GradientRecorder> gradients) {
   gradients_ = std::move(gradients);
 }
 

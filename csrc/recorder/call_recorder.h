@@ -49,7 +49,7 @@ class CallRecorder {
 
   // For gradients/: these make frames of backwards. Functions that return a bool return false with a Python exception
   // set.
-  void set_gradients(std::unique_ptr<GradientRecorder> gradients);
+  void set_gradients(std::shared_ptr<GradientRecorder> gradients);
   GradientRecorder* gradients() const { return gradients_.get(); }
   bool finish_broken_backwards();
   // Calls a callback of RecorderEvents.
@@ -189,7 +189,7 @@ class CallRecorder {
   FrameRing ring_;
   PeakMagnitudes peaks_, gradient_peaks_;
   BoxWriter box_;
-  std::unique_ptr<GradientRecorder> gradients_;           // null when nobody asked for gradients
+  std::shared_ptr<GradientRecorder> gradients_;           // null when nobody asked for gradients
   std::vector<std::pair<int64_t, int32_t>> unconfirmed_;  // batch and node
   int64_t every_;
   std::vector<int64_t> traced_;  // sorted

@@ -1,0 +1,399 @@
+#include "gradients/gradient_recorder.h"
+
+#include <ATen/TracerMode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <type_traits>
+#include <utility>
+
+#include "blackbox/black_box.h"
+#include "gradients/gradient_hooks.h"
+#include "recorder/python_error.h"
+
+namespace py = pybind11;
+namespace autograd = torch::autograd;
+
+namespace nanwatch {
+namespace {
+
+// Reports the end of a backward: the engine calls it, or drops it with all else when an exception ends the run.
+class End {
+ public:
+  End(std::weak_ptr<GradientRecorder> recorder, int64_t task) : recorder_(std::move(recorder)), task_(task) {}
+  End(const End&) = delete;
+  End& operator=(const End&) = delete;
+  ~End() { over(false); }
+
+  void over(bool completed) const {
+    if (const auto recorder = recorder_.lock()) recorder->over(task_, completed);
+  }
+
+ private:
+  std::weak_ptr<GradientRecorder> recorder_;
+  int64_t task_;
+};
+
+// A pointer to a node of the graph. Its kind is another one from version to version of torch.
+using NodePointer = std::decay_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;
+
+// A tensor of a call, and the node that made it; none for a leaf.
+struct Followed {
+  const GradientCandidate* candidate;
+  NodePointer node;
+  Part part;
+
+  bool is_same(const Followed& other) const {
+    if (candidate->tensor.unsafeGetTensorImpl() == other.candidate->tensor.unsafeGetTensorImpl()) return true;
+    return node && node == other.node && candidate->tensor.output_nr() == other.candidate->tensor.output_nr();
+  }
+};
+
+// Returns the tensors on which hooks would ever see a gradient of numbers.
+std::vector<Followed> with_gradient(const std::vector<GradientCandidate>& candidates) {
+  static const c10::DispatchKeySet unreal(
+      {c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize});
+  std::vector<Followed> followed;
+  for (const GradientCandidate& candidate : candidates) {
+    const at::Tensor& x = candidate.tensor;
+    if (candidate.role == Role::buffer || !x.requires_grad() || x.is_meta() || !(x.key_set() & unreal).empty())
+      continue;
+    const Part part = candidate.role == Role::output  ? Part::output
+                      : candidate.role == Role::input ? Part::input
+                                                      : Part::weight;
+    try {
+      followed.push_back({&candidate, x.grad_fn(), part});
+    } catch (const c10::Error&) {
+      // One of several views, as unbind gives them, after their base was written into: it has no graph any more, and
+      // autograd refuses each use of it.
+    }
+  }
+  return followed;
+}
+
+// Returns whether the known row differs from the tensor's content.
+bool is_stale(const at::Tensor& gradient, const RowData& row) {
+  View view{};
+  if (!plain_view(gradient, &view)) return false;
+  const RangeRow now = range_cpu(view);
+  if (!now.isfinite || !row.range.isfinite) return now.isfinite != row.range.isfinite;
+  return now.abs_min != row.range.abs_min || now.abs_max != row.range.abs_max;
+}
+
+// Returns whether the job has no other process.
+bool is_alone() {
+  const py::gil_scoped_acquire lock;
+  const OutsideCompiler outside;
+  bool is_one = false;
+  const bool done = survived([&is_one] {
+    const py::object both = py::module_::import("nanwatch.util.job").attr("rank_and_world_size")();
+    is_one = both.cast<std::pair<int64_t, int64_t>>().second == 1;
+    return true;
+  });
+  if (!done) throw_error();
+  return is_one;
+}
+
+}  // namespace
+
+GradientRecorder::GradientRecorder(CallRecorder* recorder, const Options& options)
+    : subscriptions(recorder->subscriptions),
+      recorder_(recorder),
+      observe_(recorder->observer().observe_helper()),
+      options_(options) {}
+
+GradientRecorder::~GradientRecorder() {
+  // Perhaps on a thread of the engine.
+  if (Py_IsInitialized() == 0) {
+    observe_.release();
+    for (std::unique_ptr<Backward>& backward : backwards_) backward.release();
+    return;
+  }
+  const py::gil_scoped_acquire lock;
+  backwards_.clear();
+  observe_ = py::object();
+}
+
+// ---- hooks ----------------------------------------------------------------------------------------------------------
+
+void GradientRecorder::follow(const std::vector<GradientCandidate>& candidates, const CallOrigin& call,
+                              std::shared_ptr<const void>* keep) {
+  if (recorder_ == nullptr) return;
+  const std::vector<Followed> followed = with_gradient(candidates);
+  const bool has_graph = std::any_of(followed.begin(), followed.end(),
+                                     [](const Followed& tensor) { return tensor.part == Part::output && tensor.node; });
+  if ((!has_graph && keep == nullptr) || at::tracer::impl::is_dispatch_enabled()) return;
+  const auto made = std::make_shared<GradientCall>(GradientCall{call});
+  made->number = next_number_++;
+  if (keep != nullptr && !has_graph) {
+    made->start = nullptr;  // no graph tells when its gradients can come no more
+    *keep = made;
+  }
+  Labels& labels = recorder_->observer().labels();
+  for (const Followed& tensor : followed) {
+    const GradientCandidate& candidate = *tensor.candidate;
+    if (!has_graph && (tensor.part != Part::weight || tensor.node)) continue;
+    // A tensor that the module writes into is its output after the call. The gradient of the input it was cannot be had
+    // any more.
+    const auto is_output_too = [&](const Followed& other) {
+      return other.part == Part::output && other.is_same(tensor);
+    };
+    if (tensor.part == Part::input && tensor.node && std::any_of(followed.begin(), followed.end(), is_output_too))
+      continue;
+    if (tensor.part == Part::output && !tensor.node) continue;  // handed through
+    if (size_t(candidate.label) >= labels_.size()) labels_.resize(size_t(candidate.label) + 1, -1);
+    Labels::Id& label = labels_[size_t(candidate.label)];
+    if (label < 0) label = labels.of_text(labels.text(candidate.label) + ".grad");
+    GradientUser user{made, tensor.part, label};
+    if (tensor.node) {
+      const auto nr = uint32_t(candidate.tensor.output_nr());
+      tensor.node->add_tensor_pre_hook(
+          std::make_unique<TensorHook>(weak_from_this(), static_cast<const void*>(&*tensor.node), nr, std::move(user)));
+    } else {
+      find_or_add_hook(candidate.tensor)->add(weak_from_this(), user);
+    }
+  }
+}
+
+void GradientRecorder::stop(const std::vector<at::Tensor>& leaves) {
+  if (recorder_ == nullptr) return;
+  for (const at::Tensor& leaf : leaves) {
+    if (autograd::impl::get_autograd_meta(leaf) == nullptr) continue;
+    if (LeafHook* const hook = find_hook(leaf)) hook->release(weak_from_this());
+  }
+  leave();
+}
+
+std::vector<GradientUser> GradientRecorder::users_now(const std::vector<GradientUser>& alive) {
+  const int64_t task = autograd::get_current_graph_task_id();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto is_idle = [task](const GradientUser& user) {
+    return user.part != Part::output && user.call->task != task;
+  };
+  std::vector<GradientUser> users;
+  if (std::all_of(alive.begin(), alive.end(), is_idle)) {
+    // A weight that is used past its module's call, or in compiled code: its latest call there was.
+    const auto latest =
+        std::find_if(alive.rbegin(), alive.rend(), [](const GradientUser& user) { return user.part == Part::weight; });
+    if (latest != alive.rend()) users.push_back(*latest);
+    return users;
+  }
+  for (const GradientUser& user : alive) {
+    // A module may use a weight in several calls. The gradient is the sum over them, and belongs to the first call,
+    // which the backward reaches last.
+    const bool known = std::any_of(users.begin(), users.end(), [&](const GradientUser& other) {
+      return user.part == Part::weight && other.call->node == user.call->node && other.label == user.label;
+    });
+    if (!known && !is_idle(user)) users.push_back(user);
+  }
+  return users;
+}
+
+// ---- a gradient comes -----------------------------------------------------------------------------------------------
+
+// The Python object that keeps the recorder alive while it is used; none once gradients are no longer followed.
+py::object GradientRecorder::kept_owner() const {
+  return recorder_ == nullptr ? py::object() : py::cast(recorder_, py::return_value_policy::reference);
+}
+
+Backward* GradientRecorder::find(int64_t task) {
+  for (const std::unique_ptr<Backward>& backward : backwards_)
+    if (backward->task == task) return backward.get();
+  return nullptr;
+}
+
+// True when this is the first gradient of its backward.
+bool GradientRecorder::open(int64_t task) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (find(task) != nullptr) return false;
+  }
+  const bool alone = is_alone();
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (find(task) != nullptr) return false;  // another thread of it was first
+    backwards_.push_back(std::make_unique<Backward>(task, alone));
+  }
+  const auto end = std::make_shared<End>(weak_from_this(), task);
+  autograd::Engine::get_default_engine().queue_callback([end] { end->over(true); });
+  return true;
+}
+
+void GradientRecorder::on_gradient(const at::Tensor& gradient, const Place& place,
+                                   const std::vector<GradientUser>& users) {
+  const int64_t task = autograd::get_current_graph_task_id();
+  if (task < 0) return;
+  if (open(task) && subscriptions->has(kBackwardStart)) {
+    const py::gil_scoped_acquire lock;
+    const py::object keep = kept_owner();
+    if (keep && !recorder_->notify("on_backward_start", py::make_tuple())) throw_error();
+  }
+  if (box::BlackBox* const box = box::BlackBox::active(); box != nullptr && users[0].call->box != box::kUnnamed)
+    box->gradient_came(users[0].call->box, uint32_t(users[0].part), users[0].call->batch);
+  const GradientState state(gradient);
+  PendingRowPtr known_pending;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Backward* const backward = find(task);
+    if (backward == nullptr) return;
+    // An argument of a call may get its gradient from elsewhere, too: the call itself has no part in this backward.
+    if (users.size() == 1 && users[0].part == Part::input && users[0].call->task != task) return;
+    if (const GradientEvent* const event = backward->find(gradient, state, place)) {
+      const GradientEvent known = *event;  // which moves when events are added
+      if (options_.verify_hits && known.pending == nullptr && is_stale(gradient, known.row)) ++backward->stale_hits;
+      backward->add(users, state, place, known);
+      if (known.pending == nullptr || !options_.verify_hits) return;
+      known_pending = known.pending;
+    }
+  }
+  const int64_t batch = users[0].call->batch;
+  const PendingRowPtr pending = options_.is_pythons(Role::gradient, batch) ? nullptr : enqueue_read(gradient);
+  if (known_pending != nullptr) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Backward* const backward = find(task);
+    if (pending != nullptr && backward != nullptr) backward->pending_checks.emplace_back(pending, known_pending);
+    return;
+  }
+  RowData row{users[0].label, Role::gradient, NoteKind::none, -1, 0, 0, kNotPending, {}, nullptr};
+  int64_t bytes = 0;
+  Finite finite = Finite::unknown;
+  if (pending != nullptr) {
+    bytes = gradient.numel() * int64_t(word_size(*format_of(gradient.scalar_type())));
+    row.dtype = int8_t(gradient.scalar_type());
+    row.dims = uint8_t(gradient.dim());
+  } else {
+    finite = read(gradient, batch, &row, &bytes);
+    if (finite == Finite::unknown && row.python == nullptr) return;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (Backward* const backward = find(task)) {
+      backward->bytes_read += bytes;
+      backward->add_read(users, gradient, state, place, row, finite, pending);
+      return;
+    }
+  }
+  // Another thread of this backward has closed it.
+  if (row.python != nullptr) {
+    const py::gil_scoped_acquire lock;
+    Py_DECREF(row.python);
+  }
+}
+
+Finite GradientRecorder::read(const at::Tensor& gradient, int64_t batch, RowData* row, int64_t* bytes) {
+  View view{};
+  if (plain_view(gradient, &view) && view.dims <= 255) {
+    *bytes = view.numel * int64_t(word_size(view.format));
+    row->range = range_cpu(view);
+    row->dtype = int8_t(gradient.scalar_type());
+    row->dims = uint8_t(view.dims);
+    const bool is_pythons = options_.is_pythons(Role::gradient, batch) || !options_.may_be_pending();
+    if (row->range.isfinite && !is_pythons) return Finite::yes;
+  }
+  row->python = row_from_python(gradient, row->label, batch);
+  if (row->python == nullptr) return Finite::unknown;
+  const py::gil_scoped_acquire lock;
+  const PyObject* const isfinite = PyTuple_GET_ITEM(row->python, row_item::isfinite);
+  return isfinite == Py_True ? Finite::yes : isfinite == Py_False ? Finite::no : Finite::unknown;
+}
+
+PyObject* GradientRecorder::row_from_python(const at::Tensor& gradient, Labels::Id label, int64_t batch) {
+  const py::gil_scoped_acquire lock;
+  if (recorder_ == nullptr) return nullptr;
+  const OutsideCompiler outside;
+  const std::string text = recorder_->observer().label_text(label);
+  const py::object wrapped = wrap(gradient);
+  PyObject* row = wrapped ? PyObject_CallFunction(observe_.ptr(), "OssOL", wrapped.ptr(), text.c_str(), "gradient",
+                                                  Py_False, static_cast<long long>(batch))
+                          : nullptr;
+  if (row == nullptr && !show_error()) throw_error();
+  return row;
+}
+
+PendingRowPtr GradientRecorder::enqueue_read(const at::Tensor& gradient) {
+  const NanwatchBackend* const backend = RowTable::backend();
+  if (options_.waits_for_calls || !options_.may_be_pending() || backend == nullptr) return nullptr;
+  if (backend->takes_host_memory == 0 && gradient.is_cpu()) return nullptr;
+  const py::gil_scoped_acquire lock;
+  const py::object keep = kept_owner();
+  return keep ? recorder_->observer().enqueue_read(gradient) : nullptr;
+}
+
+void GradientRecorder::spend(int64_t nanoseconds) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (Backward* const backward = find(autograd::get_current_graph_task_id())) backward->nanoseconds += nanoseconds;
+}
+
+// ---- the end of a backward ------------------------------------------------------------------------------------------
+
+std::unique_ptr<Backward> GradientRecorder::take(int64_t task) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto is_it = [task](const std::unique_ptr<Backward>& backward) { return backward->task == task; };
+  const auto place = std::find_if(backwards_.begin(), backwards_.end(), is_it);
+  if (place == backwards_.end()) return nullptr;
+  std::unique_ptr<Backward> backward = std::move(*place);
+  backwards_.erase(place);
+  backward->recent.clear();
+  return backward;
+}
+
+void GradientRecorder::over(int64_t task, bool completed) {
+  if (!completed) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (Backward* const backward = find(task)) {
+      backward->is_over = true;
+      backward->recent.clear();
+    }
+    return;
+  }
+  const py::gil_scoped_acquire lock;
+  const py::object keep = kept_owner();
+  if (keep && !survived([&] { return finish(take(task)); })) throw_error();
+}
+
+bool GradientRecorder::finish(std::unique_ptr<Backward> backward) {
+  CallRecorder* const recorder = recorder_;
+  if (recorder == nullptr || !backward || recorder->paused) return true;
+  if (const std::vector<PendingRowPtr> rows = backward->pending_rows(); !rows.empty()) RowTable::instance()->wait(rows);
+  return report(*recorder, *backward);
+}
+
+bool GradientRecorder::finish_broken_backwards() {
+  const std::shared_ptr<GradientRecorder> keep = shared_from_this();
+  while (recorder_ != nullptr) {  // a callback may stop the watch
+    int64_t task = -1;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (const std::unique_ptr<Backward>& backward : backwards_)
+        if (backward->is_over) task = backward->task;
+    }
+    if (task < 0) return true;
+    if (!finish(take(task))) return false;
+  }
+  return true;
+}
+
+bool GradientRecorder::finish_nonfinite_backward() {
+  const std::shared_ptr<GradientRecorder> keep = shared_from_this();
+  const int64_t task = autograd::get_current_graph_task_id();
+  if (recorder_ == nullptr) return true;
+  std::vector<PendingRowPtr> rows;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (const Backward* const backward = find(task)) rows = backward->pending_rows();
+  }
+  if (!rows.empty()) RowTable::instance()->wait(rows);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Backward* const backward = find(task);
+    if (backward == nullptr) return true;
+    backward->take_completed();
+    if (!backward->has_nonfinite) return true;
+  }
+  return finish(take(task));
+}
+
+}  // namespace nanwatch
