@@ -169,7 +169,9 @@ class StandIn:
         for i in range(count):
             values, examined = values_of(tensor_at(tensors[i]))
             address = rows + i * ctypes.sizeof(Row)
-            self._enqueue((device, stream), functools.partial(write_row, address, first + i, values, examined))
+            self._enqueue(
+                (device, stream), functools.partial(write_row, address, first + i, values, examined)
+            )
         return 0
 
     def _enqueue(self, where: tuple[int, int], operation: Callable[[], None]) -> None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
+from ._reference import row_dtype
 from .formats import BY_NAME
 
 if TYPE_CHECKING:
@@ -124,22 +125,21 @@ Array = TypeVar("Array", Tensor, "np.ndarray[tuple[int, ...], np.dtype[np.float6
 _known: dict[torch.device, Tensor] = {}
 
 
-def _signs(start: int, end: int, device: torch.device) -> Tensor:
-    """Return the signs of the places `start` to `end` of a row: float64 of 1 and -1, float32 where there is none."""
+def _signs(width: int, device: torch.device) -> Tensor:
+    """Return the signs of the first places of a row: float64 of 1 and -1, float32 where there is no float64.
+
+    In float64 neither TF32 nor autocast change the products.
+    """
     known = _known.get(device)
-    if known is None or len(known) < end:
+    if known is None or len(known) < width:
         with torch.inference_mode(False):
-            places = torch.arange(1, end + 1, device=device)
-            bits = _mixed(places * _signed(_STEP) + _SEED)
-            bits = (bits[:, None] >> torch.arange(WIDTH, device=device)) & 1
-            known = _known[device] = (1 - 2 * bits).to(_wide(device))
-    return known[start:end]
-
-
-def _mixed(x: Tensor) -> Tensor:
-    for shift, factor in zip((30, 27), _FACTORS, strict=True):
-        x = (x ^ _shifted(x, shift)) * _signed(factor)
-    return x ^ _shifted(x, 31)
+            x = torch.arange(1, width + 1, device=device) * _signed(_STEP) + _SEED
+            for shift, factor in zip((30, 27), _FACTORS, strict=True):
+                x = (x ^ _shifted(x, shift)) * _signed(factor)
+            x = x ^ _shifted(x, 31)
+            bits = (x[:, None] >> torch.arange(WIDTH, device=device)) & 1
+            known = _known[device] = (1 - 2 * bits).to(row_dtype(device))
+    return known[:width]
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
@@ -147,20 +147,14 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _wide(device: torch.device) -> torch.dtype:
-    """Return the format of the products. In float64 neither TF32 nor autocast change them."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def sketch(x: Tensor, *, start: int = 0, max_rows: int | None = MAX_ROWS, wide: bool = False) -> Tensor:
+def sketch(x: Tensor, *, max_rows: int | None = MAX_ROWS, wide: bool = False) -> Tensor:
     """Return the sketches of the first `max_rows` rows of `x`, of shape (rows, 32), on its device.
 
     They are float32, or with `wide` float64, where the device has it.
 
     Linear in `x`. A row's sketch has the squared norm of the row on average over all matrices, with a standard error
-    of 25 %: 12.5 % of the norm. A row with a nan or an inf has non-finite numbers alone.
-    `start` is the place of the first element in a longer row: `sketch(a) + sketch(b, start=len(a))` is the sketch of
-    `torch.cat([a, b])`. Needs a strided tensor of real numbers.
+    of 25 %: 12.5 % of the norm. A row with a nan or an inf has non-finite numbers alone. Needs a strided tensor of real
+    numbers.
     """
     with torch.no_grad():
         x = x.detach()
@@ -170,19 +164,21 @@ def sketch(x: Tensor, *, start: int = 0, max_rows: int | None = MAX_ROWS, wide: 
             per_entry = max(1, x.shape[1:-1].numel())
             x = x[: None if max_rows is None else -(-max_rows // per_entry)]
         rows = x.reshape(-1, width)[:max_rows]
-        signs = _signs(start, start + width, x.device)
-        found = torch.empty(len(rows), WIDTH, dtype=signs.dtype if wide else torch.float32, device=x.device)
+        signs = _signs(width, x.device)
+        sketches = torch.empty(
+            len(rows), WIDTH, dtype=signs.dtype if wide else torch.float32, device=x.device
+        )
         step = max(1, _SKETCH_CHUNK // max(1, width))
         for at in range(0, len(rows), step):
             products = rows[at : at + step].to(signs.dtype) @ signs
-            found[at : at + step] = products * WIDTH**-0.5
-        return found
+            sketches[at : at + step] = products * WIDTH**-0.5
+        return sketches
 
 
 def norms(sketches: Array) -> Array:
     """Return the estimated norm of each row from its sketch."""
-    found: Array = (sketches * sketches).sum(-1) ** 0.5
-    return found
+    lengths: Array = (sketches * sketches).sum(-1) ** 0.5
+    return lengths
 
 
 def relative_errors(a: Array, b: Array) -> Array:
@@ -196,5 +192,5 @@ def relative_errors(a: Array, b: Array) -> Array:
 
 def cosines(a: Array, b: Array) -> Array:
     """Return the estimated cosine between each row of `a` and the same row of `b`. Takes arrays or tensors."""
-    found: Array = (a * b).sum(-1) / (norms(a) * norms(b))
-    return found
+    cosine: Array = (a * b).sum(-1) / (norms(a) * norms(b))
+    return cosine

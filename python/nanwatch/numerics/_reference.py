@@ -183,13 +183,8 @@ def stored(x: Tensor) -> _Stored:
     """Return the elements that `x` stores. Raise TypeError for a dtype that has no value per element."""
     x = x.detach()
     if x.is_nested:
-        parts = [stored(component) for component in x.unbind()]
-        values = (
-            torch.cat([part.values.reshape(-1) for part in parts])
-            if parts
-            else torch.empty(0, device=x.device)
-        )
-        return _Stored(values, 0, None)
+        parts = [stored(component).values.reshape(-1) for component in x.unbind()]
+        return _Stored(torch.cat([torch.empty(0, dtype=x.dtype, device=x.device), *parts]), 0, None)
     x, repeats = without_repeats(x)
     if x.is_quantized:
         x = x.dequantize()

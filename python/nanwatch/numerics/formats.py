@@ -95,14 +95,6 @@ class NumberFormat(NamedTuple):
         words = self.largest_word, self.smallest_normal_word, self.smallest_word
         return Limits(*map(self.value_of, words))
 
-    @property
-    def exponents(self) -> range:
-        """Return each e with numbers of 2^e <= |x| < 2^(e+1), of a format that is not complex."""
-        if self.is_float:  # in integers: a thread may flush subnormals
-            first = int(self.has_sign_bit) - self.bias - self.fraction_bits
-            return range(first, (self.largest_word >> self.fraction_bits) - self.bias + 1)
-        return range(1 if self.kind == "bool" else self.bits)
-
 
 NUMBER_FORMATS = (
     NumberFormat("float64", 0, "Double", "ieee", 64, exponent_bits=11, bias=1023),

@@ -22,22 +22,22 @@ _SCALARS = (int, float, str, bytes, type(None))
 
 def autocast_kinds() -> tuple[str, ...]:
     """Return the kinds of device for which autocast can be on."""
-    own = torch._C._get_privateuse1_backend_name()
-    names = _KINDS if own == "privateuseone" else (*_KINDS, own)
+    private = torch._C._get_privateuse1_backend_name()
+    names = _KINDS if private == "privateuseone" else (*_KINDS, private)
     return tuple(name for name in names if torch.amp.is_autocast_available(name))
 
 
 def first_float(value: Any) -> torch.dtype | None:
     """Return the dtype of the first floating-point tensor in tuples, lists, mappings and dataclasses, or None."""
-    found: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
 
     def note(x: Tensor) -> Tensor | None:
         if x.dtype.is_floating_point:
-            found.append(x.dtype)
+            dtypes.append(x.dtype)
         return None
 
     replaced(value, note)
-    return found[0] if found else None
+    return dtypes[0] if dtypes else None
 
 
 def cast(value: Any, sources: tuple[torch.dtype, ...], to: torch.dtype, *, scalars: bool = True) -> Any:
@@ -68,63 +68,45 @@ def _replaced(value: Any, change: Callable[[Tensor], Tensor | None], depth: int)
     if depth == MAX_DEPTH or isinstance(value, _SCALARS):
         return value, False
     if isinstance(value, tuple | list):
-        items = [_replaced(item, change, depth + 1) for item in value]
-        if not any(changed for _, changed in items):
-            return value, False
-        return _rebuilt(value, [item for item, _ in items]), True
-    if isinstance(value, Mapping):
-        named = [(key, value[key]) for key in value]
+        members: dict[Any, Any] = dict(enumerate(value))
+    elif isinstance(value, Mapping):
+        members = {key: value[key] for key in value}
     elif is_dataclass(value) and not isinstance(value, type):
-        named = [(field.name, getattr(value, field.name, None)) for field in fields(value)]
+        members = {field.name: getattr(value, field.name, None) for field in fields(value)}
     else:
         return value, False
-    new = {}
-    for name, item in named:
-        one, changed = _replaced(item, change, depth + 1)
-        if changed:
-            new[name] = one
-    if not new:
-        return value, False
-    if type(value) is dict:
-        return {**value, **new}, True
-    return _updated(value, new) if isinstance(value, Mapping) else _with_fields(value, new), True
+    changed = {}
+    for name, member in members.items():
+        new, is_changed = _replaced(member, change, depth + 1)
+        if is_changed:
+            changed[name] = new
+    return (_with_members(value, {**members, **changed}, changed), True) if changed else (value, False)
 
 
-def _rebuilt(value: Any, items: list[Any]) -> Any:
+def _with_members(value: Any, members: dict[Any, Any], changed: dict[Any, Any]) -> Any:
+    """Return a container of the same type with these members, or `value` itself where its type cannot be copied."""
     kind = type(value)
     if kind is tuple:
-        return tuple(items)
+        return tuple(members.values())
     if kind is list:
-        return items
+        return list(members.values())
+    if kind is dict:
+        return members
     try:
-        # A named tuple takes its fields, one by one; torch's own result types and other sequences take the whole.
-        return kind(*items) if hasattr(value, "_fields") else kind(items)
-    except Exception:
-        suppressed("a sequence of the user's could not be made anew for a cast")
-        return value
-
-
-def _updated(value: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
-    try:
+        if isinstance(value, tuple | list):
+            # A named tuple takes its fields, one by one; torch's own result types and other sequences take the whole.
+            items = list(members.values())
+            return kind(*items) if hasattr(value, "_fields") else kind(items)
         new = copy.copy(value)
-        if not isinstance(new, MutableMapping):
-            return type(value)({**value, **changed})  # type: ignore[call-arg]
-        for key, one in changed.items():
-            new[key] = one
+        if isinstance(value, Mapping) and not isinstance(new, MutableMapping):
+            return kind(members)
+        for name, member in changed.items():
+            if isinstance(value, Mapping):
+                new[name] = member
+            else:  # no dataclasses.replace: it runs __post_init__ again, and refuses fields that are no arguments
+                object.__setattr__(new, name, member)
     except Exception:
-        suppressed("a mapping of the user's could not be made anew for a cast")
-        return value
-    return new
-
-
-def _with_fields(value: Any, changed: dict[str, Any]) -> Any:
-    # No dataclasses.replace: it would run __post_init__ again, and refuses fields that are no arguments.
-    try:
-        new = copy.copy(value)
-        for name, one in changed.items():
-            object.__setattr__(new, name, one)
-    except Exception:
-        suppressed("an object of the user's could not be made anew for a cast")
+        suppressed("a container of the user's could not be made anew for a cast")
         return value
     return new
 
@@ -132,9 +114,8 @@ def _with_fields(value: Any, changed: dict[str, Any]) -> Any:
 # torch.nn.utils.parametrize.cached() computes parametrized weights once in its block. Its cache belongs to the process.
 # A call of ours computes them without a graph or in another dtype, so it gets a cache of its own.
 
-ParametrizationCache = dict[
-    tuple[int, str], Tensor | None
-]  # by the id of the module and the name of the weight
+# By the id of the module and the name of the weight.
+ParametrizationCache = dict[tuple[int, str], Tensor | None]
 
 
 def caches_parametrizations() -> bool:

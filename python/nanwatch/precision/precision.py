@@ -8,6 +8,7 @@ pickles take it with them, and the wrapper pickles by its class.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MethodType, TracebackType
 from typing import Any
@@ -58,7 +59,7 @@ def run_in_fp32(
         ...     layer(torch.ones(1, 2, dtype=torch.float16)).dtype
         torch.float32
     """
-    return _claim([_resolve(module, model)], torch.float32, cast_output)
+    return _claim([_resolve(module, model)], cast_output)
 
 
 def fp32_modules(model: nn.Module, patterns: str | Iterable[str], *, cast_output: bool = True) -> Fp32Handle:
@@ -81,18 +82,18 @@ def fp32_modules(model: nn.Module, patterns: str | Iterable[str], *, cast_output
         raise TypeError(
             f"patterns should be a pattern or several, such as 'encoder.block.*.wo', got {patterns!r}"
         )
-    named = [one for one in named_modules(model, remove_duplicate=False) if is_called(one.module)]
-    names = [one.name for one in named]
+    named = [entry for entry in named_modules(model, remove_duplicate=False) if is_called(entry.module)]
+    names = [entry.name for entry in named]
     wanted = tuple(for_names(pattern, names) for pattern in wanted)
     for pattern in wanted:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(
                 f"pattern {pattern!r} matches no module that is called; {close_names(pattern, names)}"
             )
-    chosen = {id(one.module): one.module for one in named if any(fnmatchcase(one.name, p) for p in wanted)}
-    for one in chosen.values():
-        _check(one, "fp32_modules")
-    return _claim(list(chosen.values()), torch.float32, cast_output)
+    chosen = {id(e.module): e.module for e in named if any(fnmatchcase(e.name, p) for p in wanted)}
+    for module in chosen.values():
+        _check(module, "fp32_modules")
+    return _claim(list(chosen.values()), cast_output)
 
 
 class Fp32Handle:
@@ -119,6 +120,7 @@ class Fp32Handle:
         self.remove()
 
 
+@dataclass(eq=False, frozen=True)
 class _Claim:
     """One wish for one module.
 
@@ -126,25 +128,23 @@ class _Claim:
     it, except where activation checkpointing calls it again in the backward, with no such call around it.
     """
 
-    def __init__(self, dtype: torch.dtype, cast_output: bool, follows: bool = False) -> None:
-        self.dtype = dtype
-        self.cast_output = cast_output
-        self.follows = follows
+    cast_output: bool
+    follows: bool = False
 
 
 class _ForwardWrapper:
-    """Wrapper in a module's `forward`. It calls what was found there (`found`, None for that of the class)."""
+    """Wrapper in a module's `forward`. It calls what was found there (`before`, None for the forward of the class)."""
 
-    def __init__(self, module: nn.Module, found: Callable[..., Any] | None) -> None:
+    def __init__(self, module: nn.Module, before: Callable[..., Any] | None) -> None:
         self.module = module
-        self.found = found
+        self.before = before
         self.claims: list[_Claim] = []
         self.kinds = autocast_kinds()
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """Return the forward behind this; through it `inspect.signature` reads the arguments."""
-        return MethodType(type(self.module).forward, self.module) if self.found is None else self.found
+        return MethodType(type(self.module).forward, self.module) if self.before is None else self.before
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         claim = self._in_force()
@@ -154,27 +154,24 @@ class _ForwardWrapper:
         if claim.follows and (given is None or given in NARROW):
             # A call from outside: of a module shared with one that is not in float32.
             return self._behind(args, kwargs)
-        to = claim.dtype
         enabled = [kind for kind in self.kinds if torch.is_autocast_enabled(kind)]
         back = self._given_back(given, bool(enabled)) if claim.cast_output else None
-        lent = _lend(self.module, to)
+        lent = _lend(self.module)
         # A weight that was parametrized before, as parametrize.cached() keeps it, has another dtype.
         cache = swap_parametrizations({}) if caches_parametrizations() else None
         try:
-            args, kwargs = cast(args, NARROW, to), cast(kwargs, NARROW, to)
-            # bfloat16 has the range of float32: autocast may stay as it is.
-            off = enabled if to is torch.float32 else []
-            output = _without_autocast(off, self._behind, args, kwargs)
+            args, kwargs = cast(args, NARROW, torch.float32), cast(kwargs, NARROW, torch.float32)
+            output = _without_autocast(enabled, self._behind, args, kwargs)
         finally:
             if cache is not None:
                 swap_parametrizations(cache)
             _take_back(lent)
-        return output if back is None else cast(output, (to,), back, scalars=False)
+        return output if back is None else cast(output, (torch.float32,), back, scalars=False)
 
     def _behind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Not through a bound method made here, which torch.compile does not follow.
-        if self.found is not None:
-            return self.found(*args, **kwargs)
+        if self.before is not None:
+            return self.before(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def _in_force(self) -> _Claim | None:
@@ -196,14 +193,14 @@ class _ForwardWrapper:
 
     def release(self, claim: _Claim) -> None:
         """Forget the claim; after the last, leave the module as it was found."""
-        self.claims = [one for one in self.claims if one is not claim]
+        self.claims = [kept for kept in self.claims if kept is not claim]
         if self.claims or self.module.__dict__.get(_SLOT) is not self:
             # Somebody has wrapped this meanwhile: what stays calls the module and does nothing else.
             return
-        if self.found is None:
+        if self.before is None:
             del self.module.__dict__[_SLOT]
         else:
-            self.module.__dict__[_SLOT] = self.found
+            self.module.__dict__[_SLOT] = self.before
 
 
 # CUDA's autocast computes these in float32 and gives float32: narrower than before would be no help.
@@ -224,13 +221,13 @@ def is_called(module: nn.Module) -> bool:
     return _SLOT in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
-def _claim(modules: Sequence[nn.Module], dtype: torch.dtype, cast_output: bool) -> Fp32Handle:
+def _claim(modules: Sequence[nn.Module], cast_output: bool) -> Fp32Handle:
     claims = []
     for module in modules:
-        claims.append((_wrapper_of(module), _Claim(dtype, cast_output)))
+        claims.append((_wrapper_of(module), _Claim(cast_output)))
         if any(p.dtype in NARROW for p in module.parameters()):
             claims += [
-                (_wrapper_of(inner), _Claim(dtype, cast_output=False, follows=True))
+                (_wrapper_of(inner), _Claim(cast_output=False, follows=True))
                 for inner in module.modules()
                 if inner is not module and is_called(inner) and not _is_script(inner)
             ]
@@ -240,53 +237,50 @@ def _claim(modules: Sequence[nn.Module], dtype: torch.dtype, cast_output: bool) 
 
 
 def _wrapper_of(module: nn.Module) -> _ForwardWrapper:
-    found = module.__dict__.get(_SLOT)
-    if not isinstance(found, _ForwardWrapper) or found.module is not module:
+    wrapper = module.__dict__.get(_SLOT)
+    if not isinstance(wrapper, _ForwardWrapper) or wrapper.module is not module:
         # Not by setattr: a class with a __setattr__ of its own would make something else of it.
-        found = module.__dict__[_SLOT] = _ForwardWrapper(module, found)
-    return found
+        wrapper = module.__dict__[_SLOT] = _ForwardWrapper(module, wrapper)
+    return wrapper
 
 
-def _lend(module: nn.Module, to: torch.dtype) -> list[tuple[nn.Module, str, str, Tensor, Tensor, int | None]]:
-    """Put copies in the place of the half precision weights and buffers, and say where and for what."""
+# Module, its table, name in it, the tensor that was there, its copy, and the version of that.
+_Loan = tuple[nn.Module, str, str, Tensor, Tensor, int | None]
+
+
+def _lend(module: nn.Module) -> list[_Loan]:
+    """Put float32 copies in the place of the half precision weights and buffers, and say where and for what."""
     copies: dict[Tensor, Tensor] = {}
     lent = []
     for part in module.modules():
         if _is_script(part):
             continue
         for table in ("_parameters", "_buffers"):
-            for name, own in getattr(part, table).items():
-                if own is not None and own.dtype in NARROW and own.dtype != to:
+            for name, half in getattr(part, table).items():
+                if half is not None and half.dtype in NARROW:
                     # Tied weights stay tied.
-                    if own not in copies:
-                        copies[own] = own.to(to)
-                    lent.append((part, table, name, own, copies[own], _version(copies[own])))
+                    if half not in copies:
+                        copies[half] = half.to(torch.float32)
+                    lent.append((part, table, name, half, copies[half], _version(copies[half])))
     # Only now: when memory ends above, nothing has happened yet.
     for part, table, name, _, copy, _ in lent:
         getattr(part, table)[name] = copy
     return lent
 
 
-def _take_back(lent: list[tuple[nn.Module, str, str, Tensor, Tensor, int | None]]) -> None:
+def _take_back(lent: list[_Loan]) -> None:
     """Put the module's own tensors back, with what the call wrote into the copies."""
-    for part, table, name, own, copy, version in lent:
-        held = getattr(part, table)
-        if held[name] is not copy:
+    for part, table, name, half, copy, version in lent:
+        tensors = getattr(part, table)
+        if tensors[name] is not copy:
             continue  # The call has put another tensor there: that one stays.
-        held[name] = own
+        tensors[name] = half
         # Running statistics are written past the version counter.
         unsure = version is None or part.training
         if (unsure and table == "_buffers") or _version(copy) != version:
-            _write_back(own, copy)
-
-
-def _write_back(own: Tensor, copy: Tensor) -> None:
-    if not torch.compiler.is_compiling() and own.is_inference():
-        with torch.inference_mode():
-            own.copy_(copy)
-    else:
-        with torch.no_grad():
-            own.copy_(copy)
+            is_inference = not torch.compiler.is_compiling() and half.is_inference()
+            with torch.inference_mode() if is_inference else torch.no_grad():
+                half.copy_(copy)
 
 
 def _version(x: Tensor) -> int | None:
@@ -308,11 +302,11 @@ def _resolve(given: nn.Module | str, model: nn.Module | None) -> nn.Module:
         if model is None:
             raise TypeError(f"run_in_fp32({given!r}) needs the model too: run_in_fp32({given!r}, model)")
         root = _check(model, "run_in_fp32")
-        found = find_module(root, given)
-        if found is None:
-            names = [one.name for one in named_modules(root)]
+        entry = find_module(root, given)
+        if entry is None:
+            names = [known.name for known in named_modules(root)]
             raise ValueError(f"{type(model).__name__} has no module {given!r}; {close_names(given, names)}")
-        module = found.module
+        module = entry.module
     checked = _check(module, "run_in_fp32")
     if not is_called(checked):
         raise ValueError(

@@ -1,3 +1,5 @@
+"""Range and health of a tensor by every implementation, against the oracle that decodes its bits."""
+
 from __future__ import annotations
 
 import math
@@ -8,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from nanwatch.numerics import ranges
+from nanwatch.numerics._fingerprint import BLOCK
 from support.implementations import Implementation
 from support.oracle import DTYPES, FLOATS, expected, from_patterns, random_patterns, same, values_of
 from support.strategies import views
@@ -19,14 +23,27 @@ PLAIN_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def check(implementation: Implementation, x: torch.Tensor) -> None:
-    got, want = implementation.abs_range(implementation.place(x)), expected(x)[:3]
-    assert same(got, want), f"{got} != {want} for {x.dtype} {tuple(x.shape)} {x.stride()}"
+    """Compare range and health with those of the decoded bits."""
+    placed, want = implementation.place(x), expected(x)
+    health, got = implementation.tensor_health(placed), implementation.abs_range(placed)
+    assert isinstance(got, ranges.AbsRange)
+    assert isinstance(health, ranges.TensorHealth)
+    what = f"{x.dtype} {tuple(x.shape)} {x.stride()}"
+    assert same(got, want[:3]), f"{got} != {want[:3]} for {what}"
+    assert same(health, want), f"{health} != {want} for {what}"
 
 
 @given(x=views())
 def test_any_tensor(implementation: Implementation, x: torch.Tensor) -> None:
-    """Any dtype, shape, strides, offset, overlap and alignment gives the range of the decoded bits."""
+    """Any dtype, shape, strides, offset, overlap and alignment gives the numbers of the decoded bits."""
     check(implementation, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype(implementation: Implementation, dtype: torch.dtype) -> None:
+    """Every dtype at 0-d, empty, shorter and longer than a vector and than a block, and shared among threads."""
+    for shape in ((), (0,), (3, 0, 2), (1,), (7,), (63,), (1000,), (3, 5, 7), (16 * 1024 + 1,), (300_001,)):
+        check(implementation, random_patterns(dtype, shape))
 
 
 LITERALS = [
@@ -55,13 +72,6 @@ def test_literal_values(
     got = implementation.abs_range(implementation.place(torch.tensor(values, dtype=dtype)))
     assert isinstance(got, ranges.AbsRange)
     assert same(got, want)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype(implementation: Implementation, dtype: torch.dtype) -> None:
-    """Every dtype at 0-d, empty, shorter and longer than a vector and than a block."""
-    for shape in ((), (0,), (3, 0, 2), (1,), (7,), (64,), (1000,), (3, 5, 7), (70_001,)):
-        check(implementation, random_patterns(dtype, shape))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -133,6 +143,40 @@ def test_negative_bit_views(implementation: Implementation) -> None:
         lazy = torch._neg_view(torch.tensor([1, 2, 100], dtype=dtype))
         want = lazy.clone().resolve_neg().to(torch.float64).abs()
         assert implementation.abs_range(lazy)[:2] == (want.min().item(), want.max().item())
+
+
+def test_first_nonfinite_follows_the_shape(implementation: Implementation) -> None:
+    """The index is in C order of the shape, not in the order of the memory."""
+    x = torch.ones(30, 20)
+    x[3, 17] = INF
+    x[25, 2] = NAN
+    check(implementation, x)
+    check(implementation, x.t())
+    assert implementation.tensor_health(implementation.place(x.t())).first_nonfinite == (2, 25)
+    for view in (
+        x[::3, ::1],
+        x[1:, 1:],
+        x.expand(3, 30, 20),
+        x.reshape(5, 6, 20).permute(2, 0, 1),
+        x.flip(0),
+    ):
+        check(implementation, view)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=4),
+    st.sampled_from([torch.float32, torch.complex64]),
+    st.integers(0, 2**16),
+)
+def test_any_dimension_may_repeat(
+    implementation: Implementation, dims: list[tuple[int, bool]], dtype: torch.dtype, seed: int
+) -> None:
+    """Counts and the first index are those of a copy that has every element, whichever dimensions have stride 0."""
+    generator = torch.Generator().manual_seed(seed)
+    kept = [1 if repeats else size for size, repeats in dims]
+    few = torch.tensor([0.0, 1.0, NAN, INF, -INF])[torch.randint(5, kept, generator=generator)].to(dtype)
+    x = few.expand([size for size, _ in dims])
+    assert same(implementation.tensor_health(implementation.place(x)), expected(x.clone()))
 
 
 def test_requires_grad_builds_no_graph(implementation: Implementation) -> None:
@@ -211,8 +255,9 @@ def test_sparse_layouts(implementation: Implementation, dtype: torch.dtype, layo
     """A sparse tensor has the range of its dense values: zero is in it as soon as one element is not stored."""
     half = torch.tensor([[1, 0, -3, 0, 0, 0], [0, 0, 0, 0, 5, 0]] * 2).to(dtype)
     for dense in (half, torch.zeros_like(half), torch.full_like(half, 7)):
-        x = SPARSE[layout](dense)
-        assert same(implementation.abs_range(implementation.place(x)), expected(dense)[:3])
+        x = implementation.place(SPARSE[layout](dense))
+        assert same(implementation.abs_range(x), expected(dense)[:3])
+        assert same(implementation.tensor_health(x), expected(dense))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
@@ -288,3 +333,29 @@ def test_an_expanded_lazy_view_is_never_copied(
     assert implementation.abs_ranges([x]) == [(3.0, math.inf, False)]
     health = implementation.tensor_health(x)
     assert (health.num_posinf + health.num_neginf, health.first_nonfinite) == (2**40, (1, 0))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int16, torch.complex64]
+)
+@pytest.mark.parametrize("bad", [(), (41_000,), (41_000, 700)])
+def test_parts_add_up(dtype, bad):
+    torch.manual_seed(0)
+    x = torch.randn(50_000) if dtype is not torch.int16 else torch.randint(-9, 9, (50_000,))
+    if dtype.is_floating_point:
+        for i in bad:
+            x[i] = torch.nan
+        x[5], x[6] = 0.0, 1e-40
+    x = x.to(dtype).reshape(500, 100)
+    step = 2 * BLOCK // x.element_size()
+    parts = ranges.PartialHealth()
+    for start in range(0, 50_000, step):
+        part = x.flatten()[start : start + step]
+        parts.add(part, start)
+        parts.add_bits(part)
+    assert str(parts.health(x.shape)) == str(ranges.tensor_health(x))
+    assert parts.fingerprint(str(dtype).removeprefix("torch."), x.shape) == ranges.fingerprint(x)
+
+
+def test_no_part_is_an_empty_tensor():
+    assert ranges.PartialHealth().health((0, 3)) == ranges.tensor_health(torch.empty(0, 3))

@@ -32,18 +32,6 @@ def one(dtype: torch.dtype) -> int:
     return form.bias << form.fraction_bits
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", SMALL)
-def test_each_pattern_alone(implementation: Implementation, dtype: torch.dtype) -> None:
-    """A tensor of one element has the range of that pattern, for every pattern there is."""
-    patterns = all_patterns(dtype)
-    values = decode(dtype, patterns)
-    size = np.abs(values)
-    x = implementation.place(from_patterns(patterns, dtype))
-    got = implementation.abs_ranges(list(x.unbind()))
-    assert_rows(got, np.stack([size, size, np.isfinite(values)], axis=1), str(dtype))
-
-
 @pytest.mark.parametrize("dtype", SMALL)
 def test_each_pattern_alone_in_health(implementation: Implementation, dtype: torch.dtype) -> None:
     """Each pattern falls into exactly the classes that its decoded value says."""
@@ -130,25 +118,6 @@ def test_pairs_of_patterns(implementation: Implementation, dtype: torch.dtype) -
     want = np.stack([np.minimum(a, b), np.maximum(a, b), np.isfinite(a) & np.isfinite(b)], axis=1)
     x = implementation.place(from_patterns(np.ascontiguousarray(np.stack([first, second], axis=1)), dtype))
     assert_rows(implementation.abs_ranges(list(x.unbind())), want, str(dtype))
-
-
-@pytest.mark.parametrize("dtype", SMALL)
-def test_all_patterns_at_once(implementation: Implementation, dtype: torch.dtype) -> None:
-    """The tensor of all patterns has the counts that the format's definition says."""
-    patterns = all_patterns(dtype)
-    values = decode(dtype, patterns)
-    health = implementation.tensor_health(implementation.place(from_patterns(patterns, dtype)))
-    form = FORMATS[dtype]
-    fractions, signs = 1 << form.fraction_bits, 1 if form.kind == "e8m0" else 2
-    nans = {"ieee": 2 * (fractions - 1), "fn": 2, "fnuz": 1, "e8m0": 1}[form.kind]
-    zeros = {"ieee": 2, "fn": 2, "fnuz": 1, "e8m0": 0}[form.kind]
-    subnormals = 0 if form.kind == "e8m0" else signs * (fractions - 1)
-    infinities = 1 if form.kind == "ieee" else 0
-    assert health.num_nan == nans
-    assert (health.num_posinf, health.num_neginf) == (infinities, infinities)
-    assert (health.num_zero, health.num_subnormal) == (zeros, subnormals)
-    assert health.finite_abs_max == np.abs(values[np.isfinite(values)]).max()
-    assert health.first_nonfinite == (int(np.flatnonzero(~np.isfinite(values))[0]),)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from support.watching import watch
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
-DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.complex128]
+DTYPES = [torch.float32, torch.int64, torch.complex64]
 HUGE = 2**40
 
 
@@ -40,13 +40,3 @@ def test_a_watched_call_of_huge_tensors(dtype: torch.dtype, counts: bool) -> Non
     if counts:
         found = [record.health for record in w.frames[0].records if record.label == "input[0]"]
         assert [health.num_zero for health in found if health is not None] == [HUGE]
-
-
-def test_an_operator_copies_no_negative_view() -> None:
-    """The dispatcher would make a copy of 8 TiB before the operator sees it."""
-    few = torch.tensor([complex(1, 2), complex(3, -torch.inf)]).conj().imag
-    assert few.is_neg()
-    huge = few.expand(HUGE, 2)
-    operators = torch.ops.nanwatch
-    assert operators.abs_range(huge).tolist() == operators.abs_ranges([huge])[0].tolist() == [2, torch.inf, 0]
-    assert operators.health(huge).tolist()[5:] == [0, HUGE, 0, 0, 0, 1]
