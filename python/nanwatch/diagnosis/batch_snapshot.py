@@ -37,7 +37,7 @@ from ..report.finding import Finding
 from ..util.modules import each_module, each_parameter
 from ..util.program_code import is_library, names_of
 from ..util.visible import suppressed
-from . import child_process, in_process
+from . import isolation
 from .module_state import BufferValues, begin_again
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -145,7 +145,7 @@ class BatchSnapshot:
         """
         if self.forwards is not None:
             self.forwards.made += 1
-        child_process.send()
+        isolation.send()
         with ExitStack() as after:
             given = [x for _, x in call_leaves(self.args, self.kwargs) if isinstance(x, Tensor)]
             after.callback(begin_again(self.module, given, self.buffers))
@@ -172,8 +172,8 @@ class BatchSnapshot:
                     # DistributedDataParallel would tell the other ranks that a batch has begun.
                     module = unwrapped(module)
                 self.rng.restore()
-                if in_process.current is not None:
-                    modes.enter_context(in_process.current.running())
+                if isolation.current is not None:
+                    modes.enter_context(isolation.current.running())
                 # The class's own `__call__` is no part of the snapshot, and may wait for a lock that it holds already.
                 yield lambda: nn.Module.__call__(module, *self.args, **self.kwargs)
 

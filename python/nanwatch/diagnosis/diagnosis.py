@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -139,13 +138,12 @@ _MAX_ELEMENTS = 1 << 31
 def describe(x: Tensor) -> str:
     """Return where the nan and inf of `x` are, as one of these phrases; "" when it cannot be told.
 
-    The words are exact. Where none fit, they say "scattered". A row is all positions of the last dimension.
+    A row is all positions of the last dimension.
 
     ========================================  ===========================================
     "none", "all", "one element"
-    "1 of 4096 rows, row 7", "7 of 4096 rows" whole rows; of more dimensions "[3, 12, :]"
+    "1 of 4096 rows, row 7", "7 of 4096 rows" whole rows
     "column 5", "3 of 8 columns"              of a matrix
-    "the block [3, :, 4:7]"                   all that x[3, :, 4:7] selects
     "above the diagonal"                      of the last two dimensions, everywhere
     "scattered over 5 of 4096 rows"           parts of 5 rows
     "scattered"
@@ -164,7 +162,8 @@ def bad_indices(x: Tensor) -> Iterator[tuple[int, list[int]]]:
     with only_our_dispatch(), torch.no_grad():
         bad = _nonfinite(x)
         if bad is not None and bad.numel():
-            yield from zip(bad.shape, _indices(bad), strict=True)
+            for dim, size in enumerate(bad.shape):
+                yield size, _nonzero(bad.movedim(dim, 0).reshape(size, -1).any(dim=1))
 
 
 def _nonfinite(x: Tensor) -> Tensor | None:
@@ -177,11 +176,8 @@ def _nonfinite(x: Tensor) -> Tensor | None:
     return ~torch.isfinite(_reference._to_arithmetic(x.detach()))
 
 
-def _indices(bad: Tensor) -> list[list[int]]:
-    """Return for each dimension the indices at which something is bad."""
-    dims = range(bad.ndim)
-    rests = [[axis for axis in dims if axis != dim] for dim in dims]
-    return [(bad.any(dim=rest) if rest else bad).nonzero().flatten().tolist() for rest in rests]
+def _nonzero(flags: Tensor) -> list[int]:
+    return [int(i) for i in flags.nonzero().flatten()]
 
 
 def _words(bad: Tensor) -> str:
@@ -190,35 +186,16 @@ def _words(bad: Tensor) -> str:
         return "all" if count else "none"
     if count == 1:
         return "one element"
-    indices = _indices(bad)
-    if bad.ndim > 1:
-        rows = bad.any(dim=-1)
-        num_bad, num_rows = int(rows.sum()), rows.numel()
-        if torch.equal(rows, bad.all(dim=-1)):
-            which = f"row {indices[0][0]}" if bad.ndim == 2 else _block(indices, bad.shape)
-            return f"{num_bad} of {num_rows} rows" + (f", {which}" if num_bad == 1 else "")
-        columns = indices[-1]
-        if bad.ndim == 2 and count == len(columns) * num_rows:
-            return (
-                f"column {columns[0]}" if len(columns) == 1 else f"{len(columns)} of {bad.shape[1]} columns"
-            )
-        ones = torch.ones(bad.shape[-2:], dtype=torch.bool, device=bad.device)
-        if bool((bad == ones.triu(1)).all()):
-            return "above the diagonal"
-    if count == prod(places[-1] - places[0] + 1 for places in indices):
-        return f"the block {_block(indices, bad.shape)}"
-    return (
-        f"scattered over {num_bad} of {num_rows} rows" if bad.ndim > 1 and num_bad < num_rows else "scattered"
-    )
-
-
-def _block(indices: list[list[int]], shape: torch.Size) -> str:
-    """Return the smallest index in brackets that selects all of these: `[3, :, 4:7]`."""
-    spelt = []
-    for bad, size in zip(indices, shape, strict=True):
-        start, stop = bad[0], bad[-1] + 1
-        if stop - start == 1 < size:
-            spelt.append(str(start))
-        else:
-            spelt.append(f"{start or ''}:{stop if stop < size else ''}")
-    return f"[{', '.join(spelt)}]"
+    if bad.ndim < 2:
+        return "scattered"
+    rows = _nonzero(bad.any(dim=-1).flatten())
+    num_rows, num_columns = bad.numel() // bad.shape[-1], bad.shape[-1]
+    if count == len(rows) * num_columns:
+        which = f", row {rows[0]}" if len(rows) == 1 and bad.ndim == 2 else ""
+        return f"{len(rows)} of {num_rows} rows{which}"
+    columns = _nonzero(bad.any(dim=0)) if bad.ndim == 2 else []
+    if columns and count == len(columns) * num_rows:
+        return f"column {columns[0]}" if len(columns) == 1 else f"{len(columns)} of {num_columns} columns"
+    if bool((bad == torch.ones_like(bad).triu(1)).all()):
+        return "above the diagonal"
+    return f"scattered over {len(rows)} of {num_rows} rows" if len(rows) < num_rows else "scattered"

@@ -1,15 +1,34 @@
-"""Incident: a failure from its first non-finite value to the exception, and what is known of it by now."""
+"""Incident: a failure from its first non-finite value to the exception, what is known of it by now, and its folder.
+
+A folder below `output_dir` has text, JSON, page, patch and capsule, of a spike too. What cannot be written is a remark
+in what can.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
+from torch import nn
+
+from ..capsule.capsule import make_numbered, write_capsule
+from ..instrumentation.wrapped_names import module_names
 from ..report.finding import Finding
+from ..report.forms import AnyReport, Form, folder_forms, forms
 from ..report.report import NonFiniteError, Report
+from ..report.spike import SpikeReport
+from ..util.progress import silent
+from ..util.visible import spell
+from .batch_snapshot import BatchSnapshot
+from .diagnosis import Diagnosis, ModuleCall
 
-if TYPE_CHECKING:
-    from .batch_snapshot import BatchSnapshot
+PATCH_FILE = "cure.patch"
+
+_T = TypeVar("_T")
+_Told = TypeVar("_Told", Report, SpikeReport)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,3 +67,136 @@ class Incident:
     def let_go(self) -> None:
         """Keep nothing of the batch but the report."""
         self.call = self.raised = None
+
+
+def attempt(what: str, step: Callable[[], _T], remark: Callable[[str], object]) -> _T | None:
+    """Return the result of the step, or None with a remark where it raised."""
+    try:
+        return step()
+    except Exception as error:
+        remark(f"{what} failed: {spell(error)}")
+        return None
+
+
+def write_failure(
+    incident: Incident, diagnosis: Diagnosis | None, snapshot: BatchSnapshot | None, output_dir: Path
+) -> None:
+    """Write the report of a failure in its forms, a capsule and a patch, and note the files in the report."""
+    finding = incident.finding
+    written = _Folder(output_dir, f"batch-{finding.batch}", incident.report.rank)
+    call = None if diagnosis is None else diagnosis.call
+    if call is None or snapshot is None:
+        unseen = "no call was seen to make the value a second time"
+        why = unseen if finding.phase == "forward" else "a capsule replays a forward"
+        written.remarks.append(f"no capsule was written: {why}")
+    else:
+        written.capsule(call, snapshot, finding)
+    patch = next((cure.patch for cure in finding.cures if cure.works and cure.patch), "")
+    if patch:
+        written.write(PATCH_FILE, lambda folder: _write_whole(folder / PATCH_FILE, patch))
+
+    def report() -> Report:
+        incident.learn(files=tuple(written.files), remarks=(*finding.remarks, *written.remarks))
+        return incident.report
+
+    written.forms(report)
+
+
+def write_spike(
+    report: SpikeReport, start: BatchSnapshot | None, model: nn.Module | None, output_dir: Path
+) -> SpikeReport:
+    """Write the report and a capsule of its batch, as far as that can be done. Return it with files and remarks."""
+    written = _Folder(output_dir, f"spike-batch-{report.batch}", report.rank)
+    name = None if start is None or model is None else module_names(model).get(start.module)
+    if start is None or name is None:
+        written.remarks.append("no capsule was written: the start of the batch was not kept")
+    else:
+        written.capsule(ModuleCall(name, start.module, start.args, start.kwargs), start, None)
+    return written.forms(lambda: replace(report, files=tuple(written.files), remarks=tuple(written.remarks)))
+
+
+class _Folder:
+    """A new folder below `output_dir`, the files that were written into it, and what could not be written."""
+
+    def __init__(self, output_dir: Path, name: str, rank: int) -> None:
+        self.files: list[str] = []
+        self.remarks: list[str] = []
+        self._rank = rank
+        path = output_dir / (name + (f"-rank-{rank}" if rank else ""))
+        self._path = attempt("making the folder", lambda: _new_folder(path), self.remarks.append)
+
+    def write(self, what: str, write: Callable[[Path], Path]) -> bool:
+        """Note the path that is written. Return whether it was."""
+        folder = self._path
+        if folder is None:
+            return False
+        made = attempt(f"writing {what}", lambda: write(folder), self.remarks.append)
+        self.files += [] if made is None else [str(made)]
+        return made is not None
+
+    def capsule(self, call: ModuleCall, snapshot: BatchSnapshot, finding: Finding | None) -> None:
+        """Write a capsule of the call."""
+
+        def write(folder: Path) -> Path:
+            return write_capsule(
+                folder / "capsule",
+                call.module,
+                call.name,
+                call.args,
+                call.kwargs,
+                finding=finding,
+                rank=self._rank,
+                rng=call.rng or snapshot.rng,
+                autocast=call.autocast or snapshot.autocast,
+            )
+
+        self.write("the capsule", write)
+
+    def forms(self, report: Callable[[], _Told]) -> _Told:
+        """Write the forms of what `report` returns, each naming all files; again, should one not be written."""
+        folder: Path | None = self._path
+        if folder is None:
+            del self.remarks[1:]  # nothing else was tried
+            return report()
+        files: list[str] = self.files
+        left: list[Form] = list(folder_forms())
+        while True:
+            self.files = files + [str(folder / f"report.{form.suffix}") for form in left]
+            complete = report()
+            done: list[Form] = []
+            for form in left:
+                if self.write(f"report.{form.suffix}", partial(_write_form, complete, form)):
+                    done.append(form)
+            if len(done) == len(left):
+                return complete
+            left = done
+
+
+def _write_form(report: AnyReport, form: Form, folder: Path) -> Path:
+    return _write_whole(folder / f"report.{form.suffix}", form.render(report, silent))
+
+
+def _write_whole(path: Path, text: str) -> Path:
+    """Write all of the text, or leave no file of this name: a launcher may end this process meanwhile."""
+    under_way = path.with_name(f".{path.name}.tmp")
+    try:
+        under_way.write_text(text, encoding="utf-8")
+        return under_way.replace(path)
+    except OSError:
+        under_way.unlink(missing_ok=True)
+        raise
+
+
+def write_frames(report: Report, folder: Path) -> Path:
+    """Write a report without a finding, as JSON and text; the folder, which has a number where that is taken.
+
+    No page: of thousands of ranks most have nothing to show. Raises what writing raises.
+    """
+    made = _new_folder(folder)
+    for name in ("json", "text"):
+        _write_form(report, forms()[name], made)
+    return made
+
+
+def _new_folder(folder: Path) -> Path:
+    return make_numbered(folder, lambda path: path.mkdir(parents=True))

@@ -41,23 +41,6 @@ def _adam(group: dict[str, Any], state: dict[str, Any], gradient: Tensor | None)
     return _Update(f"exp_avg / ({key}.sqrt() + eps)", ("exp_avg", key), state["exp_avg"], root)
 
 
-def _adagrad(group: dict[str, Any], state: dict[str, Any], gradient: Tensor | None) -> _Update:
-    root = state["sum"].sqrt()
-    return _Update("gradient / (sum.sqrt() + eps)", ("sum",), root if gradient is None else gradient, root)
-
-
-def _rmsprop(group: dict[str, Any], state: dict[str, Any], gradient: Tensor | None) -> _Update:
-    keys, square = ["square_avg"], state["square_avg"]
-    operation = "square_avg.sqrt()"
-    if group["centered"]:
-        keys.append("grad_avg")
-        square = square.addcmul(state["grad_avg"], state["grad_avg"], value=-1)
-        operation = "(square_avg - grad_avg**2).sqrt()"
-    root = square.sqrt()
-    numerator = root if gradient is None else gradient
-    return _Update(f"gradient / ({operation} + eps)", tuple(keys), numerator, root)
-
-
 def _sgd(group: dict[str, Any], state: dict[str, Any], gradient: Tensor | None) -> _Update:
     momentum = state.get("momentum_buffer")
     if momentum is not None:
@@ -69,8 +52,6 @@ def _sgd(group: dict[str, Any], state: dict[str, Any], gradient: Tensor | None) 
 _RULES: dict[str, Callable[[dict[str, Any], dict[str, Any], Tensor | None], _Update]] = {
     "Adam": _adam,
     "AdamW": _adam,
-    "Adagrad": _adagrad,
-    "RMSprop": _rmsprop,
     "SGD": _sgd,
 }
 

@@ -17,14 +17,13 @@ from ..instrumentation.wrapped_names import module_names
 from ..report.finding import Cure, Finding, Value, with_earlier, working_first
 from ..report.report import Report
 from ..util.visible import spell
-from . import child_process
+from . import isolation
 from .backward_cures import try_backward_cures
 from .batch_snapshot import BatchSnapshot, Forwards, may_be_narrow, no_second_run, num_processes
 from .cures import try_cures
 from .diagnosis import Diagnosis, enrich
 from .experiment import NO_CONDITIONS, Allows, Conditions, module_words, nothing_allowed
-from .folder import attempt, write_failure
-from .incident import Incident
+from .incident import Incident, attempt, write_failure
 from .loss_statements import BackwardCall, LossStatements, Refused, loss_value
 from .patching.module_options import SearchResult
 from .patching.rounds import try_patches
@@ -80,7 +79,7 @@ def examine(
 
 def _tell(incident: Incident) -> None:
     """Send what is known to the process of the program, should a later step not end."""
-    child_process.send(incident.report.to_json())
+    isolation.send(incident.report.to_json())
 
 
 def _look(incident: Incident, snapshot: BatchSnapshot, model: nn.Module, conditions: Conditions) -> Diagnosis:

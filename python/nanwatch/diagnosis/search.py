@@ -35,7 +35,7 @@ from .batch_snapshot import BatchSnapshot, left_calls, no_second_run
 from .causes import came_in, named_arguments
 from .diagnosis import BackwardStart, Diagnosis, ModuleCall, describe
 from .experiment import gradient_record, mean_gradients, run_backward, with_graph, with_leaves, without_hooks
-from .in_process import RerunEndedError
+from .isolation import RerunEndedError
 from .provenance import ProvenanceMode, Step
 
 _OF_CALL = "the operation was found in a re-run of the call, from other gradients of the same size"

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..diagnosis import folder, rerun
+from ..diagnosis import rerun
 from ..diagnosis.batch_snapshot import BatchSnapshot, draws_outside_torch
-from ..diagnosis.child_process import ChildEndedError, NoChildError, run_in_child, why_no_child
 from ..diagnosis.experiment import Conditions
-from ..diagnosis.in_process import clock
-from ..diagnosis.incident import Incident
+from ..diagnosis.incident import Incident, write_frames
+from ..diagnosis.isolation import ChildEndedError, NoChildError, clock, run_in_child, why_no_child
 from ..diagnosis.loss_statements import BackwardCall, read_graph
 from ..diagnosis.module_state import BufferHistory, BufferValues
 from ..instrumentation.execution_context import RngState
@@ -281,7 +280,7 @@ class RerunPolicy:
         if self._output_dir is None:
             return
         try:
-            folder.write_frames(report, self._output_dir / name)
+            write_frames(report, self._output_dir / name)
         except Exception as error:
             warn_user(f"nanwatch could not write the last frames: {spell(error)}", may_raise=False)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..audit.audit import UpdateAudit
 from ..blackbox.process import open_box
 from ..checkpoint.guard import CheckpointGuard
-from ..diagnosis.folder import write_spike
+from ..diagnosis.incident import write_spike
 from ..history.spikes import SpikeWatch
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
 from ..instrumentation.calls import Attachment

@@ -1,7 +1,9 @@
-"""An incident: a report that is completed step by step."""
+"""An incident: a report that is completed step by step, and its folder, in which nothing is named that is not there."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,12 @@ import torch
 from torch import nn
 
 from nanwatch import NonFiniteError, watch
-from nanwatch.diagnosis.incident import Incident
+from nanwatch.diagnosis import incident as incidents
+from nanwatch.diagnosis.incident import Incident, write_failure, write_frames, write_spike
+from nanwatch.report.finding import Cure
+from nanwatch.report.report import Report
+from nanwatch.report.spike import Departure, SpikeReport
+from support.html_page import growing
 
 
 @pytest.fixture
@@ -41,3 +48,52 @@ def test_after_its_batch_only_the_report_is_kept(incident: Incident) -> None:
     incident.call, incident.raised = call, NonFiniteError(incident.report)
     incident.let_go()
     assert (incident.call, incident.raised) == (None, None)
+
+
+def test_a_failure_has_its_forms_and_its_patch(tmp_path: Path) -> None:
+    """Only of a cure that works; the written report names its files, and a second failure has a folder of its own."""
+    report = growing()
+    assert report.finding is not None
+    cures = (Cure("widen", False, patch="bad"), Cure("clamp", True, patch="--- a/x\n+++ b/x\n"))
+    for name in ("batch-1", "batch-1.2"):
+        incident = Incident(replace(report, finding=replace(report.finding, cures=cures)))
+        write_failure(incident, None, None, tmp_path)
+        made = tmp_path / name
+        assert (made / "cure.patch").read_text() == cures[1].patch
+        saved = Report.from_json((made / "report.json").read_text())
+        assert saved.finding is not None
+        assert {Path(one).name for one in saved.finding.files} >= {"report.json", "report.txt", "cure.patch"}
+        assert all(Path(one).exists() for one in incident.finding.files)
+        assert "no capsule was written: no call was seen" in incident.finding.remarks[-1]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["batch-1", "batch-1.2"]
+
+
+def test_where_nothing_can_be_written_the_report_says_so(tmp_path: Path) -> None:
+    """It names no file then."""
+    (tmp_path / "file").write_text("")
+    incident = Incident(growing())
+    write_failure(incident, None, None, tmp_path / "file")
+    assert incident.finding.files == ()
+    assert incident.finding.remarks[-1].startswith("making the folder failed: ")
+
+
+def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full leaves nothing of it."""
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError("no space")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        incidents._write_whole(tmp_path / "report.txt", "text")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_spike_and_frames_of_other_ranks_have_folders(tmp_path: Path) -> None:
+    """With the rank in the name; frames alone have no page."""
+    spike = SpikeReport(410, 2, (Departure("", "loss", 9.1, 2.4, 55.0),), "loss")
+    written = write_spike(spike, None, None, tmp_path)
+    assert {Path(one).parent.name for one in written.files} == {"spike-batch-410-rank-2"}
+    assert "no capsule was written" in written.remarks[0]
+    made = write_frames(replace(growing(), finding=None), tmp_path / "frames")
+    assert sorted(one.suffix for one in made.iterdir()) == [".json", ".txt"]

@@ -1,0 +1,179 @@
+"""Re-runs in a forked child and in the process of the program: what stays, their clock, and what an interrupt means."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch import Finding, NonFiniteError, watch
+from nanwatch.diagnosis.isolation import ChildEndedError, run_in_child, send, why_no_child
+from support.examined import Does, exponential
+from support.spy import Spy
+
+IS_NO_LINUX = sys.platform != "linux"
+PLACES = ["in-process", *(["child"] if sys.platform == "linux" else [])]
+
+
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the re-run is made, with a clock of half a second."""
+    monkeypatch.setattr("nanwatch.session.rerun_policy.LEAST_SECONDS", 0.5)
+    monkeypatch.setenv("NANWATCH_RERUN", request.param)
+    return request.param
+
+
+def finding_of(model: nn.Module, expected: type[BaseException] = NonFiniteError) -> Finding:
+    """The finding of the error that this model raises, or that is the cause of what it raises."""
+    with watch(model), pytest.raises(expected) as raised:
+        model(torch.ones(2))
+    error: Any = raised.value if isinstance(raised.value, NonFiniteError) else raised.value.__cause__
+    return error.report.finding
+
+
+def second_time(does: Callable[[], Any]) -> nn.Module:
+    """A model that overflows, whose forward does this each time but the first."""
+    runs = Spy()
+
+    def forward(part: nn.Module, x: Tensor) -> Tensor:
+        runs.add()
+        if len(runs.values) > 1:
+            does()
+        return part(x)
+
+    return Does(forward, Does(exponential))
+
+
+def test_a_lock_that_does_not_come_ends_a_run_by_its_clock(place: str) -> None:
+    """In the main thread. The finding has the module, and says why it has no operation."""
+    lock, handler = threading.Lock(), signal.getsignal(signal.SIGURG)
+    lock.acquire()
+    began = time.monotonic()
+    finding = finding_of(second_time(lock.acquire))
+    assert time.monotonic() - began < 20
+    assert (finding.module, finding.operation, finding.transient) == ("parts.0", None, None)
+    assert any("it took longer than" in x and "test_isolation.py" in x for x in finding.remarks)
+    assert signal.getsignal(signal.SIGURG) is handler
+
+
+def test_a_clock_ends_a_loop_in_another_thread(place: str) -> None:
+    """No signal reaches it."""
+
+    def loops() -> None:
+        while True:
+            sum(range(1000))
+
+    found: list[Finding] = []
+    thread = threading.Thread(target=lambda: found.append(finding_of(second_time(loops))))
+    thread.start()
+    thread.join(30)
+    assert [x.operation for x in found] == [None]
+    assert any("it took longer than" in x for x in found[0].remarks)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_the_child_s_or_means_what_it_means(place: str, kind: type[BaseException]) -> None:
+    """In the process it is raised once the finding is complete and the random state is put back."""
+
+    def interrupts() -> None:
+        torch.rand(3)
+        raise kind
+
+    torch.manual_seed(0)
+    finding = finding_of(second_time(interrupts), NonFiniteError if place == "child" else kind)
+    drawn = torch.rand(2)
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.rand(2))
+    assert (finding.module, finding.operation) == ("parts.0", None)
+    assert any(kind.__name__ in x for x in finding.remarks)
+
+
+@pytest.mark.skipif(IS_NO_LINUX, reason="children are made on Linux")
+def test_the_document_comes_back_and_nothing_else(tmp_path: Path) -> None:
+    """Of memory, open files and random numbers nothing that the child did is left."""
+    values, state, file = [1], random.getstate(), tmp_path / "log"
+    opened = file.open("w")
+
+    def work() -> Any:
+        values.append(2)
+        opened.write("in the child")
+        opened.flush()
+        torch.ones(1000) @ torch.ones(1000)
+        return {"values": values, "drawn": random.random(), "process": os.getpid()}
+
+    document = run_in_child(work, 30.0)
+    assert document["values"] == [1, 2]
+    assert document["process"] != os.getpid()
+    opened.close()
+    assert (values, random.getstate(), file.read_text()) == ([1], state, "")
+    assert document["drawn"] == random.random()  # it has the program's generator, not one seeded anew
+
+
+def raises() -> Any:
+    raise KeyError("mine")
+
+
+def sleeps() -> Any:
+    time.sleep(60)
+
+
+def leaves() -> Any:
+    os._exit(7)
+
+
+def children() -> set[str]:
+    """The processes whose parent this one is, also those that have ended and are not waited for."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has gone meanwhile
+            if path.read_text().rpartition(")")[2].split()[1] == str(os.getpid()):
+                found.add(path.parent.name)
+    return found
+
+
+@pytest.mark.skipif(IS_NO_LINUX, reason="children are made on Linux")
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (raises, "it raised KeyError: 'mine'"),
+        (sleeps, "it took longer than 1 s, and was ended"),
+        (leaves, "its process ended with status 7"),
+    ],
+)
+def test_a_child_that_does_not_end_well_says_why(end: Callable[[], Any], words: str) -> None:
+    """With the latest that it sent; its clock begins anew with each."""
+
+    def work() -> Any:
+        for number in range(3):
+            time.sleep(0.4)
+            send({"known": number})
+        return end()
+
+    others = children()
+    with pytest.raises(ChildEndedError, match=words) as caught:
+        run_in_child(work, 1.0)
+    assert caught.value.latest == {"known": 2}
+    assert children() <= others
+
+
+@pytest.mark.skipif(IS_NO_LINUX, reason="children are made on Linux")
+def test_a_child_can_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the environment, by the system, and by CUDA."""
+    monkeypatch.setenv("NANWATCH_RERUN", "in-process")
+    assert why_no_child() == "NANWATCH_RERUN=in-process"
+    monkeypatch.delenv("NANWATCH_RERUN")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert why_no_child() == "CUDA does not survive a fork"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert why_no_child() == "darwin has no safe fork"
