@@ -19,8 +19,7 @@ from torch._compile import _disable_dynamo
 from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer
 
-from ..instrumentation.global_hooks import Handles, after_steps, before_steps
-from ..instrumentation.step_closure import with_check_after_closure
+from ..instrumentation.global_hooks import Handles, after_steps, before_steps, with_check_after_closure
 from ..instrumentation.wrapped_names import named_modules
 from ..recording.events import Event, Recorder, WatchPart
 from ..recording.step_weight import StepComparison, StepWeight

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ..instrumentation.global_hooks import GlobalHooks, Handles
-from ..instrumentation.grad_scaler import find_scaler
+from ..instrumentation.global_hooks import GlobalHooks, Handles, find_scaler
 from ..numerics._extension import instances_of
 from ..numerics.readable import only_our_dispatch
 from ..recording.events import Event, Recorder

@@ -1,35 +1,38 @@
 """Attention logits: the largest of each head, from the arguments of attention functions, without the whole matrix.
 
-Fused attention has no tensor of its logits. While a watch asks for them, the calls of `scaled_dot_product_attention`,
-`flex_attention` and `softmax` are read (call_readers.py). What is found goes to the frame of the module whose call is
-under way.
+Fused attention has no tensor of its logits. While a watch asks for them, `scaled_dot_product_attention`,
+`flex_attention` and `softmax` are replaced in their modules by functions that make the user's call and then read its
+arguments. The logits go to the frame of the module whose call is under way. Compiled code calls the originals.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..numerics._reference import without_repeats
-from ..numerics.readable import is_plain, unreadable
+from ..numerics.readable import is_captured, is_plain, only_our_dispatch, unreadable
 from ..recording.events import Recorder
-from .call_readers import Reader, aside, read_calls
+from ..util.visible import suppressing
 from .global_hooks import Handles
 
 BOUND = "attention logits (bound)"
 LARGEST = "attention logits"
-# The exact reading works in tiles. A tile of scores, with its operands and mask in float32, takes at most this.
-_TILE_BYTES = 960 * 1024
-# A bound this many times the first one asks for an exact reading, and so does one within 4 bits of an overflow.
-_GROWTH = 8.0
-_NEAR_LIMIT = 2.0**-4
+# The exact reading makes this many logits of a head at a time: 1 MiB of float32.
+_TILE = 1 << 18
+
+Reader = Callable[[Any, Any, Any], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +120,10 @@ def _scores(
     return Scores(query, key, mask, is_causal, scale, has_exact)
 
 
-def _is_readable(x: Tensor) -> bool:
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+def _is_readable(x: Any) -> bool:
+    if not isinstance(x, Tensor) or is_captured(x):
         return False
-    return isinstance(x, Tensor) and not unreadable(x) and is_plain(x) and not x.is_complex()
+    return not unreadable(x) and is_plain(x) and not x.is_complex()
 
 
 def _four_dims(x: Tensor) -> Tensor:
@@ -149,11 +152,7 @@ def bound_logits(scores: Scores) -> Tensor:
 
 def _largest_norms(x: Tensor) -> Tensor:
     """Return the largest norm of a row in each head, over the batch."""
-    # A part of the batch at a time: the norms of all rows may be too many to hold.
     x = without_repeats(x)[0] if x.stride(0) == 0 else x
-    part = max(1, 2**16 // max(1, x.shape[1] * x.shape[2]))
-    if len(x) > part:
-        return torch.stack([_largest_norms(y) for y in x.split(part)]).amax(dim=0)
     norms: Tensor = torch.linalg.vector_norm(x, dim=-1)
     return norms.amax(dim=(0, 2)).to(_accumulator(x))
 
@@ -163,101 +162,119 @@ def _accumulator(x: Tensor) -> torch.dtype:
 
 
 def largest_logits(scores: Scores) -> Tensor:
-    """Return the largest logit of each head that no mask takes away, tile by tile; 0 where all are negative."""
+    """Return the largest logit of each head that no mask takes away; 0 where all are negative.
+
+    Works head by head and on some rows at a time, and leaves out the keys that a causal mask hides from all of them.
+    """
     query, key, mask = scores.query, scores.key, scores.mask
-    batch, heads, num_rows, width = query.shape
-    num_keys, num_columns = key.shape[1:3]
-    dtype = _accumulator(query)
-    kind, given = query.device.type, query.dtype
+    batch, heads, num_rows, _ = query.shape
+    num_columns = key.shape[2]
+    kind, given, dtype = query.device.type, query.dtype, _accumulator(query)
     if torch.is_autocast_enabled(kind) and dtype is torch.float32:
         given = torch.get_autocast_dtype(kind)  # the user's call has rounded its arguments to this
-    shared = scores.heads_per_key
-    query = query.unflatten(1, (num_keys, shared))  # the heads of a key are rows of one matrix
     if mask is not None:
-        mask = mask.expand(batch, heads, num_rows, num_columns).unflatten(1, (num_keys, shared))
-    found = torch.zeros(num_keys, shared, dtype=dtype, device=query.device)
-    is_copied_twice = given is not query.dtype or shared > 1
-    is_copied = is_copied_twice or query.dtype is not dtype
-
-    def memory_of(keys: int, rows: int, columns: int) -> int:
-        """Return the bytes of a tile, of operands that are copied, and of its mask in the tile's format."""
-        size, tile = found.element_size(), keys * shared * rows * columns
-        copied = keys * (shared * rows + columns) * width * (size + 2 * is_copied_twice)
-        masked = 0 if mask is None else tile if any(mask.stride()[1:3]) else rows * columns
-        return size * tile + is_copied * copied + (size + 1) * masked
-
-    # Narrow tiles leave out more of what a causal mask takes away, and wide ones take less time for each element.
-    rows = 256 if mask is None and not scores.is_causal else 64 if mask is None and num_rows <= 1024 else 128
-    keys, rows, columns = num_keys, min(rows, num_rows), min(512, num_columns)
-    while memory_of(keys, rows, columns) > _TILE_BYTES and keys * rows * columns > 1:
-        if keys > 1:
-            keys = -(-keys // 2)
-        else:
-            rows, columns = -(-rows // 2), -(-columns // 2)
-    memory = torch.empty(keys * shared * rows * columns, dtype=dtype, device=query.device)
+        mask = mask.expand(batch, heads, num_rows, num_columns)
+    rows = max(1, _TILE // num_columns)
+    largest = torch.zeros(heads, dtype=dtype, device=query.device)
     with torch.autocast(kind, enabled=False):
-        for one, first in itertools.product(range(batch), range(0, num_keys, keys)):
-            several = slice(first, first + keys)
-            largest = found[several]
+        for item, head in itertools.product(range(batch), range(heads)):
+            keys = key[item, head // scores.heads_per_key].to(given).to(dtype).mT * scores.scale
             for row in range(0, num_rows, rows):
-                left = query[one, several, :, row : row + rows].flatten(1, 2).to(given).to(dtype)
                 end = min(num_columns, row + rows) if scores.is_causal else num_columns
-                for column in range(0, end, columns):
-                    last = min(end, column + columns)
-                    flat = memory[: left.shape[0] * left.shape[1] * (last - column)].view(*left.shape[:2], -1)
-                    right = key[one, several, column:last].to(given).to(dtype).mT
-                    torch.baddbmm(flat, left, right, beta=0, alpha=scores.scale, out=flat)
-                    del right  # before the next one is made
-                    tile = flat.unflatten(1, (shared, -1))
-                    if mask is not None:
-                        _apply(mask[one, several, :, row : row + rows, column:last], tile)
-                    if scores.is_causal and last > row + 1:
-                        tile.tril_(row - column)
-                    torch.maximum(largest, tile.amax(dim=(2, 3)), out=largest)
-                del left
-    return found.flatten()
+                logits = query[item, head, row : row + rows].to(given).to(dtype) @ keys[:, :end]
+                if mask is not None:
+                    logits = _masked(logits, mask[item, head, row : row + rows, :end])
+                if scores.is_causal:
+                    logits.tril_(row)
+                largest[head] = torch.maximum(largest[head], logits.amax())
+    return largest
 
 
-def _apply(mask: Tensor, tile: Tensor) -> None:
-    mask = without_repeats(mask)[0]
-    if mask.dtype is torch.bool:
-        # Bits, since an infinity times 0 is nan. Both `where` and `masked_fill` take 5 times as long.
-        bits = torch.int64 if tile.dtype is torch.float64 else torch.int32
-        tile.view(bits).bitwise_and_(mask.to(torch.int8).neg_())
-    else:
-        tile += mask
+def _masked(logits: Tensor, mask: Tensor) -> Tensor:
+    return logits.masked_fill_(~mask, 0.0) if mask.dtype is torch.bool else logits.add_(mask)
+
+
+class _Replacement:
+    """A function to put in the place of a module's own, and the readers of its calls."""
+
+    def __init__(self, place: ModuleType, name: str, describe: Any) -> None:
+        self.place, self.name = place, name
+        self.original = original = getattr(place, name)
+        self.readers: list[Reader] = []
+        readers = self.readers
+
+        @functools.wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            if not is_compiling():
+                for reader in tuple(readers):
+                    with (
+                        suppressing(f"a call of {name} could not be read"),
+                        torch.no_grad(),
+                        only_our_dispatch(),
+                    ):
+                        reader(describe, args, kwargs)
+            return output
+
+        self.function = watched
+
+
+class _CallReader:
+    """Calls `reader` after each call of a function of a module, until `remove()`."""
+
+    _replacements: ClassVar[dict[str, _Replacement]] = {}
+    _lock = threading.RLock()  # reentrant: the garbage collector may remove a reader anywhere
+
+    def __init__(self, place: ModuleType, name: str, describe: Any, reader: Reader) -> None:
+        self._reader = reader
+        with self._lock:
+            known = self._replacements.get(name)
+            if known is None or getattr(place, name) not in (known.function, known.original):
+                known = self._replacements[name] = _Replacement(place, name, describe)
+            self._replacement = known
+            known.readers.append(reader)
+            setattr(place, name, known.function)
+
+    def remove(self) -> None:
+        """Remove the reader, and put the function back after the last one. Does nothing the second time."""
+        known = self._replacement
+        with self._lock:
+            if self._reader in known.readers:
+                known.readers.remove(self._reader)
+            # Another library may have put its own function over this one, which then stays and reads nothing.
+            if not known.readers and getattr(known.place, known.name) is known.function:
+                setattr(known.place, known.name, known.original)
 
 
 class AttentionWatch:
     """Reader of the attention logits in a recorder's batches, until `remove`.
 
-    The bound is read in every batch, the exact value in batches 0, `every`, 2 `every`, ..., and where a bound alarms.
+    The bound is read in every batch, the exact value in batches 0, `every`, 2 `every`, ...
     """
 
     def __init__(self, recorder: Recorder, every: int) -> None:
         self._recorder = recorder
         self._every = every
         self._latest: dict[tuple[str, str], tuple[int, Tensor]] = {}  # by module and label
-        self._alarms: dict[str, float] = {}  # by module: the bound that asks for an exact reading
-        this = weakref.ref(self)
+        reference = weakref.ref(self)
 
-        def read_scores(scores: Callable[..., Scores | None], args: Any, kwargs: Any) -> None:
-            if (own := this()) is not None:
-                own._read_scores(scores, args, kwargs)
+        def reader_of(method: Callable[..., None]) -> Reader:
+            def reader(describe: Any, args: Any, kwargs: Any) -> None:
+                if (attention := reference()) is not None:
+                    method(attention, describe, args, kwargs)
 
-        def read_softmax(describe: Callable[..., Tensor | None], args: Any, kwargs: Any) -> None:
-            if (own := this()) is not None:
-                own._read_softmax(describe, args, kwargs)
+            return reader
 
         functional = torch.nn.functional
-        places: list[tuple[Any, str, Any, Reader]] = [
-            (functional, "scaled_dot_product_attention", _sdpa_scores, read_scores),
-            (functional, "softmax", _softmax_scores, read_softmax),
+        scores, softmax = reader_of(AttentionWatch._read_scores), reader_of(AttentionWatch._read_softmax)
+        readers = [
+            _CallReader(functional, "scaled_dot_product_attention", _sdpa_scores, scores),
+            _CallReader(functional, "softmax", _softmax_scores, softmax),
         ]
         # Importing flex attention takes a second: nobody calls it before an import.
         if (flex := sys.modules.get("torch.nn.attention.flex_attention")) is not None:
-            places.append((flex, "flex_attention", _flex_scores, read_scores))
-        self._handles = Handles(self, [read_calls(*place) for place in places])
+            readers.append(_CallReader(flex, "flex_attention", _flex_scores, scores))
+        self._handles = Handles(self, readers)
 
     def remove(self) -> None:
         """Put the functions back. Does nothing the second time."""
@@ -266,50 +283,33 @@ class AttentionWatch:
     def found(self) -> dict[str, AttentionLogits]:
         """Return the latest logits by the name of the module."""
         latest = dict(self._latest)
-        found = {}
+        logits = {}
         for name in dict.fromkeys(name for name, _ in latest):
             batch, largest = latest.get((name, LARGEST), (None, None))
             bound_batch, bound = latest.get((name, BOUND), (None, None))
-            found[name] = AttentionLogits(_numbers(largest), batch, _numbers(bound), bound_batch)
-        return found
+            logits[name] = AttentionLogits(_numbers(largest), batch, _numbers(bound), bound_batch)
+        return logits
 
     def _read_scores(self, scores_of: Callable[..., Scores | None], args: Any, kwargs: Any) -> None:
         call = self._recorder.call_under_way()
-        if call is None:
+        if call is None or (scores := scores_of(*args, **kwargs)) is None:
             return
         batch, name, _ = call
-        with aside():
-            scores = scores_of(*args, **kwargs)
-            if scores is None:
-                return
-            bound = bound_logits(scores)
-            self._add(batch, name, BOUND, bound)
-            # On a device the bound is not known yet, and nobody waits for it.
-            alarms = bound.device.type == "cpu" and self._alarms_at(name, float(bound.max()))
-            if scores.has_exact and (alarms or batch % self._every == 0):
-                self._add(batch, name, LARGEST, largest_logits(scores))
+        self._add(batch, name, BOUND, bound_logits(scores))
+        if scores.has_exact and batch % self._every == 0:
+            self._add(batch, name, LARGEST, largest_logits(scores))
 
-    def _read_softmax(self, describe: Callable[..., Tensor | None], args: Any, kwargs: Any) -> None:
+    def _read_softmax(self, scores_of: Callable[..., Tensor | None], args: Any, kwargs: Any) -> None:
         call = self._recorder.call_under_way()
         if call is None or call[0] % self._every:
             return
         batch, name, class_name = call
-        with aside():
-            x = describe(*args, **kwargs)
-            # Three dimensions may hold batch and heads in one, as in nn.MultiheadAttention.
-            if x is not None and x.ndim == 4:
-                self._add(batch, name, LARGEST, x.amax(dim=(0, 2, 3)).clamp(min=0))
-            elif x is not None and x.ndim == 3 and "attention" in class_name.lower():
-                self._add(batch, name, LARGEST, x.amax().reshape(1).clamp(min=0))
-
-    def _alarms_at(self, name: str, bound: float) -> bool:
-        limit = torch.finfo(torch.float32).max * _NEAR_LIMIT
-        alarm = self._alarms.get(name)
-        if alarm is not None and bound < alarm:
-            return False
-        following = max(bound, 1.0) * _GROWTH
-        self._alarms[name] = min(following, limit) if bound < limit else following
-        return alarm is not None
+        x = scores_of(*args, **kwargs)
+        # Three dimensions may hold batch and heads in one, as in nn.MultiheadAttention.
+        if x is not None and x.ndim == 4:
+            self._add(batch, name, LARGEST, x.amax(dim=(0, 2, 3)).clamp(min=0))
+        elif x is not None and x.ndim == 3 and "attention" in class_name.lower():
+            self._add(batch, name, LARGEST, x.amax().reshape(1).clamp(min=0))
 
     def _add(self, batch: int, name: str, label: str, logits: Tensor) -> None:
         # A value that is not finite shows as the largest number: the rows of the module tell where it came from.

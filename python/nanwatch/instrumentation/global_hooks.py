@@ -1,4 +1,4 @@
-"""Hooks for all optimizers and modules: before and after steps, and when a module gets a child.
+"""Hooks for all optimizers and modules: before and after steps, after a step's closure, when a module gets a child.
 
 PyTorch iterates over its own hooks without a copy: one that is added or removed meanwhile ends the user's step by an
 error. A Watch does that when its own report stops it, in another thread, or when the garbage collector frees it. So
@@ -8,6 +8,8 @@ these is removed, PyTorch's hook goes too, unless a thread is inside the functio
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import sys
 import threading
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -25,6 +28,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils.hooks import RemovableHandle
+
+from ..numerics._extension import instances_of
 
 Hook = Callable[..., Any]
 
@@ -92,8 +97,8 @@ class GlobalHooks:
             return None
         changed = None
         for hook in self._hooks.copy().values():
-            found = hook(subject, *(rest if changed is None else changed))
-            changed = changed if found is None else found
+            arguments = hook(subject, *(rest if changed is None else changed))
+            changed = changed if arguments is None else arguments
         return changed
 
 
@@ -137,3 +142,39 @@ _REGISTRATION = (
     nn.Module.__setattr__.__code__,
 )
 children = GlobalHooks(register_module_module_registration_hook, _REGISTRATION, traced=False)
+
+
+def with_check_after_closure(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], object]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments of the step, with `check` after its closure; None for a step without a closure.
+
+    Lightning makes forward and backward in a closure, also for optimizers that call it once.
+    """
+    if len(args) < 2 and not kwargs:
+        return None
+    names = list(inspect.signature(type(optimizer).step).parameters)
+    place = names.index("closure") if "closure" in names else len(args)
+    closure = args[place] if place < len(args) else kwargs.get("closure")
+    if not callable(closure):
+        return None
+
+    @functools.wraps(closure)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        loss = closure(*args, **kwargs)
+        check()
+        return loss
+
+    if place < len(args):
+        return (*args[:place], checked, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "closure": checked}
+
+
+def find_scaler() -> Callable[[], Any]:
+    """Return a reference to the one GradScaler in use in this process; to None where there are none or several.
+
+    Nothing leads from a model to its scaler, so this looks through all objects: 10 ms for a million.
+    """
+    known = instances_of(torch.amp.GradScaler)
+    scalers = [x for x in known if getattr(x, "_enabled", False) and x._scale is not None]
+    return weakref.ref(scalers[0]) if len(scalers) == 1 else lambda: None

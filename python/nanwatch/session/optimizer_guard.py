@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ..diagnosis.incident import Incident
-from ..instrumentation.grad_scaler import find_scaler
+from ..instrumentation.global_hooks import find_scaler
 from ..numerics.readable import only_our_dispatch
 from ..recording.events import Recorder
 from ..recording.observe import nonfinite

@@ -24,8 +24,7 @@ from ..diagnosis.incident import Incident
 from ..diagnosis.loss_statements import loss_under_way
 from ..diagnosis.optimizer_step import take_apart
 from ..instrumentation.functions import find_called
-from ..instrumentation.global_hooks import Handles, after_steps, before_steps
-from ..instrumentation.step_closure import with_check_after_closure
+from ..instrumentation.global_hooks import Handles, after_steps, before_steps, with_check_after_closure
 from ..instrumentation.wrapped_names import find_module, parameter_names, parameter_owners
 from ..numerics.readable import Numbers, is_plain
 from ..recording.backward import find_in_backward
