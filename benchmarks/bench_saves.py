@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.checkpoint.guard import CheckpointGuard
-from nanwatch.checkpoint.saves import Save
+from nanwatch.scan.guard import CheckpointGuard
+from nanwatch.scan.saves import Save
 
 WIDTH, LAYERS, VOCABULARY = 768, 12, 50257
 

@@ -18,10 +18,10 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from nanwatch.blackbox import story
-from nanwatch.checkpoint import result as scans
 from nanwatch.compare import comparison, results
 from nanwatch.report import report, spike
 from nanwatch.report.finding_text import Explanation
+from nanwatch.scan import result as scans
 
 PLACE = Path(__file__).with_name("schemas")
 # Each document: its class, its name and version, and the members that are no fields: those it may have, and must have.

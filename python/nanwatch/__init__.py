@@ -22,7 +22,6 @@ from .numerics import _extension as _extension  # torch.ops.nanwatch.*
 
 if TYPE_CHECKING:
     from .capsule.capsule import Capsule, write_capsule
-    from .checkpoint.scan import scan
     from .compare.models import compare
     from .compare.twice import twice
     from .instrumentation.functions import span, watched
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from .precision.precision import fp32_modules, run_in_fp32
     from .report.finding import Finding
     from .report.report import NonFiniteError, Report
+    from .scan.scan import scan
     from .session.api import Watch, watch
     from .session.options import Audit, Trace
     from .session.replay import replay
@@ -42,7 +42,7 @@ else:
     # Public names and the modules that define them. A name is imported when it is first asked for.
     _MODULES = {
         "capsule.capsule": ("Capsule", "write_capsule"),
-        "checkpoint.scan": ("scan",),
+        "scan.scan": ("scan",),
         "compare.models": ("compare",),
         "compare.twice": ("twice",),
         "instrumentation.functions": ("span", "watched"),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from ..checkpoint.scan import scan
+from ..scan.scan import scan
 from ..util.progress import Tell
 from .commands import answered, command_parser, rendered
 
@@ -18,7 +16,7 @@ check, 3 when a value is nan or inf or a file is damaged
 
 examples:
   nanwatch scan model.safetensors
-  nanwatch scan checkpoints/step-1000 --html scan.html
+  nanwatch scan checkpoints/step-1000
   nanwatch scan hf/model.safetensors.index.json --against converted.gguf
   nanwatch scan model.safetensors --to float16,mxfp8 --json
 """
@@ -26,12 +24,11 @@ examples:
 
 def main(arguments: list[str]) -> int:
     """Run `nanwatch scan` and return the exit status."""
-    parser = command_parser(
-        "scan",
+    description = (
         "Read each tensor of a checkpoint and name what is nan, inf, dead, far from its siblings, or lost in a"
-        " damaged file.",
-        _SCAN,
+        " damaged file."
     )
+    parser = command_parser("scan", description, _SCAN)
     parser.add_argument("files", metavar="FILE", nargs="+", help="the files of one checkpoint, or its folder")
     parser.add_argument(
         "--against", metavar="OTHER", help="tell which tensors of this checkpoint differ, and how far"
@@ -39,7 +36,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--to", metavar="FORMATS", help="try these number formats on each matrix, such as float16,mxfp8"
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page too")
     options = parser.parse_args(arguments)
 
     def find(tell: Tell) -> tuple[str, int]:

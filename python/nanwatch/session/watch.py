@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..audit.audit import UpdateAudit
 from ..blackbox.process import open_box
-from ..checkpoint.guard import CheckpointGuard
 from ..diagnosis.incident import write_spike
 from ..history.spikes import SpikeWatch
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
@@ -29,6 +28,7 @@ from ..report.report import Report
 from ..report.skipped_step import SkippedStep
 from ..report.spike import SpikeReport
 from ..report.update_finding import UpdateFinding
+from ..scan.guard import CheckpointGuard
 from ..sinks.monitor import Monitor
 from ..sinks.sink import SinkStream
 from ..trace.tracer import Tracer, ring_size, start_tracer

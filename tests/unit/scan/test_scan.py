@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 
 import nanwatch
 from nanwatch.__main__ import main
-from nanwatch.checkpoint import files
-from nanwatch.checkpoint import scan as scan_module
+from nanwatch.scan import files
+from nanwatch.scan import scan as scan_module
 
 
 @pytest.fixture
@@ -51,10 +51,10 @@ def test_planted_faults_are_named_with_their_place(layers, tmp_path):
     assert sorted(names(result, "range")) == ["big"] * 2 + ["layers.5.w.weight"] * 2 + ["second.moment"]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.0])
-def test_a_tensor_of_many_pieces_is_read_whole(share, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "PIECE", 1 << 14)
-    monkeypatch.setattr(scan_module, "PIECE", 1 << 14)
+@pytest.mark.parametrize("share", [0.0, 0.9])
+def test_a_tensor_of_many_parts_is_read_whole(share, tmp_path, monkeypatch):
+    for module in (files, scan_module):
+        monkeypatch.setattr(module, "PART", 1 << 14)
     torch.manual_seed(1)
     x = torch.randn(70, 1001)
     x[torch.rand(70, 1001) < share] = -0.0
@@ -69,8 +69,8 @@ def test_a_tensor_of_many_pieces_is_read_whole(share, tmp_path, monkeypatch):
     assert by_name["x"].fingerprint == nanwatch.fingerprint(x)
     dead = [(x == 0).all(dim).nonzero().flatten().tolist() for dim in (1, 0)]
     assert [by_name["x"].dead_rows, by_name["x"].dead_columns] == [len(numbers) for numbers in dead]
-    assert [list(by_name["x"].first_dead_rows), list(by_name["x"].first_dead_columns)] == [
-        each[:5] for each in dead
+    assert [by_name["x"].first_dead_rows, by_name["x"].first_dead_columns] == [
+        tuple(numbers[:5]) for numbers in dead
     ]
     assert by_name["empty"].health.numel == 0
     assert by_name["scalar"].health.abs_max == 2.0
@@ -81,16 +81,12 @@ def test_matrices_that_leave_a_format_are_those_of_would_fit(layers, tmp_path):
     name = "layers.0.w.weight"
     layers[name][:, 0] = 1e6
     save_file(layers, tmp_path / "x.safetensors")
-    result = nanwatch.scan(tmp_path / "x.safetensors", to="float16,mxfp8,nvfp4")
-    fits = {form: nanwatch.would_fit(layers[name], form) for form in ("float16", "mxfp8", "nvfp4")}
+    result = nanwatch.scan(tmp_path / "x.safetensors", to="float16,mxfp8")
+    fits = {form: nanwatch.would_fit(layers[name], form) for form in ("float16", "mxfp8")}
     texts = [problem.text for problem in result.problems if problem.tensors == (name,)]
     plain, block = fits["float16"], fits["mxfp8"]
     assert f"{plain.overflow:.3%} overflow and {plain.underflow:.3%} become zero in float16" in texts
     assert f"{block.saturated:.3%} saturate and {block.flushed:.3%} become zero in mxfp8" in texts
-    assert next(iter(result.tensors)).sqnr == pytest.approx(
-        {form: fits[form].sqnr for form in ("mxfp8", "nvfp4")}
-    )
-    assert json.loads(result.to_json())["tensors"][0]["sqnr"].keys() == {"mxfp8", "nvfp4"}
 
 
 def test_the_command_has_its_statuses_and_forms(layers, tmp_path, capsys):
@@ -104,15 +100,10 @@ def test_the_command_has_its_statuses_and_forms(layers, tmp_path, capsys):
     layers["layers.0.w.weight"][0, 0] = torch.nan
     save_file(layers, bad)
     capsys.readouterr()
-    page = tmp_path / "scan.html"
-    assert main(["scan", bad, "--against", good, "--json", "--html", str(page)]) == 3
+    assert main(["scan", bad, "--against", good, "--json"]) == 3
     document = json.loads(capsys.readouterr().out)
-    assert (document["schema"], document["is_sound"], document["is_faithful"]) == (
-        "nanwatch.scan",
-        False,
-        False,
-    )
-    assert "layers.0.w.weight" in page.read_text()
+    assert document["schema"] == "nanwatch.scan"
+    assert (document["is_sound"], document["is_faithful"]) == (False, False)
     assert main(["scan", str(tmp_path / "missing")]) == 2
     (tmp_path / "x.txt").write_text("text")
     assert main(["scan", str(tmp_path / "x.txt")]) == 2

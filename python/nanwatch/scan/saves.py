@@ -11,14 +11,15 @@ import copy
 import ctypes
 import functools
 import inspect
-import io
 import math
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,11 +32,11 @@ from ..util.visible import suppressed
 
 
 class Seam(NamedTuple):
-    """Function or method that saves or deletes checkpoints, and its arguments for what and where."""
+    """Function or method that saves checkpoints, and its arguments for the content and the place."""
 
     module: str
     name: str
-    called: str = ""  # in words
+    called: str = ""  # in words; "" for one that deletes a checkpoint that has a successor
     content: str = ""
     place: str = ""
     again: tuple[str, ...] = ()  # other modules with the same function under the same name
@@ -45,7 +46,7 @@ class Seam(NamedTuple):
 _DCP = "torch.distributed.checkpoint"
 _SAVER = f"{_DCP}.state_dict_saver"
 _LIGHTNING = ("lightning.fabric.plugins.io.torch_io", "lightning_fabric.plugins.io.torch_io")
-_SAVES = (
+_SEAMS = (
     Seam("torch.serialization", "save", "torch.save", "obj", "f", ("torch",)),
     Seam("safetensors.torch", "serialize_file", "safetensors", "tensor_dict", "filename"),
     # By itself, because it makes another error of each ValueError.
@@ -59,17 +60,14 @@ _SAVES = (
          "save_directory", is_folder=True),
     # Whole, because it saves into memory and then replaces the file.
     *(Seam(module, "TorchCheckpointIO.save_checkpoint", "Lightning", "checkpoint", "path") for module in _LIGHTNING),
-)  # fmt: skip
-# These delete a checkpoint that has a successor.
-_REMOVALS = (
-    Seam("transformers.trainer", "rotate_checkpoints"),
     *(Seam(module, "TorchCheckpointIO.remove_checkpoint") for module in _LIGHTNING),
-)
+    Seam("transformers.trainer", "rotate_checkpoints"),
+)  # fmt: skip
 _MARK = ".nonfinite"
 
 
 class Save:
-    """One call that saves: what, where, and how to go on."""
+    """One call that saves: its content, its place, and how to go on."""
 
     def __init__(self, seam: Seam, bound: inspect.BoundArguments, original: Callable[..., Any]) -> None:
         self._seam = seam
@@ -94,13 +92,6 @@ class Save:
         return os.fsdecode(place) if isinstance(place, str | os.PathLike) else None
 
     @property
-    def open_path(self) -> str | None:
-        """The path of the open file that it goes to, if it has one."""
-        file = self._bound.arguments.get(self._seam.place)
-        name = getattr(file, "name", None) if isinstance(file, io.BufferedIOBase | io.RawIOBase) else None
-        return name if isinstance(name, str) and os.path.exists(name) else None
-
-    @property
     def is_left_alone(self) -> bool:
         """Whether no guard reads it: it goes beside a good one already, or another call that is guarded makes it."""
         kind = self._bound.arguments.get("async_checkpointer_type")
@@ -121,15 +112,6 @@ class Save:
             return False
         return distributed.get_world_size(arguments.get("process_group")) > 1
 
-    def evaluate(self) -> None:
-        """Ask objects in the content for their state once, as DCP does: an asynchronous save then has the same."""
-        if self._seam.module == _SAVER and isinstance(self.content, dict):
-            stateful = sys.modules[f"{_DCP}.stateful"].Stateful
-            self._bound.arguments[self._seam.content] = {
-                key: value.state_dict() if isinstance(value, stateful) else value
-                for key, value in self.content.items()
-            }
-
     def beside(self, path: str) -> str:
         """Return the name beside `path` for a checkpoint that is not to replace the one there."""
         stem, ending = (path.rstrip("/"), "") if self._seam.is_folder else os.path.splitext(path)
@@ -149,29 +131,29 @@ class Save:
                 getattr(result, "upload_completion", result).result()
         return result
 
-    def fail_on_all_ranks(self, reason: str) -> Any:
+    def fail_on_all_ranks(self, reason: str) -> None:
         """Let the save fail before anything is written, with this reason on every rank that takes part."""
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+        def refuse(*_: Any, **__: Any) -> None:
+            raise CheckpointRefusedError(reason)
+
         planner: Any = DefaultSavePlanner()
-        planner.set_up_planner = functools.partial(_refuse, reason)
-        return self.write(planner=planner)
+        planner.set_up_planner = refuse
+        self.write(planner=planner)
 
 
 def _tensor_of(spec: Any) -> torch.Tensor | None:
     """Return a view of the memory that safetensors is to write: an address, or in older versions bytes."""
-    is_bytes = isinstance(spec, dict)
-    name = spec["dtype"] if is_bytes else spec.dtype
+    if isinstance(spec, dict):
+        name, shape = spec["dtype"], tuple(spec["shape"])
+        address, size = np.frombuffer(spec["data"], np.uint8).ctypes.data, len(spec["data"])
+    else:
+        name, shape, address, size = spec.dtype, tuple(spec.shape), spec.data_ptr, spec.data_len
     dtype: torch.dtype | None = getattr(torch, SAFETENSORS.get(name, name), None)
-    address, size = (
-        (np.frombuffer(spec["data"], np.uint8).ctypes.data, len(spec["data"]))
-        if is_bytes
-        else (spec.data_ptr, spec.data_len)
-    )
     if not size or dtype is None or not (dtype.is_floating_point or dtype.is_complex):
         return None  # an integer is always finite
     flat = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype)
-    shape = tuple(spec["shape"] if is_bytes else spec.shape)
     return flat.view(shape) if flat.numel() == math.prod(shape) else flat
 
 
@@ -186,52 +168,38 @@ def is_refusal(error: BaseException) -> bool:
     return any(isinstance(reason[0], CheckpointRefusedError) for reason in reasons)
 
 
-def _refuse(reason: str, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-    raise CheckpointRefusedError(reason)
-
-
-class Guard(Protocol):
-    """Guard of saves. `keeps`: checkpoints are not to be deleted, because the latest one is bad."""
-
-    keeps: bool
-
-    def examine(self, save: Save) -> Any:
-        """Return what is wrong with it, None to let it be written."""
-
-    def divert(self, save: Save, fault: Any) -> Any:
-        """Act on the fault, and return in place of the save."""
-
-    def wrote(self, save: Save) -> None:
-        """Take notice of a save that was written as asked."""
-
-    def refused(self, save: Save, error: BaseException) -> Any:
-        """Act on a save that another rank has refused, and return in place of it."""
-
-
 _changing = threading.RLock()  # reentrant: the garbage collector may remove a guard anywhere
-_guards: list[Guard] = []
+_guards: list[weakref.ref[Any]] = []  # of CheckpointGuards
 _waiting: list[WhenImported] = []
 _replaced: list[tuple[list[Any], str, Any, Any]] = []  # places, name, what is there, what was there
 
 
-def guard(added: Guard) -> SimpleNamespace:
-    """Ask `added` about each save, in any thread, until `remove()` of what is returned."""
+def guard(added: Any) -> SimpleNamespace:
+    """Ask `added`, a CheckpointGuard, about each save in any thread, until `remove()` of the result.
+
+    Does not keep it alive.
+    """
+    reference = weakref.ref(added)
     with _changing:
-        _guards.append(added)
+        _guards.append(reference)
         if len(_guards) == 1:
-            for seam in (*_SAVES, *_REMOVALS):
+            for seam in _SEAMS:
                 waiting = when_imported(seam.module, functools.partial(_replace, seam))
                 if waiting is not None:
                     _waiting.append(waiting)
 
     def remove() -> None:
         with _changing:
-            if added in _guards:
-                _guards.remove(added)
+            if reference in _guards:
+                _guards.remove(reference)
                 if not _guards:
                     _put_back()
 
     return SimpleNamespace(remove=remove)
+
+
+def _live() -> list[Any]:
+    return [member for reference in tuple(_guards) if (member := reference()) is not None]
 
 
 def _replace(seam: Seam) -> None:
@@ -241,7 +209,7 @@ def _replace(seam: Seam) -> None:
         for owner in owners:
             places = [getattr(place, owner) for place in places]
         original = vars(places[0])[name]
-        function = _guarded(seam, original) if seam.content else _removing(original)
+        function = _guarded(seam, original) if seam.called else _removing(original)
         with _changing:
             if not _guards:
                 return
@@ -270,14 +238,12 @@ def _guarded(seam: Seam, original: Any) -> Any:
 
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
-        guards = () if is_unguarded() else tuple(_guards)
-        try:
-            bound = signature.bind(*args, **kwargs) if guards else None
-        except TypeError:  # the function itself says what is wrong
-            bound = None
+        guards, bound = [] if is_unguarded() else _live(), None
+        if guards:
+            with suppress(TypeError):  # the function itself says what is wrong
+                bound = signature.bind(*args, **kwargs)
         if bound is None or (call := Save(seam, bound, original)).is_left_alone:
             return original(*args, **kwargs)
-        call.evaluate()
         for member in guards:
             if (fault := member.examine(call)) is not None:
                 return member.divert(call, fault)
@@ -297,6 +263,6 @@ def _guarded(seam: Seam, original: Any) -> Any:
 def _removing(original: Any) -> Any:
     @functools.wraps(original)
     def remove(*args: Any, **kwargs: Any) -> Any:
-        return None if any(member.keeps for member in tuple(_guards)) else original(*args, **kwargs)
+        return None if any(member.keeps for member in _live()) else original(*args, **kwargs)
 
     return remove

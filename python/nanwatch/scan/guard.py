@@ -6,10 +6,8 @@ the name that was asked for, and is a failure like any other.
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +24,8 @@ from ..records.record import Frame, Record, Role
 from ..report.finding import find
 from ..util.job import rank
 from ..util.visible import first_few, suppressed, suppressing, visible, warn_user, without_wrappers
-from .contents import Keys, tensors_in
-from .saves import Guard, Save, guard, is_refusal
+from .files import tensors_in
+from .saves import Save, guard, is_refusal
 
 _CHECKPOINT = "(checkpoint)"  # name of the frames of a checkpoint
 _MAX_NAMED = 3
@@ -60,7 +58,7 @@ class CheckpointGuard:
             owned = {id(member.tensor): member.name for member in self._model_tensors()}
             bad = nonfinite(member.tensor for member in self._model_tensors())
             self._meant.update(owned[id(x)] for x in bad if not bool(torch.isnan(x).any()))
-        self._handles = Handles(self, [guard(cast("Guard", _Weak(self)))])
+        self._handles = Handles(self, [guard(self)])
 
     def remove(self) -> None:
         """Guard no more saves."""
@@ -103,26 +101,22 @@ class CheckpointGuard:
         result = None
         if save.is_joint:
             try:  # the other ranks wait, and only an error of the save itself reaches them
-                result = save.fail_on_all_ranks(text)
+                save.fail_on_all_ranks(text)
             except BaseException as error:  # CheckpointException is no Exception
                 if not is_refusal(error):
                     raise
                 self._act(save, records, f"{text}: no rank writes it")
                 return self.refused(save, error)
-        elif save.path is None and not self._raises:
+        elif (path := save.path) is None and self._raises:
+            text += ", and wrote nothing: an open file has no other name"
+        elif path is None:
             result = save.write()
             text += ", and wrote it: an open file has no other name"
-        elif (place := save.path or save.open_path) is None:
-            text += ", and wrote nothing"
         else:
-            beside = save.beside(place)
+            beside = save.beside(path)
             result = save.write(beside, now=self._raises)
             self.keeps = True
-            # To open a file for writing empties it, before any save.
-            left = (
-                "untouched" if save.path is not None else f"open, with {os.path.getsize(place):,} bytes in it"
-            )
-            text += f": the checkpoint is in {beside}, and {place} is {left}"
+            text += f": the checkpoint is in {beside}, and {path} is untouched"
         self._act(save, records, text)
         return result
 
@@ -173,23 +167,7 @@ class CheckpointGuard:
                         yield _Owned(state.label, "weight" if state.is_parameter else "buffer", state.tensor)
 
 
-class _Weak:
-    """Guard that does not keep the one behind it alive, and lets every save pass once that is gone."""
-
-    def __init__(self, member: CheckpointGuard) -> None:
-        self._member = weakref.ref(member)
-
-    @property
-    def keeps(self) -> bool:
-        member = self._member()
-        return member is not None and member.keeps
-
-    def __getattr__(self, name: str) -> Any:
-        member = self._member()
-        return (lambda *_: None) if member is None else getattr(member, name)
-
-
-def _owner(owned: list[_Owned], keys: Keys, x: Tensor) -> _Owned | None:
+def _owner(owned: list[_Owned], keys: tuple[str, ...], x: Tensor) -> _Owned | None:
     """Return the tensor that `x` shares memory with, or is a copy of by shape and by the keys that lead to it."""
     storage, plain = _storage(x), [without_wrappers(key) for key in keys]
     shared = (member for member in owned if storage and _storage(member.tensor) == storage)

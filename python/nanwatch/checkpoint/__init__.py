@@ -1,1 +1,0 @@
-"""Checkpoints in files: whether they are sound, how two of them differ, and the guard on saves."""

@@ -1,0 +1,412 @@
+"""Tensors in the files of a checkpoint, opened by the library of each format. Nothing in a file is run.
+
+A mapped tensor takes memory only for the pages that are read, until `Stored.release` gives these back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pickle
+import re
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from enum import EnumMeta
+from functools import partial
+from math import prod
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from ..numerics._fingerprint import BLOCK
+from ..util.imports import needed
+from ..util.modules import each_module
+from ..util.visible import first_few, spell
+from .result import Problem
+
+PART = 4 << 20  # bytes: a call of a kernel costs nothing beside it, and all threads together stay small
+_MOST_HEADER = 100 << 20  # bytes; safetensors accepts no more
+_SUFFIXES = (".safetensors", ".gguf", ".npz", ".npy", ".pt", ".pth", ".bin", ".ckpt")
+_INDEX, _METADATA = ".index.json", ".metadata"
+_DONTNEED = 4  # of madvise(2)
+_libc = ctypes.CDLL(None)
+
+
+class Stored(NamedTuple):
+    """One tensor of a checkpoint. Without `load` its values are not in the file, for the reason in `lost`.
+
+    `load` returns the tensor, or the blocks of bytes of an `encoding` of GGUF, which stands for `shape` elements.
+    `regions` are the addresses at which the file is mapped.
+    """
+
+    name: str
+    file: Path
+    load: Callable[[], Tensor] | None = None
+    lost: str = ""
+    encoding: Any = None
+    shape: tuple[int, ...] = ()
+    regions: tuple[range, ...] = ()
+
+    def parts(self, x: Tensor, step: int | None = None) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield the parts of the loaded tensor in C order: the first element's number, the bytes, and the elements.
+
+        A part has `step` elements. The default is about PART, and whole blocks of a fingerprint. The mapped pages of a
+        file leave this process's memory after each part.
+        """
+        flat = x.detach().reshape(-1)
+        if flat.dtype is torch.bool:
+            flat = flat.view(torch.uint8)  # a file may have any byte there
+        elements, width = (1, 1) if self.encoding is None else _gguf().GGML_QUANT_SIZES[self.encoding]
+        if step is None:
+            step = PART // flat.element_size() if self.encoding is None else BLOCK * elements
+        length = step // elements * width
+        for start in range(0, len(flat), length):
+            raw = flat[start : start + length]
+            yield start // width * elements, raw, raw if self.encoding is None else self._decoded(raw, width)
+            if len(flat) > length:
+                self.release()
+
+    def _decoded(self, raw: Tensor, width: int) -> Tensor:
+        with np.errstate(all="ignore"):
+            values = _gguf().dequantize(raw.numpy().reshape(-1, width), self.encoding)
+        return torch.from_numpy(values).flatten()
+
+    def release(self) -> None:
+        """Give all pages of the file back to the kernel. A thread that is reading one maps it again."""
+        for region in self.regions:
+            _libc.madvise(ctypes.c_void_p(region.start), ctypes.c_size_t(len(region)), _DONTNEED)
+
+
+class Contents(NamedTuple):
+    """Tensors of one or several files, and the problems of files that cannot be read whole."""
+
+    tensors: list[Stored]
+    problems: list[Problem]
+
+    def add(self, more: Contents) -> None:
+        """Add the tensors and problems of more files."""
+        self.tensors.extend(more.tensors)
+        self.problems.extend(more.problems)
+
+
+def open_checkpoint(path: Path) -> Contents:
+    """Return the tensors of a file, of an index with its files, or of a folder.
+
+    A file that cannot be read is a problem of the contents. Raises OSError for a path that is not there, ValueError for
+    a folder without a checkpoint and a file of no known format, ImportError for a package that reads the format.
+    """
+    if path.is_dir():
+        return _folder(path)
+    return _index(path) if path.name.endswith(_INDEX) else _file(path)
+
+
+def _fault(path: Path, text: str) -> Contents:
+    return Contents([], [Problem("file", True, f"{path}: {text}")])
+
+
+def _folder(folder: Path) -> Contents:
+    if (folder / _METADATA).is_file():
+        return _guarded(_dcp, folder)
+    if indices := sorted(folder.glob(f"*{_INDEX}")):
+        return _index(indices[0])
+    files = sorted(file for file in folder.iterdir() if file.suffix in _SUFFIXES and file.is_file())
+    if not files and any(folder.glob("*.distcp")):
+        return _fault(
+            folder,
+            f"{_METADATA} is missing, which torch.distributed.checkpoint writes last: the save did not end",
+        )
+    if not files:
+        raise ValueError(
+            f"{folder} has no checkpoint: no {_METADATA}, no *{_INDEX}, and no file of {', '.join(_SUFFIXES)}"
+        )
+    contents = Contents([], [])
+    for file in files:
+        contents.add(_file(file))
+    return contents
+
+
+def _index(path: Path) -> Contents:
+    """Open the files that an index of transformers names. The tensors that they lack are lost."""
+    try:
+        file_names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted({str(file) for file in file_names.values()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is no index of a checkpoint: {spell(error)}") from None
+    contents = Contents([], [])
+    for file in files:
+        if Path(file).name != file:
+            contents.add(_fault(path, f"it names a file outside its folder: {file[:80]!r}"))
+        elif not (path.parent / file).is_file():
+            contents.add(_fault(path, f"missing: {file}"))
+        else:
+            contents.add(_file(path.parent / file))
+    for name in sorted(file_names.keys() - {tensor.name for tensor in contents.tensors}):
+        lost = f"{str(file_names[name])[:80]} does not have it"
+        contents.tensors.append(Stored(name, path, lost=lost))
+    return contents
+
+
+def _file(path: Path) -> Contents:
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file")
+    with path.open("rb") as file:
+        head = file.read(16)
+    if not head or head.startswith(b"version https://"):
+        return _fault(path, "it is a pointer of Git LFS: run git lfs pull" if head else "it is empty")
+    if (reader := _reader(head, path.suffix)) is not None:
+        return _guarded(reader, path)
+    if path.suffix in _SUFFIXES:
+        return _fault(path, "it does not begin as a file of its kind does")
+    raise ValueError(
+        f"{path} is no checkpoint that nanwatch reads: safetensors, GGUF, NumPy, torch.save, a folder of"
+        " torch.distributed.checkpoint, or an index of such files"
+    )
+
+
+def _reader(head: bytes, suffix: str) -> Callable[[Path], Contents] | None:
+    if head.startswith(b"GGUF"):
+        return _gguf_file
+    if head.startswith(b"\x93NUMPY") or (head.startswith(b"PK\x03\x04") and suffix == ".npz"):
+        return _numpy_file
+    if head[8:9] == b"{":  # before the next: a header of 640 bytes begins as a pickle does
+        return _safetensors_file
+    return _torch_file if head.startswith((b"PK\x03\x04", b"\x80")) else None
+
+
+def _guarded(reader: Callable[[Path], Contents], path: Path) -> Contents:
+    """Return the reader's contents. A damaged file makes a library raise any error, which is the problem then."""
+    try:
+        return reader(path)
+    except ImportError:
+        raise
+    except Exception as error:
+        return _fault(path, f"it cannot be read: {spell(error)}")
+
+
+def _regions(path: Path) -> tuple[range, ...]:
+    """Return the addresses at which this process has mapped the file."""
+    name, regions = os.path.realpath(path), []
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        for line in maps:
+            addresses, *_, mapped = line.rstrip("\n").split(maxsplit=5)
+            if mapped == name:
+                begin, end = (int(address, 16) for address in addresses.split("-"))
+                regions.append(range(begin, end))
+    return tuple(regions)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+# The formats.
+
+
+def _safetensors_file(path: Path) -> Contents:
+    library: Any = needed("safetensors", f"{path.name}", "scan")
+    try:
+        opened = library.safe_open(path, framework="pt")
+    except Exception as error:
+        names = _cut_names(path)
+        cut = f", {len(names):,} tensors are cut off: {first_few(names)}" if names else ""
+        contents = _fault(path, f"it cannot be read: {spell(error)}{cut}")
+        contents.tensors.extend(Stored(name, path, lost="it is cut off") for name in names)
+        return contents
+    names, regions = [*opened.keys()], _regions(path)
+    return Contents(
+        [Stored(name, path, partial(opened.get_tensor, name), regions=regions) for name in names], []
+    )
+
+
+def _cut_names(path: Path) -> list[str]:
+    """Return the tensors whose bytes the file does not have, by its header: safetensors itself opens no such file."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = json.loads(file.read(min(size, _MOST_HEADER)))
+        left = path.stat().st_size - size - 8
+        return [name for name, entry in header.items() if entry.get("data_offsets", (0, 0))[1] > left]
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
+        return []
+
+
+# NumPy's arrays and scalars lie in many checkpoints, and making them runs no code of the file.
+_NUMPY: list[Any] = [
+    np.ndarray,
+    np.dtype,
+    *{type(np.dtype(code)) for code in np.typecodes["All"]},
+    *((call, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core")
+      for name, call in (("_reconstruct", np.zeros(0).__reduce__()[0]), ("scalar", np.float32(0).__reduce__()[0]))),
+]  # fmt: skip
+
+
+def _torch_file(path: Path) -> Contents:
+    with path.open("rb") as file:
+        is_archive = file.read(1) == b"P"  # the format before PyTorch 1.6 cannot be mapped
+    try:
+        with warnings.catch_warnings(), torch.serialization.safe_globals(_NUMPY):
+            warnings.simplefilter("ignore")
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+    except pickle.UnpicklingError as error:
+        return Contents(
+            [], [Problem("not checked", False, f"{path}: it is refused: {_refusal(path, error)}")]
+        )
+    regions, tensors = _regions(path), dict[str, Stored]()
+    for keys, x in tensors_in(content):
+        name = ".".join(keys) or "tensor"
+        while name in tensors:
+            name += "'"
+        tensors[name] = Stored(name, path, partial(_same, x), regions=regions)
+    return Contents([*tensors.values()], [])
+
+
+def _refusal(path: Path, error: Exception) -> str:
+    with suppress(Exception):  # the format before PyTorch 1.6, or a damaged pickle
+        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+        return f"a load would import and may call {first_few([name[:80] for name in names])}"
+    reason = re.search(r"(?:WeightsUnpickler error:|Unsupported|Trying to load) .*", str(error))
+    return reason.group()[:200] if reason else spell(error)
+
+
+def _numpy_file(path: Path) -> Contents:
+    array: Any = np.load(path, mmap_mode="c", allow_pickle=False)
+    if isinstance(array, np.ndarray):
+        return Contents([Stored(path.stem, path, partial(_tensor_of, array), regions=_regions(path))], [])
+    return Contents([Stored(name, path, partial(_member, array, name)) for name in array.files], [])
+
+
+def _member(archive: Any, name: str) -> Tensor:
+    return _tensor_of(archive[name])
+
+
+def _tensor_of(array: Any) -> Tensor:
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
+
+
+def _gguf() -> Any:
+    return needed("gguf", "a GGUF file", "scan")
+
+
+def _gguf_file(path: Path) -> Contents:
+    reader = _gguf().GGUFReader(path, "c")
+    regions, tensors = _regions(path), []
+    for entry in reader.tensors:
+        data = torch.from_numpy(entry.data)
+        if entry.tensor_type.name == "BF16":
+            data = data.view(torch.bfloat16)
+        encoding = entry.tensor_type if data.dtype is torch.uint8 else None
+        shape = tuple(int(size) for size in reversed(entry.shape))
+        tensors.append(Stored(entry.name, path, partial(_same, data), "", encoding, shape, regions))
+    return Contents(tensors, [])
+
+
+_DCP = "torch.distributed.checkpoint"
+_RECORDS = (f"{_DCP}.metadata", f"{_DCP}.filesystem", "pathlib")  # modules, of which any class may be made
+_PLAIN = (torch.Size, OrderedDict, torch.serialization._get_layout)
+
+
+def _member_of(kind: Any, name: str) -> Any:
+    """Do the `getattr` by which Python 3.11.0 to 3.11.3 pickle a member of an enum."""
+    if not isinstance(kind, EnumMeta):
+        raise pickle.UnpicklingError(f"{_METADATA} would take {name[:80]} of {kind!r:.80}")
+    return kind[name]
+
+
+class _Metadata(pickle.Unpickler):
+    """Reader of `.metadata`, which makes DCP's own records, and calls no other class or function."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member_of
+        if module.partition(".")[0] in ("torch", "pathlib", "collections") and name.isidentifier():
+            value = super().find_class(module, name)
+            is_record = isinstance(value, type) and value.__module__.startswith(_RECORDS)
+            if is_record or isinstance(value, torch.dtype | torch.layout) or value in _PLAIN:
+                return value
+        raise pickle.UnpicklingError(f"{_METADATA} would import {module[:80]}.{name[:80]}")
+
+
+def _dcp(folder: Path) -> Contents:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    with (folder / _METADATA).open("rb") as file:
+        metadata = _Metadata(file).load()
+    reader = FileSystemReader(folder)
+    reader.set_up_storage_reader(metadata, True)
+    files = {str(info.relative_path) for info in metadata.storage_data.values()}
+    missing = sorted(file for file in files if not (folder / file).is_file())
+    contents = _fault(folder, f"missing: {first_few(missing)}") if missing else Contents([], [])
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            contents.tensors.append(Stored(name, folder, partial(_dcp_tensor, reader, metadata, name)))
+    return contents
+
+
+def _dcp_tensor(reader: Any, metadata: Any, name: str) -> Tensor:
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    entry = metadata.state_dict_metadata[name]
+    covered = sum(prod(chunk.sizes) for chunk in entry.chunks)
+    if covered != prod(entry.size):
+        raise ValueError(f"its parts hold {covered:,} of {prod(entry.size):,} elements")
+    x = torch.empty(entry.size, dtype=entry.properties.dtype)
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner({name: x}, metadata, True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+    return x
+
+
+# Tensors inside Python objects.
+
+_SCALARS = (int, float, complex, str, bytes, type(None), type, ModuleType, FunctionType)
+# A pickle of an object with one of these does not hold its attributes.
+_PICKLED_OTHERWISE = ("__getstate__", "__reduce__", "__reduce_ex__")
+_FRACTIONS = "efdFD"  # NumPy's codes of the floating-point dtypes that PyTorch has
+
+
+def tensors_in(content: Any) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield each tensor that a pickle of `content` would hold, once for each place, with the keys that lead there.
+
+    The keys into a module are the names of its state_dict. A NumPy array of a floating-point dtype comes as a tensor.
+    """
+    seen: set[int] = set()
+    pending: list[tuple[tuple[str, ...], Any]] = [((), content)]
+    while pending:
+        keys, value = pending.pop()
+        if isinstance(value, Tensor):
+            yield keys, value
+        elif isinstance(value, np.ndarray | np.generic) and not isinstance(value, _SCALARS[:3]):
+            if value.dtype.char in _FRACTIONS:
+                yield keys, torch.from_numpy(np.array(value, value.dtype.newbyteorder("=")))
+        elif id(value) not in seen:
+            seen.add(id(value))
+            children = [(key, child) for key, child in _children(value) if not isinstance(child, _SCALARS)]
+            pending += [((*keys, key), child) for key, child in reversed(children)]
+
+
+def _children(value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, nn.Module):
+        return [
+            (f"{path}.{key}" if path else key, x)
+            for path, module in each_module(value)
+            for tensors in (module._parameters, module._buffers)
+            for key, x in tensors.items()
+        ]
+    if isinstance(value, Mapping):
+        return [(str(key) if isinstance(key, str | int) else type(key).__name__, value[key]) for key in value]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return [(str(position), item) for position, item in enumerate(value)]
+    if isinstance(value, Optimizer):
+        return [("state", value.state), ("param_groups", value.param_groups)]
+    if any(name in vars(kind) for kind in type(value).__mro__[:-1] for name in _PICKLED_OTHERWISE):
+        return ()
+    return list(getattr(value, "__dict__", {}).items())
