@@ -168,6 +168,11 @@ def _follow(what: str, setup: Setup) -> bool:
         else:
             module.register_forward_hook(lambda _, args, output: output.clamp(-end, end))
         known = True
+    if option := re.search(r"make (\w+) with (\w+)=(\S+?),", what):
+        for module in model.modules():
+            if type(module).__name__ == option[1]:
+                setattr(module, option[2], eval(option[3]))
+                known = True
     if factor := re.search(r"a loss scale that is (\S+) times smaller", what):
         setup.scale, known = 1 / float(factor[1]), True
     return known

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
-from nanwatch.diagnosis.cures import try_cures
+from nanwatch.diagnosis.cures import try_formats
 from nanwatch.report.finding import Finding
 
 HALF = torch.float16
@@ -118,14 +118,13 @@ def context_of(autocast: torch.dtype | None) -> AbstractContextManager[Any]:
 
 
 def failed(
-    model: nn.Module, *args: Any, autocast: torch.dtype | None = None, **kwargs: Any
+    model: nn.Module, *args: Any, autocast: torch.dtype | None = None, grad: bool = False, **kwargs: Any
 ) -> tuple[BatchSnapshot, Finding]:
     """Return the start of the batch and the finding of the failing call, without what a re-run may have found."""
-    with context_of(autocast), nanwatch.watch(model):
+    with context_of(autocast), nanwatch.watch(model), torch.set_grad_enabled(grad):
         start = BatchSnapshot.capture(model, args, kwargs)
         try:
-            with torch.no_grad():
-                model(*args, **kwargs)
+            model(*args, **kwargs)
         except nanwatch.NonFiniteError as error:
             finding = error.report.finding
             assert finding is not None
@@ -242,7 +241,7 @@ def wrong_cures(name: str, *, transient: bool | None = None) -> str:
     torch.manual_seed(0)
     model = build()
     start, finding = failed(model, x, autocast=autocast)
-    cures, remarks = try_cures(start, replace(finding, transient=transient), model)
+    cures, remarks = try_formats(start, replace(finding, transient=transient), model)
     told = [(cure.what, cure.works) for cure in cures]
     expected = sorted(expected, key=lambda case: not case[1])
     if len(told) != len(expected) or remarks:

@@ -1,16 +1,21 @@
-"""Cures for a failure that a wider number format may end: each tried on the batch that failed, run once more."""
+"""Cures of a failure: changes of the source, options of modules, and other formats, each tried on the failed batch.
+
+All trials are judged alike, see `Trials`: outputs and gradients are finite, and the results are near those of float64.
+A change of format has to leave a bit of headroom too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from math import ceil, frexp, inf, isfinite, log2
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..instrumentation.wrapped_names import module_names, named_modules, unwrapped
+from ..instrumentation.wrapped_names import named_modules, unwrapped
 from ..precision.casting import NARROW, cast
 from ..precision.precision import run_in_fp32
 from ..recording.walk import call_leaves
@@ -19,38 +24,76 @@ from ..records.record import Record
 from ..report.finding import Cure, Finding, working_first
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, is_narrow, may_be_narrow, no_second_run
-from .experiment import NO_CONDITIONS, Change, Conditions, Experiment, in_float32, loaded, module_words, run
-from .float64 import agreement, results_in_float64
+from .diagnosis import BackwardStart, Diagnosis
+from .experiment import (
+    NO_CONDITIONS,
+    Change,
+    Conditions,
+    Experiment,
+    Trials,
+    code_of,
+    gradient_record,
+    in_float32,
+    module_words,
+)
+from .float64 import loaded
+from .patching.code_swap import TargetFinder, find_target
+from .patching.rounds import Rounds
+from .patching.table import OPTIONS
 
+Cures = tuple[tuple[Cure, ...], tuple[str, ...]]
+# Runs of a batch for other formats. Two cures are a choice; more would only cost forwards.
 MAX_RUNS = 5
-# Two are a choice; more would only cost forwards.
-ENOUGH = 2
+_ENOUGH = 2
+# Modules around the guilty one that are tried on a backward.
+_MOST_MODULES = 3
 # A value within 2 % of the end of one format may be past it after the roundings of another.
 _MARGIN = 1.02
 # Bits. With less, the next batch whose values are twice as large fails again.
 _LEAST_ROOM = 1.0
 _LOSS_SCALE_STEP = 256
+# Past the range of float16 (2^-24 to 2^16) nothing is to be gained by a smaller loss scale.
+_LARGEST_DIVISOR = 2.0**40
 _NOT_BACK = "no cure was tried: the failure did not come back when the batch ran again"
 
 
-def try_cures(
+def try_patches(
+    snapshot: BatchSnapshot,
+    finding: Finding,
+    model: nn.Module,
+    diagnosis: Diagnosis,
+    *,
+    conditions: Conditions = NO_CONDITIONS,
+    at: TargetFinder = find_target,
+) -> Cures:
+    """Return `(cures, remarks)`: an option of the guilty module, or a change of the source; the first that works.
+
+    `at` finds the function that runs a line. Raises nothing of its own: what goes wrong is a remark.
+    """
+    trials = Trials(snapshot, finding, model, diagnosis.start, conditions, diagnosis.is_unseen)
+    try:
+        _try_option(trials)
+        if not trials.cures and diagnosis.place is not None:
+            Rounds(trials, at).go(diagnosis.place)
+    except Exception as error:
+        trials.remarks.append(f"the search for a change of the source ended early: {spell(error)}")
+    return tuple(trials.cures), tuple(trials.remarks)
+
+
+def try_formats(
     snapshot: BatchSnapshot,
     finding: Finding,
     model: nn.Module,
     *,
+    start: BackwardStart | None = None,
     conditions: Conditions = NO_CONDITIONS,
-    most_runs: int = MAX_RUNS,
-) -> tuple[tuple[Cure, ...], tuple[str, ...]]:
-    """Return `(cures, remarks)` from running the batch of `snapshot` again, at most `most_runs` times.
+) -> Cures:
+    """Return `(cures, remarks)` from trials of other formats, where one narrower than float32 takes part.
 
-    Only where a format narrower than float32 takes part in what a module produced or received; for weights, buffers
-    and data that were not finite before the call there is no cure here. `model` is the watched model, in which
-    `finding` names the modules. The loss scale is tried where the batch was called with it.
-
-    A cure works when all that the modules are given and give is finite, at least one bit of room is left, and the
-    results are near those of float64, where these are finite. Each experiment changes what a user would change who
-    applies the cure as it is printed. A change that does not work is left out, except float32 for the guilty module,
-    which a user would expect to help. Cures that work come first.
+    Only for what a module produced or received: weights, buffers and data that were not finite before the call have no
+    cure here. `start` is where a failed backward began. Each trial changes what a user would change who applies the
+    cure as it is printed. A change that does not work is left out, except float32 for the guilty module, which a user
+    would expect to help.
 
     The model is left as it was. Nothing is raised but KeyboardInterrupt and its like: what goes wrong is a remark.
     """
@@ -60,94 +103,131 @@ def try_cures(
         return (), (_NOT_BACK,)
     if reason := no_second_run(snapshot.module):
         return (), (f"no cure was tried: {reason}",)
-    cures: list[Cure] = []
-    remarks: list[str] = []
+    formats = _Formats(Trials(snapshot, finding, model, start, conditions))
     try:
-        _Search(snapshot, finding, model, conditions, most_runs, cures, remarks).go()
+        if start is None:
+            formats.of_forward()
+        else:
+            formats.of_backward(start)
     except _Done:
         pass
     except Exception as error:
-        remarks.append(f"the search for cures ended early: {spell(error)}")
-    return working_first(cures), tuple(remarks)
+        formats.trials.remarks.append(f"the search for cures ended early: {spell(error)}")
+    return working_first(formats.trials.cures), tuple(formats.trials.remarks)
+
+
+def _try_option(trials: Trials) -> None:
+    """Try the batch with an option of the guilty module, given to all modules of its kind."""
+    guilty = next((m for m, name in trials.names.items() if name == trials.guilty), None)
+    kinds = [kind.__name__ for kind in type(guilty).__mro__ if kind.__name__ in OPTIONS]
+    if not kinds:
+        return
+    option, value, words = OPTIONS[kinds[0]]
+    modules = [m for m in trials.names if type(m) is type(guilty) and (getattr(m, option) or 0) < value]
+
+    @contextmanager
+    def hold() -> Iterator[None]:
+        before = [getattr(module, option) for module in modules]
+        try:
+            for module in modules:
+                setattr(module, option, value)
+            yield
+        finally:
+            for module, old in zip(modules, before, strict=True):
+                setattr(module, option, old)
+
+    if guilty in modules and trials.is_finite(experiment := trials.run(hold)):
+        close = trials.agreement(experiment)
+        if close.is_close:
+            code = code_of(trials.model, trials.guilty or "")
+            what = f"{words}: make {type(guilty).__name__} with {option}={value!r}, as `{code}`"
+            trials.cures.append(Cure(what, True, None, "", close.words))
 
 
 class _Done(Exception):  # noqa: N818
     """Enough cures are found, or all runs are used."""
 
 
-@dataclass
-class _Search:
-    """The experiments for one finding; what they give goes to `cures` and `remarks`."""
+class _Formats:
+    """The trials of other formats, the smallest change first."""
 
-    snapshot: BatchSnapshot
-    finding: Finding
-    model: nn.Module
-    conditions: Conditions
-    most_runs: int
-    cures: list[Cure]
-    remarks: list[str]
-
-    def __post_init__(self) -> None:
-        finding = self.finding
-        self.runs = 0
-        named = named_modules(self.model, remove_duplicate=False)
-        self.modules = {one.name: one.module for one in named}
-        self.names = module_names(self.model)
-        self.root = self.names.get(unwrapped(self.snapshot.module), "")
-        # For a value that was handed in: the module in whose forward it was made.
-        made_by = finding.module if finding.origin == "produced" else finding.source_module
-        self.guilty = self.root if made_by is None else made_by
-        # Results of the batch in float64, empty where they are not known.
-        self.truth: list[Tensor] | None = None
+    def __init__(self, trials: Trials) -> None:
+        self.trials = trials
+        self._modules = {
+            named.name: named.module for named in named_modules(trials.model, remove_duplicate=False)
+        }
+        self._root = trials.names.get(unwrapped(trials.snapshot.module), "")
+        self._guilty = self._root if trials.guilty is None else trials.guilty
+        # Gradients of float16 weights have no scaler: a loss that grows with the square of the outputs has to fit.
+        self._squares = any(p.dtype is torch.float16 for p in trials.snapshot.module.parameters())
         # How the batch ran with nothing changed, or with nothing but the guilty module: what came before is the same.
-        self.seen = Experiment()
+        self._seen = Experiment()
+        self._is_backward = False
 
-    def go(self) -> None:
-        """Try one after the other, the smallest change first."""
-        if self.finding.transient is None or not may_be_narrow(self.snapshot, self.finding):
-            self.seen = self._run()
-            if not any(row.is_fault for row in self._records(self.seen)):
-                error = self.seen.error
-                self.remarks.append(
+    def of_forward(self) -> None:
+        """Try float32 for the guilty module, bfloat16, larger modules, the ends of float16, a smaller loss scale."""
+        trials = self.trials
+        if trials.finding.transient is None or not may_be_narrow(trials.snapshot, trials.finding):
+            self._seen = self._run()
+            if not any(record.is_fault for record in self._records(self._seen)):
+                error = self._seen.error
+                reason = (
                     f"no cure was tried: the batch, run again, raised {spell(error)}" if error else _NOT_BACK
                 )
+                trials.remarks.append(reason)
                 return
             if not self._is_narrow():
                 return
-        alone = self._run(lambda: run_in_fp32(self.modules[self.guilty]))
-        if not self.seen.calls:
-            # An experiment that raised has not seen the guilty call to its end.
-            self.seen = alone if alone.error is None else self._run()
+        alone = self._run(lambda: run_in_fp32(self._modules[self._guilty]))
+        if not self._seen.calls:
+            # A trial that raised has not seen the guilty call to its end.
+            self._seen = alone if alone.error is None else self._run()
             if not self._is_narrow():
                 return
-        works = self._judge(in_float32(self.model, self.guilty), alone, changed=self.guilty, expected=True)
+        works = self._judge(
+            in_float32(trials.model, self._guilty), alone, changed=self._guilty, expected=True
+        )
         wide = self._bfloat16()
         if not works:
             self._larger(wide)
         if wide is None:
             self._clamp()
-        self._smaller_loss_scale()
+        self._scaled_arguments()
+
+    def of_backward(self, start: BackwardStart) -> None:
+        """Try a smaller loss scale, and float32 for the guilty module and those around it."""
+        self._is_backward = True
+        self._seen = self._run()
+        if not self._seen.bad_gradients:
+            return
+        on = f", tried on the backward of {module_words(start.name)}"
+        if (cure := self._smaller_scale(start)) is not None:
+            self.trials.cures.append(replace(cure, what=cure.what + on))
+        if any(record.dtype in ("float16", "bfloat16") for record in self._seen.gradients):
+            for name in [self._guilty, *self._around()][:_MOST_MODULES]:
+                experiment = self._run(lambda name=name: run_in_fp32(self._modules[name]))  # type: ignore[misc]
+                if self._judge(in_float32(self.trials.model, name) + on, experiment):
+                    return
 
     def _bfloat16(self) -> Experiment | None:
         """Try bfloat16, which has the range of float32, for all float16. Return the experiment if it works."""
-        autocast = any(call.autocast is torch.float16 for call in self.seen.calls)
-        weights = any(p.dtype is torch.float16 for p in self.snapshot.module.parameters())
-        given = any(
-            isinstance(x, Tensor) and x.dtype is torch.float16
-            for _, x in call_leaves(self.snapshot.args, self.snapshot.kwargs)
-        )
-        if weights and given and self.root:
+        snapshot = self.trials.snapshot
+        autocast = any(call.autocast is torch.float16 for call in self._seen.calls)
+        weights = any(p.dtype is torch.float16 for p in snapshot.module.parameters())
+        tensors = [x for _, x in call_leaves(snapshot.args, snapshot.kwargs) if isinstance(x, Tensor)]
+        given = any(x.dtype is torch.float16 for x in tensors)
+        if weights and given and self._root:
             # The batch is a call of a part. The code that hands float16 to it was not seen, so no run here shows
             # whether that code hands on bfloat16 once the model is in bfloat16.
             return None
-        what = []
+        words = []
         if autocast:
-            kind = next((one.device_type for one in self.snapshot.autocast if one.enabled), "cuda")
-            what.append(f'use bfloat16 in autocast, torch.autocast("{kind}", dtype=torch.bfloat16)')
+            kind = next((mode.device_type for mode in snapshot.autocast if mode.enabled), "cuda")
+            words.append(f'use bfloat16 in autocast, torch.autocast("{kind}", dtype=torch.bfloat16)')
         if weights:
             inputs = ", and give it bfloat16 inputs" if given else ""
-            what.append(f"load the weights in bfloat16, model.to(torch.bfloat16){inputs}")
-        if not what:
+            words.append(f"load the weights in bfloat16, model.to(torch.bfloat16){inputs}")
+        if not words:
             return None
         change = Change(autocast=torch.bfloat16)
         experiment = (
@@ -155,18 +235,16 @@ class _Search:
             if weights
             else self._run(change=change)
         )
-        return experiment if self._judge(" and ".join(what), experiment) else None
+        return experiment if self._judge(" and ".join(words), experiment) else None
 
     def _whole(self) -> tuple[str, Experiment]:
         """Return the outermost call in float32, in words and as an experiment."""
-        if self.root:
+        if self._root:
             # Its caller goes on in the format that it gave.
-            return in_float32(self.model, self.root), self._run(lambda: run_in_fp32(self.modules[self.root]))
-        change = Change(autocast=torch.float32)
-        return (
-            "run the whole of it in float32, without autocast and with float32 weights",
-            self._run_loaded(NARROW, torch.float32, change),
-        )
+            run = self._run(lambda: run_in_fp32(self._modules[self._root]))
+            return in_float32(self.trials.model, self._root), run
+        words = "run the whole of it in float32, without autocast and with float32 weights"
+        return words, self._run_loaded(NARROW, torch.float32, Change(autocast=torch.float32))
 
     def _larger(self, wide: Experiment | None) -> None:
         """Try the modules around the guilty one in float32, the smallest first.
@@ -175,86 +253,113 @@ class _Search:
         modules cannot be enough, as what they hand out would not fit the format it is given back in.
         """
         whole = None
-        is_tried = bool(self.root) and self.guilty == self.root
+        is_tried = bool(self._root) and self._guilty == self._root
         if wide is None:
             if is_tried:
                 return
             whole = self._whole()
             wide = whole[1]
-            if wide.error is None and not self._is_finite(wide):
+            if wide.error is None and not self.trials.is_finite(wide):
                 return
-        for name in self._ancestors():
+        for name in self._around():
             # The whole is known to work already, or tried below.
-            if self.runs < self.most_runs and self._would_fit(name, wide):
-                experiment = self._run(lambda name=name: run_in_fp32(self.modules[name]))  # type: ignore[misc]
-                if self._judge(in_float32(self.model, name), experiment, changed=name):
+            if name != self._root and self.trials.runs < MAX_RUNS and self._would_fit(name, wide):
+                experiment = self._run(lambda name=name: run_in_fp32(self._modules[name]))  # type: ignore[misc]
+                if self._judge(in_float32(self.trials.model, name), experiment, changed=name):
                     return
-        if any(call.name == self.guilty and call.autocast for call in self.seen.calls):
-            leaf = self.modules[self.guilty]
+        if any(call.name == self._guilty and call.autocast for call in self._seen.calls):
+            leaf = self._modules[self._guilty]
             experiment = self._run(lambda: run_in_fp32(leaf, cast_output=False))
-            if self._judge(in_float32(self.model, self.guilty, cast_output=False), experiment):
+            if self._judge(in_float32(self.trials.model, self._guilty, cast_output=False), experiment):
                 return
-        if whole is None and self.root and not is_tried and self.runs < self.most_runs:
+        if whole is None and self._root and not is_tried and self.trials.runs < MAX_RUNS:
             whole = self._whole()
         if whole is not None:
-            self._judge(*whole, changed=self.root or None)
+            self._judge(*whole, changed=self._root or None)
 
     def _clamp(self) -> None:
         """Try to clamp the value that leaves float16 to its ends, where bfloat16 is not to be had."""
-        rows = self._records(self.seen)
-        ends = next((row.ends for row in rows if row.is_fault and row.dtype.endswith("float16")), None)
-        if ends is None or any(call.name == self.guilty and call.autocast for call in self.seen.calls):
+        records, finding = self._records(self._seen), self.trials.finding
+        ends = next((x.ends for x in records if x.is_fault and x.dtype.endswith("float16")), None)
+        if ends is None or any(call.name == self._guilty and call.autocast for call in self._seen.calls):
             return
-        name, side = self.finding.module, self.finding.label.partition("[")[0]
-        module = self.modules.get(name)
-        if module is None or side not in ("input", "output"):
-            return
-        experiment = self._run(change=Change(clamp=(module, side, ends.largest)))
-        self._judge(
-            f"clamp the {side} of {module_words(name)} to ±{ends.largest:g}", experiment, is_at_end=True
-        )
+        module, side = self._modules.get(finding.module), finding.label.partition("[")[0]
+        if module is not None and side in ("input", "output"):
+            words = f"clamp the {side} of {module_words(finding.module)} to ±{ends.largest:g}"
+            experiment = self._run(change=Change(clamp=(module, side, ends.largest)))
+            self._judge(words, experiment, needs_room=False)
 
-    def _smaller_loss_scale(self) -> None:
+    def _scaled_arguments(self) -> None:
         """Try a smaller loss scale, if the batch was called with one."""
-        scale = self.conditions.loss_scale
+        scale, snapshot = self.trials.conditions.loss_scale, self.trials.snapshot
         if scale is None or scale <= 1:
             return
         smaller = max(1.0, scale / _LOSS_SCALE_STEP)
-        args = tuple(_scaled(x, scale, smaller) for x in self.snapshot.args)
-        kwargs = {name: _scaled(x, scale, smaller) for name, x in self.snapshot.kwargs.items()}
-        changed = zip(
-            (*args, *kwargs.values()), (*self.snapshot.args, *self.snapshot.kwargs.values()), strict=True
-        )
-        if any(new is not old for new, old in changed):
-            experiment = self._run(snapshot=replace(self.snapshot, args=args, kwargs=kwargs))
+        args = tuple(_scaled(x, scale, smaller) for x in snapshot.args)
+        kwargs = {name: _scaled(x, scale, smaller) for name, x in snapshot.kwargs.items()}
+        given = (*snapshot.args, *snapshot.kwargs.values())
+        if any(new is not old for new, old in zip((*args, *kwargs.values()), given, strict=True)):
+            experiment = self._run(snapshot=replace(snapshot, args=args, kwargs=kwargs))
             self._judge(f"a loss scale of {smaller:g} in place of {scale:g}", experiment, is_scaled=True)
 
-    # One experiment and what it means
+    def _smaller_scale(self, start: BackwardStart) -> Cure | None:
+        """Return the largest loss scale below the present one with which all gradients of the backward are finite.
+
+        None where no float16 takes part, whose range is the reason to scale, or where nothing was shown; a cure that
+        does not work where the scale is known and a scale of 1 does not help either. It takes 9 runs at most.
+        """
+        given, scale = (
+            [gradient_record(x, "") for x in start.gradients.values()],
+            self.trials.conditions.loss_scale,
+        )
+        if not any(record.dtype == "float16" for record in (*given, *self._seen.gradients)):
+            return None
+        most = min(_LARGEST_DIVISOR if scale is None else scale, _largest_divisor(given))
+
+        def room(divisor: float) -> float:
+            gradients = {label: x / divisor for label, x in start.gradients.items()}
+            made = self._run(start=start._replace(gradients=gradients)).gradients
+            if any(record.isfinite is False for record in made):
+                return -inf
+            bits = least_bits(record for record in made if record.dtype == "float16")
+            return inf if bits is None else bits
+
+        divisor = 1.0
+        while divisor < most:
+            divisor = min(max(2.0, divisor**2), most)
+            bits = room(divisor)
+            if bits >= _LEAST_ROOM or (divisor == most and bits > -inf):
+                # A backward is in proportion to what it is given, so what is to spare can be given back.
+                spare = bits - _LEAST_ROOM if isfinite(bits) else 0.0
+                least = max(2.0, 2.0 ** ceil(log2(divisor) - spare))
+                if least < divisor and (again := room(least)) >= _LEAST_ROOM:
+                    divisor, bits = least, again
+                return Cure(_words(divisor, scale), bits >= _LEAST_ROOM, bits if isfinite(bits) else None)
+        return Cure(_words(scale, scale), False) if scale is not None and most == scale > 1 else None
+
+    # One trial and what it means
 
     def _run(
         self,
-        hold: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        hold: Callable[[], AbstractContextManager[Any]] | None = None,
         change: Change | None = None,
         snapshot: BatchSnapshot | None = None,
+        start: BackwardStart | None = None,
     ) -> Experiment:
-        if self.runs >= self.most_runs or sum(cure.works for cure in self.cures) >= ENOUGH:
+        works = sum(cure.works for cure in self.trials.cures)
+        if not self._is_backward and (self.trials.runs >= MAX_RUNS or works >= _ENOUGH):
             raise _Done
-        self.runs += 1
-        with hold():
-            return run(
-                snapshot or self.snapshot,
-                self.names,
-                change,
-                allows=self.conditions.allows,
-                backward=self.conditions.gradients and self.snapshot.grad,
-            )
+        squares = self._squares and not self._is_backward and bool(hold or change)
+        return self.trials.run(
+            hold or nullcontext, change=change, snapshot=snapshot, start=start, squares=squares
+        )
 
     def _run_loaded(self, sources: tuple[torch.dtype, ...], to: torch.dtype, change: Change) -> Experiment:
         """Run the batch as after `model.to(to)`, with its inputs of the dtypes `sources` in `to` as well."""
-        args = cast(self.snapshot.args, sources, to)
-        kwargs = cast(dict(self.snapshot.kwargs), sources, to)
-        snapshot = replace(self.snapshot, args=args, kwargs=kwargs, cached={})
-        return self._run(lambda: loaded(self.snapshot.module, to), change, snapshot)
+        snapshot = self.trials.snapshot
+        args, kwargs = cast(snapshot.args, sources, to), cast(dict(snapshot.kwargs), sources, to)
+        snapshot = replace(snapshot, args=args, kwargs=kwargs, cached={})
+        return self._run(lambda: loaded(snapshot.module, to), change, snapshot)
 
     def _judge(
         self,
@@ -263,89 +368,66 @@ class _Search:
         *,
         changed: str | None = None,
         expected: bool = False,
-        is_at_end: bool = False,
+        needs_room: bool = True,
         is_scaled: bool = False,
     ) -> bool:
         """Keep it as a cure if it works, or if a user would expect it to. Return whether it works.
 
-        `changed` is the module that runs in float32 and gives its results back in the format around it. `is_at_end`:
-        the change leaves values at the end of their format, so that no room is asked of it. `is_scaled`: so are the
-        results, and they are compared with nothing.
+        `changed` is the module that runs in float32 and gives its results back in the format around it. Results of a
+        loss that `is_scaled` are compared with nothing.
         """
+        remarks = self.trials.remarks
         if experiment.error is not None:
-            self.remarks.append(f"could not try to {what}: {spell(experiment.error)}")
+            remarks.append(f"could not try to {what}: {spell(experiment.error)}")
             return False
-        is_finite = self._is_finite(experiment)
-        room = self._room(experiment, changed) if is_finite and not is_at_end else None
-        works = is_finite and (room is None or room >= _LEAST_ROOM)
+        works, room = self.trials.is_finite(experiment), None
+        if works and needs_room:
+            narrow = (x for x in experiment.gradients if x.dtype in ("float16", "bfloat16"))
+            records = [*self._records(experiment), *experiment.outputs(changed)]
+            room = least_bits(narrow if self._is_backward else records)
+            works = room is None or room >= _LEAST_ROOM
         if works and not is_scaled:
-            if self.truth is None:
-                self.truth = results_in_float64(self.snapshot) or []
-            close = agreement(experiment.results, self.truth or None)
+            close = self.trials.agreement(experiment)
             if not close.is_close:
-                self.remarks.append(f"with a change the batch is finite, but {close.words}: {what}")
+                remarks.append(f"with a change the batch is finite, but {close.words}: {what}")
             works = close.is_close
         if works or expected:
-            self.cures.append(Cure(what, works, room))
+            self.trials.cures.append(Cure(what, works, room))
         return works
 
-    def _is_finite(self, experiment: Experiment) -> bool:
-        if experiment.error is not None or not self._records(experiment):
-            return False
-        return set(experiment.nonfinite()) <= self._excused() and not experiment.bad_gradients
-
-    def _room(self, experiment: Experiment, changed: str | None) -> float | None:
-        """Return bits between the largest value and the end of its format, in the record that was not finite and in the
-        results of the changed module.
-        """
-        rows = self._records(experiment)
-        rows += experiment.outputs(changed)
-        return least_bits(rows)
-
-    def _excused(self) -> set[tuple[str, str]]:
-        """Return the records that were non-finite before the finding: infinities that are meant."""
-        excused: set[tuple[str, str]] = set()
-        for call in self.seen.calls:
-            if call.name == self.finding.module:
-                break
-            excused |= {(call.name, row.label) for row in call.rows if row.is_fault}
-        return excused
-
     def _records(self, experiment: Experiment) -> list[Record]:
-        return experiment.rows(self.finding.module, self.finding.label)
+        return experiment.rows(self.trials.finding.module, self.trials.finding.label)
 
     # Facts that need no run
 
     def _is_narrow(self) -> bool:
         """Return whether a narrow format takes part in the guilty call, or in the record that was not finite."""
-        guilty = [call for call in self.seen.calls if call.name in (self.guilty, self.finding.module)]
-        weights = self.modules[self.guilty].parameters() if self.guilty in self.modules else ()
+        finding = self.trials.finding
+        guilty = [call for call in self._seen.calls if call.name in (self._guilty, finding.module)]
+        weights = self._modules[self._guilty].parameters() if self._guilty in self._modules else ()
         return (
             any(call.autocast is not None for call in guilty)
-            or any(is_narrow(row.dtype) for call in guilty for row in call.rows)
+            or any(is_narrow(record.dtype) for call in guilty for record in call.rows)
             or any(is_narrow(str(x.dtype)) for x in weights)
-            or any(is_narrow(record.dtype) for record in self.finding.operands)
+            or any(is_narrow(record.dtype) for record in finding.operands)
         )
 
-    def _ancestors(self) -> Iterator[str]:
-        """Return the modules around the guilty one that this batch called, the nearest first, without the root."""
-        called = {call.name for call in self.seen.calls}
-        name = self.guilty
-        while name:
+    def _around(self) -> Iterator[str]:
+        """Return the modules around the guilty one that this batch called, the nearest first."""
+        called = {call.name for call in self._seen.calls}
+        name = self._guilty
+        while name and name != self._root:
             name = name.rpartition(".")[0]
-            own = self.names[self.modules[name]]
-            if own == self.root:
-                return
-            if own in called:
-                yield own
+            if name in self._modules and self.trials.names[self._modules[name]] in called:
+                yield self.trials.names[self._modules[name]]
 
     def _would_fit(self, name: str, wide: Experiment) -> bool:
         """Return whether the results of the module fit the format to which they would be cast back."""
-        given = next((call.given for call in self.seen.calls if call.name == name), None)
+        given = next((call.given for call in self._seen.calls if call.name == name), None)
         if given not in NARROW:
             return True
         end = torch.finfo(given).max
-        return all(row.abs_max is None or row.abs_max * _MARGIN <= end for row in wide.outputs(name))
+        return all(record.abs_max is None or record.abs_max * _MARGIN <= end for record in wide.outputs(name))
 
 
 def _scaled(x: Any, scale: float, smaller: float) -> Any:
@@ -354,3 +436,16 @@ def _scaled(x: Any, scale: float, smaller: float) -> Any:
         is_scale = x.numel() == 1 and x.dtype.is_floating_point and x.item() == scale
         return torch.full_like(x, smaller) if is_scale else x
     return smaller if isinstance(x, float | int) and not isinstance(x, bool) and x == scale else x
+
+
+def _largest_divisor(given: Sequence[Record]) -> float:
+    """Return by how much these may be divided before the largest element of one becomes subnormal."""
+    divisors = [x.abs_max / ends.smallest_normal for x in given if x.abs_max and (ends := x.ends) is not None]
+    # Rounded down to a power of two, for a division that rounds nothing.
+    return max(1.0, 2.0 ** (frexp(min(*divisors, _LARGEST_DIVISOR))[1] - 1)) if divisors else 1.0
+
+
+def _words(divisor: float, scale: float | None) -> str:
+    if scale is None:
+        return f"a loss scale that is {divisor:g} times smaller"
+    return f"a loss scale of {scale / divisor:g} in place of {scale:g}"

@@ -1,4 +1,4 @@
-"""An experiment: the batch run once more under some change, and what every module call of it saw.
+"""Experiments: the batch run once more under some change, what every module call saw, and whether the change works.
 
 A backward of a re-run goes through torch.autograd.grad, so that no `.grad` is touched and no hook of the user's runs.
 """
@@ -6,7 +6,7 @@ A backward of a re-run goes through torch.autograd.grad, so that no `.grad` is t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -15,15 +15,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..instrumentation.slot import wrap_calls
-from ..instrumentation.wrapped_names import named_modules
+from ..instrumentation.wrapped_names import module_names, named_modules
 from ..precision.casting import NARROW, autocast_kinds, first_float, replaced
 from ..recording.masks import Excuses, excuses
 from ..recording.observe import observe
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..records.record import Record
-from ..report.finding import value_of
+from ..report.finding import Cure, Finding, value_of
+from ..util.visible import suppressed
 from .batch_snapshot import BatchSnapshot
 from .diagnosis import BackwardStart
+from .float64 import MOST_BY_GUARD, Agreement, agreement, loaded, moved, widened
+from .operation import tensors_in
 from .provenance import ProvenanceMode, Step
 
 # `allows(name, module)` is True where infinities in this module are meant, or the judge of its values.
@@ -63,8 +66,8 @@ class Experiment:
 
     calls: list[ObservedCall] = field(default_factory=list)
     error: Exception | None = None
-    # Gradients that were not finite in a backward of the run.
-    bad_gradients: list[Record] = field(default_factory=list)
+    # Gradients that its backwards made.
+    gradients: list[Record] = field(default_factory=list)
     # Tensors that the batch returned.
     results: list[Tensor] = field(default_factory=list)
     # The operation that began the first bad value, where the run followed them.
@@ -85,15 +88,22 @@ class Experiment:
         for call in self.calls:
             yield from ((call.name, row.label) for row in call.rows if row.is_fault)
 
+    @property
+    def bad_gradients(self) -> list[Record]:
+        """The gradients that were not finite."""
+        return [record for record in self.gradients if record.is_fault]
+
     def keep_gradients(self, _: Any) -> Callable[[Sequence[Tensor | None], Any], None]:
-        """Return a hook of a node of the graph, which keeps the bad gradients that the node makes."""
+        """Return a hook of a node of the graph, which keeps the gradients that the node makes."""
 
         def look(made: Sequence[Tensor | None], _: Any) -> None:
             for x in made:
-                if x is not None and (record := observe(x, "gradient", "gradient")).is_fault:
-                    self.failed_in_backward |= self.failure is None
-                    self.bad_gradients.append(record)
-                    self.note_origin(x, record)
+                if x is not None:
+                    record = gradient_record(x, "gradient")
+                    self.gradients.append(record)
+                    if record.is_fault:
+                        self.failed_in_backward |= self.failure is None
+                        self.note_origin(x, record)
 
         return look
 
@@ -124,12 +134,13 @@ def run(
     backward: bool = False,
     start: BackwardStart | None = None,
     follows: bool = False,
+    squares: bool = False,
 ) -> Experiment:
     """Run the batch of `snapshot` once more; keep what its forward raises as the error. KeyboardInterrupt passes.
 
     With `backward` the run has a graph, and a backward follows from the outputs of the batch, as if their mean were the
-    loss, and one from `start`. A run that `follows` knows the operation that began its first bad value. A watch of the
-    model sees nothing of it.
+    loss, one as if the mean of their squares were, with `squares`, and one from `start`. A run that `follows` knows the
+    operation that began its first bad value. A watch of the model sees nothing of it.
     """
     experiment = Experiment(provenance=ProvenanceMode(run.__code__) if follows else None)
     change = change or Change()
@@ -147,7 +158,7 @@ def run(
         if start is not None and start.name == name:
             number += 1
             if number == start.number:
-                starts.update(one for one in with_graph(output) if one[0] in start.gradients)
+                starts.update((label, x) for label, x in with_graph(output) if label in start.gradients)
         return output
 
     try:
@@ -162,6 +173,9 @@ def run(
                 run_backward(list(starts.values()), wanted, given, experiment.keep_gradients)
             if ends := [x for _, x in with_graph(output) if backward]:
                 run_backward(ends, wanted, mean_gradients(ends), experiment.keep_gradients)
+                if squares:
+                    given = [2 * x.detach() / max(x.numel(), 1) for x in ends]
+                    run_backward(ends, wanted, given, experiment.keep_gradients)
     except Exception as error:
         # Without its traceback, whose frames hold the activations of the run.
         experiment.error = error.with_traceback(None)
@@ -223,26 +237,25 @@ def without_hooks(tensors: list[Tensor]) -> Iterator[None]:
     """Take the user's hooks off these for the block: they may add up gradients. The engine holds the dict, so it is
     emptied and filled again.
     """
-    own = [(hooks, dict(hooks)) for x in tensors if (hooks := x._backward_hooks)]
+    kept = [(hooks, dict(hooks)) for x in tensors if (hooks := x._backward_hooks)]
     try:
-        for hooks, _ in own:
+        for hooks, _ in kept:
             hooks.clear()
         yield
     finally:
-        for hooks, before in own:
+        for hooks, before in kept:
             hooks.update(before)
 
 
 def graph_nodes(roots: Any, since: int = 0) -> list[Any]:
     """Return all nodes of the graph from these roots on, each once, back to the autograd sequence number `since`."""
-    left, known, found = list(roots), set(), []
+    left, nodes = list(roots), dict[Any, None]()
     while left:
         node = left.pop()
-        if node is not None and node not in known and node._sequence_nr() >= since:
-            known.add(node)
-            found.append(node)
+        if node is not None and node not in nodes and node._sequence_nr() >= since:
+            nodes[node] = None
             left += [following for following, _ in node.next_functions]
-    return found
+    return list(nodes)
 
 
 def with_graph(output: Any) -> Iterator[tuple[str, Tensor]]:
@@ -255,30 +268,6 @@ def with_graph(output: Any) -> Iterator[tuple[str, Tensor]]:
 def mean_gradients(outputs: list[Tensor]) -> list[Tensor]:
     """Return for each tensor the gradient that the mean of its elements gives it, as a loss would."""
     return [torch.full_like(x, 1 / max(x.numel(), 1)) for x in outputs]
-
-
-@contextmanager
-def loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Give `model` for the block the weights and buffers of `model.to(dtype)`, and cast nothing else."""
-    places: list[tuple[dict[str, Any], str, Tensor]] = [
-        (table, name, own)
-        for module in model.modules()
-        if not isinstance(module, torch.jit.ScriptModule)
-        for table in (module._parameters, module._buffers)
-        for name, own in table.items()
-        if own is not None and own.is_floating_point() and own.dtype != dtype
-    ]
-    copies: dict[Tensor, Tensor] = {}
-    try:
-        for table, name, own in places:
-            # Tied weights stay tied.
-            if own not in copies:
-                copies[own] = own.detach().to(dtype).requires_grad_(own.requires_grad)
-            table[name] = copies[own]
-        yield
-    finally:
-        for table, name, own in places:
-            table[name] = own
 
 
 def _changed_call(
@@ -326,7 +315,9 @@ def in_float32(model: nn.Module, name: str, *, cast_output: bool = True) -> str:
 
 def code_of(model: nn.Module, name: str) -> str:
     """Return the expression that reaches the module in Python: `model.decoder.block[0]`."""
-    path = next((one.path for one in named_modules(model, remove_duplicate=False) if one.name == name), name)
+    path = next(
+        (named.path for named in named_modules(model, remove_duplicate=False) if named.name == name), name
+    )
     code, module = "model", model
     for part in path.split(".") if path else ():
         if isinstance(module, nn.ModuleList | nn.Sequential) and part.isdecimal():
@@ -339,3 +330,106 @@ def code_of(model: nn.Module, name: str) -> str:
             return f"model.get_submodule({path!r})"
         module = module._modules[part]  # type: ignore[assignment]
     return code
+
+
+@dataclass
+class Trials:
+    """Trials of changes on the batch of one finding, and the judge of them. Cures that work go to `cures`.
+
+    `is_unseen`: no output of a module and no gradient of one shows the bad value.
+    """
+
+    snapshot: BatchSnapshot
+    finding: Finding
+    model: nn.Module
+    start: BackwardStart | None = None
+    conditions: Conditions = NO_CONDITIONS
+    is_unseen: bool = False
+    cures: list[Cure] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    runs: int = 0
+    _truth: list[Tensor] | None = None
+    _is_known: bool = False
+
+    def __post_init__(self) -> None:
+        self.names = module_names(self.model)
+        # The module in whose code the value was made, None for code outside of all.
+        is_produced = self.finding.origin == "produced"
+        self.guilty = self.finding.module if is_produced else self.finding.source_module
+
+    def run(
+        self,
+        hold: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        change: Change | None = None,
+        snapshot: BatchSnapshot | None = None,
+        start: BackwardStart | None = None,
+        *,
+        follows: bool = False,
+        squares: bool = False,
+    ) -> Experiment:
+        """Run the batch under a change, forward and backward."""
+        self.runs += 1
+        snapshot, start = snapshot or self.snapshot, start or self.start
+        with hold():
+            return run(
+                snapshot,
+                self.names,
+                change,
+                self.conditions.allows,
+                backward=snapshot.grad,
+                start=start,
+                follows=follows,
+                squares=squares,
+            )
+
+    def is_finite(self, experiment: Experiment) -> bool:
+        """Return whether all is finite. Bad data stays bad: then the outputs and the gradients have to be."""
+        is_given = self.finding.origin in ("data", "buffer")
+        bad = [label for _, label in experiment.nonfinite() if label.startswith("output") or not is_given]
+        return experiment.error is None and not bad and not experiment.bad_gradients
+
+    def in_float64(
+        self, around: Callable[[], AbstractContextManager[Any]] = nullcontext, *, backward: bool = False
+    ) -> tuple[list[Tensor] | None, bool]:
+        """Return what the batch gives in float64, None where it raises there, and whether all its gradients are finite.
+
+        The results of the first run, in which nothing is changed, are the measure of all trials.
+        """
+        (wide, mode), experiment = widened(self.snapshot), Experiment()
+        results: list[Tensor] | None
+        again, leaves_given = with_leaves(wide) if backward else (wide, [])
+        graph = torch.enable_grad() if backward else nullcontext()
+        module = self.snapshot.module
+        try:
+            with again.again() as call, loaded(module, torch.float64), around(), graph:
+                with mode:
+                    output = call()
+                if ends := [x for _, x in with_graph(output) if backward]:
+                    weights = [x for x in module.parameters() if x.requires_grad]
+                    wanted = [*weights, *leaves_given[len(weights) :]]
+                    run_backward(ends, wanted, mean_gradients(ends), experiment.keep_gradients)
+            results = [x.detach() for x in tensors_in(output)]
+        except Exception:
+            suppressed("a batch could not be run in float64")
+            results = None
+        if not self._is_known:
+            self._truth, self._is_known = results, True
+        return results, not experiment.bad_gradients
+
+    def agreement(
+        self, experiment: Experiment, values: Sequence[Tensor] = (), exact: Sequence[Tensor] = ()
+    ) -> Agreement:
+        """Compare the results of a trial with those of float64, and tell what it moves.
+
+        `values` are those of the changed expression, and `exact` what they are in float64. A guard that moves them by
+        the epsilon of a textbook at most is right at a pole where the gradient of float64 fails too, whatever scale the
+        results have.
+        """
+        if not self._is_known:
+            self.in_float64()
+        close = agreement(experiment.results, self._truth)
+        farthest, words = moved(values, exact)
+        is_small = not close.is_close and 0 < farthest <= MOST_BY_GUARD
+        if is_small and self.snapshot.grad and not self.in_float64(backward=True)[1]:
+            close = Agreement(True, f"float64's gradient fails too; {close.words}")
+        return Agreement(close.is_close, "; ".join(filter(None, [close.words, words])))

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ..numerics._reference import _to_arithmetic
 from ..precision.casting import cast, first_float
-from ..util.visible import suppressed
 from .batch_snapshot import BatchSnapshot
-from .experiment import loaded
-from .operation import tensors_in
 
 # A working change moves the results by at most 1 % of their norm. More would make another model.
 _MOST_CHANGE = 0.01
 # Or each element by at most this: the angle of equal vectors is 1.4e-3 where its cosine is kept 1e-6 below 1.
-_MOST_BY_GUARD = 3e-3
+MOST_BY_GUARD = 3e-3
 # A bound in float32 is no less right because float64 goes on to 1e+51.
 _LARGEST = torch.finfo(torch.float32).max
 _NARROWER = (torch.float32, torch.float16, torch.bfloat16)
@@ -71,20 +68,35 @@ class Float64(TorchFunctionMode):
         return tree_map(_wide, func(*args, **kwargs))
 
 
-def results_in_float64(
-    snapshot: BatchSnapshot, around: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> list[Tensor] | None:
-    """Return what the batch of `snapshot` gives in float64, inside `around()`; None where it raises there."""
+def widened(snapshot: BatchSnapshot) -> tuple[BatchSnapshot, Float64]:
+    """Return the batch in float64, and the mode for a run of it whose modules are `loaded` in float64."""
     args, kwargs = (cast(given, _NARROWER, torch.float64) for given in (snapshot.args, dict(snapshot.kwargs)))
-    wide = replace(snapshot, args=args, kwargs=kwargs, cached={})
     drawn = first_float((snapshot.args, dict(snapshot.kwargs))) or torch.float32
+    return replace(snapshot, args=args, kwargs=kwargs, cached={}), Float64(drawn)
+
+
+@contextmanager
+def loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Give `model` for the block the weights and buffers of `model.to(dtype)`, and cast nothing else."""
+    places: list[tuple[dict[str, Any], str, Tensor]] = [
+        (table, name, x)
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+        for table in (module._parameters, module._buffers)
+        for name, x in table.items()
+        if x is not None and x.is_floating_point() and x.dtype != dtype
+    ]
+    copies: dict[Tensor, Tensor] = {}
     try:
-        with wide.again() as call, loaded(snapshot.module, torch.float64), around(), Float64(drawn):
-            output = call()
-        return [x.detach() for x in tensors_in(output)]
-    except Exception:
-        suppressed("a batch could not be run in float64")
-        return None
+        for table, name, x in places:
+            # Tied weights stay tied.
+            if x not in copies:
+                copies[x] = x.detach().to(dtype).requires_grad_(x.requires_grad)
+            table[name] = copies[x]
+        yield
+    finally:
+        for table, name, x in places:
+            table[name] = x
 
 
 class Agreement(NamedTuple):
@@ -104,7 +116,7 @@ def agreement(values: Sequence[Tensor], truth: Sequence[Tensor] | None) -> Agree
     for value, exact in zip(values, truth, strict=True):
         if not (value.is_floating_point() or value.is_complex()):
             continue
-        new, right = in_float64(value, exact)
+        new, right = _comparable(value, exact)
         is_known = right.abs() <= _LARGEST
         a, b = right[is_known], new[is_known]
         total, failing = total + a.numel(), failing + right.numel() - a.numel()
@@ -114,7 +126,7 @@ def agreement(values: Sequence[Tensor], truth: Sequence[Tensor] | None) -> Agree
             largest, error = max(largest, float(a.abs().max())), max(error, float(difference.max()))
             near = float(difference.norm()) <= _MOST_CHANGE * float(a.norm())
             is_near &= near
-            is_close &= near or float(difference.max()) <= _MOST_BY_GUARD
+            is_close &= near or float(difference.max()) <= MOST_BY_GUARD
     if not total:
         return Agreement(True, "float32 cannot hold what float64 gives" if leaving else "float64 fails too")
     also = f"; float64 fails at {failing:,} elements too" if failing > leaving else ""
@@ -130,27 +142,28 @@ def agreement(values: Sequence[Tensor], truth: Sequence[Tensor] | None) -> Agree
     return Agreement(True, f"agrees with float64, to {share:.1e} of the largest value{also}")
 
 
-def moved(values: Sequence[Tensor], truth: Sequence[Tensor]) -> str:
-    """Return in words which values of an expression a guard moves away from those of float64; "" where none are."""
+def moved(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[float, str]:
+    """Return how far a guard moves the values of its expression from those of float64, and in words; "" for none."""
     total = count = 0
-    worst, words = 0.0, ""
+    farthest, words = 0.0, ""
     for value, exact in zip(values, truth, strict=False):
         if value.shape != exact.shape or not value.is_floating_point():
             continue
-        new, right = in_float64(value, exact)
+        new, right = _comparable(value, exact)
         is_known = right.isfinite()
         a, b = right[is_known], new[is_known]
         total += a.numel()
         difference = (a - b).abs().nan_to_num(torch.inf, torch.inf)
         is_off = difference > _MOST_CHANGE * a.abs() + 1e-6 * (a.abs().max() if a.numel() else 0.0)
         count += int(is_off.sum())
-        if is_off.any() and float(difference.max()) > worst:
+        if is_off.any() and float(difference.max()) > farthest:
             place = int(difference.argmax())
-            worst, words = float(difference[place]), f"{float(a[place]):.3g} becomes {float(b[place]):.3g}"
-    return f"moves {count:,} of {total:,} elements that float64 gives as finite: {words}" if count else ""
+            farthest, words = float(difference[place]), f"{float(a[place]):.3g} becomes {float(b[place]):.3g}"
+    words = f"moves {count:,} of {total:,} elements that float64 gives as finite: {words}" if count else ""
+    return farthest, words
 
 
-def in_float64(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _comparable(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return both in float64, or complex128 where one is complex, so that their difference is exact enough."""
     x, y = _to_arithmetic(x), _to_arithmetic(y)
     kind = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float64)

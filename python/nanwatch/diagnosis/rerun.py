@@ -14,19 +14,16 @@ from typing import Any
 from torch import nn
 
 from ..instrumentation.wrapped_names import module_names
-from ..report.finding import Cure, Finding, Value, with_earlier, working_first
+from ..report.finding import Finding, Value, with_earlier, working_first
 from ..report.report import Report
 from ..util.visible import spell
 from . import isolation
-from .backward_cures import try_backward_cures
 from .batch_snapshot import BatchSnapshot, Forwards, may_be_narrow, no_second_run, num_processes
-from .cures import try_cures
+from .cures import Cures, try_formats, try_patches
 from .diagnosis import Diagnosis, enrich
 from .experiment import NO_CONDITIONS, Allows, Conditions, module_words, nothing_allowed
 from .incident import Incident, attempt, write_failure
 from .loss_statements import BackwardCall, LossStatements, Refused, loss_value
-from .patching.module_options import SearchResult
-from .patching.rounds import try_patches
 from .samples import dataset_indices, find_samples
 from .search import find_operation
 
@@ -111,16 +108,14 @@ def _cure(
     diagnosis: Diagnosis,
 ) -> None:
     """Try changes of the source first, as they are the smallest, then other formats."""
-    finding = incident.finding
-    start, is_narrow = diagnosis.start, may_be_narrow(snapshot, finding)
-    patches = try_patches(snapshot, finding, model, diagnosis, conditions=conditions)
-    formats: tuple[tuple[Cure, ...], tuple[str, ...]] = (), ()
-    if start is not None:
-        formats = try_backward_cures(snapshot, model, start, loss_scale=conditions.loss_scale)
-    elif finding.phase != "backward" and (is_narrow or not any(cure.works for cure in patches.cures)):
-        formats = try_cures(snapshot, finding, model, conditions=conditions)
-    incident.learn(cures=working_first([*patches.cures, *formats[0]]))
-    incident.remark(*patches.remarks, *formats[1])
+    finding, start = incident.finding, diagnosis.start
+    cures, remarks = try_patches(snapshot, finding, model, diagnosis, conditions=conditions)
+    is_due = start is not None or may_be_narrow(snapshot, finding) or not any(cure.works for cure in cures)
+    if is_due and (start is not None or finding.phase != "backward"):
+        formats = try_formats(snapshot, finding, model, start=start, conditions=conditions)
+        cures, remarks = (*cures, *formats[0]), (*remarks, *formats[1])
+    incident.learn(cures=working_first(cures))
+    incident.remark(*remarks)
 
 
 def _find_samples(
@@ -174,7 +169,7 @@ def _rerun_loss(
         if num_processes() > 1:
             raise Refused("other ranks would have to run it along")
         statements = call.statements(model)
-        diagnosis, patches = _examined(statements, call, finding, conditions, value)
+        diagnosis, (cures, tried) = _examined(statements, call, finding, conditions, value)
     except Refused as reason:
         incident.remark(f"the loss was not computed again: {reason}; {_ADVICE}")
         return
@@ -193,8 +188,8 @@ def _rerun_loss(
     # The derivative of a gradient runs through the model's own operations once more.
     made_in = (diagnosis.made_in or "").removeprefix("model").removeprefix(".")
     incident.finding = enrich(incident.finding, replace(diagnosis, made_in=made_in or None))
-    incident.learn(cures=working_first(patches.cures))
-    incident.remark(*patches.remarks, f"found by running {where} again")
+    incident.learn(cures=cures)
+    incident.remark(*tried, f"found by running {where} again")
 
 
 def _examined(
@@ -203,7 +198,7 @@ def _examined(
     finding: Finding,
     conditions: Conditions,
     value: Value | None,
-) -> tuple[Diagnosis, SearchResult]:
+) -> tuple[Diagnosis, Cures]:
     snapshot = BatchSnapshot(
         statements,
         (),
@@ -223,7 +218,7 @@ def _examined(
         finding = replace(finding, phase="forward", value=value)
     diagnosis = find_operation(snapshot, finding, model=statements)
     if diagnosis.operation is None:
-        return diagnosis, SearchResult()
+        return diagnosis, ((), ())
     patches = try_patches(
         snapshot,
         enrich(finding, diagnosis),

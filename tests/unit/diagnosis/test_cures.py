@@ -1,4 +1,4 @@
-"""try_cures: what it says works, applied as a user would, ends the failure; what it says does not help, does not."""
+"""try_formats: what it says works, applied as a user would, ends the failure; what it says does not help, does not."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.diagnosis import cures as cures_module
-from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
-from nanwatch.diagnosis.cures import try_cures
+from nanwatch.diagnosis import experiment
+from nanwatch.diagnosis.cures import MAX_RUNS, try_formats
 from nanwatch.diagnosis.experiment import Conditions
 from nanwatch.report.finding import Cure
 from support.overflows import (
@@ -27,73 +26,50 @@ from support.overflows import (
     half,
     is_finite,
     linear,
+    outlier,
     wrong_cures,
 )
+from support.spy import Spy
 
 
 @pytest.mark.parametrize("known", [None, False], ids=["transient unknown", "comes back"])
 @pytest.mark.parametrize("name", list(CASES))
 def test_the_cures_are_true(name: str, known: bool | None) -> None:
     """Each cure is what it says it is when a user applies it, and the cures are those expected."""
-    build, _, autocast, _ = CASES[name]
-    if autocast is None:
-        assert next(build().parameters()).dtype is HALF
     wrong = wrong_cures(name, transient=known)
     assert not wrong, wrong
-
-
-def test_the_smallest_ancestor_that_is_enough() -> None:
-    """The nearest module around the guilty one that works is named: every smaller one is seen not to."""
-    build, x, autocast, _ = CASES["an ancestor is enough, with half weights"]
-    model = build()
-    start, finding = failed(model, x, autocast=autocast)
-    cures, _ = try_cures(start, finding, model)
-    assert [cure.what for cure in cures if cure.works][-1].endswith("nanwatch.run_in_fp32(model[1])")
-    for smaller in ("model[1][0][0]", "model[1][0]"):
-        assert not is_finite(model, (x,), {}, autocast, f"nanwatch.run_in_fp32({smaller})")
 
 
 def test_no_float32_for_what_is_float32() -> None:
     """Where no narrow format takes part there is no cure, and but one run."""
     model = nn.Sequential(linear(1), Op(torch.exp))
     start, finding = failed(model, big(1000.0))
-    with mock.patch.object(cures_module, "run", wraps=cures_module.run) as runs:
-        assert try_cures(start, finding, model) == ((), ())
+    with mock.patch.object(experiment, "run", wraps=experiment.run) as runs:
+        assert try_formats(start, finding, model) == ((), ())
     assert runs.call_count == 1
-    half_elsewhere = nn.Sequential(linear(1), Op(torch.exp), Op(lambda x: x.half()))
-    half_elsewhere.append(linear(1).half())
-    start, finding = failed(half_elsewhere, big(1000.0))
-    assert finding.module == "1"
-    for known in (None, False):
-        assert try_cures(start, replace(finding, transient=known), half_elsewhere) == ((), ())
 
 
 def test_what_does_not_come_back_is_not_cured() -> None:
     """A failure that a re-run does not show gets a remark and no cure, known before or not."""
     bad = iter([True])
-    model = half(
-        nn.Sequential(linear(1), Op(lambda x: x * float("inf") if next(bad, False) else x), linear(1))
-    )
+    op = Op(lambda x: x * float("inf") if next(bad, False) else x)
+    model = half(nn.Sequential(linear(1), op, linear(1)))
     start, finding = failed(model, big(1.0).half())
-    cures, (remark,) = try_cures(start, finding, model)
+    cures, (remark,) = try_formats(start, finding, model)
     assert cures == ()
     assert "did not come back" in remark
-    with mock.patch.object(cures_module, "run") as run:
-        assert try_cures(start, replace(finding, transient=True), model) == ((), (remark,))
-    assert not run.called
 
 
 def test_no_trial_of_a_model_that_several_ranks_share() -> None:
-    """Nothing is run, and a remark says why."""
     sharded = type("Sharded", (Attention,), {"__module__": "deepspeed.runtime"})
     model = half(nn.Sequential(linear(1), sharded()))
     start, finding = failed(model, big(2000.0).half())
     with (
         mock.patch.object(torch.distributed, "is_initialized", return_value=True),
         mock.patch.object(torch.distributed, "get_world_size", return_value=2),
-        mock.patch.object(cures_module, "run") as run,
+        mock.patch.object(experiment, "run") as run,
     ):
-        cures, (remark,) = try_cures(start, finding, model)
+        cures, (remark,) = try_formats(start, finding, model)
     assert cures == ()
     assert "2 processes" in remark
     assert not run.called
@@ -104,27 +80,39 @@ def test_a_smaller_loss_scale(scale: Any) -> None:
     """A scale that the batch was called with is made smaller, and what is told makes the call finite."""
     model = Scaled()
     start, finding = failed(model, big(3.0), autocast=HALF, scale=scale)
-    first, *others = try_cures(start, finding, model, conditions=Conditions(65536.0))[0]
+    first, *others = try_formats(start, finding, model, conditions=Conditions(65536.0))[0]
     assert Cure("a loss scale of 256 in place of 65536", True, first.headroom_bits) == first
     assert is_finite(model, (big(3.0),), {"scale": 256.0}, HALF, "clamp the input of `layer` to ±inf")
-    assert try_cures(start, finding, model, conditions=Conditions(3.5))[0] == tuple(others)
+    assert try_formats(start, finding, model, conditions=Conditions(3.5))[0] == tuple(others)
 
 
-def test_infinities_that_the_watch_allows() -> None:
-    """A fault before the first that anybody minded stays out of the judgement."""
-    model = half(nn.Sequential(Op(lambda x: (x.log(), x)[0]), Op(lambda x: x.nan_to_num(neginf=2000.0))))
-    model.append(linear(1).half())
-    model.append(Attention().half())
-    x = torch.zeros(1, 3, 4, dtype=HALF)
-    with nanwatch.watch(model, allow_inf=["0", "1"]):
-        start = BatchSnapshot.capture(model, (x,), {})
-        with pytest.raises(nanwatch.NonFiniteError) as error:
-            model(x)
-    finding = error.value.report.finding
-    assert finding is not None
-    assert finding.module == "3"
-    cures, _ = try_cures(start, finding, model)
-    assert cures[0].works
+class Squared(nn.Module):
+    """Outputs that fit, and weights whose gradients do not: those of a loss that grows with the square of outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = linear(200), linear(1e-3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        result: Tensor = self.down(hidden * hidden)
+        return result
+
+
+def test_a_cure_whose_gradients_overflow_does_not_help() -> None:
+    """The outputs are finite in float32; the gradients of the float16 weights are not, of which bfloat16 has room."""
+    model, x = Squared().half(), torch.full((2, 4), 8.0, dtype=HALF)
+    start, finding = failed(model, x, grad=True)
+    verdicts = {cure.what.partition(",")[0]: cure.works for cure in try_formats(start, finding, model)[0]}
+    assert verdicts == {"load the weights in bfloat16": True, "run the model in float32": False}
+    for dtype, is_right in ((torch.float32, False), (torch.bfloat16, True)):
+        model.zero_grad()
+        if dtype is torch.float32:
+            with nanwatch.run_in_fp32(model):
+                model(x).float().square().mean().backward()
+        else:
+            model.to(dtype)(x.to(dtype)).float().square().mean().backward()
+        assert all(bool(p.grad.isfinite().all()) for p in model.parameters()) == is_right
 
 
 class Unbound(nn.Module):
@@ -145,17 +133,116 @@ def test_the_backward_of_a_trial_runs_behind_autocast() -> None:
     model, x = Unbound(), torch.randn(4, 8)
     with torch.no_grad():
         model.b.weight.mul_(1e5)
-    found = []
+    seen = []
     for gradients in (False, True):
         autocast = torch.autocast("cpu", dtype=torch.float16)
-        with (
-            nanwatch.watch(model, gradients=gradients),
-            autocast,
-            pytest.raises(nanwatch.NonFiniteError) as error,
-        ):
+        raised = pytest.raises(nanwatch.NonFiniteError)
+        with nanwatch.watch(model, gradients=gradients), autocast, raised as error:
             model(x)
-        finding = error.value.report.finding
-        assert finding is not None
-        found.append(finding.cures)
-    assert found[0] == found[1]
-    assert found[0][0].what == 'use bfloat16 in autocast, torch.autocast("cpu", dtype=torch.bfloat16)'
+        assert error.value.report.finding is not None
+        seen.append(error.value.report.finding.cures)
+    assert seen[0] == seen[1]
+    assert seen[0][0].what == 'use bfloat16 in autocast, torch.autocast("cpu", dtype=torch.bfloat16)'
+
+
+class Stateful(nn.Module):
+    """Dropout, running statistics, half and single precision, a flag that a forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+        self.attention = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.drop.training = not self.drop.training
+        y = self.drop(self.norm(x)) * 0 + x
+        return self.attention(y[None])
+
+
+def dicts_of(model: nn.Module) -> list[dict[str, Any]]:
+    return [
+        {key: dict(value) if isinstance(value, dict) else value for key, value in module.__dict__.items()}
+        for module in model.modules()
+    ]
+
+
+@pytest.mark.parametrize("is_half", [False, True])
+def test_the_model_is_left_as_it_was(is_half: bool) -> None:
+    """Parameters, buffers, flags, hooks, gradients, random states and every module's __dict__ are as before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(linear(1), Stateful())
+    x = torch.full((3, 4), 2000.0)
+    if is_half:
+        model, x = model.half(), x.half()
+    hook = model[1].register_forward_hook(lambda *_: None)
+    start, finding = failed(model, x, autocast=None if is_half else HALF)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    objects, dicts = [*model.parameters(), *model.buffers()], dicts_of(model)
+    random_state = torch.get_rng_state()
+    cures, remarks = try_formats(start, finding, model)
+    assert any(cure.works for cure in cures)
+    assert remarks == ()
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(a is b for a, b in zip(objects, [*model.parameters(), *model.buffers()], strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert dicts == dicts_of(model)
+    assert hook.id in model[1]._forward_hooks
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_at_most_five_runs() -> None:
+    """However the trials end, the batch is run no more than MAX_RUNS times, and once in float64."""
+    calls = Spy()
+
+    def count(x: Tensor) -> Tensor:
+        calls.add()
+        return x
+
+    for name, (build, x, autocast, expected) in CASES.items():
+        model = build()
+        model.insert(0, Op(count))
+        start, finding = failed(model, x, autocast=autocast)
+        before = len(calls.values)
+        cures, _ = try_formats(start, finding, model)
+        assert len(cures) == len(expected), name
+        assert 1 <= len(calls.values) - before <= MAX_RUNS + 1
+
+
+def test_a_trial_that_raises_is_a_remark() -> None:
+    """A module that cannot take float32 or bfloat16 is reported so, one line for each trial, and nothing is raised."""
+
+    def only_half(x: Tensor) -> Tensor:
+        if x.dtype is not HALF:
+            raise RuntimeError("float16 only\nand a second line")
+        return x * x
+
+    model = half(nn.Sequential(linear(1), Op(only_half)))
+    x = outlier(1000.0).half()
+    start, finding = failed(model, x)
+    cures, remarks = try_formats(start, replace(finding, transient=False), model)
+    assert [cure.what for cure in cures] == ["clamp the output of `1` to ±65504"]
+    assert is_finite(model, (x,), {}, None, cures[0].what)
+    assert remarks
+    assert all(remark.endswith("RuntimeError: float16 only") for remark in remarks)
+
+
+def test_ctrl_c_passes_and_leaves_nothing() -> None:
+    """KeyboardInterrupt in a trial goes up, with every change taken back."""
+    calls = Spy()
+    most: int | None = None
+
+    def square(x: Tensor) -> Tensor:
+        calls.add()
+        if most is not None and len(calls.values) > most:
+            raise KeyboardInterrupt
+        return x * x / x
+
+    model = half(nn.Sequential(linear(1), Op(square)))
+    start, finding = failed(model, big(1000.0).half())
+    before, most = dicts_of(model), len(calls.values) + 1
+    with pytest.raises(KeyboardInterrupt):
+        try_formats(start, finding, model)
+    assert before == dicts_of(model)
+    assert all(parameter.dtype is HALF for parameter in model.parameters())

@@ -1,7 +1,7 @@
 """Other source for a function that exists, for the calls of one thread and for a time.
 
-The edited function is compiled from its whole file, and its code takes the place of the function's own. It holds both
-bodies, the edited one for the thread of the trial and the old one for all others.
+The edited function is compiled from its whole file. In the place of the function's own code comes one that calls the
+edited function in the thread of the trial, and the old one in all others.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CellType, CodeType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...instrumentation.slot import ExclusiveRun
 from ...numerics._extension import instances_of
 from ..operation import tensors_in
-from .source import FunctionNode, SourceFile, Span, Target, first_line, nodes_at
+from .source import FunctionNode, SourceFile, Span, Target, first_line
 
 # Stands for the Probe in compiled code, until the Probe itself takes its place among the constants.
 _STAND_IN = "nanwatch.diagnosis.patching.code_swap.Probe"
@@ -33,27 +32,52 @@ TargetFinder = Callable[[str, int, tuple[int | None, ...] | None], Target | str]
 
 
 class Probe:
-    """Chooses the body that a call runs, and keeps copies of the values of expressions by their number."""
+    """Sees whether the edited code ran, and keeps copies of the values of expressions by their number."""
 
     def __init__(self) -> None:
-        self.values: dict[int, list[Tensor]] = {}
+        self.values: dict[int, list[Any]] = {}
         self.was_run = False
-        self._exclusive = ExclusiveRun()
 
-    def here(self) -> bool:
-        """Return whether this call is one of the trial."""
-        is_ours = self._exclusive.is_ours()
-        self.was_run = self.was_run or is_ours
-        return is_ours
+    def entered(self) -> None:
+        """Note that the edited code runs."""
+        self.was_run = True
 
     def seen(self, value: Any, number: int) -> Any:
-        """Keep the tensors of a value, and return it."""
+        """Keep the tensors of a value, or the number that it is, and return it."""
         kept = self.values.setdefault(number, [])
         if len(kept) < _MOST_KEPT:
             kept += [x.detach().clone() for x in tensors_in(value) if x.numel() <= MOST_ELEMENTS]
             if isinstance(value, int | float) and not isinstance(value, bool):
-                kept.append(torch.tensor(value, dtype=torch.float64))
+                kept.append(value)
         return value
+
+    def tensors(self, number: int) -> list[Tensor]:
+        """Return the kept tensors of an expression."""
+        return [x for x in self.values.get(number, []) if isinstance(x, Tensor)]
+
+
+class _Branch:
+    """Stands as a constant in the code that takes a function's place, and has both forms of the function."""
+
+    def __init__(self, function: FunctionType, code: CodeType) -> None:
+        self._is_ours = ExclusiveRun().is_ours
+        self._old, self._edited = _copy_of(function, function.__code__), _copy_of(function, code)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the form that is for this thread."""
+        return (self._edited if self._is_ours() else self._old)(*args, **kwargs)
+
+
+def _copy_of(function: FunctionType, code: CodeType) -> FunctionType:
+    """Return a function with the globals, defaults and free variables of another one, and this code."""
+    names = function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    copied = FunctionType(code, *names)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+def _branching(*args: Any, **kwargs: Any) -> Any:
+    return "nanwatch.diagnosis.patching.code_swap.Probe".call(*args, **kwargs)  # type: ignore[attr-defined]
 
 
 def find_target(filename: str, line: int, positions: tuple[int | None, ...] | None = None) -> Target | str:
@@ -68,9 +92,7 @@ def find_target(filename: str, line: int, positions: tuple[int | None, ...] | No
     if not functions:
         # In a child process gc's list of all objects copies the pages that hold them, which takes 0.1 s.
         in_file = (f for f in instances_of(FunctionType) if f.__code__.co_filename == filename)
-        functions = [f for f in in_file if _runs(f.__code__, line)]
-    if not functions:
-        functions = [f for f in _functions_of_module(filename) if _runs(f.__code__, line)]
+        functions = [f for f in in_file if any(_runs_itself(code, line) for code in _codes(f.__code__))]
     if not functions:
         return "the line belongs to no function that could be exchanged"
     functions = [f for f in functions if _has(f.__code__, positions)] or functions
@@ -101,82 +123,81 @@ def exchanged(target: Target, file: SourceFile, looks: Sequence[Span], probe: Pr
     tree = ast.parse(file.text)  # a tree to change; a copy of the file's takes 5 times as long
     place = node_in(target, tree)
     assert isinstance(place, FunctionNode)
-    assert not isinstance(target.node, ast.Module)
     for number, span in enumerate(looks):
         _Looks(file, span, number).visit(place)
-    _join(place, target.node)
+    if isinstance(place, ast.Lambda):
+        place.body = ast.Subscript(
+            ast.Tuple([_call("entered"), place.body], ast.Load()), ast.Constant(1), ast.Load()
+        )
+    else:
+        place.body.insert(0, ast.Expr(_call("entered")))
     ast.fix_missing_locations(place)
     compiled = _compiled(tree, file, before.co_name, first_line(place))
     code = next((c for c in compiled if _STAND_IN in c.co_consts), None)
     if code is None or code.co_freevars != before.co_freevars:
         raise ValueError("the edited function has other free variables")
-    code = _with_probe(code, probe)
+    code = _with_constant(code, probe)
     try:
         for function in target.functions:
-            function.__code__ = code
+            branch = _with_constant(_branching.__code__, _Branch(function, code))
+            function.__code__ = branch.replace(co_freevars=before.co_freevars)
         yield
     finally:
         for function in target.functions:
-            if function.__code__ is code:
-                function.__code__ = before
+            function.__code__ = before
 
 
 def node_in(target: Target, tree: ast.Module) -> FunctionNode | ast.Module:
     """Return the node of the target in the tree of an edited file. Raises ValueError where it is not known."""
     if isinstance(target.node, ast.Module):
         return tree
-    before, after = (
-        [node for node in ast.walk(top) if isinstance(node, FunctionNode)] for top in (target.file.tree, tree)
-    )
+    before, after = functions_in(target.file.tree), functions_in(tree)
     if len(before) != len(after):
         raise ValueError("the edit moved the function")
     return after[before.index(target.node)]
 
 
+def functions_in(tree: ast.AST) -> list[FunctionNode]:
+    """Return all functions in a tree, the outer ones first."""
+    return [node for node in ast.walk(tree) if isinstance(node, FunctionNode)]
+
+
 def _functions_of_module(filename: str) -> Iterator[FunctionType]:
-    """Yield the functions of this file that its module, its classes and their decorators hold."""
+    """Yield the functions of this file that its module and its classes hold, without those behind decorators."""
     modules = (x for x in list(sys.modules.values()) if getattr(x, "__file__", None) == filename)
-    left = [value for module in modules for value in vars(module).values()]
-    known: set[int] = set()
-    while left:
-        value = left.pop()
-        if id(value) in known:
-            continue
-        known.add(id(value))
-        if type(value) is FunctionType:
-            if value.__code__.co_filename == filename:
-                yield value
-            # A decorator's function holds the function it wraps in a cell.
-            left += [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-        elif issubclass(type(value), type):
-            left += vars(value).values()
-        elif type(value) in (staticmethod, classmethod):
-            left.append(value.__func__)
-        elif type(value) is property:
-            left += [value.fget, value.fset]
+    for value in [value for module in modules for value in vars(module).values()]:
+        for member in vars(value).values() if isinstance(value, type) else (value,):
+            function = getattr(member, "__func__", getattr(member, "fget", member))
+            if type(function) is FunctionType and function.__code__.co_filename == filename:
+                yield function
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code, and those of the functions in it."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)
 
 
 def _runs_itself(code: CodeType, line: int) -> bool:
     return any(number == line for _, _, number in code.co_lines())
 
 
-def _runs(code: CodeType, line: int) -> bool:
-    return _runs_itself(code, line) or any(
-        isinstance(inner, CodeType) and _runs(inner, line) for inner in code.co_consts
-    )
-
-
 def _has(code: CodeType, positions: tuple[int | None, ...] | None) -> bool:
     """Return whether an instruction of the code, or of a function in it, has these positions."""
     if positions is None or sys.version_info < (3, 11):
         return True
-    inner = (x for x in code.co_consts if isinstance(x, CodeType))
-    return tuple(positions) in code.co_positions() or any(_has(x, positions) for x in inner)
+    return any(tuple(positions) in inner.co_positions() for inner in _codes(code))
 
 
 def node_of(tree: ast.Module, code: CodeType) -> FunctionNode | None:
     """Return the only node that the code can be compiled from, by name, line, and columns where Python has any."""
-    nodes = _nodes_of(tree, code)
+    nodes = [
+        node
+        for node in functions_in(tree)
+        if first_line(node) == code.co_firstlineno and getattr(node, "name", "<lambda>") == code.co_name
+    ]
     if len(nodes) > 1 and sys.version_info >= (3, 11):
         # The first instruction has the place of the line.
         places = [place for place in code.co_positions() if None not in place and place[2:] != (0, 0)]
@@ -189,16 +210,6 @@ def _covers(node: FunctionNode, line: int, end_line: int, column: int, end_colum
     return start <= (line, column) and (end_line, end_column) <= end
 
 
-def _nodes_of(tree: ast.Module, code: CodeType) -> list[FunctionNode]:
-    return [
-        node
-        for node in nodes_at(tree, code.co_firstlineno)
-        if isinstance(node, FunctionNode)
-        and first_line(node) == code.co_firstlineno
-        and getattr(node, "name", "<lambda>") == code.co_name
-    ]
-
-
 def _compiled(tree: ast.Module, file: SourceFile, name: str, line: int) -> Iterator[CodeType]:
     """Yield the codes of that name and first line in the compiled module.
 
@@ -208,12 +219,9 @@ def _compiled(tree: ast.Module, file: SourceFile, name: str, line: int) -> Itera
     units = [tree] if file.is_file else [ast.Module([statement], []) for statement in tree.body]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        left: list[CodeType] = [compile(unit, file.name, "exec", dont_inherit=True) for unit in units]
-    while left:
-        compiled = left.pop()
-        if (compiled.co_name, compiled.co_firstlineno) == (name, line):
-            yield compiled
-        left += [inner for inner in compiled.co_consts if isinstance(inner, CodeType)]
+        modules = [compile(unit, file.name, "exec", dont_inherit=True) for unit in units]
+    codes = (code for module in modules for code in _codes(module))
+    yield from (code for code in codes if (code.co_name, code.co_firstlineno) == (name, line))
 
 
 def _is_same(left: CodeType, right: CodeType) -> bool:
@@ -233,13 +241,13 @@ def compiled_with(tree: ast.Module, file: SourceFile, looks: Sequence[Span], pro
     for number, span in enumerate(looks):
         _Looks(file, span, number).visit(tree)
     code = compile(ast.fix_missing_locations(tree), file.name, "exec", dont_inherit=True)
-    return _with_probe(code, probe)
+    return _with_constant(code, probe)
 
 
-def _with_probe(code: CodeType, probe: Probe) -> CodeType:
+def _with_constant(code: CodeType, value: Any) -> CodeType:
     return code.replace(
         co_consts=tuple(
-            _with_probe(x, probe) if isinstance(x, CodeType) else probe if x == _STAND_IN else x
+            _with_constant(x, value) if isinstance(x, CodeType) else value if x == _STAND_IN else x
             for x in code.co_consts
         )
     )
@@ -267,31 +275,3 @@ class _Looks(ast.NodeTransformer):
                 look = _call("seen", node, ast.Constant(self._number))
                 return ast.copy_location(look, node)
         return self.generic_visit(node)
-
-
-def _join(edited: FunctionNode, old: FunctionNode) -> None:
-    """Make of the edited function one that runs the old body in calls that are no part of the trial."""
-    if isinstance(edited, ast.Lambda):
-        assert isinstance(old, ast.Lambda)
-        edited.body = ast.IfExp(_call("here"), edited.body, copy.deepcopy(old.body))
-        return
-    assert not isinstance(old, ast.Lambda)
-    declared: dict[type[ast.Global] | type[ast.Nonlocal], set[str]] = {ast.Global: set(), ast.Nonlocal: set()}
-    bodies = [edited.body, copy.deepcopy(old.body)]
-    for body in bodies:
-        body[:] = [_Undeclared(declared).visit(statement) for statement in body]
-    heads: list[ast.stmt] = [kind(sorted(names)) for kind, names in declared.items() if names]
-    edited.body = [*heads, ast.If(_call("here"), *bodies)]
-
-
-class _Undeclared(ast.NodeTransformer):
-    """Takes out the declarations of a function's own body: they must come before the first use of a name."""
-
-    def __init__(self, declared: dict[type[ast.Global] | type[ast.Nonlocal], set[str]]) -> None:
-        self._declared = declared
-
-    def visit(self, node: ast.AST) -> Any:
-        if isinstance(node, ast.Global | ast.Nonlocal):
-            self._declared[type(node)] |= set(node.names)
-            return ast.copy_location(ast.Pass(), node)
-        return node if isinstance(node, FunctionNode | ast.ClassDef) else self.generic_visit(node)

@@ -6,58 +6,60 @@ import ast
 import copy
 import functools
 import math
-import operator
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from .source import Edit, SourceFile, Span, Target, all_names, is_self
-from .table import ALIASES, SPELLINGS, STABLE
+from .table import ALIASES, LIKE, SPELLINGS
 
 _OPERATORS: dict[type[ast.AST], str] = {
     ast.Div: "div", ast.Pow: "pow", ast.Mult: "mul", ast.Add: "add", ast.Sub: "sub", ast.MatMult: "matmul",
 }  # fmt: skip
-_ARITHMETIC: dict[type[ast.AST], Callable[[float, float], float]] = {
-    ast.Div: operator.truediv, ast.Pow: operator.pow, ast.Mult: operator.mul, ast.Add: operator.add,
-    ast.Sub: operator.sub,
-}  # fmt: skip
 _COMMUTATIVE = ("add", "mul")
 _SAME_ARGUMENT = {"axis": "dim", "keepdims": "keepdim"}
-# Methods that may be called twice on the operand of a form: they copy nothing, or little.
-_CHEAP = frozenset({
-    "abs", "add", "clamp", "detach", "diagonal", "div", "double", "erf", "exp", "expand", "flatten", "float", "gather",
-    "half", "log", "log_softmax", "mean", "mul", "neg", "norm", "permute", "pow", "relu", "reshape", "sigmoid", "size",
-    "softmax", "sqrt", "square", "squeeze", "sub", "sum", "t", "tanh", "to", "transpose", "type_as", "unsqueeze",
-    "view",
-})  # fmt: skip
+_OF_NUMBERS = (
+    ast.Constant | ast.UnaryOp | ast.BinOp | ast.operator | ast.unaryop
+    | ast.Name | ast.Attribute | ast.expr_context | ast.Call
+)  # fmt: skip
 _DEPTH = 6  # of names that are followed to what made them
 
 
-class CallForm(NamedTuple):
+class Operation(NamedTuple):
     """An operation in the source, however it is spelt: the object that has a method is the first of `args`."""
 
     name: str
     args: tuple[ast.expr, ...]
-    keywords: tuple[ast.keyword, ...] = ()
+    keywords: Mapping[str, ast.expr] = {}
 
 
-class Binding(NamedTuple):
+@dataclass(frozen=True)
+class Binding:
     """The source that each letter of a pattern stands for, and all nodes that the pattern took in.
 
-    `rest` are the arguments for `...`. `inlined` are the assignments whose names the pattern has followed.
+    `rest` are the arguments for `...`.
     """
 
-    letters: Mapping[str, ast.expr]
-    rest: tuple[tuple[ast.expr, ...], tuple[ast.keyword, ...]] | None
-    nodes: frozenset[ast.AST]
-    inlined: tuple[ast.Assign, ...] = ()
+    letters: Mapping[str, ast.expr] = field(default_factory=dict)
+    rest: tuple[tuple[ast.expr, ...], Mapping[str, ast.expr]] = (), {}
+    nodes: frozenset[ast.AST] = frozenset()
 
 
-class NoForm(Exception):  # noqa: N818
+class NoFormError(Exception):
     """The form cannot be written here."""
+
+
+@functools.cache
+def parsed(text: str) -> ast.expr:
+    """Return the tree of an expression of the table."""
+    return ast.parse(text, mode="eval").body
+
+
+def _is_rest(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value is ...
 
 
 class Site:
@@ -68,14 +70,13 @@ class Site:
         self.file = file
         self.node = node
         self.parents = {child: parent for parent in ast.walk(node) for child in ast.iter_child_nodes(parent)}
+        # For each local name where its bindings end, with the assignment of those that are plain.
         self._bound: dict[str, list[tuple[int, ast.Assign | None]]] = {}
         for name in self.parents:
             if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
                 above = self.parents[name]
-                is_plain = isinstance(above, ast.Assign) and len(above.targets) == 1
-                made = above if is_plain and isinstance(above, ast.Assign) else None
-                end = file.span(name if made is None else made).end
-                self._bound.setdefault(name.id, []).append((end, made))
+                plain = above if isinstance(above, ast.Assign) and len(above.targets) == 1 else None
+                self._bound.setdefault(name.id, []).append((file.span(plain or name).end, plain))
         for bindings in self._bound.values():
             bindings.sort(key=lambda pair: pair[0])
 
@@ -91,88 +92,37 @@ class Site:
 
     def constant(self, node: ast.AST) -> Any:
         """Return the module or number that a node stands for, by the globals of the function; else None."""
-        if isinstance(node, ast.Constant):
-            return node.value if isinstance(node.value, int | float) else None
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            value = self.constant(node.operand)
-            return -value if isinstance(value, int | float) else None
-        if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-            left, right = self.constant(node.left), self.constant(node.right)
-            if isinstance(left, int | float) and isinstance(right, int | float):
-                with suppress(ArithmeticError):
-                    return _ARITHMETIC[type(node.op)](left, right)
+        inner = list(ast.walk(node))
+        names: dict[str, Any] = {"float": float}
+        for part in inner:
+            if isinstance(part, ast.Name) and part.id != "float":
+                names[part.id] = self.target.names.get(part.id) if part.id not in self._bound else None
+            if not isinstance(part, _OF_NUMBERS) or (isinstance(part, ast.Call) and not self._is_math(part)):
+                return None
+        if not all(isinstance(value, int | float | ModuleType | type) for value in names.values()):
             return None
-        if isinstance(node, ast.Name):
-            value = self.target.names.get(node.id) if node.id not in self._bound else None
-        elif isinstance(node, ast.Attribute):
-            owner = self.constant(node.value)
-            value = getattr(owner, node.attr, None) if isinstance(owner, ModuleType) else None
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "float":
-            text = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
-            value = float(text) if text in ("inf", "-inf") else None
-        elif isinstance(node, ast.Call) and isinstance(
-            owner := self.constant(node.func), BuiltinFunctionType
-        ):
-            numbers = [self.constant(argument) for argument in node.args]
-            is_math = owner.__module__ == "math" and all(isinstance(x, int | float) for x in numbers)
-            value = owner(*numbers) if is_math else None
-        else:
+        try:
+            value = eval(ast.unparse(node), {**names, "__builtins__": {}})
+        except Exception:  # such as a division by 0
             return None
-        return value if isinstance(value, int | float | ModuleType | BuiltinFunctionType) else None
+        return value if isinstance(value, int | float | ModuleType) else None
 
-    def call_form(self, node: ast.AST) -> CallForm | None:
+    def _is_math(self, call: ast.Call) -> bool:
+        is_module = isinstance(call.func, ast.Attribute) and self.constant(call.func.value) is math
+        return is_module or (isinstance(call.func, ast.Name) and call.func.id == "float")
+
+    def operation(self, node: ast.AST) -> Operation | None:
         """Return the operation that the node is, None where it is none."""
-        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return CallForm(_OPERATORS[type(node.op)], (node.left, node.right))
-        if isinstance(node, ast.AugAssign) and type(node.op) in _OPERATORS:
-            return CallForm(_OPERATORS[type(node.op)], (node.target, node.value))
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return CallForm("neg", (node.operand,))
-        if not isinstance(node, ast.Call) or any(isinstance(x, ast.Starred) for x in node.args):
-            return None
-        args, name = tuple(node.args), ""
-        if isinstance(node.func, ast.Attribute):
-            name = node.func.attr
-            # `self.softmax(x)` calls a module.
-            is_method = not is_self(node.func.value) and not isinstance(
-                self.constant(node.func.value), ModuleType
-            )
-            args = (node.func.value, *args) if is_method else args
-        elif isinstance(node.func, ast.Name):
-            function = self.target.names.get(node.func.id)
-            is_torch = isinstance(function, FunctionType | BuiltinFunctionType) and "torch" in str(
-                getattr(function, "__module__", None) or "torch"
-            )
-            name = node.func.id if is_torch else ""
-        keywords = tuple(node.keywords)
-        if not args and keywords and keywords[0].arg == "input":
-            args, keywords = (keywords[0].value,), keywords[1:]
-        name = name if name.startswith("__") else name.removesuffix("_")
-        form = CallForm(ALIASES.get(name, name), args, keywords)
-        if form.name == "norm":
-            form = self._without_order(form)
-        return form if name and args else None
-
-    def _without_order(self, form: CallForm) -> CallForm:
-        """Return a norm without its order, where that is 2; another order makes it another function."""
-        named = next((x for x in form.keywords if x.arg in ("p", "ord")), None)
-        order = named.value if named is not None else form.args[1] if len(form.args) > 1 else None
-        if order is None:
-            return form
-        if self.constant(order) != 2 and getattr(order, "value", None) not in ("fro", None):
-            return CallForm("norm_of_another_order", form.args, form.keywords)
-        args = form.args if named is not None else (form.args[0], *form.args[2:])
-        return CallForm("norm", args, tuple(x for x in form.keywords if x is not named))
+        return _operation(node, self)
 
     def definition(self, node: ast.AST) -> ast.Assign | None:
         """Return the plain assignment that made a local name, if it ran before and nothing in it has changed since."""
         if not isinstance(node, ast.Name) or node not in self.parents:
             return None
-        start = self.file.span(self.statement(node)).start if node in self.parents else 0
-        made, assignment = self._last(node.id, start)
+        made, assignment = self._last(node.id, self.file.span(self.statement(node)).start)
         if assignment is None or self.parents.get(assignment) not in (self.node, *self.ancestors(node)):
             return None
-        names = all_names(assignment.value)
+        names, start = all_names(assignment.value), self.file.span(self.statement(node)).start
         is_same = node.id not in names and all(self._last(name, start)[0] < made for name in names)
         return assignment if is_same else None
 
@@ -181,62 +131,68 @@ class Site:
         return next((pair for pair in reversed(bindings) if pair[0] <= start), (-1, None))
 
     def module(self, name: str) -> str:
-        """Return how this file writes `torch`, `F` or `math`. Raise NoForm where it does not import it."""
-        wanted = {"torch": torch, "F": torch.nn.functional, "math": math}[name]
-        names = self.target.names
-        if alias := next((alias for alias, value in names.items() if value is wanted), ""):
-            return alias
-        nn = next((alias for alias, value in names.items() if value is torch.nn), "")
-        root = next((alias for alias, value in names.items() if value is torch), "")
-        if name == "F" and (nn or root):
-            return f"{nn}.functional" if nn else f"{root}.nn.functional"
-        raise NoForm(name)
+        """Return how this file writes `torch`, `F` or `math`. Raise NoFormError where it does not import it."""
+        functional = torch.nn.functional
+        ways = {
+            "torch": ((torch, ""),),
+            "math": ((math, ""),),
+            "F": ((functional, ""), (torch.nn, ".functional"), (torch, ".nn.functional")),
+        }
+        for module, rest in ways[name]:
+            for alias, value in self.target.names.items():
+                if value is module:
+                    return alias + rest
+        raise NoFormError(name)
 
     def is_bound(self, name: str) -> bool:
         """Return whether the function binds the name, or the file has it."""
         arguments = {x.arg for x in ast.walk(self.node) if isinstance(x, ast.arg)}
         return name in self._bound or name in arguments or name in self.target.names
 
-    def is_cheap(self, node: ast.AST) -> bool:
-        """Return whether the expression may be computed a second time: it calls no module and draws nothing."""
-        return all(self._is_cheap(inner) for inner in ast.walk(node))
 
-    def _is_cheap(self, node: ast.AST) -> bool:
-        if isinstance(
-            node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom | ast.Starred | ast.MatMult
-        ):
-            return False
-        if not isinstance(node, ast.Call):
-            return True
-        form = self.call_form(node)
-        return form is not None and form.name in _CHEAP
+def _operation(node: ast.AST, site: Site | None) -> Operation | None:
+    """Return the operation that a node of the source is, or without a site one of the table."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return Operation(_OPERATORS[type(node.op)], (node.left, node.right))
+    if isinstance(node, ast.AugAssign) and type(node.op) in _OPERATORS:
+        return Operation(_OPERATORS[type(node.op)], (node.target, node.value))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return Operation("neg", (node.operand,))
+    if not isinstance(node, ast.Call) or any(isinstance(x, ast.Starred) for x in node.args):
+        # `x.shape[0]` is `x.size(0)`
+        if isinstance(node, ast.Subscript) and getattr(node.value, "attr", "") == "shape":
+            assert isinstance(node.value, ast.Attribute)
+            return Operation("size", (node.value.value, node.slice))
+        return None
+    name, args = "", tuple(node.args)
+    if isinstance(node.func, ast.Attribute):
+        name, owner = node.func.attr, node.func.value
+        # `self.softmax(x)` calls a module.
+        if site is not None and not is_self(owner) and not isinstance(site.constant(owner), ModuleType):
+            args = (owner, *args)
+    elif isinstance(node.func, ast.Name):
+        function = None if site is None else site.target.names.get(node.func.id)
+        is_torch = isinstance(function, FunctionType | BuiltinFunctionType) and "torch" in str(
+            function.__module__ or "torch"
+        )
+        name = node.func.id if is_torch or site is None else ""
+    keywords = {_SAME_ARGUMENT.get(x.arg or "**", x.arg or "**"): x.value for x in node.keywords}
+    if not args and "input" in keywords:
+        args = (keywords.pop("input"),)
+    name = name if name.startswith("__") else name.removesuffix("_")
+    name = ALIASES.get(name, name)
+    if name == "norm" and site is not None:
+        orders = [keywords.pop(key) for key in ("p", "ord") if key in keywords]
+        if not orders and len(args) > 1:
+            orders, args = [args[1]], (args[0], *args[2:])
+        if any(site.constant(x) != 2 and getattr(x, "value", 0) not in ("fro", None) for x in orders):
+            name = "norm_of_another_order"
+    return Operation(name, args, keywords) if name and args else None
 
 
-@functools.cache
-def _parsed(text: str) -> ast.expr:
-    return ast.parse(text, mode="eval").body
-
-
-@functools.cache
-def _spellings() -> dict[str, list[tuple[list[ast.expr], ast.expr]]]:
-    """Return for each function the operands and the patterns of its other spellings."""
-    rows: dict[str, list[tuple[list[ast.expr], ast.expr]]] = {}
-    for pattern, others in SPELLINGS.items():
-        form = _pattern_form(_parsed(pattern))
-        assert form is not None
-        rows[form.name] = [(list(form.args), _parsed(text)) for text in others]
-    return rows
-
-
-def _pattern_form(pattern: ast.expr) -> CallForm | None:
-    if isinstance(pattern, ast.BinOp):
-        return CallForm(_OPERATORS[type(pattern.op)], (pattern.left, pattern.right))
-    if isinstance(pattern, ast.UnaryOp):
-        return CallForm("neg", (pattern.operand,))
-    if isinstance(pattern, ast.Call):
-        name = pattern.func.id if isinstance(pattern.func, ast.Name) else getattr(pattern.func, "attr", "")
-        return CallForm(name, tuple(pattern.args), tuple(pattern.keywords))
-    return None
+def match(site: Site, pattern: str, node: ast.AST, *, alike: bool = False) -> Binding | None:
+    """Return the first way in which the pattern stands for the node; with `alike` for a function like its own."""
+    return _match(site, parsed(pattern), node, Binding(), _DEPTH, alike)
 
 
 def is_letter(node: ast.AST) -> bool:
@@ -244,299 +200,176 @@ def is_letter(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and len(node.id) == 1
 
 
-_EMPTY = Binding({}, None, frozenset())
+def _match(
+    site: Site, pattern: ast.expr, node: ast.AST, binding: Binding, depth: int, alike: bool = False
+) -> Binding | None:
+    if isinstance(pattern, ast.Name):
+        return _letter(site, pattern.id, node, binding)
+    if isinstance(pattern, ast.Constant):
+        if isinstance(pattern.value, bool):
+            is_same = isinstance(node, ast.Constant) and node.value is pattern.value
+        else:
+            value = site.constant(node)
+            is_same = isinstance(value, int | float) and math.isclose(value, pattern.value, rel_tol=1e-6)  # type: ignore[arg-type]
+        return binding if is_same else None
+    seen = replace(binding, nodes=binding.nodes | {node})
+    if depth and (assignment := site.definition(node)) is not None:
+        return _match(site, pattern, assignment.value, seen, depth - 1)
+    wanted, operation = _operation(pattern, None), site.operation(node)
+    assert wanted is not None
+    if operation is None:
+        return None
+    if wanted.name in (operation.name, LIKE.get(operation.name) if alike else None):
+        return _arguments(site, wanted, operation, seen, depth)
+    for spelling, form in SPELLINGS:
+        spelt = _operation(parsed(form), None)
+        if spelt is not None and spelt.name == wanted.name:
+            inner = _match(site, parsed(spelling), node, Binding(nodes=binding.nodes), depth)
+            if inner is not None:
+                args = tuple(inner.letters[x.id] for x in spelt.args if isinstance(x, ast.Name))
+                operation = Operation(wanted.name, (*args, *inner.rest[0]), inner.rest[1])
+                seen = replace(binding, nodes=binding.nodes | inner.nodes)
+                if (found := _arguments(site, wanted, operation, seen, depth)) is not None:
+                    return found
+    return None
 
 
-class Matcher:
-    """Matches patterns against the source of a site."""
-
-    def __init__(self, site: Site) -> None:
-        self.site = site
-
-    def match(self, pattern: str, node: ast.AST) -> Binding | None:
-        """Return the first way in which the pattern stands for the node."""
-        return next(self._match(_parsed(pattern), node, _EMPTY, _DEPTH), None)
-
-    def _match(self, pattern: ast.expr, node: ast.AST, binding: Binding, depth: int) -> Iterator[Binding]:
-        if is_letter(pattern):
-            assert isinstance(pattern, ast.Name)
-            yield from self._letter(pattern.id, node, binding)
-            return
-        if isinstance(pattern, ast.Constant):
-            value = self.site.constant(node)
-            is_number = isinstance(value, int | float) and not isinstance(value, ModuleType)
-            if is_number and math.isclose(value, float(pattern.value), rel_tol=1e-6):  # type: ignore[arg-type]
-                yield binding
-            return
-        if isinstance(pattern, ast.Name):  # a number with a name
-            if pattern.id == "PI" and self.site.constant(node) == math.pi:
-                yield binding
-            return
-        if isinstance(pattern, ast.Subscript):
-            yield from self._shape(pattern, node, binding)
-            return
-        assignment = self.site.definition(node) if depth else None
-        if assignment is not None:
-            nodes = binding.nodes | {node}
-            inner = binding._replace(nodes=nodes, inlined=(*binding.inlined, assignment))
-            yield from self._match(pattern, assignment.value, inner, depth - 1)
-            return
-        wanted, form = _pattern_form(pattern), self.site.call_form(node)
-        if wanted is None or form is None or not isinstance(node, ast.AST):
-            return
-        seen = binding._replace(nodes=binding.nodes | {node})
-        if ALIASES.get(wanted.name, wanted.name) == form.name:
-            yield from self._arguments(wanted, form, seen, depth)
-        for operands, other in _spellings().get(wanted.name, ()):
-            replaced = _with_operands(other, dict(zip(map(ast.dump, operands), wanted.args, strict=False)))
-            yield from self._match(replaced, node, binding, depth - 1)
-
-    def _letter(self, letter: str, node: ast.AST, binding: Binding) -> Iterator[Binding]:
-        if not isinstance(node, ast.expr):
-            return
-        if letter == "N" and not isinstance(self.site.constant(node), int | float):
-            return
-        if letter == "S" and not self._is_scalar(node):
-            return
-        bound = binding.letters.get(letter)
-        if bound is None:
-            yield binding._replace(letters={**binding.letters, letter: node})
-        elif self._is_same(bound, node):
-            yield binding
-
-    def _is_scalar(self, node: ast.expr) -> bool:
-        assignment = self.site.definition(node)
+def _letter(site: Site, letter: str, node: ast.AST, binding: Binding) -> Binding | None:
+    bound = binding.letters.get(letter)
+    if not isinstance(node, ast.expr) or (bound is not None and not _is_same(site, bound, node)):
+        return None
+    if letter == "N" and not isinstance(site.constant(node), int | float):
+        return None
+    if letter == "S":
+        assignment = site.definition(node)
         value = node if assignment is None else assignment.value
-        is_own = isinstance(value, ast.Attribute) and is_self(value.value)
         names = {getattr(x, "attr", "") for x in ast.walk(value)}
-        return is_own or self.site.constant(value) is not None or not names.isdisjoint({"shape", "size"})
-
-    def _is_same(self, left: ast.expr, right: ast.expr) -> bool:
-        if ast.dump(left) == ast.dump(right):
-            return True
-        values = [
-            definition.value if (definition := self.site.definition(node)) else node for node in (left, right)
-        ]
-        return values != [left, right] and ast.dump(values[0]) == ast.dump(values[1])
-
-    def _shape(self, pattern: ast.Subscript, node: ast.AST, binding: Binding) -> Iterator[Binding]:
-        """Match `X.shape[D]`, also as `X.size(D)`."""
-        assert isinstance(pattern.value, ast.Attribute)
-        form = self.site.call_form(node)
-        pair = form.args if form is not None and form.name == "size" and len(form.args) == 2 else None
-        if isinstance(node, ast.Subscript) and getattr(node.value, "attr", "") == "shape":
-            assert isinstance(node.value, ast.Attribute)
-            pair = node.value.value, node.slice
-        if pair is not None:
-            for inner in self._match(pattern.value.value, pair[0], binding, 0):
-                yield from self._match(pattern.slice, pair[1], inner, 0)
-
-    def _arguments(self, wanted: CallForm, form: CallForm, binding: Binding, depth: int) -> Iterator[Binding]:
-        patterns = list(wanted.args)
-        takes_rest = bool(patterns) and isinstance(patterns[-1], ast.Constant) and patterns[-1].value is ...
-        patterns = patterns[:-1] if takes_rest else patterns
-        args, keywords = list(form.args), {x.arg or "**": x for x in form.keywords}
-        if len(args) < len(patterns):
-            return
-        pairs = list(zip(patterns, args, strict=False))
-        args = args[len(patterns) :]
-        for keyword in wanted.keywords:
-            assert keyword.arg is not None
-            given = next((k for k in keywords if _SAME_ARGUMENT.get(k, k) == keyword.arg), None)
-            if given is not None:
-                pairs.append((keyword.value, keywords.pop(given).value))
-            elif args:
-                pairs.append((keyword.value, args.pop(0)))
-            else:
-                return
-        if takes_rest:
-            rest = (tuple(args), tuple(keywords.values()))
-            if not args and not keywords:
-                return  # the row without `...` is for this
-            if binding.rest is not None and _dump(binding.rest) != _dump(rest):
-                return
-            binding = binding._replace(rest=rest)
-        elif args or keywords:
-            return
-        orders = [pairs]
-        if wanted.name in _COMMUTATIVE and len(pairs) == 2:
-            orders.append([(pairs[0][0], pairs[1][1]), (pairs[1][0], pairs[0][1])])
-        for order in orders:
-            yield from self._all(order, binding, depth)
-
-    def _all(self, pairs: list[tuple[ast.expr, ast.expr]], binding: Binding, depth: int) -> Iterator[Binding]:
-        if not pairs:
-            yield binding
-            return
-        if isinstance(pairs[0][0], ast.Constant) and isinstance(pairs[0][0].value, bool):
-            value = pairs[0][1].value if isinstance(pairs[0][1], ast.Constant) else None
-            if value is pairs[0][0].value:
-                yield from self._all(pairs[1:], binding, depth)
-            return
-        for inner in self._match(*pairs[0], binding, depth):
-            yield from self._all(pairs[1:], inner, depth)
+        is_attribute = isinstance(value, ast.Attribute) and is_self(value.value)
+        if not (is_attribute or site.constant(value) is not None or names & {"shape", "size"}):
+            return None
+    return replace(binding, letters={letter: node, **binding.letters})
 
 
-def _dump(rest: tuple[tuple[ast.expr, ...], tuple[ast.keyword, ...]]) -> list[str]:
-    return [ast.dump(node) for part in rest for node in part]
+def _is_same(site: Site, left: ast.expr, right: ast.expr) -> bool:
+    if ast.dump(left) == ast.dump(right):
+        return True
+    values = [made.value if (made := site.definition(node)) else node for node in (left, right)]
+    return values != [left, right] and ast.dump(values[0]) == ast.dump(values[1])
 
 
-def _with_operands(pattern: ast.expr, operands: Mapping[str, ast.expr]) -> ast.expr:
-    """Return the pattern with its letters replaced by other patterns."""
+def _arguments(
+    site: Site, wanted: Operation, operation: Operation, binding: Binding, depth: int
+) -> Binding | None:
+    patterns = [x for x in wanted.args if not _is_rest(x)]
+    takes_rest = len(patterns) < len(wanted.args)
+    args, keywords = list(operation.args), dict(operation.keywords)
+    if len(args) < len(patterns):
+        return None
+    pairs = list(zip(patterns, args, strict=False))
+    args = args[len(patterns) :]
+    for name, pattern in wanted.keywords.items():
+        if name not in keywords and not args:
+            return None
+        pairs.append((pattern, keywords.pop(name) if name in keywords else args.pop(0)))
+    if takes_rest:
+        rest = tuple(args), keywords
+        # A row without `...` is for a call without further arguments. A second `...` is the same as the first.
+        if not (args or keywords) or (any(binding.rest) and _dump(binding.rest) != _dump(rest)):
+            return None
+        binding = replace(binding, rest=rest)
+    elif args or keywords:
+        return None
+    orders = [pairs]
+    if wanted.name in _COMMUTATIVE:
+        orders.append([(pairs[0][0], pairs[1][1]), (pairs[1][0], pairs[0][1])])
+    for order in orders:
+        inner: Binding | None = binding
+        for pattern, node in order:
+            inner = None if inner is None else _match(site, pattern, node, inner, depth)
+        if inner is not None:
+            return inner
+    return None
 
-    class Replace(ast.NodeTransformer):
-        def visit_Name(self, node: ast.Name) -> ast.expr:
-            return operands.get(ast.dump(node), node)
 
-        def visit_Constant(self, node: ast.Constant) -> ast.expr:
-            return node
-
-    return Replace().visit(copy.deepcopy(pattern))  # type: ignore[no-any-return]
+def _dump(rest: tuple[tuple[ast.expr, ...], Mapping[str, ast.expr]]) -> list[str]:
+    return [*map(ast.dump, rest[0]), *(f"{name}={ast.dump(x)}" for name, x in rest[1].items())]
 
 
 class Writer(ast.NodeTransformer):
-    """Writes a form: its letters become what they stand for in the source.
+    """Writes the form of a row in the place of `node`: its letters become what they stand for in the source.
 
-    A part of an inlined assignment that has effects is bound to a new name where it stood: `hoists` has these edits.
+    An operand of another statement that calls something is bound to a new name there: `hoists` has these edits.
     """
 
-    def __init__(
-        self, matcher: Matcher, binding: Binding, numbers: Mapping[str, str], whole: ast.AST
-    ) -> None:
-        self._matcher = matcher
-        self._site = matcher.site
+    def __init__(self, site: Site, binding: Binding, numbers: Mapping[str, str], node: ast.AST) -> None:
+        self.hoists: list[Edit] = []
+        self._site = site
         self._binding = binding
         self._numbers = numbers
-        self._statement = matcher.site.statement(whole)
-        self.hoists: list[Edit] = []
-        self._hoisted: dict[ast.expr, str] = {}
-        self._logs: list[bool] = []
+        self._node = node
+        self._names: dict[ast.expr, str] = {}
 
-    def write(self, form: str) -> ast.expr:
-        """Return the form as a tree. Raises NoForm."""
-        tree: ast.expr = self.visit(copy.deepcopy(_parsed(form)))
-        if self._logs and not any(self._logs):
-            raise NoForm("no logarithm becomes simpler")
-        return ast.fix_missing_locations(tree)
+    def edits(self, form: str) -> tuple[Edit, ...]:
+        """Return the edits that write the form. Raises NoFormError."""
+        tree = ast.fix_missing_locations(self.visit(copy.deepcopy(parsed(form))))
+        text = ast.unparse(tree)
+        edit = _placed(self._site, self._node, tree, text if '"' in text else text.replace("'", '"'))
+        return *self.hoists, edit
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         """Return what a letter, a module or a number stands for."""
         if node.id in ("torch", "F", "math"):
-            return _parsed(self._site.module(node.id))
+            return ast.parse(self._site.module(node.id), mode="eval").body
         if node.id in self._numbers:
             return ast.Name(self._numbers[node.id])
-        if len(node.id) > 1 or node.id not in self._binding.letters:
+        value = self._binding.letters.get(node.id)
+        if value is None:
             return node
-        value = self._binding.letters[node.id]
-        is_elsewhere = self._site.statement(value) is not self._statement
-        if is_elsewhere and not self._site.is_cheap(value):
-            return ast.Name(self._hoist(value))
+        statements = {self._site.statement(x) for x in (value, self._node) if x in self._site.parents}
+        if len(statements) > 1 and any(isinstance(x, ast.Call) for x in ast.walk(value)):
+            return ast.Name(self._hoisted(value))
         return copy.deepcopy(value)
 
-    def _hoist(self, value: ast.expr) -> str:
-        """Give the expression a name on a line of its own, before the assignment that computes it."""
-        if value in self._hoisted:
-            return self._hoisted[value]
-        assignment = self._site.statement(value)
-        start = self._site.file.span(assignment)
-        column = self._site.file.column(start)
-        if column.strip() or not isinstance(assignment, ast.Assign):
-            raise NoForm("the assignment does not begin its line")
-        names = ("logits", "scores", "operand", "operand_2")
-        name = next((name for name in names if not self._site.is_bound(name)), None)
-        if name is None:
-            raise NoForm("no name is free")
-        text = self._site.file.part(self._site.file.span(value))
-        self.hoists += [
-            Edit(Span(start.start, start.start), f"{name} = {text}\n{column}"),
-            Edit(self._site.file.bracketed(self._site.file.span(value)), name),
-        ]
-        self._hoisted[value] = name
-        return name
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
-        """Write a negative without two signs."""
-        operand = self.visit(node.operand)
-        if isinstance(operand, ast.UnaryOp) and isinstance(operand.op, ast.USub):
-            return operand.operand
-        return ast.UnaryOp(node.op, operand)
-
     def visit_Call(self, node: ast.Call) -> ast.expr:
-        """Write a call with its further arguments, and a logarithm by the table."""
-        if isinstance(node.func, ast.Name) and node.func.id == "LOG":
-            return self._log(node.args[0])
-        rest_args, rest_keywords = self._binding.rest or ((), ())
+        """Write a call, with its further arguments in the place of `...`."""
+        rest: Mapping[str, ast.expr] = {}
         args: list[ast.expr] = []
-        keywords: list[ast.keyword] = []
         for argument in node.args:
-            if isinstance(argument, ast.Constant) and argument.value is ...:
-                args += [copy.deepcopy(x) for x in rest_args]
-                keywords += [copy.deepcopy(x) for x in rest_keywords]
+            if _is_rest(argument):
+                args += copy.deepcopy(self._binding.rest[0])
+                rest = self._binding.rest[1]
             else:
                 args.append(self.visit(argument))
-        given = [ast.keyword(x.arg, self.visit(x.value)) for x in node.keywords]
-        replaced = {x.arg for x in given} | {"correction" for x in given if x.arg == "unbiased"}
-        keywords = [x for x in keywords if x.arg not in replaced]
-        return ast.Call(self.visit(node.func), args, [*keywords, *given])
+        keywords = {x.arg: self.visit(x.value) for x in node.keywords if x.arg}
+        taken = keywords.keys() | ({"correction"} if "unbiased" in keywords else set())
+        kept = {name: copy.deepcopy(value) for name, value in rest.items() if name not in taken}
+        names = {**kept, **keywords}
+        return ast.Call(self.visit(node.func), args, [ast.keyword(name, x) for name, x in names.items()])
 
-    def _log(self, letter: ast.expr) -> ast.expr:
-        """Return the simplest logarithm of what a letter stands for."""
-        assert isinstance(letter, ast.Name)
-        operand = self._binding.letters[letter.id]
-        value = self._site.constant(operand)
-        if isinstance(value, int | float) and value > 0:
-            return ast.Name(repr(math.log(value)))
-        logarithm = ast.Call(_parsed(f"{self._site.module('torch')}.log"), [operand], [])
-        for pattern, form in STABLE:
-            if not pattern.startswith("log"):
-                continue
-            binding = self._matcher.match(pattern, logarithm)
-            if binding is None:
-                continue
-            writer = Writer(self._matcher, binding, self._numbers, self._statement)
-            writer._hoisted, writer._statement = self._hoisted, self._statement
-            try:
-                tree = writer.write(form)
-            except NoForm:
-                continue
-            self.hoists += writer.hoists
-            self._logs.append(True)
-            return tree
-        self._logs.append(False)
-        return ast.Call(logarithm.func, [self.visit(copy.deepcopy(letter))], [])
+    def _hoisted(self, value: ast.expr) -> str:
+        """Give the expression a name on a line of its own, before the assignment that computes it."""
+        if value not in self._names:
+            file, assignment = self._site.file, self._site.statement(value)
+            start, part = file.span(assignment), file.span(value)
+            column = file.column(start)
+            free = (name for name in ("logits", "scores", "operand") if not self._site.is_bound(name))
+            name = next((name for name in free if name not in self._names.values()), "")
+            if column.strip() or not isinstance(assignment, ast.Assign) or not name:
+                raise NoFormError("no line or no name is free")
+            line = Edit(Span(start.start, start.start), f"{name} = {file.part(part)}\n{column}")
+            self.hoists += [line, Edit(file.bracketed(part), name)]
+            self._names[value] = name
+        return self._names[value]
 
 
-def edit_of(site: Site, node: ast.AST, tree: ast.expr) -> Edit:
+def _placed(site: Site, node: ast.AST, tree: ast.expr, text: str) -> Edit:
     """Return the edit that puts an expression in the place of a node, in brackets where it needs them."""
-    text = ast.unparse(tree)
-    text = text if '"' in text else text.replace("'", '"')
-    above = site.parents.get(node)
-    span = site.file.span(node)
+    above, span = site.parents.get(node), site.file.span(node)
+    around = ast.BinOp | ast.UnaryOp | ast.Attribute | ast.Subscript | ast.Compare | ast.IfExp
     is_atom = isinstance(tree, ast.Call | ast.Name | ast.Attribute | ast.Subscript | ast.Constant)
-    needs = isinstance(
-        above, ast.BinOp | ast.UnaryOp | ast.Attribute | ast.Subscript | ast.Compare | ast.IfExp
-    )
     is_called = isinstance(above, ast.Call) and above.func is node
-    if not is_atom and (needs or is_called) and site.file.bracketed(span) == span:
+    if not is_atom and (isinstance(above, around) or is_called) and site.file.bracketed(span) == span:
         text = f"({text})"
     elif is_atom and not isinstance(above, ast.Call | ast.keyword | ast.Tuple | ast.List):
         span = site.file.bracketed(span)
     return Edit(span, text)
-
-
-def clamped(site: Site, node: ast.expr, tree: ast.expr) -> ast.expr:
-    """Return a clamp of a clamp as one: the bounds that the source has, and those of the guard."""
-    is_clamp = (
-        isinstance(tree, ast.Call) and isinstance(tree.func, ast.Attribute) and tree.func.attr == "clamp"
-    )
-    inner = site.call_form(node)
-    if not is_clamp or inner is None or inner.name not in ("clamp", "clamp_min", "clamp_max"):
-        return tree
-    assert isinstance(tree, ast.Call)
-    names = {"clamp": ("min", "max"), "clamp_min": ("min",), "clamp_max": ("max",)}[inner.name]
-    bounds: dict[str, ast.expr] = dict(zip(names, inner.args[1:], strict=False))
-    bounds |= {x.arg: x.value for x in inner.keywords if x.arg in ("min", "max")}
-    bounds |= dict(zip(("min", "max"), tree.args, strict=False))
-    bounds |= {x.arg: x.value for x in tree.keywords if x.arg}
-    keywords = [ast.keyword(name, bounds[name]) for name in ("min", "max") if name in bounds]
-    return ast.Call(ast.Attribute(copy.deepcopy(inner.args[0]), "clamp"), [], keywords)

@@ -6,10 +6,8 @@ import ast
 import difflib
 import linecache
 import re
-import tokenize
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -18,6 +16,8 @@ from typing import Any, NamedTuple
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 # Larger ones are generated, and parsing them takes seconds.
 _MOST_BYTES = 4 << 20
+# What ends a line of Python; git knows the first two.
+_LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
 class Span(NamedTuple):
@@ -37,25 +37,143 @@ class Edit(NamedTuple):
     span: Span
     text: str
 
+    @property
+    def growth(self) -> int:
+        """The number of bytes that it adds."""
+        return len(self.text.encode()) - (self.span.end - self.span.start)
+
+
+class SourceFile:
+    """The text of a Python file, with its own line ends, and its tree. Raises SyntaxError where it is no Python."""
+
+    def __init__(self, name: str, text: str, *, is_file: bool) -> None:
+        self.name = name
+        self.text = text
+        self.is_file = is_file
+        self.tree = ast.parse(text)
+        self._data = text.encode()
+        self._starts = [0, *(match.end() for match in _LINE_END.finditer(self._data))]
+
+    @classmethod
+    def load(cls, name: str) -> SourceFile | None:
+        """Return the UTF-8 file of that name, or the notebook cell that linecache has; None without either."""
+        path = Path(name)
+        try:
+            if path.is_file():
+                if path.stat().st_size > _MOST_BYTES:
+                    return None
+                return cls(name, path.read_bytes().decode(), is_file=True)
+            text = "".join(linecache.getlines(name))
+            return cls(name, text, is_file=False) if text else None
+        except (OSError, SyntaxError, ValueError):
+            return None
+
+    def span(self, node: ast.AST) -> Span:
+        """Return the span of a node that has a place."""
+        places = ("lineno", "col_offset", "end_lineno", "end_col_offset")
+        return self._between(*(getattr(node, name) for name in places))
+
+    def _between(self, line: int, column: int, end_line: int, end_column: int) -> Span:
+        return Span(self._starts[line - 1] + column, self._starts[end_line - 1] + end_column)
+
+    def at(self, positions: Sequence[int | None] | None) -> Span | None:
+        """Return the span of what `code.co_positions()` has of an instruction; None where it does not tell."""
+        known = [place for place in positions or () if place is not None]
+        if len(known) != 4:
+            return None
+        line, end_line, start, end = known
+        return self._between(line, start, end_line, end)
+
+    def line_of(self, span: Span) -> int:
+        """Return the number of the line in which the span begins."""
+        return bisect_right(self._starts, span.start)
+
+    def bracketed(self, span: Span) -> Span:
+        """Return the span with the round brackets directly around it, if there is a pair; else the same."""
+        before, after = self._data[: span.start].rstrip(b" "), self._data[span.end :]
+        gap = len(after) - len(after.lstrip(b" "))
+        if before.endswith(b"(") and after[gap : gap + 1] == b")":
+            return Span(len(before) - 1, span.end + gap + 1)
+        return span
+
+    def column(self, span: Span) -> str:
+        """Return the text of its line before the span."""
+        return self.part(Span(self._starts[self.line_of(span) - 1], span.start))
+
+    def part(self, span: Span) -> str:
+        """Return the text of a span."""
+        return self._data[span.start : span.end].decode()
+
+    def edited(self, edits: Sequence[Edit]) -> SourceFile:
+        """Return the file with these edits, which do not overlap."""
+        data = self._data
+        for span, text in sorted(edits, reverse=True):
+            data = data[: span.start] + text.encode() + data[span.end :]
+        return SourceFile(self.name, data.decode(), is_file=self.is_file)
+
+    @staticmethod
+    def moved(span: Span, edits: Sequence[Edit]) -> Span:
+        """Return the span in the edited text of what is at `span` in this one, which covers an edit or does not touch
+        it.
+        """
+        start = span.start + sum(edit.growth for edit in edits if edit.span.end <= span.start)
+        inside = sum(edit.growth for edit in edits if span.covers(edit.span) and edit.span.end > span.start)
+        return Span(start, start + span.end - span.start + inside)
+
+    def patch(self, after: SourceFile) -> str:
+        """Return a unified diff from this file to the other version; "" where nothing is on the disk."""
+        if not self.is_file:
+            return ""
+        path = _relative(Path(self.name).resolve())
+        if " " in path:
+            path += "\t"  # ends a name with spaces in it
+        # Lines as git has them, which knows no other end than a line feed.
+        before, changed = (re.findall(r"[^\n]*\n|[^\n]+", file.text) for file in (self, after))
+        return "".join(
+            line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+            for line in difflib.unified_diff(before, changed, f"a/{path}", f"b/{path}")
+        )
+
+
+def _relative(path: Path) -> str:
+    """Return the path from the top of its git work tree, else from the current folder, else from its own."""
+    for folder in path.parents:
+        if (folder / ".git").exists():
+            return path.relative_to(folder).as_posix()
+    here = Path.cwd()
+    return (path.relative_to(here) if path.is_relative_to(here) else Path(path.name)).as_posix()
+
+
+class Target(NamedTuple):
+    """The functions that run a line, which share one code, and the file that they were compiled from.
+
+    Statements without a function of their own have the node of what is around them, and `exchange` runs an edited file
+    in their place.
+    """
+
+    functions: tuple[FunctionType, ...]
+    file: SourceFile
+    node: FunctionNode | ast.Module
+    exchange: Callable[[SourceFile, Sequence[Span], Any], AbstractContextManager[None]] | None = None
+
+    @property
+    def code(self) -> CodeType:
+        """The code as it is now."""
+        return self.functions[0].__code__
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """The globals of the functions."""
+        return self.functions[0].__globals__
+
+
+# What a syntax tree tells
+
 
 def first_line(node: ast.stmt | ast.expr) -> int:
     """Return the first line of a node, that of its first decorator if it has one."""
     decorators: list[ast.expr] = getattr(node, "decorator_list", [])
     return min([node.lineno, *(decorator.lineno for decorator in decorators)])
-
-
-def nodes_at(tree: ast.Module, line: int) -> Iterator[ast.AST]:
-    """Yield the statements that cover the line, with their expressions, outer ones first.
-
-    A walk over the whole tree took 5 ms for a file of 2,000 lines, and a search makes one for each change.
-    """
-    left: deque[ast.AST] = deque([tree])
-    while left:
-        node = left.popleft()
-        if isinstance(node, ast.stmt) and not first_line(node) <= line <= (node.end_lineno or node.lineno):
-            continue
-        yield node
-        left.extend(ast.iter_child_nodes(node))
 
 
 def path_to(top: ast.AST, line: int) -> list[tuple[list[ast.stmt], ast.stmt]]:
@@ -102,148 +220,3 @@ def called_name(node: ast.AST) -> str:
 def is_self(node: ast.AST) -> bool:
     """Return whether this is the name of a method's own object."""
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
-
-
-# What ends a line of Python; git knows the first two.
-_LINE_END = re.compile(rb"\r\n|\n|\r")
-
-
-class SourceFile:
-    """The text of a Python file, with its own line ends, and its tree. Raises SyntaxError where it is no Python."""
-
-    def __init__(self, name: str, text: str, *, is_file: bool, encoding: str = "utf-8") -> None:
-        self.name = name
-        self.text = text
-        self.is_file = is_file
-        self.tree = ast.parse(text)
-        self._encoding = encoding
-        self._data = text.encode()
-        self._starts = [0, *(match.end() for match in _LINE_END.finditer(self._data))]
-
-    @classmethod
-    def load(cls, name: str) -> SourceFile | None:
-        """Return the file of that name, or the notebook cell that linecache has; None where neither can be had."""
-        path = Path(name)
-        try:
-            if path.is_file():
-                if path.stat().st_size > _MOST_BYTES:
-                    return None
-                with path.open("rb") as file:
-                    encoding = tokenize.detect_encoding(file.readline)[0]
-                return cls(name, path.read_bytes().decode(encoding), is_file=True, encoding=encoding)
-            text = "".join(linecache.getlines(name))
-            return cls(name, text, is_file=False) if text else None
-        except (OSError, SyntaxError, ValueError):
-            return None
-
-    def span(self, node: ast.AST) -> Span:
-        """Return the span of a node that has a place."""
-        places = ("lineno", "col_offset", "end_lineno", "end_col_offset")
-        return self.between(*(getattr(node, name) for name in places))
-
-    def between(self, line: int, column: int, end_line: int, end_column: int) -> Span:
-        """Return the span between two places; columns are in bytes."""
-        return Span(self._starts[line - 1] + column, self._starts[end_line - 1] + end_column)
-
-    def at(self, positions: Sequence[int | None] | None) -> Span | None:
-        """Return the span of what `code.co_positions()` has of an instruction; None where it does not tell."""
-        known = [place for place in positions or () if place is not None]
-        if len(known) != 4:
-            return None
-        line, end_line, start, end = known
-        return self.between(line, start, end_line, end)
-
-    def line_of(self, span: Span) -> int:
-        """Return the number of the line in which the span begins."""
-        return bisect_right(self._starts, span.start)
-
-    def bracketed(self, span: Span) -> Span:
-        """Return the span with the round brackets directly around it, if there is a pair; else the same."""
-        before, after = self._data[: span.start].rstrip(b" "), self._data[span.end :]
-        gap = len(after) - len(after.lstrip(b" "))
-        if before.endswith(b"(") and after[gap : gap + 1] == b")":
-            return Span(len(before) - 1, span.end + gap + 1)
-        return span
-
-    def column(self, span: Span) -> str:
-        """Return the text of its line before the span."""
-        return self._data[self._starts[self.line_of(span) - 1] : span.start].decode()
-
-    def part(self, span: Span) -> str:
-        """Return the text of a span."""
-        return self._data[span.start : span.end].decode()
-
-    def edited(self, edits: Sequence[Edit]) -> SourceFile:
-        """Return the file with these edits, which do not overlap."""
-        data = self._data
-        for span, text in sorted(edits, reverse=True):
-            data = data[: span.start] + text.encode() + data[span.end :]
-        return SourceFile(self.name, data.decode(), is_file=self.is_file, encoding=self._encoding)
-
-    @staticmethod
-    def moved(span: Span, edits: Sequence[Edit]) -> Span:
-        """Return the span in the edited text of what is at `span` in this one, which covers an edit or does not touch
-        it.
-        """
-        start = span.start + sum(_growth(edit) for edit in edits if edit.span.end <= span.start)
-        inside = sum(_growth(edit) for edit in edits if span.covers(edit.span))
-        return Span(start, start + span.end - span.start + inside)
-
-    def patch(self, after: SourceFile) -> str:
-        """Return a unified diff from this file to the other version; "" where nothing is on the disk, or no UTF-8."""
-        if not self.is_file:
-            return ""
-        path = _relative(Path(self.name).resolve())
-        if " " in path:
-            path += "\t"  # ends a name with spaces in it
-        diff = list(difflib.unified_diff(self._lines(), after._lines(), f"a/{path}", f"b/{path}"))
-        # A patch is UTF-8, and git compares bytes.
-        if self._encoding != "utf-8" and any(
-            line.encode() != line.encode(self._encoding.removesuffix("-sig")) for line in diff[3:]
-        ):
-            return ""
-        return "".join(
-            line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in diff
-        )
-
-    def _lines(self) -> list[str]:
-        """Return the lines as git has them, which knows no other end than a line feed."""
-        mark = "\ufeff" if self._encoding == "utf-8-sig" else ""
-        *whole, rest = (mark + self.text).split("\n")
-        return [f"{line}\n" for line in whole] + ([rest] if rest else [])
-
-
-def _growth(edit: Edit) -> int:
-    return len(edit.text.encode()) - (edit.span.end - edit.span.start)
-
-
-def _relative(path: Path) -> str:
-    """Return the path from the top of its git work tree, else from the current folder, else from its own."""
-    for folder in path.parents:
-        if (folder / ".git").exists():
-            return path.relative_to(folder).as_posix()
-    here = Path.cwd()
-    return (path.relative_to(here) if path.is_relative_to(here) else Path(path.name)).as_posix()
-
-
-class Target(NamedTuple):
-    """The functions that run a line, which share one code, and the file that they were compiled from.
-
-    Statements without a function of their own have the node of what is around them, and `exchange` runs an edited file
-    in their place.
-    """
-
-    functions: tuple[FunctionType, ...]
-    file: SourceFile
-    node: FunctionNode | ast.Module
-    exchange: Callable[[SourceFile, Sequence[Span], Any], AbstractContextManager[None]] | None = None
-
-    @property
-    def code(self) -> CodeType:
-        """The code as it is now."""
-        return self.functions[0].__code__
-
-    @property
-    def names(self) -> dict[str, Any]:
-        """The globals of the functions."""
-        return self.functions[0].__globals__

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanwatch import NonFiniteError, watch
-from nanwatch.diagnosis.patching import rounds
+from nanwatch.diagnosis import experiment
 from nanwatch.diagnosis.patching.proposals import says_count
 from nanwatch.report.finding import Cure, Finding
 
@@ -255,33 +255,12 @@ def test_a_value_in_an_attribute_is_found_and_its_cure_proven() -> None:
     assert new_lines(works(finding)) == ["self.penalty = torch.logsumexp(logits, -1).sum()"]
 
 
-class Norms(nn.Module):
-    """Two norms that one line makes, with a positional epsilon."""
-
-    def __init__(self, width: int = 2) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(width, 0.0), nn.Tanh()) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def test_an_option_is_changed_where_the_module_is_made() -> None:
+def test_an_option_is_given_to_all_modules_of_a_kind() -> None:
     """Only with both norms changed is the result finite, and afterwards they are as they were."""
-    model = Norms()
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(2, 0.0), nn.Tanh()) for _ in range(2)))
     cure = works(failed(model, torch.tensor([[1.0, 1.0], [1.0, 2.0]])))
-    made = "nn.Sequential(nn.LayerNorm(width, 1e-05), nn.Tanh())"
-    assert new_lines(cure) == [f"self.blocks = nn.ModuleList({made} for _ in range(2))"]
-    assert {block[0].eps for block in model.blocks} == {0.0}
-
-
-def test_an_option_is_set_where_nobody_knows_what_made_the_module() -> None:
-    model = nn.Sequential(nn.LayerNorm(2, eps=0.0))
-    cure = works(failed(model, torch.ones(1, 2)))
-    assert "`model[0].eps = 1e-05`" in cure.what
-    assert not cure.patch
+    assert "make LayerNorm with eps=1e-05, as `model[0][0]`" in cure.what
+    assert {block[0].eps for block in model} == {0.0}
 
 
 def state() -> list[Any]:
@@ -326,8 +305,8 @@ def test_other_threads_compute_what_they_did(monkeypatch: pytest.MonkeyPatch) ->
         thread.join()
         return run(*args, **kwargs)
 
-    run = rounds.run
-    with mock.patch.object(rounds, "run", runs):
+    run = experiment.run
+    with mock.patch.object(experiment, "run", runs):
         assert works(failed(Ratio(), HEALTHY_AND_ZERO))
     assert results
     assert all(result == expected for result in results)

@@ -16,12 +16,12 @@ from torch.nn import functional as F
 
 from nanwatch.diagnosis.diagnosis import Expression
 from nanwatch.diagnosis.patching.code_swap import find_target
-from nanwatch.diagnosis.patching.matching import Matcher, Site, Writer, edit_of
+from nanwatch.diagnosis.patching.matching import Site, Writer, match
 from nanwatch.diagnosis.patching.proposals import Failure, Proposer
-from nanwatch.diagnosis.patching.table import GUARDS, STABLE, Guard, numbers_of
+from nanwatch.diagnosis.patching.table import GUARDS, STABLE, numbers_of
 
 # Where the functions of a pattern lie, if not in torch.
-_ELSEWHERE = {"ndtr": "torch.special", "i0": "torch.special", "poisson_nll_loss": "F", "ctc_loss": "F", "eigh": "torch.linalg",
+_ELSEWHERE = {"ndtr": "torch.special", "poisson_nll_loss": "F", "ctc_loss": "F", "eigh": "torch.linalg",
               "normalize": "F", "cosine_similarity": "F", "layer_norm": "F", "svd": "torch.linalg"}  # fmt: skip
 # Options that a pattern's `...` stands for.
 _REST = {"layer_norm": "(3,)", "ctc_loss": "steps, lengths", "unsqueeze": "-1", "logit": "1e-12", "gather": "-1, lengths", "svd": "False",
@@ -38,7 +38,7 @@ class Spelt(ast.NodeTransformer):
     """Writes a pattern as a user would: `log(X)` as `torch.log(x)`."""
 
     def __init__(self, pattern: str) -> None:
-        self._number = "1e-9" if "+ N" in pattern else "1.4142135623730951" if "erf" in pattern else "2"
+        self._number = "1e-9" if "+ N" in pattern else "2"
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if isinstance(node.func, ast.Name):
@@ -54,21 +54,19 @@ class Spelt(ast.NodeTransformer):
                     else [x]
                 )
             ]
-            if node.func.id == "view":
-                node.func = ast.Attribute(node.args.pop(0), "view")
+            if node.func.id == "size":
+                node.func = ast.Attribute(node.args.pop(0), "size")
                 return self.generic_visit(node)
             node.func = ast.parse(f"{_ELSEWHERE.get(node.func.id, 'torch')}.{node.func.id}", mode="eval").body
         return self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        if node.id == "PI":
-            return ast.Name("math.pi")
         if len(node.id) > 1 or node.id == "F":
             return node
         return ast.Name(self._number if node.id == "N" else _NUMBERS.get(node.id, node.id.lower()))
 
 
-def site_of(pattern: str, folder: Path) -> tuple[Site, ast.expr, str, Any]:
+def site_of(pattern: str, folder: Path) -> tuple[Site, ast.expr, str]:
     """Return the site of a function that returns the pattern, its expression, and its text."""
     text = ast.unparse(ast.fix_missing_locations(Spelt(pattern).visit(ast.parse(pattern, mode="eval").body)))
     arguments = "x, y, a, b, c, t, q, m, steps=None, lengths=None, p=0.5"
@@ -86,7 +84,7 @@ def site_of(pattern: str, folder: Path) -> tuple[Site, ast.expr, str, Any]:
     (returned,) = target.node.body
     assert isinstance(returned, ast.Return)
     assert returned.value is not None
-    return Site(target, target.file, target.node), returned.value, source, names["value"]
+    return Site(target, target.file, target.node), returned.value, source
 
 
 def operands(pattern: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -97,10 +95,8 @@ def operands(pattern: str, dtype: torch.dtype) -> dict[str, Any]:
     values = {name: torch.rand(shape, dtype=torch.float64) * 0.8 + 0.1 for name in names}
     values["m"] = (torch.rand(shape) > 0.2).double() + 0.0
     values["m"][:, 0] = 1
-    if "acosh" in pattern or "square(X) - 1" in pattern:
+    if "acosh" in pattern:
         values["x"] = values["x"] + 1.5
-    if "exp(A) - exp(B)" in pattern:
-        values["a"] = values["a"] + 2
     if pattern.startswith(("log(1 - exp", "log1p(X")):
         values["x"] = -values["x"]
     if "det(" in pattern:
@@ -119,8 +115,6 @@ def operands(pattern: str, dtype: torch.dtype) -> dict[str, Any]:
     }
     if "nll_loss(log" in pattern:
         given["y"] = torch.tensor([0, 1, 2])
-    if "view(" in pattern:
-        given |= {"m": ~torch.eye(3, dtype=torch.bool), "a": 3, "b": 2, "y": values["y"][0].to(dtype)}
     if "gather(" in pattern:
         given["lengths"] = torch.tensor([[0], [1], [2]])
     if "ctc_loss" in pattern:
@@ -145,38 +139,31 @@ def text_of(edited: str) -> str:
 
 @pytest.mark.parametrize(("pattern", "form"), STABLE)
 def test_a_stable_form_gives_what_float64_gives(pattern: str, form: str, tmp_path: Path) -> None:
-    site, node, source, function = site_of(pattern, tmp_path)
-    matcher = Matcher(site)
-    binding = matcher.match(pattern, node)
+    site, node, source = site_of(pattern, tmp_path)
+    binding = match(site, pattern, node)
     assert binding is not None, source
-    writer = Writer(matcher, binding, numbers_of("float32"), node)
-    writer._logs = [True]  # a logarithm that becomes no simpler is a row of its own
-    edit = edit_of(site, node, writer.write(form))
-    edited = text_of(site.file.edited([edit]).text)
+    edited = text_of(site.file.edited(Writer(site, binding, numbers_of("float32"), node).edits(form)).text)
     truth = evaluate(text_of(source), operands(pattern, torch.float64))
     value = evaluate(edited, operands(pattern, torch.float32))
     assert value.dtype == torch.float32 or value.is_complex()
     torch.testing.assert_close(value.double().reshape(truth.shape), truth, rtol=1e-3, atol=1e-4)
-    assert function
 
 
-@pytest.mark.parametrize(
-    "row", [Guard._make(row) for row in GUARDS], ids=lambda row: f"{row.form} {row.condition}"
-)
-def test_a_guard_is_finite_at_the_pole_and_moves_no_healthy_value(row: Guard, tmp_path: Path) -> None:
-    pattern = row.pattern.replace("+ N", "+ 1e-50") if "small" in row.condition else row.pattern
-    site, node, source, function = site_of(pattern, tmp_path)
+@pytest.mark.parametrize("row", GUARDS, ids=lambda row: f"{row[0]} {row[2]} {row[3]}")
+def test_a_guard_is_finite_at_the_pole_and_moves_no_healthy_value(row: Any, tmp_path: Path) -> None:
+    pattern, _, form, condition, _ = row
+    pattern = pattern.replace("+ N", "+ 1e-50") if condition == "small" else pattern
+    site, node, source = site_of(pattern, tmp_path)
     bound = {inner: [torch.tensor(7.0)] for inner in ast.walk(node) if isinstance(inner, ast.Name)}
     proposer = Proposer(site, Failure("", Expression(site.file.name, 6)), [node], bound)
     proposal = proposer.guard(node, row, holds=True)
     assert proposal is not None, source
     edited = text_of(site.file.edited(proposal.edits).text)
-    assert function
     values = operands(pattern, torch.float32)
-    if row.condition.startswith(("int", "number")):
+    if condition in ("int", "number"):
         assert evaluate(edited, {**values, "b": 0}).isfinite().all()
         return
-    if row.condition.startswith("count"):
+    if condition == "count":
         values = {name: x + 2 if isinstance(x, Tensor) else x for name, x in values.items()}
     exact = {
         name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -186,14 +173,13 @@ def test_a_guard_is_finite_at_the_pole_and_moves_no_healthy_value(row: Guard, tm
     if name not in ("std", "var", "mean", "eigh", "svd"):  # which another divisor or another matrix moves
         truth, value = evaluate(text_of(source), exact), evaluate(edited, values)
         torch.testing.assert_close(value.to(truth), truth, rtol=1e-2, atol=3e-3)
-    pole = _POLES.get(pattern, _POLES.get(name, 0.0))
-    hit = "b" if "B" in pattern and name not in ("ctc_loss", "cosine_similarity", "hypot") else "x"
     if name in ("ctc_loss", "cosine_similarity", "logit", "layer_norm", "normalize"):
         return  # which are finite at any pole that their form could have
-    if row.pattern == "A * B" and "B == 0" in row.form:
-        values, hit = {**values, "b": torch.zeros(3, 3)}, "a"
-    if row.pattern == "A * B" and "A == 0" in row.form:
-        values["a"] = torch.zeros(3, 3)
+    pole = _POLES.get(pattern, _POLES.get(name, 0.0))
+    hit = "b" if "B" in pattern and name != "hypot" else "x"
+    if pattern == "A * B":
+        hit, other = ("a", "b") if "B == 0" in form else ("b", "a")
+        values[other] = torch.zeros(3, 3)
     shape = (0, 3) if name == "mean" else (1,) if name in ("std", "var") and "..." not in pattern else (3, 3)
     failing = torch.full(shape, pole, dtype=values[hit].dtype)
     if name in ("std", "var") and "..." in pattern:
@@ -207,7 +193,6 @@ def test_a_guard_is_finite_at_the_pole_and_moves_no_healthy_value(row: Guard, tm
     assert torch.view_as_real(result).isfinite().all() if result.is_complex() else result.isfinite().all(), (
         edited
     )
-    if "backward" not in row.condition.split("!"):
-        (gradient,) = torch.autograd.grad(result.abs().sum(), values[hit], allow_unused=True)
-        is_forward = "!backward" in row.condition or name in ("eigh", "svd", "mean", "std", "softmax")
-        assert is_forward or gradient is None or gradient.isfinite().all(), edited
+    (gradient,) = torch.autograd.grad(result.abs().sum(), values[hit], allow_unused=True)
+    is_forward = condition == "forward" or name in ("eigh", "svd", "mean", "std", "softmax")
+    assert is_forward or gradient is None or gradient.isfinite().all(), edited
