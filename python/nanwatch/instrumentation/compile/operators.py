@@ -80,12 +80,12 @@ def put_record(tx: Any, site: Any, caller: Any, module: Any, args: Any, kwargs: 
 
 def _put(tx: Any, site: Any, caller: Any, plan: _Plan) -> None:
     from torch._dynamo.source import AttrSource
-    from torch._dynamo.variables import ConstantVariable, ListVariable
+    from torch._dynamo.variables import ListVariable
     from torch._dynamo.variables.base import VariableTracker
 
     sequence = VariableTracker.build(tx, SEQUENCE, AttrSource(tx.import_source(__name__), "SEQUENCE"))
-    caller = ConstantVariable.create(None) if caller is None else caller
-    text = ConstantVariable.create(PLAN_SEPARATOR.join(plan.lines))
+    caller = VariableTracker.build(tx, None) if caller is None else caller
+    text = VariableTracker.build(tx, PLAN_SEPARATOR.join(plan.lines))
     arguments = [sequence, site, caller, text, ListVariable(plan.tensors)]
     VariableTracker.build(tx, record_).call_function(tx, arguments, {})
 
@@ -127,18 +127,16 @@ class _Plan:
         Dynamo guards on everything that it reads, and fails on some values (sparse tensors). So this reads only plain
         tensors among the values that the user's own code has not touched so far.
         """
-        from torch._dynamo.variables import TensorVariable
-        from torch._dynamo.variables.lazy import LazyVariableTracker
-
-        if issubclass(type(variable), LazyVariableTracker) and not variable.is_realized():
+        if not variable.is_realized():
             value = variable.original_value()
             if not _is_harmless(value, MAX_DEPTH):
                 is_read = isinstance(value, Tensor | list | tuple | dict) or is_dataclass(value)
                 self._add_line(role, *(("u", label, _NOT_READ) if is_read else ("x", label)))
                 return
         variable = variable.realize()
-        if issubclass(type(variable), TensorVariable):
-            if variable.python_type() in _PLAIN_TENSORS and variable.layout is torch.strided:
+        kind = variable.python_type()
+        if issubclass(kind, Tensor):
+            if kind in _PLAIN_TENSORS and getattr(variable, "layout", None) is torch.strided:
                 self._add_line(role, "t", label)
                 self.tensors.append(variable)
             else:
@@ -174,13 +172,7 @@ class _Plan:
 
     def _attributes(self, variable: Any) -> list[tuple[object, Any]] | None:
         """Return the attributes of an object that the traced code has made, without numbers and texts."""
-        from torch._dynamo.variables import UserDefinedObjectVariable
-        from torch._dynamo.variables.base import AttributeMutationNew
-
-        is_new = issubclass(type(variable), UserDefinedObjectVariable) and isinstance(
-            variable.mutation_type, AttributeMutationNew
-        )
-        if not is_new or self._given is None or id(variable) in self._given:
+        if variable.source is not None or self._given is None or id(variable) in self._given:
             return None
         kinds = variable.python_type().__mro__
         is_callable = any("__call__" in vars(kind) for kind in kinds)
@@ -195,10 +187,7 @@ class _Plan:
 
 
 def _realized(variable: Any) -> Any:
-    from torch._dynamo.variables.lazy import LazyVariableTracker
-
-    is_lazy = issubclass(type(variable), LazyVariableTracker) and not variable.is_realized()
-    return variable if is_lazy else variable.realize()
+    return variable.realize() if variable.is_realized() else variable
 
 
 def _is_left_out(attribute: Any) -> bool:
