@@ -140,7 +140,9 @@ def _evaluated_in_training_mode(training: Training) -> None:
 
 def _frozen_norm(training: Training) -> None:
     training.model[1].requires_grad_(False)
-    training.optimizer = torch.optim.AdamW([x for x in training.model.parameters() if x.requires_grad], lr=1e-3)
+    training.optimizer = torch.optim.AdamW(
+        [x for x in training.model.parameters() if x.requires_grad], lr=1e-3
+    )
 
 
 def _compiled(training: Training) -> None:
@@ -218,13 +220,23 @@ FAULTS: dict[str, tuple[str, str, Callable[[Training], object]]] = {
     "detached": (
         "no-gradient",
         "0",
-        lambda training: training.put(forward=lambda: training.model[4](training.model[:4](training.x).detach())),
+        lambda training: training.put(
+            forward=lambda: training.model[4](training.model[:4](training.x).detach())
+        ),
     ),
-    "masked": ("zero-gradient", "", lambda training: training.put(forward=lambda: training.model(training.x) * 0)),
+    "masked": (
+        "zero-gradient",
+        "",
+        lambda training: training.put(forward=lambda: training.model(training.x) * 0),
+    ),
     "head_alone": ("not-in-optimizer", "0", lambda training: training.hold(training.model[4])),
     "rate": ("zero-lr", "", lambda training: training.hold(training.model, lr=0.0)),
     "no_zero": ("missing-zero-grad", "", lambda training: training.put(zero=lambda: None)),
-    "zero_before_step": ("no-gradient", "", lambda training: training.put(before_step=training.optimizer.zero_grad)),
+    "zero_before_step": (
+        "no-gradient",
+        "",
+        lambda training: training.put(before_step=training.optimizer.zero_grad),
+    ),
     "frozen_late": ("frozen-moved", "4", _frozen_late),
     "copied": ("other-module-trained", "", lambda training: training.hold(copy.deepcopy(training.model))),
     "clip_nothing": ("clipping", "", _clip_nothing),
@@ -237,9 +249,21 @@ FAULTS: dict[str, tuple[str, str, Callable[[Training], object]]] = {
     "straight_through": ("no-gradient", "2", _straight_through),
     "compiled": ("no-gradient", "0", _compiled),
     "closure": ("not-in-optimizer", "0", _closure),
-    "evaluation_mode_later": ("train-mode-wrong", "", lambda training: training.later(lambda: training.model.eval())),
-    "clipped_from_inf": ("clipping", "", lambda training: training.put(factor=1e25, before_step=lambda: training.clip(1.0))),
-    "clipped_below_eps": ("clipping", "", lambda training: training.put(before_step=lambda: training.clip(1e-9))),
+    "evaluation_mode_later": (
+        "train-mode-wrong",
+        "",
+        lambda training: training.later(lambda: training.model.eval()),
+    ),
+    "clipped_from_inf": (
+        "clipping",
+        "",
+        lambda training: training.put(factor=1e25, before_step=lambda: training.clip(1.0)),
+    ),
+    "clipped_below_eps": (
+        "clipping",
+        "",
+        lambda training: training.put(before_step=lambda: training.clip(1e-9)),
+    ),
     "left_by_another": ("missing-zero-grad", "", _left_by_another),
     "auxiliary_loss_detached": ("no-gradient", "head", _auxiliary_loss_detached),
     "clipped_at_each_backward": ("clipping", "", _clipped_at_each_backward),
@@ -260,7 +284,16 @@ def test_a_planted_fault_is_found(name: str) -> None:
 
 
 # Those whose forward is the model's own.
-COMPILED = ("bfloat16", "head_alone", "rate", "no_zero", "frozen_late", "copied", "clip_nothing", "evaluation_mode_later")
+COMPILED = (
+    "bfloat16",
+    "head_alone",
+    "rate",
+    "no_zero",
+    "frozen_late",
+    "copied",
+    "clip_nothing",
+    "evaluation_mode_later",
+)
 
 
 @pytest.mark.filterwarnings("ignore:.*empty generator")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from nanwatch import NonFiniteError, watch
 from nanwatch.report.finding import Finding
@@ -18,12 +17,6 @@ HERE = __file__
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 # Each fails in the line that ends with the operation's name.
-
-
-def dpo(logits: Tensor, labels: Tensor) -> Tensor:
-    chosen, rejected = logits.log_softmax(-1)[:2, 0], logits.log_softmax(-1)[2:, 0]
-    margin = torch.sigmoid(50 * (rejected - chosen))
-    return -torch.log(1 - margin).mean()  # aten.log.default
 
 
 def grpo(logits: Tensor, labels: Tensor) -> Tensor:
@@ -44,12 +37,6 @@ def focal(logits: Tensor, labels: Tensor) -> Tensor:
     return -((1 - p) ** 2 * torch.log(p)).mean()  # aten.log.default
 
 
-def contrastive(logits: Tensor, labels: Tensor) -> Tensor:
-    unit = logits / logits.norm(dim=-1, keepdim=True)
-    similarity = torch.exp(unit @ unit.T / 0.001)  # aten.exp.default
-    return -torch.log(similarity.diagonal() / similarity.sum(-1)).mean()
-
-
 def triplet(logits: Tensor, labels: Tensor) -> Tensor:
     near = ((logits[0] - logits[0]) ** 2).sum()
     return near.sqrt() - logits[1].sum()  # SqrtBackward0
@@ -63,33 +50,11 @@ def ctc_by_hand(logits: Tensor, labels: Tensor) -> Tensor:
     return -alpha.sum().log()  # aten.log.default
 
 
-def masked_mean(logits: Tensor, labels: Tensor) -> Tensor:
-    keep = (labels == 99).float()
-    losses = F.cross_entropy(logits, labels, reduction="none")
-    return (losses * keep).sum() / keep.sum()  # aten.div.Tensor
-
-
-def kl_by_hand(logits: Tensor, labels: Tensor) -> Tensor:
-    q = (logits * 2).softmax(-1)
-    return (q * (q.log() - logits.log_softmax(-1))).sum()  # aten.mul.Tensor
-
-
-def perceptual(logits: Tensor, labels: Tensor) -> Tensor:
-    distance = (logits - logits.mul(1)) ** 0.5  # PowBackward0
-    return distance.mean() + logits.mean()
-
-
 LOSSES = [
-    dpo,
     grpo,
     policy_ratio,
-    focal,
-    contrastive,
     triplet,
     ctc_by_hand,
-    masked_mean,
-    kl_by_hand,
-    perceptual,
 ]
 
 
