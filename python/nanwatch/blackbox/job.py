@@ -1,21 +1,24 @@
-"""The black boxes of all ranks of a job: which rank stopped first, and where the others wait."""
+"""The black boxes of a job in words: one process whole, or which rank stopped first and where the others wait."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from signal import SIGKILL
+from typing import Any
 
-from ..report.page import NUMBER, TEXT, Table, page
+from ..report import text
 from ..util.reading import plain
 from ..util.visible import module_name, spell, visible
 from .box_file import SUFFIX
-from .story import SCHEMA, VERSION, BlackBoxReport, read
-from .text import box_facts, box_text, ended_words, moment_words, seconds_words, where_words
+from .story import SCHEMA, VERSION, BlackBoxReport, BoxCall, read, signal_name
 
-_MOST_OTHERS = 5
+_CALLS = 10
 _PULSE = 1.5  # seconds from one sign of life to the next, and some more
 
 
@@ -53,106 +56,57 @@ class Job:
         """Return whether a process ended otherwise than by itself."""
         return any(report.is_bad for report in self.reports)
 
-    @property
-    def _is_single(self) -> bool:
-        return len(self.reports) == 1 and not self.others
-
     def to_text(self) -> str:
         """Return all about one process, or a line for each rank and which stopped first."""
-        if self._is_single:
-            return "\n".join([box_text(self.reports[0]), *map(visible, self._left_lines())])
-        rows = [("rank", "process", "calls", "since", "what"), *self._rows()]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [
-            " ".join([*(word.rjust(width) for word, width in zip(row, widths, strict=False)), " " + row[4]])
-            for row in rows
-        ]
-        return "\n".join(map(visible, [*lines, "", *self._lines()])).rstrip()
+        lines = [*_process_lines(self.reports[0])] if len(self.reports) == 1 else [*self._rank_lines()]
+        if self.others:
+            others = f"{len(self.others)} black boxes of other runs, the latest {self.others[0].path}"
+            lines += ["", f"Not shown: {others}."]
+        return "\n".join(map(visible, [*lines, *(f"Not read: {reason}." for reason in self.unread)]))
 
     def to_json(self) -> str:
         """Return the reports as one JSON document."""
-        if self._is_single:
-            document = {"schema": SCHEMA, "version": VERSION, **plain(self.reports[0])}
+        ranks = [plain(report) for report in self.reports]
+        if len(ranks) == 1:
+            document = {"schema": SCHEMA, "version": VERSION, **ranks[0]}
         else:
             rank = None if self.first is None else self.first.rank
-            ranks = [plain(report) for report in self.reports]
             document = {"schema": f"{SCHEMA}.job", "version": VERSION, "first": rank, "ranks": ranks}
         return json.dumps(document, indent=2, allow_nan=False)
 
-    def to_html(self) -> str:
-        """Return a page: the facts and calls of one process, or the ranks."""
-        if self._is_single:
-            (report,) = self.reports
-            columns = {"module": TEXT, "class": TEXT, "batch": NUMBER, "seconds": NUMBER}
-            rows = [
-                (module_name(call.module), call.class_name, call.batch, seconds_words(call.seconds))
-                for call in reversed(report.calls)
-            ]
-            table = Table("calls", "The latest calls", columns, rows)
-            facts = [(fact.head, fact.body) for fact in box_facts(report)]
-            headline = f"{ended_words(report)}; {where_words(report)}"
-            amount = moment_words(report.latest)
-        else:
-            headline, *notes = self._lines() or ["No rank stopped before the others"]
-            facts, amount = [("Note", line) for line in notes], f"{len(self.reports)} ranks"
-            columns = {"rank": NUMBER, "process": TEXT, "calls": NUMBER, "since": TEXT, "what": TEXT}
-            table = Table("ranks", "Ranks", columns, list(self._rows()))
-        return page("nanwatch show --html", headline, amount, facts, [table], is_bad=self.is_bad)
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [
-            (
-                str(report.rank),
-                f"{report.pid}@{report.host}",
-                f"{report.num_calls:,}",
-                seconds_words(report.seconds_after),
-                where_words(report)
-                if report.end == "runs"
-                else f"{ended_words(report)}; {where_words(report)}",
+    def _rank_lines(self) -> Iterator[str]:
+        rows = [("rank", "process", "calls", "since", "what")]
+        for report in self.reports:
+            where = where_words(report)
+            rows.append(
+                (
+                    str(report.rank),
+                    f"{report.pid}@{report.host}",
+                    f"{report.num_calls:,}",
+                    seconds_words(report.seconds_after),
+                    where if report.end == "runs" else f"{ended_words(report)}; {where}",
+                )
             )
-            for report in self.reports
-        ]
-
-    def _lines(self) -> list[str]:
-        """Return which rank stopped first and how, what the others do, and what was left out."""
-        lines = []
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+        for row in rows:
+            yield " ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
         if (first := self.first) is not None:
             verb = "ended first" if first.is_bad else "is behind the others"
-            lines.append(f"Rank {first.rank} {verb}: {ended_words(first)}; {where_words(first)}.")
+            yield ""
+            yield f"Rank {first.rank} {verb}: {ended_words(first)}; {where_words(first)}."
             places = Counter(_place(report) for report in self.reports if report is not first)
-            lines += [f"{count} of the others: {place}." for place, count in places.most_common(4)]
-        return [*lines, *self._left_lines()]
-
-    def _left_lines(self) -> list[str]:
-        lines = [
-            f"Of another run: {report.path}, {moment_words(report.latest)}."
-            for report in self.others[:_MOST_OTHERS]
-        ]
-        if len(self.others) > _MOST_OTHERS:
-            lines.append(f"{len(self.others) - _MOST_OTHERS} more of other runs.")
-        return [*lines, *(f"Not read: {reason}." for reason in self.unread)]
-
-
-def _place(report: BlackBoxReport) -> str:
-    call = report.under_way
-    if call is None:
-        return where_words(report)
-    return f"batch {call.batch:,}, inside {module_name(call.module)} ({call.class_name})"
-
-
-def find(path: Path) -> list[Path]:
-    """Return the black boxes at a path: itself, or those in a folder or in its folder `blackbox`."""
-    if path.is_dir():
-        return sorted([*path.glob(f"*{SUFFIX}"), *path.glob(f"blackbox/*{SUFFIX}")])
-    return [path]
+            yield from (f"{count} of the others: {place}." for place, count in places.most_common(4))
 
 
 def read_job(path: Path) -> Job:
-    """Read a black box, or those of the newest job in a folder. Raises ValueError or OSError where there is none."""
+    """Read a black box, or those of the newest job in a folder or in its folder `blackbox`.
+
+    Raises ValueError or OSError where there is none.
+    """
     if not path.is_dir():
         return Job((read(path),))
     reports, unread = [], []
-    for file in find(path):
+    for file in sorted([*path.glob(f"*{SUFFIX}"), *path.glob(f"blackbox/*{SUFFIX}")]):
         try:
             reports.append(read(file))
         except (ValueError, OSError) as error:
@@ -160,20 +114,151 @@ def read_job(path: Path) -> Job:
     if not reports:
         why = f": {unread[0]}" if unread else f"; its name ends with {SUFFIX}"
         raise ValueError(f"{str(path)!r} has no black box that can be read{why}")
-    newest = max(reports, key=lambda report: report.begun)
+    reports.sort(key=lambda report: report.begun)
+    newest = reports[-1]
     # A port of the master may come again: a rank that had ended before the newest began was of another run.
     by_rank = {
         report.rank: report
-        for report in sorted(reports, key=lambda report: report.begun)
+        for report in reports
         if (_key(report), report.world_size) == (_key(newest), newest.world_size)
         and (report.end == "runs" or report.latest + _PULSE > newest.begun)
     }
     of_job = [by_rank[rank] for rank in sorted(by_rank)]
-    others = [report for report in reports if report not in of_job]
-    others.sort(key=lambda report: report.begun, reverse=True)
+    others = [report for report in reversed(reports) if report not in of_job]
     return Job(tuple(of_job), tuple(others), tuple(unread))
 
 
-def _key(report: BlackBoxReport) -> object:
+def _key(report: BlackBoxReport) -> str:
     """Return what the processes of a job share: a process without one is a job of its own."""
     return str(report.facts.get("job") or (report.host, report.pid, report.begun))
+
+
+# Words.
+
+
+def _process_lines(report: BlackBoxReport) -> Iterator[str]:
+    """Yield who the process was, how it ended, what it was doing, and its latest calls and frames."""
+    for head, body in _facts(report):
+        yield f"{head + ':':<8} {body}"
+    if latest := report.calls[-_CALLS:]:
+        yield from ("", f"the latest {len(latest)} of {report.num_calls:,} calls that ended:")
+    for call in latest:
+        took = f" took {seconds_words(call.seconds)}" if call.seconds is not None else ""
+        yield f"  batch {call.batch:,}: {_name(call)}{took}{', raised' if call.raised else ''}"
+    for note in report.notes:
+        yield from ("", f"{note.get('kind', 'note')}:")
+        for name, value in note.items():
+            if name not in ("kind", "time"):
+                yield from _note_lines(name, value, "  ")
+    if report.frames:
+        yield from ("", "the latest frames:", text.COLUMNS)
+        for frame in report.frames:
+            yield from text.frame_lines(frame)
+
+
+def _facts(report: BlackBoxReport) -> Iterator[tuple[str, str]]:
+    argv = report.facts.get("argv")
+    command = shlex.join(map(str, argv)) if isinstance(argv, list) else "?"
+    rank = f", rank {report.rank} of {report.world_size}" if report.world_size > 1 else ""
+    yield "Process", f"{report.pid} on {report.host}{rank}: {command}"
+    after = ""
+    if report.seconds_after is not None and report.end != "runs":
+        after = f", {seconds_words(report.seconds_after)} after its latest call ended"
+    yield "End", f"{ended_words(report)}{after}."
+    yield "Where", f"{where_words(report)}."
+    if report.threads and len(calls := report.threads[0].calls) > 1:
+        yield "Within", " > ".join(module_name(call.module) for call in calls)
+    for thread in report.threads[1:]:
+        yield "Thread", f"{thread.id}: {_under_way(thread.calls[-1])}"
+    if report.pending:
+        waiting = ", ".join(map(module_name, report.pending[:8]))
+        yield "Device", f"had not confirmed the work of these calls, the oldest first: {waiting}"
+    if report.python:
+        ago = f"{seconds_words(report.python_ago)} before: " if report.python_ago else ""
+        yield "Python", ago + " < ".join(report.python)
+    if report.memory:
+        yield "Memory", f"{report.memory / 2**30:.2f} GiB"
+    names = ("nanwatch", "torch", "cuda", "python", "device")
+    if known := [f"{name} {report.facts[name]}" for name in names if report.facts.get(name)]:
+        yield "With", ", ".join(known)
+
+
+def ended_words(report: BlackBoxReport) -> str:
+    """Return how the process ended, as a sentence without its full stop."""
+    at = moment_words(report.latest)
+    if report.end == "runs":
+        return "it runs"
+    if report.end == "signal":
+        address = f" at address {report.signal_address:#x}" if report.signal_address is not None else ""
+        return f"signal {report.signal} ({signal_name(report.signal)}){address} at {at}"
+    if report.end == "exit":
+        status = f" with exit status {report.exit_status}" if report.exit_status is not None else ""
+        return f"Python ended by itself{status} at {at}"
+    if report.end == "exception":
+        errors = [str(note.get("error", "")) for note in report.notes if note.get("kind") == "exception"]
+        return f"an exception ended Python at {at}: {''.join(errors[-1:]).partition(chr(10))[0]}"
+    before = f"; it had got {signal_name(report.signal)}" if report.signal else ""
+    return (
+        f"no mark of an end (SIGKILL, os._exit or a lost machine leave none){before};"
+        f" the latest sign of life is of {at}"
+    )
+
+
+def where_words(report: BlackBoxReport) -> str:
+    """Return what the process was doing."""
+    if (call := report.under_way) is not None:
+        return _under_way(call)
+    if (call := report.raised) is not None:
+        return f"batch {call.batch:,}, forward: {_name(call)} raised"
+    if report.batch is None:
+        return "before the first call of a watched module"
+    if report.phase == "backward":
+        module, part = report.gradient or ("?", "?")
+        return f"batch {report.batch:,}, backward: the latest gradient was of the {part} of {module_name(module)}"
+    if report.phase == "step":
+        return f"after batch {report.batch:,}, in the optimizer's step or after it"
+    return f"after the forward of batch {report.batch:,}, outside of watched modules"
+
+
+def _place(report: BlackBoxReport) -> str:
+    call = report.under_way
+    return where_words(report) if call is None else f"batch {call.batch:,}, inside {_name(call)}"
+
+
+def _under_way(call: BoxCall) -> str:
+    # Without a later sign of life it is not known for how long.
+    ran = f", which had run for {seconds_words(call.seconds)}" if call.seconds else ""
+    return f"batch {call.batch:,}, forward: inside {_name(call)}{ran}"
+
+
+def _name(call: BoxCall) -> str:
+    return f"{module_name(call.module)} ({call.class_name})"
+
+
+def _note_lines(name: str, value: Any, indent: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield f"{indent}{name}:"
+        for key, item in value.items():
+            yield from _note_lines(key, item, f"{indent}  ")
+    elif isinstance(value, list):
+        yield from (f"{indent}{name}:", *(f"{indent}  {item}" for item in value))
+    else:
+        first, *rest = str(value).splitlines() or [""]
+        yield from (f"{indent}{name}: {first}", *(f"{indent}  {line}" for line in rest))
+
+
+def seconds_words(seconds: float | None) -> str:
+    """Return a time such as `3.1 s`, `12 ms` or `45 µs`, "" for None."""
+    if seconds is None:
+        return ""
+    if abs(seconds) >= 1:
+        return f"{seconds:,.0f} s" if abs(seconds) >= 1000 else f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if abs(seconds) >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+
+
+def moment_words(seconds: float) -> str:
+    """Return a moment in UTC."""
+    try:
+        return f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+    except (ValueError, OverflowError, OSError):
+        return "?"

@@ -27,29 +27,16 @@ from ..report.report import Report, report_of
 from ..util import reading
 from ..util.unguarded import unguarded
 from ..util.visible import module_name, visible
-from .values import Decoder, Encoder, LeftOut
+from .values import Encoder, LeftOut, decode
 
 FILE = "call.pt"
 MAX_BYTES = 1 << 30
 _SCHEMA, _VERSION = "nanwatch.capsule", 1
-# A view of every n-th row keeps its gaps when that takes at most this many times its own memory: a third of a fused
-# query, key and value does, one token of a long sequence does not.
-_MAX_GAPS = 16
 _UNKNOWN_TO_LOAD = re.compile(r"torch\.u?int[1-7]")
 
 
 class CapsuleError(ValueError):
-    """The folder is no capsule of this version. The text names the file and what is wrong with it.
-
-    Examples:
-        >>> import nanwatch, os
-        >>> os.mkdir("call")
-        >>> try:
-        ...     nanwatch.Capsule.open("call")
-        ... except ValueError as error:
-        ...     print(str(error).split(";")[0])
-        call/call.pt: No such file or directory
-    """
+    """The folder is no capsule of this version. The text names the file and what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -139,7 +126,7 @@ def _fields(document: Any) -> dict[str, Any]:
         raise ValueError(
             f"its version is {document.get('version')!r}, this nanwatch reads version {_VERSION}"
         )
-    decoder = Decoder()
+    done: dict[int, tuple[Any, Any]] = {}
     values: dict[str, Any] = {}
     for name, kind in _EXPECTED.items():
         value: Any = document.get(name)
@@ -147,19 +134,9 @@ def _fields(document: Any) -> dict[str, Any]:
             raise ValueError(f"it has no {name!r}, or another type of it")
         # Names may be any, so these dicts have no marks.
         if isinstance(value, dict):
-            values[name] = {key: decoder.decode(x) for key, x in value.items()}
+            values[name] = {key: decode(x, done) for key, x in value.items()}
         else:
-            values[name] = decoder.decode(value)
-    is_right = {
-        "training": "" in values["training"],
-        "kwargs": all(isinstance(key, str) for key in values["kwargs"]),
-        "state": all(isinstance(x, Tensor | LeftOut) for x in values["state"].values()),
-        "rng": all(isinstance(x, Tensor) and x.dtype is torch.uint8 and x.dim() == 1 for x in values["rng"]),
-        "left_out": all(isinstance(x, LeftOut) for x in values["left_out"]),
-    }
-    for name, is_valid in is_right.items():
-        if not is_valid:
-            raise ValueError(f"its {name!r} has an item of another type")
+            values[name] = decode(value, done)
     torch.Generator().set_state(values["rng"][0])  # raises where torch has no such state
     values["rng"] = RngState(values["rng"][0], tuple(values["rng"][1:]))
     values["device"] = str(torch.device(values["device"]))
@@ -256,7 +233,7 @@ class _Tensors:
         """Note a tensor, and return it, to stand in the tree until it is known which tensors fit."""
         if id(x) not in self._noted:
             self._noted[id(x)] = x, label, is_state
-            if reason := why_not(x):
+            if reason := _why_not(x):
                 self._missing[id(x)] = LeftOut(label, type_name(x), None, reason)
         return x
 
@@ -298,7 +275,7 @@ class _Tensors:
         return type(tree)(map(self.fill, tree)) if type(tree) in (list, tuple) else tree
 
 
-def why_not(x: Tensor) -> str:
+def _why_not(x: Tensor) -> str:
     """Return why the values of `x` cannot be kept, in a few words; "" when they can."""
     reason = unreadable(x)
     if reason and not reason.startswith("dtype "):
@@ -314,21 +291,10 @@ def why_not(x: Tensor) -> str:
 
 
 def _copied(x: Tensor) -> Tensor:
-    """Return a copy on the CPU in memory of its own, with the same strides unless they overlap or waste memory."""
+    """Return a copy on the CPU in memory of its own, with the same strides where the elements leave no gaps."""
     plain = x.detach().resolve_conj().resolve_neg()
-    plain = (plain.clone() if plain._is_zerotensor() else plain).cpu()
-    span = 1
-    for stride, size in sorted(zip(plain.stride(), plain.shape, strict=True)):
-        if size != 1 and stride < span:
-            span = 0  # elements overlap
-            break
-        span += stride * (size - 1)
-    if plain.numel() == 0 or not span or span > _MAX_GAPS * plain.numel():
-        copy = torch.empty(plain.shape, dtype=plain.dtype)
-    else:
-        copy = torch.zeros(span * plain.element_size(), dtype=torch.uint8).view(plain.dtype)
-        copy = copy.as_strided(plain.shape, plain.stride())
-    return copy.copy_(plain).requires_grad_(x.requires_grad)
+    plain = plain.clone() if plain._is_zerotensor() else plain.to("cpu", copy=True)
+    return plain.cpu().requires_grad_(x.requires_grad)
 
 
 def _write_folder(folder: Path, document: dict[str, Any]) -> Path:

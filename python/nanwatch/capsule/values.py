@@ -31,9 +31,8 @@ from ..util.visible import visible
 
 MARK = "nanwatch"
 _MAX_DEPTH = 32  # the depth that a watch walks
-# A thousand sentences of token numbers in Python lists. Beyond that a value is data.
-_MAX_VALUES = 1_000_000
-_MAX_BITS, _MAX_CHARACTERS = 1024, 1 << 16  # of an int, of a str
+_MAX_VALUES = 1_000_000  # a thousand sentences of token numbers in Python lists; beyond that a value is data
+_MAX_BITS = 1024  # of an int: the unpickler of torch.load reads no more than twice as many
 _BASES: tuple[tuple[type, Any], ...] = (
     (bool, bool),
     (int, int.__index__),
@@ -75,7 +74,9 @@ class Structure:
         The class is looked up among the modules that this process has imported, past any `__getattr__` of theirs,
         and filled without `__init__` or `__post_init__`: a name out of a file decides nothing but which type this is.
         """
-        kind = _find_class(self.module, self.class_name)
+        kind: Any = sys.modules.get(self.module)
+        for part in self.class_name.split("."):
+            kind = vars(kind).get(part) if isinstance(kind, ModuleType | type) else None
         names = _field_names(kind) if isinstance(kind, type) else None
         if names is None or set(names) != set(self.fields):
             reason = "no such class is imported" if kind is None else "it has other fields"
@@ -83,24 +84,15 @@ class Structure:
         if issubclass(kind, tuple):
             return tuple.__new__(kind, [self.fields[name] for name in names])
         try:
-            instance: Any = (
-                OrderedDict.__new__(kind) if issubclass(kind, OrderedDict) else object.__new__(kind)
-            )
+            is_dict = issubclass(kind, OrderedDict)  # as a ModelOutput is, of its fields that are not None
+            instance: Any = OrderedDict.__new__(kind) if is_dict else object.__new__(kind)
             for name in names:
                 object.__setattr__(instance, name, self.fields[name])
-                # A ModelOutput is also a dict of its fields that are not None.
-                if isinstance(instance, OrderedDict) and self.fields[name] is not None:
+                if is_dict and self.fields[name] is not None:
                     OrderedDict.__setitem__(instance, name, self.fields[name])
         except (TypeError, AttributeError) as error:
             raise LookupError(f"{self.module}.{self.class_name}: {error}") from None
         return instance
-
-
-def _find_class(module: str, name: str) -> Any:
-    place: Any = sys.modules.get(module)
-    for part in name.split("."):
-        place = vars(place).get(part) if isinstance(place, ModuleType | type) else None
-    return place
 
 
 def _field_names(kind: type) -> tuple[str, ...] | None:
@@ -121,35 +113,42 @@ class Encoder:
     def encode(self, value: Any, label: str, inside: tuple[int, ...] = ()) -> Any:
         """Return the value as plain containers, with parts labelled as in a record. Never raises for a value."""
         self._num_values += 1
+        why = ""
         if self._num_values > _MAX_VALUES:
-            return self.leave_out(value, label, f"the call has more than {_MAX_VALUES:,} values")
-        if isinstance(value, Tensor):
+            why = f"the call has more than {_MAX_VALUES:,} values"
+        elif isinstance(value, Tensor):
             return self._keep(value, label)
-        if _is_leaf(value):
+        elif _is_leaf(value):
             return _as_base(value)
-        if value is ...:
+        elif value is ...:
             return {MARK: "ellipsis"}
-        if len(inside) == _MAX_DEPTH:
-            return self.leave_out(value, label, f"nested deeper than {_MAX_DEPTH}")
-        if id(value) in inside:
-            return self.leave_out(value, label, "contains itself")
-        try:
-            return self._encode_container(value, label, (*inside, id(value)))
-        except Exception as error:
-            # A container of the user's own may do anything when asked for its items.
-            return self.leave_out(value, label, f"raised {type(error).__name__} when it was read")
+        elif len(inside) == _MAX_DEPTH:
+            why = f"nested deeper than {_MAX_DEPTH}"
+        elif id(value) in inside:
+            why = "contains itself"
+        else:
+            try:
+                return self._encode_container(value, label, (*inside, id(value)))
+            except _LeaveOutError as error:
+                why = str(error)
+            except (
+                Exception
+            ) as error:  # a container of the user's own may do anything when asked for its items
+                why = f"raised {type(error).__name__} when it was read"
+        missing = LeftOut(label, type_name(value), None, why)
+        self.left_out.append(missing)
+        return missing.encoded()
 
     def _encode_container(self, value: Any, label: str, inside: tuple[int, ...]) -> Any:
+        def part(name: object, item: Any) -> Any:
+            return self.encode(item, f"{label}[{name}]", inside)
+
+        kind = type(value)
         if isinstance(value, slice):
-            parts = (("start", value.start), ("stop", value.stop), ("step", value.step))
-            return {
-                MARK: "slice",
-                "parts": tuple(self.encode(part, f"{label}[{name}]", inside) for name, part in parts),
-            }
-        names = _field_names(type(value))
-        if names is not None:
-            content = {name: self.encode(getattr(value, name), f"{label}[{name}]", inside) for name in names}
-            kind = type(value)
+            names = ("start", "stop", "step")
+            return {MARK: "slice", "parts": tuple(part(name, getattr(value, name)) for name in names)}
+        if (field_names := _field_names(kind)) is not None:
+            content = {name: part(name, getattr(value, name)) for name in field_names}
             return {
                 MARK: "structure",
                 "module": kind.__module__,
@@ -157,30 +156,23 @@ class Encoder:
                 "fields": content,
             }
         if isinstance(value, tuple | list):
-            items = [self.encode(item, f"{label}[{i}]", inside) for i, item in enumerate(value)]
+            items = [part(number, item) for number, item in enumerate(value)]
             return tuple(items) if isinstance(value, tuple) else items
-        if isinstance(value, Mapping):
-            if not all(map(_is_key, value)):
-                return self.leave_out(value, label, "it has keys that are no plain values")
-            content = {
-                _as_base(key): self.encode(value[key], f"{label}[{spell_key(key)}]", inside) for key in value
-            }
-            return {MARK: "dict", "items": list(content.items())} if MARK in content else content
-        return self.leave_out(value, label, "a capsule holds tensors, plain values and containers of them")
+        if not isinstance(value, Mapping):
+            raise _LeaveOutError("a capsule holds tensors, plain values and containers of them")
+        if not all(map(_is_key, value)):
+            raise _LeaveOutError("it has keys that are no plain values")
+        pairs = {_as_base(key): part(spell_key(key), value[key]) for key in value}
+        return {MARK: "dict", "items": list(pairs.items())} if MARK in pairs else pairs
 
-    def leave_out(self, value: Any, label: str, why: str) -> dict[str, Any]:
-        """Note a value that cannot be kept, and return what stands for it."""
-        missing = LeftOut(label, type_name(value), None, why)
-        self.left_out.append(missing)
-        return missing.encoded()
+
+class _LeaveOutError(Exception):
+    """Reason why a value is left out."""
 
 
 def _is_leaf(value: Any) -> bool:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value.bit_length() <= _MAX_BITS
-    if isinstance(value, str):
-        return len(value) <= _MAX_CHARACTERS
-    return isinstance(value, _LEAVES)
+    is_long = isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > _MAX_BITS
+    return isinstance(value, _LEAVES) and not is_long
 
 
 def _as_base(value: Any) -> Any:
@@ -197,45 +189,33 @@ def _is_key(key: Any) -> bool:
     return all(map(_is_key, key)) if type(key) is tuple else _is_leaf(key) and not isinstance(key, Tensor)
 
 
-class Decoder:
-    """Decodes what an Encoder wrote, or a stranger: raises ValueError for a mark that no Encoder makes."""
+def decode(value: Any, done: dict[int, tuple[Any, Any]]) -> Any:
+    """Return what an Encoder was given: a dataclass or named tuple as a Structure, what was left out as a LeftOut.
 
-    def __init__(self) -> None:
-        self._done: dict[int, tuple[Any, Any]] = {}  # by id: a few lists may hold each other a billion times
+    `done` has the containers by id, because a few lists of a stranger may hold each other a billion times. Raises
+    ValueError for a mark that no Encoder makes.
+    """
+    if type(value) not in (list, tuple, dict):
+        return value
+    if id(value) not in done:
+        done[id(value)] = value, _decoded(value, done)
+    return done[id(value)][1]
 
-    def decode(self, value: Any) -> Any:
-        """Return the value: a dataclass or named tuple as a Structure, what was left out as a LeftOut."""
-        if type(value) not in (list, tuple, dict):
-            return value
-        if id(value) not in self._done:
-            self._done[id(value)] = value, self._decoded(value)
-        return self._done[id(value)][1]
 
-    def _decoded(self, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return type(value)(map(self.decode, value))
-        match value:
-            case {"nanwatch": "ellipsis"}:
-                return ...
-            case {"nanwatch": "slice", "parts": (start, stop, step)}:
-                return slice(self.decode(start), self.decode(stop), self.decode(step))
-            case {"nanwatch": "dict", "items": list(pairs)}:
-                return {key: self.decode(item) for key, item in pairs}
-            case {
-                "nanwatch": "structure",
-                "module": str(module),
-                "class": str(name),
-                "fields": dict(content),
-            }:
-                return Structure(module, name, {str(key): self.decode(item) for key, item in content.items()})
-            case {
-                "nanwatch": "left out",
-                "what": str(what),
-                "type": str(kind),
-                "bytes": size,
-                "why": str(why),
-            }:
-                return LeftOut(what, kind, size if type(size) is int else None, why)
-        if MARK in value:
-            raise ValueError(f"it holds {str(value)[:60]!r}, whose key {MARK!r} has no meaning")
-        return {key: self.decode(item) for key, item in value.items()}
+def _decoded(value: Any, done: dict[int, tuple[Any, Any]]) -> Any:
+    if not isinstance(value, dict):
+        return type(value)(decode(item, done) for item in value)
+    match value:
+        case {"nanwatch": "ellipsis"}:
+            return ...
+        case {"nanwatch": "slice", "parts": (start, stop, step)}:
+            return slice(decode(start, done), decode(stop, done), decode(step, done))
+        case {"nanwatch": "dict", "items": list(pairs)}:
+            return {key: decode(item, done) for key, item in pairs}
+        case {"nanwatch": "structure", "module": str(module), "class": str(name), "fields": dict(content)}:
+            return Structure(module, name, {str(key): decode(item, done) for key, item in content.items()})
+        case {"nanwatch": "left out", "what": str(what), "type": str(kind), "bytes": size, "why": str(why)}:
+            return LeftOut(what, kind, size if type(size) is int else None, why)
+    if MARK in value:
+        raise ValueError(f"it holds {str(value)[:60]!r}, whose key {MARK!r} has no meaning")
+    return {key: decode(item, done) for key, item in value.items()}

@@ -31,7 +31,8 @@ examples:
   nanwatch show run.parquet --html run.html      a page with a picture of the whole run
   nanwatch show out                              the newest report in the folder that watch(output_dir="out") wrote
   nanwatch show out --ranks                      the reports of all ranks as one
-  nanwatch show out --box                        what each process was doing when it died, or does now
+  nanwatch show out --box                        what each process was doing when it died, or does now; without --box
+                                                 too where the folder has no report
   nanwatch show out --box --live                 the same again every 2 s
 """
 
@@ -69,7 +70,7 @@ def show_main(arguments: list[str]) -> int:
     show = _show_report
     if options.ranks or len(options.paths) > 1:
         show = _show_ranks
-    elif options.box or not options.paths or options.paths[0].suffix == SUFFIX:
+    elif options.box or not options.paths or _is_box(options.paths[0]):
         show = _show_box
     status = answered("show", partial(show, options))
     while options.live and show is _show_box and sys.stdout.isatty() and status != 2:
@@ -79,12 +80,22 @@ def show_main(arguments: list[str]) -> int:
     return status
 
 
+def _is_box(path: Path) -> bool:
+    """Return whether a path is a black box, or a folder with black boxes and no report."""
+    has_boxes = any(path.glob(f"blackbox/*{SUFFIX}")) or any(path.glob(f"*{SUFFIX}"))
+    return path.suffix == SUFFIX or (has_boxes and _newest_report(path) == path)
+
+
 def _show_ranks(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
     merged = merge(*options.paths, tell=tell)
     return rendered(merged, options, tell), int(bool(merged.failed))
 
 
 def _show_box(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
+    if options.html is not None:
+        raise ValueError(
+            "--html is for a trace or a report, and a black box has text and --json; leave it out"
+        )
     tell("reading")
     job = read_job(options.paths[0] if options.paths else state_folder())
     return rendered(job, options, tell), int(job.is_bad)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,11 +20,8 @@ from .commands import UseError, command_parser, failed, imported
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _NONFINITE, _FAILED = 1, 2
-_EXIT = (
-    "exit status: 1 when a value was not finite again, 0 when all was finite, 2 when a call could not be made"
-)
-_EXAMPLES = f"""\
-{_EXIT}
+_EXAMPLES = """\
+exit status: 1 when a value was not finite again, 0 when all was finite, 2 when a call could not be made
 
 examples:
   nanwatch replay run/capsule --model train:make_model
@@ -34,32 +30,16 @@ examples:
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Result of one call, or the reason why it failed. `dtype` is "" for the capsule's own."""
+class _Run(NamedTuple):
+    """One call: its dtype in words, its result or None, the verdict, and the verdict in words.
 
-    dtype: str
+    `verdict` is "non-finite", "finite", "not seen" or "failed".
+    """
+
+    label: str
     done: Replayed | None
-    error: str = ""
-
-    @property
-    def verdict(self) -> str:
-        """ "non-finite", "finite", "not seen" or "failed"."""
-        if self.done is None:
-            return "failed"
-        if self.done.report.finding is not None:
-            return "non-finite"
-        read = [record.isfinite for frame in self.done.report.frames for record in frame.records]
-        return "finite" if any(read) else "not seen"
-
-    @property
-    def words(self) -> str:
-        """The verdict in words."""
-        if self.done is None:
-            return f"could not be run: {self.error}"
-        if self.done.report.finding is not None:
-            return text.summary(self.done.report.finding)
-        return "all finite" if self.verdict == "finite" else "nothing could be looked at"
+    verdict: str
+    words: str
 
 
 def main(arguments: list[str]) -> int:
@@ -102,7 +82,7 @@ def main(arguments: list[str]) -> int:
                 )
         except (UseError, ValueError, ImportError) as error:
             return failed("replay", error)
-        runs = _runs(capsule, model, options.dtype, options.device, tell)
+        runs = [_run(capsule, model, dtype, options.device, tell) for dtype in ("", *options.dtype)]
     if options.json:
         print(json.dumps(_document(capsule, runs), indent=2))
     else:
@@ -119,40 +99,36 @@ def _folder(path: Path) -> Path:
     return inside if inside.is_dir() and not (path / FILE).exists() else path
 
 
-def _runs(capsule: Capsule, model: Any, dtypes: list[str], device: str | None, tell: Tell) -> list[_Run]:
-    runs: list[_Run] = []
-    for name in ("", *dtypes):
-        tell(f"replaying in {_label(capsule, name)}", len(runs), 1 + len(dtypes), "runs")
-        try:
-            runs.append(_Run(name, rerun(capsule, model, getattr(torch, name) if name else None, device)))
-        except Exception as error:  # other dtypes may work
-            runs.append(_Run(name, None, spell(error)))
-    return runs
-
-
-def _label(capsule: Capsule, dtype: str) -> str:
-    return dtype or f"{dtype_of(capsule)} (as recorded)"
-
-
-def _labels(capsule: Capsule, runs: list[_Run]) -> list[str]:
-    return [_label(capsule, run.dtype) for run in runs]
+def _run(capsule: Capsule, model: Any, dtype: str, device: str | None, tell: Tell) -> _Run:
+    """Make the call in this dtype, "" for the capsule's own."""
+    label = dtype or f"{dtype_of(capsule)} (as recorded)"
+    tell(f"replaying in {label}")
+    try:
+        done = rerun(capsule, model, getattr(torch, dtype) if dtype else None, device)
+    except Exception as error:  # other dtypes may work
+        return _Run(label, None, "failed", f"could not be run: {spell(error)}")
+    if done.report.finding is not None:
+        return _Run(label, done, "non-finite", text.summary(done.report.finding))
+    if any(record.isfinite for frame in done.report.frames for record in frame.records):
+        return _Run(label, done, "finite", "all finite")
+    return _Run(label, done, "not seen", "nothing could be looked at")
 
 
 def _lines(capsule: Capsule, runs: list[_Run]) -> list[str]:
     name = module_name(capsule.module)
     versions = f"torch {capsule.versions.get('torch')}, nanwatch {capsule.versions.get('nanwatch')}"
-    lines = [f"{capsule.folder}: {name} ({capsule.class_name}) on {capsule.device}, {versions}"]
-    labels = _labels(capsule, runs)
-    width = max(map(len, labels)) + 2
-    lines += [f"{label:<{width}}{run.words}" for label, run in zip(labels, runs, strict=True)]
-    lines = list(map(visible, lines))
-    failed = next((run for run in runs if run.verdict == "non-finite"), None)
-    if failed is not None and failed.done is not None:
-        lines += ["", failed.done.report.to_text(color=wants_color(sys.stdout))]
-    remarks = dict.fromkeys(remark for run in runs if run.done is not None for remark in run.done.remarks)
-    if remarks:
-        lines += ["", *(visible(f"Note:  {remark}") for remark in remarks)]
-    return lines
+    width = max(len(run.label) for run in runs) + 2
+    lines = [
+        f"{capsule.folder}: {name} ({capsule.class_name}) on {capsule.device}, {versions}",
+        *(f"{run.label:<{width}}{run.words}" for run in runs),
+    ]
+    remarks = dict.fromkeys(f"Note:  {remark}" for run in runs if run.done for remark in run.done.remarks)
+    report = next((run.done.report for run in runs if run.done and run.verdict == "non-finite"), None)
+    return [
+        *map(visible, lines),
+        *([] if report is None else ["", report.to_text(color=wants_color(sys.stdout))]),
+        *(["", *map(visible, remarks)] if remarks else []),
+    ]
 
 
 def _document(capsule: Capsule, runs: list[_Run]) -> dict[str, Any]:
@@ -164,14 +140,14 @@ def _document(capsule: Capsule, runs: list[_Run]) -> dict[str, Any]:
         "left_out": [str(missing) for missing in capsule.left_out],
         "runs": [
             {
-                "dtype": label,
-                "as_recorded": not run.dtype,
+                "dtype": run.label,
+                "as_recorded": run is runs[0],
                 "device": None if run.done is None else str(run.done.device),
                 "verdict": run.verdict,
-                "error": run.error or None,
+                "error": run.words.partition(": ")[2] if run.done is None else None,
                 "remarks": [] if run.done is None else list(run.done.remarks),
                 "report": None if run.done is None else json.loads(run.done.report.to_json()),
             }
-            for label, run in zip(_labels(capsule, runs), runs, strict=True)
+            for run in runs
         ],
     }

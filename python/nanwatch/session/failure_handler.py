@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..blackbox.errors import note_error
+from ..blackbox.process import note_error
 from ..diagnosis.batch_snapshot import failed_call
 from ..diagnosis.incident import Incident
 from ..ranks.coordinator import RankCoordinator

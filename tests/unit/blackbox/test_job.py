@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -56,14 +57,15 @@ def test_the_rank_that_died_is_first(source: Path, tmp_path: Path) -> None:
             changed(copy, signal=11, signal_ticks=BoxFile(copy).state["latest"], pid=1 << 30)
     os.truncate(other(source, folder / "blackbox" / "short.blackbox"), 5000)
     job = read_job(folder)
-    assert [one.rank for one in job.reports] == [0, 1, 2]
+    assert [report.rank for report in job.reports] == [0, 1, 2]
     assert job.first is not None
     assert (job.first.rank, job.first.end) == (1, "signal")
     text = job.to_text()
     assert "Rank 1 ended first: signal 11 (SIGSEGV)" in text
     assert "2 of the others: batch 1, inside 1 (ReLU)" in text
     assert "Not read: " in text
-    assert "Rank 1 ended first" in job.to_html()
+    document = json.loads(job.to_json())
+    assert (document["schema"], document["first"], len(document["ranks"])) == ("nanwatch.blackbox.job", 1, 3)
 
 
 def test_the_rank_that_is_behind_is_first_while_all_run(source: Path, tmp_path: Path) -> None:
