@@ -50,7 +50,8 @@ from setuptools.command.build_ext import build_ext
 sys.path.insert(0, str(Path(__file__).resolve().parent / "csrc"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "csrc" / "cuda"))
 
-from build_cuda import CSRC, LOG, ROOT, BuildError, CudaPart, build_cuda, find_nvcc, output_of
+from build_cuda import CudaPart, build_cuda, find_nvcc
+from build_steps import CSRC, LOG, ROOT, BuildError, output_of
 from build_units import Compiled, compiler
 from torch_headers import WHEEL_MINORS, Torch, installed_torch, published_torch
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from build_cuda import CSRC, LOG, ROOT, BuildError, step
+from build_steps import CSRC, LOG, ROOT, BuildError, step
 from torch_headers import Torch
 
 # The folders whose sources make up a unit, "" for csrc/ itself. The call of a watched module stays within the first.
@@ -94,7 +94,7 @@ class Ninja:
         """Bring the outputs up to date as one step of this name; BuildError where that fails."""
         file = self.folder / "build.ninja"
         file.write_text("\n".join([*self.lines, ""]), encoding="utf-8")
-        ninja = [found] if (found := shutil.which("ninja")) else [sys.executable, "-m", "ninja"]
+        ninja = [path] if (path := shutil.which("ninja")) else [sys.executable, "-m", "ninja"]
         command = [*ninja, "-v", "-f", str(file), "-j", str(self.jobs), *map(str, outputs)]
         with step(name):
             if subprocess.run(command, cwd=ROOT).returncode != 0:
@@ -143,7 +143,7 @@ class Compiled:
 
     @cached_property
     def kernels(self) -> list[Path]:
-        """The kernels' objects. The first link adds their steps: ninja then begins with the units, the longer ones."""
+        """Return the kernels' objects. The first link adds their steps: ninja then begins with the units, the longer ones."""
         return [
             self.ninja.edge("compile", [path], self.ninja.folder / KERNELS / f"{path.stem}.o", settings())
             for path in sorted((CSRC / KERNELS).glob("*.cpp"))

@@ -16,7 +16,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from build_cuda import ROOT, BuildError, output_of
+from build_steps import ROOT, BuildError, output_of
 
 WHEEL_MINORS = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")  # for which a wheel has a module
 HEADERS = ROOT / "build" / "torch-headers"

@@ -13,59 +13,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-CSRC = Path(__file__).resolve().parents[1]  # where includes begin
-ROOT = CSRC.parent
-LOG = ROOT / "build" / "compile.log"
+from build_steps import CSRC, LOG, ROOT, BuildError, output_of, step
+
 # From Turing to Blackwell: one binary for every generation PyTorch still builds for, and PTX for what comes after.
 DEFAULT_ARCHS = ("75", "80", "86", "89", "90", "100", "120")
-
-
-class BuildError(Exception):
-    """Why the compiled part, or its CUDA part, cannot be built here, in words for the user."""
-
-
-@contextlib.contextmanager
-def step(name: str) -> Iterator[None]:
-    """Run a step with all of its output in LOG, also that of its processes; print its name and time, or its errors."""
-    LOG.parent.mkdir(parents=True, exist_ok=True)
-    begin, started, failed = LOG.stat().st_size if LOG.exists() else 0, time.monotonic(), True
-    sys.stdout.flush()
-    sys.stderr.flush()
-    outside = os.dup(1), os.dup(2)
-    try:
-        with LOG.open("ab") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        yield
-        failed = False
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for saved, stream in zip(outside, (1, 2), strict=True):
-            os.dup2(saved, stream)
-            os.close(saved)
-        print(
-            f"nanwatch: {name} {'failed after' if failed else 'took'} {time.monotonic() - started:.0f} s",
-            flush=True,
-        )
-        if failed:
-            with LOG.open(errors="replace") as log:
-                log.seek(begin)
-                errors = [line for line in log if re.search(r"\berror\b", line, re.IGNORECASE)]
-            print("".join(errors[:10]) + f"nanwatch: all of it is in {LOG}", file=sys.stderr, flush=True)
-
-
-def sources_with(suffix: str) -> list[Path]:
-    """Return the sources of csrc/ with this suffix, relative to the root; BuildError if there are none."""
-    found = sorted(path.relative_to(ROOT) for path in CSRC.rglob(f"*{suffix}"))
-    if not found:
-        raise BuildError(f"csrc/ has no *{suffix}: the source tree is not complete")
-    return found
 
 
 @dataclass(frozen=True)
@@ -79,24 +33,12 @@ class Toolkit:
 
 
 def find_nvcc() -> str | None:
-    """The nvcc of CUDA_HOME or CUDA_PATH, else the one on PATH, else the one in /usr/local/cuda."""
+    """Return the nvcc of CUDA_HOME or CUDA_PATH, else the one on PATH, else the one in /usr/local/cuda."""
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         home = os.environ.get(variable)
-        if home and (found := shutil.which("nvcc", path=str(Path(home, "bin")))):
-            return found
+        if home and (nvcc := shutil.which("nvcc", path=str(Path(home, "bin")))):
+            return nvcc
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-
-
-def output_of(command: list[str], seconds: int = 120) -> str:
-    """stdout and stderr of a command; BuildError when it cannot run, fails or takes longer."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"`{shlex.join(command)}` did not run: {error}") from error
-    if done.returncode != 0:
-        text = (done.stdout + done.stderr).strip()[-400:]
-        raise BuildError(f"`{shlex.join(command)}` failed ({done.returncode}): {text}")
-    return done.stdout + done.stderr
 
 
 def read_toolkit(nvcc: str) -> Toolkit:
@@ -127,7 +69,7 @@ def present_archs() -> set[str]:
 
 
 def wanted_archs(available: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """(architectures to compile, architectures to add PTX for), from TORCH_CUDA_ARCH_LIST, the GPUs, or the default."""
+    """Return what to compile for and what to add PTX for, by TORCH_CUDA_ARCH_LIST, the GPUs, or the default."""
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
     if not listed:
         present = sorted(present_archs(), key=int)
@@ -167,7 +109,7 @@ class CudaPart:
 
 
 def compile_cuda(source: Path, folder: Path, toolkit: Toolkit, targets: list[str], jobs: int) -> str:
-    """The object file of one CUDA source; BuildError if nvcc cannot make it."""
+    """Compile one CUDA source and return the object file; BuildError if nvcc cannot."""
     out = folder / f"{source.stem}.o"
     command = [toolkit.nvcc, "-c", str(source), "-o", str(out), "-O3", "-std=c++17", f"--threads={jobs}"]
     # Compressed, eight architectures are 3 MB in place of 9.
@@ -198,10 +140,12 @@ def compile_cuda(source: Path, folder: Path, toolkit: Toolkit, targets: list[str
 
 
 def build_cuda(folder: Path, jobs: int) -> CudaPart:
-    """Compiles the torch-free CUDA sources with nvcc alone, also where torch has no CUDA; BuildError if it cannot."""
+    """Compile the torch-free CUDA sources with nvcc alone, also where torch has no CUDA; BuildError if it cannot."""
     if not sys.platform.startswith("linux"):
         raise BuildError(f"the CUDA part is built on Linux only, this is {sys.platform}")
-    sources = sources_with(".cu")
+    sources = sorted(path.relative_to(ROOT) for path in CSRC.rglob("*.cu"))
+    if not sources:
+        raise BuildError("csrc/ has no *.cu: the source tree is not complete")
     nvcc = find_nvcc()
     if nvcc is None:
         raise BuildError("nvcc was not found (CUDA_HOME, PATH, /usr/local/cuda)")
