@@ -143,7 +143,7 @@ class Compiled:
 
     @cached_property
     def kernels(self) -> list[Path]:
-        """Return the kernels' objects. The first link adds their steps: ninja then begins with the units, the longer ones."""
+        """Return the kernels' objects. The first link adds their steps, behind the longer units."""
         return [
             self.ninja.edge("compile", [path], self.ninja.folder / KERNELS / f"{path.stem}.o", settings())
             for path in sorted((CSRC / KERNELS).glob("*.cpp"))
