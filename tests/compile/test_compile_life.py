@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -16,9 +15,8 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.instrumentation.compile import dynamo, operators
-from nanwatch.session.model_finder import ModelFinder
 from support.recorders import needs_native
-from support.toys import Scale, mlp, names
+from support.toys import Scale, names
 from support.watching import watch
 
 
@@ -66,17 +64,6 @@ def test_compile_in_place_after_the_watch() -> None:
     assert model._compiled_call_impl is place
 
 
-def test_a_watch_after_a_graph_that_was_made_while_models_are_looked_for() -> None:
-    """The search of `nanwatch run` for the model does not hide a later watch in compiled code."""
-    model, x = Model(), torch.randn(2, 3)
-    call = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
-    with ModelFinder(lambda _: None, class_name="no model"):
-        call(x)
-    with watch(model) as w:
-        call(x)
-    assert names(w) == [(0, name) for name in WHOLE]
-
-
 # Stop
 
 
@@ -95,22 +82,6 @@ def test_a_compiled_model_and_its_watch_are_freed() -> None:
 
 
 # Several, seldom, paused
-
-
-def test_pause_every_and_exclude_need_no_new_graph() -> None:
-    """One graph serves batches that are looked at, skipped and not counted."""
-    model, x = mlp(), torch.randn(2, 3)
-    call = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
-    with watch(model, every=2, ignore_modules="1") as w:
-        call(x)
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            call(x)
-            w.pause()
-            call(x)
-            w.resume()
-            call(x)
-    assert names(w) == [(batch, name) for batch in (0, 2) for name in ("0", "2", "")]
-    assert w.batch == 2
 
 
 # The rest of the program
@@ -226,28 +197,6 @@ def test_the_operator_keeps_the_rules(device: str) -> None:
     site = torch.tensor([0])
     torch.library.opcheck(operators.record_, (sequence, site, None, "", [x]))
     torch.library.opcheck(operators.record_, (sequence, site, site, "Linear\not output", [x]))
-
-
-def test_a_module_that_nobody_watches_is_none_of_its_business() -> None:
-    """Values that Dynamo cannot spell, given to an unwatched module: no warning, while another model is watched."""
-
-    class Key:
-        pass
-
-    class Sums(nn.Module):
-        def forward(self, values: dict[object, Tensor]) -> Tensor:
-            total = torch.zeros(2)
-            for value in values.values():
-                total = total + value
-            return total
-
-    key, sums = Key(), Sums()
-    with warnings.catch_warnings(), watch(nn.Linear(2, 2)):
-        warnings.simplefilter("error", RuntimeWarning)
-        assert torch.compile(lambda x: sums({key: x, "b": x}), backend="eager")(torch.ones(2)).tolist() == [
-            2,
-            2,
-        ]
 
 
 def test_two_watches_on_one_compiled_model() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from ..util.visible import warn_user
-from .slot import detach, wrappers
+from .slot import detach, watching_at, wrappers
 from .wrapped_names import Named, find_module
 
 P = ParamSpec("P")
@@ -29,7 +29,6 @@ MAX_SPANS = 1000
 
 # Attachments of running watches, the oldest first.
 _running: list[weakref.ref[Any]] = []
-_is_any_running = False
 _functions: weakref.WeakSet[Function] = weakref.WeakSet()
 _spans: dict[str, Function] = {}
 _numbers = itertools.count()
@@ -91,7 +90,7 @@ def watched(function: Any = None, /, *, name: str | None = None) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():  # a guard on whether a watch runs would compile this again
             return module(*args, **kwargs)
-        if not _is_any_running:
+        if not _running:
             return function(*args, **kwargs)
         _attach(module)
         return module(*args, **kwargs)
@@ -136,7 +135,7 @@ class span:  # noqa: N801  (used like a function)
         """Record the value and return it; or decorate a function."""
         if isinstance(value, FunctionType):
             return watched(value, name=self.name)  # type: ignore[return-value]
-        if not _is_any_running or is_compiling():
+        if not _running or is_compiling():
             return value
         module = _spans.get(self.name)
         if module is None:
@@ -147,10 +146,10 @@ class span:  # noqa: N801  (used like a function)
         _attach(module)
         # Within a call of the model the value is an input, so a re-run looks for its cause in the code around. Outside,
         # an input would be taken for the data of a batch.
-        recorders = [one.recorder for one in wrappers(module) if one.recorder is not None]
-        is_inside = any(one.is_under_way or one.paused for one in recorders)  # paused in a re-run
-        found: V = module(value if is_inside else _Box(value))
-        return found
+        recorders = [wrapper.recorder for wrapper in watching_at(id(module))]
+        is_inside = any(x.is_under_way or x.paused for x in recorders)  # paused in a re-run
+        seen: V = module(value if is_inside else _Box(value))
+        return seen
 
 
 class _Box:
@@ -183,19 +182,15 @@ def _warn_of_spans() -> None:
 
 
 def _attach(module: Function) -> None:
-    if any(wrapper.recorder is not None for wrapper in wrappers(module)):
-        return
-    attachment = _running[0]() if _running else None
+    attachment = _running[0]() if _running and not watching_at(id(module)) else None
     if attachment is not None:
         attachment.add(module.name, module)
 
 
 def watch_begins(attachment: Any, model: nn.Module) -> None:
     """Attach the functions that no watch has to this one, which takes new ones too from now on."""
-    global _is_any_running
     reference = weakref.ref(attachment, _forget)
     _running.append(reference)
-    _is_any_running = True
     # The wrappers of functions keep the recorder, and would keep it after the model is gone.
     weakref.finalize(model, _detach, reference).atexit = False
     for module in list(_functions):
@@ -209,27 +204,22 @@ def watch_ends(attachment: Any) -> None:
 
 def _detach(reference: weakref.ref[Any]) -> None:
     attachment = reference()
-    if attachment is None:
-        return
-    for module in list(_functions):
-        for wrapper in wrappers(module):
-            if wrapper.recorder is not None and wrapper.attachment() is attachment:
+    for module in () if attachment is None else list(_functions):
+        for wrapper in watching_at(id(module)):
+            if wrapper.attachment() is attachment:
                 detach(module, wrapper)
-    for one in [one for one in _running if one() is attachment]:
-        _forget(one)
+    _forget(reference)
 
 
 def _forget(reference: weakref.ref[Any]) -> None:
-    global _is_any_running
-    if reference in _running:
+    if reference in _running:  # references to one object are equal while it lives
         _running.remove(reference)
-    _is_any_running = bool(_running)
 
 
 def find_called(model: nn.Module, name: str) -> Named | None:
     """Return the module of this name or path, or the latest function of this name that a watch has, or None."""
     if (module := find_module(model, name)) is not None:
         return module
-    found = [one for one in list(_functions) if one.name == name and wrappers(one)]
-    function = max(found, key=lambda one: one.number, default=None)
-    return None if function is None else Named(name, name, function)
+    named = [function for function in list(_functions) if function.name == name and wrappers(function)]
+    latest = max(named, key=lambda function: function.number, default=None)
+    return None if latest is None else Named(name, name, latest)

@@ -133,7 +133,7 @@ def _inspected(module_type: type[nn.Module]) -> frozenset[str]:
     except Exception:  # no Python function, as that of a ScriptModule
         suppressed("the arguments of a forward could not be told")
         return frozenset()
-    named = [(i, one.name) for i, one in enumerate(parameters) if one.kind is not one.VAR_POSITIONAL]
+    named = [(i, x.name) for i, x in enumerate(parameters) if x.kind is not x.VAR_POSITIONAL]
     if issubclass(module_type, _SOFTMAXES + _MAXIMA):
         named = named[:1]
     else:
@@ -141,44 +141,37 @@ def _inspected(module_type: type[nn.Module]) -> frozenset[str]:
     return frozenset(label for i, name in named for label in (f"input[{i}]", f"input[{name}]"))
 
 
-def excuse(x: Tensor, row: Record, health: TensorHealth, allowed: bool | Excuses) -> NoteKind | None:
+def excuse(x: Tensor, record: Record, health: TensorHealth, allowed: bool | Excuses) -> NoteKind | None:
     """Return the note of a tensor whose values are meant, and remember the tensor; None for any other."""
-    if row.isfinite:
+    if record.isfinite:
         return None
     # A tensor made in inference mode has no version, so that nothing tells when it changes.
     version = None if x.is_inference() else x._version
     counts = health.num_nan, health.num_posinf, health.num_neginf
     if isinstance(allowed, Excuses):
-        kind = allowed.kind(x, row.role, row.label, health)
+        kind = allowed.kind(x, record.role, record.label, health)
         if kind is not None and version is not None:
             _excused[x] = _Known(version, counts, kind)
-        return kind or _known(x, version, counts)
-    if allowed and not health.num_nan:
+        if kind is not None:
+            return kind
+    elif allowed and not health.num_nan:
         return "allowed"
-    return _known(x, version, counts)
-
-
-def _known(x: Tensor, version: int | None, counts: tuple[int, int, int]) -> NoteKind | None:
-    known = (
-        None if version is None else _excused.get(x) or (None if x._base is None else _excused.get(x._base))
-    )
+    known = None
+    if version is not None:
+        known = _excused.get(x) or (None if x._base is None else _excused.get(x._base))
     return known.kind if known is not None and known[:2] == (version, counts) else None
 
 
-def may_be_finite_mask(x: Tensor, row: Record) -> bool:
+def may_be_finite_mask(x: Tensor, record: Record) -> bool:
     """Return whether the range is that of an additive mask made with the dtype's minimum in place of -inf."""
-    return (
-        row.role in ("input", "buffer") and _masks_with_lowest(x.dtype) and row.abs_max == _largest(x.dtype)
-    )
+    if record.role not in ("input", "buffer") or not _masks_with_lowest(x.dtype):
+        return False
+    return record.abs_max == torch.finfo(x.dtype).max
 
 
 def _masks_with_lowest(dtype: torch.dtype) -> bool:
     """Return whether masks may hold the dtype's minimum. In 8 bits, finite tensors are full of it by saturation."""
     return dtype.is_floating_point and dtype.itemsize > 1
-
-
-def _largest(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).max
 
 
 def is_mask(x: Tensor, health: TensorHealth) -> bool:
@@ -189,25 +182,15 @@ def is_mask(x: Tensor, health: TensorHealth) -> bool:
     probability. Of a DTensor the local shard decides: to ask the other ranks is a communication, in which ranks that
     see no -inf would not take part.
     """
-    if not _may_be_mask(health, x.dtype, x.ndim):
+    has_others = health.num_nan or health.num_posinf or not health.num_zero
+    if has_others or not x.dtype.is_floating_point or x.ndim == 0:
         return False
     with torch.no_grad():
         local = local_shard(x)
         values, repeats = without_repeats((x if local is None else local).detach())
-        is_zero = values == 0
         num_masked = health.num_neginf
         if num_masked == 0 and _masks_with_lowest(x.dtype):
-            num_masked = repeats * int((values == -_largest(x.dtype)).sum())
+            num_masked = repeats * int((values == torch.finfo(x.dtype).min).sum())
         if num_masked == 0 or health.num_zero + num_masked != health.numel:
             return False
-        return bool(is_zero.any(dim=-1).all())
-
-
-def _may_be_mask(health: TensorHealth, dtype: torch.dtype, dims: int) -> bool:
-    return (
-        not health.num_nan
-        and not health.num_posinf
-        and bool(health.num_zero)
-        and dtype.is_floating_point
-        and dims > 0
-    )
+        return bool((values == 0).any(dim=-1).all())

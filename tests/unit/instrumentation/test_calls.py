@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -175,27 +174,6 @@ def test_what_the_listener_raises_the_call_raises(method: str, kind: type[BaseEx
     assert gone() is None
     assert not Held.alive
     stand.assert_as_ever()
-
-
-class Shy(type):
-    """A metaclass that runs Python code when a class is asked for its name."""
-
-    def __getattribute__(cls, name: str) -> Any:
-        if name == "__name__":
-            Path(__file__).exists()
-        return super().__getattribute__(name)
-
-
-class Nameless(nn.Module, metaclass=Shy):
-    """Class that a Turncoat turns into."""
-
-
-class Turncoat(nn.Module):
-    """Takes another class in its forward, and raises."""
-
-    def forward(self, _: Tensor) -> Tensor:
-        self.__class__ = Nameless  # type: ignore[assignment]
-        raise KeyError("user's")
 
 
 @pytest.mark.usefixtures("each_recorder")

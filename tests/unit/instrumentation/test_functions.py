@@ -32,22 +32,6 @@ def dpo(chosen: Tensor, rejected: Tensor) -> Tensor:
     return -torch.sigmoid(margin).log().mean()  # bad
 
 
-def grpo(logits: Tensor, old: Tensor) -> Tensor:
-    ratio = torch.exp(logits - old)  # bad
-    advantage = torch.tensor([1.0, 0.0])[:, None]
-    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
-
-
-def ppo(logits: Tensor, rewards: Tensor) -> Tensor:
-    advantage = (rewards - rewards.mean()) / rewards.std(correction=0)  # bad
-    return -(logits.mean(-1) * advantage).mean()
-
-
-def focal(logits: Tensor, target: Tensor) -> Tensor:
-    p = torch.softmax(logits, -1).gather(-1, target[:, None])
-    return -((1 - p) ** 2 * p.log()).mean()  # bad
-
-
 def contrastive(a: Tensor, b: Tensor) -> Tensor:
     a = a / a.norm(dim=-1, keepdim=True)  # bad
     return F.cross_entropy(a @ b.T, torch.arange(len(a)))
@@ -60,45 +44,19 @@ def ctc(logits: Tensor, labels: Tensor) -> Tensor:
     return -torch.log(alpha.sum())  # bad
 
 
-def distillation(student: Tensor, teacher: Tensor) -> Tensor:
-    p = torch.softmax(teacher, -1)
-    return (p * (p.log() - F.log_softmax(student, -1))).sum()  # bad
-
-
-def dice(logits: Tensor, target: Tensor) -> Tensor:
-    p = torch.relu(logits)
-    return 1 - 2 * (p * target).sum() / (p.sum() + target.sum())  # bad
-
-
-def poisson(rate: Tensor, count: Tensor) -> Tensor:
-    return (rate.exp() - count * rate).mean()  # bad
-
-
-def angular(a: Tensor, b: Tensor) -> Tensor:
-    cosine = (a * b).sum(-1)
-    return torch.acos(cosine).mean()  # bad
-
-
 ZEROS, ONES = torch.zeros(2, 3), torch.ones(2, 3)
 LARGE = torch.tensor([[200.0, 0.0, 0.0]] * 2)
 LOSSES: dict[Callable[..., Tensor], tuple[Tensor, Tensor]] = {
     dpo: (-100 * ONES, 100 * ONES),
-    grpo: (LARGE, ZEROS),
-    ppo: (ONES, torch.full((2,), 2.0)),
-    focal: (LARGE, torch.tensor([0, 1])),
     contrastive: (ZEROS, ONES),
     ctc: (LARGE, torch.tensor([1, 2])),
-    distillation: (ONES, LARGE),
-    dice: (-ONES, ZEROS),
-    poisson: (LARGE, ONES),
-    angular: (ONES, ONES),
 }
 
 
 @pytest.mark.parametrize("place", ["inside", "outside"])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda one: one.__name__)
 def test_a_functional_loss_is_named_with_its_line(loss: Callable[..., Tensor], place: str) -> None:
-    """Ten losses with a planted failure, in the model's forward and after it: the function and the line."""
+    """Three losses with a planted failure, in the model's forward and after it: the function and the line."""
     seen = nanwatch.watched(loss)
     lines, first = inspect.getsourcelines(loss)
     line = first + next(i for i, one in enumerate(lines) if one.endswith("# bad\n"))

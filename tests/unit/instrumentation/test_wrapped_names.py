@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-import nanwatch
 from nanwatch.instrumentation.wrapped_names import (
     find_module,
     name_of,
@@ -128,35 +127,6 @@ def test_patterns_with_and_without_the_prefix(options: dict[str, Any], expected:
     assert [name for _, name in names(w)] == expected
 
 
-@pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_training_under_data_parallel_is_bit_equal(when: str, gradients: bool) -> None:
-    """Watched before it is wrapped and after, as unwatched; the frames have the model's names."""
-
-    def trained(when: str) -> tuple[list[Tensor], list[str]]:
-        torch.manual_seed(0)
-        model: nn.Module = mlp()
-        seen = [watch(model, gradients=gradients)] if when == "before" else []
-        model = nn.DataParallel(model)
-        if when == "after":
-            seen.append(watch(model, gradients=gradients))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        for _ in range(3):
-            model(torch.randn(4, 3)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for one in seen:
-            one.stop()
-        names = sorted({frame.name for one in seen for frame in one.frames})
-        return [x.detach() for x in model.parameters()], names
-
-    plain, none = trained("never")
-    weights, names = trained(when)
-    assert none == []
-    assert names == ["", "0", "1", "2"]
-    assert [x.numpy().tobytes() for x in weights] == [x.numpy().tobytes() for x in plain]
-
-
 def test_parameters_and_optimizer_state_have_the_users_names() -> None:
     """The names are those of the plain model, with tied parameters once."""
     plain = mlp()
@@ -167,25 +137,3 @@ def test_parameters_and_optimizer_state_have_the_users_names() -> None:
     model(torch.randn(2, 3)).sum().backward()
     optimizer.step()
     assert state_rows(optimizer, parameter_names(model))[0][0] == "exp_avg[0.weight]"
-
-
-def test_a_bad_gradient_is_stopped_and_examined_under_the_users_names() -> None:
-    """The backward of a wrapped model: the module, and the operation in it, before the step."""
-
-    class Root(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.sqrt()
-
-    first = nn.Linear(1, 1)
-    nn.init.zeros_(first.weight)
-    nn.init.zeros_(first.bias)
-    model = nn.DataParallel(nn.Sequential(first, checkpoint_wrapper(Root())))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watch(model, gradients=True):
-        model(torch.ones(1, 1)).sum().backward()
-        with pytest.raises(nanwatch.NonFiniteError) as error:
-            optimizer.step()
-    finding = error.value.report.finding
-    assert finding is not None
-    assert (finding.module, finding.phase, finding.operation) == ("1", "backward", "SqrtBackward0")
-    assert first.weight.item() == 0.0

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from nanwatch.numerics import _extension
 from nanwatch.report.report import Report
 from nanwatch.session.watch import Watch
-from support.gradient_models import Net, Sick, Spoil, Spoiling, backward_frames, loss_of
+from support.gradient_models import Net, Spoil, Spoiling, backward_frames, loss_of
 from support.stand_in_device import BROKEN, StandIn, stand_in
-from support.toys import chain, in_threads, mlp, text_of
+from support.toys import chain, mlp, text_of
 from support.training import stopped
 from support.watching import watch
 
@@ -114,42 +114,6 @@ def test_a_forward_and_a_backward_wait_once_each() -> None:
             optimizer.step()
             assert device.waits == count + 2
         assert [frame.name for frame in backward_frames(w)][-4:] == ["2", "1", "0", ""]
-
-
-@pytest.mark.parametrize("place", [0, -1])
-def test_the_optimizer_of_what_feeds_the_model_takes_no_bad_gradient(place: int) -> None:
-    """A generator in front of a watched discriminator: its step is stopped too."""
-    generator, model = nn.Linear(3, 3), chain(SpoilsLater(0))
-    optimizer = torch.optim.SGD(generator.parameters(), lr=0.1)
-    with stand_in(place=lambda x: place):
-        w = watch(model, gradients=True, rerun=False)
-        model(generator(X)).sum().backward()
-        with stopped(generator):
-            optimizer.step()
-        w._leave()
-
-
-@pytest.mark.parametrize("kind", ["SGD", "LBFGS"])
-@pytest.mark.parametrize("elsewhere", [True, False])
-@pytest.mark.parametrize("place", [0, -1])
-def test_a_closure_is_looked_at_when_it_has_run(kind: str, elsewhere: bool, place: int) -> None:
-    """Also where its backward ended on another thread, as those of a device do: no weight has changed."""
-    model = nn.Sequential(Sick())
-    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
-
-    def closure() -> Tensor:
-        loss: Tensor = model(torch.ones(3)).sum()
-        if elsewhere:
-            in_threads(1, lambda _: loss.backward())
-        else:
-            loss.backward()
-        return loss
-
-    with stand_in(place=lambda x: place):
-        w = watch(model, gradients=True, rerun=False)
-        with stopped(model):
-            optimizer.step(closure)
-        w._leave()
 
 
 def test_a_device_that_fails_leaves_the_users_error() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -48,38 +46,6 @@ def test_the_place_counts_what_the_ring_has_dropped(max_frames: int, place: int,
         model(torch.ones(2))
         finding = finding_of(watch)
     assert (finding.batch, finding.module, finding.sequence) == (batches, str(place), place)
-
-
-@pytest.mark.usefixtures("each_recorder")
-def test_threads_have_a_count_for_each_batch() -> None:
-    """Two threads by turns: the frames of the one do not count for the other."""
-    model = chain(6)
-    steps = [threading.Event() for _ in range(2)]
-
-    class Turn(torch.nn.Module):
-        """Lets the other thread make its whole call in the middle of this one's."""
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x[0] == 4:  # 1 and three calls: the first thread, not the second
-                steps[0].set()
-                assert steps[1].wait(60)
-            return x
-
-    model.insert(3, Turn())
-    model[5].at = 1  # its second call is that of the first thread
-
-    def second() -> None:
-        assert steps[0].wait(60)
-        model(torch.full((1,), 50.0))
-        steps[1].set()
-
-    thread = threading.Thread(target=second)
-    thread.start()
-    with nanwatch.watch(model, on_nonfinite="record", rerun=False, max_frames=2) as watch:
-        model(torch.ones(1))
-        thread.join(60)
-        finding = finding_of(watch)
-    assert (finding.batch, finding.module, finding.sequence) == (0, "5", 5)
 
 
 @pytest.mark.usefixtures("each_recorder")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.records.record import Frame
-from support.recorders import RECORDERS, WITH_DEVICE, watched
+from support.recorders import WITH_DEVICE, watched
 
 
 class Views(nn.Module):
@@ -92,50 +92,3 @@ def test_each_record_has_the_fingerprint_of_its_tensor(make: Any, recorder: str)
         frames = w.frames
     assert recorded(frames) == calls
     assert w.counters.get("stale_hits", 0) == 0
-
-
-@pytest.mark.parametrize("recorder", WITH_DEVICE)
-def test_gradients_and_the_optimizers_state_have_theirs(recorder: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    with watched(
-        model, recorder, fingerprints=True, gradients=True, optimizer=optimizer, max_frames=100
-    ) as w:
-        y = model(torch.randn(3, 4))
-        y.sum().backward()
-        optimizer.step()
-        frames = w.frames
-    found = {
-        (frame.name or frame.class_name, record.label): record.fingerprint
-        for frame in frames
-        if frame.phase != "forward"
-        for record in frame.records
-    }
-    for name, x in model.named_parameters():
-        module, _, label = name.rpartition(".")
-        assert x.grad is not None
-        assert found[module, f"{label}.grad"] == nanwatch.fingerprint(x.grad)
-        state = optimizer.state[x]["momentum_buffer"]
-        assert found["(optimizer)", f"momentum_buffer[{name}]"] == nanwatch.fingerprint(state)
-    assert found["Sequential", "output.grad"] == nanwatch.fingerprint(torch.ones_like(y))
-    # One gradient under two names.
-    assert found["1", "output.grad"] == found["2", "input[0].grad"] is not None
-
-
-@pytest.mark.parametrize("recorder", RECORDERS)
-def test_without_the_option_there_is_none_and_all_else_is_the_same(recorder: str) -> None:
-    """The documents of reports are as they were, and so is the rest of each record."""
-    rest, documents = [], []
-    for fingerprints in (False, True):
-        torch.manual_seed(0)
-        model = Chain(Views(same_elements), nn.Identity())
-        with watched(model, recorder, fingerprints=fingerprints) as w:
-            model(torch.randn(3, 4))
-            report = w.report()
-        rest.append([[row._replace(fingerprint=None) for row in frame.records] for frame in report.frames])
-        documents.append(report.to_json())
-        assert nanwatch.Report.from_json(report.to_json()) == report
-        assert all((one is not None) == fingerprints for call in recorded(report.frames) for one in call)
-    assert rest[0] == rest[1]
-    assert "fingerprint" not in documents[0]
-    assert "fingerprint" in documents[1]

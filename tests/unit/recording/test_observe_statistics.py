@@ -49,20 +49,3 @@ def test_records_of_the_batches_that_are_due(recorder: str) -> None:
                 assert found == pytest.approx(nanwatch.statistics(tensor))
             assert (records[label].abs_min, records[label].abs_max) == nanwatch.abs_range(tensor)[:2]
     assert all(one.statistics is None for one in by_label(watch.frames, 1).values())
-
-
-@pytest.mark.parametrize("recorder", WITH_DEVICE)
-def test_gradients(recorder: str) -> None:
-    """Those of a batch that is due have them too."""
-    model = nn.Sequential(nn.Linear(30, 20), nn.ReLU())
-    with watched(model, recorder, gradients=True, statistics=2, max_frames=50) as watch:
-        gradients = []
-        for _ in range(2):
-            model.zero_grad()
-            model(torch.randn(9, 30)).square().sum().backward()
-            gradients.append(model[0].weight.grad)
-    frames = [one for one in watch.frames if one.phase == "backward"]
-    assert by_label(tuple(frames), 0)["weight.grad"].statistics == pytest.approx(
-        nanwatch.statistics(gradients[0])
-    )
-    assert all(one.statistics is None for one in by_label(tuple(frames), 1).values())

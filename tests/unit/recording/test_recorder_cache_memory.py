@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
 from nanwatch.session.api import watch
-from support.toys import Own
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder remembers nothing")
 
@@ -43,38 +42,6 @@ def test_nothing_grows_over_many_batches() -> None:
     finally:
         tracemalloc.stop()
     assert (labels, weights) == (5, 2)
-
-
-def test_parameters_that_are_gone_are_forgotten() -> None:
-    """A model that makes new parameters each step: entries of the dead are swept, those of the living stay."""
-    model = Own()
-    with watch(model, read="weights buffers") as w:
-        alive = []
-        for i in range(6_000):
-            model.weight = nn.Parameter(torch.ones(1))
-            alive.append(model.weight)  # so that each has an address of its own
-            model(torch.ones(1))
-            if i % 1000 == 999:
-                alive.clear()
-        assert w.counters["weights_remembered"] <= 2 * 1024
-        assert w.counters["tensors_read"] == 6_000
-
-
-@pytest.mark.parametrize("kind", ["dict", "OrderedDict"])
-def test_the_same_keys_made_anew_cost_no_new_label(kind: str) -> None:
-    """Keys spelt by an f-string are other objects in each batch; their labels are the same few."""
-    make = dict if kind == "dict" else collections.OrderedDict
-
-    class Named(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return make((f"loss_{i}", None) for i in range(20))
-
-    model = Named()
-    with watch(model) as w:
-        for _ in range(3_600):
-            model(torch.ones(1))
-    assert w.counters["labels"] <= 30
-    assert w.frames[-1].records[-1].label == "output[loss_19]"
 
 
 def test_ever_new_keys_end_in_dots() -> None:

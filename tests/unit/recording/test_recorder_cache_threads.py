@@ -50,16 +50,6 @@ def test_a_weight_written_while_it_is_read_is_read_again(write: Callable[[Tensor
         assert latest(w, "weight").isfinite is False
 
 
-def test_an_activation_written_while_it_is_read_is_read_again() -> None:
-    """The same tensor goes through a second module: its range there is the one that it has by then."""
-    model = nn.Sequential(nn.Identity(), nn.Identity())
-    x = long_to_read()
-    with watch(model, **QUIET) as w, during_the_read(model[0], lambda: write(x)) as writer:
-        model[1].register_forward_pre_hook(lambda *_: writer.join())
-        model(x)
-    assert latest(w, "input[0]", "1").isfinite is False
-
-
 def test_a_tensor_resized_while_it_is_read_has_the_sizes_that_were_read() -> None:
     """Its record has one tensor's shape and range, not a shape from memory that was freed."""
     model = Own()

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
-from nanwatch.report.report import NonFiniteError
 from support.random_trees import run, tree
-from support.stand_in_device import BROKEN, OLD_DRIVER, StandIn, stand_in
-from support.toys import Scale, in_threads, mlp, names, text_of
+from support.stand_in_device import BROKEN, StandIn, stand_in
+from support.toys import Scale, mlp, names, text_of
 from support.watching import watch
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
@@ -182,26 +181,6 @@ def test_a_model_over_several_devices_and_the_host() -> None:
     assert [r.abs_max for r in w.frames[-1].records] == [1, 1, 1, 1]
 
 
-def test_a_fault_of_the_host_waits_for_earlier_ones_of_the_device() -> None:
-    """The first fault is the first in the order of the calls, wherever the tensors lie."""
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.device, self.host = Scale(INF), Scale(INF)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.host(self.device(x).clamp(max=1).half())
-
-    model = Both()
-    split = stand_in(place=lambda x: -1 if x.dtype == torch.float16 else 0)
-    with split, pytest.raises(NonFiniteError) as error, watch(model, rerun=False):
-        model(torch.ones(3))
-    finding = error.value.report.finding
-    assert finding is not None
-    assert finding.module == "device"
-
-
 def test_each_stream_that_was_used_is_waited_for() -> None:
     """A model that changes the stream on its way has its rows, wherever they were enqueued."""
     with stand_in() as device:
@@ -246,43 +225,6 @@ def test_an_error_of_the_device_leaves_the_frames_up_to_it() -> None:
         assert f"error {BROKEN} of the stand-in" in notes[-1]
 
 
-def test_a_device_that_cannot_run_is_left_alone() -> None:
-    """With a driver that is too old every tensor is read as before, and the device is not asked again."""
-    model = mlp()
-    with stand_in(fail_next=OLD_DRIVER) as device, watch(model) as w:
-        model(torch.ones(2, 3))
-        model(torch.ones(2, 3))
-        assert device.launches == []
-    assert [batch for batch, name in names(w) if name == ""] == [0, 1]
-    assert all(record.isfinite for frame in w.frames for record in frame.records)
-
-
-def test_what_the_device_does_not_take_is_read_at_once() -> None:
-    """Complex, sparse and meta tensors have the rows they have on the host, among those of the device."""
-
-    class Takes(nn.Module):
-        def forward(self, *xs: Any) -> Any:
-            return xs[0]
-
-    given_values = [
-        torch.ones(2),
-        torch.ones(2, dtype=torch.complex64),
-        torch.ones(2).to_sparse(),
-        torch.ones(2, device="meta"),
-        torch.empty(0),
-        torch.tensor(True),
-        None,
-        3,
-    ]
-    found = []
-    for on_device in (False, True):
-        model = Takes()
-        with device_or_host(on_device), watch(model) as w:
-            model(*given_values)
-        found.append(repr(w.frames))
-    assert found[0] == found[1]
-
-
 def test_a_capture_is_left_alone() -> None:
     """It has no launch and no wait of the watch in it, and the calls after it are read as before."""
     model = mlp()
@@ -295,40 +237,3 @@ def test_a_capture_is_left_alone() -> None:
         assert (len(device.launches), device.waits) == (launches, waits)
         model(X)
         assert len(device.launches) > launches
-
-
-def test_threads_have_their_own_batches() -> None:
-    """Four threads over one device: every batch whole, in order, and the fault told to the thread it is in."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    errors: list[int] = []
-
-    def work(number: int) -> None:
-        for step in range(15):
-            x = torch.full((2, 8), INF if (number, step) == (2, 10) else 1.0)
-            try:
-                model(x)
-            except NonFiniteError:
-                errors.append(number)
-
-    with stand_in(), watch(model, act_at="batch", max_frames=10_000, rerun=False, verify_hits=True) as w:
-        in_threads(4, work)
-    assert errors == [2]
-    assert w.batch == 59
-    assert [sum(frame.batch == batch for frame in w.frames) for batch in range(60)] == [4] * 60
-    assert w.counters["stale_hits"] == 0
-
-
-def test_a_model_is_bit_for_bit_what_it_was_and_freed_as_before() -> None:
-    """Rows on the way keep no tensor alive past the batch, and change no number."""
-    import weakref
-
-    plain, model = mlp(), mlp()
-    x = torch.randn(2, 3)
-    with stand_in(), watch(model):
-        output = model(x)
-        assert torch.equal(output, plain(x))
-        reference = weakref.ref(output)
-        storage = weakref.ref(output.untyped_storage())
-        del output
-        assert reference() is None
-        assert storage() is None

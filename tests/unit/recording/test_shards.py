@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,17 +69,3 @@ def test_parameters_say_where_this_process_is_in_their_meshes(x: Any) -> None:
         layer.weight = nn.Parameter(torch.ones(2, 2))
     assert parameter_mesh(model) == ("mesh[0]=0 of 1",)
     assert parameter_mesh(None) == ()
-
-
-def test_the_mesh_of_the_parameters_comes_before_that_of_the_frames(x: Any) -> None:
-    """Each place once, in text and JSON. A report from before has what its frames say."""
-    model = Scale()
-    with watch(model, on_nonfinite="record") as seen:
-        model(x)
-    report = replace(seen.report(), parameter_mesh=("dp=1 of 4", "mesh[0]=0 of 1"))
-    assert report.mesh == ("dp=1 of 4", "mesh[0]=0 of 1")
-    assert "This rank in the device mesh: dp=1 of 4, mesh[0]=0 of 1.\n" in report.to_text()
-    assert Report.from_json(report.to_json()) == report
-    document = json.loads(report.to_json())
-    del document["parameter_mesh"]
-    assert Report.from_json(json.dumps(document)).mesh == ("mesh[0]=0 of 1",)
