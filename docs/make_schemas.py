@@ -22,6 +22,7 @@ from nanwatch.compare import comparison, results
 from nanwatch.report import report, spike
 from nanwatch.report.finding_text import Explanation
 from nanwatch.scan import result as scans
+from nanwatch.trace import difference, result
 
 PLACE = Path(__file__).with_name("schemas")
 # Each document: its class, its name and version, and the members that are no fields: those it may have, and must have.
@@ -29,8 +30,9 @@ DOCUMENTS: dict[str, tuple[type, str, int, dict[str, Any], dict[str, Any]]] = {
     "report": (report.Report, report.SCHEMA, report.VERSION, {"explanation": Explanation}, {}),
     "spike": (spike.SpikeReport, spike.SCHEMA, spike.VERSION, {}, {}),
     "blackbox": (story.BlackBoxReport, story.SCHEMA, story.VERSION, {}, {}),
-    "comparison": (comparison.Comparison, "nanwatch.comparison", results.VERSION, {}, {}),
-    "repetition": (results.Repetition, "nanwatch.repetition", results.VERSION, {}, {"equal": bool}),
+    "comparison": (comparison.Comparison, "nanwatch.comparison", result.VERSION, {}, {}),
+    "difference": (difference.Difference, "nanwatch.difference", result.VERSION, {}, {"equal": bool}),
+    "repetition": (results.Repetition, "nanwatch.repetition", result.VERSION, {}, {"equal": bool}),
     "scan": (scans.Scan, scans.SCHEMA, scans.VERSION, {"is_faithful": bool}, {"is_sound": bool}),
 }
 _PLAIN = {str: "string", int: "integer", bool: "boolean", type(None): "null"}

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import replace
-from math import inf, log2
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from ..records.fields import Fields, sizes
+from ..records.fields import Fields
 from ..records.note import Note, is_same_part
 from ..records.record import Record
-from ..util.visible import without_wrappers
+from ..util.visible import module_name, without_wrappers
 from .align import Ints, Rows, align
 from .columns import arrow
-from .difference import KINDS, Difference, Growth, Kind, RecordPair, RowErrors, Series
-from .trace_file import Sketches, Trace, batch_words, ends_of, in_order, sketches, strings
+from .difference import KINDS, Difference, Growth, Kind, Output, RecordPair
+from .trace_file import Trace, batch_words, ends_of, in_order, strings
 
 _Number = TypeVar("_Number", bound=np.generic)
 Column: TypeAlias = "np.ndarray[Any, np.dtype[_Number]]"
@@ -27,7 +25,6 @@ RTOL = 1e-3
 # factor, and rounding alone by some units in the last place of the largest.
 _ROUNDING = 4.0
 _GREW = 10
-_SERIES = 8
 _POINTS = 2000
 
 _KIND, _PLACEMENT = (column for column in Fields(Record).columns if column.name in ("note", "placement"))
@@ -92,7 +89,7 @@ def diff(
     if trace_a.rank != trace_b.rank and records.both_have_bits.any():
         records.keep_replicas()
         ranks = f"{trace_a.rank} and {trace_b.rank}"
-        remarks += (f"all that ranks {ranks} need not have in common, as inputs and outputs",)
+        remarks += (f"not compared: all that ranks {ranks} need not have in common, as inputs and outputs",)
     trace_a.tell("comparing")
     names = [str(trace.path) for trace in (trace_a, trace_b)]
     if batches is not None:
@@ -115,7 +112,7 @@ def _batches(
             " compare two of them with batches="
         )
     remarks = [
-        f"{len(trace.batches) - len(both):,} batches are in {trace.path} alone"
+        f"not compared: {len(trace.batches) - len(both):,} batches are in {trace.path} alone"
         for trace in (a, b)
         if len(trace.batches) > len(both)
     ]
@@ -229,22 +226,13 @@ class _Records:
         places = {kind: int(flags.argmax()) for kind, flags in apart.items() if flags.any()}
         ordered = sorted(places.items(), key=lambda item: (item[1], KINDS.index(item[0])))
         firsts = [self.pair(kind, at) for kind, at in ordered]
-        sketched = None
-        if (measured := self.first_sketched(is_apart)) is not None:
-            at, errors = measured
-            kind = next(kind for kind in KINDS if kind in apart and apart[kind][at])
-            sketched = replace(self.pair(kind, at), rows=errors)
-            if at == ordered[0][1]:
-                firsts[0] = sketched
-        grew, places_of_growth = self.grew()
         return Difference(
             a=a,
             b=b,
             rtol=self.rtol,
             first=firsts[0] if firsts else None,
             firsts=tuple(firsts),
-            sketched=sketched,
-            grew=grew,
+            grew=self.grew(),
             num_records=int(self.is_compared.sum()),
             num_apart=int(is_apart.sum()),
             num_bits=int((self.both_have_bits & self.is_compared).sum()) if "bits" in apart else 0,
@@ -252,18 +240,8 @@ class _Records:
             only_a=self.unmatched(0),
             only_b=self.unmatched(1),
             remarks=remarks,
-            calls=self.calls(firsts[0].batch if firsts else int(self.batch[self.a[-1]])),
-            series=self.series([at for _, at in ordered] + places_of_growth),
+            outputs=self.outputs(firsts[0].batch if firsts else int(self.batch[self.a[-1]])),
         )
-
-    def first_sketched(self, is_apart: Flags) -> tuple[int, RowErrors] | None:
-        """Return the first pair of outputs that differ and have sketches, with their errors, or None."""
-        places = np.flatnonzero(is_apart & self.is_text("role", "output"))
-        for trace, rows in zip(self.traces, (self.a, self.b), strict=True):
-            places = places[np.isin(self.batch[rows[places]], trace.sketched_batches)]
-        _, firsts = np.unique(self.batch[self.a[places]], return_index=True)
-        pairs = ((at, self.row_errors(self.a[at], self.b[at])) for at in places[firsts].tolist())
-        return next(((at, errors) for at, errors in pairs if errors is not None), None)
 
     def pair(self, kind: Kind, at: int) -> RecordPair:
         """Return the records of a pair of rows."""
@@ -273,9 +251,9 @@ class _Records:
             module=self.text("module", a),
             class_name=self.text("class", a),
             label=self.text("label", a),
+            role=self.text("role", a),
             kind=kind,
             what=self.what(kind, a, b),
-            role=self.text("role", a),
             batch_b=int(self.batch[b]),
             module_b=self.text("module", b),
             class_b=self.text("class", b),
@@ -303,53 +281,28 @@ class _Records:
         """Return "finite", "nan" or "inf"."""
         return "finite" if self.is_finite[row] else "nan" if np.isnan(self.high[row]) else "inf"
 
-    def row_errors(self, a: int, b: int) -> RowErrors | None:
-        """Return how far the rows of two tensors are apart; None where a sketch is missing or the rows do not match."""
-        (*lead, width), shape_b = (
-            sizes(self.text("shape", row) or "[]", "shape") or (None,) for row in (a, b)
-        )
-        rows_a, rows_b = self.sketches(a), self.sketches(b)
-        if rows_a is None or rows_b is None or rows_a.shape != rows_b.shape or width != shape_b[-1]:
-            return None
-        return RowErrors.between(rows_a, rows_b, [size for size in lead if size is not None])
-
-    def sketches(self, row: int) -> Sketches | None:
-        """Return the sketches in one row, float64 of shape (rows of the tensor, 32); None where there are none."""
-        first, trace = (0, self.traces[0]) if row < self.num_a else (self.num_a, self.traces[1])
-        batch = int(self.batch[row])
-        # Read again, for one batch: the sketches of all may not fit into memory.
-        table = in_order(trace.table(("batch", "call", "sketch"), [batch]))
-        cell = table["sketch"][int((self.batch[first:row] == batch).sum())].as_py()
-        return None if cell is None else sketches(cell)
-
-    def grew(self) -> tuple[tuple[Growth, ...], list[int]]:
-        """Return the records that grew most, and the pairs of rows that show it."""
+    def grew(self) -> tuple[Growth, ...]:
+        """Return the records that grew most, each once, in the batch where it grew most."""
         high_a, high_b = self.pairs(self.high)
         with np.errstate(divide="ignore", invalid="ignore"):
-            bits = np.log2(high_b) - np.log2(high_a)
-        bits[~np.isfinite(bits) | self.is_text("role", "input")] = -inf
-        places = np.flatnonzero(bits > log2(1 + self.rtol))
-        # Among records that grew alike, the first comes first.
-        places = places[np.argsort(-bits[places].round(3), kind="stable")]
+            factors = high_b / high_a
+        bad = ~np.isfinite(high_b) | (high_a == 0) | np.isnan(high_a) | self.is_text("role", "input")
+        places = np.flatnonzero(~bad & (factors > 1 + self.rtol))
+        places = places[np.argsort(-factors[places], kind="stable")]
         module, record = self.module[self.a], self.record[self.a]
         _, firsts = np.unique(module[places] * (1 + int(record.max())) + record[places], return_index=True)
-        alike: dict[tuple[int, float], list[int]] = {}
-        for at in places[np.sort(firsts)].tolist():
-            alike.setdefault((int(self.batch[self.a[at]]), round(float(bits[at]), 3)), []).append(at)
-        chosen = sorted(list(alike.values())[:_GREW], key=lambda group: -bits[group[0]])
-        grew = tuple(
+        return tuple(
             Growth(
                 self.text("module", row),
                 self.text("label", row),
                 int(self.batch[row]),
                 float(high_a[at]),
                 float(high_b[at]),
-                len(rest),
+                float(factors[at]),
             )
-            for at, *rest in chosen
+            for at in places[np.sort(firsts)][:_GREW].tolist()
             for row in [int(self.a[at])]
         )
-        return grew, [at for at, *_ in chosen]
 
     def unmatched(self, side: int) -> tuple[tuple[str, int], ...]:
         """Return the modules of one side, with the number of records, for which the other side has nothing."""
@@ -360,35 +313,20 @@ class _Records:
         numbers, at, counts = np.unique(self.module[alone], return_index=True, return_counts=True)
         return tuple((self.names[int(numbers[i])], int(counts[i])) for i in np.argsort(at))
 
-    # Data for the charts.
-
-    def calls(self, batch: int) -> Series:
+    def outputs(self, batch: int) -> tuple[Output, ...]:
         """Return the outputs of one batch in the order of their calls."""
         high_a, high_b = self.pairs(self.high)
         is_shown = self.is_text("role", "output") & (self.batch[self.a] == batch)
-        at = np.flatnonzero(is_shown & ~(np.isnan(high_a) & np.isnan(high_b)))[:_POINTS]
-        names = tuple(self.line_name(place) for place in at.tolist())
-        return Series(f"batch {batch}", names, tuple(high_a[at].tolist()), tuple(high_b[at].tolist()))
-
-    def series(self, places: list[int]) -> tuple[Series, ...]:
-        """Return the records of these pairs of rows over all batches, each record once."""
-        high_a, high_b = self.pairs(self.high)
-        module, record, batch = self.module[self.a], self.record[self.a], self.batch[self.a]
-        lines: dict[str, Series] = {}
-        for place in places:
-            name = self.line_name(place)
-            if name not in lines and len(lines) < _SERIES:
-                at = np.flatnonzero((module == module[place]) & (record == record[place]))
-                at = at[:: max(1, -(-len(at) // _POINTS))]
-                lines[name] = Series(
-                    name, *(tuple(column[at].tolist()) for column in (batch, high_a, high_b))
-                )
-        return tuple(lines.values())
-
-    def line_name(self, at: int) -> str:
-        """Return the name of a line in a chart."""
-        row = int(self.a[at])
-        return f"{self.text('module', row) or '(root)'} {self.text('label', row)}"
+        places = np.flatnonzero(is_shown & ~(np.isnan(high_a) & np.isnan(high_b)))[:_POINTS].tolist()
+        rows = ((at, int(self.a[at])) for at in places)
+        return tuple(
+            Output(
+                f"{module_name(self.text('module', row))} {self.text('label', row)}",
+                float(high_a[at]),
+                float(high_b[at]),
+            )
+            for at, row in rows
+        )
 
 
 def _read(trace: Trace, batches: set[int]) -> Any:

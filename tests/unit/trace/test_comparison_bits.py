@@ -50,7 +50,6 @@ def test_the_first_tensor_that_was_changed_is_named(tmp_path: Path, change: Any)
     assert not again.differs
     tensors = Trace.open(before).table(["dtype"])["dtype"].is_valid().to_numpy().sum()
     assert again.num_bits == tensors > 50
-    assert f"{tensors} of them bit by bit" in again.to_text()
     modules = [name for name, module in model.named_modules() if name.endswith(("c_fc", "c_attn"))]
     assert modules
     for name in modules:
@@ -129,6 +128,6 @@ def test_two_ranks_share_weights_and_optimizer_state(
     found = diff(*paths)
     assert found.differs == is_compared
     assert found.num_records == is_compared
-    assert "Not compared: all that ranks 0 and 1 need not have in common" in found.to_text()
+    assert "ranks 0 and 1" in found.remarks[0]
     same_rank = written(tmp_path / "c.parquet", row(label, 7, 2.0, role, notes[0]), phase=phase)
     assert diff(paths[0], same_rank).differs
