@@ -18,10 +18,13 @@ from ..instrumentation.slot import TemporaryWrapper, attached
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..util.modules import each_module, has_parameters, is_in
 from ..util.visible import first_few, module_name
-from .tensors import KeptTensor, Store, side_by_side, total
+from .tensors import KeptTensor, Store, side_by_side, sum_of_two
 from .words import weight_of
 
 COMPILED = "_orig_mod"  # the part of a path that torch.compile adds
+SUM = -1  # index of the sum of the first two values of a call
+# Values of a call's inputs or outputs that are tried against those of the other side.
+_VALUES = 4
 # Path of the module, and which of its calls it is.
 Key = tuple[str, int]
 
@@ -101,9 +104,8 @@ class CallPair:
 
 def innermost(calls: Sequence[ModuleCall], start: int, end: int) -> ModuleCall:
     """Return the innermost call from one time to another."""
-    return max(
-        (call for call in calls if call.start <= start and call.end >= end), key=lambda call: call.start
-    )
+    around = (call for call in calls if call.start <= start and call.end >= end)
+    return max(around, key=lambda call: call.start)
 
 
 def unmatched(calls: Sequence[ModuleCall], pairs: Sequence[CallPair], start: int, end: int) -> str:
@@ -111,28 +113,42 @@ def unmatched(calls: Sequence[ModuleCall], pairs: Sequence[CallPair], start: int
     known = {id(call) for pair in pairs for side in pair.sides for call in side}
     between = [call for call in calls if start < call.start and call.end < end and call.is_leaf]
     alone = [
-        call.path
+        module_name(call.path)
         for call in between
         if id(call) not in known and call.module is not None and has_parameters(call.module)
     ]
-    return first_few([module_name(path) for path in alone], 2)
+    return first_few(alone, 2)
 
 
-def is_sum(values: Sequence[KeptTensor]) -> bool:
-    """Return True if the first two values may be hidden and residual."""
-    if len(values) < 2:
-        return False
-    a, b = values[:2]
-    return a.shape == b.shape and a.rows.shape == b.rows.shape and a.may_be_part_of_sum
+def value(calls: Sequence[ModuleCall], kind: str, index: int) -> KeptTensor | None:
+    """Return a value of the call, or the SUM of two; those of several calls, which had one input, side by side."""
+    values = []
+    for call in calls if kind == "outputs" else calls[:1]:
+        kept: list[KeptTensor] = getattr(call, kind)[:_VALUES]
+        chosen = sum_of_two(kept) if index == SUM else kept[index] if index < len(kept) else None
+        if chosen is None:
+            return None
+        values.append(chosen)
+    return values[0] if len(values) == 1 else side_by_side(values)
 
 
-def value(calls: Sequence[ModuleCall], kind: str, pick: tuple[int, ...]) -> KeptTensor | None:
-    """Return a value of the call, or the sum of two; those of several calls, which had one input, side by side."""
-    lists = [getattr(call, kind) for call in (calls if kind == "outputs" else calls[:1])]
-    if any(pick[-1] >= len(values) or len({values[i].shape for i in pick}) > 1 for values in lists):
-        return None
-    sums = [total([values[i] for i in pick]) for values in lists]
-    return sums[0] if len(sums) == 1 else side_by_side(sums)
+def num_values(calls: Sequence[ModuleCall], kind: str) -> int:
+    """Return how many values of a call are compared."""
+    return min(len(getattr(calls[0], kind)), _VALUES)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile made the module, or compiled its call or its forward."""
+    space = vars(module)
+    is_in_place = "_compiled_call_impl" in space or hasattr(
+        space.get("forward"), "_torchdynamo_orig_callable"
+    )
+    return COMPILED in module._modules or is_in_place
+
+
+def plain_path(path: str) -> str:
+    """Return the path of a module without the parts that torch.compile adds."""
+    return ".".join(part for part in path.split(".") if part != COMPILED)
 
 
 @contextmanager
@@ -149,15 +165,9 @@ def recorded(model: nn.Module, store: Store) -> Iterator[list[ModuleCall]]:
             continue
         if is_compiled(module):
             compiled.append(path)
-        plain = ".".join(part for part in path.split(".") if part != COMPILED)
-        wrappers.append(_Wrapper(module, plain, log))
+        wrappers.append(_Wrapper(module, plain_path(path), log))
     with attached(wrappers):
         yield log.calls
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile made the module, or its own compile() was called."""
-    return COMPILED in module._modules or "_compiled_call_impl" in vars(module)
 
 
 class _Wrapper(TemporaryWrapper):
@@ -200,10 +210,8 @@ class _CallLog:
             parent.is_leaf = False
         key = (path, self._occurrences[path])
         self._occurrences[path] += 1
-        call = ModuleCall(
-            key, type(module).__name__, module, parent, next(self._clock), inputs=self._keep(inputs)
-        )
-        weight = weight_of(module)
+        name, weight = type(module).__name__, weight_of(module)
+        call = ModuleCall(key, name, module, parent, next(self._clock), inputs=self._keep(inputs))
         call.weight_shape = () if weight is None else tuple(weight.shape)
         self.inside.append(call)
         return call

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from ..numerics.readable import dtype_name
+from ..trace.result import Errors, errors_between
 from ..util.visible import module_name
-from .calls import CallPair, ModuleCall, Runs, innermost, is_sum, unmatched, value
+from .calls import SUM, CallPair, ModuleCall, Runs, innermost, num_values, unmatched, value
 from .comparison import Comparison, ModuleError
-from .tensors import Errors, Tokens, errors_between
+from .tensors import KeptTensor, Tokens
 from .words import by_token, module_differences, shape_of_difference
 
-# Leaves of a call's inputs or outputs that are tried against those of the other side.
-_LEAVES = 4
 # A difference that is this many times larger than what is left of it after the module is one of convention.
 _VANISHED = 100.0
 KINDS = ("inputs", "outputs")
@@ -34,7 +33,7 @@ _ROUNDED = 3.0
 _MOST_REMARKS = 5
 # Kind of values, and of which calls.
 Event = tuple[str, CallPair]
-Pick = tuple[int, ...]
+_NONE = 1 << 30  # index of a range, which has no values to look at
 
 
 class Side(Protocol):
@@ -79,7 +78,7 @@ class EventErrors(NamedTuple):
     floor: float
     ratio: float
     shape: tuple[int, ...]
-    picks: tuple[Pick, Pick]
+    values: tuple[int, int]
 
 
 class Comparer:
@@ -107,18 +106,19 @@ class Comparer:
         self._factor = factor
         self._noise = noise
         self._narrowest = narrowest or noise.coarse
+        # The noise of one range may be 0 by chance, that of all outputs is known.
+        self._range_floor = 4 * torch.finfo(noise.coarse).eps
         outputs = {("outputs", pair): self._compare(("outputs", pair)) for pair in pairs}
-        # A trace has ranges of inputs alone. The noise of one element may be 0 by chance, that of all is known.
-        floors = [seen.floor for seen in outputs.values() if seen is not None]
-        self._range_floor = max(floors, default=4 * torch.finfo(noise.coarse).eps)
-        self.events = {
-            event: outputs[event] if event[0] == "outputs" else self._compare(event)
-            for event in ((kind, pair) for pair in pairs for kind in KINDS)
-        }
+        floors = [compared.floor for compared in outputs.values() if compared is not None]
+        self._range_floor = max(floors, default=self._range_floor)
+        self.events: dict[Event, EventErrors | None] = {}
+        for pair in pairs:
+            self.events["inputs", pair] = self._compare(("inputs", pair))
+            self.events["outputs", pair] = outputs["outputs", pair]
 
     def compare(self) -> Comparison:
         """Return the result."""
-        equal, event, last, why = self.first()
+        equal, event, last, why = self._first()
         first, where, likely = None, "", list[str]()
         if event is not None and last is not None:
             pair, where = self._blame(event, last)
@@ -130,37 +130,10 @@ class Comparer:
             tuple(dict.fromkeys(self.remarks))[:_MOST_REMARKS],
         )  # fmt: skip
 
-    def first(self) -> tuple[bool | None, Event | None, Event | None, str]:
-        """Return whether the models are equal, the first event that differs, the last before, and why none."""
-        root = next((pair for pair in self.pairs if pair.a[0].parent is None), None)
-        error = None if root is None else self.events["outputs", root]
-        if root is None or error is None:
-            return None, None, None, "the outputs of the two models have shapes that do not go together"
-        if self.differs(("inputs", root)):
-            return None, None, None, "the models were not given the same inputs"
-        last = None
-        for event in sorted(self.events, key=lambda event: event[1].time(event[0], 0)):
-            if self.events[event] is None:
-                continue
-            if not self.differs(event):
-                last = event
-            elif words := self._convention(event):
-                self.remarks.append(words)
-            else:
-                why = "" if last else f"nothing could be compared before {_spell(event)}, which differs"
-                return False, event, last, why
-        # The runs that the noise was measured in may have the fault too.
-        name = dtype_name(self._narrowest)
-        units = _UNITS if torch.finfo(self._narrowest).bits > 16 else _UNITS_OF_16_BITS
-        if error.errors.total > units * torch.finfo(self._narrowest).eps:
-            size = f"the outputs are {error.errors.total:.2g} apart, more than {units} units of {name}"
-            return False, None, None, f"{size}, and what the noise was measured with is as far off"
-        return True, None, None, ""
-
     def differs(self, event: Event) -> bool:
         """Return whether an event is above the noise."""
-        seen = self.events[event]
-        return seen is not None and seen.ratio > self._factor
+        compared = self.events[event]
+        return compared is not None and compared.ratio > self._factor
 
     def agrees(self, pair: CallPair) -> bool:
         """Return whether neither inputs nor outputs of the pair are above the noise."""
@@ -182,6 +155,64 @@ class Comparer:
             None if after is None else after.errors.largest_difference,
         )
 
+    # The search.
+
+    def _first(self) -> tuple[bool | None, Event | None, Event | None, str]:
+        """Return whether the models are equal, the first event that differs, the last before, and why none."""
+        root = next((pair for pair in self.pairs if pair.a[0].parent is None), None)
+        error = None if root is None else self.events["outputs", root]
+        if root is None or error is None:
+            return None, None, None, "the outputs of the two models have shapes that do not go together"
+        if self.differs(("inputs", root)):
+            words = "; ".join(self._looks_like(("inputs", root), root))
+            return None, None, None, f"the models were not given the same inputs{words and f' ({words})'}"
+        last, largest = None, 0.0
+        for event in sorted(self.events, key=lambda event: event[1].time(event[0], 0)):
+            compared = self.events[event]
+            if compared is None:
+                continue
+            if not self.differs(event):
+                last = event
+            elif words := self._convention(event):
+                self.remarks.append(words)
+            elif not self._noise.measured and compared.errors.total <= self._factor * largest:
+                grown = (
+                    f"the error grows from {largest:.2g} to {compared.errors.total:.2g} at {event[1].name}"
+                )
+                return (
+                    None,
+                    None,
+                    None,
+                    f"{grown} without a jump, as rounding does, and the floor is not known",
+                )
+            else:
+                why = "" if last else f"nothing could be compared before {_spell(event)}, which differs"
+                return False, event, last, why
+            largest = max(largest, compared.errors.total)
+        # The runs that the noise was measured in may have the fault too.
+        units = _UNITS if torch.finfo(self._narrowest).bits > 16 else _UNITS_OF_16_BITS
+        if error.errors.total > units * torch.finfo(self._narrowest).eps:
+            size = f"{error.errors.total:.2g} apart, more than {units} units of {dtype_name(self._narrowest)}"
+            return False, None, None, f"the outputs are {size}, and what measured the noise is as far off"
+        return True, None, None, ""
+
+    def _convention(self, event: Event) -> str:
+        """Return in words where the difference is gone: at the output of the module or of one around it."""
+        kind, pair = event
+        key = (kind, *(tuple(call.key for call in side) for side in pair.sides))
+        compared = self.events[event]
+        for outer in reversed(self.pairs):
+            is_same = outer is pair and kind == "inputs"
+            is_around = outer.a[0].holds(pair.a[0]) and not self.differs(("inputs", outer))
+            after = self.events["outputs", outer]
+            if compared is None or after is None or not (is_same or is_around):
+                continue
+            if after.ratio <= self._factor and compared.errors.total > _VANISHED * after.errors.total:
+                gone = _spell(("outputs", outer))
+                self.conventions[key] = f"{_spell(event)} differs, which is gone at {gone}"
+                break
+        return self.conventions.get(key, "")
+
     def _blame(self, event: Event, last: Event) -> tuple[CallPair, str]:
         """Return the innermost calls with the last event that agrees and the first that does not, and where in them."""
         kind, pair = event
@@ -202,39 +233,35 @@ class Comparer:
 
     def _looks_like(self, event: Event, pair: CallPair) -> list[str]:
         """Return in words what may make the difference of an event, for which a pair of calls is blamed."""
-        words, seen = list[str](), self.events[event]
-        if all(len(modules) == 1 for modules in pair.modules):
+        words, compared = list[str](), self.events[event]
+        if event[0] == "outputs" and all(len(modules) == 1 for modules in pair.modules):
             words = module_differences(*pair.modules, is_leaf=pair.a[0].is_leaf)
-        if seen is not None and (rows := self._values(event, seen.picks)) is not None:
+        if compared is not None and (rows := self._values(event, compared.values)) is not None:
             parts = max(pair.sides, key=len)
-            words += _part_of_difference(parts, *rows[1:], self._factor * seen.floor)
-            words += shape_of_difference(*rows[1:], seen.errors, seen.shape, seen.floor)
+            words += _part_of_difference(parts, *rows[1:], self._factor * compared.floor)
+            words += shape_of_difference(*rows[1:], compared.errors, compared.shape, compared.floor)
         return words
+
+    # The errors of an event.
 
     def _compare(self, event: Event) -> EventErrors | None:
         """Compare the inputs or the outputs of a pair, or return None where they do not go together."""
         kind, pair = event
-        values = [getattr(side[0], kind)[:_LEAVES] for side in pair.sides]
-        if any(kept.is_range for kept in (*values[0], *values[1])):
-            return self._compare_ranges(*values)
-        counts = [len(kept) for kept in values]
-        if kind == "outputs" and counts[0] == counts[1] > 1:
-            seen = [self._compare_values(event, ((i,), (i,))) for i in range(counts[0])]
-            comparable = [errors for errors in seen if errors is not None]
-            if len(comparable) == counts[0]:
-                return max(comparable, key=lambda errors: errors.ratio)
-        tried = sorted(((i, j) for i in range(counts[0]) for j in range(counts[1])), key=sum)
-        main = (errors for i, j in tried if (errors := self._compare_values(event, ((i,), (j,)))))
+        if kind == "inputs" and any(kept.is_range for side in pair.sides for kept in side[0].inputs):
+            return self._compare_ranges(pair.a[0].inputs, pair.b[0].inputs)
+        count_a, count_b = (num_values(side, kind) for side in pair.sides)
+        if kind == "outputs" and count_a == count_b > 1:
+            each = [errors for i in range(count_a) if (errors := self._compare_values(event, (i, i)))]
+            if len(each) == count_a:
+                return max(each, key=lambda errors: errors.ratio)
+        tried = sorted(((i, j) for i in range(count_a) for j in range(count_b)), key=sum)
+        main = (errors for values in tried if (errors := self._compare_values(event, values)))
         # One side may pass hidden and residual apart, the other their sum.
-        sums = [picks for side, picks in ((1, ((0,), (0, 1))), (0, ((0, 1), (0,)))) if is_sum(values[side])]
-        candidates = [next(main, None), *(self._compare_values(event, picks) for picks in sums)]
-        return min(
-            (errors for errors in candidates if errors is not None),
-            key=lambda errors: errors.errors.total,
-            default=None,
-        )
+        sums = (self._compare_values(event, values) for values in ((SUM, 0), (0, SUM)))
+        candidates = [errors for errors in (next(main, None), *sums) if errors is not None]
+        return min(candidates, key=lambda errors: errors.errors.total, default=None)
 
-    def _compare_ranges(self, a: Sequence[Any], b: Sequence[Any]) -> EventErrors | None:
+    def _compare_ranges(self, a: Sequence[KeptTensor], b: Sequence[KeptTensor]) -> EventErrors | None:
         """Compare ranges of inputs. Positions or a mask may agree where the hidden state does not, so each input of
         one side needs a counterpart.
         """
@@ -245,18 +272,15 @@ class Comparer:
         # Where one side gives hidden and residual apart, their sum is not known.
         if worst is None or (len(a) != len(b) and worst.total > self._factor * self._range_floor):
             return None
-        return EventErrors(
-            worst, self._range_floor, worst.total / self._range_floor, (), ((_NONE,), (_NONE,))
-        )
+        return EventErrors(worst, self._range_floor, worst.total / self._range_floor, (), (_NONE, _NONE))
 
-    def _compare_values(self, event: Event, picks: tuple[Pick, Pick]) -> EventErrors | None:
-        values = self._values(event, picks)
-        if values is None:
+    def _compare_values(self, event: Event, values: tuple[int, int]) -> EventErrors | None:
+        rows = self._values(event, values)
+        if rows is None:
             return None
-        shape, a, b = values
-        errors = errors_between(a, b)
+        errors = errors_between(*rows[1:])
         measured, rounded = (
-            self._noise_of(runs, event, picks) for runs in (self._noise.measured, self._noise.rounded)
+            self._noise_of(runs, event, values) for runs in (self._noise.measured, self._noise.rounded)
         )
         whole, worst = (
             self._noise.floor(
@@ -266,53 +290,28 @@ class Comparer:
             )
             for of in ("total", "worst_row")
         )
-        return EventErrors(errors, whole, max(errors.total / whole, errors.worst_row / worst), shape, picks)
+        return EventErrors(
+            errors, whole, max(errors.total / whole, errors.worst_row / worst), rows[0], values
+        )
 
-    def _noise_of(self, runs: list[TwoRuns], event: Event, picks: tuple[Pick, Pick]) -> list[Errors]:
+    def _noise_of(self, runs: list[TwoRuns], event: Event, values: tuple[int, int]) -> list[Errors]:
         """Return the errors between the two runs of each side."""
         kind, pair = event
         noise = []
         for side, *both in runs:
             keys = [call.key for call in pair.sides[side]]
             if all(key in run for key in keys for run in both):
-                low, high = (value([run[key] for key in keys], kind, picks[side]) for run in both)
+                low, high = (value([run[key] for key in keys], kind, values[side]) for run in both)
                 rows = None if low is None or high is None else self._tokens.pair(high, low)
                 noise += [] if rows is None else [errors_between(*rows)]
         return [errors for errors in noise if isfinite(errors.total)]  # a low run may overflow
 
-    def _values(
-        self, event: Event, picks: tuple[Pick, Pick]
-    ) -> tuple[tuple[int, ...], Tensor, Tensor] | None:
+    def _values(self, event: Event, values: tuple[int, int]) -> tuple[tuple[int, ...], Tensor, Tensor] | None:
         """Return A's shape and the rows of both sides."""
         kind, pair = event
-        a, b = (value(side, kind, pick) for side, pick in zip(pair.sides, picks, strict=True))
+        a, b = (value(side, kind, index) for side, index in zip(pair.sides, values, strict=True))
         rows = None if a is None or b is None else self._tokens.pair(a, b)
         return None if rows is None or a is None else (a.shape, *rows)
-
-    def _convention(self, event: Event) -> str:
-        """Return in words where the difference is gone: at the output of the module or of one around it."""
-        kind, pair = event
-        key = (kind, *(tuple(call.key for call in side) for side in pair.sides))
-        seen = self.events[event]
-        for outer in reversed(self.pairs):
-            is_same = outer is pair and kind == "inputs"
-            is_around = outer.a[0].holds(pair.a[0]) and not self.differs(("inputs", outer))
-            after = self.events["outputs", outer]
-            if (
-                not (is_same or is_around)
-                or seen is None
-                or after is None
-                or self.differs(("outputs", outer))
-            ):
-                continue
-            if seen.errors.total > _VANISHED * after.errors.total:
-                gone = _spell(("outputs", outer))
-                self.conventions[key] = f"{_spell(event)} differs, which is gone at {gone}"
-                break
-        return self.conventions.get(key, "")
-
-
-_NONE = 1 << 30  # the pick of a range, which has no values to look at
 
 
 def _part_of_difference(parts: Sequence[ModuleCall], a: Tensor, b: Tensor, limit: float) -> list[str]:

@@ -1,18 +1,14 @@
-"""Result of `nanwatch.compare`, and its text, JSON and page."""
+"""Result of `nanwatch.compare`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from ..report.notebook import InNotebook
-from ..report.page import NUMBER, TEXT, Chart, Section, Table, page
+from ..report.page import Chart, Section
+from ..trace.result import Result, plural
 from ..util.reading import plain
 from ..util.visible import module_name
-from .results import as_json, as_text, wrapped
-
-# Rows of the page's table.
-_MOST_ROWS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +40,13 @@ class ModuleError:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison(InNotebook):
+class Comparison(Result):
     """Result of `nanwatch.compare`.
 
     `equal` is None when nothing could be said. `equal_in` is the 16-bit dtype whose rounding hides a difference that
-    float32 copies show: then all errors are theirs. `first` is the first module whose inputs agree and whose outputs
-    do not, or None with the reason in `why`. `where` says where in it the difference begins, `likely` what it looks
-    like. `modules` has all compared modules in the order of their calls in A. `floor` says how the noise was measured.
+    float32 copies show. `first` is the first module whose inputs agree and whose outputs do not, or None with the
+    reason in `why`. `where` says where in it the difference begins, `likely` what it looks like. `modules` has all
+    compared modules in the order of their calls in A. `floor` says how the noise was measured.
     """
 
     equal: bool | None
@@ -66,49 +62,48 @@ class Comparison(InNotebook):
     remarks: tuple[str, ...] = ()
     equal_in: str = ""
 
-    def to_json(self) -> str:
-        """Return the result as one JSON document."""
-        return as_json(self)
-
-    def to_text(self) -> str:
-        """Return the result for people."""
+    @property
+    def headline(self) -> str:
+        """The result in a line."""
         if self.equal:
-            lines = [f"{self.headline}: {self._amount}."]
-        elif self.first is None:
-            lines = [f"{self.headline}: {self.why}.", "", f"Compared:   {self._amount}"]
-        else:
-            lines = [f"{self.headline}.", ""]
-            lines += [f"Input:      {spell_error(self.first.input_error)}", f"Output:     {self._output}"]
-            lines += wrapped("Where:", self.where)
-            for words in self.likely:
-                lines += wrapped("Looks like:", words)
-            lines += [f"Compared:   {self._amount}"]
-        return as_text([*lines, f"Noise:      {self.floor}"], self.remarks)
+            return "Equal within the noise floor"
+        if self.first is None:
+            return f"No module can be named: {self.why}"
+        if self.equal_in:
+            size = f", {spell_error(self.first.error)}"
+            return f"Equal in {self.equal_in}; the float32 copies differ first in {self.first.name}{size}"
+        return f"Differ first in {self.first.name}"
 
-    def to_html(self) -> str:
-        """Return a page that opens offline, with a chart of the error over depth.
+    @property
+    def amount(self) -> str:
+        """The number of compared calls."""
+        pairs = plural(len(self.modules), "pair")
+        return f"{pairs} of module calls (A made {self.calls_a:,} calls, B {self.calls_b:,})"
 
-        Needs `jinja2`; write it as UTF-8.
-        """
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """The errors of the first module, and what the difference looks like."""
         facts = []
         if self.first is not None:
-            facts = [("Input", spell_error(self.first.input_error)), ("Output", self._output)]
-        facts += [("Where", self.where), *(("Likely", words) for words in self.likely), ("Why", self.why)]
-        facts += [("Noise", self.floor), *(("Note", remark) for remark in self.remarks)]
-        shown = [(head, body) for head, body in facts if body]
-        sections = self._sections() if self.modules else []
-        return page(
-            "Comparison.to_html()", self.headline, self._amount, shown, sections, is_bad=not self.equal
-        )
+            facts = [("Input", spell_error(self.first.input_error)), ("Output", self._output(self.first))]
+        facts += [("Where", self.where), *(("Looks like", words) for words in self.likely)]
+        facts += [("Noise", self.floor)]
+        return [(head, words) for head, words in facts if words]
 
-    def _sections(self) -> list[Section]:
+    def _output(self, row: ModuleError) -> str:
+        if row.error is None:
+            return spell_error(None)
+        side = "above" if row.error > self.factor * row.floor else "within"
+        return f"{spell_error(row.error)}, {side} {self.factor:g} x the floor of {row.floor:.2g}"
+
+    def sections(self) -> list[Section]:
+        """Return a chart of the error over depth."""
         rows = self.modules
         names = [row.name for row in rows]
         values = (
             ("error", "output", "", [row.error for row in rows]),
             ("error of the input", "input", "dotted", [row.input_error for row in rows]),
             ("limit", "near", "dashed", [self.factor * row.floor for row in rows]),
-            ("noise floor", "quiet", "dashed", [row.floor for row in rows]),
         )
         x = list(range(len(rows)))
         lines: list[dict[str, Any]] = [
@@ -119,54 +114,10 @@ class Comparison(InNotebook):
             i = rows.index(self.first)
             mark = {"name": "first", "color": "gone", "isMark": True, "at": names[i : i + 1]}
             lines.append({**mark, "x": [i], "y": [plain(self.first.error)]})
-        chart = Chart(
-            "depth",
-            "Error over depth",
-            "Relative error of every compared module's output, in the order of the calls in A. A zero, and what is"
-            " not finite, is a gap.",
-            "relative error and noise floor of each module's output, on a logarithmic scale",
-            "call of a module, in order",
-            "relative error",
-            lines,
-        )
-        above = [row for row in rows if row.error is not None and row.error > self.factor * row.floor]
-        columns = {"in A": TEXT, "in B": TEXT, "input error": NUMBER, "output error": NUMBER, "floor": NUMBER}
-        cells = [
-            [
-                *map(module_name, (row.module_a, row.module_b)),
-                *map(spell_error, (row.input_error, row.error)),
-                f"{row.floor:.2g}",
-            ]
-            for row in above[:_MOST_ROWS]
-        ]
-        hint = f"The first {len(cells)}, in the order of the calls in A."
-        table = Table("above", "Modules above the floor", columns, cells, hint)
-        return [chart, table] if cells else [chart]
-
-    @property
-    def _amount(self) -> str:
-        pairs = f"{len(self.modules):,} pair{'' if len(self.modules) == 1 else 's'} of module calls"
-        return f"{pairs} (A made {self.calls_a:,} calls, B {self.calls_b:,})"
-
-    @property
-    def _output(self) -> str:
-        row = self.first
-        if row is None or row.error is None:
-            return spell_error(None)
-        side = "above" if row.error > self.factor * row.floor else "within"
-        return f"{spell_error(row.error)}, {side} {self.factor:g} x the floor of {row.floor:.2g}"
-
-    @property
-    def headline(self) -> str:
-        """The result in a line."""
-        if self.equal:
-            return "Equal within the noise floor"
-        if self.first is None:
-            return "No module can be named"
-        if self.equal_in:
-            size = f", {spell_error(self.first.error)}"
-            return f"Equal in {self.equal_in}; the float32 copies differ first in {self.first.name}{size}"
-        return f"Differ first in {self.first.name}"
+        hint = "Relative error of every compared module's output, in the order of the calls in A. Zeros are gaps."
+        label = "relative error and limit of each module's output, on a logarithmic scale"
+        across, high = "call of a module, in order", "relative error"
+        return [Chart("depth", "Error over depth", hint, label, across, high, lines)] if rows else []
 
 
 def spell_error(error: float | None) -> str:

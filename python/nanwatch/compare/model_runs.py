@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,15 +14,16 @@ from torch.utils._pytree import tree_map_only
 
 from ..numerics.readable import dtype_name
 from ..util.modules import each_module, each_parameter, is_in
-from .calls import COMPILED, ModuleCall, Runs, is_compiled, recorded
+from .calls import COMPILED, ModuleCall, Runs, is_compiled, plain_path, recorded
 from .snapshot import Snapshot
-from .tensors import FLOATS, Store
+from .tensors import FLOATS, Store, coarsest
 from .words import own_tensors
 
 Caller = Callable[[nn.Module, Any], Any]
 # Path of a module, and name of its parameter or buffer.
 TensorKey = tuple[str, str]
-_COMPILED_CALL = "_compiled_call_impl"
+# Attributes of a module in which a compiled function takes the place of its own.
+_IN_PLACE = ("_compiled_call_impl", "forward")
 _MOST_PARTS = 1 << 12
 
 
@@ -35,8 +36,7 @@ class ModelRuns:
         # A compiled module is behind its path, the module that it was made of is the last there.
         self._modules: dict[str, list[nn.Module]] = {}
         for path, module in each_module(model):
-            plain = ".".join(part for part in path.split(".") if part != COMPILED)
-            self._modules.setdefault(plain, []).append(module)
+            self._modules.setdefault(plain_path(path), []).append(module)
         self._plain = self._modules[""][-1]
         self._call = call
         self._inputs = inputs
@@ -66,7 +66,7 @@ class ModelRuns:
     def copied(self, dtype: torch.dtype, stored: torch.dtype) -> ModelRuns:
         """Return the model as a copy in `dtype`, with weights that are rounded to `stored` before."""
         copied = copy.copy(self)
-        if FLOATS.index(stored) > FLOATS.index(self.stored):
+        if coarsest(stored, self.stored) is not self.stored:
             copied._rounding, copied.stored, copied._runs = stored, stored, {}
         copied.calls = list(copied.run_in(dtype).values())
         copied.dtype = _dtype_of(copied.calls)
@@ -86,34 +86,33 @@ class ModelRuns:
             for name, x in own_tensors(modules[-1]).items()
         }
 
-    # Compiled models.
+    def compiler_of(self, path: str) -> Callable[[nn.Module], nn.Module]:
+        """Return the function that compiles a module as this one was. Raise ValueError where PyTorch keeps none."""
+        module = next(module for module in self._modules[path] if is_compiled(module))
+        context: Any = getattr(module, "dynamo_ctx", None)
+        for function in _compiled_in_place(module).values():
+            kept = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+            context = next((content for content in kept if hasattr(content, "compiler_config")), context)
+        if not callable(context):
+            raise ValueError("it is compiled in a way that cannot be repeated for its parts")
+        compiler: Callable[[nn.Module], nn.Module] = context
+        return compiler
 
-    def compiler_of(self, path: str) -> Callable[[nn.Module], nn.Module] | None:
-        """Return the function that compiles a module as the one of this path was, None where PyTorch keeps none."""
-        compiled = next(module for module in self._modules[path] if is_compiled(module))
-        context: Any = getattr(compiled, "dynamo_ctx", None)
-        if COMPILED not in compiled._modules:
-            cells = getattr(vars(compiled)[_COMPILED_CALL], "__closure__", None) or ()
-            kept = [cell.cell_contents for cell in cells]
-            context = next((value for value in kept if hasattr(value, "compiler_config")), None)
-        return context if callable(context) else None
-
-    def parts_of(self, path: str) -> list[str]:
-        """Return the paths of the modules that the module of this path calls when it is not compiled."""
-        runs = (run for dtype, run in self._runs.items() if dtype is not self.dtype)
-        called = next(runs, {}).values()
-        return list(dict.fromkeys(call.path for call in called if call.parent and call.parent.path == path))
-
-    def in_parts(
-        self, path: str, parts: Sequence[str], compile_part: Callable[[nn.Module], nn.Module]
-    ) -> ModelRuns:
-        """Return the model with these parts compiled, and the module of `path`, which holds them, not compiled."""
+    def with_compiled_parts(
+        self, path: str, compile_part: Callable[[nn.Module], nn.Module]
+    ) -> ModelRuns | None:
+        """Return the model with the parts of this module compiled, and the module not; None where it calls no parts."""
+        eager = next((run for dtype, run in self._runs.items() if dtype is not self.dtype), {}).values()
+        parts = dict.fromkeys(call.path for call in eager if call.parent and call.parent.path == path)
+        if not parts:
+            return None
         opened = copy.copy(self)
         holders = [outer for outer in self._modules if is_in(path, outer)]
         with ExitStack() as after:
             for module in (module for outer in holders for module in self._modules[outer]):
-                if (call := vars(module).pop(_COMPILED_CALL, None)) is not None:
-                    after.callback(vars(module).__setitem__, _COMPILED_CALL, call)
+                for name, function in _compiled_in_place(module).items():
+                    del vars(module)[name]
+                    after.callback(vars(module).__setitem__, name, function)
             swaps = [(outer, self._modules[outer][-1]) for outer in holders if outer]
             swaps += [(part, compile_part(self._modules[part][-1])) for part in parts]
             for place, module in swaps:
@@ -122,11 +121,8 @@ class ModelRuns:
                 after.callback(children.__setitem__, name, children[name])
                 children[name] = module
             # Beyond its limit of compiled copies of one function, torch.compile lets the others run eagerly.
-            after.enter_context(
-                torch._dynamo.config.patch(
-                    recompile_limit=_MOST_PARTS, accumulated_recompile_limit=_MOST_PARTS
-                )
-            )
+            limits: Any = {"recompile_limit": _MOST_PARTS, "accumulated_recompile_limit": _MOST_PARTS}
+            after.enter_context(torch._dynamo.config.patch(**limits))
             opened.calls = opened._run(self._plain, None)
         opened._runs = {**self._runs, self.dtype: {call.key: call for call in opened.calls}}
         return opened
@@ -137,6 +133,8 @@ class ModelRuns:
             for name, child in module._modules.items():
                 if child is not None and COMPILED in child._modules:
                     module._modules[name] = child._modules[COMPILED]
+            for name in _compiled_in_place(module):
+                del vars(module)[name]
         if self._rounding is not None:
             model.to(self._rounding)
         modules = dict(each_module(model))
@@ -177,7 +175,13 @@ class ModelRuns:
         return sorted(inside, key=lambda call: call.start)
 
 
-def _dtype_of(calls: Sequence[ModuleCall]) -> torch.dtype:
+def _compiled_in_place(module: nn.Module) -> dict[str, Any]:
+    """Return the compiled functions that `module.compile()`, or an assignment, has put into a module."""
+    space = vars(module)
+    return {name: space[name] for name in _IN_PLACE if hasattr(space.get(name), "_torchdynamo_orig_callable")}
+
+
+def _dtype_of(calls: Iterable[ModuleCall]) -> torch.dtype:
     return most_common((kept.rows.dtype for call in calls for kept in call.outputs), torch.float32)
 
 

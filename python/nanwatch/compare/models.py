@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
+from ..util.modules import is_in
 from ..util.visible import first_few, module_name, spell, without_wrappers
 from .calls import CallPair
 from .comparer import Comparer, Noise, TwoRuns
-from .comparison import Comparison, spell_error
+from .comparison import Comparison
 from .matching import match_calls
 from .model_runs import Caller, ModelRuns, TensorKey
 from .snapshot import Snapshot
-from .tensors import FLOATS, Tokens
+from .tensors import FLOATS, Tokens, coarsest
 from .words import are_of_a_kind, gaps, own_tensors, parameter_differences
 
 _Models = tuple[ModelRuns, ModelRuns]
@@ -94,23 +95,26 @@ def check_factor(factor: float) -> None:
 
 def _compare_models(models: _Models, tokens: Tokens, factor: float) -> Comparison:
     """Compare two models as they are, and 16-bit models also as copies in float32."""
-    coarse = max((model.dtype for model in models), key=FLOATS.index)
-    remarks, made = [], []
+    coarse = coarsest(*(model.dtype for model in models))
+    remarks, copies = [], []
     # Copies of a compiled model are not compiled, so they say nothing about it.
     if torch.finfo(coarse).bits <= 16 and not any(model.is_compiled for model in models):
-        stored = max((model.stored for model in models), key=FLOATS.index)
+        stored = coarsest(*(model.stored for model in models))
         for name, model in zip("AB", models, strict=True):
             try:
-                made.append(model.copied(torch.float32, stored))
+                copies.append(model.copied(torch.float32, stored))
             except Exception as error:  # of the user's code, which may know one precision only
                 remarks.append(f"{name} did not run in float32: {spell(error)}")
-    precise, rounded, conventions = None, list[TwoRuns](), dict[Any, str]()
-    if len(made) == 2:
-        copies = _comparer((made[0], made[1]), tokens, factor, remarks, rounded, conventions, are_copies=True)
-        precise = copies.compare()
+    rounded, conventions = list[TwoRuns](), dict[Any, str]()
+    precise = None
+    if len(copies) == 2:
+        in_float32 = _comparer((copies[0], copies[1]), tokens, factor, remarks, rounded, conventions)
+        precise = in_float32.compare()
     comparer = _comparer(models, tokens, factor, remarks, rounded, conventions)
     comparer.remarks[:0] = remarks
-    result = _with_copies(comparer.compare(), precise, dtype_name(coarse))
+    result = comparer.compare()
+    if precise is not None and result.equal is not None:
+        result = _with_copies(result, precise, dtype_name(coarse))
     return _with_state(comparer, result)
 
 
@@ -121,26 +125,25 @@ def _comparer(
     remarks: list[str],
     rounded: list[TwoRuns],
     conventions: dict[Any, str],
-    *,
-    are_copies: bool = False,
 ) -> Comparer:
-    """Return the comparer of two models, with `rounded` and `conventions` as far as their copies have filled them."""
+    """Return the comparer of two models. Their float32 copies, which come first, fill `rounded` and `conventions`."""
     noise = _measured(models, remarks)
     noise.rounded = rounded
     pairs = match_calls(models[0].calls, models[1].calls, tokens)
+    are_copies = any(model.dtype is torch.float32 and model.stored in FLOATS[2:] for model in models)
     for side, keys in enumerate(_rounded_state(pairs, models) if are_copies else ()):
         if keys:
             model = models[side]
             rounded.append(TwoRuns(side, model.run_in(model.dtype), model.shaken(keys)))
-            name = ".".join(filter(None, keys[0])) + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
+            name = first_few([".".join(filter(None, key)) for key in keys], 1)
             noise.words += f"; rounding of {name}, which {'AB'[1 - side]} has not so"
-    narrowest = max((noise.coarse, *(model.stored for model in models)), key=FLOATS.index)
+    narrowest = coarsest(noise.coarse, *(model.stored for model in models))
     return Comparer(models, pairs, tokens, factor, noise, narrowest=narrowest, conventions=conventions)
 
 
 def _measured(models: _Models, remarks: list[str]) -> Noise:
     """Run the models in low and in high precision."""
-    coarse = max((model.dtype for model in models), key=FLOATS.index)
+    coarse = coarsest(*(model.dtype for model in models))
     low = torch.float32 if coarse is torch.float64 else coarse
     high = torch.float64 if low is torch.float32 else torch.float32
     noise = Noise(coarse)
@@ -168,7 +171,7 @@ def _rounded_state(pairs: list[CallPair], models: _Models) -> tuple[list[TensorK
     modules of one kind have further apart than rounding makes it is a difference of its own.
     """
     tensors = models[0].tensors(), models[1].tensors()
-    stored = max((model.stored for model in models), key=FLOATS.index)
+    stored = coarsest(*(model.stored for model in models))
     prints = [{key: fingerprint(x.to(stored)) for key, x in side.items()} for side in tensors]
     known: set[TensorKey] = set()
     for pair in pairs:
@@ -189,22 +192,18 @@ def _rounded_state(pairs: list[CallPair], models: _Models) -> tuple[list[TensorK
     return a, b
 
 
-def _with_copies(result: Comparison, precise: Comparison | None, name: str) -> Comparison:
+def _with_copies(result: Comparison, precise: Comparison, name: str) -> Comparison:
     """Return what the comparison of two models in the dtype `name` and that of their float32 copies say together."""
-    if precise is None or result.equal is None:
-        return result
-    if result.equal and precise.equal is False:
-        return replace(precise, equal_in=name)
     if result.equal is False and precise.equal:
         only = f"the float32 copies are equal: look at dtypes, and at the order of what {name} rounds"
         return replace(result, remarks=(*result.remarks, only))
-    if result.equal or precise.first is None:
+    if precise.equal is not False or (result.equal is False and precise.first is None):
         return result
-    if result.first is None or result.first.name != precise.first.name:
-        first = (
-            result.why if result.first is None else f"{result.first.name}, {spell_error(result.first.error)}"
-        )
-        remark = f"this is of float32 copies; in {name} they differ first in {first}"
+    if result.equal:
+        return replace(precise, equal_in=name)
+    if result.first is None or precise.first is None or result.first.name != precise.first.name:
+        first = f": {result.why}" if result.first is None else f" first in {result.first.name}"
+        remark = f"this is of float32 copies; in {name} they differ{first}"
         return replace(precise, remarks=(remark, *precise.remarks))
     return replace(result, where=precise.where, likely=precise.likely)
 
@@ -213,50 +212,45 @@ def _with_state(comparer: Comparer, result: Comparison) -> Comparison:
     """Return the result with what modules keep apart: a leaf with another parameter or eps is never equal."""
     pairs = {pair.names: pair for pair in reversed(comparer.pairs)}
     leaves = {names: parameter_differences(*pair.modules) for names, pair in pairs.items() if pair.is_leaf}
-    apart = [names for names, words in reversed(leaves.items()) if words]
+    apart = [names for names, words in leaves.items() if words]
     # What makes up for another weight is another module too.
     faults = [
-        (pair, leaves[pair.names])
-        for pair in comparer.pairs
-        if pair.names in apart and (comparer.agrees(pair) or len(apart) == 1)
+        pair for pair in comparer.pairs if pair.names in apart and (comparer.agrees(pair) or len(apart) == 1)
     ]
     if result.equal and faults:
         where = (
             "in its own parameters or eps; with these inputs the model's output shows no more than rounding"
         )
-        pair, words = faults[0]
-        first = comparer.module_error(pair)
-        result = replace(result, equal=False, first=first, where=where, likely=tuple(words))
-    stored = {
-        pair: [gap.words for gap in gaps(*pair.modules).values()]
-        for pair in reversed(pairs.values())
-        if len({*map(without_wrappers, pair.names)}) == 1
-    }
-    stored = {pair: words for pair, words in stored.items() if words}
+        first, likely = comparer.module_error(faults[0]), tuple(leaves[faults[0].names])
+        result = replace(result, equal=False, first=first, where=where, likely=likely)
+    stored = [
+        (pair, gap.words)
+        for names, pair in reversed(pairs.items())
+        if len({*map(without_wrappers, names)}) == 1
+        for gap in gaps(*pair.modules).values()
+    ]
     if not stored:
         return result
-    words = [f"{module_name(pair.names[0])} ({text})" for pair, texts in stored.items() for text in texts]
-    result = replace(result, remarks=(*result.remarks, f"apart before anything is run: {first_few(words)}"))
+    words = first_few([f"{module_name(pair.names[0])} ({text})" for pair, text in stored])
+    result = replace(result, remarks=(*result.remarks, f"apart before anything is run: {words}"))
     if result.equal is False and result.first is None:
-        pair, texts = next(iter(stored.items()))
+        pair, text = stored[0]
         first = comparer.module_error(pair)
-        return replace(result, first=first, where=result.why, why="", likely=tuple(texts))
+        return replace(result, first=first, where=result.why, why="", likely=(text,))
     return result
 
 
 def _opened(models: _Models, side: int, result: Comparison, tokens: Tokens, factor: float) -> Comparison:
     """Name the module inside a compiled one that differs, by compiling its parts one by one in the same way."""
-    name = "AB"[side]
+    name, model = "AB"[side], models[side]
     outer = None if result.first is None else (result.first.module_a, result.first.module_b)[side]
-    model = models[side]
     if result.equal is not False or outer is None or not model.is_compiled_at(outer):
         return result
-    compile_part = model.compiler_of(outer)
-    if compile_part is None:
-        words = f"{name} is compiled in a way that cannot be repeated for its parts, so none of them is named"
-        return replace(result, remarks=(*result.remarks, words))
-    while parts := model.parts_of(outer):
-        opened = model.in_parts(outer, parts, compile_part)
+    try:
+        compile_part = model.compiler_of(outer)
+    except ValueError as error:
+        return replace(result, remarks=(*result.remarks, f"{module_name(outer)} of {name}: {error}"))
+    while (opened := model.with_compiled_parts(outer, compile_part)) is not None:
         inner = _compare_models((models[0], opened) if side else (opened, models[1]), tokens, factor)
         if inner.equal is not False or inner.first is None:
             gone = f"with its parts compiled one by one, {module_name(outer)} of {name} shows no difference"
@@ -265,7 +259,7 @@ def _opened(models: _Models, side: int, result: Comparison, tokens: Tokens, fact
         words = f"the parts of {module_name(outer)} of {name} were compiled one by one, as it was, to name the module"
         result = replace(inner, remarks=(*inner.remarks, words))
         blamed = (inner.first.module_a, inner.first.module_b)[side]
-        if blamed not in parts:
+        if blamed == outer or not is_in(blamed, outer):
             break
         outer = blamed
     return result

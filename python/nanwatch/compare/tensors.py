@@ -1,7 +1,4 @@
-"""Tensors kept on the CPU for comparison, and how far two of them are apart.
-
-A tensor is kept whole while there is room, else as a sketch of each row.
-"""
+"""Tensors kept on the CPU for comparison: whole while there is room, else as a sketch of each row."""
 
 from __future__ import annotations
 
@@ -16,10 +13,11 @@ from ..util.modules import WeakIdentityDict
 
 # By precision.
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# Rows with less than this share of the mean norm are compared by that share: padding may be all but zero.
-_LEAST_ROW = 0.1
-# Masks hold -inf or the least number of a dtype, whose squares have no norm.
-_LARGEST = 1e30
+
+
+def coarsest(*dtypes: torch.dtype) -> torch.dtype:
+    """Return the dtype with the fewest bits of precision."""
+    return max(dtypes, key=FLOATS.index)
 
 
 class KeptTensor(NamedTuple):
@@ -34,25 +32,6 @@ class KeptTensor(NamedTuple):
     def identity(self) -> object:
         """A key that two copies share when they are of one tensor, as far as is known."""
         return tuple(self.rows.flatten().tolist()) if self.is_range else id(self.rows)
-
-    @property
-    def may_be_part_of_sum(self) -> bool:
-        """Whether it may be the hidden state or the residual, which another model passes on as their sum."""
-        return not self.is_range and self.rows.is_floating_point()
-
-
-class Errors(NamedTuple):
-    """Distance of two tensors: relative error of all and of each row, cosine, and largest difference of an element."""
-
-    total: float
-    rows: Tensor
-    cosine: float
-    largest_difference: float
-
-    @property
-    def worst_row(self) -> float:
-        """The relative error of the worst row."""
-        return float(self.rows.max()) if len(self.rows) else 0.0
 
 
 def sketches(rows: Tensor) -> Tensor:
@@ -97,7 +76,7 @@ class Tokens:
             return kept.rows
         if lead[:2] == mask.shape:
             chosen = mask.reshape(*mask.shape, *(1,) * (len(lead) - 2)).expand(lead)
-        elif len(lead) == 3 and (lead[0], lead[2]) == mask.shape:
+        elif len(lead) == 3 and (lead[0], lead[2]) == mask.shape:  # heads before tokens
             chosen = mask[:, None, :].expand(lead)
         elif lead == (mask.numel(),):
             chosen = mask
@@ -131,38 +110,20 @@ class Tokens:
         return rows_a.to(torch.float64), rows_b.to(torch.float64)
 
 
-def total(values: Sequence[KeptTensor]) -> KeptTensor:
-    """Return the sum of tensors of one shape: `hidden + residual`."""
-    if len(values) == 1:
-        return values[0]
-    is_sketch = any(kept.is_sketch for kept in values)
-    rows = [sketches(kept.rows) if is_sketch and not kept.is_sketch else kept.rows for kept in values]
-    return values[0]._replace(rows=torch.stack(rows).sum(0), is_sketch=is_sketch)
+def sum_of_two(values: Sequence[KeptTensor]) -> KeptTensor | None:
+    """Return the sum of the first two, which may be `hidden` and `residual`, or None where these do not add up."""
+    a, b = values[:2] if len(values) > 1 else (None, None)
+    if a is None or b is None or a.shape != b.shape or a.is_range or not a.rows.is_floating_point():
+        return None
+    is_sketch = a.is_sketch or b.is_sketch
+    rows = [x.rows if x.is_sketch or not is_sketch else sketches(x.rows) for x in (a, b)]
+    return a._replace(rows=rows[0] + rows[1], is_sketch=is_sketch)
 
 
 def side_by_side(values: Sequence[KeptTensor]) -> KeptTensor | None:
     """Return tensors next to each other in their last dimension, as one fused projection has them."""
-    if values[0].is_sketch or len({(kept.shape[:-1], kept.is_sketch) for kept in values}) > 1:
+    if any(kept.is_sketch for kept in values) or len({kept.shape[:-1] for kept in values}) > 1:
         return None
-    rows = torch.cat([kept.rows for kept in values], -1)
     width = sum(kept.shape[-1] for kept in values)
+    rows = torch.cat([kept.rows for kept in values], -1)
     return values[0]._replace(shape=(*values[0].shape[:-1], width), rows=rows)
-
-
-def errors_between(a: Tensor, b: Tensor) -> Errors:
-    """Return how far the rows of `b` are from those of `a`. The same non-finite number on both sides is no error."""
-    same = ~a.isfinite() & ((a == b) | (a.isnan() & b.isnan()))
-    apart = (~a.isfinite() | ~b.isfinite()) & ~same
-    a, b = (x.masked_fill(same, 0).nan_to_num(0.0).clamp(-_LARGEST, _LARGEST) for x in (a, b))
-    difference = a - b
-    norms = a.norm(dim=-1)
-    distances = difference.norm(dim=-1).masked_fill(apart.any(-1), float("inf"))
-    whole, overall = float(norms.norm()), float(distances.norm())
-    least = max(_LEAST_ROW * whole / max(len(norms), 1) ** 0.5, 1e-300)
-    both = whole * float(b.norm())
-    return Errors(
-        overall / whole if whole else (0.0 if overall == 0 else float("inf")),
-        distances / norms.clamp(min=least),
-        float((a * b).sum()) / both if both else 1.0,
-        float("inf") if bool(apart.any()) else float(difference.abs().max()) if difference.numel() else 0.0,
-    )

@@ -1,8 +1,7 @@
 """Comparison of two traces with sketches, as of two engines: the first module whose outputs differ.
 
-Modules are matched by name, by the ranges of their weights (also those of a fused projection), and by order, class,
-shape and sketches. Outputs are compared by their sketches, hidden and residual also by their sum. A trace has ranges of
-inputs alone, so inputs are compared by their smallest and largest magnitudes.
+A trace has sketches of outputs, and ranges of inputs. Weights, by whose ranges modules of other names
+are matched, have ranges too.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,14 +19,13 @@ from ..numerics.readable import dtype_name
 from ..records.fields import sizes
 from ..trace.trace_file import Trace, in_order, sketches, strings
 from ..util.modules import is_in
-from ..util.visible import module_name
 from .calls import ModuleCall
 from .comparer import Comparer, Noise, TwoRuns
 from .comparison import Comparison
 from .matching import match_calls
 from .model_runs import most_common
 from .models import check_factor
-from .tensors import FLOATS, KeptTensor, Tokens
+from .tensors import FLOATS, KeptTensor, Tokens, coarsest
 
 _TEXTS = ("module", "class", "label", "role", "shape", "dtype", "phase")
 _NUMBERS = ("batch", "call", "abs_min", "abs_max", "recomputed", "sketch")
@@ -46,7 +44,7 @@ class _Range(NamedTuple):
 
 @dataclass
 class TraceCalls:
-    """Calls of one batch of a trace, with the sketches of their outputs, and the weights of those that have one."""
+    """Calls of one batch of a trace: sketches of their outputs, ranges of their inputs and weights."""
 
     path: str
     calls: list[ModuleCall] = field(default_factory=list)
@@ -59,7 +57,7 @@ class TraceCalls:
         """Read a batch."""
         table = in_order(trace.table((*_NUMBERS, *_TEXTS), [batch]))
         texts = {name: strings(table[name]) for name in _TEXTS}
-        is_forward = np.array([*(value == "forward" for value in texts["phase"].values), False])
+        is_forward = np.array([*(phase == "forward" for phase in texts["phase"].values), False])
         rows = np.flatnonzero(is_forward[texts["phase"].codes] & ~table["recomputed"].to_numpy())
         made = cls(str(trace.path))
         if not len(rows):
@@ -71,19 +69,17 @@ class TraceCalls:
             first = int(of_call[0])
             call = made._add_call(texts["module"].text(first), texts["class"].text(first), number * _TICKS)
             for row in of_call.tolist():
-                label, role, shape, name = (
-                    texts[part].text(row) for part in ("label", "role", "shape", "dtype")
-                )
-                size, dtype = sizes(shape or None, "shape"), getattr(torch, name, None)
+                role, name = texts["role"].text(row), texts["dtype"].text(row)
+                size, dtype = sizes(texts["shape"].text(row) or None, "shape"), getattr(torch, name, None)
                 if size is None or not table["abs_min"][row].is_valid:
                     continue
                 if role == "input":
-                    ends_of_range = torch.tensor([[low[row], high[row]]], dtype=torch.float64)
-                    call.inputs.append(KeptTensor((2,), ends_of_range, is_range=True))
+                    span = torch.tensor([[low[row], high[row]]], dtype=torch.float64)
+                    call.inputs.append(KeptTensor((2,), span, is_range=True))
                 elif role == "output" and (cell := table["sketch"][row].as_py()):
                     call.outputs.append(KeptTensor(size, torch.tensor(sketches(cell)), is_sketch=True))
                     dtypes += [dtype] if dtype in FLOATS else []
-                elif label == "weight" and dtype in FLOATS:
+                elif texts["label"].text(row) == "weight" and dtype in FLOATS:
                     call.weight_shape = size
                     # One number throughout, as in a new norm, tells no weight from another.
                     if low[row] < high[row]:
@@ -138,33 +134,11 @@ def _make_up(parts: Sequence[_Range], whole: _Range) -> bool:
     if sum(part.numel for part in parts) != whole.numel:
         return False
     # Rounding keeps the order of numbers, so the ends of a range are rounded as the elements are.
-    coarse = max((part.dtype for part in (*parts, whole)), key=FLOATS.index)
+    coarse = coarsest(*(part.dtype for part in (*parts, whole)))
     lows, highs = (
         torch.tensor([getattr(part, end) for part in (*parts, whole)]).to(coarse) for end in ("low", "high")
     )
     return bool(lows[:-1].min() == lows[-1] and highs[:-1].max() == highs[-1])
-
-
-class _TraceComparer(Comparer):
-    """Comparison of two traces. Without a measured floor, a difference must be a jump."""
-
-    def first(self) -> Any:
-        """Return whether the traces are equal, the first event that differs, the last before, and why none."""
-        verdict = super().first()
-        event = verdict[1]
-        if event is None or self._noise.measured:
-            return verdict
-        time, seen = event[1].time(event[0], 0), self.events[event]
-        earlier = (
-            errors.errors.total
-            for (kind, pair), errors in self.events.items()
-            if errors is not None and pair.time(kind, 0) < time
-        )
-        largest, where = max(earlier, default=0.0), module_name(event[1].a[0].path)
-        if seen is not None and seen.errors.total <= self._factor * largest:
-            grown = f"the error grows from {largest:.2g} to {seen.errors.total:.2g} at {where}"
-            return None, None, None, f"{grown} without a jump, as rounding does, and the floor is not known"
-        return verdict
 
 
 def compare_traces(
@@ -189,33 +163,23 @@ def compare_traces(
     if batches is None:
         both = sorted({*a.sketched_batches} & {*b.sketched_batches})
         if not both:
-            raise ValueError(
-                f"no batch of {a.path} and {b.path} has sketches in both; name one of each with batches"
-            )
+            words = "has sketches in both; name one of each with batches"
+            raise ValueError(f"no batch of {a.path} and {b.path} {words}")
         batches = both[0], both[0]
     sides = TraceCalls.of(a, batches[0]), TraceCalls.of(b, batches[1])
     tokens = Tokens(None)
     pairs = match_calls(sides[0].calls, sides[1].calls, tokens, RangeMarks(*sides))
     noise = _noise(sides, None if reference is None else TraceCalls.of(reference, batches[0]))
-    comparer = _TraceComparer(sides, pairs, tokens, factor, noise)
-    fused = [
-        pair for pair in pairs if len(pair.a) != len(pair.b) and comparer.events["outputs", pair] is None
-    ]
-    if fused:
-        why = "the sketches of parts do not make up that of the whole"
-        rest = f", and {len(fused) - 1} more," if len(fused) > 1 else ""
-        comparer.remarks.append(f"{fused[0].name}{rest} are matched by their weights and not compared: {why}")
-    result = comparer.compare()
+    result = Comparer(sides, pairs, tokens, factor, noise).compare()
     if result.first is None or result.where:
         return result
-    return replace(
-        result, where="in it, or in the code that makes its input, of which a trace has the range alone"
-    )
+    where = "in it, or in the code that makes its input, of which a trace has the range alone"
+    return replace(result, where=where)
 
 
 def _noise(sides: tuple[TraceCalls, TraceCalls], reference: TraceCalls | None) -> Noise:
     """Return the noise of A against its run in higher precision, if there is one."""
-    noise = Noise(max((side.dtype for side in sides), key=FLOATS.index))
+    noise = Noise(coarsest(sides[0].dtype, sides[1].dtype))
     if reference is not None and sides[0].dtype is noise.coarse:
         low, high = ({call.key: call for call in side.calls} for side in (sides[0], reference))
         noise.measured.append(TwoRuns(0, low, high))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..numerics.readable import dtype_name
-from .tensors import Errors, errors_between
+from ..trace.result import Errors, errors_between
+from .tensors import coarsest
 
 
 def shape_of_difference(
@@ -34,15 +35,21 @@ def shape_of_difference(
     varies = float((difference - difference.mean(0)).norm()) / float(difference.norm())
     if len(a) > 1 and varies < max(0.05, 4 * floor / distance):
         words.append("an offset: the same in each token, as of a bias")
-    ordered_a, ordered_b = (x.sort(-1)[0] for x in (a, b))
-    if distance > 0.01 and float((ordered_a - ordered_b).norm() / ordered_a.norm().clamp(min=1e-300)) < noise:
+    if distance > 0.01 and _distance_of_sorted(a, b, -1) < noise:
         words.append("a permutation: the same numbers in another order")
+    elif distance > 0.01 and _distance_of_sorted(a, b, 0) < noise:
+        words.append("the same rows in another order, as of another order of the batch")
     columns = difference.norm(dim=0)
     off = columns > max(1e-3 * float(columns.max()), 2 * floor * float(a.norm(dim=0).max()))
     places = off.nonzero().flatten().tolist()
     if 0 < len(places) <= len(columns) / 2:
         words.append(f"{len(places)} of {len(columns)} columns only, from {places[0]} to {places[-1]}")
     return words + _token_words(errors.rows, shape, floor)
+
+
+def _distance_of_sorted(a: Tensor, b: Tensor, dim: int) -> float:
+    ordered_a, ordered_b = (x.sort(dim)[0] for x in (a, b))
+    return float((ordered_a - ordered_b).norm() / ordered_a.norm().clamp(min=1e-300))
 
 
 def by_token(rows: Tensor, shape: Sequence[int]) -> Tensor | None:
@@ -56,18 +63,18 @@ def _token_words(rows: Tensor, shape: Sequence[int], floor: float) -> list[str]:
     errors = by_token(rows, shape)
     if errors is None:
         return []
-    is_off = (errors > max(1e-3 * float(errors.max()), 8 * floor)).tolist()
-    count, first = len(is_off), is_off.index(True) if any(is_off) else 0
-    if sum(is_off) == 1:
-        return [f"token {first} of {count} only"]
-    if first and all(is_off[first:]):
-        if first == 1:
+    count, errors = len(errors), errors.to(torch.float64)
+    off = (errors > max(1e-3 * float(errors.max()), 8 * floor)).nonzero().flatten().tolist()
+    if len(off) == 1:
+        return [f"token {off[0]} of {count} only"]
+    if off and off[0] > 0 and len(off) == count - off[0]:
+        if off[0] == 1:
             return ["all tokens but the first: a mask, positions, or the scale of the attention"]
-        return [f"tokens from {first} on only: a mask or positions"]
-    if not is_off[-1] and any(is_off):
-        return [f"tokens up to {count - 1 - is_off[::-1].index(True)} only"]
-    place = torch.arange(count, dtype=torch.float64)
-    grows = float(torch.corrcoef(torch.stack([place, errors.to(torch.float64)]))[0, 1]) if count > 3 else 0.0
+        return [f"tokens from {off[0]} on only: a mask or positions"]
+    if off and off[-1] < count - 1:
+        return [f"tokens up to {off[-1]} only"]
+    places = torch.arange(count, dtype=torch.float64)
+    grows = float(torch.corrcoef(torch.stack([places, errors]))[0, 1]) if count > 3 else 0.0
     return ["growing along the sequence: positions, or a state that is carried on"] if grows > 0.9 else []
 
 
@@ -108,14 +115,17 @@ def _joined(parts: Sequence[Tensor]) -> Tensor | None:
 
 def _gap(name: str, x: Tensor, y: Tensor, *, is_buffer: bool) -> Gap:
     dtypes = "" if x.dtype is y.dtype else f", {dtype_name(x.dtype)} in A and {dtype_name(y.dtype)} in B"
-    coarse = max(x, y, key=lambda tensor: torch.finfo(tensor.dtype).eps).dtype
+    coarse = coarsest(x.dtype, y.dtype)
     if not is_buffer:
         x, y = x.to(coarse), y.to(coarse)
+    error = 0.0 if torch.equal(x, y) else errors_between(*(z.double().reshape(1, -1) for z in (x, y))).total
     eps = torch.finfo(coarse).eps
-    x, y = (tensor.to(torch.float64).reshape(1, -1) for tensor in (x, y))
-    error = 0.0 if torch.equal(x, y) else errors_between(x, y).total
+    x, y = x.double(), y.double()
     is_rounding = bool(((x - y).abs() <= eps * torch.maximum(x.abs(), y.abs())).all())
-    return Gap(error, is_rounding, is_buffer, f"its {name} is {error:.2g} apart{dtypes}")
+    words = f"its {name} is {error:.2g} apart{dtypes}"
+    if x.ndim == 2 and x.shape[0] == x.shape[1] and torch.equal(x.t(), y):
+        words = f"its {name} is transposed"
+    return Gap(error, is_rounding, is_buffer, words)
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -147,12 +157,14 @@ def are_of_a_kind(ours: Sequence[nn.Module], theirs: Sequence[nn.Module]) -> boo
 
 def module_differences(ours: Sequence[nn.Module], theirs: Sequence[nn.Module], *, is_leaf: bool) -> list[str]:
     """Return in words which settings and own parameters modules do not have alike."""
-    words = list(_settings_apart(ours, theirs).values())
+    settings = _settings_apart(ours, theirs)
+    training = [settings.pop("training")] if "training" in settings else []
+    words = list(settings.values())
     if is_leaf and len(ours) == len(theirs) == 1:
         has_bias = [side[0]._parameters.get("bias") is not None for side in (ours, theirs)]
         if has_bias[0] != has_bias[1]:
             words.append(f"only {'A' if has_bias[0] else 'B'} has a bias")
-    return words + [gap.words for gap in gaps(ours, theirs).values()]
+    return [*words, *(gap.words for gap in gaps(ours, theirs).values()), *training]
 
 
 def parameter_differences(ours: Sequence[nn.Module], theirs: Sequence[nn.Module]) -> list[str]:
@@ -162,7 +174,7 @@ def parameter_differences(ours: Sequence[nn.Module], theirs: Sequence[nn.Module]
     """
     settings = _settings_apart(ours, theirs)
     words = [text for name, text in settings.items() if name == "eps"]
-    if are_of_a_kind(ours, theirs) and not settings.keys() - {"eps"}:
+    if are_of_a_kind(ours, theirs) and not settings.keys() - {"eps", "training"}:
         apart = gaps(ours, theirs).values()
         words += [gap.words for gap in apart if not (gap.is_rounding and gap.is_buffer)]
     return words
@@ -179,7 +191,9 @@ def _settings_apart(ours: Sequence[nn.Module], theirs: Sequence[nn.Module]) -> d
 
 def _settings(module: nn.Module) -> dict[str, Any]:
     """Return the numbers and words that a module keeps, by name; any name with eps is eps."""
-    settings = {
-        name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str)
+    kept = vars(module).items()
+    return {
+        "eps" if "eps" in name else name: value
+        for name, value in kept
+        if isinstance(value, bool | int | float | str)
     }
-    return {"eps" if "eps" in name else name: value for name, value in settings.items() if name != "training"}

@@ -151,30 +151,3 @@ def test_a_new_norm_with_another_eps_is_named(eps: float, tmp_path: Path) -> Non
     )
     other.root.eps = 1e-6
     assert compare_traces(one, trace(tmp_path / "c.parquet", other, x)).equal
-
-
-class Apart(nn.Module):
-    """Three projections of one input, apart or in one layer."""
-
-    def __init__(self, fused: nn.Linear | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        parts = [nn.Linear(32, width) for width in (32, 16, 16)]
-        self.out = nn.Linear(64, 32)
-        self.parts = nn.ModuleList(parts)
-        self.is_fused = fused is not None
-        if fused is not None:
-            fused.weight = nn.Parameter(torch.cat([one.weight for one in parts]))
-            fused.bias = nn.Parameter(torch.cat([one.bias for one in parts]))
-            self.parts = nn.ModuleList([fused])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.cat([one(x) for one in self.parts], -1))
-
-
-def test_a_fused_projection_is_matched_and_said_not_to_be_compared(tmp_path: Path) -> None:
-    """A sketch depends on the place in the row, so those of q, k and v do not make up that of all."""
-    found = compared(tmp_path, Apart(), Apart(nn.Linear(32, 64)))
-    assert found.equal
-    words = "parts.0, parts.1, parts.2 | parts.0 are matched by their weights and not compared"
-    assert found.remarks[0].startswith(words)
