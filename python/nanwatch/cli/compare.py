@@ -11,6 +11,7 @@ import time
 import traceback
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,68 +30,46 @@ from .script import add_script, check_script, misplaced_hint, run_script
 
 # Has the request in a process that makes one of the runs of `twice`.
 _VARIABLE = "NANWATCH_TWICE"
-_TWICE = """\
-Each run is a process of its own with the same arguments and environment. The script's own output is not shown.
-
-exit status: 0 when the runs are bit-equal, 1 when they are not, 2 when the script fails or there is none
-
-examples:
-  nanwatch twice train.py --lr 1e-3
-  nanwatch twice --batches 20 train.py --lr 1e-3     the first 20 batches are enough
-  nanwatch twice --json -m package.train > twice.json
-"""
-_COMPARE = """\
+_STATUS = "exit status: 0 when they are equal, 1 when they are not, 2 when they cannot be compared\n"
+_COMPARE = f"""\
 A, B and INPUTS are PKG.MOD:NAME: an object, or what makes it when called without arguments. INPUTS is a dict by name, a
-tuple by position, or the only argument. All are imported from the current directory too, which runs their code. A
-wrapper that calls the model in its forward serves models that take different arguments.
+tuple by position, or the only argument. All are imported from the current directory too, which runs their code.
 
 Or A and B are traces that watch(trace=Trace(path, sketches=N)) has written. INPUTS is left out then, or is a trace of A
 in higher precision, from which the noise floor is measured.
 
-exit status: 0 when the models are equal, 1 when something is above the noise floor, also in float32 copies of 16-bit
-models, or a parameter differs, 2 when the models cannot be compared
-
+{_STATUS}
 examples:
-  nanwatch compare models:reference models:port models:batch
-  nanwatch compare models:reference models:port models:batch --factor 20 --json
   nanwatch compare models:reference models:port models:batch --html compare.html
   nanwatch compare trainer.parquet engine.parquet trainer-fp32.parquet
 """
-
-_DIFF = """\
-exit status: 1 when they differ, 0 when they do not, 2 when they cannot be compared
-
+_DIFF = f"""\
+{_STATUS}
 examples:
   nanwatch diff before.parquet after.parquet
   nanwatch diff run.parquet --batches 149 150
   nanwatch diff fp32.parquet fp16.parquet --ignore dtype --rtol 0.05
-  nanwatch diff before.parquet after.parquet --html diff.html --json
+"""
+_TWICE = f"""\
+Each run is a process of its own with the same arguments and environment. The script's own output is not shown.
+
+{_STATUS}
+examples:
+  nanwatch twice --batches 20 train.py --lr 1e-3     the first 20 batches are enough
+  nanwatch twice --json -m package.train > twice.json
 """
 
 
 def compare_main(arguments: list[str]) -> int:
     """Run `nanwatch compare` and return the exit status."""
-    parser = command_parser(
-        "compare",
+    what = (
         "Run two implementations of a model, with the same weights, on the same inputs, and name the first module that"
-        " differs by more than rounding does. Or compare two traces with sketches, as of two engines.",
-        _COMPARE,
+        " differs by more than rounding does. Or compare two traces with sketches, as of two engines."
     )
+    parser = command_parser("compare", what, _COMPARE)
     parser.add_argument("a", metavar="A", help="the reference, or what makes it; or its trace")
     parser.add_argument("b", metavar="B", help="the other implementation, or what makes it; or its trace")
-    parser.add_argument(
-        "inputs",
-        metavar="INPUTS",
-        nargs="?",
-        help="the inputs of both, or what makes them; of traces another one, of A in higher precision",
-    )
-    parser.add_argument(
-        "--batches",
-        nargs=2,
-        type=int,
-        metavar=("N", "M"),
-        help="of traces: batch N of A against batch M of B",
-    )
+    parser.add_argument("inputs", metavar="INPUTS", nargs="?", help="the inputs of both, or what makes them")
     parser.add_argument(
         "--factor",
         type=float,
@@ -98,7 +77,7 @@ def compare_main(arguments: list[str]) -> int:
         metavar="N",
         help="how many times the noise floor a difference must have (default: %(default)g)",
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts too")
+    _add_batches_and_page(parser)
     options = parser.parse_args(arguments)
 
     def find(tell: Tell) -> tuple[str, int]:
@@ -121,18 +100,10 @@ def compare_main(arguments: list[str]) -> int:
 
 def diff_main(arguments: list[str]) -> int:
     """Run `nanwatch diff` and return the exit status."""
-    parser = command_parser(
-        "diff",
-        "Name the first record in which two traces part, and what grew most from the one to the other.",
-        _DIFF,
-    )
+    what = "Name the first record in which two traces part, and what grew most from the one to the other."
+    parser = command_parser("diff", what, _DIFF)
     parser.add_argument("a", metavar="A", help="a trace: what watch(trace=...) was given")
-    parser.add_argument(
-        "b", metavar="B", nargs="?", help="another; without it --batches compares two batches of A"
-    )
-    parser.add_argument(
-        "--batches", nargs=2, type=int, metavar=("N", "M"), help="batch N of A against batch M of B"
-    )
+    parser.add_argument("b", metavar="B", nargs="?", help="another; without it --batches compares two of A")
     parser.add_argument(
         "--rtol",
         type=float,
@@ -147,33 +118,43 @@ def diff_main(arguments: list[str]) -> int:
         choices=KINDS,
         help="kinds of difference to pass over",
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts too")
+    _add_batches_and_page(parser)
     options = parser.parse_args(arguments)
 
     def find(tell: Tell) -> tuple[str, int]:
-        batches = None if options.batches is None else (options.batches[0], options.batches[1])
         a = Trace.open(options.a, tell)
         b = None if options.b is None else Trace.open(options.b, tell)
-        result = diff(a, b, batches=batches, rtol=options.rtol, ignore=options.ignore)
-        return rendered(result, options, tell), int(result.differs)
+        result = diff(a, b, batches=options.batches, rtol=options.rtol, ignore=options.ignore)
+        return rendered(result, options, tell), EQUAL_STATUS[result.equal]
 
     return answered("diff", find)
 
 
+def _add_batches_and_page(parser: Any) -> None:
+    """Add the options that the comparisons of traces share."""
+    parser.add_argument(
+        "--batches",
+        nargs=2,
+        type=int,
+        metavar=("N", "M"),
+        help="of traces: batch N of A against batch M of B",
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts too")
+
+
 def twice_main(arguments: list[str]) -> int:
     """Run `nanwatch twice` and return the exit status."""
-    parser = command_parser(
-        "twice",
+    what = (
         "Run a script twice, compare all that its modules and optimizers compute, bit for bit, and name the first"
-        " operation that is not repeatable and what cures it. Options go before the script.",
-        _TWICE,
+        " module that is not repeatable and what cures it. Options go before the script."
     )
+    parser = command_parser("twice", what, _TWICE)
     add_script(parser)
     parser.add_argument(
         "--batches",
         type=int,
         metavar="N",
-        help="end each run after N calls of the model (default: at its own end)",
+        help="end each run after N calls of the model (default: at its end)",
     )
     parser.add_argument(
         "--times", type=int, metavar="N", default=2, help="number of runs to compare (default: %(default)s)"
@@ -181,7 +162,7 @@ def twice_main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     target, rest, is_module = options.target, options.arguments, options.m
     if request := os.environ.pop(_VARIABLE, ""):
-        return _run_here(json.loads(request), target, rest, is_module=is_module)
+        return _record(json.loads(request), target, rest, is_module=is_module)
 
     def find(tell: Tell) -> tuple[str, int]:
         check_script(target, is_module=is_module)
@@ -189,63 +170,69 @@ def twice_main(arguments: list[str]) -> int:
             raise ValueError("--times should be at least 2 and --batches at least 1")
         if hint := misplaced_hint(parser, target, rest):
             sys.stderr.write(f"nanwatch twice: {hint}\n")
+        command = [*(["-m"] if is_module else []), target, *rest]
         with tempfile.TemporaryDirectory(prefix="nanwatch-twice-") as folder:
-            runs = _Runs(Path(folder), [*(["-m"] if is_module else []), target, *rest], options.batches)
-            result = examine(runs.run, os.path.basename(target), options.times, TRIALS, tell)
-        if result.equal and runs.error:
-            raise UseError(f"the runs are bit-equal, but each ended by {runs.error}")
+            file = Path(folder, "recording.json")
+            run = partial(_run, file=file, command=command, most_batches=options.batches, since=time.time())
+            result = examine(run, os.path.basename(target), options.times, TRIALS, tell)
+        if result.equal and result.error:
+            raise UseError(f"the runs are bit-equal, but each ended by {result.error}")
         return rendered(result, options, tell), EQUAL_STATUS[result.equal]
 
     return answered("twice", find)
 
 
-class _Runs:
-    """Runs of the script, each in a process of its own."""
-
-    def __init__(self, folder: Path, command: list[str], most_batches: int | None) -> None:
-        self._folder = folder
-        self._command = command
-        self._most_batches = most_batches
-        self._since = time.time()
-        self.error = ""  # the exception that ended the last run
-
-    def run(self, request: Request) -> Recording:
-        """Run the script and return its recording. Raise UseError when it fails before its model is called."""
-        most = request.most_batches if self._most_batches is None else self._most_batches
-        if request.most_batches is not None and most is not None:
-            most = min(most, request.most_batches)
-        file = self._folder / "recording.json"
-        file.unlink(missing_ok=True)
-        asked = {**asdict(request), "most_batches": most, "file": str(file), "since": self._since}
-        # A watch in the script would be before the calls that are to be recorded.
-        environment = {**os.environ, "NANWATCH": "0", _VARIABLE: json.dumps(asked)}
-        for name in request.trials:
-            environment |= TRIALS[name].environment
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        command = [sys.executable, *flags, "-m", "nanwatch", "twice", *self._command]
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, errors="replace", check=False
-        )
-        if not file.exists():
-            last = done.stderr.strip().rpartition("\n")[2] or "it printed nothing on stderr"
-            raise UseError(f"the script ended by status {done.returncode}: {last}")
-        recording = Recording.from_json(file.read_text(encoding="utf-8"))
-        if len(recording.tensors) == bool(recording.error):
-            why = recording.error or "it called no module and made no optimizer step in its own process"
-            raise UseError(f"there is nothing to compare in {self._command[-1]}: {why}")
-        if recording.error and request.trials:
-            raise RuntimeError(recording.error)
-        self.error = recording.error
-        return recording
+def _run(
+    request: Request, *, file: Path, command: list[str], most_batches: int | None, since: float
+) -> Recording:
+    """Run the script in a process and return its recording. Raise UseError when its model is never called."""
+    limits = [most for most in (request.most_batches, most_batches) if most is not None]
+    asked = {
+        **asdict(request),
+        "most_batches": min(limits, default=None),
+        "file": str(file),
+        "since": since,
+    }
+    file.unlink(missing_ok=True)
+    # A watch in the script would be before the calls that are to be recorded.
+    environment = {**os.environ, "NANWATCH": "0", _VARIABLE: json.dumps(asked)}
+    for name in request.trials:
+        environment |= TRIALS[name].environment
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    interpreter = [sys.executable, *flags, "-m", "nanwatch", "twice", *command]
+    done = subprocess.run(
+        interpreter, env=environment, capture_output=True, text=True, errors="replace", check=False
+    )
+    if not file.exists():
+        last = done.stderr.strip().rpartition("\n")[2] or "it printed nothing on stderr"
+        raise UseError(f"the script ended by status {done.returncode}: {last}")
+    recording = Recording.from_json(file.read_text(encoding="utf-8"))
+    if len(recording.tensors) == bool(recording.error):
+        why = recording.error or "it called no module and made no optimizer step in its own process"
+        raise UseError(f"there is nothing to compare in {command[-1]}: {why}")
+    if recording.error and request.trials:
+        raise RuntimeError(recording.error)
+    return recording
 
 
-def _run_here(request: dict[str, Any], target: str, arguments: list[str], *, is_module: bool) -> int:
+def _record(request: dict[str, Any], target: str, arguments: list[str], *, is_module: bool) -> int:
     """Run the script in this process and write its recording."""
-    window, process = request["window"], os.getpid()
-    recorder = Recorder(None if window is None else tuple(window), request["most_batches"])
+    process, status = os.getpid(), 0
+    recorder = Recorder(request["most_batches"])
     notes = recorder.recording.notes
-    sys.addaudithook(_FileHook(notes, request["since"], time.time()))
-    status = 0
+    start = time.time()
+
+    def note_file(event: str, values: tuple[Any, ...]) -> None:
+        """Note which files this run reads after an earlier run has changed them."""
+        if event != "open" or not isinstance(values[0], str) or len(notes) > 100:
+            return
+        path, flags = values[0], values[2]
+        if flags & (os.O_WRONLY | os.O_TRUNC) or path.endswith((".pyc", ".py")) or not os.path.isfile(path):
+            return
+        if request["since"] <= os.path.getmtime(path) < start:
+            notes.append(f"the script reads a file that the run before it has written: {path}")
+
+    sys.addaudithook(note_file)
     with ExitStack() as trials:
         for name in request["trials"]:
             trials.enter_context(TRIALS[name].patch(notes.append))
@@ -266,23 +253,3 @@ def _run_here(request: dict[str, Any], target: str, arguments: list[str], *, is_
     if os.getpid() == process:  # else a forked child that has come to the script's end
         Path(request["file"]).write_text(recording.to_json(), encoding="utf-8")
     return status
-
-
-class _FileHook:
-    """Audit hook that notes which files this run reads after an earlier run has changed them."""
-
-    def __init__(self, notes: list[str], since: float, start: float) -> None:
-        self._notes = notes
-        self._since = since
-        self._start = start
-
-    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Look at an event; never raises."""
-        if event != "open" or not isinstance(arguments[0], str) or len(self._notes) > 100:
-            return
-        path, flags = arguments[0], arguments[2]
-        if flags & (os.O_WRONLY | os.O_TRUNC) or path.endswith((".pyc", ".py")) or not os.path.isfile(path):
-            return
-        changed = os.path.getmtime(path)
-        if self._since <= changed < self._start:
-            self._notes.append(f"the script reads a file that the run before it has written: {path}")

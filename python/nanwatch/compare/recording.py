@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -22,9 +22,15 @@ from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
 from ..recording.walk import call_leaves, leaves
 from ..util.modules import WeakIdentityDict, each_module, has_parameters
-from ..util.visible import spell
-from .operations import OperationLog, OperationPrint
-from .results import FirstDifference, tensor_words
+from ..util.visible import module_name, spell, visible
+
+_AT = {
+    "weight": "before the call of {}",
+    "buffer": "before the call of {}",
+    "gradient": "of {}, its gradient",
+    "step": "of {}, after the optimizer's step",
+    "result": "of the step",
+}
 
 
 class TensorPrint(NamedTuple):
@@ -46,19 +52,21 @@ class TensorPrint(NamedTuple):
     @property
     def where(self) -> str:
         """The tensor in words, such as "`output` of fc1 (Linear)"."""
-        return tensor_words(self.kind, self.module, self.class_name, self.label)
+        named = module_name(self.module)
+        if self.class_name and self.class_name != self.module:
+            named += f" ({visible(self.class_name)})"
+        return f"`{visible(self.label)}` {_AT.get(self.kind, 'of {}').format(named)}"
 
 
 @dataclass
 class Recording:
-    """One run: its tensors in order, its operations where they were recorded, and what else was noted.
+    """One run: its tensors in order, and what else was noted.
 
     `error` is the exception that ended the run, in words. `notes` are calls that a trial has replaced, and files that
     an earlier run has changed.
     """
 
     tensors: list[TensorPrint] = field(default_factory=list)
-    operations: list[OperationPrint] = field(default_factory=list)
     batches: int = 0
     error: str = ""
     notes: list[str] = field(default_factory=list)
@@ -72,16 +80,19 @@ class Recording:
         """Read what `to_json` has written in a process of this one."""
         recording = cls(**json.loads(text))
         recording.tensors = [TensorPrint(*values) for values in recording.tensors]
-        recording.operations = [OperationPrint(*values) for values in recording.operations]
         return recording
 
 
-def first_difference(a: Recording, b: Recording) -> FirstDifference | None:
-    """Return the first print of `a` that `b` has otherwise, without its operation.
+# Place in the first run, and the tensor in both.
+FirstTensor = tuple[int, TensorPrint, "TensorPrint | None"]
+
+
+def first_difference(a: Recording, b: Recording) -> FirstTensor | None:
+    """Return the first print of `a` that `b` has otherwise.
 
     Threads are compared each by itself, because their order among each other is not the program's.
     """
-    firsts: list[tuple[int, TensorPrint, TensorPrint | None]] = []
+    firsts: list[FirstTensor] = []
     for name in dict.fromkeys(tensor.thread for tensor in (*a.tensors, *b.tensors)):
         places = [i for i, tensor in enumerate(a.tensors) if tensor.thread == name]
         counterparts = [tensor for tensor in b.tensors if tensor.thread == name]
@@ -92,13 +103,7 @@ def first_difference(a: Recording, b: Recording) -> FirstDifference | None:
             if a.tensors[i] != counterpart:
                 firsts.append((i, a.tensors[i], counterpart))
                 break
-    if not firsts:
-        return None
-    place, tensor, counterpart = min(firsts, key=lambda first: first[0])
-    has = "nothing" if counterpart is None else ""
-    if counterpart is not None and counterpart._replace(bits=tensor.bits) != tensor:
-        has = counterpart.where
-    return FirstDifference(*tensor[:6], equal_before=place, other=has)
+    return min(firsts, key=lambda first: first[0], default=None)
 
 
 class EnoughError(BaseException):
@@ -108,20 +113,14 @@ class EnoughError(BaseException):
 class Recorder:
     """Context that records the calls of all modules, the gradients of their outputs, and all optimizer steps.
 
-    With `window`, a pair of places in the tensors, operations between these are recorded too. With `most_batches` a
-    further call of the first model ends the run by EnoughError. The first model is the first module with parameters
-    that is called from outside any other; its calls are the batches, unless `batch` is set from outside.
+    With `most_batches` a further call of the first model ends the run by EnoughError. The first model is the first
+    module with parameters that is called from outside any other; its calls are the batches, unless `batch` is set from
+    outside.
     """
 
-    def __init__(
-        self,
-        window: tuple[int, int] | None = None,
-        most_batches: int | None = None,
-        roots: list[nn.Module] | None = None,
-    ) -> None:
+    def __init__(self, most_batches: int | None = None, roots: Sequence[nn.Module] = ()) -> None:
         self.recording = Recording()
         self.batch: int | None = None
-        self._window = window
         self._most_batches = most_batches
         self._model: nn.Module | None = None
         self._local = threading.local()
@@ -130,8 +129,7 @@ class Recorder:
         self._parameters: WeakIdentityDict[tuple[str, str, str]] = WeakIdentityDict()
         self._hooks: list[Any] = []
         self._is_running = False
-        self._operations = None if window is None else OperationLog(self._current)
-        for root in roots or ():
+        for root in roots:
             self._name_parts(root)
 
     @contextmanager
@@ -148,16 +146,10 @@ class Recorder:
                 after.callback(hooks.add(hook).remove)
             after.callback(lambda: [hook.remove() for hook in self._hooks])
             self._is_running = True
-            if self._operations is not None and self._window is not None:
-                self._operations.active = self._window[0] <= 0
-                self.recording.operations = self._operations.prints
-                after.enter_context(self._operations)
             try:
                 yield self.recording
             finally:
                 self._is_running = False
-                if self._operations is not None:
-                    self._operations.active = False
 
     def add(self, value: Any, kind: str, label: str, module: str = "", class_name: str = "") -> None:
         """Record the tensors and numbers in a value."""
@@ -178,10 +170,8 @@ class Recorder:
         batch = max(self.recording.batches - 1, 0) if self.batch is None else self.batch
         with self._lock:
             if self._is_running:
-                tensors = self.recording.tensors
-                tensors.append(TensorPrint(batch, kind, module, class_name, label, form, bits, name))
-                if self._operations is not None and self._window is not None:
-                    self._operations.active = self._window[0] <= len(tensors) <= self._window[1]
+                tensor = TensorPrint(batch, kind, module, class_name, label, form, bits, name)
+                self.recording.tensors.append(tensor)
 
     def _default_call(self) -> Callable[..., Any]:
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -200,21 +190,9 @@ class Recorder:
             and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
         )
 
-    def _stack(self) -> list[tuple[str, str]]:
-        stack: list[tuple[str, str]] | None = getattr(self._local, "stack", None)
-        if stack is None:
-            stack = self._local.stack = []
-        return stack
-
-    def _current(self) -> tuple[str, str]:
-        """Return the name and class of the innermost module whose call is under way in this thread."""
-        stack = self._stack()
-        return stack[-1] if stack else ("", getattr(self._local, "step", ""))
-
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        stack = self._stack()
+        stack: list[tuple[str, str]] = vars(self._local).setdefault("stack", [])
         if not stack:
-            self._local.step = ""
             self._begin(module)
         name, class_name = named = self._name(module, stack)
         for kind, tensors in (("weight", module._parameters), ("buffer", module._buffers)):
@@ -269,12 +247,10 @@ class Recorder:
         return named
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._local.step = f"{type(optimizer).__name__}.step"
         self._add_parameters(optimizer, "gradient")
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._add_parameters(optimizer, "step")
-        self._local.step = ""
 
     def _add_parameters(self, optimizer: Optimizer, kind: str) -> None:
         if is_compiling() or not self._may_read():

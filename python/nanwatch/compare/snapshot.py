@@ -18,21 +18,22 @@ from torch.optim import Optimizer
 
 from ..instrumentation.execution_context import RngState
 from ..numerics._extension import instances_of
-from ..numerics.ranges import fingerprint
-from ..recording.walk import leaves
 from ..util.modules import each_module
 from ..util.program_code import is_library, names_of
 from ..util.visible import suppressing
 
 Restore = Callable[[], object]
-_MODULE_PARTS = frozenset(vars(nn.Module()))
+_MODULE_PARTS = frozenset(vars(nn.Module())) - {"training"}
+# Where torch.compile puts functions.
+_FUNCTIONS = {"forward", "_compiled_call_impl"}
 
 
 class Snapshot:
     """State of modules, optimizers, other stateful objects, and all global random states, at one moment.
 
-    Modules: parameters, buffers, gradients, training flags. Optimizers: state and groups. Random number generators and
-    tensors: their values. Anything else: its state_dict(). `restore()` puts it back, as often as is wanted.
+    Modules: parameters, buffers, gradients, training flags, plain attributes. Optimizers: state and groups. Random
+    number generators and tensors: their values. Anything else: its state_dict(). `restore()` puts it back, as often as
+    is wanted.
     """
 
     def __init__(self, objects: Iterable[object]) -> None:
@@ -70,24 +71,38 @@ class Snapshot:
                     self._restores.append(functools.partial(refill, content, dict(content)))
                     for x in content.values():
                         self._add_tensor(x)
-                self._restores.append(functools.partial(setattr, module, "training", module.training))
+                self._add_attributes(vars(module))
         elif isinstance(value, Optimizer):
             for group in value.param_groups:
                 for x in group["params"]:
                     self._add_tensor(x)
-                self._restores.append(
-                    saved({key: one for key, one in group.items() if key != "params"}, group)
-                )
+                options = {key: saved(option) for key, option in group.items() if key != "params"}
+                self._restores.append(functools.partial(_update, group, options))
             self._restores.append(saved(value.state))
         elif isinstance(value, Tensor):
             self._add_tensor(value)
-        elif (restore := restorer(value)) is not None:
-            self._restores.append(restore)
+        elif isinstance(value, torch.Generator | random.Random):
+            self._restores.append(saved(value))
+        elif _has_state(value):
+            content = copy.deepcopy(value.state_dict())
+            self._restores.append(lambda: value.load_state_dict(copy.deepcopy(content)))
         else:
             raise TypeError(
                 f"state should hold modules, optimizers, tensors, random number generators and objects with"
                 f" state_dict() and load_state_dict(), got {type(value).__name__}"
             )
+
+    def _add_attributes(self, space: dict[str, Any]) -> None:
+        """Add what a module keeps beside parameters, buffers, parts, hooks and functions."""
+        known = {*space, *_MODULE_PARTS}
+        kept = {name: saved(space[name]) for name in space if name not in _MODULE_PARTS | _FUNCTIONS}
+
+        def restore() -> None:
+            for name in space.keys() - known:
+                del space[name]
+            space.update({name: value() for name, value in kept.items()})
+
+        self._restores.append(restore)
 
     def _add_tensor(self, x: Tensor | None) -> None:
         if x is None or id(x) in self._tensors or nn.parameter.is_lazy(x):
@@ -103,11 +118,8 @@ class Snapshot:
         self._restores.append(restore)
 
 
-def saved(value: Any, into: Any = None) -> Callable[[], Any]:
-    """Return a function that returns `value` as it is now: the same tensors and containers, with the same contents.
-
-    With `into` it puts the items of a dict into that one.
-    """
+def saved(value: Any) -> Callable[[], Any]:
+    """Return a function that returns `value` as it is now: the same objects, with the same contents."""
     if isinstance(value, Tensor):
         content = value.detach().clone()
 
@@ -119,16 +131,14 @@ def saved(value: Any, into: Any = None) -> Callable[[], Any]:
         return restore
     if isinstance(value, dict):
         items = {key: saved(item) for key, item in value.items()}
-
-        def refilled() -> Any:
-            contents = {key: item() for key, item in items.items()}
-            into.update(contents) if into is not None else refill(value, contents)
-            return value
-
-        return refilled
+        return lambda: refill(value, {key: item() for key, item in items.items()})
     if isinstance(value, list | set):
         parts = [saved(item) for item in value]
         return lambda: refill(value, [part() for part in parts])
+    if isinstance(value, torch.Generator | random.Random):
+        write = value.set_state if isinstance(value, torch.Generator) else value.setstate
+        state: Any = value.get_state() if isinstance(value, torch.Generator) else value.getstate()
+        return lambda: (write(state), value)[1]
     return lambda: value
 
 
@@ -139,16 +149,8 @@ def refill(value: Any, content: Any) -> Any:
     return value
 
 
-def restorer(value: Any) -> Restore | None:
-    """Return a function that puts an object back as it is now; None where nobody can."""
-    if isinstance(value, torch.Generator):
-        return functools.partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random):
-        return functools.partial(value.setstate, value.getstate())
-    if isinstance(value, type) or not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-        return None
-    content = copy.deepcopy(value.state_dict())
-    return lambda: value.load_state_dict(copy.deepcopy(content))
+def _update(group: dict[str, Any], options: dict[str, Callable[[], Any]]) -> None:
+    group.update({key: option() for key, option in options.items()})
 
 
 # A step that refers to more objects than these is not searched to the end.
@@ -172,27 +174,25 @@ def stateful(step: Callable[..., Any]) -> list[Any]:
         seen[id(value)] = value
         with suppressing("an object that a step refers to could not be entered"):
             is_leaf = isinstance(value, Tensor) and value.requires_grad and value.is_leaf
-            if isinstance(value, nn.Module | Optimizer) or is_leaf or _has_state(value):
+            kinds = nn.Module | Optimizer | torch.Generator | random.Random
+            if isinstance(value, kinds) or is_leaf or _has_state(value):
                 state.append(value)
                 seen |= {id(part): part for part in value.modules()} if isinstance(value, nn.Module) else {}
             else:
-                ahead += _held(value)
+                ahead += _parts_of(value)
     parameters = {id(x) for value in state if isinstance(value, nn.Module) for x in value.parameters()}
     for optimizer in instances_of(Optimizer):
         groups = getattr(optimizer, "param_groups", ())
-        if id(optimizer) not in seen and any(
-            id(x) in parameters for group in groups for x in group["params"]
-        ):
-            state.append(optimizer)
+        is_of_step = any(id(x) in parameters for group in groups for x in group["params"])
+        state += [optimizer] if is_of_step and id(optimizer) not in seen else []
     return sorted(state, key=lambda value: not isinstance(value, nn.Module))
 
 
 def _has_state(value: Any) -> bool:
-    is_kept = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-    return is_kept or isinstance(value, torch.Generator | random.Random)
+    return not isinstance(value, type) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
-def _held(value: Any) -> Iterable[Any]:
+def _parts_of(value: Any) -> Iterable[Any]:
     """Return the objects that a value of the program holds."""
     if isinstance(value, list | tuple | set | dict):
         return list(value.values() if isinstance(value, dict) else value)[:_MOST_ITEMS]
@@ -204,69 +204,11 @@ def _held(value: Any) -> Iterable[Any]:
         if is_library(value.__code__.co_filename):
             return []
         named = (value.__globals__.get(name) for name in names_of(value.__code__))
-        return [*map(_content, value.__closure__ or ()), *named, *(value.__defaults__ or ())]
+        return [*(value.__closure__ or ()), *named, *(value.__defaults__ or ())]
+    if isinstance(value, types.CellType):
+        return [value.cell_contents]  # ValueError for a variable without a value is suppressed
     if (wrapped := getattr(value, "__wrapped__", None)) is not None:
         return [wrapped]
     file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
     is_programs = type(value).__module__ != "builtins" and not is_library(file)
     return list(getattr(value, "__dict__", {}).values()) if is_programs else []
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable that has no value yet
-        return None
-
-
-class KeptAttributes:
-    """Attributes of modules beside parameters and buffers, in which a run may leave something.
-
-    `restore()` puts the same objects back with the same contents. `changed()` has the names of those that are not as
-    they were.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._kept: dict[str, tuple[dict[str, Any], dict[str, Any], list[Restore], dict[str, str]]] = {}
-        for root in modules:
-            for path, module in each_module(root):
-                space = vars(module)
-                kept = {name: value for name, value in space.items() if name not in _MODULE_PARTS}
-                restores = [restorer(value) or saved(value) for value in kept.values()]
-                digests = {name: _digest(value) for name, value in kept.items()}
-                self._kept.setdefault(path or type(root).__name__, (space, kept, restores, digests))
-
-    def changed(self) -> list[str]:
-        """Return the names of what is not as it was."""
-        return [
-            f"{path}.{name}"
-            for path, (space, _, _, digests) in self._kept.items()
-            for name, before in digests.items()
-            if _digest(space.get(name)) != before
-        ]
-
-    def restore(self) -> None:
-        """Put everything back."""
-        with torch.no_grad():
-            for space, kept, restores, _ in self._kept.values():
-                for name in space.keys() - kept.keys() - _MODULE_PARTS:
-                    del space[name]
-                space.update(kept)
-                for restore in restores:
-                    restore()
-
-
-def _digest(value: Any) -> str:
-    """Return a text that differs where the tensors and numbers inside a value do."""
-    if isinstance(value, torch.Generator):
-        value = value.get_state()
-    return "\n".join(f"{label} {_spell(leaf)}" for label, leaf in leaves(value, ""))
-
-
-def _spell(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        try:
-            return f"{fingerprint(leaf):016x}"
-        except TypeError as error:  # sparse, nested, meta
-            return str(error)
-    return repr(leaf) if isinstance(leaf, bool | int | float | complex | str | bytes | None) else ""

@@ -1,20 +1,17 @@
 """Known causes of runs that part, and trials: changes of a run's surroundings that take one source of chance away each.
 
-`explain` guesses causes by the operation in which runs part. A run that becomes repeatable under a trial has shown its
-cause. Trials that replace a function note who called it.
+A run that becomes repeatable under a trial has shown its cause. Trials that replace a function note who called it.
 """
 
 from __future__ import annotations
 
 import itertools
-import linecache
 import os
 import random
-import re
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,23 +23,12 @@ from torch.utils.data import DataLoader
 
 from ..util.program_code import SKIPPED_FILES, is_library
 from ..util.visible import users_frame
-from .operations import OperationDifference
 
 Note = Callable[[str], object]
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
 _START = 1_700_000_000.0
 # Parameters of a DataLoader that one without workers refuses.
 _OF_WORKERS = "num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"
-
-
-@contextmanager
-def temporarily(setter: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
-    """Set a value for the block, and after it the one from before."""
-    setter(value)
-    try:
-        yield
-    finally:
-        setter(before)
 
 
 @dataclass(frozen=True)
@@ -59,6 +45,16 @@ class Trial:
     patch: Callable[[Note], AbstractContextManager[Any]] = lambda note: nullcontext()
     environment: dict[str, str] = field(default_factory=dict)
     for_scripts: bool = False
+
+
+@contextmanager
+def temporarily(setter: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    """Set a value for the block, and after it the one from before."""
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(before)
 
 
 @contextmanager
@@ -90,45 +86,37 @@ def _seeded(note: Note) -> Iterator[None]:
     torch.manual_seed(0)
     numbers = random.Random(0)
     python_seed = random.Random.seed
-    done: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
-        (os.urandom, _noting("os.urandom()", note, numbers.randbytes)),
-        (
-            uuid.uuid4,
-            _noting("uuid.uuid4()", note, lambda: uuid.UUID(int=numbers.getrandbits(128), version=4)),
-        ),
-        (torch.seed, _noting("torch.seed()", note, lambda: torch.manual_seed(0).initial_seed())),
-        (random.seed, _seeding("random.seed()", note, random.seed)),
-    ]
+    functions: dict[Callable[..., Any], Callable[..., Any]] = {
+        os.urandom: _noting("os.urandom()", note, numbers.randbytes),
+        uuid.uuid4: _noting("uuid.uuid4()", note, lambda: uuid.UUID(int=numbers.getrandbits(128), version=4)),
+        torch.seed: _noting("torch.seed()", note, lambda: torch.manual_seed(0).initial_seed()),
+        random.seed: _seeding("random.seed()", note, random.seed),
+    }
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
         numpy.seed(0)
-        done += [
-            (numpy.default_rng, _seeding("numpy.random.default_rng()", note, numpy.default_rng)),
-            (numpy.seed, _seeding("numpy.random.seed()", note, numpy.seed)),
-        ]
+        functions[numpy.default_rng] = _seeding("numpy.random.default_rng()", note, numpy.default_rng)
+        functions[numpy.seed] = _seeding("numpy.random.seed()", note, numpy.seed)
 
     def seed(self: random.Random, a: Any = None, version: int = 2) -> None:
         if a is None:
             note_call("random.Random()", note)
-            a = 0
-        python_seed(self, a, version)
+        python_seed(self, 0 if a is None else a, version)
 
-    with temporarily(partial(setattr, random.Random, "seed"), seed, python_seed), _replaced(done):
+    with temporarily(partial(setattr, random.Random, "seed"), seed, python_seed), _replaced(functions):
         yield
 
 
 @contextmanager
 def _stopped_clock(note: Note) -> Iterator[None]:
     """Let each clock of the module time advance by 1 ms a call, from the same moment in each run."""
-    done: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+    functions: dict[Callable[..., Any], Callable[..., Any]] = {}
     for name in ("time", "perf_counter", "monotonic", "process_time"):
         # A counter for each: threads of libraries, which ask one clock, do not move the others.
         now = itertools.count(int(_START * 1e9), 1_000_000).__next__
-        done += [
-            (getattr(time, name), _noting(f"time.{name}()", note, lambda now=now: now() / 1e9)),
-            (getattr(time, f"{name}_ns"), _noting(f"time.{name}_ns()", note, now)),
-        ]
-    with _replaced(done):
+        functions[getattr(time, name)] = _noting(f"time.{name}()", note, lambda now=now: now() / 1e9)
+        functions[getattr(time, f"{name}_ns")] = _noting(f"time.{name}_ns()", note, now)
+    with _replaced(functions):
         yield
 
 
@@ -180,24 +168,23 @@ def _seeding(name: str, note: Note, function: Callable[..., Any]) -> Callable[..
 
 
 @contextmanager
-def _replaced(functions: Iterable[tuple[Callable[..., Any], Callable[..., Any]]]) -> Iterator[None]:
+def _replaced(functions: dict[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
     """Replace functions in their own modules and where the program has imported them by name."""
-    new = {id(old): function for old, function in functions}
+    new = {id(old): function for old, function in functions.items()}
     with ExitStack() as after:
         for key, module in list(sys.modules.items()):
             file = getattr(module, "__file__", None) or ""
-            if file.startswith(SKIPPED_FILES):
+            # Programs ask for torch.seed in torch, whose other modules are left alone.
+            if (file.startswith(SKIPPED_FILES) and module is not torch) or key in _KEEP_TIME:
                 continue
             for name, value in list(getattr(module, "__dict__", {}).items()):
-                if id(value) in new and key not in ("logging", "threading", "queue"):
+                if id(value) in new:
                     after.callback(setattr, module, name, value)
                     setattr(module, name, new[id(value)])
-        # Modules of torch are skipped above, and programs ask for this function there.
-        if id(torch.seed) in new:
-            after.enter_context(temporarily(partial(setattr, torch, "seed"), new[id(torch.seed)], torch.seed))
         yield
 
 
+_KEEP_TIME = ("logging", "threading", "queue")
 TRIALS = {
     "seeds": Trial(
         "torch.manual_seed(0), random.seed(0), numpy.random.seed(0) at the start, and seeds for all other generators",
@@ -230,82 +217,3 @@ TRIALS = {
         {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     ),
 }
-# This trial is for functions only: a script runs in a new process, which keeps nothing of the first run.
-KEPT = Trial(
-    "what modules keep in plain attributes put back before each run",
-    "something that a module keeps from run to run",
-)
-
-# From the list at torch.use_deterministic_algorithms: operations whose CUDA kernels add with atomics.
-_ATOMICS = re.compile(
-    r"index_add|scatter|index_put|index_copy|put_|histc|bincount|cumsum|embedding.*backward|grid_sample|upsample"
-    r"|interpolate|adaptive_.*backward|max_pool.*backward|max_unpool|reflection_pad|replication_pad|ctc_loss"
-    r"|nll_loss2d|kthvalue|median|segment_reduce|repeat_interleave"
-)
-_DROPOUT = re.compile(r"dropout|bernoulli")
-# Calls in the source of a function whose results differ from run to run, and the trials that hold them still.
-_SUSPECTS = {
-    r"\btime\.\w+\(|\b(?:perf_counter|monotonic)(?:_ns)?\(|datetime\.\w*now\(": "time",
-    r"\b(?:urandom|uuid4|SystemRandom)\(|\bsecrets\.\w+\(|(?:default_rng|\bRandom|\.seed)\(\s*\)": "seeds",
-    r"(?<![\w.])hash\(|(?<![\w.])(?:frozen)?set\(|\{[^:{}]+ for ": "order",
-    r"(?<![\w.])id\(": "",
-    r"\bas_completed\(|\bThread\(|\.submit\(|imap_unordered\(": "",
-    r"\blistdir\(|\bscandir\(|\biglob\(|(?<![\w])glob\(": "",
-}
-# Lines before an operation in which such calls are looked for, up to the start of its function.
-_LINES = 20
-
-
-def explain(difference: OperationDifference) -> tuple[str, list[str]]:
-    """Return the cause of a difference in one sentence, and the names of the trials to make first."""
-    operation, counterpart = difference.a, difference.b
-    calls, suspects = _suspects(operation.file, operation.line)
-    ahead = [*suspects, "order"] if operation.in_loader else suspects
-    base = operation.name.removeprefix("aten.")
-    if difference.how == "results" and operation.is_random:
-        source = "a torch.Generator of its own" if operation.has_generator else "PyTorch's global generator"
-        drawn = "dropout draws" if _DROPOUT.search(base) else "it draws"
-        drawn = "a data loader draws its order" if operation.in_loader else drawn
-        kept = ["kept"] if operation.has_generator else []
-        return f"{drawn} from {source}, which is not in the same state in both runs", [
-            *ahead,
-            *kept,
-            "seeds",
-            "kept",
-        ]
-    if difference.how == "results":
-        words = f"{base} makes other bits of equal operands{calls}"
-        if base == operation.name:
-            words = f"{base} makes other bits of equal operands; its kernel is not PyTorch's{calls}"
-        elif _ATOMICS.search(base):
-            words = f"{base} adds with atomics on CUDA, in an order that differs from run to run"
-        return words, [*ahead, "atomics", "threads"]
-    words = (
-        "what it was given comes from outside the recorded operations: Python, numpy, another thread or process,"
-        " unwritten memory, or an earlier batch"
-    )
-    if difference.how == "numbers" and counterpart is not None:
-        words = f"Python gives it another number, {operation.numbers} against {counterpart.numbers}"
-    elif difference.how == "path":
-        name = (
-            "nothing"
-            if counterpart is None
-            else f"{counterpart.name} at {counterpart.file}:{counterpart.line}"
-        )
-        words = f"the other run does {name} here: Python takes another branch"
-    return f"{words}{calls}", [*ahead, "kept", "seeds", "order", "time"]
-
-
-def _suspects(file: str, line: int) -> tuple[str, list[str]]:
-    """Return, for a sentence, the calls before a line of a function that may differ, and the trials for them."""
-    found, trials = [], []
-    for at in range(line, max(line - _LINES, 0), -1):
-        code = linecache.getline(file, at).partition("#")[0]
-        for pattern, trial in _SUSPECTS.items():
-            if match := re.search(pattern, code):
-                words = re.sub(r"\($", "()", match.group().strip())
-                found.append(f"{words} in line {at}")
-                trials += [trial] if trial else []
-        if re.match(r"\s*(?:async )?def ", code):
-            break
-    return (f"; look at {', '.join(found[:3])}" if found else ""), list(dict.fromkeys(trials))

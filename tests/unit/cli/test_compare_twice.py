@@ -33,24 +33,20 @@ for x in data:
 
 
 class Script(NamedTuple):
-    """Lines before the training, and what is found: tensor, operation, words of the cause or a note, and the cure."""
+    """Lines before the training, and what is found: tensor, words of the cause or a note, and the cure."""
 
     lines: str
     tensor: str
-    operation: str
     words: str
     cure: str
 
 
 SCRIPTS = {
-    "unseeded": Script(
-        "data = torch.ones(3, 2, 4)", "weight", "aten.uniform_.default", "does not seed", "manual_seed(0)"
-    ),
+    "unseeded": Script("data = torch.ones(3, 2, 4)", "weight", "does not seed", "manual_seed(0)"),
     "set_order": Script(
         "torch.manual_seed(0)\nnames = {'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h'}\n"
-        "data = torch.tensor([ord(one) / 100 for one in names]).reshape(1, 2, 4)  # part",
+        "data = torch.tensor([ord(one) / 100 for one in names]).reshape(1, 2, 4)",
         "input[0]",
-        "aten.lift_fresh.default",
         "or a set",
         "PYTHONHASHSEED=0",
     ),
@@ -59,23 +55,20 @@ SCRIPTS = {
         "generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), 'little'))\n"
         "data = torch.utils.data.DataLoader(items, 2, shuffle=True, generator=generator)",
         "input[0]",
-        "aten.random_.default",
-        "a data loader draws its order",
+        "os.urandom()",
         "manual_seed(0)",
     ),
     "file": Script(
         "import os\ntorch.manual_seed(0)\nlast = float(open('last').read()) if os.path.exists('last') else 1.0\n"
-        "print(last + 1, file=open('last', 'w'))\ndata = torch.ones(2, 2, 4) * last  # part",
+        "print(last + 1, file=open('last', 'w'))\ndata = torch.ones(2, 2, 4) * last",
         "input[0]",
-        "aten.mul.Tensor",
         "the script reads a file that the run before it has written: last",
         "",
     ),
     "address": Script(
-        "torch.manual_seed(0)\ndata = torch.ones(1, 2, 4) * (id(torch.nn) / 2**40)  # part",
+        "torch.manual_seed(0)\ndata = torch.ones(1, 2, 4) * (id(torch.nn) / 2**40)",
         "input[0]",
-        "aten.mul.Tensor",
-        "id() in line",
+        "no change that was tried",
         "",
     ),
 }
@@ -111,7 +104,7 @@ def test_a_source_of_chance_of_a_script_is_named(
     capfd: pytest.CaptureFixture[str],
     request: pytest.FixtureRequest,
 ) -> None:
-    """Tensor, operation, cause, and the cure that was tried."""
+    """Tensor, cause, and the cure that was tried."""
     script = SCRIPTS[name]
     if name in OF_THE_INTERPRETER:  # 3 s a run, and each trial takes two
         cures = {"order": compare.TRIALS["order"]} if script.cure else {}
@@ -128,7 +121,6 @@ def test_a_source_of_chance_of_a_script_is_named(
     found = json.loads(out)
     assert status == 1
     assert found["difference"]["label"] == script.tensor, out
-    assert found["difference"]["operation"] == script.operation, out
     assert script.words in found["difference"]["cause"] + "".join(found["remarks"]), out
     cured = [one["change"] for one in found["tried"] if one["outcome"] == "equal"]
     assert len(cured) == bool(script.cure), out
@@ -148,7 +140,8 @@ def test_a_repeatable_script(
     before = dict(os.environ)
     status, out, err = run(capfd, "train.py", "--json", "3")
     assert (status, err) == (0, "")
-    assert out.startswith("Repeatable: 2 runs of train.py are bit-equal over 4 batches (")
+    assert out.startswith("Repeatable: 2 runs of train.py are bit-equal.")
+    assert "4 batches" in out
     assert dict(os.environ) == before
 
 

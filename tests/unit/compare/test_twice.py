@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 import random
 from collections.abc import Callable
@@ -17,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 import nanwatch
 from nanwatch.compare.trials import note_call
-from support.chance_sources import SOURCES, Forward, Source, training, wrong
+from support.chance_sources import SOURCES, Source, training, wrong
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 def test_a_source_of_chance_is_named(source: Source) -> None:
-    """Module, operation, line, cause and cure."""
+    """Module, cause and cure."""
     assert not list(wrong(source))
 
 
@@ -137,24 +136,32 @@ def test_nothing_is_left_behind() -> None:
     assert random.getstate() == random_states[1]
 
 
-def test_attributes_of_modules_are_as_before() -> None:
-    """The same objects with the same contents, and attributes that a run makes are gone."""
-    model = nn.Sequential(
-        *(SOURCES[name].part() for name in ("counter", "memory", "branch", "own_generator"))
-    )
-    generator, memory, calls = model[3].generator, model[1].memory, model[2].calls
-    state = generator.get_state()
+class Keeps(nn.Module):
+    """Module that keeps a count, a list, a tensor and a generator in plain attributes."""
 
-    def step() -> None:
-        model(torch.ones(3, 4))
-        model.extra = 1
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen, self.memory = 0, [], torch.zeros(4)
+        self.generator = torch.Generator().manual_seed(0)
 
-    assert not nanwatch.twice(step).equal
-    assert model[0].calls == 0
-    assert model[1].memory is memory
-    assert not memory.any()
-    assert model[2].calls is calls == []
-    assert torch.equal(generator.get_state(), state)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls, self.extra = self.calls + 1, 1
+        self.seen.append(0)
+        self.memory += x.mean(0)
+        noise = torch.rand(4, generator=self.generator)
+        return x * self.calls * len(self.seen) + self.memory * noise
+
+
+def test_attributes_of_modules_are_put_back() -> None:
+    """The same objects with the same contents, before each run and afterwards; those that a run makes are gone."""
+    model = Keeps()
+    objects, state = (model.seen, model.memory, model.generator), model.generator.get_state()
+    assert nanwatch.twice(lambda: model(torch.ones(3, 4))).equal
+    assert model.calls == 0
+    assert all(a is b for a, b in zip(objects, (model.seen, model.memory, model.generator), strict=True))
+    assert model.seen == []
+    assert not model.memory.any()
+    assert torch.equal(model.generator.get_state(), state)
     assert not hasattr(model, "extra")
 
 
@@ -187,36 +194,13 @@ def test_an_error_of_the_step_is_the_callers() -> None:
     assert nanwatch.twice(lambda: model(torch.ones(1, 2))).equal
 
 
-def test_chance_beside_the_way_is_not_blamed() -> None:
-    """An operation that differs and has no part in the first tensor that does."""
-    model = nn.Sequential(nn.Linear(4, 4), SOURCES["clock"].part())
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        torch.rand(3, generator=torch.Generator().manual_seed(random.SystemRandom().getrandbits(32)))
-        return model(x)
-
-    found = nanwatch.twice(step, batches=[torch.randn(3, 4)]).difference
-    assert found is not None
-    assert (found.operation, found.operation_module) == ("aten.mul.Tensor", "1")
-
-
 def test_two_causes_are_both_found() -> None:
     """Neither cure alone is enough."""
-    model = nn.Sequential(SOURCES["clock"].part(), SOURCES["counter"].part())
+    model = nn.Sequential(SOURCES["clock"].part(), SOURCES["numpy_generator"].part())
     found = nanwatch.twice(lambda: model(torch.ones(3, 4)))
     assert found.tried[-1].outcome == "equal"
     assert "clocks" in found.tried[-1].change
-    assert "attributes" in found.tried[-1].change
-
-
-def test_at_most_five_changes_are_tried() -> None:
-    """Where none helps, as with an address."""
-    model = nn.Sequential(
-        nn.Linear(4, 4), Forward(lambda self, x: x * (1 + id(object()) % 2**20 * next(ids)))
-    )
-    ids = itertools.count(1)
-    found = nanwatch.twice(lambda: model(torch.ones(3, 4)))
-    assert [trial.outcome for trial in found.tried] == ["differ"] * 5
+    assert "manual_seed" in found.tried[-1].change
 
 
 @pytest.mark.parametrize(
