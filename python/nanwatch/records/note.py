@@ -106,14 +106,3 @@ class Note(NamedTuple):
 
 # The note of a tensor that is a mask wherever it goes. CallRecorder knows it by its identity.
 PLAIN_MASK = Note("mask")
-
-
-def is_same_part(note: Note | None, other: Note | None) -> bool:
-    """Return whether two ranks hold the same part of a tensor, by the notes of its records."""
-    parts = [None if side is None else side.placement for side in (note, other)]
-    if any(
-        side is not None and side.kind == "local_shard" and side.placement is None for side in (note, other)
-    ):
-        return False  # nothing says which one
-    shards = [[place for place in part.places if place.kind != "Replicate"] if part else [] for part in parts]
-    return shards[0] == shards[1]

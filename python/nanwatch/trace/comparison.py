@@ -8,9 +8,6 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from ..records.fields import Fields
-from ..records.note import Note, is_same_part
-from ..records.record import Record
 from ..util.visible import module_name, without_wrappers
 from .align import Ints, Rows, align
 from .columns import arrow
@@ -27,8 +24,7 @@ _ROUNDING = 4.0
 _GREW = 10
 _POINTS = 2000
 
-_KIND, _PLACEMENT = (column for column in Fields(Record).columns if column.name in ("note", "placement"))
-_TEXTS = ("module", "class", "label", "role", "shape", "dtype", "phase", "note", "placement")
+_TEXTS = ("module", "class", "label", "role", "shape", "dtype")
 _NUMBERS = ("batch", "call", "abs_min", "abs_max", "isfinite", "recomputed", "fingerprint")
 
 
@@ -49,8 +45,7 @@ def diff(
     the two. A tensor that was not read on either side equals anything.
 
     With `Trace(fingerprints=True)` on both sides records of one shape and dtype also part when their bits differ,
-    unless `batches` names two different batches. Of traces of two ranks, only what both should have in common is then
-    compared: weights and optimizer state, where they hold the same part of them.
+    unless `batches` names two different batches.
 
     Args:
         a, b: traces, or their paths. Without `b`, two batches of `a` are compared. A Trace that was opened with `tell`
@@ -86,10 +81,6 @@ def diff(
     if batches is not None and batches[0] != batches[1]:
         ignored.add("bits")
     records = _Records((trace_a, trace_b), pairs, rtol)
-    if trace_a.rank != trace_b.rank and records.both_have_bits.any():
-        records.keep_replicas()
-        ranks = f"{trace_a.rank} and {trace_b.rank}"
-        remarks += (f"not compared: all that ranks {ranks} need not have in common, as inputs and outputs",)
     trace_a.tell("comparing")
     names = [str(trace.path) for trace in (trace_a, trace_b)]
     if batches is not None:
@@ -127,9 +118,8 @@ class _Records:
     """
 
     def __init__(self, traces: tuple[Trace, Trace], batches: list[tuple[int, int]], rtol: float) -> None:
-        self.traces, self.batches, self.rtol = traces, batches, rtol
+        self.batches, self.rtol = batches, rtol
         tables = [_read(trace, {pair[i] for pair in batches}) for i, trace in enumerate(traces)]
-        self.num_a: int = tables[0].num_rows
         table = arrow("pyarrow", "comparing traces").concat_tables(tables)
         self.batch: Ints = table["batch"].to_numpy()
         self.low: Column[np.float64] = table["abs_min"].to_numpy()
@@ -138,7 +128,7 @@ class _Records:
         self.is_finite: Flags = table["isfinite"].fill_null(False).to_numpy()
         self.bits: Column[np.uint64] = table["fingerprint"].fill_null(0).to_numpy()
         self.texts = {name: strings(table[name]) for name in _TEXTS}
-        self.codes = {name: column.codes.astype(np.int64) for name, column in self.texts.items()}
+        codes = {name: column.codes.astype(np.int64) for name, column in self.texts.items()}
         ends = ends_of(table)
         # The units in the last place of 1.0.
         self.unit: Column[np.float64] = np.nan_to_num(ends.smallest_subnormal / ends.smallest_normal)
@@ -146,61 +136,42 @@ class _Records:
         plain = (without_wrappers(name) for name in self.texts["module"].values)
         by_name = np.array([numbers.setdefault(name, len(numbers)) for name in plain], np.int64)
         self.names = tuple(numbers)
-        self.module: Ints = by_name[self.codes["module"]]
-        self.record: Ints = self.codes["role"] * (1 + len(self.texts["label"].values)) + self.codes["label"]
+        self.module: Ints = by_name[codes["module"]]
+        self.record: Ints = codes["role"] * (1 + len(self.texts["label"].values)) + codes["label"]
         again = table["recomputed"].to_numpy().astype(np.int64)
-        columns = (self.batch, table["call"].to_numpy(), self.module, self.codes["class"], again, self.record)
-        parts = slice(self.num_a), slice(self.num_a, None)
+        columns = (self.batch, table["call"].to_numpy(), self.module, codes["class"], again, self.record)
+        num_a: int = tables[0].num_rows
         traces[0].tell("aligning")
-        rows_a, rows_b = (Rows(*(column[part] for column in columns)) for part in parts)
+        rows_a, rows_b = (
+            Rows(*(column[part] for column in columns)) for part in (slice(num_a), slice(num_a, None))
+        )
         self.a, self.b = align(rows_a, rows_b, batches, traces[0].tell)
         if len(self.a) == 0:
             raise ValueError("the two have no call of a module in common; are they of the same model?")
-        self.b += self.num_a
+        self.b += num_a
         self.both_have_bits: Flags = np.logical_and(*self.pairs(table["fingerprint"].is_valid().to_numpy()))
-        self.is_compared: Flags = np.ones(len(self.a), np.bool_)
-
-    def keep_replicas(self) -> None:
-        """Compare only the tensors that two ranks of a data-parallel job have in common."""
-        common = self.is_text("role", "weight") | self.is_text("phase", "step")
-        codes = [*self.pairs(self.codes["note"]), *self.pairs(self.codes["placement"])]
-        _, first, which = np.unique(np.stack(codes, 1), axis=0, return_index=True, return_inverse=True)
-        same = [is_same_part(self.note(self.a[at]), self.note(self.b[at])) for at in first.tolist()]
-        self.is_compared = common & np.array(same, np.bool_)[which.reshape(-1)]
-
-    def note(self, row: int) -> Note | None:
-        """Return the note of a record, without its text."""
-        kind = self.text("note", row)
-        return (
-            Note(_KIND.value(kind), "", _PLACEMENT.value(self.text("placement", row) or None))
-            if kind
-            else None
-        )
+        lone = np.ones(len(self.batch), np.bool_)
+        lone[self.a] = lone[self.b] = False
+        self.lone = np.flatnonzero(lone[:num_a]), num_a + np.flatnonzero(lone[num_a:])
 
     def pairs(self, column: Column[_Number]) -> tuple[Column[_Number], Column[_Number]]:
         """Return the values of a column in the rows of A and of B, pair by pair."""
         return column[self.a], column[self.b]
 
-    def is_text(self, column: str, text: str) -> Flags:
-        """Return for which pairs a column of A holds this text."""
-        values = self.texts[column].values
-        flags: Flags = self.codes[column][self.a] == (values.index(text) if text in values else -2)
+    def is_role(self, role: str) -> Flags:
+        """Return for which pairs the record of A has this role."""
+        column = self.texts["role"]
+        flags: Flags = column.codes[self.a] == (column.values.index(role) if role in column.values else -2)
         return flags
-
-    def text(self, column: str, row: int) -> str:
-        """Return a text as it was written, "" for none."""
-        return self.texts[column].text(row)
 
     def apart(self, ignored: Collection[Kind]) -> dict[Kind, Flags]:
         """Return for each kind in which pairs the two sides differ."""
         (low_a, low_b), (high_a, high_b) = self.pairs(self.low), self.pairs(self.high)
         finite_a, finite_b = self.pairs(self.is_finite)
-        units = self.pairs(self.unit)
         (shape_a, shape_b), (dtype_a, dtype_b) = (
-            self.pairs(self.codes["shape"]),
-            self.pairs(self.codes["dtype"]),
+            self.pairs(self.texts[name].codes) for name in ("shape", "dtype")
         )
-        rounding = _ROUNDING * np.maximum(*units)
+        rounding = _ROUNDING * np.maximum(*self.pairs(self.unit))
         with np.errstate(invalid="ignore"):
             largest = np.maximum(high_a, high_b)
             part_low = np.abs(low_a - low_b) > np.maximum(rounding, self.rtol) * largest
@@ -212,13 +183,10 @@ class _Records:
             "dtype": (dtype_a != dtype_b) & (dtype_a >= 0) & (dtype_b >= 0),
             "range": finite_a & finite_b & (part_low | part_high),
         }
-        apart = {kind: flags & self.is_compared for kind, flags in apart.items() if kind not in ignored}
-        if "bits" not in ignored:
-            # A record that differs in another way has other bits as well, and a shape or a dtype is a part of them.
-            known = np.logical_or.reduce([shape_a != shape_b, dtype_a != dtype_b, *apart.values()])
-            bits = np.not_equal(*self.pairs(self.bits))
-            apart["bits"] = self.both_have_bits & self.is_compared & bits & ~known
-        return apart
+        # A record that differs in another way has other bits as well, and a shape or a dtype is a part of them.
+        known = np.logical_or.reduce([shape_a != shape_b, dtype_a != dtype_b, *apart.values()])
+        apart["bits"] = self.both_have_bits & np.not_equal(*self.pairs(self.bits)) & ~known
+        return {kind: flags for kind, flags in apart.items() if kind not in ignored}
 
     def difference(self, a: str, b: str, apart: dict[Kind, Flags], remarks: tuple[str, ...]) -> Difference:
         """Return the result of the comparison."""
@@ -233,12 +201,12 @@ class _Records:
             first=firsts[0] if firsts else None,
             firsts=tuple(firsts),
             grew=self.grew(),
-            num_records=int(self.is_compared.sum()),
+            num_records=len(self.a),
             num_apart=int(is_apart.sum()),
-            num_bits=int((self.both_have_bits & self.is_compared).sum()) if "bits" in apart else 0,
+            num_bits=int(self.both_have_bits.sum()) if "bits" in apart else 0,
             batches=tuple(self.batches),
-            only_a=self.unmatched(0),
-            only_b=self.unmatched(1),
+            only_a=self.modules_of(self.lone[0]),
+            only_b=self.modules_of(self.lone[1]),
             remarks=remarks,
             outputs=self.outputs(firsts[0].batch if firsts else int(self.batch[self.a[-1]])),
         )
@@ -248,21 +216,21 @@ class _Records:
         a, b = int(self.a[at]), int(self.b[at])
         return RecordPair(
             batch=int(self.batch[a]),
-            module=self.text("module", a),
-            class_name=self.text("class", a),
-            label=self.text("label", a),
-            role=self.text("role", a),
+            module=self.texts["module"].text(a),
+            class_name=self.texts["class"].text(a),
+            label=self.texts["label"].text(a),
+            role=self.texts["role"].text(a),
             kind=kind,
             what=self.what(kind, a, b),
             batch_b=int(self.batch[b]),
-            module_b=self.text("module", b),
-            class_b=self.text("class", b),
+            module_b=self.texts["module"].text(b),
+            class_b=self.texts["class"].text(b),
         )
 
     def what(self, kind: Kind, a: int, b: int) -> str:
         """Return in words how two rows differ."""
         if kind in ("shape", "dtype"):
-            return f"{kind} {self.text(kind, a)} against {self.text(kind, b)}"
+            return f"{kind} {self.texts[kind].text(a)} against {self.texts[kind].text(b)}"
         if kind == "isfinite":
             return f"{self.value(a)} against {self.value(b)}"
         ends = [
@@ -286,15 +254,15 @@ class _Records:
         high_a, high_b = self.pairs(self.high)
         with np.errstate(divide="ignore", invalid="ignore"):
             factors = high_b / high_a
-        bad = ~np.isfinite(high_b) | (high_a == 0) | np.isnan(high_a) | self.is_text("role", "input")
-        places = np.flatnonzero(~bad & (factors > 1 + self.rtol))
+        is_known = np.isfinite(high_b) & (high_a > 0) & ~self.is_role("input")
+        places = np.flatnonzero(is_known & (factors > 1 + self.rtol))
         places = places[np.argsort(-factors[places], kind="stable")]
-        module, record = self.module[self.a], self.record[self.a]
-        _, firsts = np.unique(module[places] * (1 + int(record.max())) + record[places], return_index=True)
+        keys = self.module[self.a] * (1 + int(self.record.max())) + self.record[self.a]
+        _, firsts = np.unique(keys[places], return_index=True)
         return tuple(
             Growth(
-                self.text("module", row),
-                self.text("label", row),
+                self.texts["module"].text(row),
+                self.texts["label"].text(row),
                 int(self.batch[row]),
                 float(high_a[at]),
                 float(high_b[at]),
@@ -304,29 +272,21 @@ class _Records:
             for row in [int(self.a[at])]
         )
 
-    def unmatched(self, side: int) -> tuple[tuple[str, int], ...]:
-        """Return the modules of one side, with the number of records, for which the other side has nothing."""
-        alone = np.ones(len(self.batch), np.bool_)
-        alone[self.num_a :] = side == 1
-        alone[: self.num_a] = side == 0
-        alone[(self.a, self.b)[side]] = False
-        numbers, at, counts = np.unique(self.module[alone], return_index=True, return_counts=True)
+    def modules_of(self, rows: Ints) -> tuple[tuple[str, int], ...]:
+        """Return the modules of some rows, with the number of rows of each."""
+        numbers, at, counts = np.unique(self.module[rows], return_index=True, return_counts=True)
         return tuple((self.names[int(numbers[i])], int(counts[i])) for i in np.argsort(at))
 
     def outputs(self, batch: int) -> tuple[Output, ...]:
         """Return the outputs of one batch in the order of their calls."""
         high_a, high_b = self.pairs(self.high)
-        is_shown = self.is_text("role", "output") & (self.batch[self.a] == batch)
+        is_shown = self.is_role("output") & (self.batch[self.a] == batch)
         places = np.flatnonzero(is_shown & ~(np.isnan(high_a) & np.isnan(high_b)))[:_POINTS].tolist()
-        rows = ((at, int(self.a[at])) for at in places)
-        return tuple(
-            Output(
-                f"{module_name(self.text('module', row))} {self.text('label', row)}",
-                float(high_a[at]),
-                float(high_b[at]),
-            )
-            for at, row in rows
+        names = (
+            f"{module_name(self.texts['module'].text(row))} {self.texts['label'].text(row)}"
+            for row in self.a[places].tolist()
         )
+        return tuple(map(Output, names, high_a[places].tolist(), high_b[places].tolist()))
 
 
 def _read(trace: Trace, batches: set[int]) -> Any:
