@@ -11,49 +11,36 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.sinks.batch_summary import Histogram
-from nanwatch.sinks.logs import LogEntry
 from support.toys import Scale, mlp
 
 pytest.importorskip("tensorboard", reason="needs TensorBoard: pip install tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from nanwatch.sinks.logs import TensorBoardSink
+from nanwatch.sinks.trackers import TensorBoardSink
 from support.watching import watch
 
-ENTRY = LogEntry(
-    7,
-    {"nanwatch/headroom_bits": 3.5, "nanwatch_headroom_bits/encoder.0": 3.5},
-    {"nanwatch_log2_abs_max/output": Histogram.of([-1.5, -1.25, 2.0])},
-    {"nanwatch/finding": "words of `output`"},
-)
+VALUES = {"nanwatch_headroom_bits/encoder.0": 3.5, "nanwatch/finding": "words of `output`"}
 
 
 def read(folder: Path) -> Any:
-    made = EventAccumulator(str(folder), size_guidance={"tensors": 0, "histograms": 0, "scalars": 0})
-    made.Reload()
-    return made
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0, "histograms": 0, "scalars": 0})
+    events.Reload()
+    return events
 
 
 def test_an_entry_comes_back_whole(tmp_path: Path) -> None:
-    """Numbers, histogram and words, at the number of the batch, among what the user logs."""
+    """Numbers and words, at the number of the batch, among what the user logs."""
     writer = SummaryWriter(str(tmp_path))
     writer.add_scalar("loss", 1.0, 3)
     sink = TensorBoardSink(writer)
-    sink.write(ENTRY)
+    sink.write(7, VALUES)
     sink.on_close()
     writer.add_scalar("loss", 2.0, 4)
     writer.close()
     events = read(tmp_path)
     assert [(e.step, e.value) for e in events.Scalars("nanwatch_headroom_bits/encoder.0")] == [(7, 3.5)]
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(3, 1.0), (4, 2.0)]
-    (histogram,) = events.Histograms("nanwatch_log2_abs_max/output")
-    found = histogram.histogram_value
-    assert (histogram.step, found.min, found.max, found.num, found.sum) == (7, -1.5, 2.0, 3.0, -0.75)
-    assert found.sum_squares == pytest.approx(1.5**2 + 1.25**2 + 4.0)
-    counts = dict(zip(found.bucket_limit, found.bucket, strict=True))
-    assert {limit: count for limit, count in counts.items() if count} == {-1.0: 2.0, 3.0: 1.0}
     (words,) = events.Tensors("nanwatch/finding/text_summary")
     assert words.tensor_proto.string_val == [b"words of `output`"]
 
@@ -71,8 +58,8 @@ def test_a_watch_logs_through_the_users_writer(tmp_path: Path) -> None:
         assert [(e.step, e.value) for e in events.Scalars("nanwatch/is_finite")] == [(0, 1.0), (1, 0.0)]
         (bits,) = events.Scalars("nanwatch_headroom_bits/0")
         assert bits.value == pytest.approx(torch.log2(torch.tensor(65504.0 / 8)).item())
-        (told,) = events.Tensors("nanwatch/finding/text_summary")
-        assert b"inf" in told.tensor_proto.string_val[0]
+        (words,) = events.Tensors("nanwatch/finding/text_summary")
+        assert b"inf" in words.tensor_proto.string_val[0]
     writer.add_scalar("still/open", 1.0, 9)
     writer.close()
     assert "still/open" in read(tmp_path).Tags()["scalars"]

@@ -22,11 +22,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A run that talks to nobody."""
     wandb = pytest.importorskip("wandb", reason="needs W&B: pip install wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    made = wandb.init(
+    begun = wandb.init(
         project="nanwatch", mode="offline", dir=str(tmp_path), settings=wandb.Settings(console="off")
     )
-    yield made
-    made.finish()
+    yield begun
+    begun.finish()
 
 
 def history(folder: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -36,14 +36,14 @@ def history(folder: Path) -> list[tuple[int, dict[str, Any]]]:
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
     until = time.monotonic() + 60
     while True:
-        found = [wandb_internal_pb2.Record.FromString(data) for data in records(file)]
-        if found and found[-1].HasField("exit"):
+        entries = [wandb_internal_pb2.Record.FromString(data) for data in records(file)]
+        if entries and entries[-1].HasField("exit"):
             break
         # W&B's own process writes it, and may not be done when finish() returns.
         assert time.monotonic() < until, "W&B did not finish its file"
         time.sleep(0.05)
     rows = []
-    for record in found:
+    for record in entries:
         if record.HasField("history"):
             items = {
                 item.key or "/".join(item.nested_key): json.loads(item.value_json)
@@ -69,19 +69,15 @@ def test_entries_go_with_the_users_own_rows(run: Any, tmp_path: Path) -> None:
     assert ours[0]["nanwatch/batch"] == 0
     assert ours[0]["nanwatch/is_finite"] == 1
     assert ours[0]["nanwatch_headroom_bits/(root)"] > 100
-    assert ours[0]["nanwatch_log2_abs_max/weight/_type"] == "histogram"
-    assert sum(ours[0]["nanwatch_log2_abs_max/weight/values"]) == 4
 
 
 @pytest.mark.slow
-def test_the_module_stands_for_its_run_and_a_fault_outlives_it(run: Any, tmp_path: Path) -> None:
-    """sinks=wandb; the flag of a fault is in the file though the script logs nothing after it."""
-    import wandb
-
+def test_its_name_stands_for_its_run_and_a_fault_outlives_it(run: Any, tmp_path: Path) -> None:
+    """sinks="wandb" is the module; the flag of a fault is in the file though the script logs nothing after it."""
     model = torch.nn.Sequential(Scale(float("inf")))
-    with watch(model, sinks=wandb), pytest.raises(nanwatch.NonFiniteError):
+    with watch(model, sinks="wandb"), pytest.raises(nanwatch.NonFiniteError):
         model(torch.ones(1))
     run.finish()
-    ((_, row),) = [one for one in history(tmp_path) if "nanwatch/is_finite" in one[1]]
+    (row,) = [row for _, row in history(tmp_path) if "nanwatch/is_finite" in row]
     assert (row["nanwatch/is_finite"], row["nanwatch/batch"]) == (0, 0)
     assert "inf" in row["nanwatch/finding"]

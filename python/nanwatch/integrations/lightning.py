@@ -8,7 +8,7 @@ from typing import Any
 from ..report.report import NonFiniteError
 from ..session.api import DeferredWatch
 from ..session.watch import Watch
-from ..sinks.headroom import Least, LeastHeadroom
+from ..sinks.trackers import Least, LeastHeadroom
 from ..util.imports import needed
 
 __all__ = ["NanWatchCallback"]

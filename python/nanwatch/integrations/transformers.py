@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..session.api import DeferredWatch
 from ..session.watch import Watch
-from ..sinks.headroom import LeastHeadroom
+from ..sinks.trackers import LeastHeadroom
 from ..util.imports import needed
 from .trainer_debug import patch_transformers, unpatch_transformers
 

@@ -78,7 +78,7 @@ def watch(
         output_dir: a folder into which each failure's report (text, JSON, HTML) and capsule are written.
         trace: a file (`run.parquet`) or a folder to write the range of every tensor into while the run lasts, or a
             `nanwatch.Trace` with what else to keep. Needs `pyarrow` (docs/traces.md).
-        sinks: what gets headroom, ranges, failures, forecasts, spikes and skipped steps beside `on_nonfinite`
+        sinks: what gets headroom, failures, forecasts, spikes and skipped steps beside `on_nonfinite`
             (docs/trackers.md): a SummaryWriter of TensorBoard, a `pathlib.Path` of a folder for TensorBoard, a run of
             wandb, a function that takes a dict and the number of the batch, a `nanwatch.Sink`, a name such as
             "tensorboard:runs/a", or several of these. One that raises is dropped with a warning.

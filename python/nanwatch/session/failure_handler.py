@@ -20,12 +20,13 @@ from torch import nn
 from ..blackbox.process import note_error
 from ..diagnosis.batch_snapshot import failed_call
 from ..diagnosis.incident import Incident
+from ..history.monitor import Monitor
 from ..ranks.coordinator import RankCoordinator
 from ..recording.events import Event
 from ..records.record import Frame
 from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
-from ..sinks.monitor import Monitor
+from ..sinks.sink import SinkStream
 from ..util.visible import suppressed, warn_user
 from .nonfinite_warnings import WHERE, NonFiniteWarnings
 from .optimizer_guard import OptimizerGuard
@@ -46,7 +47,12 @@ class FailureHandler:
     """
 
     def __init__(
-        self, reports: Reports, monitor: Monitor, rerun: RerunPolicy, guard: OptimizerGuard | None
+        self,
+        reports: Reports,
+        monitor: Monitor,
+        sinks: SinkStream,
+        rerun: RerunPolicy,
+        guard: OptimizerGuard | None,
     ) -> None:
         self._reports = reports
         self._options = options = reports.options
@@ -55,6 +61,7 @@ class FailureHandler:
         self._acts = self._action == "raise" or callable(self._action)
         self._recorder = recorder = reports.recorder
         self._monitor = monitor
+        self._sinks = sinks
         self.rerun = rerun
         self._guard = guard
         # The first incident of the latest run of non-finite batches. A finite batch ends the run.
@@ -167,7 +174,7 @@ class FailureHandler:
         self._batch_ends.active = True
         if ranks and self._ranks is not None:
             self._ranks.publish(incident.finding)
-        self._monitor.sinks.on_nonfinite(incident.finding)
+        self._sinks.on_nonfinite(incident.finding)
 
     def _finish(
         self,
@@ -200,7 +207,7 @@ class FailureHandler:
                 incident.report = replace(incident.report, origin=origin)
         report = incident.report
         if is_first or self._acts:
-            self._monitor.sinks.on_failure(report)
+            self._sinks.on_failure(report)
         if error is not None and error is incident.raised:
             # A second error would lose the notes that code in the forward has added to the first.
             NonFiniteError.__init__(incident.raised, report, report.origin)
@@ -270,7 +277,10 @@ class FailureHandler:
                 self.is_run_open = False
                 if self._warnings is not None:
                     self._warnings.end(batch)
-                self._monitor.end(batch)
+                forecast = self._monitor.end(batch)
+                self._sinks.batch_ended(batch)
+                if forecast is not None:
+                    self._sinks.on_forecast(batch, forecast)
         finally:
             self._end(batch)
             self._update_subscription()

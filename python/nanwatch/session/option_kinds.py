@@ -10,8 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
-from ..sinks.logs import ACCEPTED, FOLDER, factory_of, log_for
 from ..sinks.sink import Sink
+from ..sinks.trackers import ACCEPTED, FOLDER, factory_of, log_for
 from ..util.reading import shorten
 
 # Batches are counted in 64 bits. Sums and differences of two such numbers stay in them.

@@ -22,8 +22,8 @@ from ..instrumentation.wrapped_names import for_names
 from ..recording.events import Check, Settings
 from ..recording.masks import Excuses, excuses
 from ..report.report import Report
-from ..sinks.logs import sink_for
 from ..sinks.sink import Sink
+from ..sinks.trackers import sink_for
 from ..trace.columns import arrow
 from ..trace.trace_file import Trace as TraceFile
 from ..util.visible import close_names

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..audit.audit import UpdateAudit
 from ..blackbox.process import open_box
 from ..diagnosis.incident import write_spike
+from ..history.monitor import Monitor
 from ..history.spikes import SpikeWatch
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
 from ..instrumentation.calls import Attachment
@@ -29,8 +30,7 @@ from ..report.skipped_step import SkippedStep
 from ..report.spike import SpikeReport
 from ..report.update_finding import UpdateFinding
 from ..scan.guard import CheckpointGuard
-from ..sinks.monitor import Monitor
-from ..sinks.sink import SinkStream
+from ..sinks.sink import SinkStream, Warnings
 from ..trace.tracer import Tracer, ring_size, start_tracer
 from ..util.throttle import is_due
 from .dispatch import EventDispatch, TraceNotes
@@ -95,24 +95,24 @@ class Watch:
             self._tracer = start_tracer(
                 options.trace.path, self._recorder, ring if fetches else 0, options.every
             )
-        self._monitor = Monitor(
+        notes = [] if self._tracer is None else [TraceNotes(self._tracer, options.trace_batches)]
+        self._sinks = sinks = SinkStream(
             self._recorder,
-            model,
             options.named_sinks() if options.enabled else (),
-            [] if self._tracer is None else [TraceNotes(self._tracer, options.trace_batches)],
+            [*notes, Warnings()],
             every=options.every,
             log_every=options.log_every,
-            forecasts=options.forecast and options.enabled,
         )
-        sinks, suspicion = self._monitor.sinks, self._monitor.suspicion
+        forecasts = options.forecast and options.enabled
+        self._monitor = Monitor(self._recorder, model, every=options.every, forecasts=forecasts)
         self._batch_ends = self._recorder.subscribe(Event.BATCH_END)
-        self._batch_ends.active = self._monitor.awaits_batches or self._tracer is not None
+        self._batch_ends.active = sinks.takes_batches or self._tracer is not None
         guard: OptimizerGuard | None = None
         if options.gradients and options.enabled:
             guard = OptimizerGuard(self._recorder, options, sinks.on_skipped_step)
-        self._reports = Reports(model, self._recorder, options, suspicion)
+        self._reports = Reports(model, self._recorder, options, self._monitor.suspicion)
         rerun = RerunPolicy(model, self._recorder, options)
-        self._failures = FailureHandler(self._reports, self._monitor, rerun, guard)
+        self._failures = FailureHandler(self._reports, self._monitor, sinks, rerun, guard)
         self._backward: BackwardWatch | None = None
         self._spikes: SpikeWatch | None = None
         if guard is not None:
@@ -203,7 +203,7 @@ class Watch:
             self._failures.close()
             for part in self._optional:
                 part.sum_up()
-            self._monitor.sinks.on_close()
+            self._sinks.on_close()
 
     def pause(self) -> None:
         """Record nothing until `resume()`; batches meanwhile are not counted."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from functools import cached_property
+from math import inf
+from typing import Any
 
 from ..history.forecast import Forecast
 from ..recording.events import Event, Recorder
+from ..records.headroom import headroom_bits
 from ..records.record import Frame
 from ..report.finding import Finding
 from ..report.replica import ReplicaDifference
@@ -17,16 +19,37 @@ from ..report.skipped_step import SkippedStep
 from ..report.spike import SpikeReport
 from ..report.update_finding import UpdateFinding
 from ..util.visible import close_names, spell, suppressed, warn_user
-from .batch_summary import BatchSummary
-from .thread import SinkThread
+
+
+class BatchSummary:
+    """The headroom of one finite batch. Ask for it when all frames are taken.
+
+    Inputs are left out: each is another module's output.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self._least: dict[str, tuple[float, str, str]] = {}
+
+    def add(self, frame: Frame) -> None:
+        """Take a frame of this batch."""
+        for record in frame.records:
+            if record.isfinite and record.role != "input":
+                bits = headroom_bits(record)
+                if bits is not None and bits < self._least.get(frame.name, (inf,))[0]:
+                    self._least[frame.name] = (bits, record.label, record.dtype)
+
+    @cached_property
+    def headroom(self) -> dict[str, tuple[float, str, str]]:
+        """The least headroom of each module in bits, with label and dtype, the worst first."""
+        return dict(sorted(self._least.items(), key=lambda item: item[1][0]))
 
 
 class Sink:
     """Receiver of what a Watch finds, beside what `on_nonfinite` does about it: see docs/trackers.md.
 
-    Subclass it and override the events that you want. The others cost nothing. Each is called in the thread of the run.
-    A sink that raises is dropped, with one warning. A sink that may block says `in_thread = True` and is called in a
-    thread of its own: it delays no step, and events for which its queue has no room are dropped.
+    Subclass it and override the events that you want. The others cost nothing. Each is called in the thread of the run,
+    so a sink that may block starts a thread of its own. A sink that raises is dropped, with one warning.
 
     Examples:
         >>> import nanwatch, torch
@@ -42,11 +65,10 @@ class Sink:
         2
     """
 
-    in_thread: ClassVar[bool] = False
     every: int = 50  # sum up one in so many batches; with several sinks the smallest number counts
 
     def on_batch(self, summary: BatchSummary) -> None:
-        """Take a finite batch: one in `every`, with the headroom and the ranges of its modules."""
+        """Take a finite batch: one in `every`, with the headroom of its modules."""
 
     def on_frame(self, frame: Frame) -> None:
         """Take a recorded call. Every frame is then made into a Python object, which takes 3 µs."""
@@ -91,6 +113,32 @@ class Sink:
 EVENTS = tuple(name for name in vars(Sink) if name.startswith("on_"))
 
 
+class Warnings(Sink):
+    """Sink that warns of forecasts, spikes and the first finding about steps. A user's filter may raise the warning."""
+
+    def __init__(self) -> None:
+        self._has_update = False
+
+    def on_update(self, finding: UpdateFinding) -> None:
+        """Warn of the first one."""
+        is_first, self._has_update = not self._has_update, True
+        if is_first:
+            warn_user(f"the optimizer's {finding} Watch.updates has all findings")
+
+    def on_forecast(self, batch: int, forecast: Forecast) -> None:
+        """Warn of it."""
+        warn_user(str(forecast))
+
+    def on_spike(self, report: SpikeReport) -> None:
+        """Warn of it, and say where its report is."""
+        where = f"{report.files[0]} and Watch.spikes have" if report.files else "Watch.spikes has"
+        warn_user(f"{report.summary}; {where} the report")
+
+    def on_replica_difference(self, difference: ReplicaDifference) -> None:
+        """Warn of it."""
+        warn_user(str(difference))
+
+
 class _Receiver:
     """A sink with its name for the user, and the events that it takes: none once it has raised."""
 
@@ -98,37 +146,21 @@ class _Receiver:
         self.events = {event for event in EVENTS if getattr(type(sink), event) is not getattr(Sink, event)}
         self._name = name
         self._sink = sink
-        self._thread: SinkThread | None = None
-        if sink.in_thread:
-            self._thread = SinkThread(name, self._deliver)
-            weakref.finalize(self, self._thread.close).atexit = False
 
     def call(self, event: str, args: tuple[Any, ...]) -> None:
-        """Call the sink, or hand the event to its thread, if it takes the event."""
-        if event in self.events:
-            (self._deliver if self._thread is None else self._thread.put)(event, args)
-
-    def _deliver(self, event: str, args: tuple[Any, ...]) -> None:
-        if not self.events:  # it raised while this waited for its thread
+        """Call the sink, if it takes the event."""
+        if event not in self.events:
             return
         try:
             getattr(self._sink, event)(*args)
         except Exception as error:
             self.events = set()
-            if self._thread is not None:
-                self._thread.close()
             suppressed(f"a sink raised in {event}")
             # It may not raise in place of the failure that the sink was called with.
             warn_user(
                 f"nanwatch logs no more to {self._name}, which raised {spell(error)}; the run goes on and is watched",
                 may_raise=False,
             )
-
-    def close(self) -> None:
-        """Call the sink for the last time."""
-        self.call("on_close", ())
-        if self._thread is not None:
-            self._thread.close()
 
 
 _NO_SUMMARY = BatchSummary(-1)
@@ -157,8 +189,7 @@ class SinkStream(Sink):
         self._next = 0  # the batch to sum up
         self._summary = _NO_SUMMARY
         self._last_nonfinite: int | None = None  # the latest batch that was reported
-        # A forked child has the sinks but not their threads: what is put in a queue would stay there, and block.
-        self._process = os.getpid()
+        self._process = os.getpid()  # a forked child has the sinks, but neither their files nor their threads
         self._frames = recorder.subscribe(Event.FRAME)
         self._subscribe(0)
 
@@ -213,11 +244,9 @@ class SinkStream(Sink):
 
     def on_close(self) -> None:
         """Report the end. A second time does nothing."""
-        receivers, self._receivers = self._receivers, []
         self._frames.remove()
-        if self._process == os.getpid():
-            for receiver in receivers:
-                receiver.close()
+        self._tell("on_close")
+        self._receivers = []
 
 
 def _passed_on(event: str) -> Callable[..., None]:

@@ -45,7 +45,7 @@ def test_one_sink_or_several_of_any_kind(tmp_path: Path, monkeypatch: pytest.Mon
     """Objects stay as they are; both spellings of a folder for TensorBoard are its path, which no `chdir` changes."""
     monkeypatch.chdir(tmp_path)
     sink, run = Sink(), SimpleNamespace(log=print, define_metric=print)
-    writer = SimpleNamespace(add_scalar=print, add_histogram_raw=print)
+    writer = SimpleNamespace(add_scalar=print, add_text=print)
     assert check_sinks("sinks", sink) == (sink,)
     assert check_sinks("sinks", ()) == ()
     assert check_sinks("sinks", [sink, run, writer, print]) == (sink, run, writer, print)

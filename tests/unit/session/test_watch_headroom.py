@@ -13,7 +13,7 @@ from torch import nn
 import nanwatch
 from nanwatch.records.headroom import by_module
 from nanwatch.session.api import DeferredWatch
-from nanwatch.sinks.headroom import LeastHeadroom
+from nanwatch.sinks.trackers import LeastHeadroom
 from support.toys import Scale
 
 FACTORS = st.sampled_from([0.0, 1e-3, 1.0, 30.0, 1e4, 1e20, 1e38, inf])

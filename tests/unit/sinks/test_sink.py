@@ -1,10 +1,8 @@
-"""Sinks: which events each gets, and that one which raises or blocks harms neither the run nor the others."""
+"""Sinks: which events each gets, and that one which raises harms neither the run nor the others."""
 
 from __future__ import annotations
 
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +17,7 @@ from nanwatch.report.report import Report
 from nanwatch.report.skipped_step import SkippedStep
 from nanwatch.report.spike import SpikeReport
 from nanwatch.session.api import DeferredWatch
-from nanwatch.sinks.batch_summary import BatchSummary
-from nanwatch.sinks.logs import GROUP
-from nanwatch.sinks.sink import Sink
+from nanwatch.sinks.sink import BatchSummary, Sink
 from nanwatch.util.visible import counts
 from support.toys import Scale
 from support.watching import watch
@@ -123,7 +119,7 @@ def test_each_event_comes() -> None:
     assert sink.all("frame")[:3] == [(0, "0"), (0, ""), (1, "0")]
     assert len(sink.all("frame")) == 2 * 401
     assert sink.all("batch") == [0, 100, 200, 300]
-    forecasts = [one for one in caught if "overflow expected" in str(one.message)]
+    forecasts = [warning for warning in caught if "overflow expected" in str(warning.message)]
     assert len(sink.all("forecast")) == len(forecasts) > 0
     first = sink.all("nonfinite")[0]
     assert sink.events.index(("nonfinite", first)) + 1 == sink.events.index(("failure", first))
@@ -167,38 +163,14 @@ def test_a_sink_that_raises_is_dropped(event: str) -> None:
                     run(model, 1)
     assert calls == [event]
     assert counts[f"a sink raised in {event}"] == before + 1
-    (message,) = [str(one.message) for one in caught]
+    (message,) = [str(warning.message) for warning in caught]
     assert "nanwatch logs no more to the sink Slack, which raised OSError: no route to host" in message
     assert (behind.batches, len(behind.reports), behind.closed) == ([0, 1, 2], 2, 1)
 
 
-def test_a_package_declares_a_sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One file and an entry point: the name before the colon chooses it, and the rest is what it is made with."""
-    info = tmp_path / "beacon-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: beacon\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{GROUP}]\nbeacon = beacon_sink:Beacon\n")
-    (tmp_path / "beacon_sink.py").write_text(
-        "import nanwatch\n"
-        "class Beacon(nanwatch.Sink):\n"
-        "    made = []\n"
-        "    def __init__(self, place='here'):\n"
-        "        self.place, self.failures = place, 0\n"
-        "        self.made.append(self)\n"
-        "    def on_failure(self, report):\n"
-        "        self.failures += 1\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    model = nn.Sequential(Scale(float("inf")))
-    monkeypatch.setenv("NANWATCH_OPTIONS", "sinks=beacon:there,beacon on_nonfinite=record")
-    watch(model, enabled=False)
-    with watch(model):
-        run(model, 1)
-    made = sys.modules["beacon_sink"].Beacon.made
-    assert [(one.place, one.failures) for one in made] == [("there", 1), ("here", 1)]
-    monkeypatch.setenv("NANWATCH_OPTIONS", "sinks=bacon")
-    with pytest.raises(ValueError, match=r"NANWATCH_OPTIONS.*no sink 'bacon'; known are beacon, jsonl"):
-        watch(model)
+def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ValueError, match=r"no sink 'bacon'; known are jsonl, prometheus.*tensorboard:FOLDER"):
+        watch(nn.Identity(), sinks="bacon")
 
 
 def test_a_misspelt_event_is_refused() -> None:

@@ -1,11 +1,13 @@
-"""Webhooks: what a real server on this machine gets, and when it is asked again."""
+"""Webhooks: what a real server on this machine gets, and when it is asked again. And lines of JSON."""
 
 from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +15,8 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.sinks import webhook
-from nanwatch.sinks.messages import Message
-from nanwatch.sinks.thread import _finish_all
-from nanwatch.sinks.webhook import SlackSink, WebhookSink
+from nanwatch.sinks import alerts
+from nanwatch.sinks.alerts import Message, SlackSink, WebhookSink
 from nanwatch.util.visible import counts
 from support.toys import Scale
 
@@ -36,8 +36,6 @@ class Server:
                 outer.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
                 status = outer.statuses.pop(0) if len(outer.statuses) > 1 else outer.statuses[0]
                 self.send_response(status)
-                if status == 429:
-                    self.send_header("Retry-After", "7")
                 self.end_headers()
 
             def log_message(self, *_: object) -> None:
@@ -55,27 +53,29 @@ class Server:
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses between attempts, which take no time here."""
-    found: list[float] = []
-    monkeypatch.setattr(webhook.time, "sleep", found.append)
-    return found
+    pauses: list[float] = []
+    monkeypatch.setattr(alerts.time, "sleep", pauses.append)
+    return pauses
 
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    made = Server(*getattr(request, "param", (200,)))
-    yield made
-    made.close()
+    answering = Server(*getattr(request, "param", (200,)))
+    yield answering
+    answering.close()
 
 
 def test_a_failure_is_posted_while_the_policy_stays(server: Server) -> None:
-    """Named in words alone; the error is raised, the batch is run again."""
+    """Named in words alone; the error is raised, the batch is run again, and no thread stays."""
     with nanwatch.watch(model := nn.Sequential(Scale(float("inf"))), sinks=f"webhook:{server.url}") as watch:
         with pytest.raises(nanwatch.NonFiniteError):
             model(torch.ones(2))
         finding = watch.report().finding
         assert finding is not None
         assert finding.operation is not None
-    _finish_all()
+    for thread in threading.enumerate():
+        if thread.name == "nanwatch webhook":
+            thread.join(60)
     (body,) = server.bodies
     assert (body["source"], body["event"], body["batch"]) == ("nanwatch", "failure", 0)
     assert body["facts"]["module"] == "0"
@@ -93,7 +93,7 @@ def test_slack_gets_its_form() -> None:
     ("server", "pauses", "is_lost"),
     [
         ((200,), [], False),
-        ((503, 429, 200), [1.0, 7.0], False),
+        ((503, 429, 200), [1.0, 2.0], False),
         ((500,), [1.0, 2.0, 4.0, 8.0], True),
         ((404,), [], True),
     ],
@@ -102,16 +102,19 @@ def test_slack_gets_its_form() -> None:
 def test_it_tries_again_where_that_may_help(
     server: Server, pauses: list[float], is_lost: bool, slept: list[float], recwarn: pytest.WarningsRecorder
 ) -> None:
-    """With pauses that double, or as the server asks. What is lost is counted, and told without the URL's secret."""
+    """With pauses that double. What is lost is counted, and told without the URL's secret."""
     before = counts["a message of the sink slack was not taken"]
-    SlackSink(server.url).send(FAILURE)
+    sink = SlackSink(server.url)
+    sink.send(FAILURE)
+    sink.finish()
     assert len(server.bodies) == len(pauses) + 1
     assert slept == pauses
     assert counts["a message of the sink slack was not taken"] - before == is_lost
     assert [
-        "127.0.0.1 took no message of the sink slack: HTTP status" in str(one.message) for one in recwarn
+        "127.0.0.1 took no message of the sink slack: HTTP status" in str(warning.message)
+        for warning in recwarn
     ] == [True] * is_lost
-    assert not [one for one in recwarn if "secret" in str(one.message)]
+    assert not [warning for warning in recwarn if "secret" in str(warning.message)]
 
 
 @pytest.mark.usefixtures("slept")
@@ -119,10 +122,11 @@ def test_a_server_that_is_not_there_is_told_once(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     """It may come back."""
-    monkeypatch.setattr(webhook, "_PAUSE", 0.0)
+    monkeypatch.setattr(alerts, "_PAUSE", 0.0)
     sink = WebhookSink("http://127.0.0.1:9/x")
     for _ in range(2):
         sink.send(FAILURE)
+    sink.finish()
     (warning,) = recwarn
     assert str(warning.message).startswith("127.0.0.1 took no message of the sink webhook: ")
 
@@ -134,3 +138,39 @@ def test_what_is_no_url_is_refused(words: str) -> None:
     """When the watch begins."""
     with pytest.raises(ValueError, match="the sink slack takes a URL, such as slack:https:"):
         nanwatch.watch(nn.Identity(), sinks=words)
+
+
+def test_a_blocked_server_delays_no_step_and_what_has_no_room_is_counted(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """One warning says so."""
+    monkeypatch.setattr(alerts, "_PAUSE", 0.0)
+    go, posted = threading.Event(), []
+    sink = WebhookSink("https://example.com/hook")
+    monkeypatch.setattr(sink, "_post", lambda body: (go.wait(60), posted.append(body)))
+    before = counts["a message of the sink webhook was not taken"]
+    for _ in range(100):
+        sink.send(FAILURE)
+    go.set()
+    while not sink._waiting.empty():
+        time.sleep(0.01)
+    sink.finish()
+    lost = counts["a message of the sink webhook was not taken"] - before
+    assert lost in (35, 36)
+    assert len(posted) == 100 - lost
+    assert ["is too slow" in str(warning.message) for warning in recwarn] == [True]
+
+
+def test_lines_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for a batch and one for a failure; with several processes a file each."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = nn.Sequential(Scale())
+    with nanwatch.watch(model, sinks=f"jsonl:{tmp_path / 'run.jsonl'}", on_nonfinite="record"):
+        model(torch.ones(2))
+        model[0].factor = float("inf")
+        model(torch.ones(2))
+    batch, failure = map(json.loads, (tmp_path / "run-rank1.jsonl").read_text().splitlines())
+    assert (batch["event"], batch["batch"], batch["nanwatch/is_finite"]) == ("batch", 0, 1.0)
+    assert batch["nanwatch/headroom_bits"] == batch["nanwatch_headroom_bits/0"]
+    assert (failure["event"], failure["batch"], failure["facts"]["value"]) == ("failure", 1, "inf")

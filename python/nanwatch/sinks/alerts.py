@@ -1,0 +1,290 @@
+"""Sinks for whoever is on call: events in a sentence and facts, as JSON lines, in Prometheus, Slack or a webhook."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import queue
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, TextIO
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
+
+from .._version import __version__
+from ..history.forecast import Forecast
+from ..report.annotation import annotation_of
+from ..report.replica import ReplicaDifference
+from ..report.report import Report
+from ..report.spike import SpikeReport
+from ..report.update_finding import UpdateFinding
+from ..util.imports import needed
+from ..util.job import rank, rank_and_world_size
+from ..util.visible import counts, spell, warn_user
+from .sink import BatchSummary, Sink
+from .trackers import HEADROOM, TOTAL, batch_values, curves, spell_module
+
+Facts = dict[str, str | int]
+_SECONDS = 10.0  # of one request
+# Seconds between the attempts of one message.
+_DELAYS = (1.0, 2.0, 4.0, 8.0)
+# A message of the same event is held back for so many seconds, and counted in the next one.
+_PAUSE = 60.0
+_MOST_WAITING = 64  # messages
+# Seconds that the interpreter's end waits for a webhook.
+_FAREWELL = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Event in a sentence. `facts` are numbers and words such as the module, as far as the event has them."""
+
+    event: str
+    batch: int
+    text: str
+    facts: Facts = field(default_factory=dict)
+    rank: int = field(default_factory=rank)
+    host: str = field(default_factory=socket.gethostname)
+    time: float = field(default_factory=time.time)
+
+
+class MessageSink(Sink):
+    """Sink that sends a message for each event but batches. A system needs no more than `send`."""
+
+    def send(self, message: Message) -> None:
+        """Send it."""
+        raise NotImplementedError
+
+    def on_failure(self, report: Report) -> None:
+        """Send the finding with its reason, and where the report was written."""
+        if (finding := report.finding) is not None:
+            facts: Facts = {"value": finding.value, "origin": finding.origin, "phase": finding.phase}
+            self._report("failure", report, facts, finding.files)
+
+    def on_spike(self, report: SpikeReport) -> None:
+        """Send what jumped."""
+        self._report("spike", report, {}, report.files)
+
+    def _report(self, event: str, report: Report | SpikeReport, facts: Facts, files: tuple[str, ...]) -> None:
+        if (annotation := annotation_of(report)) is None:
+            return
+        facts = {"module": annotation.module, "reason": annotation.rule, **facts}
+        if annotation.place is not None:
+            facts["place"] = str(annotation.place)
+        if files:
+            facts["folder"] = str(Path(files[0]).parent)
+        self.send(Message(event, report.batch or 0, annotation.text, facts, report.rank))
+
+    def on_forecast(self, batch: int, forecast: Forecast) -> None:
+        """Send its sentence."""
+        facts: Facts = {"module": forecast.module, "expected_batch": forecast.batch}
+        self.send(Message("forecast", batch, str(forecast), facts))
+
+    def on_replica_difference(self, difference: ReplicaDifference) -> None:
+        """Send its sentence, with the first tensor and rank."""
+        facts: Facts = {"tensor": difference.tensors[0], "step": difference.step}
+        facts |= {"odd_rank": difference.ranks[0], "odd_host": difference.hosts[0]}
+        self.send(Message("replica_difference", difference.batch, str(difference), facts))
+
+    def on_update(self, finding: UpdateFinding) -> None:
+        """Send its sentence, with its kind as the reason."""
+        facts: Facts = {"module": finding.module, "reason": finding.kind, "step": finding.step}
+        if finding.place is not None:
+            facts["place"] = finding.place
+        self.send(Message("update", finding.batch, str(finding), facts))
+
+
+class JsonLinesSink(MessageSink):
+    """Messages and headroom as lines of a file, each a JSON document. Each process has a file of its own."""
+
+    def __init__(self, path: str) -> None:
+        where, (number, world_size) = Path(path).absolute(), rank_and_world_size()
+        self._path = where.with_name(f"{where.stem}-rank{number}{where.suffix}") if world_size > 1 else where
+        self._file: TextIO | None = None
+        self._modules: dict[str, None] = {}
+
+    def send(self, message: Message) -> None:
+        """Write it."""
+        self._write(asdict(message))
+
+    def on_batch(self, summary: BatchSummary) -> None:
+        """Write the numbers that logs get."""
+        values = batch_values(summary, self._modules)
+        self._write({"event": "batch", "batch": summary.batch, "time": time.time(), **values})
+
+    def _write(self, document: dict[str, Any]) -> None:
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a", encoding="utf-8")
+        self._file.write(json.dumps(document, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def on_close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class PrometheusSink(MessageSink):
+    """Metrics in a registry, by default the one that the servers of prometheus_client show.
+
+    `target` is a registry, or a port on which to serve the default one: the first rank's, the next rank has the next.
+    Several watches add to the same metrics, because a registry takes each name once.
+    """
+
+    _EVENTS: ClassVar[dict[str, str]] = {
+        "failure": "failures: values that were not finite",
+        "spike": "spikes of the loss or the gradients",
+        "update": "findings about the optimizer's steps",
+        "forecast": "forecasts of an overflow",
+        "replica_difference": "differences between replicas",
+    }
+    _METRICS: ClassVar[WeakKeyDictionary[Any, dict[str, Any]]] = WeakKeyDictionary()
+    _served: ClassVar[set[int]] = set()
+
+    def __init__(self, target: Any = None) -> None:
+        self._client = needed("prometheus_client", "the sink prometheus", "prometheus")
+        self._port: int | None = None
+        registry = self._client.REGISTRY
+        if isinstance(target, str):
+            if not target.isdigit() or not 0 < int(target) < 65_536 - rank():
+                raise ValueError(f"the sink prometheus takes a port, such as prometheus:9400, got {target!r}")
+            self._port = int(target) + rank()
+        elif target is not None:
+            registry = target
+        if registry not in self._METRICS:
+            counter, gauge = self._client.Counter, self._client.Gauge
+            least, by_module = "least headroom in bits of all modules", "least headroom in bits by module"
+            self._METRICS[registry] = {
+                event: counter(f"{TOTAL}_{event}s", words, registry=registry)
+                for event, words in self._EVENTS.items()
+            } | {
+                TOTAL: gauge(f"{TOTAL}_least_headroom_bits", least, registry=registry),
+                HEADROOM: gauge(HEADROOM, by_module, ["module"], registry=registry),
+            }
+        self._metrics = self._METRICS[registry]
+        self._modules: dict[str, None] = {}
+
+    def _serve(self) -> None:
+        if self._port is not None and self._port not in self._served:
+            self._served.add(self._port)
+            self._client.start_http_server(self._port)
+
+    def send(self, message: Message) -> None:
+        """Count it."""
+        self._serve()
+        self._metrics[message.event].inc()
+
+    def on_batch(self, summary: BatchSummary) -> None:
+        """Set the headroom of the model and of each module that has a curve."""
+        self._serve()
+        for bits, _, _ in list(summary.headroom.values())[:1]:
+            self._metrics[TOTAL].set(bits)
+        for name, bits in curves(summary, self._modules).items():
+            self._metrics[HEADROOM].labels(spell_module(name)).set(bits)
+
+
+class WebhookSink(MessageSink):
+    """Sink that posts to a URL, which is a secret and is never shown.
+
+    A thread posts: no step waits for it, and the interpreter's end waits at most 5 s. Five attempts a message, one
+    message a minute for each kind of event. One warning says that a server takes nothing.
+    """
+
+    name = "webhook"
+
+    def __init__(self, url: str = "") -> None:
+        # An error of a URL with other characters would quote it.
+        is_plain = url.isascii() and url.isprintable() and " " not in url
+        if not is_plain or urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            raise ValueError(
+                f"the sink {self.name} takes a URL, such as {self.name}:https://example.com/hook"
+            )
+        self._url = url
+        self._sent: dict[str, float] = {}
+        self._num_held: dict[str, int] = {}
+        self._has_warned = False
+        self._waiting: queue.Queue[bytes | None] = queue.Queue(_MOST_WAITING)
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+
+    def body(self, message: Message) -> dict[str, Any]:
+        """Return what is posted."""
+        return {"source": "nanwatch", **asdict(message)}
+
+    def send(self, message: Message) -> None:
+        """Post it, unless one of its kind was posted just now."""
+        event, now = message.event, time.monotonic()
+        if now < self._sent.get(event, -_PAUSE) + _PAUSE:
+            self._num_held[event] = self._num_held.get(event, 0) + 1
+            return
+        self._sent[event] = now
+        if num_held := self._num_held.pop(event, 0):
+            message = replace(message, text=f"({num_held} more since the last) {message.text}")
+        body = json.dumps(self.body(message), allow_nan=False).encode()
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name=f"nanwatch {self.name}", daemon=True)
+            self._thread.start()
+            atexit.register(self.finish)
+        if self._waiting.full():
+            self._lost("it is too slow")
+        else:
+            self._waiting.put_nowait(body)
+
+    def on_close(self) -> None:
+        """Let the thread end when it has posted what waits."""
+        if not self._waiting.full():
+            self._waiting.put_nowait(None)
+
+    def finish(self) -> None:
+        """Wait at most 5 s until all is posted."""
+        if self._process == os.getpid() and self._thread is not None:
+            self.on_close()
+            self._thread.join(_FAREWELL)
+
+    def _run(self) -> None:
+        while (body := self._waiting.get()) is not None:
+            self._post(body)
+
+    def _post(self, body: bytes) -> None:
+        headers = {"Content-Type": "application/json", "User-Agent": f"nanwatch/{__version__}"}
+        for delay in (*_DELAYS, None):
+            try:
+                request = urllib.request.Request(self._url, body, headers)
+                with urllib.request.urlopen(request, timeout=_SECONDS):
+                    return
+            except urllib.error.HTTPError as error:
+                error.close()
+                why, is_final = f"HTTP status {error.code}", error.code < 500 and error.code not in (408, 429)
+            except Exception as error:  # no network, a name that is not found, a certificate
+                why, is_final = spell(error), False
+            if is_final or delay is None:
+                break
+            time.sleep(delay)
+        self._lost(why)
+
+    def _lost(self, why: str) -> None:
+        counts[f"a message of the sink {self.name} was not taken"] += 1
+        if not self._has_warned:
+            self._has_warned = True
+            host = urlsplit(self._url).hostname
+            told = f"{host} took no message of the sink {self.name}: {why}; the run goes on"
+            warn_user(told, may_raise=False)
+
+
+class SlackSink(WebhookSink):
+    """Webhook of Slack, which shows at most 40,000 characters."""
+
+    name = "slack"
+
+    def body(self, message: Message) -> dict[str, Any]:
+        """Return the sentence with the event, the rank and the host."""
+        where = f"rank {message.rank} on {message.host}"
+        return {"text": f"nanwatch {message.event}, {where}: {message.text}"[:40_000]}

@@ -1,0 +1,269 @@
+"""Sinks that log numbers and words: TensorBoard, W&B or a function, and which sink a target of `sinks` means."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from math import inf
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias
+
+from ..history.forecast import Forecast
+from ..records.headroom import headroom_bits
+from ..records.record import Frame
+from ..report import text
+from ..report.finding import Finding
+from ..report.update_finding import UpdateFinding
+from ..util.imports import needed
+from ..util.job import rank_and_world_size
+from ..util.visible import module_name, visible
+from .sink import BatchSummary, Sink
+
+# The first part of a tag is the group in which TensorBoard and W&B show it: the few numbers of the whole model in one,
+# a curve for each module in others.
+TOTAL = "nanwatch"
+HEADROOM, FORECAST = "nanwatch_headroom_bits", "nanwatch_forecast_batch"
+# Curves by module. Of a larger model those modules have one that were among the worst when there still was room.
+_MOST_MODULES = 256
+FOLDER = "runs/nanwatch"  # below `runs`, where TensorBoard looks by default
+ACCEPTED = (
+    "a nanwatch.Sink, a SummaryWriter of TensorBoard, a pathlib.Path for TensorBoard, a run of wandb, a function of a"
+    " dict and the number of the batch, a name such as 'tensorboard:runs/a'"
+)
+Values: TypeAlias = Mapping[str, float | str]
+
+
+def spell_module(name: str) -> str:
+    """Return the name of a module within a tag."""
+    return visible(name) or "(root)"
+
+
+def curves(summary: BatchSummary, known: dict[str, None]) -> dict[str, float]:
+    """Return the headroom of the modules that have a curve. Modules of this batch take what room `known` has left."""
+    headroom = summary.headroom
+    known.update(
+        dict.fromkeys([name for name in headroom if name not in known][: _MOST_MODULES - len(known)])
+    )
+    return {name: headroom[name][0] for name in known if name in headroom}
+
+
+def batch_values(summary: BatchSummary, known: dict[str, None]) -> dict[str, float | str]:
+    """Return the numbers and words of a finite batch, and add its modules to those that have a curve."""
+    values: dict[str, float | str] = {f"{TOTAL}/is_finite": 1.0}
+    if summary.headroom:
+        module, (bits, label, dtype) = next(iter(summary.headroom.items()))
+        values[f"{TOTAL}/headroom_bits"] = bits
+        values[f"{TOTAL}/headroom_module"] = visible(f"{spell_module(module)} {label}, {dtype}")
+    return values | {
+        f"{HEADROOM}/{spell_module(name)}": bits for name, bits in curves(summary, known).items()
+    }
+
+
+class LogSink(Sink):
+    """Sink that logs numbers and words for each event. A tracker needs no more than `write`."""
+
+    def __init__(self) -> None:
+        self._modules: dict[str, None] = {}  # that have a curve
+
+    def write(self, batch: int, values: Values) -> None:
+        """Log these at the batch. All numbers are finite."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Let what was logged outlive the process, if it does not anyhow."""
+
+    def on_batch(self, summary: BatchSummary) -> None:
+        """Log the headroom."""
+        self.write(summary.batch, batch_values(summary, self._modules))
+
+    def on_forecast(self, batch: int, forecast: Forecast) -> None:
+        """Log the batch that it expects, and its sentence."""
+        tag = f"{FORECAST}/{spell_module(forecast.module)}"
+        self.write(batch, {tag: float(forecast.batch), f"{TOTAL}/forecast": str(forecast)})
+
+    def on_update(self, finding: UpdateFinding) -> None:
+        """Log its sentence."""
+        self.write(max(finding.batch, 0), {f"{TOTAL}/update": str(finding)})
+
+    def on_nonfinite(self, finding: Finding) -> None:
+        """Log the batch at once: the next exception may end the process."""
+        self.write(finding.batch, {f"{TOTAL}/is_finite": 0.0, f"{TOTAL}/finding": text.summary(finding)})
+        self.flush()
+
+
+class Least(NamedTuple):
+    """Tensor with the least headroom: its `bits` as in headroom_bits, -inf when it was not finite."""
+
+    bits: float
+    module: str
+    label: str
+    dtype: str
+
+    @property
+    def place(self) -> str:
+        """Module, label and format in words: "encoder.wo output, float16"."""
+        return f"{module_name(self.module)} {self.label}, {self.dtype}"
+
+
+class LeastHeadroom(Sink):
+    """Sink that keeps the least headroom until it is taken. As in `by_module` an input counts only as a fault."""
+
+    def __init__(self) -> None:
+        self._least: Least | None = None
+
+    def on_frame(self, frame: Frame) -> None:
+        """Look at the records of a call."""
+        for record in frame.records:
+            bits = headroom_bits(record) if record.role != "input" or record.is_fault else None
+            if bits is not None and bits < (inf if self._least is None else self._least.bits):
+                self._least = Least(bits, frame.name, record.label, record.dtype)
+
+    def take(self) -> Least | None:
+        """Return the least since the last `take`, or None when there was none; then begin anew."""
+        least, self._least = self._least, None
+        return least
+
+
+class FunctionSink(LogSink):
+    """Log that calls a function with the numbers and words of each event, and the batch."""
+
+    def __init__(self, function: Callable[[dict[str, float | str], int], object]) -> None:
+        super().__init__()
+        self._function = function
+
+    def write(self, batch: int, values: Values) -> None:
+        """Call the function."""
+        self._function(dict(values), batch)
+
+
+class TensorBoardSink(LogSink):
+    """Log that writes with the user's writer, or with one of its own in a folder, made for the first entry.
+
+    The step is the number of the batch. With several processes each has a folder of its own, as a trace has a file.
+    """
+
+    def __init__(self, target: Any = FOLDER) -> None:
+        super().__init__()
+        self._writer: Any = None
+        self._folder: Path | None = None
+        if isinstance(target, str | os.PathLike):
+            who = 'watch(sinks="tensorboard:<folder>")'
+            needed("tensorboard", who, "tensorboard")  # first, or torch would be said to be what is missing
+            self._module = needed("torch.utils.tensorboard", who, "tensorboard")
+            rank, world_size = rank_and_world_size()
+            folder = Path(target).absolute()  # the run may change its folder
+            self._folder = folder.with_name(f"{folder.name}-rank{rank}") if world_size > 1 else folder
+        else:
+            self._writer = target
+
+    def write(self, batch: int, values: Values) -> None:
+        """Add numbers and words, unless the user has closed the writer: it would begin a file then."""
+        if self._writer is None:
+            self._writer = self._module.SummaryWriter(self._folder)
+        if self._is_open:
+            for tag, value in values.items():
+                add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
+                add(tag, value, batch)
+
+    @property
+    def _is_open(self) -> bool:
+        return self._writer is not None and getattr(self._writer, "all_writers", True) is not None
+
+    def flush(self) -> None:
+        """Write what waits to the file."""
+        if self._is_open:
+            self._writer.flush()
+
+    def on_close(self) -> None:
+        """Close the writer if it is its own; write what waits to the file if it is the user's."""
+        if self._folder is None:
+            self.flush()
+        elif self._writer is not None:
+            self._writer.close()
+
+
+class WandbSink(LogSink):
+    """Log that adds entries to the user's run; the x axis of their charts is the number of the batch.
+
+    A run has one step for all that is logged, and drops what comes with a lower step than it has reached. So the
+    sink makes no step: its entry goes with the next `run.log` of the user's own. Of several entries between two of
+    those the latest stays, number by number. The run has a process of its own, which outlives this one.
+    """
+
+    def __init__(self, target: Any = None) -> None:
+        super().__init__()
+        if isinstance(target, str):
+            raise ValueError(
+                f"the sink wandb takes no {target!r}; say that to wandb.init(), and pass what it returns"
+            )
+        self._target = needed("wandb", "watch(sinks=<run of wandb>)", "wandb") if target is None else target
+        self._run: Any = None
+
+    def write(self, batch: int, values: Values) -> None:
+        """Log numbers and words."""
+        if self._run is None:
+            self._run = self._begin()
+        self._run.log({f"{TOTAL}/batch": batch, **values}, commit=False)
+
+    def _begin(self) -> Any:
+        run = self._target
+        if isinstance(run, ModuleType):  # a trainer may begin the run after its callbacks were made
+            run = run.run
+            if run is None:
+                raise ValueError(
+                    "has no run: call wandb.init() before the first batch, or pass what it returns"
+                )
+        run.define_metric(f"{TOTAL}/batch", hidden=True)
+        for group in (TOTAL, HEADROOM, FORECAST):
+            run.define_metric(f"{group}/*", step_metric=f"{TOTAL}/batch")
+        return run
+
+
+_NAMED = {
+    "tensorboard": ".trackers:TensorBoardSink",
+    "wandb": ".trackers:WandbSink",
+    "jsonl": ".alerts:JsonLinesSink",
+    "prometheus": ".alerts:PrometheusSink",
+    "slack": ".alerts:SlackSink",
+    "webhook": ".alerts:WebhookSink",
+}
+
+
+def log_for(target: Any) -> Callable[..., LogSink] | None:
+    """Return what makes the log of an object, None where it is none of those that are ACCEPTED."""
+
+    def has(*methods: str) -> bool:
+        return all(callable(getattr(target, method, None)) for method in methods)
+
+    if isinstance(target, os.PathLike) or has("add_scalar", "add_text"):
+        return TensorBoardSink
+    if has("log", "define_metric"):  # a run; the module `wandb` stands for the run it began
+        return WandbSink
+    return FunctionSink if callable(target) and not isinstance(target, type) else None
+
+
+def factory_of(name: str) -> Callable[..., Sink]:
+    """Return what makes the sink of this name. Raises ValueError, with the names that there are, for another."""
+    if name not in _NAMED:
+        raise ValueError(
+            f"there is no sink {name!r}; known are {', '.join(sorted(_NAMED))}; a folder for TensorBoard is"
+            " tensorboard:FOLDER"
+        )
+    module, _, attribute = _NAMED[name].partition(":")
+    factory: Callable[..., Sink] = getattr(import_module(module, __package__), attribute)
+    return factory
+
+
+def sink_for(target: Any) -> Sink:
+    """Return the sink of a target: itself, the log of an object, or what words such as "tensorboard:runs/a" name.
+
+    Raises ImportError with the extra where its package is not installed.
+    """
+    if isinstance(target, Sink):
+        return target
+    if isinstance(target, str):
+        name, _, words = target.partition(":")
+        return factory_of(name)(*filter(None, [words]))
+    return (log_for(target) or FunctionSink)(target)

@@ -1,0 +1,73 @@
+"""Headroom of a batch against by_module of the same frames, and what is logged of a forecast and a failure."""
+
+from __future__ import annotations
+
+from math import inf, isfinite
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanwatch.history.forecast import Forecast
+from nanwatch.numerics.ranges import tensor_health
+from nanwatch.records.headroom import by_module
+from nanwatch.records.note import Note
+from nanwatch.records.record import Frame, Record
+from nanwatch.report.finding import find
+from nanwatch.report.text import summary
+from nanwatch.sinks.sink import BatchSummary
+from nanwatch.sinks.trackers import FunctionSink, batch_values
+
+magnitudes = st.floats(min_value=0, max_value=60000.0, allow_subnormal=False)
+
+
+@st.composite
+def frames(draw: st.DrawFn) -> Frame:
+    """A finite frame; what was not read and what has no headroom are among its rows."""
+    rows: list[Record] = []
+    for role in draw(st.lists(st.sampled_from(["weight", "buffer", "input", "output"]), max_size=4)):
+        dtype = draw(st.sampled_from(["float16", "bfloat16", "int64"]))
+        high = draw(magnitudes)
+        rows.append(Record(f"{role}{draw(st.integers(0, 1))}", role, (2,), dtype, 0.0, high, True, None))  # type: ignore[arg-type]
+    rows.append(Record("input[1]", "input", None, "", None, None, None, None, Note("absent")))
+    return Frame(3, draw(st.sampled_from(["", "a", "a.b"])), "M", tuple(rows))
+
+
+@given(st.lists(frames(), max_size=6))
+def test_the_headroom_is_that_of_the_frames(made: list[Frame]) -> None:
+    """By module the least bits over all calls, the worst module first and named; what has no number is left out."""
+    expected = {name: bits for name, bits in by_module(list(made)).items() if isfinite(bits)}
+    batch = BatchSummary(3)
+    for frame in made:
+        batch.add(frame)
+    assert {name: bits for name, (bits, _, _) in batch.headroom.items()} == expected
+    assert [bits for bits, _, _ in batch.headroom.values()] == sorted(expected.values())
+    values = batch_values(batch, {})
+    for name in ("a", ""):
+        assert values.get(f"nanwatch_headroom_bits/{name or '(root)'}") == expected.get(name)
+    assert values.get("nanwatch/headroom_bits") == min(expected.values(), default=None)
+    if expected:
+        name, (_, label, dtype) = next(iter(batch.headroom.items()))
+        assert values["nanwatch/headroom_module"] == f"{name or '(root)'} {label}, {dtype}"
+
+
+@pytest.mark.parametrize(("module", "tag"), [("wo", "wo"), ("", "(root)")])
+def test_a_forecast_is_a_number_and_words(module: str, tag: str) -> None:
+    """The batch of the expected overflow, and the sentence, at the batch that led to it."""
+    entries: list[tuple[int, dict[str, float | str]]] = []
+    forecast = Forecast(module, "output", "float16", 1.9, 0.4, 5300, 600)
+    FunctionSink(lambda values, batch: entries.append((batch, values))).on_forecast(7, forecast)
+    assert entries == [(7, {f"nanwatch_forecast_batch/{tag}": 5300.0, "nanwatch/forecast": str(forecast)})]
+
+
+def test_a_fault_is_a_flag_and_the_summary() -> None:
+    """No headroom is logged of what has none left."""
+    health = tensor_health(torch.tensor([1.0, inf]))
+    finding = find(
+        [Frame(4, "wo", "Linear", (Record("output", "output", (2,), "float32", 1.0, inf, False, health),))]
+    )
+    assert finding is not None
+    entries: list[tuple[int, dict[str, float | str]]] = []
+    FunctionSink(lambda values, batch: entries.append((batch, values))).on_nonfinite(finding)
+    assert entries == [(4, {"nanwatch/is_finite": 0.0, "nanwatch/finding": summary(finding)})]
