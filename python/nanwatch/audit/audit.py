@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer
 from ..instrumentation.global_hooks import Handles, after_steps, before_steps, with_check_after_closure
 from ..instrumentation.wrapped_names import named_modules
 from ..recording.events import Event, Recorder, WatchPart
-from ..recording.step_weight import StepComparison, StepWeight
+from ..recording.optimizer_state import StepComparison, StepWeight
 from ..records.record import Frame
 from ..report.update_finding import UpdateFinding, update_finding
 from ..util.place import Place

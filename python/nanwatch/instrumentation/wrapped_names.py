@@ -81,29 +81,31 @@ def named_modules(model: nn.Module, name: str = "", *, remove_duplicate: bool = 
     `name` is the name of `model`, or of the module in it.
     """
     places: dict[str, tuple[str, str | None]] = {}
-    found = each_module(model) if remove_duplicate else model.named_modules(remove_duplicate=False)
-    for path, module in found:
+    modules = each_module(model) if remove_duplicate else model.named_modules(remove_duplicate=False)
+    for path, module in modules:
         place = name
         if path:
             above, _, key = path.rpartition(".")
-            base, held = places.get(above, (above, None))
-            place = base if key == held else _joined(base, key)
-        held = held_key(module)
-        places[path] = place, held
-        yield Named(place if held is None else _joined(place, f"({type(module).__name__})"), path, module)
+            base, wrappers_key = places.get(above, (above, None))
+            place = base if key == wrappers_key else _joined(base, key)
+        places[path] = place, held_key(module)
+        if held_key(module) is None:
+            yield Named(place, path, module)
+        else:
+            yield Named(_joined(place, f"({type(module).__name__})"), path, module)
 
 
 def child_name(parent: nn.Module, name: str, key: str) -> str:
     """Return the name of the child `key` of `parent`, whose name is `name`, or of the module inside that child."""
-    held = held_key(parent)
-    if held is not None and name.endswith(")"):  # otherwise it held nothing yet when it was named
+    wrappers_key = held_key(parent)
+    if wrappers_key is not None and name.endswith(")"):  # otherwise it held nothing yet when it was named
         name = name.rpartition("(")[0].removesuffix(".")
-    return name if key == held else _joined(name, key)
+    return name if key == wrappers_key else _joined(name, key)
 
 
 def module_names(model: nn.Module) -> dict[nn.Module, str]:
     """Return the first name of each module."""
-    return {one.module: one.name for one in named_modules(model)}
+    return {named.module: named.name for named in named_modules(model)}
 
 
 def find_module(model: nn.Module, name: str) -> Named | None:
@@ -112,15 +114,13 @@ def find_module(model: nn.Module, name: str) -> Named | None:
     keys: list[str] = []
     parts = name.split(".") if name else []
     while True:
-        held = held_key(current)
-        if held is not None and parts and parts[0] == f"({type(current).__name__})":
+        key = held_key(current)
+        is_wrapper = key is not None and bool(parts) and parts[0] == f"({type(current).__name__})"
+        if is_wrapper or (key is None and not parts):
             return Named(name, ".".join(keys), current)
-        if held is None:
-            if not parts:
-                return Named(name, ".".join(keys), current)
-            held = parts.pop(0)
-        keys.append(held)
-        child = getattr(current, held, None)
+        key = parts.pop(0) if key is None else key
+        keys.append(key)
+        child = getattr(current, key, None)
         if not isinstance(child, nn.Module):
             return _at_path(model, name)
         current = child
@@ -147,7 +147,7 @@ def for_names(pattern: str, names: Iterable[str]) -> str:
 
 def name_of(model: nn.Module, module: nn.Module) -> str:
     """Return the name of a module of `model`, or "" for one that is not in it."""
-    return next((one.name for one in named_modules(model) if one.module is module), "")
+    return next((named.name for named in named_modules(model) if named.module is module), "")
 
 
 def parameter_owners(model: nn.Module) -> dict[int, tuple[Named, str]]:

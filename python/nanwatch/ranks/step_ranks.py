@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..numerics.readable import local_shard, only_our_dispatch
-from ..recording.step_weight import RankFault, StepWeight
+from ..recording.optimizer_state import RankFault, StepWeight
 from ..util.job import rank_and_world_size
 from ..util.visible import suppressed
 from .exchange import Comparison, Ranks, Side, Verdict

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanwatch.ranks.exchange import Side
 from nanwatch.ranks.step_ranks import StepPrints, judge_steps
-from nanwatch.recording.step_weight import StepWeight
+from nanwatch.recording.optimizer_state import StepWeight
 
 WEIGHT = torch.linspace(-1, 1, 24).reshape(4, 6)
 GRADIENT = torch.randn(24, generator=torch.Generator().manual_seed(3))
