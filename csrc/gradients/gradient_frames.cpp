@@ -84,7 +84,7 @@ bool GradientRecorder::report(CallRecorder& recorder, Backward& backward) {
   }
   std::unordered_map<const GradientCall*, size_t> positions;
   for (const GradientCall* call : calls) positions.emplace(call, positions.size());
-  std::vector<FrameData> frames(calls.size());
+  std::vector<OpenFrame> frames(calls.size());
   for (size_t i = 0; i < calls.size(); ++i) {
     frames[i].batch = calls[i]->batch;
     frames[i].node = calls[i]->node;
@@ -95,7 +95,7 @@ bool GradientRecorder::report(CallRecorder& recorder, Backward& backward) {
   for (const GradientEvent& event : backward.events) {
     const auto position = positions.find(event.user.call.get());
     if (position == positions.end()) continue;
-    FrameData& frame = frames[position->second];
+    OpenFrame& frame = frames[position->second];
     RowData row = event.row;
     if (row.python == nullptr || row.label == event.user.label) {
       Py_XINCREF(row.python);
@@ -115,14 +115,14 @@ bool GradientRecorder::report(CallRecorder& recorder, Backward& backward) {
     frame.has_nonfinite |= event.has_nonfinite;
     if (backward.has_nonfinite)
       events.append(py::make_tuple(position->second, frame.rows.size(), kParts[int(event.user.part)], event.arrival));
-    frame.rows.push_back(row);
+    frame.add(row);
   }
   for (const auto& [again, known] : backward.pending_checks) {
     again->verifies = known;
     if (!frames.empty()) frames.front().pending.rows.push_back(again);
   }
   const Node nobody;
-  for (FrameData& frame : frames)
+  for (OpenFrame& frame : frames)
     if (!observer.resolve(nobody, &frame)) return false;
   // Reported before the frames are kept: the callback finds the frames that led here still in the ring.
   py::list reported;
@@ -135,7 +135,7 @@ bool GradientRecorder::report(CallRecorder& recorder, Backward& backward) {
     done = !traced || recorder.notify("on_frame", py::make_tuple(seen));
   }
   if (done && backward.has_nonfinite) done = recorder.notify("on_backward_end", py::make_tuple(reported, events));
-  for (FrameData& frame : frames) recorder.push(frame);
+  for (OpenFrame& frame : frames) recorder.push(frame);
   return done;
 }
 

@@ -18,7 +18,7 @@ class BoxWriter {
   explicit BoxWriter(box::BlackBox* box) : box_(box) { types_.fill(box::kUnnamed); }
 
   // Null where nothing is to be written, as in a forked child, whose file is another.
-  box::BlackBox* box() const { return box_ == box::BlackBox::active() ? box_ : nullptr; }
+  box::BlackBox* box() const { return box_ != nullptr && box_ == box::BlackBox::active() ? box_ : nullptr; }
 
   // The module's number in the file.
   uint32_t number_of(const std::string& module, const std::string& class_name) {

@@ -16,7 +16,7 @@
 namespace nanwatch {
 
 // A weight that nothing has changed since is read again after so many batches.
-constexpr int64_t kAge = 64;
+constexpr uint32_t kAge = 64;
 
 template <typename Row, typename Reader>
 Row CallObserver::weight_range(const at::Tensor& x, int64_t batch, bool moves, Node::Slot* slot, Reader& reader) {
@@ -25,7 +25,8 @@ Row CallObserver::weight_range(const at::Tensor& x, int64_t batch, bool moves, N
   const CacheEntry& known = slot->cached->entry;
   const bool unchanged = known.content.has_same_version(content);
   const bool is_known = unchanged && known.content.epoch == epoch_ && reader.knows(known) && !moves;
-  if (is_known && batch - known.batch < kAge) return reader.hit(known);
+  if (is_known && uint32_t(batch) - known.batch < kAge) [[likely]]
+    return reader.hit(known);
   if (!budget_.spend(reader.bytes(), !is_known, &slot->cached->turn) && !reader.is_urgent) {
     if (is_known) return reader.hit(known);
     reader.is_refused = true;
@@ -67,7 +68,7 @@ Row CallObserver::range_of(PyObject* object, int64_t batch, Memory memory, Node:
   }
   const Content content(x, epoch_);
   const CacheEntry* entry = activations_.find(content);
-  if (entry != nullptr && entry->content.epoch == epoch_ && entry->batch == batch && reader.knows(*entry))
+  if (entry != nullptr && entry->content.epoch == epoch_ && entry->batch == uint32_t(batch) && reader.knows(*entry))
     return reader.hit(*entry);
   budget_.earn(reader.bytes());
   const Row row = reader.read();
@@ -77,7 +78,7 @@ Row CallObserver::range_of(PyObject* object, int64_t batch, Memory memory, Node:
 
 // Fills the frame by make(). Where no device takes what the frame asks for, it is made anew without them.
 template <typename Make>
-bool CallObserver::fill_once(const Node& node, FrameData* frame, const Make& make) {
+bool CallObserver::fill_once(const Node& node, OpenFrame* frame, const Make& make) {
   if (!make()) return false;
   if (frame->pending.empty()) return true;
   if (const int error = table_->send(&frame->pending)) {
@@ -92,7 +93,7 @@ bool CallObserver::fill_once(const Node& node, FrameData* frame, const Make& mak
 }
 
 template <typename Make>
-bool CallObserver::fill_frame(const Node& node, FrameData* frame, const Make& make) {
+bool CallObserver::fill_frame(const Node& node, OpenFrame* frame, const Make& make) {
   bool done = fill_once(node, frame, make);
   if (done && frame->has_nonfinite) {
     // Read every tensor of a non-finite call again: memory behind a cached range may have changed unseen.

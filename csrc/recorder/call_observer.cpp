@@ -17,17 +17,22 @@ bool is_scalar(PyObject* value) {
          PyBytes_Check(value);
 }
 
-bool is_training(PyObject* module) {
-  static PyObject* const training = PyUnicode_InternFromString("training");
-  const py::object flag = py::reinterpret_steal<py::object>(PyObject_GetAttr(module, training));
-  if (!flag) PyErr_Clear();
-  return flag.ptr() != Py_False;
+// An attribute of a module, as a rule from its `__dict__`: the way over `nn.Module.__getattr__` is five times as long.
+py::object attribute_of(PyObject* module, PyObject* name) {
+  const py::object attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module, nullptr));
+  PyObject* const value =
+      attributes && PyDict_Check(attributes.ptr()) ? PyDict_GetItemWithError(attributes.ptr(), name) : nullptr;
+  if (value != nullptr) [[likely]]
+    return py::reinterpret_borrow<py::object>(value);
+  PyErr_Clear();
+  return py::reinterpret_steal<py::object>(PyObject_GetAttr(module, name));
 }
 
-bool is_in(PyObject* item, const std::vector<PyObject*>& stack) {
-  for (PyObject* entry : stack)
-    if (entry == item) return true;
-  return false;
+bool is_training(PyObject* module) {
+  static PyObject* const training = PyUnicode_InternFromString("training");
+  const py::object flag = attribute_of(module, training);
+  if (!flag) PyErr_Clear();
+  return flag.ptr() != Py_False;
 }
 
 }  // namespace
@@ -47,11 +52,11 @@ RangeRow CallObserver::read(const at::Tensor& x, const View& view) {
 
 RangeRow CallObserver::hit(const CacheEntry& entry, const View& view) {
   ++counters.cache_hits;
-  if (options_.verify_hits) {
+  if (options_.verify_hits) [[unlikely]] {
     const RangeRow again = range_cpu(view);
-    counters.stale_hits += again.abs_min != entry.range.abs_min || again.abs_max != entry.range.abs_max;
+    counters.stale_hits += again.abs_min != entry.abs_min || again.abs_max != entry.abs_max;
   }
-  return entry.range;
+  return entry.range();
 }
 
 struct CallObserver::HostReader {
@@ -65,44 +70,46 @@ struct CallObserver::HostReader {
   int64_t bytes() const {
     return std::min(view.numel * int64_t(word_size(view.format)), int64_t(x.storage().nbytes()));
   }
-  bool knows(const CacheEntry& entry) const { return entry.pending == nullptr; }
+  bool knows(const CacheEntry& entry) const { return !entry.is_pending; }
   RangeRow hit(const CacheEntry& entry) { return self.hit(entry, view); }
   bool keeps(const RangeRow& row) const { return row.isfinite; }
 };
 
-void CallObserver::unread(Labels::Id label, Role role, const std::string& reason, FrameData* frame) {
+void CallObserver::unread(Labels::Id label, Role role, const std::string& reason, OpenFrame* frame) {
   if (PyObject* const row = unread_row(labels_.text(label), role, reason))
-    frame->rows.push_back({label, role, NoteKind::none, -1, 0, 0, kNotPending, {}, row});
+    frame->add({label, role, NoteKind::none, -1, 0, 0, kNotPending, {}, row});
 }
 
 // Turns an exception of reading a value into the value's row. Returns false for one that must end the call; it stays
 // set.
-bool CallObserver::excuse(Labels::Id label, Role role, FrameData* frame) {
+bool CallObserver::excuse(Labels::Id label, Role role, OpenFrame* frame) {
   const std::optional<std::string> reason = excuse_error();
   if (reason.has_value()) unread(label, role, *reason, frame);
   return reason.has_value();
 }
 
-bool CallObserver::row_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, FrameData* frame) {
+bool CallObserver::row_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, OpenFrame* frame) {
   const OutsideCompiler outside;
   const py::object text = from_utf8(labels_.text(label)), role_text = from_utf8(role_name(role));
   PyObject* row = PyObject_CallFunctionObjArgs(helpers_.observe.ptr(), value, text.ptr(), role_text.ptr(),
                                                node.allow_inf.ptr(), py::int_(frame->batch).ptr(), nullptr);
   if (row == nullptr) return excuse(label, role, frame);
-  frame->rows.push_back({label, role, NoteKind::none, -1, 0, 0, kNotPending, {}, row});
+  frame->add({label, role, NoteKind::none, -1, 0, 0, kNotPending, {}, row});
   frame->has_nonfinite |= is_nonfinite(frame->rows.back());
   return true;
 }
 
 bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const Node& node, Memory memory,
-                          Node::Slot* slot, FrameData* frame) {
+                          Node::Slot* slot, OpenFrame* frame) {
   if (frame->candidates != nullptr && THPVariable_Unpack(object).requires_grad())
     frame->candidates->push_back({THPVariable_Unpack(object), label, role});
   if (frame->reads_all) memory = Memory::none;
   View view;
-  const bool is_pythons = options_.is_pythons(role, frame->batch), may_wait = may_be_pending_ && !is_pythons;
-  if (may_wait && table_ != nullptr && device_tensor(object, label, role, memory, slot, frame)) return true;
-  if (is_pythons || !may_be_pending_ || !plain_view(object, &view) || view.dims > 255) {
+  const bool is_pythons = has_turns_ && options_.is_pythons(role, frame->batch);
+  const bool may_wait = may_be_pending_ && !is_pythons;
+  if (table_ != nullptr && may_wait && device_tensor(object, label, role, memory, slot, frame)) [[unlikely]]
+    return true;
+  if (!may_wait || !plain_view(object, &view) || view.dims > 255) [[unlikely]] {
     // The first tensor of a device: until then the devices cost nothing.
     if (may_wait && table_ == nullptr && meets_device(object) &&
         device_tensor(object, label, role, memory, slot, frame))
@@ -112,7 +119,8 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
     return row_from_python(object, label, role, node, frame);
   }
   const at::Tensor& x = THPVariable_Unpack(object);
-  if (!masks_.empty() && !frame->reads_all && known_mask(x, label, role, frame)) return true;
+  if (!masks_.empty() && !frame->reads_all && known_mask(x, label, role, frame)) [[unlikely]]
+    return true;
   // Taken before the read: another thread may give the tensor other sizes while the lock is released.
   RowData row{
       label,       role, NoteKind::none, int8_t(x.scalar_type()), uint8_t(view.dims), uint32_t(frame->shapes.size()),
@@ -120,15 +128,15 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
   frame->shapes.insert(frame->shapes.end(), view.sizes, view.sizes + view.dims);
   HostReader reader{*this, x, view};
   row.range = range_of<RangeRow>(object, frame->batch, memory, slot, reader);
-  if (reader.is_refused) {
+  if (reader.is_refused) [[unlikely]] {
     frame->shapes.resize(row.shape_at);
     return not_read_yet(label, role, frame);
   }
   // Zeros and the largest number there is: perhaps an additive attention mask, which Python recognises.
   const bool may_be_mask = row.range.abs_min == 0.0 && (role == Role::input || role == Role::buffer) &&
                            word_size(view.format) > 1 && row.range.abs_max == largest_finite(view.format);
-  if (row.range.isfinite && !may_be_mask) {
-    frame->rows.push_back(row);
+  if (row.range.isfinite && !may_be_mask) [[likely]] {
+    frame->add(row);
     return true;
   }
   frame->shapes.resize(row.shape_at);
@@ -161,15 +169,15 @@ bool CallObserver::forget_weights(const at::Tensor& x) {
 }
 
 // Adds the row of a tensor for which the budget has no room yet.
-bool CallObserver::not_read_yet(Labels::Id label, Role role, FrameData* frame) {
-  frame->rows.push_back({label, role, NoteKind::not_checked, -1, 0, 0, kNotPending, {}, nullptr});
+bool CallObserver::not_read_yet(Labels::Id label, Role role, OpenFrame* frame) {
+  frame->add({label, role, NoteKind::not_checked, -1, 0, 0, kNotPending, {}, nullptr});
   return true;
 }
 
 // ---- masks ----------------------------------------------------------------------------------------------------------
 
 // Adds the row of a tensor that is known to be a mask, and has not changed since.
-bool CallObserver::known_mask(const at::Tensor& x, Labels::Id label, Role role, FrameData* frame) {
+bool CallObserver::known_mask(const at::Tensor& x, Labels::Id label, Role role, OpenFrame* frame) {
   if ((role != Role::input && role != Role::buffer) || !can_be_remembered(x)) return false;
   const Content content(x, epoch_);
   const auto found = masks_.find(content.key);
@@ -187,7 +195,7 @@ bool CallObserver::known_mask(const at::Tensor& x, Labels::Id label, Role role, 
   }
   ++counters.tensors;
   ++counters.cache_hits;
-  frame->rows.push_back({label, role, NoteKind::none, -1, 0, 0, kNotPending, {}, row.release().ptr()});
+  frame->add({label, role, NoteKind::none, -1, 0, 0, kNotPending, {}, row.release().ptr()});
   return true;
 }
 
@@ -207,8 +215,7 @@ template <typename Action>
 bool CallObserver::each_own(Node& node, PyObject* module, Role role, const Action& action) {
   static PyObject* const parameters = PyUnicode_InternFromString("_parameters");
   static PyObject* const buffers = PyUnicode_InternFromString("_buffers");
-  const py::object named =
-      py::reinterpret_steal<py::object>(PyObject_GetAttr(module, role == Role::weight ? parameters : buffers));
+  const py::object named = attribute_of(module, role == Role::weight ? parameters : buffers);
   if (!named) return false;
   if (!PyDict_Check(named.ptr()) || PyDict_GET_SIZE(named.ptr()) == 0) return true;
   std::vector<Node::Slot>& slots = role == Role::weight ? node.weights : node.buffers;
@@ -216,15 +223,16 @@ bool CallObserver::each_own(Node& node, PyObject* module, Role role, const Actio
   Py_ssize_t position = 0;
   size_t count = 0;
   // Thread-local: while one tensor is read, another thread may observe its own call.
-  static thread_local ObjectSet own;
-  own.clear();
+  static thread_local ObjectSet several;
+  ObjectSet* const own = PyDict_GET_SIZE(named.ptr()) > 1 ? &several : nullptr;
+  if (own != nullptr) own->clear();
   while (PyDict_Next(named.ptr(), &position, &name, &value)) {
     if (!is_tensor(value)) continue;
     if (role == Role::buffer) {
       const at::Tensor& x = THPVariable_Unpack(value);
       if (!x.is_floating_point() && !x.is_complex()) continue;
     }
-    if (!own.add(value)) continue;  // a tensor under two names counts once
+    if (own != nullptr && !own->add(value)) continue;  // a tensor under two names counts once
     if (count == slots.size()) slots.emplace_back();
     Node::Slot& slot = slots[count++];
     if (slot.name.ptr() != name) {
@@ -237,7 +245,7 @@ bool CallObserver::each_own(Node& node, PyObject* module, Role role, const Actio
   return true;
 }
 
-bool CallObserver::own_tensors(Node& node, PyObject* module, Role role, FrameData* frame) {
+bool CallObserver::own_tensors(Node& node, PyObject* module, Role role, OpenFrame* frame) {
   const bool done = each_own(node, module, role, [&](PyObject* value, Node::Slot& slot) {
     // BatchNorm's kernels move the running statistics past the version counter.
     const bool moves = role == Role::buffer && is_training(module);
@@ -269,13 +277,17 @@ void CallObserver::find_entry(uint64_t key, Node::Slot* slot) {
 struct CallObserver::Walk {
   CallObserver& self;
   const Node& node;
-  FrameData* frame;
-  Role role;
-  Memory memory = Memory::activation;
+  OpenFrame* frame;
+  const Role role;
+  const Memory memory;
   int64_t leaves = 0;
   bool ended = false;  // by the limit
-  std::vector<PyObject*> inside = {};
+  int depth = 0;
+  PyObject* inside[kMaxDepth];                  // not set beyond `depth`
   PyObject *args = nullptr, *kwargs = nullptr;  // of an output's call
+
+  Walk(CallObserver& observer, const Node& its_node, OpenFrame* its_frame, Role its_role, Memory its_memory)
+      : self(observer), node(its_node), frame(its_frame), role(its_role), memory(its_memory) {}
 
   // Returns whether an object was an argument, such as a key-value cache: what the call wrote into it, later ones meet.
   bool is_argument(PyObject* object) const {
@@ -288,14 +300,14 @@ struct CallObserver::Walk {
     return false;
   }
 
-  bool note(Labels::Id label, NoteKind what) {
+  [[gnu::noinline]] bool note(Labels::Id label, NoteKind what) {
     ++leaves;
-    frame->rows.push_back({label, role, what, -1, 0, 0, kNotPending, {}, nullptr});
+    frame->add({label, role, what, -1, 0, 0, kNotPending, {}, nullptr});
     return true;
   }
 
   // Python's own walk over a value: for limits, cycles and types that are not known here.
-  bool slowly(PyObject* value, Labels::Id label) {
+  [[gnu::noinline]] bool slowly(PyObject* value, Labels::Id label) {
     const OutsideCompiler outside;
     const py::object text = from_utf8(self.labels_.text(label));
     const py::object found = py::reinterpret_steal<py::object>(PyObject_CallFunctionObjArgs(
@@ -319,6 +331,10 @@ struct CallObserver::Walk {
       ++leaves;
       return self.tensor(object, label, role, node, memory, nullptr, frame);
     }
+    return no_tensor(object, label);
+  }
+
+  [[gnu::noinline]] bool no_tensor(PyObject* object, Labels::Id label) {
     if (object == Py_None) return note(label, NoteKind::absent);
     if (is_scalar(object)) return note(label, NoteKind::not_a_tensor);
     if (PyTuple_Check(object) || PyList_Check(object)) return sequence(object, label);
@@ -331,7 +347,7 @@ struct CallObserver::Walk {
     return slowly(object, label);
   }
 
-  bool sequence(PyObject* object, Labels::Id label) {
+  [[gnu::noinline]] bool sequence(PyObject* object, Labels::Id label) {
     const bool is_tuple = PyTuple_Check(object);
     const Py_ssize_t size = is_tuple ? PyTuple_GET_SIZE(object) : PyList_GET_SIZE(object);
     if (size > kMaxScalars) {
@@ -350,11 +366,11 @@ struct CallObserver::Walk {
           py::reinterpret_borrow<py::object>(is_tuple ? PyTuple_GET_ITEM(object, i) : PyList_GET_ITEM(object, i));
       done = value(item.ptr(), self.labels_.item(label, i));
     }
-    inside.pop_back();
+    --depth;
     return done;
   }
 
-  bool mapping(PyObject* object, Labels::Id label) {
+  [[gnu::noinline]] bool mapping(PyObject* object, Labels::Id label) {
     if (!enter(object, label)) return true;
     PyObject *key, *item;
     Py_ssize_t position = 0;
@@ -363,7 +379,7 @@ struct CallObserver::Walk {
       if (limit(label)) break;
       done = item_of(label, key, item);
     }
-    inside.pop_back();
+    --depth;
     return done;
   }
 
@@ -392,9 +408,9 @@ struct CallObserver::Walk {
 
   // False, with a row that says why, where the walk goes no deeper.
   bool enter(PyObject* object, Labels::Id label) {
-    if (is_in(object, inside)) return unwalked(label, "contains itself");
-    if (int(inside.size()) >= kMaxDepth) return unwalked(label, "nested deeper than 32");
-    inside.push_back(object);
+    if (std::find(inside, inside + depth, object) != inside + depth) return unwalked(label, "contains itself");
+    if (depth >= kMaxDepth) return unwalked(label, "nested deeper than 32");
+    inside[depth++] = object;
     return true;
   }
 
@@ -443,12 +459,12 @@ std::optional<CallObserver::Kind> CallObserver::kind_of(PyTypeObject* type) {
 }
 
 bool CallObserver::observe(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output,
-                           bool outermost, FrameData* frame) {
+                           bool outermost, OpenFrame* frame) {
   return fill_frame(node, frame, [&] { return rows(node, module, args, kwargs, output, outermost, frame); });
 }
 
-bool CallObserver::input_rows(const Node& node, PyObject* args, PyObject* kwargs, FrameData* frame) {
-  Walk walk{*this, node, frame, Role::input};
+bool CallObserver::input_rows(const Node& node, PyObject* args, PyObject* kwargs, OpenFrame* frame) {
+  Walk walk(*this, node, frame, Role::input, Memory::activation);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i)
     if (!walk.value(PyTuple_GET_ITEM(args, i), labels_.item(Labels::kInput, i))) return false;
   if (kwargs == nullptr) return true;
@@ -460,14 +476,14 @@ bool CallObserver::input_rows(const Node& node, PyObject* args, PyObject* kwargs
 }
 
 bool CallObserver::rows(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output,
-                        bool outermost, FrameData* frame) {
+                        bool outermost, OpenFrame* frame) {
   if (options_.weights && !own_tensors(node, module, Role::weight, frame)) return false;
   if (options_.buffers && !own_tensors(node, module, Role::buffer, frame)) return false;
   if (options_.inputs && !input_rows(node, args, kwargs, frame)) return false;
   if (options_.outputs) {
     // A write past the version counter between a module and the end of the forward would else hide a nan in what the
     // model returns.
-    Walk walk{*this, node, frame, Role::output, outermost ? Memory::none : Memory::activation};
+    Walk walk(*this, node, frame, Role::output, outermost ? Memory::none : Memory::activation);
     walk.args = args;
     walk.kwargs = kwargs;
     if (!walk.value(output, Labels::kOutput)) return false;

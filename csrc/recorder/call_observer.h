@@ -155,16 +155,16 @@ class CallObserver {
   // Appends the rows of a call to `frame`. False with a Python exception set only for what must end the call, such as
   // KeyboardInterrupt. `outermost`: of a call that watched code did not make, whose outputs are always read.
   bool observe(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output, bool outermost,
-               FrameData* frame);
+               OpenFrame* frame);
 
   // The same for a call in compiled code, whose values come as `plan` says.
-  bool observe_compiled(Node& node, Node::Plan& plan, at::TensorList tensors, FrameData* frame);
+  bool observe_compiled(Node& node, Node::Plan& plan, at::TensorList tensors, OpenFrame* frame);
   std::shared_ptr<Node::Plan> plan_of(Node& node, std::string_view text);
 
   // Sends a tensor of a device to be read, in stream order; null where there is nothing to be had so.
   PendingRowPtr enqueue_read(const at::Tensor& x);
   // Gives the pending rows of a frame their place in it. A row that has not completed is not read.
-  bool resolve(const Node& node, FrameData* frame);
+  bool resolve(const Node& node, OpenFrame* frame);
 
   // Returns whether a tensor of the host is finite, without reading it if it is unchanged since it was last read as a
   // weight. Null for one that the loops cannot read, or that has no version.
@@ -208,38 +208,38 @@ class CallObserver {
 
   template <typename Action>  // (PyObject* tensor, Node::Slot&) -> bool: go on
   bool each_own(Node& node, PyObject* module, Role role, const Action& action);
-  bool own_tensors(Node& node, PyObject* module, Role role, FrameData* frame);
+  bool own_tensors(Node& node, PyObject* module, Role role, OpenFrame* frame);
   void find_entry(uint64_t key, Node::Slot* slot);
   bool tensor(PyObject* object, Labels::Id label, Role role, const Node& node, Memory memory, Node::Slot* slot,
-              FrameData* frame);
+              OpenFrame* frame);
   bool rows(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output, bool outermost,
-            FrameData* frame);
-  bool input_rows(const Node& node, PyObject* args, PyObject* kwargs, FrameData* frame);
-  bool compiled_rows(Node& node, Node::Plan& plan, at::TensorList tensors, FrameData* frame);
+            OpenFrame* frame);
+  bool input_rows(const Node& node, PyObject* args, PyObject* kwargs, OpenFrame* frame);
+  bool compiled_rows(Node& node, Node::Plan& plan, at::TensorList tensors, OpenFrame* frame);
   template <typename Make>
-  bool fill_frame(const Node& node, FrameData* frame, const Make& make);
+  bool fill_frame(const Node& node, OpenFrame* frame, const Make& make);
   template <typename Make>
-  bool fill_once(const Node& node, FrameData* frame, const Make& make);
-  bool complete(const Node& node, FrameData* frame);
+  bool fill_once(const Node& node, OpenFrame* frame, const Make& make);
+  bool complete(const Node& node, OpenFrame* frame);
   bool meets_device(PyObject* object);
-  bool device_tensor(PyObject* object, Labels::Id label, Role role, Memory memory, Node::Slot* slot, FrameData* frame);
-  bool resolve_row(const Node& node, const PendingRow& pending, const FrameData& frame, RowData* row);
-  void unread(Labels::Id label, Role role, const std::string& reason, FrameData* frame);
-  bool excuse(Labels::Id label, Role role, FrameData* frame);
-  bool row_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, FrameData* frame);
+  bool device_tensor(PyObject* object, Labels::Id label, Role role, Memory memory, Node::Slot* slot, OpenFrame* frame);
+  bool resolve_row(const Node& node, const PendingRow& pending, const OpenFrame& frame, RowData* row);
+  void unread(Labels::Id label, Role role, const std::string& reason, OpenFrame* frame);
+  bool excuse(Labels::Id label, Role role, OpenFrame* frame);
+  bool row_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, OpenFrame* frame);
   RangeRow read(const at::Tensor& x, const View& view);
   template <typename Row, typename Reader>
   Row range_of(PyObject* object, int64_t batch, Memory memory, Node::Slot* slot, Reader& reader);
   template <typename Row, typename Reader>
   Row weight_range(const at::Tensor& x, int64_t batch, bool moves, Node::Slot* slot, Reader& reader);
-  bool not_read_yet(Labels::Id label, Role role, FrameData* frame);
-  bool known_mask(const at::Tensor& x, Labels::Id label, Role role, FrameData* frame);
+  bool not_read_yet(Labels::Id label, Role role, OpenFrame* frame);
+  bool known_mask(const at::Tensor& x, Labels::Id label, Role role, OpenFrame* frame);
   void remember_mask(const at::Tensor& x, const Content& content, PyObject* row);
   RangeRow hit(const CacheEntry& entry, const View& view);
   std::optional<Kind> kind_of(PyTypeObject* type);
 
   const Options options_;
-  const bool may_be_pending_;
+  const bool may_be_pending_, has_turns_;  // of Python's
   Helpers helpers_;
   Labels labels_;
   ActivationCache activations_;
@@ -247,7 +247,7 @@ class CallObserver {
   ReadBudget budget_;
   std::unordered_map<uint64_t, Mask> masks_;
   std::unordered_map<PyTypeObject*, Kind> kinds_;  // keys owned
-  int64_t epoch_ = 0;
+  int32_t epoch_ = 0;
   int64_t first_entries_ = 0;  // of weights
   RowTable* table_ = nullptr;  // once a tensor of a device was met
   bool devices_off_ = false;   // their tensors are read like any that is not plain

@@ -47,7 +47,7 @@ std::shared_ptr<Node::Plan> CallObserver::plan_of(Node& node, std::string_view t
   return made;
 }
 
-bool CallObserver::compiled_rows(Node& node, Node::Plan& plan, at::TensorList tensors, FrameData* frame) {
+bool CallObserver::compiled_rows(Node& node, Node::Plan& plan, at::TensorList tensors, OpenFrame* frame) {
   size_t next = 0;
   std::vector<const void*> own;
   for (Node::Plan::Value& value : plan.values) {
@@ -61,7 +61,7 @@ bool CallObserver::compiled_rows(Node& node, Node::Plan& plan, at::TensorList te
         unread(label, value.role, value.reason, frame);
       } else {
         const NoteKind note = value.kind == 'n' ? NoteKind::absent : NoteKind::not_a_tensor;
-        frame->rows.push_back({label, value.role, note, -1, 0, 0, kNotPending, {}, nullptr});
+        frame->add({label, value.role, note, -1, 0, 0, kNotPending, {}, nullptr});
       }
       continue;
     }
@@ -89,7 +89,7 @@ bool CallObserver::compiled_rows(Node& node, Node::Plan& plan, at::TensorList te
   return true;
 }
 
-bool CallObserver::observe_compiled(Node& node, Node::Plan& plan, at::TensorList tensors, FrameData* frame) {
+bool CallObserver::observe_compiled(Node& node, Node::Plan& plan, at::TensorList tensors, OpenFrame* frame) {
   return fill_frame(node, frame, [&] { return compiled_rows(node, plan, tensors, frame); });
 }
 

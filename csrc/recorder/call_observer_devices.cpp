@@ -39,7 +39,10 @@ bool same(const RangeRow& a, const RangeRow& b) {
 }  // namespace
 
 CallObserver::CallObserver(const Options& options, Helpers helpers)
-    : options_(options), may_be_pending_(options.may_be_pending()), helpers_(std::move(helpers)) {
+    : options_(options),
+      may_be_pending_(options.may_be_pending()),
+      has_turns_(options.sketches > 0 || options.statistics > 0),
+      helpers_(std::move(helpers)) {
   const NanwatchBackend* backend = RowTable::backend();
   if (backend != nullptr && backend->takes_host_memory != 0) table_ = RowTable::instance();
 }
@@ -59,7 +62,7 @@ struct CallObserver::DeviceReader {
   const at::Tensor& x;
   Format format;
   int device;
-  FrameData* frame;
+  OpenFrame* frame;
   bool is_urgent = false, is_refused = false;
 
   PendingRowPtr read() {
@@ -69,9 +72,7 @@ struct CallObserver::DeviceReader {
   }
   int64_t bytes() const { return std::min(x.numel() * int64_t(word_size(format)), int64_t(x.storage().nbytes())); }
 
-  bool knows(const CacheEntry& entry) const {
-    return entry.pending != nullptr && entry.pending->serves(&frame->pending);
-  }
+  bool knows(const CacheEntry& entry) const { return entry.is_pending && entry.pending->serves(&frame->pending); }
 
   PendingRowPtr hit(const CacheEntry& entry) {
     ++self.counters.cache_hits;
@@ -91,7 +92,7 @@ struct CallObserver::DeviceReader {
 
 // False for what is no plain tensor of a device, and where none can be read: then nothing was done.
 bool CallObserver::device_tensor(PyObject* object, Labels::Id label, Role role, Memory memory, Node::Slot* slot,
-                                 FrameData* frame) {
+                                 OpenFrame* frame) {
   const NanwatchBackend* backend = RowTable::backend();
   if (devices_off_ || backend == nullptr) return false;
   const int device = device_of(object, *backend);
@@ -106,15 +107,15 @@ bool CallObserver::device_tensor(PyObject* object, Labels::Id label, Role role, 
   if (reader.is_refused) return not_read_yet(label, role, frame);
   const auto at = uint32_t(frame->shapes.size());
   frame->shapes.insert(frame->shapes.end(), x.sizes().begin(), x.sizes().end());
-  frame->rows.push_back({label,
-                         role,
-                         NoteKind::none,
-                         int8_t(x.scalar_type()),
-                         uint8_t(x.dim()),
-                         at,
-                         int32_t(frame->pending.rows.size()),
-                         {},
-                         nullptr});
+  frame->add({label,
+              role,
+              NoteKind::none,
+              int8_t(x.scalar_type()),
+              uint8_t(x.dim()),
+              at,
+              int32_t(frame->pending.rows.size()),
+              {},
+              nullptr});
   frame->pending.rows.push_back(row);
   return true;
 }
@@ -138,7 +139,7 @@ PendingRowPtr CallObserver::enqueue_read(const at::Tensor& x) {
 }
 
 // Completes a frame whose rows are enqueued. With check="module" it waits for them.
-bool CallObserver::complete(const Node& node, FrameData* frame) {
+bool CallObserver::complete(const Node& node, OpenFrame* frame) {
   if (!options_.waits_for_calls) return true;
   table_->wait(frame->pending.rows);
   return resolve(node, frame);
@@ -146,7 +147,7 @@ bool CallObserver::complete(const Node& node, FrameData* frame) {
 
 // ---- when it has come -----------------------------------------------------------------------------------------------
 
-bool CallObserver::resolve(const Node& node, FrameData* frame) {
+bool CallObserver::resolve(const Node& node, OpenFrame* frame) {
   if (frame->pending.empty()) return true;
   for (size_t i = 0; i < frame->rows.size(); ++i) {
     const int32_t pending = std::exchange(frame->rows[i].pending, kNotPending);
@@ -154,6 +155,7 @@ bool CallObserver::resolve(const Node& node, FrameData* frame) {
       frame->clear();
       return false;
     }
+    frame->has_objects |= frame->rows[i].python != nullptr;
     frame->has_nonfinite |= is_nonfinite(frame->rows[i]);
   }
   for (const PendingRowPtr& row : frame->pending.rows)
@@ -163,7 +165,7 @@ bool CallObserver::resolve(const Node& node, FrameData* frame) {
   return true;
 }
 
-bool CallObserver::resolve_row(const Node& node, const PendingRow& pending, const FrameData& frame, RowData* row) {
+bool CallObserver::resolve_row(const Node& node, const PendingRow& pending, const OpenFrame& frame, RowData* row) {
   row->range = pending.range;
   const bool is_here = pending.state == PendingRow::State::completed;
   if (is_here && pending.range.isfinite && !may_be_mask(*row, pending.range)) return true;

@@ -13,6 +13,7 @@
 #include "gradients/gradient_recorder.h"
 #include "recorder/python_error.h"
 #include "recorder/stopwatch.h"
+#include "recorder/watched_call.h"
 
 namespace py = pybind11;
 
@@ -283,23 +284,25 @@ py::list CallRecorder::ended_starts() const {
   return starts;
 }
 
-PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* target, PyObject* args, PyObject* kwargs) {
+PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* inner, PyObject* args, PyObject* kwargs) {
   Thread& thread = this_thread();
   if (thread.compiled && !thread.recording && !abandon(thread)) return nullptr;
   const bool outermost = thread.nodes.empty();
-  if (thread.recording || (outermost && paused)) return PyObject_Call(target, args, kwargs);
+  if (thread.recording || (outermost && paused)) return call_past_wrappers(inner, module, args, kwargs);
   thread.entering = index;
   if (outermost && !begin_batch(thread, module, args, kwargs)) return nullptr;
   thread.nodes.push_back(index);
-  if (box_.box() != nullptr)
-    box_.box()->begin(thread.slot, nodes_[size_t(index)]->box, thread.batch, thread.recomputed);
+  Node& node = *nodes_[size_t(index)];
+  if (box_.box() != nullptr) [[unlikely]]
+    box_.box()->begin(thread.slot, node.box, thread.batch, thread.recomputed);
   ++observer_.counters.calls;
-  py::object output = py::reinterpret_steal<py::object>(PyObject_Call(target, args, kwargs));
+  py::object output = py::reinterpret_steal<py::object>(call_past_wrappers(inner, module, args, kwargs));
   const Stopwatch stopwatch(subscriptions->has(kOwnTime), &observer_.counters.nanoseconds);
   thread.nodes.pop_back();
-  if (box_.box() != nullptr) box_.box()->end(thread.slot, !output);
-  meet(*nodes_[size_t(index)], module);
-  if (output && thread.active && !paused && nodes_[size_t(index)]->observed &&
+  if (box_.box() != nullptr) [[unlikely]]
+    box_.box()->end(thread.slot, !output);
+  meet(node, module);
+  if (output && thread.active && !paused && node.observed &&
       !survived([&] { return record(thread, index, module, args, kwargs, output.ptr()); }))
     output = py::object();
   // Those of a call that has raised, before the thread may end without the interpreter lock.
@@ -309,8 +312,8 @@ PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* target, P
 }
 
 // Begins the thread's frame of a call. The tensors that may get gradients are added to `candidates`.
-FrameData& CallRecorder::begin_frame(Thread& thread, int32_t index, std::vector<GradientCandidate>* candidates) {
-  FrameData& frame = thread.frame;
+OpenFrame& CallRecorder::begin_frame(Thread& thread, int32_t index, std::vector<GradientCandidate>* candidates) {
+  OpenFrame& frame = thread.frame;
   frame.batch = thread.batch;
   frame.node = index;
   frame.recomputed = thread.recomputed;
@@ -322,7 +325,7 @@ bool CallRecorder::record(Thread& thread, int32_t index, PyObject* module, PyObj
                           PyObject* output) {
   std::vector<GradientCandidate> candidates;  // of this call: while it is observed, other threads may make calls
   const Recording recording(&thread);
-  FrameData& frame = begin_frame(thread, index, &candidates);
+  OpenFrame& frame = begin_frame(thread, index, &candidates);
   std::vector<AddedOutput> added;
   for (; !thread.added.empty() && thread.added.back().depth > thread.nodes.size(); thread.added.pop_back())
     added.insert(added.begin(), std::move(thread.added.back()));
@@ -366,7 +369,7 @@ py::object CallRecorder::name_of(int32_t caller) const {
 // Keeps the frame that was made and reports it; at the end of the batch, if this one or one before it waits for a
 // device.
 bool CallRecorder::finish(Thread& thread, int32_t caller) {
-  FrameData& frame = thread.frame;
+  OpenFrame& frame = thread.frame;
   ++observer_.counters.frames;
   if (frame.pending.empty() && thread.deferred.empty()) return tell(thread, caller, false);
   if (box_.box() != nullptr) box_.add(frame, nodes_[size_t(frame.node)]->box, observer_.labels());
@@ -492,7 +495,7 @@ void CallRecorder::add_frame(int64_t batch, int32_t node, const py::list& rows) 
   frame.node = node;
   frame.phase = Phase::step;
   for (const py::handle row : rows)
-    frame.rows.push_back({0, Role::weight, NoteKind::none, -1, 0, 0, kNotPending, {}, row.inc_ref().ptr()});
+    frame.add({0, Role::weight, NoteKind::none, -1, 0, 0, kNotPending, {}, row.inc_ref().ptr()});
   ++observer_.counters.frames;
   push(frame);
 }

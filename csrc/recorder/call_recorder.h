@@ -36,9 +36,9 @@ class CallRecorder {
     nodes_[size_t(node)]->allow_inf = std::move(allow_inf);
   }
 
-  // Makes the call `target(*args, **kwargs)` of a module and records it. A new reference, or null with an exception
-  // set, as in the C API.
-  PyObject* run(int32_t node, PyObject* module, PyObject* target, PyObject* args, PyObject* kwargs);
+  // Makes the call of a module, by `inner` as call_past_wrappers does, and records it. A new reference, or null with an
+  // exception set, as in the C API.
+  PyObject* run(int32_t node, PyObject* module, PyObject* inner, PyObject* args, PyObject* kwargs);
 
   // The same for a call in compiled code, which operators in the graph report; see call_recorder_compiled.cpp. These
   // throw error_already_set. `begin` is for a call that no watched call of the same graph has made. Its caller is then
@@ -149,7 +149,7 @@ class CallRecorder {
     int32_t entering = 0;                         // the node of the outermost call that begins
     bool is_inside = false;                       // of the batch under way, which is one of a module
     std::deque<CallFrame> deferred = {};          // frames of the batch under way, since one waits for a device
-    FrameData frame = {};
+    OpenFrame frame = {};
     box::Slot* slot = nullptr;  // in the black box, for the batch under way
   };
 
@@ -164,7 +164,7 @@ class CallRecorder {
   bool end_batch(Thread& thread, bool completed);
   void leave_start(Thread& thread);
   void let_go_of_starts();
-  FrameData& begin_frame(Thread& thread, int32_t index, std::vector<GradientCandidate>* candidates);
+  OpenFrame& begin_frame(Thread& thread, int32_t index, std::vector<GradientCandidate>* candidates);
   bool record(Thread& thread, int32_t node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output);
   void follow_gradients(const Thread& thread, std::vector<GradientCandidate> candidates, int32_t index, int32_t caller,
                         std::shared_ptr<const void>* keep);

@@ -114,7 +114,7 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
   const auto look = [&] {
     std::vector<GradientCandidate> candidates;
     const Recording recording(&thread);
-    FrameData& frame = begin_frame(thread, int32_t(index), &candidates);
+    OpenFrame& frame = begin_frame(thread, int32_t(index), &candidates);
     const std::shared_ptr<Node::Plan> plan = observer_.plan_of(node, text);
     if (node.class_name != plan->class_name) {
       node.class_name = plan->class_name;

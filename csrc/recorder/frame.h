@@ -45,19 +45,17 @@ struct AddedOutput {
   pybind11::object tensor;
 };
 
-// One call of one module. Reused: clearing keeps the capacity, so a steady run allocates nothing.
+// One call of one module: one line of the cache, and its rows. Reused: clearing keeps the capacity, so a steady run
+// allocates nothing.
 struct FrameData {
   int64_t batch = 0;
   int32_t node = 0;
   bool recomputed = false;
   Phase phase = Phase::forward;
   bool has_nonfinite = false;
-  bool reads_all = false;  // while it is made: nothing is taken on trust
+  bool has_objects = false;  // rows that Python made
   std::vector<RowData> rows;
   std::vector<int64_t> shapes;
-  PendingRows pending;
-  std::vector<GradientCandidate>* candidates = nullptr;  // while it is made, if gradients are asked for
-  const std::vector<AddedOutput>* added = nullptr;       // while it is made
 
   FrameData() = default;
   FrameData(const FrameData&) = delete;
@@ -70,21 +68,18 @@ struct FrameData {
     shapes.reserve(48);
   }
 
-  void clear() {
-    start_over();
-    candidates = nullptr;
-    added = nullptr;
-    reads_all = false;
+  void add(const RowData& row) {
+    has_objects |= row.python != nullptr;
+    rows.push_back(row);
   }
 
-  // Drops what there is of a frame that is being made.
-  void start_over() {
-    for (const RowData& row : rows) Py_XDECREF(row.python);
-    if (candidates != nullptr) candidates->clear();
+  void clear() {
+    // The rows of the frame that this one takes the place of are in no cache any more.
+    if (has_objects) [[unlikely]]
+      for (const RowData& row : rows) Py_XDECREF(row.python);
     rows.clear();
     shapes.clear();
-    pending.clear();
-    has_nonfinite = false;
+    has_nonfinite = has_objects = false;
     phase = Phase::forward;
   }
 
@@ -95,9 +90,9 @@ struct FrameData {
     recomputed = other.recomputed;
     phase = other.phase;
     has_nonfinite = other.has_nonfinite;
+    has_objects = other.has_objects;
     rows = other.rows;
     shapes = other.shapes;
-    pending.rows = other.pending.rows;
     for (const RowData& row : rows) Py_XINCREF(row.python);
   }
 
@@ -107,15 +102,46 @@ struct FrameData {
     std::swap(recomputed, other.recomputed);
     std::swap(phase, other.phase);
     std::swap(has_nonfinite, other.has_nonfinite);
+    std::swap(has_objects, other.has_objects);
     rows.swap(other.rows);
     shapes.swap(other.shapes);
+  }
+};
+
+// A frame that is being made, or waits for a device.
+struct OpenFrame : FrameData {
+  PendingRows pending;
+  bool reads_all = false;                                // nothing is taken on trust
+  std::vector<GradientCandidate>* candidates = nullptr;  // if gradients are asked for
+  const std::vector<AddedOutput>* added = nullptr;
+
+  OpenFrame() = default;
+  OpenFrame(OpenFrame&& other) noexcept { swap(other); }
+  ~OpenFrame() { clear(); }
+
+  void clear() {
+    start_over();
+    candidates = nullptr;
+    added = nullptr;
+    reads_all = false;
+  }
+
+  // Drops what there is of it.
+  void start_over() {
+    FrameData::clear();
+    if (candidates != nullptr) candidates->clear();
+    pending.clear();
+  }
+
+  void swap(OpenFrame& other) noexcept {
+    FrameData::swap(other);
     pending.swap(other.pending);
   }
 };
 
 // A frame, and the node that made the call.
 struct CallFrame {
-  FrameData frame;
+  OpenFrame frame;
   int32_t caller;
 };
 
@@ -131,7 +157,7 @@ class FrameRing {
   void push(FrameData& frame) {
     counts_.add(frame.batch);
     frames_[next_].swap(frame);
-    next_ = (next_ + 1) % frames_.size();
+    if (++next_ == frames_.size()) next_ = 0;
     if (held_ < frames_.size()) ++held_;
     ++pushed_;
   }

@@ -34,11 +34,13 @@ class Labels {
   }
 
   Id item(Id parent, int64_t index) {
+    if (parent == kInput && index < kFewInputs && inputs_[index] != kInput) return inputs_[index];
     const uint64_t key = (uint64_t(parent) << 32) | uint64_t(uint32_t(index));
     const auto found = items_.find(key);
     if (found != items_.end()) return found->second;
     const Id id = add(texts_[size_t(parent)] + "[" + std::to_string(index) + "]", texts_[size_t(parent)] + "[...]");
     if (!full()) items_.emplace(key, id);
+    if (parent == kInput && index < kFewInputs) inputs_[index] = id;
     return id;
   }
 
@@ -67,6 +69,7 @@ class Labels {
  private:
   static constexpr size_t kLimit = 1 << 16;  // texts
   static constexpr size_t kMaxKeys = 1 << 12;
+  static constexpr int64_t kFewInputs = 8;
 
   struct Named {
     Id parent;
@@ -100,6 +103,7 @@ class Labels {
   }
 
   std::vector<std::string> texts_;
+  Id inputs_[kFewInputs] = {};  // labels of the first positional arguments, once they are made
   std::unordered_map<uint64_t, Id> items_;
   std::unordered_map<Named, Id, HashNamed> named_;
   std::unordered_map<std::string, Id> by_text_, overflow_;

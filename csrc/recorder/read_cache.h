@@ -14,10 +14,12 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <memory>
 #include <type_traits>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "device/pending_row.h"
@@ -71,10 +73,10 @@ struct Content {
   const c10::StorageImpl* storage = nullptr;
   const void* counter = nullptr;
   uint32_t version = 0;
-  int64_t epoch = -1;  // how often weights had been declared changed by then; below 0 there is nothing
+  int32_t epoch = -1;  // how often weights had been declared changed by then; below 0 there is nothing
 
   Content() = default;
-  Content(const at::Tensor& x, int64_t at_epoch)
+  Content(const at::Tensor& x, int32_t at_epoch)
       : key(key_of(x)),
         storage(storage_of(x)),
         counter(counter_identity(x)),
@@ -88,31 +90,39 @@ struct Content {
   }
 };
 
-// A range and the tensor content it was read from. The caches know whether its addresses are still valid.
-struct CacheEntry {
+// A range and the tensor content it was read from. The caches know whether its addresses are still valid. What a hit
+// on the host asks for is one line of the CPU's cache: between two calls the lines of an entry are evicted.
+struct alignas(64) CacheEntry {
   Content content;
-  int64_t batch = -1;  // when it was read
-  RangeRow range{};
-  PendingRowPtr pending;  // in place of the range where a device was asked for it
+  uint32_t batch = 0;  // when it was read; its last 32 bits
+  bool is_pending = false;
+  double abs_min = 0, abs_max = 0;  // finite
+  PyObject* weak = nullptr;         // owned by the ActivationCache; to the tensor object that was read
+  PendingRowPtr pending;            // in place of the range where a device was asked for it
+
+  RangeRow range() const { return {abs_min, abs_max, true}; }
 
   // `row`: a RangeRow or a PendingRowPtr.
   template <typename Row>
   void take(const Content& its_content, const Row& row, int64_t at_batch) {
     content = its_content;
-    batch = at_batch;
+    batch = uint32_t(at_batch);
     if constexpr (std::is_same_v<Row, PendingRowPtr>) {
       pending = row;
+      is_pending = true;
     } else {
-      range = row;
-      if (pending) pending.reset();
+      abs_min = row.abs_min;
+      abs_max = row.abs_max;
+      if (std::exchange(is_pending, false)) pending.reset();
     }
   }
 
   void forget() { content.epoch = -1; }
 };
+static_assert(offsetof(CacheEntry, pending) == 64);
 
 // A few slots for each hashed key; when all are taken the newcomer takes the first. Bounded, and a miss only costs a
-// read: with 4 of 4096 a batch of 300 activations has none.
+// read: with 4 of 2048 a batch of 300 activations has none.
 class ActivationCache {
  public:
   ActivationCache() { used_.reserve(1024); }
@@ -124,10 +134,10 @@ class ActivationCache {
   const CacheEntry* find(const Content& content) const {
     const size_t first = first_of(content.key);
     for (size_t index = first; index < first + kWays; ++index) {
-      const Slot& slot = slots_[index];
-      if (slot.weak == nullptr) return nullptr;
-      if (slot.entry.content.key == content.key)
-        return slot.entry.content.has_same_version(content) && slot.is_alive() ? &slot.entry : nullptr;
+      const CacheEntry& entry = entries_[index];
+      if (entry.weak == nullptr) return nullptr;
+      if (entry.content.key == content.key)
+        return entry.content.has_same_version(content) && is_alive(entry) ? &entry : nullptr;
     }
     return nullptr;
   }
@@ -142,39 +152,34 @@ class ActivationCache {
     }
     const size_t first = first_of(content.key);
     size_t index = first;
-    while (index < first + kWays && slots_[index].weak != nullptr && slots_[index].entry.content.key != content.key)
+    while (index < first + kWays && entries_[index].weak != nullptr && entries_[index].content.key != content.key)
       ++index;
     if (index == first + kWays) index = first;
-    Slot& slot = slots_[index];
-    if (slot.weak == nullptr) used_.push_back(uint32_t(index));
-    Py_XSETREF(slot.weak, weak);
-    slot.entry.take(content, row, batch);
+    CacheEntry& entry = entries_[index];
+    if (entry.weak == nullptr) used_.push_back(uint32_t(index));
+    Py_XSETREF(entry.weak, weak);
+    entry.take(content, row, batch);
   }
 
   void clear() {
-    for (const uint32_t index : used_) Py_CLEAR(slots_[index].weak);
+    for (const uint32_t index : used_) Py_CLEAR(entries_[index].weak);
     used_.clear();
   }
 
  private:
-  static constexpr int kBits = 12;
+  static constexpr int kBits = 11;
   static constexpr size_t kWays = 4;
 
-  struct Slot {
-    CacheEntry entry;
-    PyObject* weak = nullptr;  // owned; to the tensor object that was read
-
-    // Returns whether that tensor lives and is still over that storage with that counter: then neither address has a
-    // new owner.
-    bool is_alive() const {
-      PyObject* read = PyWeakref_CheckRef(weak) ? PyWeakref_GetObject(weak) : Py_None;
-      if (read == nullptr || read == Py_None) return false;
-      return entry.content.is_over(THPVariable_Unpack(read));
-    }
-  };
+  // Returns whether the tensor that was read lives and is still over that storage with that counter: then neither
+  // address has a new owner.
+  static bool is_alive(const CacheEntry& entry) {
+    PyObject* read = PyWeakref_CheckRef(entry.weak) ? PyWeakref_GetObject(entry.weak) : Py_None;
+    if (read == nullptr || read == Py_None) return false;
+    return entry.content.is_over(THPVariable_Unpack(read));
+  }
   static size_t first_of(uint64_t key) { return size_t(key >> (64 - kBits)); }
 
-  std::vector<Slot> slots_ = std::vector<Slot>((size_t(1) << kBits) + kWays);
+  std::vector<CacheEntry> entries_ = std::vector<CacheEntry>((size_t(1) << kBits) + kWays);
   std::vector<uint32_t> used_;
 };
 

@@ -23,6 +23,9 @@ bool find_watched(PyObject* module, std::vector<WatchedNode>* nodes);
 // Returns a new reference to the outermost wrapper of a module's call, or null.
 PyObject* call_of(PyObject* module);
 
+// Makes the call of a module as what stood before it would, or, where nothing did, as PyTorch does.
+PyObject* call_past_wrappers(PyObject* inner, PyObject* module, PyObject* args, PyObject* kwargs);
+
 // Adds WatchedCall to the module.
 void bind_watched_call(pybind11::module_& m);
 
