@@ -1,4 +1,4 @@
-"""Merge of the reports of several ranks: the origin, headroom by module and rank, and replicas that differ.
+"""Merge of the reports of several ranks: one table of what each rank saw first, and how little room it had left.
 
 Only ranks of one attempt of an elastic job are compared with each other.
 """
@@ -10,11 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from statistics import median_low
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..records.headroom import by_module
-from ..records.record import Record
 from ..report import text
 from ..report.finding import Finding, RankObservation, earliest
 from ..report.page import TEXT, Table, page
@@ -27,17 +25,8 @@ from ..util.reading import plain
 from ..util.visible import module_name, visible
 
 _FILE = "report.json"
-_SCHEMA, _VERSION = "nanwatch.merged", 1
-_WORST = 20  # modules, weights, attempts and files shown; the document has all
-
-
-class WeightKey(NamedTuple):
-    """Name of a weight in a batch, equal on all ranks that hold it."""
-
-    batch: int
-    module: str
-    label: str
-    shape: tuple[int, ...] | None
+_SCHEMA, _VERSION = "nanwatch.merged", 2
+_MOST_SHOWN = 64  # ranks, attempts and files; the document has all
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +34,28 @@ class Digest:
     """One rank's part in a merge.
 
     `finding` has the rank of the report and always a sequence: if the report has none, it is the number of frames of
-    the batch in the report before the non-finite one. `headroom` is in bits, by module. `weights` has abs_min and
-    abs_max.
+    the batch in the report before the non-finite one. `bits` is the least headroom, of `module`, -inf where something
+    is not finite.
     """
 
     rank: int
     finding: Finding | None
-    headroom: dict[str, float]
-    weights: dict[WeightKey, tuple[float, float]]
+    bits: float = inf
+    module: str = ""
     attempt: Attempt | None = None
 
     @classmethod
     def of(cls, report: Report) -> Digest:
         """Return the digest of a report."""
-        weights = {
-            WeightKey(frame.batch, frame.name, record.label, record.shape): pair
-            for frame in report.frames
-            for record in frame.records
-            if (pair := _comparable(record)) is not None
-        }
-        return cls(report.rank, _finding(report), by_module(report.frames), weights, report.attempt)
+        finding = report.finding
+        if finding is not None:
+            sequence = finding.sequence
+            if sequence is None:
+                frames = [frame for frame in report.frames if frame.batch == finding.batch]
+                sequence = next((i for i, frame in enumerate(frames) if frame.fault is not None), len(frames))
+            finding = replace(finding, rank=report.rank, sequence=sequence)
+        least = min(((bits, name) for name, bits in by_module(report.frames).items()), default=(inf, ""))
+        return cls(report.rank, finding, *least, report.attempt)
 
     @property
     def observation(self) -> RankObservation | None:
@@ -80,22 +71,17 @@ class Digest:
             return ""
         return f"{text.summary(replace(self.finding, rank=0))}, rank {self.rank}"
 
-
-def _finding(report: Report) -> Finding | None:
-    finding = report.finding
-    if finding is None:
-        return None
-    sequence = finding.sequence
-    if sequence is None:
-        frames = [frame for frame in report.frames if frame.batch == finding.batch]
-        sequence = next((i for i, frame in enumerate(frames) if frame.fault is not None), len(frames))
-    return replace(finding, rank=report.rank, sequence=sequence)
-
-
-def _comparable(record: Record) -> tuple[float, float] | None:
-    if record.role != "weight" or record.note or record.abs_min is None or record.abs_max is None:
-        return None
-    return record.abs_min, record.abs_max
+    @property
+    def cells(self) -> list[str]:
+        """The row of the table."""
+        finding, room = self.finding, "all zero" if self.bits == inf else f"{self.bits:.1f}"
+        seen = (
+            "" if finding is None else f"{finding.value} in {finding.label} of {module_name(finding.module)}"
+        )
+        batch = "" if finding is None else str(finding.batch)
+        return [
+            str(self.rank), seen, batch, "not finite" if self.bits == -inf else room, module_name(self.module),
+        ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,51 +126,6 @@ class Merged:
             key=lambda pair: pair[0].order,
         )
 
-    def headroom(self) -> dict[str, dict[int, float]]:
-        """Return the bits of headroom by module and rank, the module with the least first."""
-        by_name: dict[str, dict[int, float]] = {}
-        for digest in self.digests:
-            for name, bits in digest.headroom.items():
-                by_name.setdefault(name, {})[digest.rank] = bits
-        return dict(sorted(by_name.items(), key=lambda item: (min(item[1].values()), item[0])))
-
-    def headroom_rows(self) -> list[dict[str, Any]]:
-        """Return the least, the median and the most of each module, and on which ranks they are."""
-        rows = []
-        for name, bits in self.headroom().items():
-            by_bits = sorted((value, rank) for rank, value in bits.items())
-            most, most_rank = max(by_bits, key=lambda pair: (pair[0], -pair[1]))
-            rows.append(
-                {
-                    "module": name,
-                    "least": by_bits[0][0],
-                    "on rank": by_bits[0][1],
-                    "median": median_low(bits.values()),
-                    "most": most,
-                    "by rank": most_rank,
-                    "not finite": sum(value == -inf for value in bits.values()),
-                }
-            )
-        return rows
-
-    def differences(self) -> list[dict[str, Any]]:
-        """Return the ranges of weights that differ between ranks that saw them in the same batch, and their ranks.
-
-        Replicas hold equal weights, so their ranges are equal to the bit. Shards of one weight are not compared.
-        """
-        seen: dict[WeightKey, dict[tuple[str, str], list[int]]] = {}
-        for digest in self.digests:
-            for weight, (low, high) in digest.weights.items():
-                # As text, since a nan is not equal to itself.
-                seen.setdefault(weight, {}).setdefault((repr(low), repr(high)), []).append(digest.rank)
-        rows = []
-        for weight in sorted(seen, key=lambda weight: (*weight[:3], weight.shape or ())):
-            ranges = sorted(seen[weight].items(), key=lambda item: (-len(item[1]), item[1]))
-            for (lowest, highest), ranks in ranges if len(ranges) > 1 else ():
-                place = {"batch": weight.batch, "module": weight.module, "weight": weight.label}
-                rows.append({**place, "abs min": float(lowest), "abs max": float(highest), "ranks": ranks})
-        return rows
-
     @property
     def headline(self) -> str:
         """Where the first non-finite value was, in one line."""
@@ -195,47 +136,41 @@ class Merged:
         return f"First: {first[0].summary}{more}"
 
     def _facts(self) -> list[tuple[str, str]]:
-        later = [digest for digest in self.failed if digest not in self.origins]
         facts = [("Of", str(self.attempt))] if self.attempt is not None else []
-        facts += [("Later", digest.summary) for digest in later[:_WORST]]
-        if len(later) > _WORST:
-            facts.append(("Later", f"{_count(len(later) - _WORST)} more"))
-        for merged in self.others[-_WORST:]:
+        for merged in self.others[-_MOST_SHOWN:]:
             who = f"{merged.attempt or 'reports that name no attempt'}, {_count(len(merged.digests))}"
             facts.append(("Not merged", f"{who}: {merged.headline}"))
-        return facts + [("Left out", reason) for reason in self.left_out[:_WORST]]
+        return facts + [("Left out", reason) for reason in self.left_out[:_MOST_SHOWN]]
 
-    def _tables(self) -> list[Table]:
-        apart = "Weights that are not alike: the replicas have come apart, or the ranks hold different parts"
-        tables = []
-        for kind, title, rows in (
-            ("headroom", "Bits of headroom, the worst module first", self.headroom_rows()),
-            ("differences", apart, self.differences()),
-        ):
-            if rows:
-                cells = [[_cell(name, x) for name, x in row.items()] for row in rows[:_WORST]]
-                more = f"and {len(rows) - _WORST} more" if len(rows) > _WORST else ""
-                tables.append(Table(kind, title, dict.fromkeys(rows[0], TEXT), cells, after=more))
-        return tables
+    def _table(self) -> Table:
+        """Return the table of ranks: the earliest findings first, then by rank."""
+        failed = self.failed
+        rows = [*failed, *(digest for digest in self.digests if digest.finding is None)]
+        more = f"and {_count(len(rows) - _MOST_SHOWN)} more" if len(rows) > _MOST_SHOWN else ""
+        columns = ("rank", "first non-finite", "batch", "least headroom in bits", "of")
+        cells: list[list[Any]] = [[*digest.cells] for digest in rows[:_MOST_SHOWN]]
+        return Table("ranks", "Ranks, the earliest first", dict.fromkeys(columns, TEXT), cells, after=more)
 
     def to_text(self) -> str:
         """Return the merge as text, without a newline at its end."""
+        table = self._table()
+        grid = [[*table.columns], *table.rows]
+        widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
         lines = [f"{_count(len(self.digests))}: {spell_runs(self.ranks)}", self.headline]
         lines += [f"{head}: {body}" for head, body in self._facts()]
-        for table in self._tables():
-            grid = [[*table.columns], *table.rows]
-            widths = [max(len(row[column]) for row in grid) for column in range(len(table.columns))]
-            lines += ["", table.title]
-            lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in grid]
-            lines += [table.after] if table.after else []
-        return "\n".join(map(visible, lines))
+        lines += ["", *("  ".join(map(str.ljust, row, widths)).rstrip() for row in grid)]
+        return "\n".join(map(visible, [*lines, table.after] if table.after else lines))
 
     def to_html(self) -> str:
         """Return the merge as one HTML document."""
         amount = f"{_count(len(self.digests))}: {spell_runs(self.ranks)}"
-        is_bad = bool(self.failed)
         return page(
-            "nanwatch show --html", self.headline, amount, self._facts(), self._tables(), is_bad=is_bad
+            "nanwatch show --html",
+            self.headline,
+            amount,
+            self._facts(),
+            [self._table()],
+            is_bad=bool(self.failed),
         )
 
     def document(self) -> dict[str, object]:
@@ -244,14 +179,16 @@ class Merged:
             "schema": _SCHEMA,
             "version": _VERSION,
             "attempt": plain(self.attempt),
-            "ranks": self.ranks,
+            "ranks": [
+                {
+                    "rank": digest.rank,
+                    "finding": plain(digest.finding),
+                    "headroom_bits": plain(digest.bits),
+                    "module": digest.module,
+                }
+                for digest in self.digests
+            ],
             "origin_ranks": [digest.rank for digest in self.origins],
-            "findings": [plain(digest.finding) for digest in self.failed],
-            "headroom": plain(self.headroom_rows()),
-            "headroom_bits": {
-                name: [plain(bits.get(rank)) for rank in self.ranks] for name, bits in self.headroom().items()
-            },
-            "differences": plain(self.differences()),
             "other_attempts": [merged.document() for merged in self.others],
             "left_out": list(self.left_out),
         }
@@ -263,18 +200,6 @@ class Merged:
 
 def _count(number: int) -> str:
     return f"{number} rank" if number == 1 else f"{number} ranks"
-
-
-def _cell(column: str, value: Any) -> str:
-    if column == "module":
-        return module_name(value)
-    if isinstance(value, list):
-        return spell_runs(value)
-    if not isinstance(value, float):
-        return str(value)
-    if column.startswith("abs"):
-        return f"{value:.6e}"
-    return "not finite" if value == -inf else "all zero" if value == inf else f"{value:.1f}"
 
 
 def merge(*paths: Path, tell: Tell = silent) -> Merged:
