@@ -13,7 +13,7 @@ import copyreg
 import itertools
 import re
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, MappingView, Sequence, Set
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, MappingView, Set
 from dataclasses import fields, is_dataclass
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -43,8 +43,6 @@ class Unwalked(str):
 
 
 Leaf: TypeAlias = tuple[str, Any]
-# A container under way: its label, its id, and what is left of its children.
-_Level: TypeAlias = tuple[str, int, "Iterator[tuple[object, Any]]"]
 
 
 def leaves(value: Any, label: str, objects: bool = True, given: Iterable[object] = ()) -> list[Leaf]:
@@ -57,79 +55,61 @@ def leaves(value: Any, label: str, objects: bool = True, given: Iterable[object]
     """
     if isinstance(value, torch.Tensor):
         return [(label, value)]
-    found: list[Leaf] = []
-    _walk(value, label, found, objects, frozenset(map(id, given)))
-    return found
+    walk = _Walk(objects, given)
+    walk.enter(value, label)
+    return walk.leaves
 
 
 def call_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, objects: bool = True) -> list[Leaf]:
     """Return the leaves of a call's positional, then its keyword arguments."""
-    found: list[Leaf] = []
-    for position, value in enumerate(args):
-        if isinstance(value, torch.Tensor):
-            found.append((f"input[{position}]", value))
-        else:
-            _walk(value, f"input[{position}]", found, objects)
-    for name, value in kwargs.items():
-        _walk(value, f"input[{name}]", found, objects)
-    return found
+    walk = _Walk(objects, ())
+    for key, value in (*enumerate(args), *kwargs.items()):
+        walk.enter(value, f"input[{key}]")
+    return walk.leaves
 
 
-def _walk(
-    value: Any, label: str, found: list[Leaf], objects: bool, given: frozenset[int] = frozenset()
-) -> None:
-    # A loop: each level of a recursion would take of the stack that the user's own forward may need.
-    inside: list[_Level] = []
-    num_objects = 0
-    while True:
-        attributes = _attributes(value) if objects and id(value) not in given else None
-        num_objects += attributes is not None
-        if num_objects > MAX_OBJECTS and attributes is not None:
-            value, attributes = Unwalked(f"more than {MAX_OBJECTS} objects"), None
-        children = _enter(value, label, found, inside, attributes)
-        if children is not None:
-            inside.append((label, id(value), iter(children)))
-        while inside:
-            step = next(inside[-1][2], None)
-            if step is not None:
-                break
-            inside.pop()
-        else:
-            return
-        parent = inside[-1][0]
-        if len(found) >= MAX_LEAVES:
-            if not isinstance(found[-1][1], Unwalked):
-                found.append((parent, Unwalked(f"more than {MAX_LEAVES} values")))
-            return
-        key, value = step
-        label = f"{parent}[{key}]"
+class _Walk:
+    """Leaves that a walk has met so far."""
 
+    def __init__(self, objects: bool, given: Iterable[object]) -> None:
+        self.leaves: list[Leaf] = []
+        self._objects = objects
+        self._num_objects = 0
+        self._given = frozenset(map(id, given))
 
-def _enter(
-    value: Any,
-    label: str,
-    found: list[Leaf],
-    inside: Sequence[_Level],
-    attributes: list[tuple[object, Any]] | None,
-) -> list[tuple[object, Any]] | None:
-    """Return the children of a container; add anything else to `found`. `inside` are the containers around it."""
-    if isinstance(value, (torch.Tensor, *SCALARS)):
-        found.append((label, value))
-        return None
-    leaf = value
-    try:
-        leaf = _tensor_of(value)
-        children = attributes or _children(value)
-    except Exception as error:
-        # A container of the user's own may do anything when asked for its items.
-        children, leaf = None, Unwalked(f"{type(value).__name__} raised {type(error).__name__}")
-    if children is not None and any(id(value) == one for _, one, _ in inside):
-        children, leaf = None, Unwalked("contains itself")
-    if children is not None and len(inside) == MAX_DEPTH:
-        children, leaf = None, Unwalked(f"nested deeper than {MAX_DEPTH}")
-    if children is None:
-        found.append((label, leaf))
-    return children
+    def enter(self, value: Any, label: str, inside: tuple[int, ...] = ()) -> None:
+        """Add the leaves of a value. `inside` are the ids of the containers around it."""
+        leaf: Any = value
+        children = None
+        if not isinstance(value, (torch.Tensor, *SCALARS)):
+            try:
+                leaf = _tensor_of(value)
+                children = self._attributes(value) or _children(value)
+            except Exception as error:
+                # A container of the user's own may do anything when asked for its items.
+                leaf = Unwalked(f"{type(value).__name__} raised {type(error).__name__}")
+        if isinstance(children, Unwalked):
+            children, leaf = None, children
+        elif children is not None and id(value) in inside:
+            children, leaf = None, Unwalked("contains itself")
+        elif children is not None and len(inside) == MAX_DEPTH:
+            children, leaf = None, Unwalked(f"nested deeper than {MAX_DEPTH}")
+        if children is None:
+            self.leaves.append((label, leaf))
+        for key, child in children or ():
+            if len(self.leaves) >= MAX_LEAVES:
+                if not isinstance(self.leaves[-1][1], Unwalked):
+                    self.leaves.append((label, Unwalked(f"more than {MAX_LEAVES} values")))
+                return
+            self.enter(child, f"{label}[{key}]", (*inside, id(value)))
+
+    def _attributes(self, value: Any) -> list[tuple[object, Any]] | Unwalked | None:
+        """Return the attributes of an object that may hold tensors, or why it is not entered."""
+        attributes = _attributes(value) if self._objects and id(value) not in self._given else None
+        self._num_objects += attributes is not None
+        if attributes is not None and self._num_objects > MAX_OBJECTS:
+            return Unwalked(f"more than {MAX_OBJECTS} objects")
+        return attributes
 
 
 def _children(value: Any) -> list[tuple[object, Any]] | None:
