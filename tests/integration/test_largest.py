@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
 from nanwatch.numerics.formats import limits
-from nanwatch.recording import frame_ring
+from nanwatch.recording import recorder
 from nanwatch.recording.events import PeakName
 from nanwatch.records.note import Note
 from nanwatch.records.record import Frame
@@ -157,16 +157,16 @@ def test_names_without_end_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             return {f"{self.calls}.{i}": x for i in range(4000)}
 
     if _extension.C is None:
-        monkeypatch.setattr(frame_ring, "MAX_PEAKS", 30_000)
+        monkeypatch.setattr(recorder, "MAX_PEAKS", 30_000)
     model = nn.ModuleList([Named() for _ in range(5)])
     model.forward = lambda x: [module(x) for module in model][:0]  # type: ignore[method-assign]
     with watch(model, forecast=False, read="weights buffers outputs") as w:
         w._recorder.gathers_from = 0
         taker = Taker(w)
-        for _ in range(frame_ring.MAX_PEAKS // 20_000 + 1):
+        for _ in range(recorder.MAX_PEAKS // 20_000 + 1):
             model(torch.ones(1))
             taker.take()
-        assert len(taker.names) == frame_ring.MAX_PEAKS
+        assert len(taker.names) == recorder.MAX_PEAKS
         for module in model:
             module.calls = 0
         model(torch.full((1,), 2.0))
