@@ -12,7 +12,7 @@ from ..blackbox.box_file import SUFFIX
 from ..blackbox.job import read_job
 from ..blackbox.process import state_folder
 from ..ranks.merge import merge
-from ..report.forms import forms
+from ..report.forms import FORMS
 from ..report.report import Report
 from ..report.spike import SpikeReport, read_saved
 from ..trace.picture import draw
@@ -54,7 +54,7 @@ def show_main(arguments: list[str]) -> int:
     parser.add_argument("--live", action="store_true", help="with --box: look again every 2 s until Ctrl-C")
     parser.add_argument(
         "--format",
-        choices=sorted(forms()),
+        choices=sorted(FORMS),
         default="text",
         help="form of a report on stdout (default: %(default)s)",
     )
@@ -109,9 +109,9 @@ def _show_report(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
     if file.parent.parent == path:  # one of several
         heading = [f"{file}:", "", *heading]
     run = trace if options.batch is None else None
-    page = (lambda: forms()["html"].render(report, tell)) if run is None else (lambda: draw(run).to_html())
+    page = (lambda: FORMS["html"].render(report, tell)) if run is None else (lambda: draw(run).to_html())
     wrote = write_page(options.html, page, tell)
-    form = forms()["json" if options.json else options.format]
+    form = FORMS["json" if options.json else options.format]
     if form.name != "text":
         return form.render(report, tell), 0
     return "\n".join([*map(visible, heading), wrote or form.render(report, tell)]), 0

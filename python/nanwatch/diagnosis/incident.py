@@ -17,7 +17,7 @@ from torch import nn
 from ..capsule.capsule import make_numbered, write_capsule
 from ..instrumentation.wrapped_names import module_names
 from ..report.finding import Finding
-from ..report.forms import AnyReport, Form, folder_forms, forms
+from ..report.forms import FORMS, AnyReport, Form
 from ..report.report import NonFiniteError, Report
 from ..report.spike import SpikeReport
 from ..util.progress import silent
@@ -159,7 +159,7 @@ class _Folder:
             del self.remarks[1:]  # nothing else was tried
             return report()
         files: list[str] = self.files
-        left: list[Form] = list(folder_forms())
+        left = sorted((form for form in FORMS.values() if form.in_folder), key=lambda form: form.name)
         while True:
             self.files = files + [str(folder / f"report.{form.suffix}") for form in left]
             complete = report()
@@ -194,7 +194,7 @@ def write_frames(report: Report, folder: Path) -> Path:
     """
     made = _new_folder(folder)
     for name in ("json", "text"):
-        _write_form(report, forms()[name], made)
+        _write_form(report, FORMS[name], made)
     return made
 
 

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from .._version import __version__
 from ..history.forecast import Forecast
-from ..report.annotation import annotation_of
+from ..report.forms import annotation_of
 from ..report.replica import ReplicaDifference
 from ..report.report import Report
 from ..report.spike import SpikeReport

@@ -1,0 +1,133 @@
+"""Forms of a report: text, JSON, a page, SARIF for editors and code hosts, and a command of GitHub Actions.
+
+A form is an entry of FORMS. `nanwatch show --format` takes its name, and `output_dir` gets those that are `in_folder`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import Any, Literal, NamedTuple, TypeAlias
+from urllib.parse import quote
+
+from .._version import __version__
+from ..util.place import Place
+from ..util.progress import Tell
+from ..util.visible import module_name, visible
+from .report import Report
+from .spike import SpikeReport
+from .text import summary
+
+AnyReport: TypeAlias = Report | SpikeReport
+_SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
+
+
+class Form(NamedTuple):
+    """Form of a report: its name, the suffix of its file, and the function that renders a report in it."""
+
+    name: str
+    suffix: str
+    render: Callable[[AnyReport, Tell], str]
+    in_folder: bool = True
+
+
+class Annotation(NamedTuple):
+    """Finding in the terms of SARIF and of code hosts. `place` is None where no re-run has found the operation."""
+
+    rule: str
+    level: Literal["error", "warning"]
+    text: str
+    module: str
+    place: Place | None
+
+
+def annotation_of(report: AnyReport) -> Annotation | None:
+    """Return the annotation of a failure (an error) or of a spike (a warning), None when all is finite."""
+    if isinstance(report, SpikeReport):
+        module = "" if report.first is None else report.first.module
+        return _annotation(f"spike {report.cause}", "warning", report.summary, module, None)
+    finding, explanation = report.finding, report.explanation
+    if finding is None or explanation is None:
+        return None
+    words = f"{summary(finding)}. Why: {explanation.reason} Next: {explanation.advice}"
+    return _annotation(explanation.reason.code, "error", words, finding.module, finding.place)
+
+
+def _annotation(
+    code: str, level: Literal["error", "warning"], words: str, module: str, place: Place | None
+) -> Annotation:
+    """Return the annotation, with the code of the reason spelt as an identifier."""
+    rule = code.replace(" ", "-").replace("'", "")
+    return Annotation(rule, level, visible(words), module_name(module), place)
+
+
+def _text(report: AnyReport, tell: Tell) -> str:
+    tell("making the text")
+    return report.to_text(whole=True) if isinstance(report, Report) else report.to_text()
+
+
+def _sarif(report: AnyReport, tell: Tell) -> str:
+    annotation = annotation_of(report)
+    results = [] if annotation is None else [_sarif_result(annotation)]
+    driver = {
+        "name": "nanwatch",
+        "version": __version__,
+        "rules": [{"id": result["ruleId"]} for result in results],
+    }
+    runs = [{"tool": {"driver": driver}, "results": results}]
+    return json.dumps({"$schema": _SARIF, "version": "2.1.0", "runs": runs}, allow_nan=False, indent=1)
+
+
+def _sarif_result(annotation: Annotation) -> dict[str, Any]:
+    location: dict[str, Any] = {
+        "logicalLocations": [{"fullyQualifiedName": annotation.module, "kind": "module"}]
+    }
+    if annotation.place is not None:
+        path = PurePath(annotation.place.file)
+        # Without columns: ours are bytes, those of SARIF are characters.
+        location["physicalLocation"] = {
+            "artifactLocation": {"uri": path.as_uri() if path.is_absolute() else quote(path.as_posix())},
+            "region": {"startLine": annotation.place.line},
+        }
+    return {
+        "ruleId": annotation.rule,
+        "level": annotation.level,
+        "message": {"text": annotation.text},
+        "locations": [location],
+    }
+
+
+def _github(report: AnyReport, tell: Tell) -> str:
+    """Return a workflow command of GitHub Actions, which shows a line on stdout as an annotation of the source."""
+    annotation = annotation_of(report)
+    if annotation is None:
+        return "::notice title=nanwatch::all that was read is finite"
+    properties = {"title": f"nanwatch {annotation.rule}"}
+    if annotation.place is not None:
+        # GitHub knows paths relative to the checkout.
+        root = os.environ.get("GITHUB_WORKSPACE") or os.getcwd()
+        path = PurePath(annotation.place.file)
+        file = path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
+        properties = {"file": file, "line": str(annotation.place.line), **properties}
+    listed = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in properties.items())
+    return f"::{annotation.level} {listed}::{_escaped(annotation.text)}"
+
+
+def _escaped(text: str, also: str = "") -> str:
+    for character in f"%\r\n{also}":
+        text = text.replace(character, f"%{ord(character):02X}")
+    return text
+
+
+FORMS = {
+    form.name: form
+    for form in (
+        Form("text", "txt", _text),
+        Form("json", "json", lambda report, tell: report.to_json()),
+        Form("html", "html", lambda report, tell: report.to_html(tell)),
+        Form("sarif", "sarif", _sarif, in_folder=False),
+        Form("github", "txt", _github, in_folder=False),
+    )
+}
