@@ -25,7 +25,7 @@ from ..report.finding import Cure, Finding, value_of
 from ..util.visible import suppressed
 from .batch_snapshot import BatchSnapshot
 from .diagnosis import BackwardStart
-from .float64 import MOST_BY_GUARD, Agreement, agreement, loaded, moved, widened
+from .float64 import LARGEST, MOST_BY_GUARD, Agreement, agreement, loaded, moved, widened
 from .operation import tensors_in
 from .provenance import ProvenanceMode, Step
 
@@ -415,6 +415,11 @@ class Trials:
         if not self._is_known:
             self._truth, self._is_known = results, True
         return results, not experiment.bad_gradients
+
+    @property
+    def is_compared(self) -> bool:
+        """Return whether float64 gives results that float32 can hold."""
+        return any(bool((x.abs() <= LARGEST).any()) for x in self._truth or () if x.is_floating_point())
 
     def agreement(
         self, experiment: Experiment, values: Sequence[Tensor] = (), exact: Sequence[Tensor] = ()

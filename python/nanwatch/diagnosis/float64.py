@@ -21,7 +21,7 @@ _MOST_CHANGE = 0.01
 # Or each element by at most this: the angle of equal vectors is 1.4e-3 where its cosine is kept 1e-6 below 1.
 MOST_BY_GUARD = 3e-3
 # A bound in float32 is no less right because float64 goes on to 1e+51.
-_LARGEST = torch.finfo(torch.float32).max
+LARGEST = torch.finfo(torch.float32).max
 _NARROWER = (torch.float32, torch.float16, torch.bfloat16)
 # A tensor of 512 MiB in float64.
 _MOST_ELEMENTS = 1 << 26
@@ -117,7 +117,7 @@ def agreement(values: Sequence[Tensor], truth: Sequence[Tensor] | None) -> Agree
         if not (value.is_floating_point() or value.is_complex()):
             continue
         new, right = _comparable(value, exact)
-        is_known = right.abs() <= _LARGEST
+        is_known = right.abs() <= LARGEST
         a, b = right[is_known], new[is_known]
         total, failing = total + a.numel(), failing + right.numel() - a.numel()
         leaving += int((right.isfinite() & ~is_known).sum())

@@ -86,15 +86,25 @@ def narrowest(dtypes: Sequence[str]) -> str:
 
 
 class Proposer:
-    """Proposes changes of a site. `values` are those of operands in float64, as far as they are known."""
+    """Proposes changes of a site. `values` are those of operands in float64, as far as they are known.
+
+    `is_compared`: the results of a trial can be compared with those of float64.
+    """
 
     def __init__(
-        self, site: Site, failure: Failure, failing: Sequence[ast.AST], values: Mapping[ast.AST, list[Any]]
+        self,
+        site: Site,
+        failure: Failure,
+        failing: Sequence[ast.AST],
+        values: Mapping[ast.AST, list[Any]],
+        *,
+        is_compared: bool = False,
     ) -> None:
         self._site = site
         self._failure = failure
         self._failing = list(failing)
         self._values = values
+        self._is_compared = is_compared
         self._numbers = numbers_of(failure.dtype)
 
     def proposals(self) -> Iterator[Proposal]:
@@ -193,7 +203,9 @@ class Proposer:
         values = [] if operand is None else self._values.get(operand, [])
         numbers = [x for x in values if not isinstance(x, Tensor)]
         tensors = [x for x in values if isinstance(x, Tensor) and not x.is_complex()]
-        facts = {"backward"} if self._failure.is_backward else {"forward"}
+        facts = {"backward" if self._failure.is_backward else "forward"}
+        if self._is_compared:
+            facts.add("compared")
         if self._failure.is_backward or not self._failure.is_finite:
             facts.add("nonfinite")
         if numbers:

@@ -121,7 +121,9 @@ class Rounds:
         failing = failing_nodes(site, failure)
         inside: tuple[Program, Failure | None] | None = None
         values = self._values(program, site, [*operands(site, failing), *failing])
-        for proposal in Proposer(site, failure, failing, values).proposals():
+        for proposal in Proposer(
+            site, failure, failing, values, is_compared=self._trials.is_compared
+        ).proposals():
             if self._trials.runs >= _MOST_RUNS or time.monotonic() > self._end:
                 break
             try:

@@ -126,7 +126,7 @@ _LOG = "keep what the logarithm is taken of away from 0"
 # "" is the whole of the pattern. Conditions: the operand is a Python `number`, an `int`, a `tensor`, a `count` (whole
 # numbers, and its source says that they count), `positive` (float64 shows nothing below 0); the number is `small`; the
 # exponent has a `pole` at 0, or a `bound` that float64 shows; the failure is in the `forward`, in the `backward`, or
-# began with what was `nonfinite` before.
+# began with what was `nonfinite` before; the results can be `compared` with those of float64.
 GUARDS = (
     ("A / B", "B", "max(B, 1)", "int", "divide by at least 1"),
     ("A / B", "B", "max(B, EPS)", "number", "divide by at least EPS"),
@@ -157,6 +157,7 @@ GUARDS = (
     ("lgamma(X)", "X", "X.clamp(min=TINY)", "", "keep what lgamma is taken of away from 0"),
     ("xlogy(A, B)", "B", "B.clamp(min=TINY)", "", _LOG),
     ("exp(X)", "X", "X.clamp(max=BOUND)", "bound", "keep the exponent at BOUND or less, as it is in float64"),
+    ("exp(X)", "X", "X - X.amax(-1, keepdim=True)", "compared", "subtract the largest exponent of a row, which no quotient of exponentials shows"),
     ("exp(X)", "X", "X.clamp(max=MOST)", "", "keep the exponent at MOST or less"),
     ("exp(X)", "X", "X.clamp(max=SAFE)", "", "keep the exponent at SAFE or less"),
     ("acosh(X)", "X", "X.clamp(min=1 + NEAR)", "", "keep the operand of acosh above 1"),
