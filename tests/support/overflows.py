@@ -59,17 +59,6 @@ class Between(nn.Module):
         return self.second(self.first(x) * 1e5) * 1e-5
 
 
-class Scaled(nn.Module):
-    """Multiplies its loss by the scale that it is called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, *, scale: Any) -> Tensor:
-        return ((self.layer(x) + 1).abs().amax() * scale).to(HALF)
-
-
 def linear(value: float, size: int = 4) -> nn.Linear:
     """A layer with all weights `value` and no bias."""
     layer = nn.Linear(size, size, bias=False)

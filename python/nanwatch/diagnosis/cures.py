@@ -51,7 +51,6 @@ _MOST_MODULES = 3
 _MARGIN = 1.02
 # Bits. With less, the next batch whose values are twice as large fails again.
 _LEAST_ROOM = 1.0
-_LOSS_SCALE_STEP = 256
 # Past the range of float16 (2^-24 to 2^16) nothing is to be gained by a smaller loss scale.
 _LARGEST_DIVISOR = 2.0**40
 _NOT_BACK = "no cure was tried: the failure did not come back when the batch ran again"
@@ -165,7 +164,7 @@ class _Formats:
         self._is_backward = False
 
     def of_forward(self) -> None:
-        """Try float32 for the guilty module, bfloat16, larger modules, the ends of float16, a smaller loss scale."""
+        """Try float32 for the guilty module, bfloat16, larger modules, and the ends of float16."""
         trials = self.trials
         if trials.finding.transient is None or not may_be_narrow(trials.snapshot, trials.finding):
             self._seen = self._run()
@@ -192,7 +191,6 @@ class _Formats:
             self._larger(wide)
         if wide is None:
             self._clamp()
-        self._scaled_arguments()
 
     def of_backward(self, start: BackwardStart) -> None:
         """Try a smaller loss scale, and float32 for the guilty module and those around it."""
@@ -289,19 +287,6 @@ class _Formats:
             experiment = self._run(change=Change(clamp=(module, side, ends.largest)))
             self._judge(words, experiment, needs_room=False)
 
-    def _scaled_arguments(self) -> None:
-        """Try a smaller loss scale, if the batch was called with one."""
-        scale, snapshot = self.trials.conditions.loss_scale, self.trials.snapshot
-        if scale is None or scale <= 1:
-            return
-        smaller = max(1.0, scale / _LOSS_SCALE_STEP)
-        args = tuple(_scaled(x, scale, smaller) for x in snapshot.args)
-        kwargs = {name: _scaled(x, scale, smaller) for name, x in snapshot.kwargs.items()}
-        given = (*snapshot.args, *snapshot.kwargs.values())
-        if any(new is not old for new, old in zip((*args, *kwargs.values()), given, strict=True)):
-            experiment = self._run(snapshot=replace(snapshot, args=args, kwargs=kwargs))
-            self._judge(f"a loss scale of {smaller:g} in place of {scale:g}", experiment, is_scaled=True)
-
     def _smaller_scale(self, start: BackwardStart) -> Cure | None:
         """Return the largest loss scale below the present one with which all gradients of the backward are finite.
 
@@ -369,12 +354,10 @@ class _Formats:
         changed: str | None = None,
         expected: bool = False,
         needs_room: bool = True,
-        is_scaled: bool = False,
     ) -> bool:
         """Keep it as a cure if it works, or if a user would expect it to. Return whether it works.
 
-        `changed` is the module that runs in float32 and gives its results back in the format around it. Results of a
-        loss that `is_scaled` are compared with nothing.
+        `changed` is the module that runs in float32 and gives its results back in the format around it.
         """
         remarks = self.trials.remarks
         if experiment.error is not None:
@@ -386,7 +369,7 @@ class _Formats:
             records = [*self._records(experiment), *experiment.outputs(changed)]
             room = least_bits(narrow if self._is_backward else records)
             works = room is None or room >= _LEAST_ROOM
-        if works and not is_scaled:
+        if works:
             close = self.trials.agreement(experiment)
             if not close.is_close:
                 remarks.append(f"with a change the batch is finite, but {close.words}: {what}")
@@ -428,14 +411,6 @@ class _Formats:
             return True
         end = torch.finfo(given).max
         return all(record.abs_max is None or record.abs_max * _MARGIN <= end for record in wide.outputs(name))
-
-
-def _scaled(x: Any, scale: float, smaller: float) -> Any:
-    """Return `smaller` if `x` is the loss scale, as the same kind of number, else `x` itself."""
-    if isinstance(x, Tensor):
-        is_scale = x.numel() == 1 and x.dtype.is_floating_point and x.item() == scale
-        return torch.full_like(x, smaller) if is_scale else x
-    return smaller if isinstance(x, float | int) and not isinstance(x, bool) and x == scale else x
 
 
 def _largest_divisor(given: Sequence[Record]) -> float:

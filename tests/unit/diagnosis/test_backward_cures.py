@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from math import log2
 from typing import Any
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from nanwatch.records.record import Record
 from nanwatch.report.finding import Cure
 from nanwatch.report.report import NonFiniteError
 from support.gradient_models import Length, dead, failing_backward
@@ -143,33 +141,3 @@ def test_nothing_of_the_users_is_touched() -> None:
         "Cure:  works: a loss scale of 16 in place of 16384, tried on the backward of `1`, 1.1 bits of room left"
         in error.value.report.to_text()
     )
-
-
-class Loss(nn.Module):
-    """A model that multiplies its own loss; a float32 loss that only the scale takes out of float16."""
-
-    def forward(self, x: Tensor, scale: float) -> Tensor:
-        return (x.sum() * scale).half()
-
-
-def test_a_forward_that_is_called_with_the_scale() -> None:
-    """The scale of `scaler=` is known to the re-run: among the arguments it is made smaller."""
-    model, x = Loss(), torch.ones(4)
-    for scaler, expected in ((scaler_of(2.0**16), True), (None, False)):
-        with watch(model, gradients=True, scaler=scaler), pytest.raises(NonFiniteError) as error:
-            model(x, 2.0**16)
-        finding = error.value.report.finding
-        assert finding is not None
-        told = {cure.what for cure in finding.cures if cure.works}
-        assert ("a loss scale of 256 in place of 65536" in told) == expected
-    assert not model(x, 2.0**16).isfinite()
-    assert model(x, 256.0).isfinite()
-
-
-# By itself
-
-
-def record(value: float, dtype: str = "float16") -> Record:
-    """A record with that largest magnitude; above the end of float16 it is inf."""
-    isfinite = value <= torch.finfo(getattr(torch, dtype)).max
-    return Record("", "gradient", (1,), dtype, value, value if isfinite else math.inf, isfinite, None)

@@ -13,14 +13,11 @@ from torch import Tensor, nn
 import nanwatch
 from nanwatch.diagnosis import experiment
 from nanwatch.diagnosis.cures import MAX_RUNS, try_formats
-from nanwatch.diagnosis.experiment import Conditions
-from nanwatch.report.finding import Cure
 from support.overflows import (
     CASES,
     HALF,
     Attention,
     Op,
-    Scaled,
     big,
     failed,
     half,
@@ -73,17 +70,6 @@ def test_no_trial_of_a_model_that_several_ranks_share() -> None:
     assert cures == ()
     assert "2 processes" in remark
     assert not run.called
-
-
-@pytest.mark.parametrize("scale", [65536.0, torch.tensor(65536.0)])
-def test_a_smaller_loss_scale(scale: Any) -> None:
-    """A scale that the batch was called with is made smaller, and what is told makes the call finite."""
-    model = Scaled()
-    start, finding = failed(model, big(3.0), autocast=HALF, scale=scale)
-    first, *others = try_formats(start, finding, model, conditions=Conditions(65536.0))[0]
-    assert Cure("a loss scale of 256 in place of 65536", True, first.headroom_bits) == first
-    assert is_finite(model, (big(3.0),), {"scale": 256.0}, HALF, "clamp the input of `layer` to ±inf")
-    assert try_formats(start, finding, model, conditions=Conditions(3.5))[0] == tuple(others)
 
 
 class Squared(nn.Module):
