@@ -60,7 +60,15 @@ def main(arguments: list[str]) -> int:
         return failed("top", error)
     rows = _sorted(picture, options.by)
     if options.json:
-        print(json.dumps(_document(picture, rows), allow_nan=False, indent=2))
+        document = {
+            "trace": str(picture.path),
+            "rank": picture.rank,
+            "lost_frames": picture.lost_frames,
+            "batches": [int(picture.first[0]), int(picture.last[-1])],  # the first and the last of them
+            "modules": [plain(row) for row in rows],
+            "marks": [plain(mark) for mark in picture.marks],
+        }
+        print(json.dumps(document, allow_nan=False, indent=2))
         return 0
     print("\n".join(map(visible, [*heading, *_lines(rows[:_LINES])])))
     if len(rows) > _LINES:
@@ -85,12 +93,10 @@ def _look(run: Path, latest: int) -> tuple[Picture, list[str]]:
     picture = draw(trace, trace.batches[-latest:])
     lost = f", {trace.lost_frames:,} frames lost" if trace.lost_frames else ""
     shown = f"; below are the latest {latest:,}" if len(trace.batches) > latest else ""
-    heading = f"{trace.path}: {batch_words(trace.batches)}, rank {trace.rank}{lost}{shown}"
-    marks = picture.marks[-_MARKS:]
-    return picture, [
-        heading,
-        *(mark.text if mark.kind == "spike" else f"batch {mark.batch}: {mark.text}" for mark in marks),
-    ]
+    lines = [f"{trace.path}: {batch_words(trace.batches)}, rank {trace.rank}{lost}{shown}"]
+    for mark in picture.marks[-_MARKS:]:
+        lines.append(mark.text if mark.kind == "spike" else f"batch {mark.batch}: {mark.text}")
+    return picture, lines
 
 
 def _sorted(picture: Picture, by: str) -> list[Row]:
@@ -100,28 +106,9 @@ def _sorted(picture: Picture, by: str) -> list[Row]:
     return sorted(picture.rows, key=lambda row: (math.isnan(row.trend), row.trend))
 
 
-def _document(picture: Picture, rows: list[Row]) -> dict[str, Any]:
-    """Return the JSON document. `batches` are the first and the last that were looked at."""
-    return {
-        "trace": str(picture.path),
-        "rank": picture.rank,
-        "lost_frames": picture.lost_frames,
-        "batches": [int(picture.first[0]), int(picture.last[-1])],
-        "modules": [plain(row) for row in rows],
-        "marks": [plain(mark) for mark in picture.marks],
-    }
-
-
 def _cells(row: Row) -> list[str]:
-    failed_batches = str(row.num_failed or "")
-    return [
-        bits_words(row.bits),
-        trend_words(row.trend),
-        str(row.batch),
-        f"{row.abs_max:.2e}",
-        failed_batches,
-        row.place,
-    ]
+    numbers = bits_words(row.bits), trend_words(row.trend), str(row.batch), f"{row.abs_max:.2e}"
+    return [*numbers, str(row.num_failed or ""), row.place]
 
 
 def _lines(rows: list[Row]) -> list[str]:

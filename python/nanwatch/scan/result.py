@@ -33,9 +33,7 @@ class TensorScan:
     health: TensorHealth | None = None
     fingerprint: int | None = None
     dead_rows: int = 0
-    dead_columns: int = 0
     first_dead_rows: tuple[int, ...] = ()
-    first_dead_columns: tuple[int, ...] = ()
 
     @property
     def is_encoded(self) -> bool:

@@ -202,33 +202,25 @@ def _read_values(
             facts["fingerprint"] = total.fingerprint(*form)
     facts["nbytes"] = x.nbytes
     if is_plain and health.num_zero and x.dim() > 1:
-        facts.update(_dead_lines(stored, x, health.num_zero))
+        facts.update(_dead_rows(stored, x, health.num_zero))
 
 
-def _dead_lines(stored: Stored, x: Tensor, zeros: int) -> dict[str, Any]:
-    """Return the rows of a matrix that are all zero, and the columns, which are all dimensions but the first.
-
-    Nothing is read where fewer elements are zero than a line has.
-    """
+def _dead_rows(stored: Stored, x: Tensor, zeros: int) -> dict[str, Any]:
+    """Return the rows of a matrix that are all zero. Nothing is read where fewer elements are zero than a row has."""
     form = BY_NAME.get(dtype_name(x.dtype))
-    rows, width = len(x), x.numel() // len(x)
-    if form is None or form.kind not in ("ieee", "fn") or not 1 < min(rows, width) <= zeros:
+    width = x.numel() // len(x)
+    if form is None or form.kind not in ("ieee", "fn") or not 1 < width <= zeros:
         return {}
-    matrix = x.detach().reshape(rows, width)
-    live_rows, live_columns = torch.zeros(rows, dtype=torch.bool), torch.zeros(width, dtype=torch.bool)
+    matrix, live = x.detach().reshape(len(x), width), torch.zeros(len(x), dtype=torch.bool)
     step = max(PART // (width * x.element_size()), 1)
-    for first in range(0, rows, step):
+    for first in range(0, len(x), step):
         band = matrix[first : first + step]
-        nonzero = (band.view(_SIGNED[band.element_size()]) << 1) != 0  # without the sign of -0.0
-        live_rows[first : first + step] = nonzero.any(1)
-        live_columns |= nonzero.any(0)
+        shifted = band.view(_SIGNED[band.element_size()]) << 1  # without the sign of -0.0
+        live[first : first + step] = shifted.any(1)
         stored.release()
-    facts: dict[str, Any] = {}
-    for lines, live in (("rows", live_rows), ("columns", live_columns)):
-        facts[f"dead_{lines}"] = len(live) - int(live.count_nonzero())
-        dead = (number for number, is_live in enumerate(live.numpy()) if not is_live)
-        facts[f"first_dead_{lines}"] = tuple(islice(dead, min(_SHOWN, facts[f"dead_{lines}"])))
-    return facts
+    num_dead = len(live) - int(live.count_nonzero())
+    dead = (number for number, is_live in enumerate(live.numpy()) if not is_live)
+    return {"dead_rows": num_dead, "first_dead_rows": tuple(islice(dead, min(num_dead, _SHOWN)))}
 
 
 # What is wrong.
@@ -274,13 +266,9 @@ def _of_values(tensor: TensorScan, health: TensorHealth) -> Iterator[Problem]:
         return
     if health.num_zero >= (_MANY_ENCODED_ZEROS if tensor.is_encoded else _MANY_ZEROS) * numel:
         yield Problem("zeros", False, f"{health.num_zero / numel:.1%} of {numel:,}", names)
-    for lines, count, first in (
-        ("rows", tensor.dead_rows, tensor.first_dead_rows),
-        ("columns", tensor.dead_columns, tensor.first_dead_columns),
-    ):
-        if count:
-            listed = ", ".join(map(str, first)) + (", ..." if count > len(first) else "")
-            yield Problem("dead", False, f"{count:,} {lines} are all zero: {listed}", names)
+    if count := tensor.dead_rows:
+        listed = ", ".join(map(str, tensor.first_dead_rows)) + (", ..." if count > _SHOWN else "")
+        yield Problem("dead", False, f"{count:,} rows are all zero: {listed}", names)
     if health.num_subnormal >= _MANY_SUBNORMALS * numel:
         share = health.num_subnormal / numel
         yield Problem("subnormal", False, f"{share:.1%} of {numel:,} are subnormal in {tensor.dtype}", names)

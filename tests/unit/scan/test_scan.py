@@ -29,7 +29,6 @@ def test_planted_faults_are_named_with_their_place(layers, tmp_path):
     assert nanwatch.scan(tmp_path / "x.safetensors").problems == ()
     layers["layers.0.w.weight"][3, 5] = torch.nan
     layers["layers.1.w.weight"][2] = 0
-    layers["layers.1.w.weight"][:, 7] = 0
     layers["layers.2.w.weight"] *= 100
     layers["layers.5.w.weight"].fill_(1e-41)
     layers["mask"] = torch.full((4, 4), -torch.inf).triu(1)
@@ -42,8 +41,7 @@ def test_planted_faults_are_named_with_their_place(layers, tmp_path):
     assert [problem.tensors for problem in result.problems if problem.is_fault] == [("layers.0.w.weight",)]
     assert by_name["layers.0.w.weight"].health.first_nonfinite == (3, 5)
     assert by_name["layers.1.w.weight"].first_dead_rows == (2,)
-    assert by_name["layers.1.w.weight"].first_dead_columns == (7,)
-    assert names(result, "dead") == ["layers.1.w.weight"] * 2
+    assert names(result, "dead") == ["layers.1.w.weight"]
     assert names(result, "outlier") == ["layers.2.w.weight"]
     assert names(result, "subnormal") == ["layers.5.w.weight"]
     assert names(result, "mask") == ["mask"]
@@ -58,7 +56,7 @@ def test_a_tensor_of_many_parts_is_read_whole(share, tmp_path, monkeypatch):
     torch.manual_seed(1)
     x = torch.randn(70, 1001)
     x[torch.rand(70, 1001) < share] = -0.0
-    x[30], x[:, 17] = 0, 0
+    x[30], x[60:] = 0, 0
     x[65, 1000], x[69, 0] = torch.inf, torch.nan
     save_file({"x": x, "empty": torch.empty(0, 4), "scalar": torch.tensor(2.0)}, tmp_path / "x.safetensors")
     steps = []
@@ -67,11 +65,8 @@ def test_a_tensor_of_many_parts_is_read_whole(share, tmp_path, monkeypatch):
     by_name = {tensor.name: tensor for tensor in result.tensors}
     assert str(by_name["x"].health) == str(nanwatch.tensor_health(x))
     assert by_name["x"].fingerprint == nanwatch.fingerprint(x)
-    dead = [(x == 0).all(dim).nonzero().flatten().tolist() for dim in (1, 0)]
-    assert [by_name["x"].dead_rows, by_name["x"].dead_columns] == [len(numbers) for numbers in dead]
-    assert [by_name["x"].first_dead_rows, by_name["x"].first_dead_columns] == [
-        tuple(numbers[:5]) for numbers in dead
-    ]
+    dead = (x == 0).all(1).nonzero().flatten().tolist()
+    assert (by_name["x"].dead_rows, by_name["x"].first_dead_rows) == (len(dead), tuple(dead[:5]))
     assert by_name["empty"].health.numel == 0
     assert by_name["scalar"].health.abs_max == 2.0
     assert steps
@@ -134,7 +129,7 @@ def test_twenty_gigabytes_take_less_than_300_mib(tmp_path):
 import nanwatch
 result = nanwatch.scan({str(path)!r})
 assert result.tensors[0].health.num_zero == 10_485_760_000, result
-assert result.tensors[0].dead_columns == 1000
+assert result.tensors[0].dead_rows == 10 << 20
 print(next(int(line.split()[1]) >> 10 for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
     done = run([executable, "-c", code], capture_output=True, text=True, check=True)
