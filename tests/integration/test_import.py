@@ -9,9 +9,7 @@ import sys
 import nanwatch
 from support.processes import environment
 
-NUMERICS = {
-    f"nanwatch.numerics.{name}" for name in ("_extension", "_fingerprint", "_reference", "_spread", "formats")
-}
+NUMERICS = {f"nanwatch.numerics.{name}" for name in ("_extension", "_reference", "formats")}
 MODULES = {"nanwatch", "nanwatch._C", "nanwatch._version", "nanwatch.numerics", *NUMERICS}
 
 

@@ -1,6 +1,6 @@
 """Gradients of the tensors of recorded calls, for PythonRecorder.
 
-A recorded call leaves a hook on each of its tensors. csrc/gradients/gradient_log.cpp does the same and says how.
+A recorded call leaves a hook on each of its tensors. csrc/gradients/gradient_recorder.cpp does the same and says how.
 """
 
 from __future__ import annotations
