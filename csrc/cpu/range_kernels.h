@@ -37,7 +37,7 @@ struct HealthBits : HealthCounts {
   int64_t num_nonfinite() const { return num_nan + num_posinf + num_neginf; }
 };
 
-// `rows` rows of `columns` elements; strides in elements. Merged into the accumulator.
+// `rows` rows of `columns` elements, at least one of each; strides in elements. Merged into the accumulator.
 struct Plane {
   const char* data;
   int64_t columns, column_stride, rows, row_stride;

@@ -230,7 +230,6 @@ struct RangeLoop {
 template <class S, Format F>
 void range_plane(const Plane& plane, RangeBits* out) {
   constexpr int width = sizeof(typename Codes<F>::Word);
-  if (plane.rows == 0 || plane.columns == 0) return;
   using Loop = RangeLoop<S, F>;
   Loop loop;
   const int64_t stride = plane.column_stride;

@@ -24,8 +24,8 @@ int64_t below(int64_t n) {
 }
 
 int64_t length() {
-  static const int64_t edges[] = {0, 1, 2, 3, 7, 8, 15, 16, 31, 32, 63, 64, 65, 127, 128, 129, 255, 256, 257};
-  return below(3) == 0 ? edges[below(sizeof edges / sizeof *edges)] : below(below(20) == 0 ? 80000 : 600);
+  static const int64_t edges[] = {1, 2, 3, 7, 8, 15, 16, 31, 32, 63, 64, 65, 127, 128, 129, 255, 256, 257};
+  return below(3) == 0 ? edges[below(sizeof edges / sizeof *edges)] : 1 + below(below(20) == 0 ? 80000 : 600);
 }
 
 // Of 1 MiB and more, which are read at several places at once; `width` in bytes.
@@ -50,13 +50,13 @@ typename Codes<F>::Word word(int kind, int64_t rarity) {
 template <Format F>
 bool agree(const KernelTable& table) {
   using Word = typename Codes<F>::Word;
-  Plane plane{nullptr, length(), 1 + (below(2) == 0 ? below(9) : 0), below(3) == 0 ? below(5) : 1, 0};
+  Plane plane{nullptr, length(), 1 + (below(2) == 0 ? below(9) : 0), below(3) == 0 ? 1 + below(4) : 1, 0};
   if (plane.columns > 2000) plane.column_stride = 1;
   const bool is_large = below(1000) == 0;
   if (is_large) plane = {nullptr, large_length(sizeof(Word)), 1, 1, 0};
-  const int64_t row = plane.columns == 0 ? 0 : (plane.columns - 1) * plane.column_stride + 1;
+  const int64_t row = (plane.columns - 1) * plane.column_stride + 1;
   plane.row_stride = row + below(4);
-  const int64_t words = plane.rows == 0 || row == 0 ? 0 : (plane.rows - 1) * plane.row_stride + row;
+  const int64_t words = (plane.rows - 1) * plane.row_stride + row;
   const int64_t shift = below(3) == 0 ? below(64) : below(16) * int64_t(sizeof(Word));  // also misaligned for its word
   const size_t bytes = size_t(shift) + size_t(words) * sizeof(Word);
   const std::unique_ptr<char[]> memory(new char[bytes]);  // of this size to the byte

@@ -115,8 +115,18 @@ def test_integer_ends(
     repeat: int,
 ) -> None:
     """The most negative integer has its unsigned magnitude, the largest unsigned ones their value, bool 0 and 1."""
-    x = torch.tensor(values * repeat, dtype=dtype)
-    assert same(implementation.abs_range(implementation.place(x)), want)
+    x = torch.zeros(len(values) * repeat, 40, dtype=dtype)
+    x[:, 7] = torch.tensor(values * repeat, dtype=dtype)
+    # Far apart an element is read alone, side by side with others.
+    for view in (x[:, 7], x[:, 7].contiguous()):
+        assert same(implementation.abs_range(implementation.place(view)), want)
+
+
+def test_a_bool_of_any_byte_counts_as_one(implementation: Implementation) -> None:
+    """As memory of another library may hold it. What torch's own operations make of it is not defined."""
+    if implementation.is_native:
+        x = torch.tensor([0, 2, 255], dtype=torch.uint8).view(torch.bool)
+        assert implementation.abs_range(x) == (0.0, 1.0, True)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -159,6 +169,7 @@ def test_first_nonfinite_follows_the_shape(implementation: Implementation) -> No
         x.expand(3, 30, 20),
         x.reshape(5, 6, 20).permute(2, 0, 1),
         x.flip(0),
+        torch.arange(8.0).as_strided((2, 3), (3, 2)),
     ):
         check(implementation, view)
 
@@ -174,7 +185,9 @@ def test_any_dimension_may_repeat(
     """Counts and the first index are those of a copy that has every element, whichever dimensions have stride 0."""
     generator = torch.Generator().manual_seed(seed)
     kept = [1 if repeats else size for size, repeats in dims]
-    few = torch.tensor([0.0, 1.0, NAN, INF, -INF])[torch.randint(5, kept, generator=generator)].to(dtype)
+    few = torch.tensor([0.0, 1.0, 1e-40, NAN, INF, -INF])[torch.randint(6, kept, generator=generator)].to(
+        dtype
+    )
     x = few.expand([size for size, _ in dims])
     assert same(implementation.tensor_health(implementation.place(x)), expected(x.clone()))
 
@@ -212,6 +225,22 @@ def test_threads(implementation: Implementation, dtype: torch.dtype, threads: in
                     x[position] = NAN
                     assert not implementation.abs_range(implementation.place(x)).isfinite
                 x[position] = old
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_share_rows_with_gaps(implementation: Implementation) -> None:
+    """Each row of a large matrix that lies apart from the next is read to its ends by two threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        whole = torch.full((3, 200_001), 1000.0)
+        whole[:, :-1] = 2.0
+        x = whole[:, :-1]
+        for place in ((0, 0), (1, 0), (1, 99_999), (1, 199_999), (2, 0), (2, 199_999)):
+            x[place] = 90.0
+            assert implementation.abs_range(implementation.place(x)) == (2.0, 90.0, True)
+            x[place] = 2.0
     finally:
         torch.set_num_threads(before)
 

@@ -22,6 +22,9 @@ def test_storage_that_was_freed(implementation: Implementation) -> None:
         with pytest.raises(TypeError, match="storage freed"):
             implementation.tensor_health(x)
         assert unreadable(x) == "storage freed"
+        if implementation.is_native:
+            with pytest.raises(ValueError, match="freed or resized"):
+                torch.ops.nanwatch.abs_range(x)
 
 
 UNREADABLE_DTYPES = [
