@@ -101,16 +101,15 @@ class Comparison:
         """Wait for the other ranks' last check, at most 2 s, 4 s with a difference. Return the last verdicts."""
         begun = time.monotonic()
         verdicts = []
-        for group in self._groups.values():
-            group.leave()
         for ranks, group in self._groups.items():
             while time.monotonic() - begun < FAREWELL * (1 + group.is_pending):
-                have_left = group.have_left()  # and before that, told of their differences
+                have_left = group.have_left()  # and before that, posted all their checks
                 if (verdict := group.look(is_over=True)) is not None:
                     verdicts.append((ranks, *verdict))
                 elif have_left and not group.is_pending:
                     break
                 else:
+                    group.leave()
                     time.sleep(_PAUSE)
         if self._groups and rank_and_world_size()[0] == 0:
             time.sleep(5 * _PAUSE)  # its process may hold the store, and others ask it once more
@@ -125,7 +124,7 @@ class _Group:
         self._checks: deque[_Check] = deque(maxlen=_KEPT)
         self._seen: dict[str, str] = {}
         self._left_out: set[str] = set()
-        self._generation = 0
+        self._generation, self._left = 0, -1  # the latest generation in which it has left
         self._number = 0  # the check of the difference that is known, 0: none
         self._deadline = 0.0
 
@@ -219,7 +218,10 @@ class _Group:
         return sides
 
     def leave(self) -> None:
-        self._store.add("left", 1)
+        """Say that this rank posts no more in this generation, unless it still waits for a verdict."""
+        if not self.is_pending and self._left < self._generation:
+            self._left = self._generation
+            self._store.add(self._key("left"), 1)
 
     def have_left(self) -> bool:
-        return bool(self._store.add("left", 0) >= self._size)
+        return bool(self._store.add(self._key("left"), 0) >= self._size)

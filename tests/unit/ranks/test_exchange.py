@@ -86,6 +86,24 @@ def test_ranks_that_do_not_answer_are_waited_for_only_so_long() -> None:
     assert verdict[1]["num_ranks"] == 2
 
 
+def test_ranks_have_left_only_when_none_waits_for_a_verdict() -> None:
+    """A rank that left before it heard of a difference posts its later checks again, and leaves again after these."""
+    _, (first, second) = groups(2)
+    first.add(check(1, 1))
+    second.leave()
+    second.add(check(1, 2))
+    first.look()
+    first.leave()
+    assert not first.have_left()
+    assert second.look() is not None
+    assert first.look() is not None
+    second.leave()
+    assert not first.have_left()
+    first.leave()
+    assert first.have_left()
+    assert second.have_left()
+
+
 def side(first: int, count: int, *values: int, buffer: int | None = None) -> Side:
     named = {f"{i}.weight": value for i, value in enumerate(values)}
     ranks = [(first + i, "host") for i in range(min(count, 8))]
