@@ -125,7 +125,9 @@ class UpdateAudit(WatchPart):
         self._has_trained = False  # an audit has seen the model in training mode
         self._ends: list[tuple[str, str]] = []
         self._evaluated: Callable[[], Tensor | None] = lambda: None  # the inputs of the latest evaluation
-        self._num_trained = self._progress = 0  # forwards in grad mode; with the steps, at the latest evaluation
+        self._num_trained = self._progress = (
+            0  # forwards in grad mode; with the steps, at the latest evaluation
+        )
         self._gaps: list[int] = []  # forwards and steps between evaluations
         self._named: set[tuple[str, str, str | None]] = set()
         self._window = Window(recorder, model)
