@@ -41,13 +41,6 @@ def test_departures_come_in_order_with_their_numbers() -> None:
     assert (found[2].usual, found[2].deviations) == (0.0, inf)
 
 
-def test_tensor_that_comes_only_sometimes_leaves_no_history() -> None:
-    bits = np.random.default_rng(2).normal(size=(DEPTH, 64))
-    bits[np.random.default_rng(3).random(bits.shape) < 0.5] = -inf  # an expert that few tokens reach
-    bits[-1] = np.random.default_rng(4).normal(size=64)
-    assert histories(bits).departures() == []
-
-
 @pytest.mark.parametrize("late", [0, 1, 20, 43])
 def test_tensor_that_comes_late_was_missing_before(late: int) -> None:
     """The oracle knew of it from the beginning."""

@@ -79,26 +79,6 @@ def test_sample_with_a_bad_target_is_named_with_its_share(tmp_path: Path) -> Non
     assert nanwatch.replay(folder / "capsule", model()).finding is None
 
 
-def test_a_sink_gets_the_report() -> None:
-    """The same as `Watch.spikes`, beside the warning."""
-
-    class Spikes(nanwatch.Sink):
-        def __init__(self) -> None:
-            self.reports: list[SpikeReport] = []
-
-        def on_spike(self, report: SpikeReport) -> None:
-            self.reports.append(report)
-
-    net, sink = model(), Spikes()
-    with (
-        watching.watch(net, spikes=True, sinks=sink) as watch,
-        pytest.warns(RuntimeWarning, match="Watch.spikes has the report"),
-    ):
-        train(net, watch, **{"2_weight": 50.0})
-    assert len(sink.reports) == 1
-    assert tuple(sink.reports) == watch.spikes
-
-
 @pytest.mark.parametrize("chosen", [(), (3, AT), (3,)])
 def test_trace_has_the_spike_at_the_tensor_that_shows_it(tmp_path: Path, chosen: tuple[int, ...]) -> None:
     """In a row without a range, in the batch of the spike; not in a trace of other batches."""
@@ -218,27 +198,6 @@ def test_nothing_of_the_graph_is_kept() -> None:
         optimizer.step()
         del loss, output, x
         assert [one() for one in kept] == [None, None, None]
-
-
-@pytest.mark.parametrize("loss", [None, "1.0", [1.0]])
-def test_loss_of_another_kind_is_refused(loss: Any) -> None:
-    with (
-        watching.watch(model(), spikes=True) as watch,
-        pytest.raises(TypeError, match="loss should be a tensor"),
-    ):
-        watch.note_loss(loss)
-
-
-def test_loss_of_an_evaluation_while_paused_is_no_spike() -> None:
-    """1e6 is the loss of no training batch, though the next step comes with it pending."""
-    net = model()
-    with watching.watch(net, spikes=True) as watch:
-        train(net, watch, at=-1)
-        watch.pause()
-        watch.note_loss(1e6)
-        watch.resume()
-        train(net, watch, at=-1, steps=3)
-    assert watch.spikes == ()
 
 
 def test_both_recorders_gather_the_same_gradients() -> None:

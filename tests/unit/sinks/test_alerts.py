@@ -117,20 +117,6 @@ def test_it_tries_again_where_that_may_help(
     assert not [warning for warning in recwarn if "secret" in str(warning.message)]
 
 
-@pytest.mark.usefixtures("slept")
-def test_a_server_that_is_not_there_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    """It may come back."""
-    monkeypatch.setattr(alerts, "_PAUSE", 0.0)
-    sink = WebhookSink("http://127.0.0.1:9/x")
-    for _ in range(2):
-        sink.send(FAILURE)
-    sink.finish()
-    (warning,) = recwarn
-    assert str(warning.message).startswith("127.0.0.1 took no message of the sink webhook: ")
-
-
 @pytest.mark.parametrize(
     "words", ["slack", "slack:hooks.slack.com/x", "slack:file:///etc/passwd", "slack:https://a/b c"]
 )
