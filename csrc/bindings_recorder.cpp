@@ -57,7 +57,8 @@ void bind_recorder(py::module_& m) {
   m.def("open_black_box", &box::BlackBox::open, py::arg("path"), py::arg("bytes"), py::arg("kept"),
         py::return_value_policy::reference);
   m.def("catch_signals", &box::catch_signals);
-  m.def("bind_row", &bind_row, py::arg("record"), py::arg("note"), "Sets the named tuples that rows are made of.");
+  m.def("bind_record", &bind_record, py::arg("record"), py::arg("note"),
+        "Sets the named tuples that rows are made of.");
   py::class_<Subscription>(m, "Subscription", "Some events that a CallRecorder reports until `remove()`.")
       .def_property("active", &Subscription::active, &Subscription::set_active)
       .def("remove", [](Subscription& self) { self.set_active(false); });
@@ -69,7 +70,7 @@ void bind_recorder(py::module_& m) {
              auto recorder = std::make_unique<CallRecorder>(
                  options,
                  Helpers{helpers["observe"], helpers["leaves"], helpers["is_container"], helpers["spell_key"],
-                         helpers["completed_row"], helpers["plain_mask"]},
+                         helpers["completed_record"], helpers["plain_mask"]},
                  std::move(events), std::move(frame_type), std::move(start_type));
              if (options.gradients)
                recorder->set_gradients(std::make_shared<GradientRecorder>(recorder.get(), options));

@@ -93,8 +93,8 @@ def header() -> str:
         + "\nconstexpr int kRangeColumns = column::isfinite + 1;\n"
         + f"constexpr int kHealthColumns = column::{health[-1]} + 1;\n"
         + "constexpr int kDeviceColumns = column::is_mask + 1;\n"
-        + scope("row_item", items, "A record as a Python tuple.")
-        + f"\nconstexpr int kRowItems = row_item::{items[-1]} + 1;\n"
+        + scope("record_item", items, "A record as a Python tuple.")
+        + f"\nconstexpr int kRecordItems = record_item::{items[-1]} + 1;\n"
         + enumeration("Role", choices_of(record, "Role"))
         + enumeration("Phase", choices_of(record, "Phase"))
         + scope("note_item", fields_of(note, "Note"), "A note as a Python tuple.")

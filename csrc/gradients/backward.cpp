@@ -64,7 +64,7 @@ void Backward::add(const std::vector<GradientUser>& users, const GradientState& 
 }
 
 void Backward::add_read(const std::vector<GradientUser>& users, const at::Tensor& gradient, const GradientState& state,
-                        const Place& place, RowData row, Finite finite, PendingRowPtr pending) {
+                        const Place& place, RecordData row, Finite finite, PendingRowPtr pending) {
   ++tensors_read;
   if (row.python != nullptr) python_rows.push_back(row.python);
   // Non-finite gradients are read anew at each place. A gradient of a leaf came to no other place in five models, and

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "ops/plain_view.h"
-#include "recorder/call_origin.h"
+#include "recorder/batch_start.h"
 #include "recorder/frame.h"
 #include "recorder/read_cache.h"
 
@@ -38,7 +38,7 @@ struct GradientEvent {
   GradientUser user;
   int64_t arrival;  // the same for all users of one gradient
   bool has_nonfinite;
-  RowData row;  // as it was read, perhaps under the label of another user; its python is owned by the Backward
+  RecordData row;  // as it was read, perhaps under the label of another user; its python is owned by the Backward
   PendingRowPtr pending;  // where a device makes the range
 };
 
@@ -137,7 +137,7 @@ struct Backward {
            const GradientEvent& known);
   // The same of what was read, and takes the row's python, or was sent to be read.
   void add_read(const std::vector<GradientUser>& users, const at::Tensor& gradient, const GradientState& state,
-                const Place& place, RowData row, Finite finite, PendingRowPtr pending);
+                const Place& place, RecordData row, Finite finite, PendingRowPtr pending);
 
   // Under the interpreter lock: the pending rows that are still to come, and what those that have come say.
   std::vector<PendingRowPtr> pending_rows() const;

@@ -5,7 +5,7 @@
 #include <unordered_map>
 
 #include "gradients/gradient_recorder.h"
-#include "recorder/stopwatch.h"
+#include "recorder/subscriptions.h"
 
 namespace py = pybind11;
 
@@ -55,7 +55,7 @@ std::vector<const GradientCall*> calls_of(const Backward& backward) {
 
 // A row that Python made, under the label of another user.
 PyObject* relabelled(PyObject* row, const std::string& label) {
-  return with_item(row, row_item::label, py::str(label)).release().ptr();
+  return with_item(row, record_item::label, py::str(label)).release().ptr();
 }
 
 }  // namespace
@@ -96,7 +96,7 @@ bool GradientRecorder::report(CallRecorder& recorder, Backward& backward) {
     const auto position = positions.find(event.user.call.get());
     if (position == positions.end()) continue;
     OpenFrame& frame = frames[position->second];
-    RowData row = event.row;
+    RecordData row = event.row;
     if (row.python == nullptr || row.label == event.user.label) {
       Py_XINCREF(row.python);
     } else {
@@ -114,7 +114,8 @@ bool GradientRecorder::report(CallRecorder& recorder, Backward& backward) {
     }
     frame.has_nonfinite |= event.has_nonfinite;
     if (backward.has_nonfinite)
-      events.append(py::make_tuple(position->second, frame.rows.size(), kParts[int(event.user.part)], event.arrival));
+      events.append(
+          py::make_tuple(position->second, frame.records.size(), kParts[int(event.user.part)], event.arrival));
     frame.add(row);
   }
   for (const auto& [again, known] : backward.pending_checks) {
@@ -146,9 +147,9 @@ void GradientRecorder::excuse(FrameRing& ring, const std::vector<int64_t>& batch
     if (frame.phase != Phase::backward || std::find(batches.begin(), batches.end(), frame.batch) == batches.end())
       continue;
     frame.has_nonfinite = false;
-    for (RowData& row : frame.rows) {
-      if (row.python == nullptr || PyTuple_GET_ITEM(row.python, row_item::isfinite) != Py_False) continue;
-      Py_SETREF(row.python, with_item(row.python, row_item::note, note).release().ptr());
+    for (RecordData& row : frame.records) {
+      if (row.python == nullptr || PyTuple_GET_ITEM(row.python, record_item::isfinite) != Py_False) continue;
+      Py_SETREF(row.python, with_item(row.python, record_item::note, note).release().ptr());
     }
   }
 }

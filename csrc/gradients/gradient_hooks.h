@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "gradients/gradient_recorder.h"
-#include "recorder/stopwatch.h"
+#include "recorder/subscriptions.h"
 
 namespace nanwatch {
 

@@ -75,7 +75,7 @@ std::vector<Followed> with_gradient(const std::vector<GradientCandidate>& candid
 }
 
 // Returns whether the known row differs from the tensor's content.
-bool is_stale(const at::Tensor& gradient, const RowData& row) {
+bool is_stale(const at::Tensor& gradient, const RecordData& row) {
   View view{};
   if (!plain_view(gradient, &view)) return false;
   const RangeRow now = range_cpu(view);
@@ -257,7 +257,7 @@ void GradientRecorder::on_gradient(const at::Tensor& gradient, const Place& plac
     if (pending != nullptr && backward != nullptr) backward->pending_checks.emplace_back(pending, known_pending);
     return;
   }
-  RowData row{users[0].label, Role::gradient, NoteKind::none, -1, 0, 0, kNotPending, {}, nullptr};
+  RecordData row{users[0].label, Role::gradient, NoteKind::none, -1, 0, 0, kNotPending, {}, nullptr};
   int64_t bytes = 0;
   Finite finite = Finite::unknown;
   if (pending != nullptr) {
@@ -283,7 +283,7 @@ void GradientRecorder::on_gradient(const at::Tensor& gradient, const Place& plac
   }
 }
 
-Finite GradientRecorder::read(const at::Tensor& gradient, int64_t batch, RowData* row, int64_t* bytes) {
+Finite GradientRecorder::read(const at::Tensor& gradient, int64_t batch, RecordData* row, int64_t* bytes) {
   View view{};
   if (plain_view(gradient, &view) && view.dims <= 255) {
     *bytes = view.numel * int64_t(word_size(view.format));
@@ -293,14 +293,14 @@ Finite GradientRecorder::read(const at::Tensor& gradient, int64_t batch, RowData
     const bool is_pythons = options_.is_pythons(Role::gradient, batch) || !options_.may_be_pending();
     if (row->range.isfinite && !is_pythons) return Finite::yes;
   }
-  row->python = row_from_python(gradient, row->label, batch);
+  row->python = record_from_python(gradient, row->label, batch);
   if (row->python == nullptr) return Finite::unknown;
   const py::gil_scoped_acquire lock;
-  const PyObject* const isfinite = PyTuple_GET_ITEM(row->python, row_item::isfinite);
+  const PyObject* const isfinite = PyTuple_GET_ITEM(row->python, record_item::isfinite);
   return isfinite == Py_True ? Finite::yes : isfinite == Py_False ? Finite::no : Finite::unknown;
 }
 
-PyObject* GradientRecorder::row_from_python(const at::Tensor& gradient, Labels::Id label, int64_t batch) {
+PyObject* GradientRecorder::record_from_python(const at::Tensor& gradient, Labels::Id label, int64_t batch) {
   const py::gil_scoped_acquire lock;
   if (recorder_ == nullptr) return nullptr;
   const OutsideCompiler outside;

@@ -65,8 +65,8 @@ class GradientRecorder : public std::enable_shared_from_this<GradientRecorder> {
   // Sends a gradient on a device to be read; null where that is not to be had.
   PendingRowPtr enqueue_read(const at::Tensor& gradient);
   // Fills the row. After an error that was reported, the row is unknown and not Python's.
-  Finite read(const at::Tensor& gradient, int64_t batch, RowData* row, int64_t* bytes);
-  PyObject* row_from_python(const at::Tensor& gradient, Labels::Id label, int64_t batch);
+  Finite read(const at::Tensor& gradient, int64_t batch, RecordData* row, int64_t* bytes);
+  PyObject* record_from_python(const at::Tensor& gradient, Labels::Id label, int64_t batch);
 
   CallRecorder* recorder_;  // null once gradients are no longer followed; under the interpreter lock
   pybind11::object observe_;

@@ -18,8 +18,10 @@
 #include <string>
 #include <utility>
 #include <vector>
+#include <cstdint>
 
 #include "ops/plain_view.h"
+#include "blackbox/layout.h"
 
 namespace nanwatch {
 
@@ -172,6 +174,15 @@ class BatchStart {
   bool inference_ = c10::InferenceMode::is_enabled(), grad_ = c10::GradMode::is_enabled();
   std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
   int64_t first_node_, end_node_ = -1;
+};
+
+// A recorded call, as its gradients refer to it.
+struct CallOrigin {
+  int64_t batch = 0;
+  int32_t node = 0, caller = -1;
+  bool recomputed = false;
+  std::shared_ptr<const BatchStart> start = {};  // lives as long as a gradient of the batch can still come
+  uint32_t box = box::kUnnamed;                  // the number of the module in the black box
 };
 
 // When Python is asked for its part of a start: where a small buffer was written to or replaced since it was asked

@@ -9,7 +9,7 @@
 
 #include "blackbox/black_box.h"
 #include "recorder/frame.h"
-#include "recorder/row_python.h"
+#include "recorder/record_python.h"
 
 namespace nanwatch {
 
@@ -27,14 +27,14 @@ class BoxWriter {
 
   // Writes a frame of the module of this number.
   void add(const FrameData& frame, uint32_t module, const Labels& labels) {
-    box::Frame* const made = box_->new_frame(frame.rows.size(), frame.shapes.size());
+    box::Frame* const made = box_->new_frame(frame.records.size(), frame.shapes.size());
     if (made == nullptr) return;
     made->batch = frame.batch;
     made->module = module;
     made->phase = uint8_t(frame.phase);
     made->recomputed = frame.recomputed;
     box::Row* row = box::BlackBox::rows_of(made);
-    for (const RowData& from : frame.rows) {
+    for (const RecordData& from : frame.records) {
       if (from.python != nullptr) {
         *row++ = of_python(from.python);
       } else {
@@ -43,7 +43,7 @@ class BoxWriter {
                   from.range.isfinite, from.dims,          from.pending != kNotPending};
       }
     }
-    std::copy(frame.shapes.begin(), frame.shapes.end(), box::BlackBox::sizes_of(made, frame.rows.size()));
+    std::copy(frame.shapes.begin(), frame.shapes.end(), box::BlackBox::sizes_of(made, frame.records.size()));
     box_->push_frame(made);
   }
 
@@ -60,23 +60,23 @@ class BoxWriter {
     return labels_[size_t(label)];
   }
 
-  // A row that Python has made: complex numbers, shards, non-finite values. It has no sizes.
+  // A record that Python has made: complex numbers, shards, non-finite values. It has no sizes.
   box::Row of_python(PyObject* from) {
-    if (!is_row(from)) return {0, 0, box::kUnnamed, box::kUnnamed, 0, 0, 1, box::kNoShape, 0};
+    if (!is_record(from)) return {0, 0, box::kUnnamed, box::kUnnamed, 0, 0, 1, box::kNoShape, 0};
     const auto number = [from](int item) {
       PyObject* const value = PyTuple_GET_ITEM(from, item);
       return PyFloat_Check(value) ? PyFloat_AS_DOUBLE(value) : 0.0;
     };
-    const std::string role = to_utf8(PyTuple_GET_ITEM(from, row_item::role));
-    const std::string dtype = to_utf8(PyTuple_GET_ITEM(from, row_item::dtype));
+    const std::string role = to_utf8(PyTuple_GET_ITEM(from, record_item::role));
+    const std::string dtype = to_utf8(PyTuple_GET_ITEM(from, record_item::dtype));
     const auto place = size_t(std::find(std::begin(kRoles), std::end(kRoles), role) - std::begin(kRoles));
-    return {number(row_item::abs_min),
-            number(row_item::abs_max),
-            box_->name('l', to_utf8(PyTuple_GET_ITEM(from, row_item::label))),
+    return {number(record_item::abs_min),
+            number(record_item::abs_max),
+            box_->name('l', to_utf8(PyTuple_GET_ITEM(from, record_item::label))),
             dtype.empty() ? box::kUnnamed : box_->name('d', dtype),
             uint8_t(place < std::size(kRoles) ? place : 0),
             uint8_t(is_meant(from) ? NoteKind::allowed : NoteKind::none),
-            PyTuple_GET_ITEM(from, row_item::isfinite) != Py_False,
+            PyTuple_GET_ITEM(from, record_item::isfinite) != Py_False,
             box::kNoShape,
             0};
   }

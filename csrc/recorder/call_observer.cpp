@@ -76,11 +76,11 @@ struct CallObserver::HostReader {
 };
 
 void CallObserver::unread(Labels::Id label, Role role, const std::string& reason, OpenFrame* frame) {
-  if (PyObject* const row = unread_row(labels_.text(label), role, reason))
-    frame->add({label, role, NoteKind::none, -1, 0, 0, kNotPending, {}, row});
+  if (PyObject* const record = unread_record(labels_.text(label), role, reason))
+    frame->add({label, role, NoteKind::none, -1, 0, 0, kNotPending, {}, record});
 }
 
-// Turns an exception of reading a value into the value's row. Returns false for one that must end the call; it stays
+// Turns an exception of reading a value into the value's record. Returns false for one that must end the call; it stays
 // set.
 bool CallObserver::excuse(Labels::Id label, Role role, OpenFrame* frame) {
   const std::optional<std::string> reason = excuse_error();
@@ -88,14 +88,15 @@ bool CallObserver::excuse(Labels::Id label, Role role, OpenFrame* frame) {
   return reason.has_value();
 }
 
-bool CallObserver::row_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, OpenFrame* frame) {
+bool CallObserver::record_from_python(PyObject* value, Labels::Id label, Role role, const Node& node,
+                                      OpenFrame* frame) {
   const OutsideCompiler outside;
   const py::object text = from_utf8(labels_.text(label)), role_text = from_utf8(role_name(role));
-  PyObject* row = PyObject_CallFunctionObjArgs(helpers_.observe.ptr(), value, text.ptr(), role_text.ptr(),
-                                               node.allow_inf.ptr(), py::int_(frame->batch).ptr(), nullptr);
-  if (row == nullptr) return excuse(label, role, frame);
-  frame->add({label, role, NoteKind::none, -1, 0, 0, kNotPending, {}, row});
-  frame->has_nonfinite |= is_nonfinite(frame->rows.back());
+  PyObject* record = PyObject_CallFunctionObjArgs(helpers_.observe.ptr(), value, text.ptr(), role_text.ptr(),
+                                                  node.allow_inf.ptr(), py::int_(frame->batch).ptr(), nullptr);
+  if (record == nullptr) return excuse(label, role, frame);
+  frame->add({label, role, NoteKind::none, -1, 0, 0, kNotPending, {}, record});
+  frame->has_nonfinite |= is_nonfinite(frame->records.back());
   return true;
 }
 
@@ -116,37 +117,37 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
       return true;
     ++counters.tensors;
     ++counters.tensors_read;
-    return row_from_python(object, label, role, node, frame);
+    return record_from_python(object, label, role, node, frame);
   }
   const at::Tensor& x = THPVariable_Unpack(object);
   if (!masks_.empty() && !frame->reads_all && known_mask(x, label, role, frame)) [[unlikely]]
     return true;
   // Taken before the read: another thread may give the tensor other sizes while the lock is released.
-  RowData row{
+  RecordData record{
       label,       role, NoteKind::none, int8_t(x.scalar_type()), uint8_t(view.dims), uint32_t(frame->shapes.size()),
       kNotPending, {},   nullptr};
   frame->shapes.insert(frame->shapes.end(), view.sizes, view.sizes + view.dims);
   HostReader reader{*this, x, view};
-  row.range = range_of<RangeRow>(object, frame->batch, memory, slot, reader);
+  record.range = range_of<RangeRow>(object, frame->batch, memory, slot, reader);
   if (reader.is_refused) [[unlikely]] {
-    frame->shapes.resize(row.shape_at);
+    frame->shapes.resize(record.shape_at);
     return not_read_yet(label, role, frame);
   }
   // Zeros and the largest number there is: perhaps an additive attention mask, which Python recognises.
-  const bool may_be_mask = row.range.abs_min == 0.0 && (role == Role::input || role == Role::buffer) &&
-                           word_size(view.format) > 1 && row.range.abs_max == largest_finite(view.format);
-  if (row.range.isfinite && !may_be_mask) [[likely]] {
-    frame->add(row);
+  const bool may_be_mask = record.range.abs_min == 0.0 && (role == Role::input || role == Role::buffer) &&
+                           word_size(view.format) > 1 && record.range.abs_max == largest_finite(view.format);
+  if (record.range.isfinite && !may_be_mask) [[likely]] {
+    frame->add(record);
     return true;
   }
-  frame->shapes.resize(row.shape_at);
+  frame->shapes.resize(record.shape_at);
   const std::optional<Content> content =
       can_be_remembered(x) ? std::optional<Content>(Content(x, epoch_)) : std::nullopt;
   // A copy to the host that nobody has waited for yet leaves in the output what was there before.
-  if (!row.range.isfinite && table_ != nullptr && role == Role::output) table_->drain();
-  if (!row_from_python(object, label, role, node, frame)) return false;
-  if (content.has_value() && frame->rows.back().python != nullptr)
-    remember_mask(x, *content, frame->rows.back().python);
+  if (!record.range.isfinite && table_ != nullptr && role == Role::output) table_->drain();
+  if (!record_from_python(object, label, role, node, frame)) return false;
+  if (content.has_value() && frame->records.back().python != nullptr)
+    remember_mask(x, *content, frame->records.back().python);
   return true;
 }
 
@@ -168,7 +169,7 @@ bool CallObserver::forget_weights(const at::Tensor& x) {
   return entry != nullptr;
 }
 
-// Adds the row of a tensor for which the budget has no room yet.
+// Adds the record of a tensor for which the budget has no room yet.
 bool CallObserver::not_read_yet(Labels::Id label, Role role, OpenFrame* frame) {
   frame->add({label, role, NoteKind::not_checked, -1, 0, 0, kNotPending, {}, nullptr});
   return true;
@@ -176,7 +177,7 @@ bool CallObserver::not_read_yet(Labels::Id label, Role role, OpenFrame* frame) {
 
 // ---- masks ----------------------------------------------------------------------------------------------------------
 
-// Adds the row of a tensor that is known to be a mask, and has not changed since.
+// Adds the record of a tensor that is known to be a mask, and has not changed since.
 bool CallObserver::known_mask(const at::Tensor& x, Labels::Id label, Role role, OpenFrame* frame) {
   if ((role != Role::input && role != Role::buffer) || !can_be_remembered(x)) return false;
   const Content content(x, epoch_);
@@ -184,29 +185,29 @@ bool CallObserver::known_mask(const at::Tensor& x, Labels::Id label, Role role, 
   if (found == masks_.end() || !found->second.tensor.entry.content.has_same_version(content) ||
       found->second.tensor.is_expired())
     return false;
-  PyObject* const known = found->second.row.ptr();
+  PyObject* const known = found->second.record.ptr();
   const std::string text = labels_.text(label);
-  const bool is_same = to_utf8(PyTuple_GET_ITEM(known, row_item::label)) == text &&
-                       to_utf8(PyTuple_GET_ITEM(known, row_item::role)) == role_name(role);
-  py::object row = found->second.row;
+  const bool is_same = to_utf8(PyTuple_GET_ITEM(known, record_item::label)) == text &&
+                       to_utf8(PyTuple_GET_ITEM(known, record_item::role)) == role_name(role);
+  py::object record = found->second.record;
   if (!is_same) {
-    row = with_item(known, row_item::label, from_utf8(text));
-    row = with_item(row.ptr(), row_item::role, from_utf8(role_name(role)));
+    record = with_item(known, record_item::label, from_utf8(text));
+    record = with_item(record.ptr(), record_item::role, from_utf8(role_name(role)));
   }
   ++counters.tensors;
   ++counters.cache_hits;
-  frame->add({label, role, NoteKind::none, -1, 0, 0, kNotPending, {}, row.release().ptr()});
+  frame->add({label, role, NoteKind::none, -1, 0, 0, kNotPending, {}, record.release().ptr()});
   return true;
 }
 
-// Remembers the row of a tensor that Python has found to be a mask.
-void CallObserver::remember_mask(const at::Tensor& x, const Content& content, PyObject* row) {
+// Remembers the record of a tensor that Python has found to be a mask.
+void CallObserver::remember_mask(const at::Tensor& x, const Content& content, PyObject* record) {
   constexpr size_t kMost = 256;
-  if (!is_row(row) || PyTuple_GET_ITEM(row, row_item::note) != helpers_.plain_mask.ptr()) return;
+  if (!is_record(record) || PyTuple_GET_ITEM(record, record_item::note) != helpers_.plain_mask.ptr()) return;
   if (masks_.size() >= kMost) masks_.clear();
   Mask& mask = masks_[content.key];
   mask.tensor.take(x, content, RangeRow{}, 0);
-  mask.row = py::reinterpret_borrow<py::object>(row);
+  mask.record = py::reinterpret_borrow<py::object>(record);
 }
 
 // ---- what the module owns -------------------------------------------------------------------------------------------
@@ -320,7 +321,7 @@ struct CallObserver::Walk {
       const Labels::Id id = self.labels_.of_text(to_utf8(PyTuple_GET_ITEM(pair, 0)));
       ++leaves;
       const bool done = is_tensor(leaf) ? self.tensor(leaf, id, role, node, memory, nullptr, frame)
-                                        : self.row_from_python(leaf, id, role, node, frame);
+                                        : self.record_from_python(leaf, id, role, node, frame);
       if (!done) return false;
     }
     return true;
@@ -406,7 +407,7 @@ struct CallObserver::Walk {
     return true;
   }
 
-  // False, with a row that says why, where the walk goes no deeper.
+  // False, with a record that says why, where the walk goes no deeper.
   bool enter(PyObject* object, Labels::Id label) {
     if (std::find(inside, inside + depth, object) != inside + depth) return unwalked(label, "contains itself");
     if (depth >= kMaxDepth) return unwalked(label, "nested deeper than 32");
@@ -414,14 +415,14 @@ struct CallObserver::Walk {
     return true;
   }
 
-  // Adds the row of a part that is not entered; false.
+  // Adds the record of a part that is not entered; false.
   bool unwalked(Labels::Id label, const char* reason) {
     ++leaves;
     self.unread(label, role, reason, frame);
     return false;
   }
 
-  // Returns whether the walk has reached its limit, and adds a row for that once.
+  // Returns whether the walk has reached its limit, and adds a record for that once.
   bool limit(Labels::Id label) {
     if (leaves < kMaxLeaves) return false;
     if (!ended) {
@@ -460,10 +461,10 @@ std::optional<CallObserver::Kind> CallObserver::kind_of(PyTypeObject* type) {
 
 bool CallObserver::observe(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output,
                            bool outermost, OpenFrame* frame) {
-  return fill_frame(node, frame, [&] { return rows(node, module, args, kwargs, output, outermost, frame); });
+  return fill_frame(node, frame, [&] { return records(node, module, args, kwargs, output, outermost, frame); });
 }
 
-bool CallObserver::input_rows(const Node& node, PyObject* args, PyObject* kwargs, OpenFrame* frame) {
+bool CallObserver::input_records(const Node& node, PyObject* args, PyObject* kwargs, OpenFrame* frame) {
   Walk walk(*this, node, frame, Role::input, Memory::activation);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i)
     if (!walk.value(PyTuple_GET_ITEM(args, i), labels_.item(Labels::kInput, i))) return false;
@@ -475,11 +476,11 @@ bool CallObserver::input_rows(const Node& node, PyObject* args, PyObject* kwargs
   return true;
 }
 
-bool CallObserver::rows(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output,
-                        bool outermost, OpenFrame* frame) {
+bool CallObserver::records(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output,
+                           bool outermost, OpenFrame* frame) {
   if (options_.weights && !own_tensors(node, module, Role::weight, frame)) return false;
   if (options_.buffers && !own_tensors(node, module, Role::buffer, frame)) return false;
-  if (options_.inputs && !input_rows(node, args, kwargs, frame)) return false;
+  if (options_.inputs && !input_records(node, args, kwargs, frame)) return false;
   if (options_.outputs) {
     // A write past the version counter between a module and the end of the forward would else hide a nan in what the
     // model returns.

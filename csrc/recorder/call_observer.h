@@ -1,4 +1,4 @@
-// CallObserver: makes the rows of a module call's frame. It walks over weights, buffers, inputs and outputs, and
+// CallObserver: makes the records of a module call's frame. It walks over weights, buffers, inputs and outputs, and
 // decides what has to be read. The rare cases (a tensor that is not plain, a non-finite value, a container of an
 // unknown type) go to the Python functions that also serve without the compiled part.
 #pragma once
@@ -20,8 +20,7 @@
 #include "recorder/frame.h"
 #include "recorder/outside_compiler.h"
 #include "ops/plain_view.h"
-#include "recorder/read_budget.h"
-#include "recorder/row_python.h"
+#include "recorder/record_python.h"
 #include "device/row_table.h"
 #include "recorder/read_cache.h"
 
@@ -64,7 +63,7 @@ struct Options {
   bool reads(Role role) const {
     return role == Role::weight ? weights : role == Role::buffer ? buffers : role == Role::input ? inputs : outputs;
   }
-  // Returns whether Python makes the rows of this role in this batch.
+  // Returns whether Python makes the records of this role in this batch.
   bool is_pythons(Role role, int64_t batch) const {
     return (role == Role::output && sketches > 0 && batch % sketches == 0) ||
            (statistics > 0 && batch % statistics == 0);
@@ -152,8 +151,8 @@ class CallObserver {
   // GPT-2.
   void prepare(Node& node, PyObject* module);
 
-  // Appends the rows of a call to `frame`. False with a Python exception set only for what must end the call, such as
-  // KeyboardInterrupt. `outermost`: of a call that watched code did not make, whose outputs are always read.
+  // Appends the records of a call to `frame`. False with a Python exception set only for what must end the call, such
+  // as KeyboardInterrupt. `outermost`: of a call that watched code did not make, whose outputs are always read.
   bool observe(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output, bool outermost,
                OpenFrame* frame);
 
@@ -163,7 +162,7 @@ class CallObserver {
 
   // Sends a tensor of a device to be read, in stream order; null where there is nothing to be had so.
   PendingRowPtr enqueue_read(const at::Tensor& x);
-  // Gives the pending rows of a frame their place in it. A row that has not completed is not read.
+  // Gives the pending records of a frame their place in it. A record that has not completed is not read.
   bool resolve(const Node& node, OpenFrame* frame);
 
   // Returns whether a tensor of the host is finite, without reading it if it is unchanged since it was last read as a
@@ -200,10 +199,10 @@ class CallObserver {
   // Where a range may be known from: a batch's activations, or a cache over many batches. `moving` is for what is
   // written past the version counter: it is read within the budget, and nothing is known of it afterwards.
   enum class Memory : uint8_t { activation, weight, moving, none };
-  // A tensor that was recognised as a mask, and its row.
+  // A tensor that was recognised as a mask, and its record.
   struct Mask {
     WeightEntry tensor;
-    pybind11::object row;
+    pybind11::object record;
   };
 
   template <typename Action>  // (PyObject* tensor, Node::Slot&) -> bool: go on
@@ -212,10 +211,10 @@ class CallObserver {
   void find_entry(uint64_t key, Node::Slot* slot);
   bool tensor(PyObject* object, Labels::Id label, Role role, const Node& node, Memory memory, Node::Slot* slot,
               OpenFrame* frame);
-  bool rows(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output, bool outermost,
-            OpenFrame* frame);
-  bool input_rows(const Node& node, PyObject* args, PyObject* kwargs, OpenFrame* frame);
-  bool compiled_rows(Node& node, Node::Plan& plan, at::TensorList tensors, OpenFrame* frame);
+  bool records(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output, bool outermost,
+               OpenFrame* frame);
+  bool input_records(const Node& node, PyObject* args, PyObject* kwargs, OpenFrame* frame);
+  bool compiled_records(Node& node, Node::Plan& plan, at::TensorList tensors, OpenFrame* frame);
   template <typename Make>
   bool fill_frame(const Node& node, OpenFrame* frame, const Make& make);
   template <typename Make>
@@ -223,10 +222,10 @@ class CallObserver {
   bool complete(const Node& node, OpenFrame* frame);
   bool meets_device(PyObject* object);
   bool device_tensor(PyObject* object, Labels::Id label, Role role, Memory memory, Node::Slot* slot, OpenFrame* frame);
-  bool resolve_row(const Node& node, const PendingRow& pending, const OpenFrame& frame, RowData* row);
+  bool resolve_record(const Node& node, const PendingRow& pending, const OpenFrame& frame, RecordData* row);
   void unread(Labels::Id label, Role role, const std::string& reason, OpenFrame* frame);
   bool excuse(Labels::Id label, Role role, OpenFrame* frame);
-  bool row_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, OpenFrame* frame);
+  bool record_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, OpenFrame* frame);
   RangeRow read(const at::Tensor& x, const View& view);
   template <typename Row, typename Reader>
   Row range_of(PyObject* object, int64_t batch, Memory memory, Node::Slot* slot, Reader& reader);
@@ -234,7 +233,7 @@ class CallObserver {
   Row weight_range(const at::Tensor& x, int64_t batch, bool moves, Node::Slot* slot, Reader& reader);
   bool not_read_yet(Labels::Id label, Role role, OpenFrame* frame);
   bool known_mask(const at::Tensor& x, Labels::Id label, Role role, OpenFrame* frame);
-  void remember_mask(const at::Tensor& x, const Content& content, PyObject* row);
+  void remember_mask(const at::Tensor& x, const Content& content, PyObject* record);
   RangeRow hit(const CacheEntry& entry, const View& view);
   std::optional<Kind> kind_of(PyTypeObject* type);
 

@@ -1,5 +1,5 @@
-// The part of CallObserver for calls in compiled code: plans, and rows by a plan. A plan is a text made when the call
-// was traced: the class, then a line for every value of the frame:
+// The part of CallObserver for calls in compiled code: plans, and records by a plan. A plan is a text made when the
+// call was traced: the class, then a line for every value of the frame:
 //   role (w b i o)  kind (t tensor, n None, x no tensor, u unread)  space  label  [tab  why it is not read]
 #include <torch/csrc/utils/pybind.h>
 
@@ -47,7 +47,7 @@ std::shared_ptr<Node::Plan> CallObserver::plan_of(Node& node, std::string_view t
   return made;
 }
 
-bool CallObserver::compiled_rows(Node& node, Node::Plan& plan, at::TensorList tensors, OpenFrame* frame) {
+bool CallObserver::compiled_records(Node& node, Node::Plan& plan, at::TensorList tensors, OpenFrame* frame) {
   size_t next = 0;
   std::vector<const void*> own;
   for (Node::Plan::Value& value : plan.values) {
@@ -90,7 +90,7 @@ bool CallObserver::compiled_rows(Node& node, Node::Plan& plan, at::TensorList te
 }
 
 bool CallObserver::observe_compiled(Node& node, Node::Plan& plan, at::TensorList tensors, OpenFrame* frame) {
-  return fill_frame(node, frame, [&] { return compiled_rows(node, plan, tensors, frame); });
+  return fill_frame(node, frame, [&] { return compiled_records(node, plan, tensors, frame); });
 }
 
 }  // namespace nanwatch

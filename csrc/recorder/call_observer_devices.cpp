@@ -10,7 +10,7 @@ namespace nanwatch {
 namespace {
 
 // Returns whether a range is that of an additive mask made with the dtype's minimum in place of -inf.
-bool may_be_mask(const RowData& row, const RangeRow& range) {
+bool may_be_mask(const RecordData& row, const RangeRow& range) {
   if (range.abs_min != 0.0 || (row.role != Role::input && row.role != Role::buffer)) return false;
   const std::optional<Format> format = format_of(static_cast<at::ScalarType>(row.dtype));
   return format.has_value() && range.abs_max == largest_finite(*format);
@@ -149,14 +149,15 @@ bool CallObserver::complete(const Node& node, OpenFrame* frame) {
 
 bool CallObserver::resolve(const Node& node, OpenFrame* frame) {
   if (frame->pending.empty()) return true;
-  for (size_t i = 0; i < frame->rows.size(); ++i) {
-    const int32_t pending = std::exchange(frame->rows[i].pending, kNotPending);
-    if (pending != kNotPending && !resolve_row(node, *frame->pending.rows[size_t(pending)], *frame, &frame->rows[i])) {
+  for (size_t i = 0; i < frame->records.size(); ++i) {
+    const int32_t pending = std::exchange(frame->records[i].pending, kNotPending);
+    if (pending != kNotPending &&
+        !resolve_record(node, *frame->pending.rows[size_t(pending)], *frame, &frame->records[i])) {
       frame->clear();
       return false;
     }
-    frame->has_objects |= frame->rows[i].python != nullptr;
-    frame->has_nonfinite |= is_nonfinite(frame->rows[i]);
+    frame->has_objects |= frame->records[i].python != nullptr;
+    frame->has_nonfinite |= is_nonfinite(frame->records[i]);
   }
   for (const PendingRowPtr& row : frame->pending.rows)
     if (row->verifies != nullptr && is_completed(*row) && is_completed(*row->verifies))
@@ -165,7 +166,8 @@ bool CallObserver::resolve(const Node& node, OpenFrame* frame) {
   return true;
 }
 
-bool CallObserver::resolve_row(const Node& node, const PendingRow& pending, const OpenFrame& frame, RowData* row) {
+bool CallObserver::resolve_record(const Node& node, const PendingRow& pending, const OpenFrame& frame,
+                                  RecordData* row) {
   row->range = pending.range;
   const bool is_here = pending.state == PendingRow::State::completed;
   if (is_here && pending.range.isfinite && !may_be_mask(*row, pending.range)) return true;
@@ -184,7 +186,7 @@ bool CallObserver::resolve_row(const Node& node, const PendingRow& pending, cons
                             shape.ptr(), dtype_name(*row).c_str(), values.ptr(), node.allow_inf.ptr());
   if (row->python != nullptr) return true;
   const std::optional<std::string> reason = excuse_error();
-  if (reason.has_value()) row->python = unread_row(labels_.text(row->label), row->role, *reason);
+  if (reason.has_value()) row->python = unread_record(labels_.text(row->label), row->role, *reason);
   return reason.has_value();
 }
 

@@ -14,7 +14,6 @@
 #include "recorder/batch_start.h"
 #include "recorder/box_writer.h"
 #include "recorder/call_observer.h"
-#include "recorder/call_origin.h"
 #include "recorder/peak_magnitudes.h"
 #include "recorder/subscriptions.h"
 
@@ -61,7 +60,7 @@ class CallRecorder {
   FrameRing& ring() { return ring_; }
   // Puts a frame of a backward or a step into the ring.
   void push(FrameData& frame) { keep(frame); }
-  void add_frame(int64_t batch, int32_t node, const pybind11::list& rows);  // of an optimizer's step
+  void add_frame(int64_t batch, int32_t node, const pybind11::list& records);  // of an optimizer's step
 
   // The batch, the name and the class of the module of the innermost call under way on this thread, if it is recorded;
   // else None. `add_output` gives the frame of this call one more output.
@@ -78,8 +77,8 @@ class CallRecorder {
   pybind11::tuple take_peaks() { return taken(peaks_); }
   // The same of the gradients of all backwards since they were last taken; the batch is the latest of theirs.
   pybind11::tuple take_gradient_peaks() { return taken(gradient_peaks_); }
-  void add_gradient_peak(int64_t batch, int32_t node, Labels::Id label, const RowData& row) {
-    gradient_peaks_.add_gradient(batch, node, label, row, observer_.labels());
+  void add_gradient_peak(int64_t batch, int32_t node, Labels::Id label, const RecordData& record) {
+    gradient_peaks_.add_gradient(batch, node, label, record, observer_.labels());
   }
 
   // The start of this thread's batch, or None; with `keeps_starts`.

@@ -1,5 +1,5 @@
-// A frame as the hot path leaves it: rows of plain numbers. Names become strings and rows become Python objects only on
-// request.
+// A frame as the hot path leaves it: records of plain numbers. Names become strings and records become Python objects
+// only on request.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -8,8 +8,9 @@
 #include <cstdint>
 #include <utility>
 #include <vector>
+#include <array>
+#include <limits>
 
-#include "recorder/batch_counts.h"
 #include "recorder/labels.h"
 #include "device/pending_row.h"
 #include "numerics/columns.h"
@@ -17,9 +18,51 @@
 
 namespace nanwatch {
 
+// Number of frames of each of the latest batches, including those that the ring has dropped. More than one batch is
+// under way where several threads call the model.
+class BatchCounts {
+ public:
+  static constexpr int64_t kForgotten = -1;
+
+  void add(int64_t batch) {
+    if (batches_[current_].number == batch || turn_to(batch)) ++batches_[current_].frames;
+  }
+
+  // kForgotten where 16 later ones have come since.
+  int64_t of(int64_t batch) const {
+    for (const Batch& one : batches_)
+      if (one.number == batch) return one.frames;
+    return batch > forgotten_ ? 0 : kForgotten;
+  }
+
+ private:
+  static constexpr int64_t kNone = std::numeric_limits<int64_t>::min();
+  struct Batch {
+    int64_t number = kNone, frames = 0;
+  };
+
+  bool turn_to(int64_t batch) {
+    const auto is_it = [batch](const Batch& one) { return one.number == batch; };
+    auto found = std::find_if(batches_.begin(), batches_.end(), is_it);
+    if (found == batches_.end()) {
+      if (batch <= forgotten_) return false;
+      found = std::min_element(batches_.begin(), batches_.end(),
+                               [](const Batch& a, const Batch& b) { return a.number < b.number; });
+      forgotten_ = std::max(forgotten_, found->number);
+      *found = {batch, 0};
+    }
+    current_ = size_t(found - batches_.begin());
+    return true;
+  }
+
+  std::array<Batch, 16> batches_;
+  size_t current_ = 0;
+  int64_t forgotten_ = kNone;
+};
+
 constexpr int32_t kNotPending = -1;
 
-struct RowData {
+struct RecordData {
   Labels::Id label;
   Role role;
   NoteKind note;
@@ -28,7 +71,7 @@ struct RowData {
   uint32_t shape_at;  // into FrameData::shapes
   int32_t pending;    // into FrameData::pending.rows while the range is still to come, else kNotPending
   RangeRow range;
-  PyObject* python;  // owned; where the Python side made the row, it replaces all else
+  PyObject* python;  // owned; where the Python side made the record, it replaces all else
 };
 
 // A tensor of a call that may get a gradient.
@@ -45,7 +88,7 @@ struct AddedOutput {
   pybind11::object tensor;
 };
 
-// One call of one module: one line of the cache, and its rows. Reused: clearing keeps the capacity, so a steady run
+// One call of one module: one line of the cache, and its records. Reused: clearing keeps the capacity, so a steady run
 // allocates nothing.
 struct FrameData {
   int64_t batch = 0;
@@ -53,8 +96,8 @@ struct FrameData {
   bool recomputed = false;
   Phase phase = Phase::forward;
   bool has_nonfinite = false;
-  bool has_objects = false;  // rows that Python made
-  std::vector<RowData> rows;
+  bool has_objects = false;  // records that Python made
+  std::vector<RecordData> records;
   std::vector<int64_t> shapes;
 
   FrameData() = default;
@@ -64,20 +107,20 @@ struct FrameData {
   ~FrameData() { clear(); }
 
   void reserve() {
-    rows.reserve(16);
+    records.reserve(16);
     shapes.reserve(48);
   }
 
-  void add(const RowData& row) {
-    has_objects |= row.python != nullptr;
-    rows.push_back(row);
+  void add(const RecordData& record) {
+    has_objects |= record.python != nullptr;
+    records.push_back(record);
   }
 
   void clear() {
-    // The rows of the frame that this one takes the place of are in no cache any more.
+    // The records of the frame that this one takes the place of are in no cache any more.
     if (has_objects) [[unlikely]]
-      for (const RowData& row : rows) Py_XDECREF(row.python);
-    rows.clear();
+      for (const RecordData& record : records) Py_XDECREF(record.python);
+    records.clear();
     shapes.clear();
     has_nonfinite = has_objects = false;
     phase = Phase::forward;
@@ -91,9 +134,9 @@ struct FrameData {
     phase = other.phase;
     has_nonfinite = other.has_nonfinite;
     has_objects = other.has_objects;
-    rows = other.rows;
+    records = other.records;
     shapes = other.shapes;
-    for (const RowData& row : rows) Py_XINCREF(row.python);
+    for (const RecordData& record : records) Py_XINCREF(record.python);
   }
 
   void swap(FrameData& other) noexcept {
@@ -103,7 +146,7 @@ struct FrameData {
     std::swap(phase, other.phase);
     std::swap(has_nonfinite, other.has_nonfinite);
     std::swap(has_objects, other.has_objects);
-    rows.swap(other.rows);
+    records.swap(other.records);
     shapes.swap(other.shapes);
   }
 };

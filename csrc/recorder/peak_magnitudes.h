@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "recorder/frame.h"
-#include "recorder/row_python.h"
+#include "recorder/record_python.h"
 
 namespace nanwatch {
 
@@ -35,22 +35,22 @@ class PeakMagnitudes {
   void add(const FrameData& frame, Labels& labels, bool with_inputs) {
     if (frame.recomputed || frame.phase != Phase::forward) return;
     if (frame.batch != batch_) begin(frame.batch);
-    for (const RowData& row : frame.rows) {
-      if (row.python != nullptr) {
-        add_python(frame.node, row.python, nullptr, labels, with_inputs);
-      } else if (with_inputs || row.role != Role::input) {
-        add_row(frame.node, row.label, row);
+    for (const RecordData& record : frame.records) {
+      if (record.python != nullptr) {
+        add_python(frame.node, record.python, nullptr, labels, with_inputs);
+      } else if (with_inputs || record.role != Role::input) {
+        add_record(frame.node, record.label, record);
       }
     }
   }
 
   // Takes a gradient under the label of its user, and keeps those of earlier batches until they are taken.
-  void add_gradient(int64_t batch, int32_t node, Labels::Id label, const RowData& row, Labels& labels) {
+  void add_gradient(int64_t batch, int32_t node, Labels::Id label, const RecordData& record, Labels& labels) {
     batch_ = std::max(batch_, batch);
-    if (row.python != nullptr) {
-      add_python(node, row.python, &label, labels, false);
+    if (record.python != nullptr) {
+      add_python(node, record.python, &label, labels, false);
     } else {
-      add_row(node, label, row);
+      add_record(node, label, record);
     }
   }
 
@@ -85,10 +85,10 @@ class PeakMagnitudes {
     std::fill(values_.begin(), values_.end(), 0.0);
   }
 
-  void add_row(int32_t node, Labels::Id label, const RowData& row) {
-    if (row.dtype >= 0 && row.range.isfinite && row.range.abs_max >= 0 &&
-        !at::isIntegralType(static_cast<at::ScalarType>(row.dtype), true))
-      raise({node, label, row.dtype}, row.range.abs_max);
+  void add_record(int32_t node, Labels::Id label, const RecordData& record) {
+    if (record.dtype >= 0 && record.range.isfinite && record.range.abs_max >= 0 &&
+        !at::isIntegralType(static_cast<at::ScalarType>(record.dtype), true))
+      raise({node, label, record.dtype}, record.range.abs_max);
   }
 
   void raise(const Key& key, double value) {
@@ -118,17 +118,18 @@ class PeakMagnitudes {
     }
   }
 
-  // Rows from Python: complex numbers, shards, other layouts. `own` is the label where the row has another user's.
-  void add_python(int32_t node, PyObject* row, const Labels::Id* own, Labels& labels, bool with_inputs) {
-    if (!is_row(row)) return;
-    const char* const label = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, row_item::label));
-    const char* const role = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, row_item::role));
-    PyObject* const largest = PyTuple_GET_ITEM(row, row_item::abs_max);
+  // Rows from Python: complex numbers, shards, other layouts. `own` is the label where the record has another user's.
+  void add_python(int32_t node, PyObject* record, const Labels::Id* own, Labels& labels, bool with_inputs) {
+    if (!is_record(record)) return;
+    const char* const label = PyUnicode_AsUTF8(PyTuple_GET_ITEM(record, record_item::label));
+    const char* const role = PyUnicode_AsUTF8(PyTuple_GET_ITEM(record, record_item::role));
+    PyObject* const largest = PyTuple_GET_ITEM(record, record_item::abs_max);
     if (label == nullptr || role == nullptr) return PyErr_Clear();
-    if ((!with_inputs && std::string_view(role) == "input") || PyTuple_GET_ITEM(row, row_item::isfinite) != Py_True ||
-        is_meant(row) || !PyFloat_Check(largest) || !(PyFloat_AS_DOUBLE(largest) >= 0))
+    if ((!with_inputs && std::string_view(role) == "input") ||
+        PyTuple_GET_ITEM(record, record_item::isfinite) != Py_True || is_meant(record) || !PyFloat_Check(largest) ||
+        !(PyFloat_AS_DOUBLE(largest) >= 0))
       return;
-    const int8_t dtype = floating_dtype(row);
+    const int8_t dtype = floating_dtype(record);
     if (dtype < 0) return;
     raise({node, own == nullptr ? labels.of_text(label) : *own, dtype}, PyFloat_AS_DOUBLE(largest));
   }

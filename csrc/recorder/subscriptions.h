@@ -1,4 +1,4 @@
-// Subscriptions to the events that a recorder reports.
+// Subscriptions to the events that a recorder reports, and the time that it measures for one of them.
 #pragma once
 
 #include <array>
@@ -7,8 +7,29 @@
 #include <cstdint>
 #include <memory>
 #include <utility>
+#include <chrono>
 
 namespace nanwatch {
+
+// Adds the nanoseconds until its end to a counter, if it is on.
+class Stopwatch {
+ public:
+  Stopwatch(bool on, int64_t* total) : total_(on ? total : nullptr), start_(on ? now() : 0) {}
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+  ~Stopwatch() {
+    if (total_ != nullptr) *total_ += now() - start_;
+  }
+
+ private:
+  static int64_t now() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+  }
+
+  int64_t* total_;
+  int64_t start_;
+};
 
 // Events that the recorder reports only while somebody subscribes to them, numbered as in recording/events.py. While
 // there is a subscription to kOwnTime the recorder counts its nanoseconds.

@@ -539,7 +539,7 @@ class PythonRecorder:
 
 
 if _extension.C is not None:
-    _extension.C.bind_row(Record, Note)
+    _extension.C.bind_record(Record, Note)
 
 
 def make_recorder(settings: Settings, events: RecorderEvents) -> Recorder:
@@ -551,7 +551,7 @@ def make_recorder(settings: Settings, events: RecorderEvents) -> Recorder:
         "leaves": leaves,
         "is_container": is_container,
         "spell_key": spell_key,
-        "completed_row": completed_record,
+        "completed_record": completed_record,
         "plain_mask": PLAIN_MASK,
     }
     native: type[CallRecorder] = _extension.C.CallRecorder

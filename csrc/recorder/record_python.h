@@ -1,4 +1,4 @@
-// The rows of a frame as Python sees them.
+// The records of a frame as Python sees them.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -21,9 +21,9 @@ inline const char* role_name(Role role) {
   return kRoles[int(role)];
 }
 
-inline pybind11::tuple shape_of(const FrameData& frame, const RowData& row) {
-  pybind11::tuple shape(row.dims);
-  for (size_t d = 0; d < row.dims; ++d) shape[d] = frame.shapes[row.shape_at + d];
+inline pybind11::tuple shape_of(const FrameData& frame, const RecordData& record) {
+  pybind11::tuple shape(record.dims);
+  for (size_t d = 0; d < record.dims; ++d) shape[d] = frame.shapes[record.shape_at + d];
   return shape;
 }
 
@@ -32,8 +32,8 @@ inline std::string dtype_name(at::ScalarType type) {
   return pybind11::cast<std::string>(pybind11::str(pybind11::cast(type))).erase(0, sizeof("torch.") - 1);
 }
 
-inline std::string dtype_name(const RowData& row) {
-  return dtype_name(static_cast<at::ScalarType>(row.dtype));
+inline std::string dtype_name(const RecordData& record) {
+  return dtype_name(static_cast<at::ScalarType>(record.dtype));
 }
 
 // The c10::ScalarType of that name, real or complex; -1 for any other.
@@ -57,17 +57,18 @@ inline int8_t floating_dtype(std::string_view name) {
 }
 
 // The named tuples records.record.Record and records.note.Note, which Python sets once.
-inline PyTypeObject* row_type = nullptr;
+inline PyTypeObject* record_type = nullptr;
 inline PyTypeObject* note_type = nullptr;
 
-inline void bind_row(const pybind11::type& record, const pybind11::type& note) {
+inline void bind_record(const pybind11::type& record, const pybind11::type& note) {
   const auto bound = [](const pybind11::type& type) {
     auto* const candidate = reinterpret_cast<PyTypeObject*>(type.ptr());
-    if (!PyType_IsSubtype(candidate, &PyTuple_Type)) throw pybind11::type_error("bind_row: expected named tuple types");
+    if (!PyType_IsSubtype(candidate, &PyTuple_Type))
+      throw pybind11::type_error("bind_record: expected named tuple types");
     Py_INCREF(candidate);  // for good
     return candidate;
   };
-  row_type = bound(record);
+  record_type = bound(record);
   note_type = bound(note);
 }
 
@@ -88,11 +89,11 @@ pybind11::object make_tuple_of(PyTypeObject* type, std::array<pybind11::object, 
   return made;
 }
 
-// The items of a row by their names.
-using RowItems = std::array<pybind11::object, kRowItems>;
+// The items of a record by their names.
+using RecordItems = std::array<pybind11::object, kRecordItems>;
 
-inline pybind11::object make_row(RowItems items) {
-  return make_tuple_of(row_type, std::move(items));
+inline pybind11::object make_record(RecordItems items) {
+  return make_tuple_of(record_type, std::move(items));
 }
 
 inline pybind11::object make_note(NoteKind kind, const std::string& text = "") {
@@ -102,31 +103,31 @@ inline pybind11::object make_note(NoteKind kind, const std::string& text = "") {
   return make_tuple_of(note_type, std::move(items));
 }
 
-// The row with another item.
-inline pybind11::object with_item(PyObject* row, size_t position, const pybind11::object& value) {
-  RowItems items;
+// The record with another item.
+inline pybind11::object with_item(PyObject* record, size_t position, const pybind11::object& value) {
+  RecordItems items;
   for (size_t i = 0; i < items.size(); ++i)
     items[i] =
-        i == position ? value : pybind11::reinterpret_borrow<pybind11::object>(PyTuple_GET_ITEM(row, Py_ssize_t(i)));
-  return make_row(std::move(items));
+        i == position ? value : pybind11::reinterpret_borrow<pybind11::object>(PyTuple_GET_ITEM(record, Py_ssize_t(i)));
+  return make_record(std::move(items));
 }
 
 // The items of a value without a range.
-inline RowItems items_without_range(const std::string& label, Role role) {
-  RowItems items;
-  items[row_item::label] = from_utf8(label);
-  items[row_item::role] = pybind11::str(role_name(role));
-  items[row_item::dtype] = pybind11::str("");
+inline RecordItems items_without_range(const std::string& label, Role role) {
+  RecordItems items;
+  items[record_item::label] = from_utf8(label);
+  items[record_item::role] = pybind11::str(role_name(role));
+  items[record_item::dtype] = pybind11::str("");
   return items;
 }
 
-inline bool is_row(PyObject* row) {
-  return PyTuple_Check(row) && PyTuple_GET_SIZE(row) == kRowItems;
+inline bool is_record(PyObject* record) {
+  return PyTuple_Check(record) && PyTuple_GET_SIZE(record) == kRecordItems;
 }
 
-// Returns whether the row's note says that its extremes are meant.
-inline bool is_meant(PyObject* row) {
-  PyObject* const note = PyTuple_GET_ITEM(row, row_item::note);
+// Returns whether the record's note says that its extremes are meant.
+inline bool is_meant(PyObject* record) {
+  PyObject* const note = PyTuple_GET_ITEM(record, record_item::note);
   if (!PyTuple_Check(note) || PyTuple_GET_SIZE(note) != kNoteItems) return false;
   PyObject* const kind = PyTuple_GET_ITEM(note, note_item::kind);
   if (!PyUnicode_Check(kind)) return false;
@@ -148,15 +149,16 @@ inline std::string to_utf8(PyObject* text) {
   return "?";
 }
 
-// The c10::ScalarType of a row of floating point, -1 for any other.
-inline int8_t floating_dtype(PyObject* row) {
-  return floating_dtype(to_utf8(PyTuple_GET_ITEM(row, row_item::dtype)));
+// The c10::ScalarType of a record of floating point, -1 for any other.
+inline int8_t floating_dtype(PyObject* record) {
+  return floating_dtype(to_utf8(PyTuple_GET_ITEM(record, record_item::dtype)));
 }
 
-// record.is_fault of a row whose range is known.
-inline bool is_nonfinite(const RowData& row) {
-  if (row.python == nullptr) return row.dtype >= 0 && !row.range.isfinite;
-  return is_row(row.python) && PyTuple_GET_ITEM(row.python, row_item::isfinite) == Py_False && !is_meant(row.python);
+// record.is_fault of a record whose range is known.
+inline bool is_nonfinite(const RecordData& record) {
+  if (record.python == nullptr) return record.dtype >= 0 && !record.range.isfinite;
+  return is_record(record.python) && PyTuple_GET_ITEM(record.python, record_item::isfinite) == Py_False &&
+         !is_meant(record.python);
 }
 
 // The Python object of a tensor; empty with a Python error set.
@@ -183,11 +185,11 @@ inline std::optional<std::string> excuse_error() {
   return line.empty() ? reason : reason + ": " + line;
 }
 
-// The row of a value that was not read, owned.
-inline PyObject* unread_row(const std::string& label, Role role, const std::string& reason) {
-  RowItems items = items_without_range(label, role);
-  items[row_item::note] = make_note(NoteKind::not_checked, reason);
-  return make_row(std::move(items)).release().ptr();
+// The record of a value that was not read, owned.
+inline PyObject* unread_record(const std::string& label, Role role, const std::string& reason) {
+  RecordItems items = items_without_range(label, role);
+  items[record_item::note] = make_note(NoteKind::not_checked, reason);
+  return make_record(std::move(items)).release().ptr();
 }
 
 }  // namespace nanwatch
