@@ -62,20 +62,12 @@ _SHARDING = frozenset({"deepspeed", "fairscale", "megatron", "colossalai", "horo
 _OWN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
-@dataclass(slots=True)
-class Forwards:
-    """Number of forwards that were made of a snapshot and of its changed copies."""
-
-    made: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class BatchSnapshot:
     """The outermost call of a batch, as it was about to be made: `module(*args, **kwargs)`.
 
     `buffers` are the values of the model's small buffers. `attributes` are those of the arguments that have plain ones
-    alone, by id. `began` is the time in seconds of `time.monotonic()`. `forwards` counts the re-runs, where somebody
-    counts.
+    alone, by id. `began` is the time in seconds of `time.monotonic()`.
     """
 
     module: nn.Module
@@ -89,7 +81,6 @@ class BatchSnapshot:
     attributes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     buffers: BufferValues = field(default_factory=dict)
     cached: ParametrizationCache = field(default_factory=cached_parametrizations)
-    forwards: Forwards | None = None
     began: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -143,8 +134,6 @@ class BatchSnapshot:
         Afterwards random states, buffers, training flags and the tensors of the call are as they were before, also when
         the call raises.
         """
-        if self.forwards is not None:
-            self.forwards.made += 1
         isolation.send()
         with ExitStack() as after:
             given = [x for _, x in call_leaves(self.args, self.kwargs) if isinstance(x, Tensor)]

@@ -18,7 +18,7 @@ from ..report.finding import Finding, Value, with_earlier, working_first
 from ..report.report import Report
 from ..util.visible import spell
 from . import isolation
-from .batch_snapshot import BatchSnapshot, Forwards, may_be_narrow, no_second_run, num_processes
+from .batch_snapshot import BatchSnapshot, may_be_narrow, no_second_run, num_processes
 from .cures import Cures, try_formats, try_patches
 from .diagnosis import Diagnosis, enrich
 from .experiment import NO_CONDITIONS, Allows, Conditions, module_words, nothing_allowed
@@ -57,7 +57,7 @@ def examine(
     elif examines and loss is not None and (snapshot is None or incident.finding.is_of_loss):
         _rerun_loss(loss, incident, model, conditions, loss_value(loss))
     elif examines and snapshot is not None and incident.finding.phase != "step":
-        before, snapshot = incident.report, replace(snapshot, forwards=Forwards())
+        before = incident.report
         diagnosis, call = _look(incident, snapshot, model, conditions), incident.call
         is_known = diagnosis is not None and diagnosis.operation is not None
         if call is not None and incident.finding.origin == "produced" and not is_known:
@@ -207,7 +207,6 @@ def _examined(
         call.autocast,
         inference=False,
         grad=True,
-        forwards=Forwards(),
     )
     # The finding of a call of this module, that returns the loss.
     finding = replace(
