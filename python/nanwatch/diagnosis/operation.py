@@ -26,8 +26,6 @@ from ..report.histogram import StoredHistogram
 _OVERWRITING = frozenset(
     {"copy_", "fill_", "zero_", "set_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"}
 ) | {"log_normal_", "cauchy_", "geometric_", "_foreach_copy_", "_foreach_zero_"}
-# Elementwise operations that never make a finite element of one that is not.
-_CARRYING = frozenset({"add", "sub", "rsub", "mul", "neg", "abs", "clone", "_to_copy"})
 _VALUE = re.compile("number|float|Tensor")
 # Each takes one pass over its tensor; more pictures than these nobody looks at.
 _MOST_HISTOGRAMS = 4
@@ -53,11 +51,6 @@ class Operation(NamedTuple):
     num_results: int
     allocates: bool
     pointwise: bool
-
-    @property
-    def carries(self) -> bool:
-        """True if an element that is not finite makes one that is not."""
-        return self.base in _CARRYING
 
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Return `(name, value)` of the arguments that were given."""

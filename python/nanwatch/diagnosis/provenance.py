@@ -193,8 +193,7 @@ class ProvenanceMode(TorchDispatchMode):
         """Fill in where the step's non-finite values come from; True when it began them."""
         suspects = [i for i, record in enumerate(given.ranges) if record.isfinite is False]
         writers = {i: self._writes.find(given.tensors[i]) for i in suspects}
-        is_live = any(not writer.meant for i in suspects for writer in writers[i])
-        causes = suspects if is_live and operation.carries else _causes(operation, given, suspects, nonfinite)
+        causes = _causes(operation, given, suspects, nonfinite)
         sources = [writer for i in causes for writer in writers[i]]
         strangers = [i for i in causes if not writers[i] and given.ranges[i].note != _MASK]
         is_live = any(not source.meant for source in sources)
