@@ -51,28 +51,6 @@ def test_a_difference_that_rounding_hides_is_told_with_its_module(dtype: torch.d
     assert found.first.error == pytest.approx(exact.first.error, rel=0.05)
 
 
-class Narrow(nn.Module):
-    """Sum that saturates in 16 bits, or not."""
-
-    def __init__(self, *, is_wide: bool) -> None:
-        super().__init__()
-        self.is_wide = is_wide
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = x.float() if self.is_wide else x
-        for _ in range(600):
-            total = total + x
-        return total.to(x.dtype)
-
-
-def test_a_difference_of_16_bits_alone_is_told_as_one() -> None:
-    a, b = (nn.Sequential(nn.Identity(), Narrow(is_wide=one)) for one in (True, False))
-    found = nanwatch.compare(a, b, X.bfloat16())
-    assert found.first is not None
-    assert (found.equal_in, found.first.module_a) == ("", "1")
-    assert "the float32 copies are equal" in found.remarks[0]
-
-
 class Turned(nn.Module):
     """Product with frequencies that are kept in a buffer, which a cast rounds, or computed."""
 
