@@ -158,9 +158,6 @@ def _follow(what: str, setup: Setup) -> bool:
     if "model.to(torch.bfloat16)" in what:
         setup.in_format(torch.bfloat16)
         known = True
-    if "the whole of it in float32" in what or "without autocast" in what:
-        setup.in_format(torch.float32)
-        known = True
     if limit := re.search(r"clamp the (input|output) of (?:`(.*)`|the model) to ±(\S+?)(?=,|$)", what):
         end, module = float(limit[3]), model.get_submodule(limit[2] or "")
         if limit[1] == "input":

@@ -132,9 +132,6 @@ def is_finite(model: nn.Module, args: Any, kwargs: Any, autocast: torch.dtype | 
     elif "nanwatch.run_in_fp32" in what:
         (code,) = re.findall(r"nanwatch\.run_in_fp32\(.*\)", what)
         eval(code, {"nanwatch": nanwatch, "model": model})
-    elif "without autocast" in what:
-        model, autocast = model.float(), None
-        args = tuple(x.float() if x.dtype is HALF else x for x in args)
     else:
         ((side, name, limit),) = re.findall(r"clamp the (input|output) of `(.*)` to ±(\S+)", what)
         module, end = model.get_submodule(name), float(limit)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..instrumentation.wrapped_names import named_modules, unwrapped
-from ..precision.casting import NARROW, cast
+from ..precision.casting import cast
 from ..precision.precision import run_in_fp32
 from ..recording.walk import call_leaves
 from ..records.headroom import least_bits
@@ -47,8 +47,6 @@ MAX_RUNS = 5
 _ENOUGH = 2
 # Modules around the guilty one that are tried on a backward.
 _MOST_MODULES = 3
-# A value within 2 % of the end of one format may be past it after the roundings of another.
-_MARGIN = 1.02
 # Bits. With less, the next batch whose values are twice as large fails again.
 _LEAST_ROOM = 1.0
 # Past the range of float16 (2^-24 to 2^16) nothing is to be gained by a smaller loss scale.
@@ -186,10 +184,10 @@ class _Formats:
         works = self._judge(
             in_float32(trials.model, self._guilty), alone, changed=self._guilty, expected=True
         )
-        wide = self._bfloat16()
+        is_wide_enough = self._bfloat16()
         if not works:
-            self._larger(wide)
-        if wide is None:
+            self._larger(is_wide_enough=is_wide_enough)
+        if not is_wide_enough:
             self._clamp()
 
     def of_backward(self, start: BackwardStart) -> None:
@@ -207,8 +205,8 @@ class _Formats:
                 if self._judge(in_float32(self.trials.model, name) + on, experiment):
                     return
 
-    def _bfloat16(self) -> Experiment | None:
-        """Try bfloat16, which has the range of float32, for all float16. Return the experiment if it works."""
+    def _bfloat16(self) -> bool:
+        """Try bfloat16, which has the range of float32, for all float16. Return whether it works."""
         snapshot = self.trials.snapshot
         autocast = any(call.autocast is torch.float16 for call in self._seen.calls)
         weights = any(p.dtype is torch.float16 for p in snapshot.module.parameters())
@@ -217,7 +215,7 @@ class _Formats:
         if weights and given and self._root:
             # The batch is a call of a part. The code that hands float16 to it was not seen, so no run here shows
             # whether that code hands on bfloat16 once the model is in bfloat16.
-            return None
+            return False
         words = []
         if autocast:
             kind = next((mode.device_type for mode in snapshot.autocast if mode.enabled), "cuda")
@@ -226,54 +224,36 @@ class _Formats:
             inputs = ", and give it bfloat16 inputs" if given else ""
             words.append(f"load the weights in bfloat16, model.to(torch.bfloat16){inputs}")
         if not words:
-            return None
+            return False
         change = Change(autocast=torch.bfloat16)
-        experiment = (
-            self._run_loaded((torch.float16,), torch.bfloat16, change)
-            if weights
-            else self._run(change=change)
+        if not weights:
+            return self._judge(" and ".join(words), self._run(change=change))
+        args, kwargs = (
+            cast(x, (torch.float16,), torch.bfloat16) for x in (snapshot.args, dict(snapshot.kwargs))
         )
-        return experiment if self._judge(" and ".join(words), experiment) else None
+        wide = replace(snapshot, args=args, kwargs=kwargs, cached={})
+        experiment = self._run(lambda: loaded(snapshot.module, torch.bfloat16), change, wide)
+        return self._judge(" and ".join(words), experiment)
 
-    def _whole(self) -> tuple[str, Experiment]:
-        """Return the outermost call in float32, in words and as an experiment."""
-        if self._root:
-            # Its caller goes on in the format that it gave.
-            run = self._run(lambda: run_in_fp32(self._modules[self._root]))
-            return in_float32(self.trials.model, self._root), run
-        words = "run the whole of it in float32, without autocast and with float32 weights"
-        return words, self._run_loaded(NARROW, torch.float32, Change(autocast=torch.float32))
+    def _larger(self, *, is_wide_enough: bool) -> None:
+        """Try the modules around the guilty one in float32, the smallest first, and its own result left in float32.
 
-    def _larger(self, wide: Experiment | None) -> None:
-        """Try the modules around the guilty one in float32, the smallest first.
-
-        `wide` is a run in which all had the range of float32. It shows how large everything becomes, and so which
-        modules cannot be enough, as what they hand out would not fit the format it is given back in.
+        The whole in float32 is tried last, where bfloat16 is not enough.
         """
-        whole = None
-        is_tried = bool(self._root) and self._guilty == self._root
-        if wide is None:
-            if is_tried:
-                return
-            whole = self._whole()
-            wide = whole[1]
-            if wide.error is None and not self.trials.is_finite(wide):
-                return
         for name in self._around():
-            # The whole is known to work already, or tried below.
-            if name != self._root and self.trials.runs < MAX_RUNS and self._would_fit(name, wide):
-                experiment = self._run(lambda name=name: run_in_fp32(self._modules[name]))  # type: ignore[misc]
-                if self._judge(in_float32(self.trials.model, name), experiment, changed=name):
-                    return
+            if name != self._root and self._in_float32(name):
+                return
         if any(call.name == self._guilty and call.autocast for call in self._seen.calls):
             leaf = self._modules[self._guilty]
             experiment = self._run(lambda: run_in_fp32(leaf, cast_output=False))
             if self._judge(in_float32(self.trials.model, self._guilty, cast_output=False), experiment):
                 return
-        if whole is None and self._root and not is_tried and self.trials.runs < MAX_RUNS:
-            whole = self._whole()
-        if whole is not None:
-            self._judge(*whole, changed=self._root or None)
+        if not is_wide_enough and self._guilty != self._root:
+            self._in_float32(self._root)
+
+    def _in_float32(self, name: str) -> bool:
+        experiment = self._run(lambda: run_in_fp32(self._modules[name]))
+        return self._judge(in_float32(self.trials.model, name), experiment, changed=name)
 
     def _clamp(self) -> None:
         """Try to clamp the value that leaves float16 to its ends, where bfloat16 is not to be had."""
@@ -339,13 +319,6 @@ class _Formats:
             hold or nullcontext, change=change, snapshot=snapshot, start=start, squares=squares
         )
 
-    def _run_loaded(self, sources: tuple[torch.dtype, ...], to: torch.dtype, change: Change) -> Experiment:
-        """Run the batch as after `model.to(to)`, with its inputs of the dtypes `sources` in `to` as well."""
-        snapshot = self.trials.snapshot
-        args, kwargs = cast(snapshot.args, sources, to), cast(dict(snapshot.kwargs), sources, to)
-        snapshot = replace(snapshot, args=args, kwargs=kwargs, cached={})
-        return self._run(lambda: loaded(snapshot.module, to), change, snapshot)
-
     def _judge(
         self,
         what: str,
@@ -403,14 +376,6 @@ class _Formats:
             name = name.rpartition(".")[0]
             if name in self._modules and self.trials.names[self._modules[name]] in called:
                 yield self.trials.names[self._modules[name]]
-
-    def _would_fit(self, name: str, wide: Experiment) -> bool:
-        """Return whether the results of the module fit the format to which they would be cast back."""
-        given = next((call.given for call in self._seen.calls if call.name == name), None)
-        if given not in NARROW:
-            return True
-        end = torch.finfo(given).max
-        return all(record.abs_max is None or record.abs_max * _MARGIN <= end for record in wide.outputs(name))
 
 
 def _largest_divisor(given: Sequence[Record]) -> float:

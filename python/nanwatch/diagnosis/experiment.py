@@ -117,8 +117,8 @@ class Experiment:
 class Change:
     """The change that an experiment makes at the module calls themselves.
 
-    `autocast`: the dtype that takes the place of float16 in autocast; float32 switches autocast off. `clamp` is
-    `(module, side, limit)`: the floating-point tensors of its `input` or `output` are clamped to ±limit.
+    `autocast`: the dtype that takes the place of float16 in autocast. `clamp` is `(module, side, limit)`: the
+    floating-point tensors of its `input` or `output` are clamped to ±limit.
     """
 
     autocast: torch.dtype | None = None
@@ -283,9 +283,7 @@ def _changed_call(
     with ExitStack() as modes:
         for kind, dtype in kinds.items():
             # Here and not around the whole: a model may enter autocast in its own forward.
-            if change.autocast is torch.float32:
-                modes.enter_context(torch.autocast(kind, enabled=False))
-            elif change.autocast is not None and dtype is torch.float16:
+            if change.autocast is not None and dtype is torch.float16:
                 modes.enter_context(torch.autocast(kind, change.autocast, cache_enabled=False))
         output = module._call_impl(*args, **kwargs)
     if change.clamp is not None and side == "output":
