@@ -310,11 +310,7 @@ class ExclusiveRun:
 
     def is_ours(self) -> bool:
         """Return whether the calling thread may proceed: the owner, or an autograd thread, perhaps of its backward."""
-        return self.is_owned() or torch._C._current_graph_task_id() != -1
-
-    def is_owned(self) -> bool:
-        """Return whether the calling thread created this."""
-        return threading.get_ident() == self._owner
+        return threading.get_ident() == self._owner or torch._C._current_graph_task_id() != -1
 
     def wait(self) -> None:
         """Wait for the end, at most PATIENCE seconds, unless the calling thread may proceed. After that none waits."""
