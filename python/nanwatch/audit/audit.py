@@ -268,8 +268,8 @@ class UpdateAudit(WatchPart):
         if step is not None:
             sample_after(step.weights.values())
             step.calls = self._window.calls_since(track.calls_before)
-            held = {weight.key for weight in step.of_optimizer()}
-            step.arrivals = {key: came for key, came in self._window.arrivals.items() if key in held}
+            of_optimizer = {weight.key for weight in step.of_optimizer()}
+            step.arrivals = {key: came for key, came in self._window.arrivals.items() if key in of_optimizer}
             step.has_trained, step.ends = self._has_trained, self._ends
             faults = list(track.suspicions.add(suspects_of(step), step.weights.values()))
             self._has_trained |= model.training

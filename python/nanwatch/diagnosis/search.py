@@ -214,7 +214,7 @@ class _ForwardSearch(_Search):
         self.trouble: list[str] = []
         self._is_producer = finding.origin == "produced"
         self._is_output = self._is_producer and not finding.label.startswith("input")
-        # Of what the batch was called with, by id.
+        # Versions of the tensors that the batch was called with, by id.
         self._versions = {id(x): version for _, x, version in snapshot.versions}
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

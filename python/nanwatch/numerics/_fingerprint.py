@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from ._reference import row_dtype
 from .formats import BY_NAME
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 _WORDS = 1024
 BLOCK = 8 * _WORDS  # bytes
@@ -120,7 +120,6 @@ MAX_ROWS = 4096  # of one tensor: 512 KiB
 _SEED = 0x6E616E7761746368  # "nanwatch"; kept in files like the width
 _SKETCH_CHUNK = 1 << 20  # elements at a time: the temporaries stay below 16 MiB
 
-Array = TypeVar("Array", Tensor, "np.ndarray[tuple[int, ...], np.dtype[np.float64]]")
 # The signs of the first places, for the longest rows so far of each device.
 _known: dict[torch.device, Tensor] = {}
 
@@ -173,24 +172,3 @@ def sketch(x: Tensor, *, max_rows: int | None = MAX_ROWS, wide: bool = False) ->
             products = rows[at : at + step].to(signs.dtype) @ signs
             sketches[at : at + step] = products * WIDTH**-0.5
         return sketches
-
-
-def norms(sketches: Array) -> Array:
-    """Return the estimated norm of each row from its sketch."""
-    lengths: Array = (sketches * sketches).sum(-1) ** 0.5
-    return lengths
-
-
-def relative_errors(a: Array, b: Array) -> Array:
-    """Return the estimated norm of `b - a` over that of `a`, for each row. Takes arrays or tensors of sketches.
-
-    Equal rows have exactly 0 where `a` is not 0. One row's estimate has a standard error of 12.5 % for each of both
-    norms. That of many rows, `norms(norms(b - a)) / norms(norms(a))`, is closer, unless they differ in one direction.
-    """
-    return norms(b - a) / norms(a)
-
-
-def cosines(a: Array, b: Array) -> Array:
-    """Return the estimated cosine between each row of `a` and the same row of `b`. Takes arrays or tensors."""
-    cosine: Array = (a * b).sum(-1) / (norms(a) * norms(b))
-    return cosine

@@ -223,7 +223,7 @@ def _dead_rows(stored: Stored, x: Tensor, zeros: int) -> dict[str, Any]:
     return {"dead_rows": num_dead, "first_dead_rows": tuple(islice(dead, min(num_dead, _SHOWN)))}
 
 
-# What is wrong.
+# Search for problems in the tensors.
 
 
 def _problems(contents: Contents, tensors: Sequence[TensorScan]) -> Iterator[Problem]:

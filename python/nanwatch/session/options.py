@@ -68,8 +68,8 @@ class Trace:
             tensor three times more.
         fingerprints: keep the `nanwatch.fingerprint` of each tensor, so that two runs can be compared bit by bit.
         statistics: in every n-th batch keep mean, rms, kurtosis and the share beyond 6 sigma of each tensor.
-        sketches: in every n-th batch keep 32 numbers for each row (token) of an output, from which `nanwatch.diff`
-            estimates relative errors and cosines of two runs.
+        sketches: in every n-th batch keep 32 numbers for each row (token) of an output, from which
+            `nanwatch compare` estimates relative errors and cosines of two runs.
 
     All four wait for a GPU at each tensor that they read (docs/traces.md). True for `statistics` and `sketches` is
     every batch.

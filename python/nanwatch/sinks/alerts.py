@@ -275,8 +275,8 @@ class WebhookSink(MessageSink):
         if not self._has_warned:
             self._has_warned = True
             host = urlsplit(self._url).hostname
-            told = f"{host} took no message of the sink {self.name}: {why}; the run goes on"
-            warn_user(told, may_raise=False)
+            message = f"{host} took no message of the sink {self.name}: {why}; the run goes on"
+            warn_user(message, may_raise=False)
 
 
 class SlackSink(WebhookSink):

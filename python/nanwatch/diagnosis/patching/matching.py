@@ -195,11 +195,6 @@ def match(site: Site, pattern: str, node: ast.AST, *, alike: bool = False) -> Bi
     return _match(site, parsed(pattern), node, Binding(), _DEPTH, alike)
 
 
-def is_letter(node: ast.AST) -> bool:
-    """Return whether the node of a pattern stands for any expression."""
-    return isinstance(node, ast.Name) and len(node.id) == 1
-
-
 def _match(
     site: Site, pattern: ast.expr, node: ast.AST, binding: Binding, depth: int, alike: bool = False
 ) -> Binding | None:

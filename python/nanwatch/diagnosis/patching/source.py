@@ -167,7 +167,7 @@ class Target(NamedTuple):
         return self.functions[0].__globals__
 
 
-# What a syntax tree tells
+# Readers of a syntax tree
 
 
 def first_line(node: ast.stmt | ast.expr) -> int:
