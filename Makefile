@@ -4,7 +4,7 @@
 #   make test-all       lint, and every test that needs no GPU; CI runs it
 #   make test-pure      the quick tests of what reads tensors, without the compiled part; CI runs it too
 #   make test-gpu       the tests that need a GPU
-#   make test-torchao   the tests that compare block formats with torchao; CI runs it too
+#   make test-torchao   the tests that read torchao's tensors; CI runs it too
 #   make test-vllm      the tests of the plugin in vLLM
 #   make test-trainers  the tests of TRL, DeepSpeed, litgpt and torchtune
 #
@@ -94,7 +94,8 @@ test-pure: $(TOOLS)
 
 # Apart from all others, as transformers would find torchao too.
 test-torchao: $(TOOLS) $(STAMPS)/engines
-	NANWATCH_TEST_TORCHAO=1 $(PY) -m pytest tests/unit/numerics/test_block_fit_torchao.py $(ARGS)
+	NANWATCH_TEST_TORCHAO=1 $(PY) -m pytest tests/unit/numerics/test_block_fit_torchao.py \
+	  tests/unit/diagnosis/test_search.py::test_the_tensor_inside_a_quantized_weight_is_named $(ARGS)
 
 # vLLM pins a torch of its own, so it has an environment of its own, of 3.5 GB. The registry's torchvision fits another one.
 VLLM := $(VENV)-vllm

@@ -24,7 +24,7 @@ from ..instrumentation.execution_context import Autocast, RngState
 from ..instrumentation.functions import find_called
 from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import is_recorded, named_modules
-from ..numerics.readable import is_plain
+from ..numerics.readable import inner_tensors, is_plain
 from ..recording.observe import histogram_of, observe, state_of
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..records.record import Frame, Record
@@ -66,7 +66,7 @@ def find_operation(
             return _of_backward(snapshot, finding, model, frames)
         called = find_called(model, finding.module)
         if finding.origin in ("weight", "buffer"):
-            state = () if called is None else state_of(called.module)
+            state = () if called is None else _tensors_of(called.module)
             x = next((x for _, label, x in state if label == finding.label), None)
             diagnosis = Diagnosis() if x is None else _of_tensor(x, finding.label)
             return diagnosis if finding.origin == "weight" else _with_spread(diagnosis, snapshot)
@@ -326,12 +326,9 @@ class _ForwardSearch(_Search):
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
     """Yield weights and buffers; of a quantized weight or another subclass the tensors that it is made of."""
-    for role, label, x in state_of(module):
-        if is_plain(x) or not hasattr(x, "__tensor_flatten__"):
+    for role, name, tensor in state_of(module):
+        for label, x in inner_tensors(tensor, name):
             yield role, label, x
-        else:
-            for name in x.__tensor_flatten__()[0]:
-                yield role, f"{label}.{name}", getattr(x, name)
 
 
 # A gradient.

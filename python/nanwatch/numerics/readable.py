@@ -112,6 +112,18 @@ def dequantized(x: Tensor) -> Tensor | None:
         return None
 
 
+def inner_tensors(x: Tensor, label: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a subclass is made of, as its `__tensor_flatten__` names them; `x` itself of any other.
+
+    The quantized weight `weight` yields `weight.qdata` and `weight.scale`.
+    """
+    if is_plain(x) or not hasattr(x, "__tensor_flatten__"):
+        yield label, x
+        return
+    for name in x.__tensor_flatten__()[0]:
+        yield from inner_tensors(getattr(x, name), f"{label}.{name}")
+
+
 def is_captured(x: Tensor) -> bool:
     """Return whether any wait for the device of `x` would end a capture of the user's with an error."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() and x.is_cuda

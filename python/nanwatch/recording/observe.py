@@ -24,6 +24,7 @@ from ..numerics.ranges import (
 )
 from ..numerics.readable import (
     dequantized,
+    inner_tensors,
     is_captured,
     is_plain,
     local_shard,
@@ -133,7 +134,8 @@ def observe(
     that looks like an additive mask, is read a second time for the counts and the index, unless `is_examined` is False.
     `allow_inf` says that its infinities are meant, or is the Excuses of the module. `wanted` says what the record has
     besides: counts, a fingerprint, and in the batches that are due statistics, or for an output a sketch. A quantized
-    tensor of a library's own class has none of these.
+    tensor of a library's own class has none of these. Where it is non-finite, the record is that of the tensor inside it
+    that is, as `weight.scale`.
     """
     if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
         return _no_tensor(value, label, role)
@@ -141,6 +143,9 @@ def observe(
         x = dequantized(value)
         x, wanted = (value, wanted) if x is None else (x, _NOTHING)
         record = _read(x, label, role, wanted.fingerprints, _is_due(batch, wanted.statistics))
+        if x is not value and record.isfinite is False:
+            parts = [(part, _read(part, name, role, False, False)) for name, part in inner_tensors(value, label)]
+            x, record = next((pair for pair in parts if pair[1].isfinite is False), (x, record))
         if is_examined and record.isfinite is not None:
             record = _examine(x, record, allow_inf, wanted.counts)
             if role == "output" and _is_due(batch, wanted.sketches):
