@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,6 @@ from torch import nn
 from ..history.forecast import Forecast
 from ..recording.events import Arrival, BackwardCall, WatchPart
 from ..records.record import Frame
-from ..report.report import NonFiniteError
 from ..report.spike import SpikeReport
 from ..sinks.sink import Sink, SinkStream
 from ..trace.tracer import Tracer
@@ -62,9 +60,6 @@ class EventDispatch:
 
     def on_batch_end(self, batch: int, completed: bool) -> None:
         """Act on the batch's failure where that was put off."""
-        error = None if completed else sys.exc_info()[1]
-        if error is not None and not isinstance(error, NonFiniteError):
-            self.failures.note_error(error)
         self.failures.forward_left(batch, completed)
         if self.tracer is not None:
             self.tracer.batch_ended()

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..blackbox.process import note_error
 from ..diagnosis.batch_snapshot import failed_call
 from ..diagnosis.incident import Incident
 from ..history.monitor import Monitor
@@ -374,10 +373,6 @@ class FailureHandler:
         if error is not None:
             self._batch_starts.active = False
             raise error
-
-    def note_error(self, error: BaseException) -> None:
-        """Add to an error of memory or of a device what is known about it."""
-        note_error(error, self._reports.model(), self._recorder)
 
     def explain(self, error: BaseException | None) -> None:
         """Raise PeerNonFiniteError from `error` when another rank's failure is behind it."""

@@ -160,8 +160,6 @@ class Watch:
         try:
             if error is None:
                 self._look()
-            else:
-                self._failures.note_error(error)
             self._failures.run_ended(error)
         finally:
             self._leave()
