@@ -11,10 +11,9 @@ from math import frexp, inf, nan, prod
 from nanwatch.numerics.formats import TensorHealth
 from nanwatch.records.note import Note
 from nanwatch.records.record import Frame, Record, Role
-from nanwatch.report.finding import Cure, Finding, find
+from nanwatch.report.finding import Cure, Finding, Place, find
 from nanwatch.report.histogram import StoredHistogram
 from nanwatch.report.report import Report
-from nanwatch.util.place import Place
 
 SHAPE = (4, 128)
 SQUARE = (128, 128)

@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.wrapped_names import named_modules
+from ..report.finding import Place
 from ..util.modules import is_in
-from ..util.place import Place
 from ..util.visible import suppressed, suppressing
 from .samples import Key, WeightSample, is_full, number, plain, same_bits, sample
 from .window import (

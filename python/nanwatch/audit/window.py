@@ -25,7 +25,7 @@ from ..numerics._extension import instances_of
 from ..numerics.readable import only_our_dispatch
 from ..recording.events import Event, Recorder
 from ..records.record import Frame
-from ..util.place import Place
+from ..report.finding import Place
 from ..util.visible import suppressing, users_frame
 from .samples import Key, each_weight, is_full, number, plain
 

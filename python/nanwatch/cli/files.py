@@ -17,7 +17,6 @@ from ..report.report import Report
 from ..report.spike import SpikeReport, read_saved
 from ..trace.picture import draw
 from ..trace.trace_file import Trace, batch_words
-from ..util import reading
 from ..util.progress import Tell
 from ..util.visible import visible
 from .commands import answered, command_parser, rendered, write_page
@@ -125,7 +124,7 @@ def _report_of(
         if batch is not None:
             raise ValueError(f"--batch is for a trace, and {file} is a report; leave it out")
         tell(f"reading {file.name}")
-        return read_saved(reading.file_text(file)), []
+        return read_saved(file.read_text(encoding="utf-8")), []
     if not trace.batches:
         raise ValueError(f"{trace.path} has no batch")
     heading = [f"{trace.path}: {batch_words(trace.batches)}, rank {trace.rank}"]

@@ -13,9 +13,8 @@ from ..instrumentation.execution_context import Autocast, RngState
 from ..numerics import _reference
 from ..numerics.readable import local_shard, only_our_dispatch, unreadable
 from ..records.record import Frame, Record
-from ..report.finding import Finding, Value, finding_of
+from ..report.finding import Finding, Place, Value, finding_of
 from ..report.histogram import StoredHistogram
-from ..util.place import Place
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ from ..records.record import Record
 from ..report.finding import Finding
 from ..report.text import summary
 from ..session.api import DeferredWatch
-from ..util.throttle import is_due
-from ..util.visible import module_name, spell, suppressing, visible
+from ..util.visible import is_due, module_name, spell, suppressing, visible
 
 Phase: TypeAlias = Literal["prefill", "decode"]
 

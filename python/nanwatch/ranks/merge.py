@@ -18,7 +18,6 @@ from ..report.finding import Finding, RankObservation, earliest
 from ..report.page import TEXT, Table, page
 from ..report.report import Report
 from ..report.spike import SpikeReport, read_saved
-from ..util import reading
 from ..util.job import Attempt, spell_runs
 from ..util.progress import Tell, silent
 from ..util.reading import plain
@@ -217,7 +216,7 @@ def merge(*paths: Path, tell: Tell = silent) -> Merged:
         tell("reading reports", number, len(files), "files")
         try:
             # One report at a time, because a parsed one takes ten times the size of its file.
-            report = read_saved(reading.file_text(path))
+            report = read_saved(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             left_out.append(f"{path}: {error}")
             continue

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -38,7 +38,7 @@ class Column(NamedTuple):
     part: str = ""
     """The field of `owner`."""
     choices: tuple[str, ...] = ()
-    reader: reading.Reader[Any] | None = None
+    reader: Callable[[Any, str], Any] | None = None
     """Reader of values that are written as the text of their JSON, such as `[2, 3]`."""
     default: str | None = None
     """What null stands for."""
@@ -57,7 +57,7 @@ class Column(NamedTuple):
             return self.default
         if self.reader is not None:
             return self.reader(json.loads(cell), self.name)
-        return reading.one_of(self.choices)(cell, self.name) if self.choices else cell
+        return reading.read(Literal[self.choices], cell, self.name) if self.choices else cell
 
 
 class Fields(Generic[_T]):
@@ -116,7 +116,7 @@ def _columns(kind: type, is_part: bool = False) -> Iterable[Column]:
                     for column in inner
                 )
                 continue
-            reader = reading.of(plain)
+            reader = partial(reading.read, plain)
         elif is_tuple:
             if get_args(plain)[0] is not int:
                 continue

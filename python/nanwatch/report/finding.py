@@ -9,16 +9,34 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import isnan, prod
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from ..records.record import Frame, Phase, Record
 from ..util import reading
-from ..util.place import Place
 from ..util.visible import module_name, visible
 from .histogram import StoredHistogram
 
 Value: TypeAlias = Literal["nan", "inf", "nan+inf"]
 OriginKind: TypeAlias = Literal["produced", "received", "weight", "buffer", "data"]
+
+
+class Place(NamedTuple):
+    """Line of a source file, and the columns of an expression in it: the first, and that behind the last.
+
+    Columns are bytes from 0, as `code.co_positions()` has them, or None where they are not known.
+    """
+
+    file: str
+    line: int
+    columns: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    @property
+    def short(self) -> str:
+        """The place as a person knows it: without the folder of a package that is installed."""
+        return str(self).rpartition("site-packages/")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,10 +329,8 @@ class RankObservation:
     @classmethod
     def from_json(cls, document: str | bytes) -> RankObservation:
         """Read what `to_json` wrote. Raise ValueError with the place for anything else."""
-        return _OBSERVATION(json.loads(document), "sighting")
-
-
-_OBSERVATION = reading.of(RankObservation)
+        observation: RankObservation = reading.read(cls, json.loads(document), "sighting")
+        return observation
 
 
 @dataclass(frozen=True, slots=True)

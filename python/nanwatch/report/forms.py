@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import quote
 
 from .._version import __version__
-from ..util.place import Place
 from ..util.progress import Tell
 from ..util.visible import module_name, visible
+from .finding import Place
 from .report import Report
 from .spike import SpikeReport
 from .text import summary

@@ -145,8 +145,7 @@ class Report(InNotebook):
     @classmethod
     def from_json(cls, document: str) -> Report:
         """Return the report that `to_json` wrote. Raise ValueError with the place for anything else."""
-        advice = "pass the whole text that Report.to_json() wrote"
-        return reading.document(document, read_report, "a nanwatch report", advice)
+        return reading.document(document, read_report, "a nanwatch report")
 
 
 def report_of(
@@ -161,17 +160,12 @@ def report_of(
     return Report(frames, finding, batch, rank(), parameter_mesh, current_attempt(), never_called, suspects)
 
 
-# Reading back.
-
-
-_REPORT = reading.of(Report)
-
-
 def read_report(document: Any) -> Report:
     """Return the report of a parsed JSON document. Raise ValueError with the place for anything else."""
     members = reading.body(document, SCHEMA, VERSION)
     members.pop("explanation", None)  # which follows from the others
-    return _REPORT(members, "report")
+    report: Report = reading.read(Report, members, "report")
+    return report
 
 
 class NonFiniteError(ValueError):

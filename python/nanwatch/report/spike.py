@@ -173,8 +173,7 @@ class SpikeReport(InNotebook):
     @classmethod
     def from_json(cls, document: str) -> SpikeReport:
         """Return the report that `to_json` wrote. Raise ValueError with the place for anything else."""
-        advice = "pass the whole text that SpikeReport.to_json() wrote"
-        return reading.document(document, _read_spike, "a nanwatch spike report", advice)
+        return reading.document(document, _read_spike, "a nanwatch spike report")
 
     def to_html(self, tell: Tell = silent) -> str:
         """Return the report as one page of HTML without a script. Raises ImportError without jinja2."""
@@ -224,18 +223,16 @@ class SpikeReport(InNotebook):
         return [table for table in tables if table.rows]
 
 
-_SPIKE = reading.of(SpikeReport)
-
-
 def _read_spike(document: Any) -> SpikeReport:
-    return _SPIKE(reading.body(document, SCHEMA, VERSION), "report")
+    report: SpikeReport = reading.read(SpikeReport, reading.body(document, SCHEMA, VERSION), "report")
+    return report
 
 
 def read_saved(document: str) -> Report | SpikeReport:
     """Return the report of a failure or of a spike from its JSON. Raise ValueError with the place for anything else."""
 
-    def read(found: Any) -> Report | SpikeReport:
-        is_spike = isinstance(found, dict) and found.get("schema") == SCHEMA
-        return _read_spike(found) if is_spike else read_report(found)
+    def read(members: Any) -> Report | SpikeReport:
+        is_spike = isinstance(members, dict) and members.get("schema") == SCHEMA
+        return _read_spike(members) if is_spike else read_report(members)
 
-    return reading.document(document, read, "a nanwatch report", "pass the whole text that to_json() wrote")
+    return reading.document(document, read, "a nanwatch report")

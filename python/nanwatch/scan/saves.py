@@ -27,7 +27,6 @@ import torch.distributed
 
 from ..numerics.formats import SAFETENSORS
 from ..util.imports import WhenImported, when_imported
-from ..util.unguarded import is_unguarded, unguarded
 from ..util.visible import suppressed
 
 
@@ -125,10 +124,13 @@ class Save:
             bound.arguments[self._seam.place] = path
             if (writer := bound.arguments.get("storage_writer")) is not None:
                 bound.arguments["storage_writer"] = copy.copy(writer)  # it would remember the path
-        with unguarded():
+        was_saving, _thread.is_saving = getattr(_thread, "is_saving", False), True
+        try:
             result = self._original(*bound.args, **bound.kwargs)
             if now and self._seam.name == "async_save":
                 getattr(result, "upload_completion", result).result()
+        finally:
+            _thread.is_saving = was_saving
         return result
 
     def fail_on_all_ranks(self, reason: str) -> None:
@@ -168,6 +170,9 @@ def is_refusal(error: BaseException) -> bool:
     return any(isinstance(reason[0], CheckpointRefusedError) for reason in reasons)
 
 
+_thread = (
+    threading.local()
+)  # `is_saving`: a save of this thread is under way, and calls further guarded functions
 _changing = threading.RLock()  # reentrant: the garbage collector may remove a guard anywhere
 _guards: list[weakref.ref[Any]] = []  # of CheckpointGuards
 _waiting: list[WhenImported] = []
@@ -238,7 +243,7 @@ def _guarded(seam: Seam, original: Any) -> Any:
 
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
-        guards, bound = [] if is_unguarded() else _live(), None
+        guards, bound = [] if getattr(_thread, "is_saving", False) else _live(), None
         if guards:
             with suppress(TypeError):  # the function itself says what is wrong
                 bound = signature.bind(*args, **kwargs)

@@ -30,8 +30,7 @@ from ..precision.casting import ParametrizationCache, cached_parametrizations
 from ..recording.events import Event, Recorder, Start
 from ..report.finding import Finding
 from ..report.report import Report
-from ..util.throttle import MANY, is_due
-from ..util.visible import spell, suppressed, warn_user
+from ..util.visible import MANY, is_due, spell, suppressed, warn_user
 from .options import Options
 from .reports import ModelRef
 

@@ -32,7 +32,7 @@ from ..report.update_finding import UpdateFinding
 from ..scan.guard import CheckpointGuard
 from ..sinks.sink import SinkStream, Warnings
 from ..trace.tracer import Tracer, ring_size, start_tracer
-from ..util.throttle import is_due
+from ..util.visible import is_due
 from .dispatch import EventDispatch, TraceNotes
 from .failure_handler import FailureHandler
 from .optimizer_guard import OptimizerGuard

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from ..util.visible import visible, with_utf8
 
 VERSION = 8
 SUFFIX = ".parquet"
-# Key in the metadata of every part's schema: a JSON object with the members of FACTS.
+# Key in the metadata of every part's schema: a JSON object with the fields of Facts.
 METADATA_KEY = b"nanwatch.trace"
 
 _FRAME, _RECORD = Fields(Frame), Fields(Record)
@@ -40,14 +40,16 @@ COLUMNS = (
 )
 STRINGS = tuple(name for name, kind, _ in COLUMNS if kind == "string")
 
-FACTS: dict[str, reading.Reader[Any]] = {
-    "version": reading.count,
-    "nanwatch": reading.text,
-    "torch": reading.text,
-    "rank": reading.count,
-    "every": reading.count,
-    "lost_frames": reading.count,
-}
+
+class Facts(NamedTuple):
+    """Facts of a trace: the version of its format, and where and how it was written."""
+
+    version: int
+    nanwatch: str
+    torch: str
+    rank: int
+    every: int
+    lost_frames: int
 
 
 class TraceError(ValueError):
@@ -99,12 +101,12 @@ def facts_of(found: Any, where: str) -> dict[str, Any]:
     if text is None:
         raise unreadable(f"{where} is no trace of nanwatch: its metadata lacks {METADATA_KEY.decode()!r}")
     try:
-        facts = json.loads(text, parse_constant=reading.refuse_constant)
+        facts = json.loads(text)
         if isinstance(facts, dict) and facts.get("version") != VERSION:
             raise ValueError(
                 f"its version is {facts.get('version')!r}, this nanwatch reads version {VERSION}"
             )
-        facts = reading.members(facts, "metadata", FACTS)
+        facts = reading.read(Facts, facts, "metadata")
     except (ValueError, RecursionError) as error:
         raise unreadable(f"{where} is no trace that can be read: {error}") from error
     expected = schema()
@@ -113,7 +115,7 @@ def facts_of(found: Any, where: str) -> dict[str, Any]:
         if kinds != [field.type]:
             got = ", ".join(map(str, kinds)) or "none"
             raise unreadable(f"{where}: column {field.name!r} should be one of {field.type}, got {got}")
-    return facts
+    return dict(facts._asdict())
 
 
 class Tabulator:

@@ -9,9 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
-
-from . import reading
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -70,7 +67,13 @@ class Attempt:
         number = whole_number(environment.get("TORCHELASTIC_RESTART_COUNT", ""))
         if number is None:
             return None
-        return cls(environment.get("TORCHELASTIC_RUN_ID", ""), number, _new_master(environment), begun)
+        # Launchers of one job disagree (torch 2.13): of two on one machine, the one whose worker had failed said 1
+        # after the restart and the other 0. So ranks that meet in a new store go by its address.
+        has_new_store = (
+            environment.get("TORCHELASTIC_USE_AGENT_STORE") == "False" and "MASTER_PORT" in environment
+        )
+        master = f"{environment.get('MASTER_ADDR', '')}:{environment['MASTER_PORT']}" if has_new_store else ""
+        return cls(environment.get("TORCHELASTIC_RUN_ID", ""), number, master, begun)
 
     @property
     def key(self) -> tuple[str, str | int]:
@@ -91,29 +94,6 @@ def store_key(environment: Mapping[str, str]) -> str:
     """Return a suffix for keys, so that attempts that meet in one store do not read each other's."""
     attempt = Attempt.of(environment, begun=0.0)
     return "/0" if attempt is None else "/".join(map(str, attempt.key))
-
-
-def _new_master(environment: Mapping[str, str]) -> str:
-    # Launchers of one job disagree (torch 2.13): of two on one machine, the one whose worker had failed said 1 after
-    # the restart and the other 0. So ranks that meet in a new store go by its address.
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "False" or "MASTER_PORT" not in environment:
-        return ""
-    return f"{environment.get('MASTER_ADDR', '')}:{environment['MASTER_PORT']}"
-
-
-# Reading back.
-
-_LAST_SECOND = 253_402_300_799.0  # of the year 9999, where datetime ends
-
-
-def _moment(value: Any, where: str) -> float:
-    seconds = reading.number(value, where)
-    if not 0 <= seconds <= _LAST_SECOND:
-        raise reading.fail(where, "seconds since 1970", value)
-    return seconds
-
-
-reading.of(Attempt, begun=_moment)
 
 
 def spell_runs(numbers: Sequence[int], most: int = 8, *, to: str = "-") -> str:

@@ -7,12 +7,11 @@ The line is on stderr, so that stdout has no part in it. Without rich nothing is
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from typing import Protocol, TextIO
 
-from .visible import suppressing, visible
+from .visible import visible
 
 
 class Tell(Protocol):
@@ -31,47 +30,27 @@ def silent(what: str, done: int = 0, total: int | None = None, unit: str = "") -
 
 @contextlib.contextmanager
 def shown() -> Iterator[Tell]:
-    """Show on stderr the progress of the block, where stderr is a terminal with colours and in the foreground.
+    """Show on stderr the progress of the block, where stderr is a terminal with colours.
 
     rich keeps what the block writes to sys.stderr meanwhile above the line. What is for a stdout that may be the same
     terminal has to wait for the block's end.
     """
     file = sys.stderr
-    if file is None or not file.isatty() or not _is_in_foreground(file) or not wants_color(file):
+    if file is None or not wants_color(file):
         yield silent
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.progress import Progress, TextColumn
 
-    # rich's own bar is red, as non-finite records are.
-    bar = BarColumn(20, style="bar.back", complete_style="bar.finished", pulse_style="bar.finished")
-    columns = (
-        bar,
-        TextColumn("{task.description}", markup=False),
-        TextColumn("{task.fields[amount]}", markup=False),
-    )
-    console = Console(file=file)
-    progress = Progress(
-        *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_interactive
-    )
-    with progress:
+    columns = [TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[amount]")]
+    with Progress(*columns, console=Console(file=file), transient=True, redirect_stdout=False) as progress:
         task = progress.add_task("", total=None, amount="")
-        with suppressing("a terminal that went away"):
-            console.show_cursor(True)  # a command that is killed leaves a terminal that can be typed at
 
         def tell(what: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
             amount = f"{done:,} of {total:,} {unit}" if total else f"{done:,} {unit}" if done else ""
             progress.update(task, description=visible(what), completed=done, total=total, amount=amount)
 
         yield tell
-
-
-def _is_in_foreground(file: TextIO) -> bool:
-    """Return whether the terminal is this job's own. One that is no job's has no other to disturb."""
-    try:
-        return os.tcgetpgrp(file.fileno()) == os.getpgrp()
-    except OSError:
-        return True
 
 
 def wants_color(file: TextIO) -> bool:

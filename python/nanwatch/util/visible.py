@@ -89,8 +89,8 @@ def warn_user(message: str, *, may_raise: bool = True) -> None:
     frame = _warned_frame()
     # None when the script of `nanwatch run` has ended.
     file, line = ("nanwatch", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-    held: dict[str, Any] = {} if frame is None else frame.f_globals
-    name, registry = held.get("__name__", "<unknown>"), held.setdefault("__warningregistry__", {})
+    names: dict[str, Any] = {} if frame is None else frame.f_globals
+    name, registry = names.get("__name__", "<unknown>"), names.setdefault("__warningregistry__", {})
     try:
         warnings.warn_explicit(message, RuntimeWarning, file, line, name, registry)
     except RuntimeWarning:
@@ -116,6 +116,17 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith(skipped):
         frame = frame.f_back
     return frame
+
+
+# A run that goes on may fail for ever. After so many failures each kind of work for one, such as a re-run that writes a
+# folder, gets rarer.
+MANY = 20
+
+
+def is_due(number: int) -> bool:
+    """Return whether the failure of this number, from 1, is worked on: the first MANY, then at numbers that double."""
+    rounds, rest = divmod(number, MANY)
+    return number <= MANY or (rest == 0 and rounds & (rounds - 1) == 0)
 
 
 counts: Counter[str] = Counter()

@@ -35,4 +35,4 @@ def test_a_field_more_has_a_column_and_a_member_of_json(median: float | None) ->
     columns = {one.name: list(one.cells([getattr(row, one.field)])) for one in fields.columns}
     assert (columns["shape"], columns["mean"]) == (["[2, 3]"], [None])
     assert fields.read({name: cells[0] for name, cells in columns.items()}) == row
-    assert reading.of(WithMedian)(json.loads(json.dumps(reading.plain(row))), "row") == row
+    assert reading.read(WithMedian, json.loads(json.dumps(reading.plain(row))), "row") == row

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from nanwatch.report.finding import Place
 from nanwatch.report.forms import FORMS
 from nanwatch.report.report import Report
 from nanwatch.report.spike import Departure, SpikeReport, read_saved
-from nanwatch.util.place import Place
 from nanwatch.util.progress import silent
 from support.html_page import growing
 

@@ -12,9 +12,8 @@ import pytest
 
 from nanwatch.records.note import Note
 from nanwatch.records.record import Frame, Record
-from nanwatch.report.finding import Cure
+from nanwatch.report.finding import Cure, Place
 from nanwatch.report.report import Report
-from nanwatch.util.place import Place
 from nanwatch.util.visible import visible
 from support.html_page import HOSTILE, Page, growing
 

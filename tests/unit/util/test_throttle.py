@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanwatch.util.throttle import MANY, is_due
+from nanwatch.util.visible import MANY, is_due
 
 
 def test_after_many_the_numbers_double() -> None:
