@@ -17,7 +17,6 @@ from nanwatch.blackbox.process import ProcessBox, open_box
 from nanwatch.numerics import _extension
 
 needs_box = pytest.mark.skipif(_extension.C is None, reason="no compiled part")
-NO_PROCESS = 4_194_305  # more than the kernel numbers
 
 
 @contextlib.contextmanager

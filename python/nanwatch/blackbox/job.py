@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from signal import SIGKILL
-from typing import Any
 
 from ..report import text
 from ..util.reading import plain
-from ..util.visible import module_name, spell, visible
+from ..util.visible import first_few, module_name, spell, visible
 from .box_file import SUFFIX
 from .story import SCHEMA, VERSION, BlackBoxReport, BoxCall, read, signal_name
 
@@ -26,11 +25,11 @@ _PULSE = 1.5  # seconds from one sign of life to the next, and some more
 class Job:
     """Black boxes of one job, by rank: the newest in a folder, or a single file.
 
-    `others` are those of other jobs, the newest first. `unread` are the files that could not be read, with the reason.
+    `others` are the files of other jobs, the newest first. `unread` says which files could not be read, and why.
     """
 
     reports: tuple[BlackBoxReport, ...]
-    others: tuple[BlackBoxReport, ...] = ()
+    others: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
 
     @property
@@ -40,14 +39,13 @@ class Job:
         That is the first that ended otherwise than by itself. If all run, it is the one that has ended the fewest
         calls, unless all have ended as many.
         """
-        if self.is_bad:
+
+        def ended(report: BlackBoxReport) -> float:
             # Without a mark the end is up to a second after the latest sign of life.
-            return min(
-                (report for report in self.reports if report.is_bad),
-                key=lambda report: (
-                    report.latest + _PULSE * (report.end == "unknown" or report.signal == SIGKILL)
-                ),
-            )
+            return report.latest + _PULSE * (report.end == "unknown" or report.signal == SIGKILL)
+
+        if self.is_bad:
+            return min((report for report in self.reports if report.is_bad), key=ended)
         counts = {report.num_calls for report in self.reports}
         return min(self.reports, key=lambda report: report.num_calls) if len(counts) > 1 else None
 
@@ -58,10 +56,9 @@ class Job:
 
     def to_text(self) -> str:
         """Return all about one process, or a line for each rank and which stopped first."""
-        lines = [*_process_lines(self.reports[0])] if len(self.reports) == 1 else [*self._rank_lines()]
+        lines = [*(_process_lines(self.reports[0]) if len(self.reports) == 1 else self._rank_lines())]
         if self.others:
-            others = f"{len(self.others)} black boxes of other runs, the latest {self.others[0].path}"
-            lines += ["", f"Not shown: {others}."]
+            lines += ["", f"Not shown: black boxes of other runs, {first_few(self.others, 1)}."]
         return "\n".join(map(visible, [*lines, *(f"Not read: {reason}." for reason in self.unread)]))
 
     def to_json(self) -> str:
@@ -75,25 +72,17 @@ class Job:
         return json.dumps(document, indent=2, allow_nan=False)
 
     def _rank_lines(self) -> Iterator[str]:
-        rows = [("rank", "process", "calls", "since", "what")]
+        yield "rank        calls      since  what"
         for report in self.reports:
-            where = where_words(report)
-            rows.append(
-                (
-                    str(report.rank),
-                    f"{report.pid}@{report.host}",
-                    f"{report.num_calls:,}",
-                    seconds_words(report.seconds_after),
-                    where if report.end == "runs" else f"{ended_words(report)}; {where}",
-                )
+            end = "" if report.end == "runs" else f"{_end_words(report)}; "
+            since = _seconds_words(report.seconds_after)
+            yield (
+                f"{report.rank:4} {report.num_calls:12,} {since:>10}  {end}{_where_words(report)}"
+                f" (process {report.pid} on {report.host})"
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
-        for row in rows:
-            yield " ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
         if (first := self.first) is not None:
             verb = "ended first" if first.is_bad else "is behind the others"
-            yield ""
-            yield f"Rank {first.rank} {verb}: {ended_words(first)}; {where_words(first)}."
+            yield from ("", f"Rank {first.rank} {verb}: {_end_words(first)}; {_where_words(first)}.")
             places = Counter(_place(report) for report in self.reports if report is not first)
             yield from (f"{count} of the others: {place}." for place, count in places.most_common(4))
 
@@ -123,9 +112,8 @@ def read_job(path: Path) -> Job:
         if (_key(report), report.world_size) == (_key(newest), newest.world_size)
         and (report.end == "runs" or report.latest + _PULSE > newest.begun)
     }
-    of_job = [by_rank[rank] for rank in sorted(by_rank)]
-    others = [report for report in reversed(reports) if report not in of_job]
-    return Job(tuple(of_job), tuple(others), tuple(unread))
+    others = [report.path for report in reversed(reports) if report not in by_rank.values()]
+    return Job(tuple(by_rank[rank] for rank in sorted(by_rank)), tuple(others), tuple(unread))
 
 
 def _key(report: BlackBoxReport) -> str:
@@ -143,13 +131,12 @@ def _process_lines(report: BlackBoxReport) -> Iterator[str]:
     if latest := report.calls[-_CALLS:]:
         yield from ("", f"the latest {len(latest)} of {report.num_calls:,} calls that ended:")
     for call in latest:
-        took = f" took {seconds_words(call.seconds)}" if call.seconds is not None else ""
+        took = f" took {_seconds_words(call.seconds)}" if call.seconds is not None else ""
         yield f"  batch {call.batch:,}: {_name(call)}{took}{', raised' if call.raised else ''}"
     for note in report.notes:
         yield from ("", f"{note.get('kind', 'note')}:")
-        for name, value in note.items():
-            if name not in ("kind", "time"):
-                yield from _note_lines(name, value, "  ")
+        content = {name: value for name, value in note.items() if name not in ("kind", "time")}
+        yield from json.dumps(content, indent=2).splitlines()[1:-1]
     if report.frames:
         yield from ("", "the latest frames:", text.COLUMNS)
         for frame in report.frames:
@@ -163,18 +150,18 @@ def _facts(report: BlackBoxReport) -> Iterator[tuple[str, str]]:
     yield "Process", f"{report.pid} on {report.host}{rank}: {command}"
     after = ""
     if report.seconds_after is not None and report.end != "runs":
-        after = f", {seconds_words(report.seconds_after)} after its latest call ended"
-    yield "End", f"{ended_words(report)}{after}."
-    yield "Where", f"{where_words(report)}."
+        after = f", {_seconds_words(report.seconds_after)} after its latest call ended"
+    yield "End", f"{_end_words(report)}{after}."
+    yield "Where", f"{_where_words(report)}."
     if report.threads and len(calls := report.threads[0].calls) > 1:
         yield "Within", " > ".join(module_name(call.module) for call in calls)
     for thread in report.threads[1:]:
         yield "Thread", f"{thread.id}: {_under_way(thread.calls[-1])}"
     if report.pending:
-        waiting = ", ".join(map(module_name, report.pending[:8]))
+        waiting = first_few([*map(module_name, report.pending)], 8)
         yield "Device", f"had not confirmed the work of these calls, the oldest first: {waiting}"
     if report.python:
-        ago = f"{seconds_words(report.python_ago)} before: " if report.python_ago else ""
+        ago = f"{_seconds_words(report.python_ago)} before: " if report.python_ago else ""
         yield "Python", ago + " < ".join(report.python)
     if report.memory:
         yield "Memory", f"{report.memory / 2**30:.2f} GiB"
@@ -183,9 +170,12 @@ def _facts(report: BlackBoxReport) -> Iterator[tuple[str, str]]:
         yield "With", ", ".join(known)
 
 
-def ended_words(report: BlackBoxReport) -> str:
+def _end_words(report: BlackBoxReport) -> str:
     """Return how the process ended, as a sentence without its full stop."""
-    at = moment_words(report.latest)
+    try:
+        at = f"{datetime.fromtimestamp(report.latest, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+    except (ValueError, OverflowError, OSError):  # of a damaged file
+        at = "?"
     if report.end == "runs":
         return "it runs"
     if report.end == "signal":
@@ -198,13 +188,11 @@ def ended_words(report: BlackBoxReport) -> str:
         errors = [str(note.get("error", "")) for note in report.notes if note.get("kind") == "exception"]
         return f"an exception ended Python at {at}: {''.join(errors[-1:]).partition(chr(10))[0]}"
     before = f"; it had got {signal_name(report.signal)}" if report.signal else ""
-    return (
-        f"no mark of an end (SIGKILL, os._exit or a lost machine leave none){before};"
-        f" the latest sign of life is of {at}"
-    )
+    marks = "no mark of an end (SIGKILL, os._exit or a lost machine leave none)"
+    return f"{marks}{before}; the latest sign of life is of {at}"
 
 
-def where_words(report: BlackBoxReport) -> str:
+def _where_words(report: BlackBoxReport) -> str:
     """Return what the process was doing."""
     if (call := report.under_way) is not None:
         return _under_way(call)
@@ -222,12 +210,12 @@ def where_words(report: BlackBoxReport) -> str:
 
 def _place(report: BlackBoxReport) -> str:
     call = report.under_way
-    return where_words(report) if call is None else f"batch {call.batch:,}, inside {_name(call)}"
+    return _where_words(report) if call is None else f"batch {call.batch:,}, inside {_name(call)}"
 
 
 def _under_way(call: BoxCall) -> str:
     # Without a later sign of life it is not known for how long.
-    ran = f", which had run for {seconds_words(call.seconds)}" if call.seconds else ""
+    ran = f", which had run for {_seconds_words(call.seconds)}" if call.seconds else ""
     return f"batch {call.batch:,}, forward: inside {_name(call)}{ran}"
 
 
@@ -235,30 +223,9 @@ def _name(call: BoxCall) -> str:
     return f"{module_name(call.module)} ({call.class_name})"
 
 
-def _note_lines(name: str, value: Any, indent: str) -> Iterator[str]:
-    if isinstance(value, dict):
-        yield f"{indent}{name}:"
-        for key, item in value.items():
-            yield from _note_lines(key, item, f"{indent}  ")
-    elif isinstance(value, list):
-        yield from (f"{indent}{name}:", *(f"{indent}  {item}" for item in value))
-    else:
-        first, *rest = str(value).splitlines() or [""]
-        yield from (f"{indent}{name}: {first}", *(f"{indent}  {line}" for line in rest))
-
-
-def seconds_words(seconds: float | None) -> str:
+def _seconds_words(seconds: float | None) -> str:
     """Return a time such as `3.1 s`, `12 ms` or `45 µs`, "" for None."""
-    if seconds is None:
-        return ""
-    if abs(seconds) >= 1:
-        return f"{seconds:,.0f} s" if abs(seconds) >= 1000 else f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if abs(seconds) >= 1e-3 else f"{seconds * 1e6:.3g} µs"
-
-
-def moment_words(seconds: float) -> str:
-    """Return a moment in UTC."""
-    try:
-        return f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
-    except (ValueError, OverflowError, OSError):
-        return "?"
+    for least, factor, unit in ((1, 1, "s"), (1e-3, 1e3, "ms"), (0, 1e6, "µs")):
+        if seconds is not None and abs(seconds) >= least:
+            return f"{seconds * factor:,.3g} {unit}" if abs(seconds) < 1000 else f"{seconds:,.0f} s"
+    return ""

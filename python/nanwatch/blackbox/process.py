@@ -13,7 +13,6 @@ import multiprocessing
 import multiprocessing.util
 import os
 import platform
-import re
 import socket
 import sys
 import sysconfig
@@ -48,16 +47,18 @@ class ProcessBox:
     """The black box of this process, which its first Watch opens.
 
     `path` is its file, which stays after a good end if it `is_kept`. `num_watches` counts the watches that have not
-    stopped. `stall_timeout` is the time without a call that counts as a hang, None for the default.
+    stopped. `stall_timeout` is the time without a call that counts as a hang, None for the default. `error` is the
+    exception of a script, which `nanwatch run` catches.
     """
 
     def __init__(self, compiled: ModuleType, path: Path, *, is_kept: bool) -> None:
         self.path = path
         self.stall_timeout: float | None = None
         self.num_watches = 0
-        self.error: BaseException | None = None  # set by `nanwatch run`, which catches the script's exception
+        self.error: BaseException | None = None
         self._pid = os.getpid()
         self._box = compiled.open_black_box(str(path), BYTES, is_kept)
+        self.step_begins = self._box.step_begins  # writes that an optimizer steps
         self._is_kept = is_kept
         self._ranks: tuple[int, int] | None = None
         self._ended = threading.Event()
@@ -74,10 +75,6 @@ class ProcessBox:
         line = json.dumps({"kind": kind, "time": time.time(), **facts}, default=str)
         self._box.add_note(line + "\n")
 
-    def step_begins(self) -> None:
-        """Write that an optimizer steps."""
-        self._box.step_begins()
-
     def _note_facts(self) -> None:
         self._ranks = rank_and_world_size()
         facts = {
@@ -93,35 +90,28 @@ class ProcessBox:
         self._box.add_facts(json.dumps(facts) + "\n")
 
     def _live(self) -> None:
-        is_told, before = False, 0.0
+        noted = 0.0  # how long the hang had lasted that was noted last
         while not self._ended.wait(1.0):
             with suppressing("the black box gave no sign of life"):
                 if rank_and_world_size() != self._ranks:  # torch.distributed was initialized
                     self._note_facts()
                 idle, slowest = self._box.pulse(_memory())
-                main = sys._current_frames().get(threading.main_thread().ident or 0)
-                places = _places(main)
-                del main  # it would keep the user's tensors alive
-                self._box.add_sample("\n".join(_chosen(places)))
+                main = _stacks().get(threading.main_thread().name, [])
+                self._box.add_sample("\n".join(_chosen(main)))
                 limit = self.stall_timeout
                 if limit is None:
                     limit = max(_LEAST_STALL, _SLOWER * slowest)
-                stalls = self.num_watches > 0 and 0 < limit <= idle
-                is_told = is_told and stalls and idle > before  # less idle: a call came, and another hang
-                if stalls and not is_told:
-                    self._stalls(idle)
-                is_told, before = stalls, idle
+                if not (self.num_watches > 0 and 0 < limit <= idle):
+                    noted = 0.0
+                else:
+                    if not 0 < noted < idle:  # less idle than before: a call came, and another hang
+                        self._note_hang(idle)
+                    noted = idle
 
-    def _stalls(self, idle: float) -> None:
+    def _note_hang(self, idle: float) -> None:
         if hasattr(sys, "ps1") and not self._box.is_under_way():  # somebody thinks
             return
-        frames = sys._current_frames()
-        stacks = {
-            thread.name: _places(frames[thread.ident])
-            for thread in threading.enumerate()
-            if thread is not threading.current_thread() and thread.ident in frames
-        }
-        del frames
+        stacks = _stacks()
         self.note("stall", seconds=round(idle), stacks=stacks)
         _log.warning(
             "nanwatch: no call of a watched module has begun or ended for %.0f s; the main thread is in %s. "
@@ -165,8 +155,8 @@ def process_box() -> ProcessBox | None:
 def open_box(output_dir: Path | None, stall_timeout: float | None) -> ProcessBox | None:
     """Return the black box of this process, made at the first call; None where there can be none, with one warning.
 
-    The caller is a watch, and lowers `num_watches` when it stops. The file lies in `output_dir`, else in the user's
-    folder for states, where those of ended processes go after a week.
+    The caller is a watch, and lowers `num_watches` when it stops. In the user's folder for states the files of ended
+    processes go after a week.
     """
     global _process, _has_failed
     if _extension.C is None or _has_failed:
@@ -205,13 +195,10 @@ def box_folder(output_dir: Path | None) -> Path:
 
 
 def _prune(folder: Path) -> None:
-    """Remove the files of this machine's ended processes that are a week old."""
-    pattern = re.compile(rf"rank-\d+-{re.escape(socket.gethostname())}-(\d+)-[0-9a-f]+{re.escape(SUFFIX)}")
+    """Remove the files that are a week old. A process that runs writes into its own once a second."""
     with suppressing("an old black box could not be removed"):
         for path in folder.glob(f"*{SUFFIX}"):
-            name = pattern.fullmatch(path.name)
-            is_old = path.stat().st_mtime < time.time() - _WEEK
-            if name is not None and is_old and started_at(int(name[1])) is None:
+            if path.stat().st_mtime < time.time() - _WEEK:
                 path.unlink(missing_ok=True)
 
 
@@ -232,6 +219,13 @@ def _memory() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def _stacks() -> dict[str, list[str]]:
+    """Return the functions of each other thread by its name. Keeps no frame, which would keep the user's tensors."""
+    frames = sys._current_frames()
+    others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
+    return {thread.name: _places(frames.get(thread.ident or 0)) for thread in others}
 
 
 def _chosen(places: list[str]) -> list[str]:

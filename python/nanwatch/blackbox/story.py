@@ -7,14 +7,14 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from ..records.note import NOTE_KINDS, Note
 from ..records.record import PHASES, ROLES, Frame, Record
 from ..util.job import started_at
-from .box_file import BoxFile, BoxFrame
+from .box_file import BoxFile, Items
 
 SCHEMA, VERSION = "nanwatch.blackbox", 1
 End: TypeAlias = Literal["runs", "exit", "exception", "signal", "unknown"]
@@ -108,50 +108,51 @@ def read(path: str | os.PathLike[str]) -> BlackBoxReport:
 
     Raises ValueError, which names the file, for one that is no black box, and OSError.
     """
-    return _Reading(BoxFile(path)).report()
+    file = _Reading(path)
+    try:
+        return file.report()
+    except (ValueError, LookupError, OverflowError) as error:  # a field or a section that is not there
+        raise file.damaged(error) from error
 
 
-class _Reading:
-    def __init__(self, file: BoxFile) -> None:
-        self._file = file
-        state = self._state = file.state
-        ticks = state["ticks"] - state["begun_ticks"]
-        seconds = (state["time"] - state["begun"]) / 1e9
-        self._per_tick = seconds / ticks if ticks > 0 and seconds > 0 else math.nan
+class _Reading(BoxFile):
+    _per_tick = math.nan
 
     def _between(self, begin: int, end: int) -> float | None:
+        """Return the seconds from one moment in ticks to another; None where they are not known."""
         seconds = (end - begin) * self._per_tick
         return seconds if begin and math.isfinite(seconds) and abs(seconds) < 1e10 else None
 
-    def _moment(self, ticks: int) -> float:
-        return self._state["time"] / 1e9 + (self._between(self._state["ticks"], ticks) or 0.0)
-
     def _module(self, number: int) -> tuple[str, str]:
-        name, _, class_name = self._file.name(number).rpartition("\n")
+        """Return the name of a module and its class."""
+        name, _, class_name = self.name(number).rpartition("\n")
         return (name, class_name) if class_name else (f"module {number}", "?")
 
     def report(self) -> BlackBoxReport:
-        state = self._state
-        facts: dict[str, Any] = {}
-        for line in _documents(self._file.text("facts")):
+        """Return all that the file says."""
+        state, facts = self.state, dict[str, Any]()
+        for line in _documents(self.text("facts")):
             facts |= line
+        ticks, nanoseconds = state["ticks"] - state["begun_ticks"], state["time"] - state["begun"]
+        if ticks > 0 and nanoseconds > 0:
+            self._per_tick = nanoseconds / 1e9 / ticks
         end = self._end(facts)
         kinds = ("sample", "step", "gradient", "signal", "exit")
         latest = max(state["latest"], state["ticks"], *(state[f"{kind}_ticks"] for kind in kinds))
         is_marked = end == "signal" and state["killed_by"] in (0, state["signal"])
         ended = state["signal_ticks"] if is_marked else latest
         threads = self._threads(ended)
-        calls = tuple(self._call(call, ended) for call in self._file.calls[-_MOST_CALLS:])
+        calls = tuple(self._call(call, ended) for call in self.calls[-_MOST_CALLS:])
         phase = self._phase(threads)
         batch = threads[0].calls[-1].batch if threads else calls[-1].batch if calls else None
-        frames = self._file.frames(_MOST_FRAMES)
+        frames = self.frames(_MOST_FRAMES)
         return BlackBoxReport(
-            path=str(self._file.path),
+            path=str(self.path),
             pid=state["pid"],
             rank=_whole(facts.get("rank"), 0),
             world_size=_whole(facts.get("world_size"), 1),
             begun=state["begun"] / 1e9,
-            latest=self._moment(ended),
+            latest=state["time"] / 1e9 + (self._between(state["ticks"], ended) or 0.0),
             end=end,
             signal=(state["killed_by"] or state["signal"]) if end in ("signal", "unknown") else 0,
             # The field of a signal that was sent has the pid of its sender.
@@ -164,26 +165,23 @@ class _Reading:
             threads=threads,
             raised=_raised(calls) if not threads and end != "runs" else None,
             gradient=self._gradient() if phase == "backward" else None,
-            python=tuple(self._file.sample.splitlines()),
+            python=tuple(self.sample.splitlines()),
             python_ago=self._between(state["sample_ticks"], ended),
             memory=state["memory"],
             calls=calls,
-            frames=tuple(map(self._frame, frames)),
+            frames=tuple(self._frame(*frame) for frame in frames),
             pending=tuple(self._pending(frames)),
             facts=facts,
-            notes=tuple(_documents(self._file.text("notes"))),
+            notes=tuple(_documents(self.text("notes"))),
         )
 
     def _end(self, facts: dict[str, Any]) -> End:
-        state = self._state
-        is_here = facts.get("host") == socket.gethostname()
+        state, is_here = self.state, facts.get("host") == socket.gethostname()
         if is_here and started_at(state["pid"]) == facts.get("started"):
             return "runs"
-        if state["killed_by"]:
-            return "signal"
         lived = self._between(state["signal_ticks"], max(state["latest"], state["ticks"]))
         is_last = state["exit_ticks"] <= state["signal_ticks"] and (lived is None or lived < _LIFE)
-        if state["signal"] > 0 and is_last:  # else the program has handled it
+        if state["killed_by"] or (state["signal"] > 0 and is_last):  # else the program has handled it
             return "signal"
         if state["exit"] == 2:
             return "exception"
@@ -192,11 +190,11 @@ class _Reading:
     def _threads(self, now: int) -> tuple[BoxThread, ...]:
         """Return the threads with calls under way, the one that matters first."""
         order: list[tuple[bool, int, BoxThread]] = []
-        for thread, stack in zip(self._file.threads, self._file.stacks, strict=True):
+        for thread, stack in zip(self.threads, self.stacks, strict=True):
             number, depth = int(thread["id"]), min(int(thread["depth"]), len(stack))
             if number and depth:
                 calls = tuple(self._call(call, now) for call in stack[:depth])
-                is_hit = number == self._state["signal_thread"]
+                is_hit = number == self.state["signal_thread"]
                 order.append((is_hit, int(stack[depth - 1]["begun"]), BoxThread(number, calls)))
         order.sort(key=lambda item: item[:2], reverse=True)
         return tuple(thread for *_, thread in order)
@@ -213,35 +211,33 @@ class _Reading:
     def _phase(self, threads: tuple[BoxThread, ...]) -> str:
         if threads:
             return "forward"
-        state, calls = self._state, self._file.calls
-        ended = int(calls[-1]["ended"]) if len(calls) else 0
+        ended = int(self.calls[-1]["ended"]) if len(self.calls) else 0
         # Of equal ones the first: nothing has happened yet.
-        ends = (ended, ""), (state["gradient_ticks"], "backward"), (state["step_ticks"], "step")
+        ends = (ended, ""), (self.state["gradient_ticks"], "backward"), (self.state["step_ticks"], "step")
         return max(ends, key=lambda end: end[0])[1]
 
     def _gradient(self) -> tuple[str, str]:
-        part = self._state["gradient_part"]
-        return self._module(self._state["gradient_module"])[0], _PARTS[part] if part < len(_PARTS) else "?"
+        part = self.state["gradient_part"]
+        return self._module(self.state["gradient_module"])[0], _PARTS[part] if part < len(_PARTS) else "?"
 
-    def _frame(self, frame: BoxFrame) -> Frame:
+    def _frame(self, head: Any, rows: Items, sizes: Sequence[int]) -> Frame:
         records, at = [], 0
-        for row in frame.rows:
-            dims = 0 if int(row["dims"]) == _NO_SHAPE else int(row["dims"])
-            has_shape = int(row["dims"]) != _NO_SHAPE
-            records.append(self._record(row, tuple(frame.sizes[at : at + dims]) if has_shape else None))
-            at += dims
-        phase, names = int(frame.head["phase"]), self._module(int(frame.head["module"]))
-        kind = PHASES[phase] if phase < len(PHASES) else "forward"
-        return Frame(int(frame.head["batch"]), *names, tuple(records), kind, bool(frame.head["recomputed"]))
+        for row in rows:
+            dims = int(row["dims"])
+            records.append(self._record(row, None if dims == _NO_SHAPE else tuple(sizes[at : at + dims])))
+            at += dims * (dims != _NO_SHAPE)
+        phase = PHASES[int(head["phase"])] if head["phase"] < len(PHASES) else "forward"
+        names = self._module(int(head["module"]))
+        return Frame(int(head["batch"]), *names, tuple(records), phase, bool(head["recomputed"]))
 
     def _record(self, row: Any, shape: tuple[int, ...] | None) -> Record:
-        dtype, kind, role = self._file.name(int(row["dtype"])), int(row["note"]), int(row["role"])
+        label, dtype = (self.name(int(row[field])) for field in ("label", "dtype"))
+        kind, role, is_read = int(row["note"]), int(row["role"]), bool(dtype) and not row["pending"]
         note = Note(NOTE_KINDS[kind - 1]) if 0 < kind <= len(NOTE_KINDS) else None
-        is_read = bool(dtype) and not row["pending"]
         if row["pending"]:
             note = Note("not_checked", "the device had not delivered it")
         return Record(
-            self._file.name(int(row["label"])) or "?",
+            label or "?",
             ROLES[role] if role < len(ROLES) else "output",
             shape if dtype else None,
             dtype,
@@ -252,11 +248,11 @@ class _Reading:
             note,
         )
 
-    def _pending(self, frames: list[BoxFrame]) -> list[str]:
+    def _pending(self, frames: Sequence[tuple[Any, Items, list[int]]]) -> list[str]:
         """Return the modules whose rows a device had not delivered, the oldest call first."""
         waits: dict[tuple[int, int], bool] = {}
-        for frame in frames:
-            waits[int(frame.head["batch"]), int(frame.head["module"])] = bool(frame.rows["pending"].any())
+        for head, rows, _ in frames:
+            waits[int(head["batch"]), int(head["module"])] = bool(rows["pending"].any())
         return [self._module(module)[0] for (_, module), is_pending in waits.items() if is_pending]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from pathlib import Path
 
@@ -81,14 +82,32 @@ def test_what_is_read_while_it_is_written_is_whole(tmp_path: Path) -> None:
             writer.join()
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    """Each with what it is."""
-    file, pipe = tmp_path / "text", tmp_path / "pipe"
-    file.write_text("a text\n")
-    with pytest.raises(ValueError, match=f"{file} is no black box of this version"):
-        BoxFile(file)
+def test_damaged_and_foreign_files_give_an_answer_or_a_clear_error(tmp_path: Path) -> None:
+    """Each error names the file."""
+    path, pipe = tmp_path / "x.blackbox", tmp_path / "pipe"
+    model = nn.ReLU()
+    with black_box(tmp_path) as box, watch(model, black_box=True):
+        model(torch.ones(1))
+        content = box.path.read_bytes()
+    chance, refused = random.Random(0), 0
+    read = 0
+    for number in range(60):
+        damaged = bytearray(content)
+        for _ in range(chance.choice((1, 3, 20))):
+            damaged[chance.randrange(chance.choice((2000, 5000, 60000)))] = chance.randrange(256)
+        path.write_bytes(damaged[: len(damaged) if number % 3 else chance.randrange(len(damaged))])
+        try:
+            read_black_box(path)
+        except ValueError as error:
+            refused += str(path) in str(error)
+        else:
+            read += 1
+    assert refused + read == 60
+    assert read < refused
+    path.write_text("a text\n")
     os.mkfifo(pipe)
-    with pytest.raises((ValueError, OSError)):
-        BoxFile(pipe)
+    for file, words in ((path, "is no black box of this version"), (pipe, "is no regular file")):
+        with pytest.raises(ValueError, match=f"{file} {words}"):
+            BoxFile(file)
     with pytest.raises(FileNotFoundError):
         BoxFile(tmp_path / "none")

@@ -37,13 +37,8 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def changed(path: Path, **numbers: int) -> Path:
     """Change fields of the state."""
-    section = BoxFile(path)._sections["state"]
-    fields = section.item.fields or {}
-    with path.open("r+b") as file:
-        for name, number in numbers.items():
-            kind, at, *_ = fields[name]
-            file.seek(section.at + at)
-            file.write(number.to_bytes(kind.itemsize, "little"))
+    for name, number in numbers.items():
+        BoxFile(path).write_state(name, number)
     return path
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from nanwatch.blackbox import process
 from nanwatch.blackbox.process import process_box
 from nanwatch.blackbox.story import read as read_black_box
-from support.black_boxes import NO_PROCESS, black_box, needs_box, until
+from support.black_boxes import black_box, needs_box, until
 from support.processes import environment
 from support.watching import watch
 
@@ -90,16 +90,16 @@ sys.exit(int(sys.argv[1]) if sys.argv[1] != "abort" else 0)
 """
 
 
-@pytest.mark.parametrize(("how", "told"), [("0", None), ("3", ("exit", 3)), ("abort", ("signal", None))])
+@pytest.mark.parametrize(("how", "told"), [("3", ("exit", 3)), ("abort", ("signal", None))])
 def test_the_status_of_the_process_decides_about_the_file(
-    how: str, told: tuple[str, int | None] | None, tmp_path: Path
+    how: str, told: tuple[str, int | None], tmp_path: Path
 ) -> None:
     """Also what comes after Python's own end of it. Only a status of 0 removes the file."""
     # Not forked: that server's children end without the exit of C.
     env = environment(XDG_STATE_HOME=str(tmp_path))
     subprocess.run([sys.executable, "-c", _ENDS, how], env=env, stderr=subprocess.DEVNULL)
     reports = [read_black_box(path) for path in tmp_path.glob("nanwatch/*")]
-    assert [(one.end, one.exit_status) for one in reports] == ([] if told is None else [told])
+    assert [(one.end, one.exit_status) for one in reports] == [told]
 
 
 def test_a_folder_that_refuses_gives_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,15 +115,12 @@ def test_a_folder_that_refuses_gives_one_warning(tmp_path: Path, monkeypatch: py
         assert model(torch.ones(1, 2)).isfinite().all()
 
 
-def test_old_files_of_ended_processes_go(tmp_path: Path) -> None:
-    """Those of processes that run, and of other machines, stay, however old."""
-    host, folder = os.uname().nodename, tmp_path / "nanwatch"
-    folder.mkdir()
-    own = [folder / f"rank-0-{host}-{pid}-1.blackbox" for pid in (os.getpid(), NO_PROCESS)]
-    new, others = folder / "rank-0-elsewhere-1-1.blackbox", folder / "notes.txt"
-    for path in (*own, new, others):
+def test_old_files_go(tmp_path: Path) -> None:
+    """A process that runs writes into its own once a second."""
+    old, new, notes = (tmp_path / name for name in ("a.blackbox", "b.blackbox", "notes.txt"))
+    for path in (old, new, notes):
         path.touch()
-    for path in (*own, new, others):
+    for path in (old, notes):
         os.utime(path, (0, 0))
-    process._prune(folder)
-    assert {*folder.iterdir()} == {own[0], new, others}
+    process._prune(tmp_path)
+    assert {*tmp_path.iterdir()} == {new, notes}
