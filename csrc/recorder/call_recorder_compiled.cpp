@@ -1,5 +1,5 @@
 // Calls of watched modules inside compiled code. There is no module call any more:
-// python/nanwatch/instrumentation/compile/dynamo.py has put an operator into the graph in its place:
+// python/nanwatch/instrumentation/compiled.py has put an operator into the graph in its place:
 //
 //   record_(sequence, site, None, plan, tensors)     before a call that no call of the graph made, with its arguments
 //   record_(sequence, site, caller, plan, tensors)   after every call, with all the tensors of its frame

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.instrumentation.compile import dynamo, operators
+from nanwatch.instrumentation import compiled
 from support.recorders import needs_native
 from support.toys import Scale, names
 from support.watching import watch
@@ -142,8 +142,8 @@ def test_an_unknown_dynamo_costs_the_frames_and_no_more(monkeypatch: pytest.Monk
     def broken(*_: Any) -> Any:
         raise AttributeError("no such thing")
 
-    monkeypatch.setattr(dynamo, "_site", broken)
-    monkeypatch.setattr(dynamo, "_warned", False)
+    monkeypatch.setattr(compiled, "_site", broken)
+    monkeypatch.setattr(compiled, "_warned", False)
     model, x = Model(), torch.randn(2, 3)
     with watch(model) as w, pytest.warns(RuntimeWarning, match="inside torch.compile are not seen") as caught:
         output = torch.compile(model, backend="eager", fullgraph=True)(x)
@@ -195,8 +195,8 @@ def test_the_operator_keeps_the_rules(device: str) -> None:
     x = torch.randn(3, 2, device=device, requires_grad=True)
     sequence = torch.zeros(1, dtype=torch.int64)
     site = torch.tensor([0])
-    torch.library.opcheck(operators.record_, (sequence, site, None, "", [x]))
-    torch.library.opcheck(operators.record_, (sequence, site, site, "Linear\not output", [x]))
+    torch.library.opcheck(compiled.record_, (sequence, site, None, "", [x]))
+    torch.library.opcheck(compiled.record_, (sequence, site, site, "Linear\not output", [x]))
 
 
 def test_two_watches_on_one_compiled_model() -> None:

@@ -21,7 +21,7 @@ from ..recording.recorder import PythonRecorder
 from ..recording.shards import parameter_mesh
 from ..util.modules import WeakIdentityDict
 from ..util.visible import warn_user, with_utf8
-from .compile import dynamo
+from . import compiled
 from .functions import watch_begins, watch_ends
 from .global_hooks import Handles, after_steps, children
 from .slot import (
@@ -60,25 +60,17 @@ class PythonWatchedCall(CallWrapper):
             raise ReferenceError("nanwatch: the watched module of this call no longer exists")
         target = module._call_impl if self.inner is None else self.inner
         recorder = self.recorder
-        entered = recorder.enter(self.node, module, args, kwargs)
-        if entered is None:
+        is_outermost = recorder.enter(self.node, module, args, kwargs)
+        if is_outermost is None:
             return target(*args, **kwargs)
         try:
             output = target(*args, **kwargs)
         except BaseException:
-            recorder.left_by(entered)
+            recorder.left_by(is_outermost)
             raise
-        recorder.leave(entered, module, args, kwargs, output)
+        recorder.leave(is_outermost, module, args, kwargs, output)
         return output
 
-
-# Functions that make watched calls without the compiled part. torch.compile must not compile them.
-_INTERPRETED = (
-    PythonWatchedCall.__call__,
-    PythonRecorder.enter,
-    PythonRecorder.leave,
-    PythonRecorder.left_by,
-)
 
 if _extension.C is not None:
     _Native: Any = _extension.C.WatchedCall
@@ -143,7 +135,7 @@ class Attachment:
             recorder.gathers_weights = True
         for named in named_modules(model):
             self.add(named.name, named.module)
-        dynamo.follow_watched_calls(_INTERPRETED)
+        compiled.follow_watched_calls(PythonWatchedCall, PythonRecorder)
         # torch's registries are global and outlive this: the hooks must keep neither it nor the model alive.
         this = weakref.ref(self)
 
@@ -220,5 +212,5 @@ def leave_torch() -> None:
     Where a thread is inside a module's call, it stays until the next watch stops. Where torch.compile has met a module
     meanwhile, it stays, so that the graphs serve the next watch.
     """
-    if not is_in_use() and dynamo.leave():
+    if not is_in_use() and compiled.leave():
         uninstall()

@@ -6,7 +6,7 @@ A recorded call leaves a hook on each of its tensors. csrc/gradients/gradient_re
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from torch.compiler import is_compiling
 from ..numerics.readable import unreadable
 from ..records.record import Frame, Record
 from .events import Arrival, BackwardCall, Event, Part
-from .observe import past_torch_function
 
 
 @dataclass(eq=False)
@@ -32,9 +31,6 @@ class _Call:
     backward: int = -1  # the one that last brought a gradient of its outputs
     handles: list[Any] = field(default_factory=list)  # of the hooks on leaves, which outlive the graph
 
-    def itself(self) -> _Call:
-        return self
-
     def remove_hooks(self) -> None:
         for handle in self.handles:
             handle.remove()
@@ -47,9 +43,7 @@ class _Backward:
     """Gradients that came in one run of the autograd engine."""
 
     arrivals: list[tuple[_Call, Part, int, Record]] = field(default_factory=list)
-    latest: object = (
-        None  # place, tensor and version of the latest gradient: one gradient comes to several calls
-    )
+    latest: object = None  # place, tensor and version of the latest gradient, which may come to several calls
     time: int = 0
     weights: set[object] = field(default_factory=set)
     is_nonfinite: bool = False
@@ -66,37 +60,35 @@ class PythonGradients:
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
         self._num_calls = 0
 
-    @past_torch_function()
     def follow(
         self, values: Iterable[tuple[Any, str, Any]], frame: Frame, caller: str | None, start: object
     ) -> None:
         """Leave hooks for the gradients of the values of a call."""
-        tensors = [value for value in values if value[0] != "buffer" and _has_gradient(value[2])]
-        outputs = [x for part, _, x in tensors if part == "output" and not x.is_leaf]
-        if not outputs or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-            return
-        with self._lock:
-            call = _Call(frame, caller, start, self._num_calls)
-            self._num_calls += 1
-            self._calls.add(call)
-        for part, label, x in tensors:
-            place = ("leaf", id(x)) if x.is_leaf else (x.grad_fn._sequence_nr(), x.output_nr)
-            reference: Callable[[], _Call | None] = weakref.ref(call) if x.is_leaf else call.itself
-            # An output that is a leaf is handed through. An input that the module writes into is its output afterwards.
-            if part == ("output" if x.is_leaf else "input") and (
-                x.is_leaf or any(_same(x, y) for y in outputs)
-            ):
-                continue
-            handle = x.register_hook(partial(_arrive, weakref.ref(self), place, reference, part, label))
-            if x.is_leaf:
-                call.handles.append(handle)
+        with torch._C.DisableTorchFunction():
+            tensors = [value for value in values if value[0] != "buffer" and _has_gradient(value[2])]
+            outputs = [x for part, _, x in tensors if part == "output" and not x.is_leaf]
+            if not outputs or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+                return
+            with self._lock:
+                call = _Call(frame, caller, start, self._num_calls)
+                self._num_calls += 1
+                self._calls.add(call)
+            places = {_place(x) for x in outputs}
+            for part, label, x in tensors:
+                # An output that is a leaf is handed through. An input that the module writes into is its output.
+                if part == "output" if x.is_leaf else part == "input" and _place(x) in places:
+                    continue
+                reference: Callable[[], _Call | None] = weakref.ref(call) if x.is_leaf else lambda: call
+                hook = partial(_arrive, weakref.ref(self), _place(x), reference, part, label)
+                handle = x.register_hook(hook)
+                if x.is_leaf:
+                    call.handles.append(handle)
 
     def release(self) -> None:
         """Remove the hooks from all leaves."""
         for call in list(self._calls):
             call.remove_hooks()
 
-    @past_torch_function()
     def arrived(self, gradient: Tensor, place: tuple[Any, ...], call: _Call, part: Part, label: str) -> None:
         """Take a gradient that came at a place of the graph, of a tensor that the call has used."""
         task, recorder = torch._C._current_graph_task_id(), self._recorder()
@@ -111,7 +103,7 @@ class PythonGradients:
         if part == "weight" and weight in backward.weights:
             return
         record = recorder.observe(gradient, f"{label}.grad", "gradient", batch=call.frame.batch)
-        with self._lock:
+        with self._lock, torch._C.DisableTorchFunction():
             latest = (place, id(gradient), None if gradient.is_inference() else gradient._version)
             backward.time += latest != backward.latest
             backward.latest = latest
@@ -126,12 +118,7 @@ class PythonGradients:
             if task in self._backwards:
                 return self._backwards[task]
             backward = self._backwards[task] = _Backward()
-        gradients = weakref.ref(self)
-
-        def end() -> None:
-            if (known := gradients()) is not None:
-                known._finish(task)
-
+        end = partial(_end, weakref.ref(self), task)
         # The engine drops the callback when an exception ends the run. The garbage collector may do that anywhere, so
         # this takes no lock.
         weakref.finalize(end, setattr, backward, "is_over", True).atexit = False
@@ -145,33 +132,44 @@ class PythonGradients:
         with self._lock:
             broken = [task for task, backward in self._backwards.items() if backward.is_over]
         for task in broken:
-            self._finish(task)
+            self.finish(task)
 
     def finish_nonfinite(self) -> None:
         """Make frames of the backward under way, as far as it has come, if a gradient in it is not finite."""
         task = torch._C._current_graph_task_id()
         backward = self._backwards.get(task)
         if backward is not None and backward.is_nonfinite:
-            self._finish(task)
+            self.finish(task)
 
-    def _finish(self, task: int) -> None:
+    def finish(self, task: int) -> None:
+        """Make frames of a backward. A parent comes after its children, as in the forward."""
         with self._lock:
             backward = self._backwards.pop(task, None)
         recorder = self._recorder()
         if backward is None or recorder is None:
             return
-        calls = _in_order([call for call, *_ in backward.arrivals])
-        positions = {call: position for position, call in enumerate(calls)}
+        # A call is done when it and all calls in it had their last gradient.
+        done = {call: position for position, (call, *_) in enumerate(backward.arrivals)}
+        of_children: dict[str | None, int] = {}  # by the module that made them, until its own call is met
+        for call in sorted(done, key=lambda call: call.number):
+            done[call] = max(done[call], of_children.pop(call.frame.name, 0))
+            of_children[call.caller] = max(done[call], of_children.get(call.caller, 0))
+        calls = sorted(done, key=lambda call: (done[call], call.number))
         records: dict[_Call, list[Record]] = {call: [] for call in calls}
         arrivals = []
         for call, part, time, record in backward.arrivals:
-            arrivals.append(Arrival(positions[call], len(records[call]), part, time))
+            arrivals.append(Arrival(calls.index(call), len(records[call]), part, time))
             records[call].append(record)
         frames = [call.frame._replace(records=tuple(records[call]), phase="backward") for call in calls]
-        backward_calls = [
+        ended = [
             BackwardCall(frame, call.caller, call.number) for call, frame in zip(calls, frames, strict=True)
         ]
-        recorder.keep_backward(backward_calls, arrivals, backward.is_nonfinite)
+        recorder.keep_backward(ended, arrivals, backward.is_nonfinite)
+
+
+def _end(gradients: Callable[[], PythonGradients | None], task: int) -> None:
+    if (log := gradients()) is not None:
+        log.finish(task)
 
 
 def _arrive(
@@ -190,28 +188,16 @@ def _arrive(
         log.arrived(gradient, place, user, part, label)
 
 
-def _in_order(calls: Sequence[_Call]) -> list[_Call]:
-    """Return each call once, ordered by when it was done: when it and all calls in it had their last gradient.
-
-    `calls` has one entry for each gradient. A parent comes after its children, as in the forward.
-    """
-    done = {call: position for position, call in enumerate(calls)}
-    of_children: dict[str | None, int] = {}  # by the module that made them, until its own call is met
-    for call in sorted(done, key=lambda call: call.number):
-        done[call] = max(done[call], of_children.pop(call.frame.name, 0))
-        of_children[call.caller] = max(done[call], of_children.get(call.caller, 0))
-    return sorted(done, key=lambda call: (done[call], call.number))
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    return x is y or (x.grad_fn is not None and x.grad_fn is y.grad_fn and x.output_nr == y.output_nr)
+def _place(x: Tensor) -> tuple[Any, ...]:
+    """Return the place of a tensor in the graph: a leaf's own, or an output of a node."""
+    return ("leaf", id(x)) if x.grad_fn is None else (x.grad_fn._sequence_nr(), x.output_nr)
 
 
 def _has_gradient(x: Any) -> bool:
     """Return whether hooks on this value would ever see a gradient of numbers."""
-    if not issubclass(type(x), Tensor) or not x.requires_grad:
+    if not issubclass(type(x), Tensor) or not x.requires_grad or x.is_meta:
         return False
-    if x.is_meta or unreadable(x).startswith("inside a functorch transform"):
+    if unreadable(x).startswith("inside a functorch transform"):
         return False
     try:
         return x.grad_fn is not None or x.is_leaf

@@ -14,7 +14,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -41,18 +40,7 @@ _FULL = Note("not_checked", "the stack is nearly full (sys.getrecursionlimit)")
 _NO_STACK = Record("output", "output", None, "", None, None, None, None, _FULL)
 
 
-@contextmanager
-def _interpreted() -> Iterator[None]:
-    """Let torch.compile, which follows every Python frame inside a call, follow nothing in the block."""
-    compiler = torch._C._dynamo.eval_frame.set_eval_frame(None)
-    try:
-        yield
-    finally:
-        torch._C._dynamo.eval_frame.set_eval_frame(compiler)
-
-
-@dataclass(frozen=True, slots=True)
-class _Node:
+class _Node(NamedTuple):
     """A watched module: its name, its class, and whether its calls are recorded."""
 
     name: str
@@ -61,23 +49,12 @@ class _Node:
     allow_inf: bool | Excuses
 
 
-class _Entered(NamedTuple):
-    """A call that is under way."""
-
-    node: _Node
-    is_outermost: bool
-
-
 class _KeptStart:
-    """Start of a batch, kept by the graph of the batch.
-
-    Refers weakly to the module: a model may keep its output, and so the graph.
-    """
+    """Start of a batch, kept by the graph of the batch. Refers weakly to the module: a model may keep its output."""
 
     def __init__(self, start: Start) -> None:
         self.began = time.monotonic()
-        assert start.module is not None
-        self.module: Callable[[], nn.Module | None] = weakref.ref(start.module)
+        self.module: Callable[[], nn.Module | None] = weakref.ref(cast(nn.Module, start.module))
         self.start = start._replace(module=None)
 
     def present(self) -> Start:
@@ -99,7 +76,6 @@ class _Thread(threading.local):
         self.recording = False  # a callback may call other modules: they are not recorded
         self.given: tuple[tuple[Any, ...], Any] = ((), None)
         self.start: _KeptStart | None = None
-        self.is_inside = False  # of a batch
         self.added: list[tuple[int, str, Tensor]] = []  # outputs to add to calls, which their depths name
 
 
@@ -109,53 +85,34 @@ class PeakMagnitudes:
     def __init__(self) -> None:
         self.batch = -1
         self._values: dict[PeakName, float] = {}
-        self._new: list[PeakName] = []
+        self._num_taken = 0  # names that were returned before
 
-    def add(self, frame: Frame, with_inputs: bool = False) -> None:
-        """Take a frame of the batch under way. A frame of another batch drops what was taken before.
-
-        An input counts at the module that made it, unless `with_inputs`. A frame recomputed in a backward was taken in
-        the forward.
-        """
-        if frame.recomputed:
-            return
-        if frame.batch != self.batch:
-            self._begin(frame.batch)
-        for record in frame.records:
-            if with_inputs or record.role != "input":
-                self.add_record(frame.name, record)
-
-    def add_record(self, module_name: str, record: Record) -> None:
-        """Take one record. Reports have the non-finite values."""
-        if record.abs_max is None or not record.isfinite or record.is_excused:
-            return
-        name = (module_name, record.label, record.dtype)
-        if name not in self._values:
-            if len(self._values) >= MAX_PEAKS or record.ends is None:
-                return
-            self._new.append(name)
-        self._values[name] = max(self._values.get(name, 0.0), record.abs_max)
+    def add(self, module_name: str, record: Record) -> None:
+        """Take a record that is finite: reports have the others."""
+        if record.abs_max is not None and record.isfinite and not record.is_excused:
+            name = (module_name, record.label, record.dtype)
+            if name in self._values or (len(self._values) < MAX_PEAKS and record.ends is not None):
+                self._values[name] = max(self._values.get(name, 0.0), record.abs_max)
 
     def take(self) -> tuple[int, list[PeakName], bytes]:
         """Return and forget the peaks, as `Recorder.take_peaks`."""
-        taken = self.batch, self._new, array("d", self._values.values()).tobytes()
-        self._new = []
-        self._begin(-1)
+        taken = self.batch, list(self._values)[self._num_taken :], array("d", self._values.values()).tobytes()
+        self._num_taken = len(self._values)
+        self.begin(-1)
         return taken
 
-    def _begin(self, batch: int) -> None:
-        self.batch = batch
-        self._values = dict.fromkeys(self._values, 0.0)
+    def begin(self, batch: int) -> None:
+        """Forget the peaks of another batch."""
+        if batch != self.batch:
+            self.batch, self._values = batch, dict.fromkeys(self._values, 0.0)
 
 
 class _Subscription:
-    def __init__(self, events: int, known: set[_Subscription]) -> None:
-        self.events, self.active, self._known = events, True, known
-        known.add(self)
+    def __init__(self, events: int) -> None:
+        self.events, self.active = events, True
 
     def remove(self) -> None:
-        self.active = False
-        self._known.discard(self)
+        self.events, self.active = 0, False
 
 
 class PythonRecorder:
@@ -181,19 +138,19 @@ class PythonRecorder:
         self._settings = settings
         self._is_paused = False
         self._num_suspended = 0
-        self._num_inside = 0
-        self._subscriptions: set[_Subscription] = set()
+        self._threads_inside: set[int] = set()  # of a batch
+        self._subscriptions: list[_Subscription] = []
         self._watched_names: list[tuple[dict[str, Any], str]] = []
         self._nodes: list[_Node] = []
         self._frames: deque[Frame] = deque(maxlen=settings.max_frames)
-        self._num_frames: dict[int, int] = {}  # by batch
-        self._latest_uncounted = -2  # the latest batch that has left `_num_frames`
+        self._num_frames: dict[int, int] = {}  # by batch, of the latest ones
         self._called: set[str] = set()
-        self._peaks = PeakMagnitudes()
-        self._gradient_peaks = PeakMagnitudes()
+        self._peaks, self._gradient_peaks = PeakMagnitudes(), PeakMagnitudes()
         self._thread = _Thread()
         self._ended_starts: list[weakref.ref[_KeptStart]] = []
         self._gradients = PythonGradients(self) if settings.gradients else None
+
+    # What a watch sets.
 
     def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | Excuses) -> int:
         """Return a number for a module, for its WatchedCall; or for an optimizer."""
@@ -203,8 +160,7 @@ class PythonRecorder:
 
     def set_allow_inf(self, node: int, allow_inf: bool | Excuses, /) -> None:
         """Give the number to another module of the same name and class."""
-        with self.lock:
-            self._nodes[node] = replace(self._nodes[node], allow_inf=allow_inf)
+        self._nodes[node] = self._nodes[node]._replace(allow_inf=allow_inf)
 
     @property
     def paused(self) -> bool:
@@ -222,26 +178,23 @@ class PythonRecorder:
 
     def subscribe(self, events: int) -> _Subscription:
         """Report these events from now on. Several subscriptions to one event are counted."""
-        return _Subscription(events, self._subscriptions)
+        self._subscriptions.append(_Subscription(events))
+        return self._subscriptions[-1]
 
     def has_subscription(self, event: Event) -> bool:
         """Return whether somebody subscribes to the event."""
-        return any(known.active and known.events & event for known in self._subscriptions.copy())
+        return any(known.active and known.events & event for known in self._subscriptions)
 
     def watch_name(self, names: dict[str, Any], name: str, /) -> None:
         """Call `on_batch_start` while the name is true."""
         self._watched_names.append((names, name))
 
-    # A recorder that keeps starts asks for each, and there is no cache to forget.
+    def _ignore(self, *_: object) -> None:
+        """Do nothing: this recorder asks for each start that it keeps, and has no cache."""
 
-    def watch_buffers(self, buffers: list[tuple[weakref.ref[nn.Module], str]], /) -> None:
-        """Call `on_batch_start` after a change of these buffers."""
+    watch_buffers = forget_weights = forget_tensors = _ignore
 
-    def forget_weights(self, groups: list[list[Tensor]] | None = None, /) -> None:
-        """Read these weights again, or all if none of them is known: they may have changed without a sign."""
-
-    def forget_tensors(self) -> None:
-        """Forget all cached reads."""
+    # What a watch asks for.
 
     def unconfirmed_calls(self) -> list[tuple[int, str, str]]:
         """Return the batch, the module and its class of the latest batch's calls that its device has not confirmed."""
@@ -255,7 +208,7 @@ class PythonRecorder:
     @property
     def num_other_threads(self) -> int:
         """Return how many other threads are inside a batch."""
-        return self._num_inside - self._thread.is_inside
+        return len(self._threads_inside - {threading.get_ident()})
 
     @property
     def frames_kept(self) -> int:
@@ -276,7 +229,8 @@ class PythonRecorder:
     def frames_of_batch(self, batch: int, /) -> int | None:
         """Return how many frames of a batch have been among `frames()`; None once 16 later batches have had some."""
         with self.lock:
-            return self._num_frames.get(batch, None if batch <= self._latest_uncounted else 0)
+            is_known = len(self._num_frames) < _COUNTED_BATCHES or batch > min(self._num_frames)
+            return self._num_frames.get(batch, 0 if is_known else None)
 
     def called(self) -> set[str]:
         """Return the names of the modules that were called and have weights."""
@@ -291,10 +245,7 @@ class PythonRecorder:
             return self._peaks.take()
 
     def take_gradient_peaks(self) -> tuple[int, list[PeakName], bytes]:
-        """Return the same of the gradients of all backwards since the last time; the batch is the latest of theirs.
-
-        Names come in the order in which the gradients came first.
-        """
+        """Return the same of the gradients of all backwards since the last time; the batch is the latest of theirs."""
         with self.lock:
             return self._gradient_peaks.take()
 
@@ -322,52 +273,51 @@ class PythonRecorder:
         """Return the batch, and name and class of the module, of this thread's innermost call if it is recorded."""
         if not self._thread.nodes or not self._is_recorded(self._thread):
             return None
-        return self._thread.batch, self._thread.nodes[-1].name, self._thread.nodes[-1].class_name
+        return self._thread.batch, *self._thread.nodes[-1][:2]
 
     def outermost(self) -> str | None:
         """Return the name of the module of this thread's outermost call."""
         return self._thread.nodes[0].name if self._thread.nodes else None
 
-    def enter(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> _Entered | None:
-        """Begin a call of a module. Return what `leave` and `left_by` need, None for a call that is not recorded.
+    # Calls.
 
-        The wrapper makes the call itself: a call through here would take a level of recursion more than a hook does.
+    def enter(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> bool | None:
+        """Begin a call of a module. Return whether it begins a batch, None for a call that is not recorded.
+
+        The wrapper makes the call itself, and passes the answer to `leave`: a call through here would take a level of
+        recursion more than a hook does.
         """
-        with _interpreted():
-            thread, node = self._thread, self._nodes[number]
-            is_outermost = not thread.nodes
-            if thread.recording or (is_outermost and self.paused):
-                return None
-            if is_outermost:
-                self._begin_batch(thread, module, args, kwargs)
-                thread.given = (args, kwargs or None)
-            thread.nodes.append(node)
-            self._count(calls=1)
-            return _Entered(node, is_outermost)
-
-    def leave(self, entered: _Entered, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Record a call that has returned `output`."""
-        thread, (node, is_outermost) = self._thread, entered
-        completed = False
-        with _interpreted():
-            try:
-                thread.nodes.pop()
-                if node.observed and self._is_recorded(thread):
-                    with self._recording(thread):
-                        self._record(thread, node, module, args, kwargs, output)
-                completed = True
-            finally:
-                if is_outermost:
-                    self._end_batch(thread, completed)
-
-    def left_by(self, entered: _Entered) -> None:
-        """End a call that raised the exception being handled."""
         thread = self._thread
-        with _interpreted():
-            thread.nodes.pop()
-            self._take_added(thread)
-            if entered.is_outermost:
-                self._end_batch(thread, completed=False)
+        is_outermost = not thread.nodes
+        if thread.recording or (is_outermost and self.paused):
+            return None
+        if is_outermost:
+            self._begin_batch(thread, module, args, kwargs)
+            thread.given = (args, kwargs or None)
+        thread.nodes.append(self._nodes[number])
+        self._count(calls=1)
+        return is_outermost
+
+    def leave(self, is_outermost: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Record a call that has returned `output`."""
+        thread = self._thread
+        completed = False
+        try:
+            node = thread.nodes.pop()
+            if node.observed and self._is_recorded(thread):
+                with self._recording(thread):
+                    self._record(thread, node, module, args, kwargs, output)
+            completed = True
+        finally:
+            if is_outermost:
+                self._end_batch(thread, completed)
+
+    def left_by(self, is_outermost: bool) -> None:
+        """End a call that raised the exception being handled."""
+        self._thread.nodes.pop()
+        self._take_added(self._thread)
+        if is_outermost:
+            self._end_batch(self._thread, completed=False)
 
     def add_output(self, label: str, tensor: Tensor) -> None:
         """Give the innermost observed call under way in this thread one more output."""
@@ -412,8 +362,13 @@ class PythonRecorder:
             self._append(frame)
             self._count(tensors=num_read, tensors_read=num_read)
             self._called.add(frame.name)
-            if frame.batch >= self.gathers_from:
-                self._peaks.add(frame, self.gathers_inputs)
+            if frame.batch >= self.gathers_from and not frame.recomputed:
+                self._peaks.begin(frame.batch)
+                for record in records:
+                    if (
+                        self.gathers_inputs or record.role != "input"
+                    ):  # an input counts at the module that made it
+                        self._peaks.add(frame.name, record)
         if self.has_subscription(Event.FRAME) or frame.batch in self._settings.traced:
             self.events.on_frame(frame)
         if any(record.is_fault for record in records):
@@ -422,11 +377,9 @@ class PythonRecorder:
     def _append(self, frame: Frame) -> None:
         self._frames.append(frame)
         self._count(frames=1)
-        if frame.batch > self._latest_uncounted:
-            self._num_frames[frame.batch] = self._num_frames.get(frame.batch, 0) + 1
-            if len(self._num_frames) > _COUNTED_BATCHES:
-                self._latest_uncounted = min(self._num_frames)
-                del self._num_frames[self._latest_uncounted]
+        self._num_frames[frame.batch] = self._num_frames.get(frame.batch, 0) + 1
+        if len(self._num_frames) > _COUNTED_BATCHES:
+            del self._num_frames[min(self._num_frames)]
 
     def _count(self, **amounts: int) -> None:
         with self.lock:
@@ -454,9 +407,7 @@ class PythonRecorder:
                 kept.forget_call()
             start = Start.capture(thread.batch, is_function, module, args, kwargs or None, extra)
             thread.start = _KeptStart(start)
-        with self.lock:
-            thread.is_inside = True
-            self._num_inside += 1
+        self._threads_inside.add(threading.get_ident())
 
     def _end_batch(self, thread: _Thread, completed: bool) -> None:
         thread.given = ((), None)
@@ -472,15 +423,15 @@ class PythonRecorder:
             if error is None or raised.__cause__ is error or not isinstance(raised, Exception):
                 raise
         finally:
-            with self.lock:
-                self._num_inside -= thread.is_inside
-                thread.is_inside = False
+            self._threads_inside.discard(threading.get_ident())
             kept, thread.start = thread.start, None
             if kept is not None:
                 nodes = kept.start.nodes[0], torch._C._autograd._get_sequence_nr()
                 kept.start = kept.start._replace(nodes=nodes)
                 if kept.start.grad:
                     self._ended_starts = [*map(weakref.ref, self._kept_starts()), weakref.ref(kept)]
+
+    # Backwards and steps.
 
     def settle(self) -> None:
         """End the batches, and make frames of the backwards, that an exception ended without a sign."""
@@ -504,10 +455,10 @@ class PythonRecorder:
             return
         with self.lock:
             self._count(tensors=len(arrivals), tensors_read=len(arrivals))
-            for arrival in arrivals if self.gathers_gradient_peaks else ():
-                frame = calls[arrival.call].frame
+            for frame in (call.frame for call in calls if self.gathers_gradient_peaks):
                 self._gradient_peaks.batch = max(self._gradient_peaks.batch, frame.batch)
-                self._gradient_peaks.add_record(frame.name, frame.records[arrival.record])
+                for record in frame.records:
+                    self._gradient_peaks.add(frame.name, record)
         try:
             for call in calls:
                 if call.frame.batch in self._settings.traced:
@@ -522,20 +473,15 @@ class PythonRecorder:
     def add_frame(self, batch: int, node: int, records: list[Record]) -> None:
         """Keep a frame of an optimizer's step."""
         with self.lock:
-            known = self._nodes[node]
-            self._append(Frame(batch, known.name, known.class_name, tuple(records), "step"))
+            self._append(Frame(batch, *self._nodes[node][:2], tuple(records), "step"))
 
     def excuse_gradients(self, batches: Sequence[int], note: Note) -> None:
         """Note on every non-finite gradient of these batches why it is meant."""
-
-        def excused(frame: Frame) -> Frame:
-            if frame.phase != "backward" or frame.batch not in batches:
-                return frame
-            records = [x._replace(note=note) if x.isfinite is False else x for x in frame.records]
-            return frame._replace(records=tuple(records))
-
         with self.lock:
-            self._frames = deque(map(excused, self._frames), maxlen=self._frames.maxlen)
+            for position, frame in enumerate(self._frames):
+                if frame.phase == "backward" and frame.batch in batches:
+                    records = [x._replace(note=note) if x.isfinite is False else x for x in frame.records]
+                    self._frames[position] = frame._replace(records=tuple(records))
 
 
 if _extension.C is not None:

@@ -27,7 +27,12 @@ class Fed:
 
     def __init__(self) -> None:
         self.forecaster, self.largest = Forecaster(), PeakMagnitudes()
-        self.is_due, self.add = self.forecaster.is_due, self.largest.add
+        self.is_due = self.forecaster.is_due
+
+    def add(self, frame: Frame) -> None:
+        self.largest.begin(frame.batch)
+        for record in frame.records:
+            self.largest.add(frame.name, record)
 
     def end(self, batch: int) -> list[Forecast]:
         gathered, names, values = self.largest.take()

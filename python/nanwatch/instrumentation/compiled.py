@@ -1,0 +1,379 @@
+"""Watched calls inside torch.compile: one operator in the graph after each call of a watched module.
+
+Dynamo, the part of torch.compile that reads Python code, goes from a module straight to its `forward`, past the slot.
+`follow_watched_calls` makes it put an operator into the graph where watched modules are called. The operators run in
+the order of the calls. Each finds the recorders of its module, reads tensors, makes a frame and raises as a call in the
+interpreter does (csrc/recorder/call_recorder_compiled.cpp).
+
+A graph holds no Python objects, and a constant in it would make Dynamo compile each layer anew. So the operator takes
+the site of a module (slot.py), a tensor that Dynamo makes an input of the graph. The wrappers of the module know its
+recorders. Without a wrapper the operator does nothing, and the graph serves the next watch. Dynamo guards on no watch,
+module or option where the graph has the operator. A graph without it has a guard for each module: that nobody watches
+it. Graphs that were made before Dynamo was changed here get one guard for all.
+
+Dynamo's variables stand for the values of a call while it traces. `_Plan` walks over them as recording/walk.py does
+over values. To let Dynamo trace a walk in Python doubled the time to trace GPT-2.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..numerics import _extension
+from ..recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, SCALARS, spell_key
+from ..util.imports import WhenImported, when_imported
+from ..util.modules import WeakIdentityDict, each_module
+from ..util.visible import warn_user
+from . import slot
+from .slot import IS_WATCHED, SITE, needs_operators, watching_at
+
+_DYNAMO = "torch._dynamo"
+
+_is_installed = False
+_waiting: WhenImported | None = None
+_undo: list[Callable[[], object]] = []  # changes of Dynamo and of the recorder in Python
+_is_needed = False  # by graphs
+_warned = False
+_num_watches = 0
+# How many watches had begun when a model was found to have no watched module.
+_unwatched: WeakIdentityDict[int] = WeakIdentityDict()
+
+
+def follow_watched_calls(wrapper: type, recorder: type) -> None:
+    """Make Dynamo see watched modules: at once, or when it is imported, which takes a second and may never happen.
+
+    `wrapper` and `recorder` are the classes that make watched calls without the compiled part: Dynamo must not follow
+    their methods.
+    """
+    global _is_installed, _num_watches, _waiting
+    _num_watches += 1
+    if not _is_installed:
+        _is_installed = True
+        _waiting = when_imported(_DYNAMO, lambda: _change_dynamo(wrapper, recorder))
+
+
+def leave() -> bool:
+    """Leave Dynamo as it was found, and return True, unless a graph has operators or guards of nanwatch."""
+    global _is_installed
+    if _is_needed:
+        return False
+    if _waiting is not None:
+        _waiting.cancel()
+    while _undo:
+        _undo.pop()()
+    _is_installed = False
+    return True
+
+
+def _change_dynamo(wrapper: type, recorder: type) -> None:
+    try:
+        from torch._dynamo.eval_frame import skip_code
+        from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+
+        for function in (slot._PythonCallSlot._get, wrapper.__call__):
+            skip_code(function.__code__)
+        for name in ("enter", "leave", "left_by"):
+            _replace(recorder, name, torch.compiler.disable(getattr(recorder, name)))
+        original = UnspecializedNNModuleVariable.call_function
+        _replace(UnspecializedNNModuleVariable, "call_function", _following(original))
+        if _extension.C is not None:
+            _guard_older_graphs()
+    except Exception as error:
+        _warn(f"nothing inside torch.compile is seen with torch {torch.__version__}", error)
+
+
+def _replace(owner: type, name: str, value: Any) -> None:
+    _undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+    setattr(owner, name, value)
+
+
+def _warn(what: str, error: Exception | None = None) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warn_user(f"nanwatch: {what}" + (f" ({type(error).__name__}: {error})" if error is not None else ""))
+
+
+def _following(original: Any) -> Any:
+    """Return a function in the place of Dynamo's, which traces a call of a module."""
+
+    @functools.wraps(original)
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        global _is_needed
+        if _extension.C is None:
+            if watching_at(id(self.value)):
+                _warn(f"calls inside torch.compile need the compiled part: {_extension.reason}")
+            return original(self, tx, args, kwargs)
+        _is_needed = True
+        # The sites of the modules whose calls are under way in this trace, the outermost first.
+        callers: list[Any] = tx.output.__dict__.setdefault("_nanwatch_callers", [])
+        site = _attempt(_site, self, tx)
+        if site is None:
+            return original(self, tx, args, kwargs)
+        if not callers:
+            _attempt(_put_begin, self, tx, site, args, kwargs)
+        callers.append(site)
+        try:
+            output = original(self, tx, args, kwargs)
+        finally:
+            callers.pop()
+        _attempt(_put_record, self, tx, site, callers[-1] if callers else None, args, kwargs, output)
+        return output
+
+    return call_function
+
+
+def _attempt(step: Callable[..., Any], module: Any, *args: Any) -> Any:
+    """Take a step, and warn of an error: an unseen module does less harm than a model that cannot compile."""
+    try:
+        return step(module, *args)
+    except Exception as error:
+        # By its own errors Dynamo restarts, or leaves code to the interpreter.
+        if type(error).__module__.startswith(_DYNAMO):
+            raise
+        _warn(f"the calls of {type(module.value).__name__} inside torch.compile are not seen", error)
+        return None
+
+
+def _variable(tx: Any, value: Any, source: Any = None, name: str = "") -> Any:
+    """Return Dynamo's variable for a constant, or for the attribute `name` of what has this source: an input."""
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables.base import VariableTracker
+
+    if source is None:
+        return VariableTracker.build(tx, value)
+    return VariableTracker.build(tx, value, AttrSource(source, name), realize=True)
+
+
+def _site(variable: Any, tx: Any) -> Any:
+    """Return Dynamo's variable for the site of the module, or None if its calls need no operator."""
+    module: nn.Module = variable.value
+    if tx.output.export or torch.compiler.is_exporting() or variable.source is None:
+        return None
+    if not needs_operators(module):
+        _variable(tx, getattr(module, IS_WATCHED), variable.source, IS_WATCHED)  # puts a guard on it
+        return None
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return None  # values inside vmap and grad cannot be read
+    return _variable(tx, getattr(module, SITE), variable.source, SITE)
+
+
+def _guard_older_graphs() -> None:
+    """Make the graphs that were compiled before notice a call that reaches a watched module."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.convert_frame import input_codes
+
+    global _is_needed
+    for code in [code for reference in input_codes.seen if (code := reference()) is not None]:
+        for entry in _debug_get_cache_entry_list(code):
+            manager = entry.guard_manager
+            scope = (manager.global_scope or {}).get("G", {})
+            guard = functools.partial(_reaches_no_watch, code.co_names, scope)
+            _is_needed = True
+            manager.root.add_lambda_guard(guard, ["nanwatch: a watched module is called"], None)
+
+
+def _reaches_no_watch(names: Iterable[str], scope: dict[str, Any], variables: dict[str, Any]) -> bool:
+    values = [*variables.values(), *(scope.get(name) for name in names)]
+    return not any(_holds_watched(module) for value in values for module in _modules_of(value))
+
+
+def _modules_of(value: Any) -> Iterator[nn.Module]:
+    """Yield the modules that code finds in a variable: itself, in a container, or in an object."""
+    if isinstance(value, MethodType):
+        value = value.__self__
+    if isinstance(value, nn.Module):
+        yield value
+    elif not isinstance(value, (type, ModuleType, FunctionType)):
+        values = value if isinstance(value, (dict, list, tuple)) else getattr(value, "__dict__", ())
+        values = values.values() if isinstance(values, dict) else values
+        yield from (module for module in list(values) if isinstance(module, nn.Module))
+
+
+def _holds_watched(model: nn.Module) -> bool:
+    if _unwatched.get(model) == _num_watches:
+        return False
+    is_watched = any(getattr(module, IS_WATCHED) for _, module in each_module(model))
+    if not is_watched:
+        _unwatched[model] = _num_watches
+    return is_watched
+
+
+# The operator, and its arguments.
+
+NOBODY = -1  # the caller of a call that no watched call of the same graph made
+# Between the lines of a plan. No newline: Inductor writes an operator's arguments into comments of the code that it
+# makes for a GPU, as they are.
+PLAN_SEPARATOR = "\x1f"
+
+# The operator is declared to write this tensor, so that a compiler keeps all calls and their order.
+SEQUENCE = torch.zeros(1, dtype=torch.int64, device="cpu")
+
+
+def _record(
+    sequence: Tensor, site: Tensor, caller: Tensor | None, plan: str, tensors: Sequence[Tensor]
+) -> None:
+    sequence.add_(1)
+    calls = watching_at(int(site))
+    if plan[:1] in ("", PLAN_SEPARATOR):  # it names no class
+        for call in calls:
+            call.recorder.begin_compiled(call.node, plan, list(tensors))
+        return
+    nodes = {} if caller is None else {id(outer.recorder): outer.node for outer in watching_at(int(caller))}
+    for call in reversed(calls):
+        call.recorder.record_compiled(call.node, nodes.get(id(call.recorder), NOBODY), plan, list(tensors))
+
+
+# No argument may be called `node` or `self`: Inductor passes an operator's arguments by name, among names of its own.
+# The compiled part has a kernel of its own, and falls back to this one. The fake does nothing, as no code reads the
+# count in `sequence`.
+record_ = _extension.define(
+    "record_(Tensor(a!) sequence, Tensor site, Tensor? caller, str plan, Tensor[] tensors) -> ()",
+    _record,
+    lambda *_: None,
+)
+
+
+_NOT_READ = "in compiled code only plain tensors are read"
+_TOO_MANY = "too many values in compiled code"
+_PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+
+
+def _put_begin(module: Any, tx: Any, site: Any, args: Any, kwargs: Any) -> None:
+    """Put the operator into the graph before a call that no call of the graph made."""
+    plan = _Plan(tx, "")
+    plan.add_inputs(args, kwargs)
+    plan.put(site, None)
+
+
+def _put_record(module: Any, tx: Any, site: Any, caller: Any, args: Any, kwargs: Any, output: Any) -> None:
+    """Put the operator into the graph after a call. `caller` is the site of the module that made it, or None."""
+    plan = _Plan(tx, type(module.value).__name__)
+    for role, named in (("w", module.value._parameters), ("b", module.value._buffers)):
+        for name, x in named.items():
+            if x is None or (role == "b" and not (x.is_floating_point() or x.is_complex())):
+                continue
+            if _is_plain(x):
+                plan.add(role, name, module.var_getattr(tx, name))
+            else:
+                plan.add_line(role, "u", name, _NOT_READ)
+    plan.add_inputs(args, kwargs)
+    plan.add("o", "output", output)
+    plan.put(site, caller)
+
+
+class _Plan:
+    """Values of a frame: a line for each (see call_observer_compiled.cpp), and the variables of the tensors to read."""
+
+    def __init__(self, tx: Any, class_name: str) -> None:
+        self._tx = tx
+        self._lines = [class_name]
+        self._tensors: list[Any] = []
+
+    def put(self, site: Any, caller: Any) -> None:
+        """Put the operator into the graph."""
+        tx = self._tx
+        sequence = _variable(tx, SEQUENCE, tx.import_source(__name__), "SEQUENCE")
+        tensors = _variable(tx, [])
+        tensors.items.extend(self._tensors)
+        caller = _variable(tx, None) if caller is None else caller
+        text = _variable(tx, PLAN_SEPARATOR.join(self._lines))
+        _variable(tx, record_).call_function(tx, [sequence, site, caller, text, tensors], {})
+
+    def add_inputs(self, args: Any, kwargs: Any) -> None:
+        """Add the arguments of a call."""
+        for key, variable in (*enumerate(args), *kwargs.items()):
+            self.add("i", f"input[{key}]", variable)
+
+    def add(self, role: str, label: str, variable: Any, depth: int = 0) -> None:
+        """Add the leaves of a value, with the labels of walk.leaves.
+
+        Dynamo guards on everything that it reads, and fails on some values (sparse tensors). So this reads only plain
+        tensors among the values that the user's own code has not touched so far.
+        """
+        if not variable.is_realized():
+            value = variable.original_value()
+            if not _is_harmless(value, MAX_DEPTH):
+                is_read = isinstance(value, Tensor | list | tuple | dict) or is_dataclass(value)
+                self.add_line(role, *(("u", label, _NOT_READ) if is_read else ("x", label)))
+                return
+        variable = variable.realize()
+        kind = variable.python_type()
+        if issubclass(kind, Tensor):
+            if kind in _PLAIN_TENSORS and getattr(variable, "layout", None) is torch.strided:
+                self.add_line(role, "t", label)
+                self._tensors.append(variable)
+            else:
+                self.add_line(role, "u", label, _NOT_READ)
+            return
+        children = self._children(variable)
+        if children is None and role == "o":
+            children = self._attributes(variable)
+        if children is None:
+            is_none = variable.is_python_constant() and variable.as_python_constant() is None
+            self.add_line(role, "n" if is_none else "x", label)
+        elif len(self._lines) > MAX_LEAVES or depth == MAX_DEPTH:
+            self.add_line(role, "u", label, _TOO_MANY)
+        else:
+            for key, child in children:
+                self.add(role, f"{label}[{key}]", child, depth + 1)
+
+    def _children(self, variable: Any) -> Iterable[tuple[object, Any]] | None:
+        """Return keys and variables of what is in a container, or None for any other value."""
+        tx = self._tx
+        kind = variable.python_type()
+        if issubclass(kind, tuple | list):
+            items = variable.unpack_var_sequence(tx)
+            is_data = len(items) > MAX_SCALARS and all(item.is_python_constant() for item in items)
+            return None if is_data else enumerate(items)
+        if issubclass(kind, dict):
+            pairs = [
+                pair.unpack_var_sequence(tx)
+                for pair in variable.call_method(tx, "items", [], {}).unpack_var_sequence(tx)
+            ]
+            return [(_spell(key), item) for key, item in pairs]
+        if is_dataclass(kind):
+            return [(field.name, variable.var_getattr(tx, field.name)) for field in fields(kind)]
+        return None
+
+    def _attributes(self, variable: Any) -> Iterable[tuple[object, Any]] | None:
+        """Return the attributes, without numbers and texts, of an object that the traced code has made."""
+        is_callable = any("__call__" in vars(kind) for kind in variable.python_type().__mro__)
+        if variable.source is not None or is_callable:
+            return None
+        attributes = self._tx.output.side_effects.store_attr_mutations.get(variable, {})
+        return [(name, value) for name, value in attributes.items() if not _is_scalar(value)] or None
+
+    def add_line(self, role: str, letter: str, label: str, reason: str = "") -> None:
+        """Add the line of a value."""
+        self._lines.append(f"{role}{letter} {label}\t{reason}" if reason else f"{role}{letter} {label}")
+
+
+def _is_scalar(variable: Any) -> bool:
+    return variable.is_python_constant() and isinstance(variable.as_python_constant(), SCALARS)
+
+
+def _spell(key: Any) -> str:
+    is_constant = key.is_python_constant()
+    return spell_key(key.as_python_constant()) if is_constant else key.python_type().__name__
+
+
+def _is_harmless(value: Any, depth: int) -> bool:
+    if isinstance(value, Tensor):
+        return _is_plain(value)
+    if isinstance(value, list | tuple | dict) and depth > 0 and len(value) <= MAX_LEAVES:
+        values = value.values() if isinstance(value, dict) else value
+        return all(_is_harmless(item, depth - 1) for item in values)
+    return value is None
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Return whether the operator reads `x`: it is strided, and no subclass whose own code would get the operator."""
+    return type(x) in _PLAIN_TENSORS and x.layout is torch.strided
