@@ -36,6 +36,8 @@ TAIL = """
 | `weights=`, `buffers=`, `inputs=`, `outputs=` | `read="weights outputs"`, with the words that are wanted |
 | `include=` | `modules=` |
 | `exclude=` | `ignore_modules=` |
+| `allow_inf="mask.*"` | `allow="inf:mask.*"` |
+| `allow_nan="embed"` | `allow="nan:embed"` |
 | `counts=` | `trace=nanwatch.Trace(path, counts=True)` |
 | `fingerprints=` | `trace=nanwatch.Trace(path, fingerprints=True)` |
 | `statistics=` | `trace=nanwatch.Trace(path, statistics=N)` |

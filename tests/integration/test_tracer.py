@@ -18,6 +18,7 @@ from nanwatch.numerics import _extension
 from nanwatch.records.record import Frame
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.options import Check
+from nanwatch.session.options import Trace as TraceOption
 from nanwatch.trace import tracer
 from nanwatch.trace.trace_file import Trace
 from support.architectures import built, inputs_of
@@ -110,7 +111,7 @@ def test_a_recomputed_forward_is_in_the_trace(tmp_path: Path, recorder: str, cho
             return checkpoint(self.inner, x, use_reentrant=False, early_stop=False)
 
     model = Outer()
-    with watch(model, trace=tmp_path / "run.parquet", trace_batches=chosen):
+    with watch(model, trace=TraceOption(tmp_path / "run.parquet", batches=chosen)):
         for _ in range(2):
             model(torch.ones(2, 3, requires_grad=True)).sum().backward()
     found = [(one.batch, one.name, one.recomputed) for one in traced(tmp_path / "run.parquet")]

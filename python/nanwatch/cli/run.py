@@ -22,8 +22,7 @@ from ..report import text
 from ..report.report import NonFiniteError, Report
 from ..session.api import Watch, start_watch
 from ..session.model_finder import MAX_MODELS, ModelFinder
-from ..session.option_kinds import read_flag
-from ..session.options import OPTIONS, Options, make_options
+from ..session.options import OPTIONS, Options, flag, flag_or_none, make_options, parts
 from ..util.visible import spell, suppressed, visible
 from .parent import run_with_parent
 from .script import FILES, add_script, check_script, misplaced_hint, run_script
@@ -116,23 +115,23 @@ def run_parser() -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("options of watch")
     for option in OPTIONS.values():
-        if option.metadata["kind"].read is not None:
+        if option.name != "optimizer":  # which only code has
             _add_flag(group, option)
     return parser
 
 
 def _add_flag(group: argparse._ArgumentGroup, option: Field[Any]) -> None:
-    kind, text = option.metadata["kind"], option.metadata["text"]
-    flag: dict[str, Any] = {"type": kind.read, "metavar": kind.metavar}
-    if kind.read is read_flag:
-        flag = {"action": argparse.BooleanOptionalAction}
+    text, how = option.metadata["text"], {"metavar": option.metadata["metavar"]}
+    if option.metadata["kind"] in (flag, flag_or_none):
+        how = {"action": argparse.BooleanOptionalAction}
     elif option.default == ():
-        flag["action"], text = "extend", f"{text}; may be repeated"
+        how |= {"action": "extend", "type": parts}
+        text += "; may be repeated"
     if option.default not in (None, False, ()):
         default = " ".join(option.default) if isinstance(option.default, tuple) else option.default
         text += f" (default: {'on' if default is True else default})"
     group.add_argument(
-        f"--{option.name.replace('_', '-')}", default=argparse.SUPPRESS, help=text.replace("%", "%%"), **flag
+        f"--{option.name.replace('_', '-')}", default=argparse.SUPPRESS, help=text.replace("%", "%%"), **how
     )
 
 
@@ -264,7 +263,7 @@ class _Run:
         path, trace = one.trace_path, self._options.trace
         if path is None or trace is None:
             return ""
-        asked = trace.path
+        asked = Path(trace.path)
         return f"; trace: {path}" + (
             f", as {asked.name} was there" if path != asked and asked.exists() else ""
         )

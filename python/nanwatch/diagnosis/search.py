@@ -271,7 +271,7 @@ class _ForwardSearch(_Search):
         elif step.meant and x.numel() > 1:  # a single number is a loss, and no mask
             remarks.append(
                 f"{step.operation} put {step.values} there, on purpose as it seems; if so, watch with"
-                f" allow_inf={self.finding.module!r}"
+                f" allow={f'inf:{self.finding.module}'!r}"
             )
         if self.provenance.trouble is not None:
             remarks.append(self.provenance.trouble)

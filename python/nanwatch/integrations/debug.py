@@ -23,8 +23,7 @@ from ..records.record import Frame, Record, Role
 from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError
 from ..session.dispatch import EventDispatch
-from ..session.option_kinds import MAX_BATCH, whole
-from ..session.options import Options
+from ..session.options import MAX_BATCH, Options, whole
 from ..session.watch import Watch
 from ..util.visible import visible, with_utf8
 

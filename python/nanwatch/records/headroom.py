@@ -42,7 +42,7 @@ def headroom_bits(record: Record) -> float | None:
 
     0.0 at the end of the format. -inf when the tensor holds a nan or an inf, for which no room is left. inf when it is
     empty or all zero, for which any factor is harmless. None where the number means nothing: integers and bools,
-    tensors that were not read, and extremes that are meant (masks, `allow_inf`). May fall to -0.5 for a complex tensor,
+    tensors that were not read, and extremes that are meant (masks, `allow`). May fall to -0.5 for a complex tensor,
     whose modulus may pass what one part can hold.
     """
     ends = record.ends

@@ -89,7 +89,7 @@ class Note(NamedTuple):
     | not_checked | a tensor that was not read | the reason |
     | local_shard | a DTensor, of which the part of this process was read | its placement, where it is known |
     | mask | an additive mask, whose -inf is meant | |
-    | allowed | a value that is meant, as `allow_inf` or `allow_nan` says | |
+    | allowed | a value that is meant, as `allow` says | |
     | skipped_step | a gradient that no optimizer's step took | the scale: `scale 65536 → 32768` |
     | not_taken | a gradient that never reached those of the step | |
     | spike, forecast | no tensor, but what was reported of one | its line |

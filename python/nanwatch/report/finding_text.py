@@ -216,8 +216,8 @@ def _next_forward(
         return _of("code outside" if finding.source_module is None else "forward of the caller")
     if finding.origin == "buffer":
         return _of("writer of the buffer")
-    option = "allow_nan" if "nan" in finding.value else "allow_inf"
-    return _of("data loader", option=f"{option}={finding.module!r}")
+    value = "nan" if "nan" in finding.value else "inf"
+    return _of("data loader", option=f"allow={f'{value}:{finding.module}'!r}")
 
 
 def _next_weight(finding: Finding, *, after_backward: bool) -> Statement:

@@ -145,7 +145,7 @@ class CheckpointGuard:
     def _model_tensors(self) -> Iterator[_Owned]:
         model = self._reports.model()
         for member in () if model is None else named_modules(model):
-            allowed = self._reports.options.allows_inf(member.name)
+            allowed = self._reports.options.allows("inf", member.name)
             roles: tuple[tuple[Role, Any], ...] = (
                 ("weight", member.module._parameters),
                 ("buffer", member.module._buffers),

@@ -34,8 +34,7 @@ def watch(
     every: int = 1,
     max_frames: int = 21,
     on_nonfinite: OnNonfinite = "raise",
-    allow_inf: str | Iterable[str] = (),
-    allow_nan: str | Iterable[str] = (),
+    allow: str | Iterable[str] = (),
     rerun: bool | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     trace: str | os.PathLike[str] | Trace | None = None,
@@ -68,10 +67,9 @@ def watch(
         on_nonfinite: "raise" a NonFiniteError; "warn" when non-finite values begin, change or end, and in sum at
             `stop()` (docs/watching.md); only "record"; or a callable that gets the Report of each non-finite batch. A
             callable lives until the model is freed or `stop()`. If it refers to the model, it keeps the model alive.
-        allow_inf: glob patterns on the names of modules whose infinities are meant; a nan in them still counts.
-            Masks are recognised without it (docs/watching.md).
-        allow_nan: glob patterns on the names of modules whose nans are meant, such as missing values in the data. The
-            model itself has the name "".
+        allow: values that are meant, with glob patterns on the names of the modules that may hold them: "inf:mask.*"
+            for infinities, where a nan still counts, and "nan:embed" for nans, such as missing values in the data.
+            The model itself has the name "": "nan:". Masks are recognised without it (docs/watching.md).
         rerun: after a failure run the batch once more to find the operation and the line that made the first
             non-finite value, and to try cures. None does so if the failure ends the batch ("raise") or a function gets
             it. True does so also if the run goes on; a model with state may notice the second forward.

@@ -1,18 +1,20 @@
-"""Options of `watch`, each declared once with a line of help.
+"""Options of `watch`: `Options` declares each once, with its kind, its default and a line of help.
 
-The signature of `watch`, the flags of `nanwatch run`, NANWATCH_OPTIONS and docs/options.md have the options declared
-in `Options`. A test compares them.
+The flags of `nanwatch run`, NANWATCH_OPTIONS and docs/options.md are made from it. A kind is a function that takes the
+option's name and a value, and returns the value to keep, or raises TypeError or ValueError. It takes text too, as the
+command line and the environment have nothing else, so that an option is spelt alike everywhere.
 """
 
 from __future__ import annotations
 
+import operator
 import os
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, Field, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal, TypeAlias
 
 from torch import nn
@@ -23,37 +25,156 @@ from ..recording.events import Check, Settings
 from ..recording.masks import Excuses, excuses
 from ..report.report import Report
 from ..sinks.sink import Sink
-from ..sinks.trackers import sink_for
+from ..sinks.trackers import ACCEPTED, FOLDER, factory_of, log_for, sink_for
 from ..trace.columns import arrow
 from ..trace.trace_file import Trace as TraceFile
+from ..util.reading import shorten
 from ..util.visible import close_names
-from .option_kinds import (
-    Kind,
-    check_batches,
-    check_flag,
-    check_patterns,
-    check_place,
-    check_seconds,
-    check_sinks,
-    check_words,
-    every_n,
-    read_arguments,
-    read_flag,
-    read_number,
-    read_parts,
-    whole,
-)
 
 OnNonfinite: TypeAlias = "Literal['raise', 'warn', 'record'] | Callable[[Report], object]"
 PARTS = ("weights", "buffers", "inputs", "outputs")
 VARIABLE, SWITCH = "NANWATCH_OPTIONS", "NANWATCH"
+# Batches are counted in 64 bits. Sums and differences of two such numbers stay in them.
+MAX_BATCH = 2**62 - 1
 # A frame of a small call takes 2 kB and is made into text when a report is written: more than this is no report.
-MAX_FRAMES = 1_000_000
+_MAX_FRAMES = 1_000_000
 # An exact reading of attention logits takes up to 5 % of its batch, and growth is a matter of thousands of batches.
 # A check of replicas and an audit read the weights once, or twice, which is 0.5 % of a hundred steps.
 _EVERY = 100
 _LOG_EVERY = 50
 _POLICIES = ("raise", "warn", "record")
+_ON_NAMES = ("modules", "ignore_modules", "allow")
+
+# Kinds of options
+
+
+def whole(option: str, value: Any, least: int = 1, most: int = MAX_BATCH) -> int:
+    """Return `value` as an int, if it is a whole number from `least` to `most`, one of numpy's for example."""
+    try:
+        number = int(value) if isinstance(value, str) else operator.index(value)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{option} should be a whole number of at least {least}, got {value!r}")
+    if number < least:
+        raise ValueError(f"{option} should be at least {least}, got {number}")
+    if number > most:  # Python refuses to spell an int of more than 4300 digits
+        raise ValueError(f"{option} should be at most {most}, got a number of {number.bit_length()} bits")
+    return number
+
+
+def every_nth(option: str, value: Any, default: int = _EVERY) -> int:
+    """Return N of an option that means every N-th: `default` for True, 0 for False and 0, which switch it off."""
+    value = _BOOLS.get(value.lower(), value) if isinstance(value, str) else value
+    return value * default if isinstance(value, bool) else whole(option, value, 0)
+
+
+_BOOLS = {"true": True, "false": False}
+
+
+def flag(option: str, value: Any) -> bool:
+    """Return True or False, which as text may also be 1 or 0."""
+    known = {**_BOOLS, "1": True, "0": False}.get(value.lower()) if isinstance(value, str) else value
+    if not isinstance(known, bool):
+        raise TypeError(f"{option} should be True or False, got {value!r}")
+    return known
+
+
+def flag_or_none(option: str, value: Any) -> bool | None:
+    """Return True, False or None."""
+    return None if value in (None, "none") else flag(option, value)
+
+
+def parts(value: Any) -> Any:
+    """Return the parts of a text between commas, and any other value as it is."""
+    return tuple(value.split(",")) if isinstance(value, str) else value
+
+
+def patterns(option: str, value: Any) -> tuple[str, ...]:
+    """Return one or several glob patterns as a tuple."""
+    several = tuple(parts(value)) if isinstance(value, Iterable) else (None,)
+    if not all(isinstance(pattern, str) for pattern in several):
+        raise TypeError(f"{option} should be a pattern or several, such as 'encoder.block.*', got {value!r}")
+    return several
+
+
+def allowed(option: str, value: Any) -> tuple[str, ...]:
+    """Return patterns that begin with the value which they allow, "inf:" or "nan:"."""
+    several = patterns(option, value)
+    for entry in several:
+        if not entry.startswith(("inf:", "nan:")):
+            raise ValueError(
+                f"{option} should be inf:MODULE or nan:MODULE, such as 'inf:mask.*', got {entry!r}"
+            )
+    return several
+
+
+def read_words(option: str, value: Any) -> tuple[str, ...]:
+    """Return the words of "weights outputs", in the order in which a frame has them."""
+    given = value.replace(",", " ").split() if isinstance(value, str) else value
+    words = tuple(given) if isinstance(given, Iterable) else ()
+    if not words or any(word not in PARTS for word in words):
+        raise ValueError(f"{option} should be one or more words of {' '.join(PARTS)!r}, got {value!r}")
+    return tuple(part for part in PARTS if part in words)
+
+
+def to_path(option: str, value: Any) -> Path | None:
+    """Return `value` as an absolute path at which something can be made, or None for None.
+
+    Makes a nameless file in the first folder above it that exists, and leaves nothing behind. Raises ValueError where
+    nothing can be written, TypeError for a value that is no path.
+    """
+    if value is None:
+        return None
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
+    if not text or not isinstance(text, str) or "\0" in text:
+        raise TypeError(f"{option} should be a path or None, got {value!r}")
+    folder = path = Path(text).expanduser().absolute()  # the run may change its folder
+    try:
+        if option == "trace" and path.is_file():
+            folder = path.parent  # in which the trace gets a name of its own
+        folder = next(above for above in (folder, *folder.parents) if above.exists())
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        why = f"nothing can be written in {str(folder)!r} ({error.strerror}); give another path"
+        raise ValueError(f"{option} is {str(value)!r}, and {why}") from error
+    return path
+
+
+def to_policy(option: str, value: Any) -> Any:
+    """Return a word for what happens at a non-finite value, or a callable."""
+    if not callable(value) and value not in _POLICIES:
+        accepted = '"raise", "warn", "record" or a callable that takes the Report'
+        raise ValueError(f"{option} should be {accepted}, got {value!r}")
+    return value
+
+
+def to_optimizer(option: str, value: Any) -> Optimizer | None:
+    """Return an optimizer or None."""
+    if value is not None and not isinstance(value, Optimizer):
+        raise TypeError(f"{option} should be a torch.optim.Optimizer or None, got {type(value).__name__}")
+    return value
+
+
+def to_sinks(option: str, value: Any) -> tuple[Any, ...]:
+    """Return the targets of sinks, each of them accepted; a folder of TensorBoard as an absolute path."""
+    if isinstance(value, Sink) or not isinstance(value, str | Iterable) or log_for(value) is not None:
+        value = (value,)
+    targets = []
+    for target in parts(value):
+        name, _, words = target.partition(":") if isinstance(target, str) else ("", "", "")
+        if not isinstance(target, str | Sink) and log_for(target) is None:
+            raise TypeError(f"{option} should be {ACCEPTED}, or several of these, got {shorten(value)}")
+        if name:
+            try:
+                factory_of(name)
+            except ValueError as error:
+                raise ValueError(f"{option} has {target!r}, and {error}") from None
+        if name == "tensorboard" or isinstance(target, os.PathLike):
+            target = to_path(option, words or FOLDER if name else target)
+        targets.append(target)
+    return tuple(targets)
 
 
 @dataclass(frozen=True)
@@ -83,31 +204,23 @@ class Trace:
         (0,)
     """
 
-    path: Path
+    path: str | os.PathLike[str]
+    _: KW_ONLY
     batches: Collection[int] = ()
     counts: bool = False
     fingerprints: bool = False
     statistics: int = False
     sketches: int = False
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        batches: Iterable[int] = (),
-        counts: bool = False,
-        fingerprints: bool = False,
-        statistics: int = False,
-        sketches: int = False,
-    ) -> None:
-        vars(self).update(
-            path=check_place("trace", path, is_folder=False),
-            batches=check_batches("batches of a Trace", batches),
-            counts=check_flag("counts of a Trace", counts),
-            fingerprints=check_flag("fingerprints of a Trace", fingerprints),
-            statistics=every_n("statistics of a Trace", statistics, 1),
-            sketches=every_n("sketches of a Trace", sketches, 1),
-        )
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", to_path("trace", self.path))
+        for kind, names in (
+            (_to_batches, ("batches",)),
+            (flag, ("counts", "fingerprints")),
+            (lambda option, value: every_nth(option, value, 1), ("statistics", "sketches")),
+        ):
+            for name in names:
+                object.__setattr__(self, name, kind(f"{name} of a Trace", getattr(self, name)))
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> TraceFile:
@@ -131,190 +244,151 @@ class Audit:
     """
 
     every: int = _EVERY
-    frozen: tuple[str, ...] = ()
+    _: KW_ONLY
+    frozen: str | Iterable[str] = ()
 
-    def __init__(self, every: int = _EVERY, *, frozen: str | Iterable[str] = ()) -> None:
-        vars(self).update(
-            every=whole("every of an Audit", every, 1), frozen=check_patterns("frozen of an Audit", frozen)
-        )
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "every", whole("every of an Audit", self.every))
+        object.__setattr__(self, "frozen", patterns("frozen of an Audit", self.frozen))
 
 
-def _check_trace(option: str, value: Any) -> Trace | None:
+def _to_batches(option: str, value: Any) -> frozenset[int]:
+    if not isinstance(numbers := parts(value), Iterable):
+        raise TypeError(f"{option} should be a collection of batch numbers such as (0, 3), got {value!r}")
+    return frozenset(whole(f"each of {option}", batch, 0) for batch in numbers)
+
+
+def to_trace(option: str, value: Any) -> Trace | None:
+    """Return a Trace, made of a path or of text such as "run.parquet,fingerprints,batches=0+3"."""
     if value is None or isinstance(value, Trace):
         return value
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{option} should be a path or a nanwatch.Trace, got {value!r}")
-    return Trace(value)
+    return _made_of(Trace, value) if isinstance(value, str) and "," in value else Trace(value)
 
 
-def _check_audit(option: str, value: Any) -> Audit | None:
+def to_audit(option: str, value: Any) -> Audit | None:
+    """Return an Audit, made of a number of steps or of text such as "100,frozen=backbone.*"."""
     if value is None or isinstance(value, Audit):
         return value
-    every = every_n(option, value, _EVERY)
+    if isinstance(value, str) and "," in value:
+        audit: Audit = _made_of(Audit, value)
+        return audit
+    every = every_nth(option, value)
     return Audit(every) if every else None
 
 
-def _read_trace(text: str) -> Any:
-    path, arguments = read_arguments(text)
-    readers = {"batches": _read_batches, "statistics": read_number, "sketches": read_number}
-    known = {name: readers.get(name, read_flag)(words) for name, words in arguments.items()}
-    return _made(Trace, text, path, **known)
-
-
-def _read_batches(text: str) -> Any:
-    return tuple(map(int, text.split("+"))) if text.replace("+", "").isdigit() else text
-
-
-def _read_audit(text: str) -> Any:
-    every, arguments = read_arguments(text)
-    if not arguments:
-        return read_number(every)
-    frozen = {name: words.split("+") for name, words in arguments.items()}
-    return _made(Audit, text, _EVERY if read_number(every) is True else read_number(every), **frozen)
-
-
-def _made(kind: Callable[..., Any], text: str, *values: Any, **arguments: Any) -> Any:
+def _made_of(kind: Callable[..., Any], text: str) -> Any:
+    """Return the Trace or Audit of "value,name,name=x+y"."""
+    first, *arguments = text.split(",")
+    pairs = [argument.partition("=") for argument in arguments]
     try:
-        return kind(*values, **arguments)
+        return kind(first, **{name: words.replace("+", ",") or "true" for name, _, words in pairs})
     except TypeError as error:
         raise ValueError(f"{text!r} is not understood: {error}") from None
 
 
-def _check_policy(option: str, value: Any) -> Any:
-    if not callable(value) and value not in _POLICIES:
-        accepted = '"raise", "warn", "record" or a callable that takes the Report'
-        raise ValueError(f"{option} should be {accepted}, got {value!r}")
-    return value
+# The declaration
 
 
-def _check_optimizer(option: str, value: Any) -> Any:
-    if value is not None and not isinstance(value, Optimizer):
-        raise TypeError(f"{option} should be a torch.optim.Optimizer or None, got {type(value).__name__}")
-    return value
-
-
-def _check_switch(variable: str, word: str) -> bool:
-    if word not in ("0", "1"):
-        raise ValueError(f"{variable}={word!r} is not understood; set it to 1 (watch) or 0 (do not watch)")
-    return word == "1"
-
-
-def _check_act_at(variable: str, word: str) -> str:
-    if word not in ("auto", "module", "batch"):
-        raise ValueError(f"{variable}={word!r} is not understood; set it to module or batch")
-    return word
-
-
-_FLAG = Kind(check_flag, read_flag)
-_FLAG_OR_NONE = Kind(lambda option, value: None if value is None else check_flag(option, value), read_flag)
-_PATTERNS = Kind(check_patterns, read_parts, "PATTERN")
-_EVERY_N = Kind(partial(every_n, default=_EVERY), read_number, "N")
-
-
-def _option(default: Any, kind: Kind, text: str) -> Any:
-    """Declare an option of `watch`; `text` is its help."""
-    return field(default=default, metadata={"kind": kind, "text": text})
-
-
-def _setting(default: Any, variable: str = "", check: Callable[[str, str], Any] | None = None) -> Any:
-    """Declare a setting that another option has as an argument, or that an environment variable says."""
-    return field(default=default, metadata={"variable": variable, "check": check})
+def _option(default: Any, kind: Callable[[str, Any], Any], text: str, metavar: str = "") -> Any:
+    """Declare an option of `watch`; `text` is its help, `metavar` stands for its value in that of `nanwatch run`."""
+    return field(default=default, metadata={"kind": kind, "text": text, "metavar": metavar})
 
 
 @dataclass(frozen=True)
 class Options:
     """The options of `watch`, checked."""
 
-    read: tuple[str, ...] = _option(
-        PARTS, Kind(partial(check_words, known=PARTS), str, "WORDS"), "which tensors to read in the forward"
-    )
+    read: tuple[str, ...] = _option(PARTS, read_words, "which tensors to read in the forward", "WORDS")
     gradients: bool = _option(
-        False, _FLAG, "read the gradients of every backward, and stop before a step takes a bad one"
+        False, flag, "read the gradients of every backward, and stop before a step takes a bad one"
     )
     optimizer: Optimizer | None = _option(
-        None, Kind(_check_optimizer), "read the state of this optimizer after each of its steps"
+        None, to_optimizer, "read the state of this optimizer after each of its steps"
     )
     modules: tuple[str, ...] = _option(
-        (), _PATTERNS, "watch only modules whose name matches, such as 'encoder.*'"
+        (), patterns, "watch only modules whose name matches, such as 'encoder.*'", "PATTERN"
     )
-    ignore_modules: tuple[str, ...] = _option((), _PATTERNS, "do not watch modules whose name matches")
-    every: int = _option(
-        1, Kind(lambda option, value: whole(option, value, 1), read_number, "N"), "read only every n-th batch"
+    ignore_modules: tuple[str, ...] = _option(
+        (), patterns, "do not watch modules whose name matches", "PATTERN"
     )
+    every: int = _option(1, whole, "read only every n-th batch", "N")
     max_frames: int = _option(
         21,
-        Kind(lambda option, value: whole(option, value, 1, MAX_FRAMES), read_number, "N"),
+        lambda option, value: whole(option, value, most=_MAX_FRAMES),
         "keep the latest N calls of modules for the report",
+        "N",
     )
     on_nonfinite: OnNonfinite = _option(
         "raise",
-        Kind(_check_policy, str, f"{{{','.join(_POLICIES)}}}"),
+        to_policy,
         "at a nan or an inf raise NonFiniteError, warn and run on, or only record it; code may give a function",
+        f"{{{','.join(_POLICIES)}}}",
     )
-    allow_inf: tuple[str, ...] = _option(
-        (), _PATTERNS, "infinities are meant in modules whose name matches; a nan still counts"
-    )
-    allow_nan: tuple[str, ...] = _option(
-        (), _PATTERNS, "nans are meant in modules whose name matches, such as missing values"
+    allow: tuple[str, ...] = _option(
+        (),
+        allowed,
+        "infinities or nans that are meant, by module: 'inf:mask.*' or 'nan:embed'",
+        "VALUE:PATTERN",
     )
     rerun: bool | None = _option(
-        None, _FLAG_OR_NONE, "run a failed batch again to find the operation, the line and a cure"
+        None, flag_or_none, "run a failed batch again to find the operation, the line and a cure"
     )
     output_dir: Path | None = _option(
-        None,
-        Kind(check_place, str, "DIR"),
-        "write each failure's report (text, JSON, HTML) and capsule into this folder",
+        None, to_path, "write each failure's report (text, JSON, HTML) and capsule into this folder", "DIR"
     )
     trace: Trace | None = _option(
         None,
-        Kind(_check_trace, _read_trace, "PATH"),
+        to_trace,
         "write the range of every tensor into this Parquet file, for 'nanwatch show', 'diff' and 'fits'",
+        "PATH",
     )
     sinks: tuple[Any, ...] = _option(
         (),
-        Kind(check_sinks, read_parts, "NAME"),
+        to_sinks,
         "send headroom, failures, forecasts and spikes to this tracker, such as tensorboard:runs/a or wandb",
+        "NAME",
     )
     black_box: bool | None = _option(
         None,
-        _FLAG_OR_NONE,
+        flag_or_none,
         "write the latest calls into a file that outlives a killed process; on with output_dir",
     )
-    forecast: bool = _option(True, _FLAG, "warn of tensors that lose headroom and will overflow soon")
+    forecast: bool = _option(True, flag, "warn of tensors that lose headroom and will overflow soon")
     spikes: bool = _option(
-        False, _FLAG, "when the loss or the gradients jump, report what left its own history; reads gradients"
+        False, flag, "when the loss or the gradients jump, report what left its own history; reads gradients"
     )
     audit: Audit | None = _option(
         None,
-        Kind(_check_audit, _read_audit, "N"),
+        to_audit,
         "audit the steps 1, 2, 3 and every N-th: which weights do not move, or move though frozen",
+        "N",
     )
     replicas: int = _option(
-        False, _EVERY_N, "with several ranks, compare every N steps to the bit what they should hold alike"
+        False,
+        every_nth,
+        "with several ranks, compare every N steps to the bit what they should hold alike",
+        "N",
     )
     attention: int = _option(
-        False, _EVERY_N, "read a bound on attention logits, and every N batches the largest of each head"
+        False,
+        every_nth,
+        "read a bound on attention logits, and every N batches the largest of each head",
+        "N",
     )
     guard_checkpoints: bool = _option(
-        False, _FLAG, "write a checkpoint with a nan or an inf beside the good one, not in its place"
+        False, flag, "write a checkpoint with a nan or an inf beside the good one, not in its place"
     )
 
-    # From the environment
-    enabled: bool = _setting(True, SWITCH, _check_switch)
-    act_at: Check = _setting("auto", "NANWATCH_ACT_AT", _check_act_at)
-    peer_timeout: float = _setting(30.0, "NANWATCH_PEER_TIMEOUT", check_seconds)
-    stall_timeout: float | None = _setting(None, "NANWATCH_STALL_TIMEOUT", check_seconds)
-    # Arguments of `trace`, `audit` and `sinks`
-    trace_batches: Collection[int] = _setting(())
-    counts: bool = _setting(False)
-    fingerprints: bool = _setting(False)
-    statistics: int = _setting(0)
-    sketches: int = _setting(0)
-    frozen: tuple[str, ...] = _setting(())
-    log_every: int = _setting(_LOG_EVERY)
-    # From a trainer
-    scaler: Any = _setting(None)
-    max_skipped_steps: int = _setting(20)
+    # Settings of the environment, of the sinks and of a trainer
+    enabled: bool = True
+    act_at: Check = "auto"
+    peer_timeout: float = 30.0
+    stall_timeout: float | None = None
+    log_every: int = _LOG_EVERY
+    scaler: Any = None
+    max_skipped_steps: int = 20
 
     def observes(self, name: str) -> bool:
         """Return whether the calls of the module of this name are recorded."""
@@ -322,31 +396,42 @@ class Options:
 
     def is_frozen(self, name: str) -> bool:
         """Return whether the weight, or the module that has it, is meant to stay as it is."""
-        parts = name.split(".")
-        return any(_matches(".".join(parts[: i + 1]), self.frozen) for i in range(len(parts)))
+        frozen, words = () if self.audit is None else self.audit.frozen, name.split(".")
+        return any(_matches(".".join(words[: i + 1]), frozen) for i in range(len(words)))
 
-    def allows_inf(self, name: str) -> bool:
-        """Return whether infinities in the module of this name are meant."""
-        return _matches(name, self.allow_inf)
+    def allows(self, value: Literal["inf", "nan"], name: str) -> bool:
+        """Return whether this value is meant in the module of this name."""
+        return any(fnmatchcase(f"{value}:{name}", entry) for entry in self.allow)
 
     def excuses(self, name: str, module: nn.Module) -> bool | Excuses:
         """Return whether infinities in this module are meant, or the judge of a module that may hold masks or nans."""
-        nan = _matches(name, self.allow_nan)
-        return excuses(module, inf=self.allows_inf(name), nan=nan, reads_inputs="inputs" in self.read)
+        inf, nan = self.allows("inf", name), self.allows("nan", name)
+        return excuses(module, inf=inf, nan=nan, reads_inputs="inputs" in self.read)
 
     def named_sinks(self) -> list[tuple[str, Sink]]:
         """Return the sinks that `sinks` means, each with its name for the user."""
         return [(f"the sink {_name_of(target)}", sink_for(target)) for target in self.sinks]
 
-    def recorder_settings(self, max_frames: int = 1, **more: bool) -> Settings:
+    @property
+    def trace_batches(self) -> Collection[int]:
+        """The batches to trace, () for every one."""
+        return () if self.trace is None else self.trace.batches
+
+    def recorder_settings(self, max_frames: int = 1, **more: Any) -> Settings:
         """Return the settings of a recorder for these options; it may hold more frames than are shown."""
-        shared: dict[str, Any] = {
-            setting.name: getattr(self, setting.name, setting.default) for setting in fields(Settings)
-        }
-        shared |= {part: part in self.read for part in PARTS}
-        shared |= {"check": self.act_at, "traced": tuple(self.trace_batches), "max_frames": max_frames}
-        shared["black_box"] = bool(self.black_box)
-        return Settings(**{**shared, **more})
+        settings = Settings(
+            max_frames=max_frames,
+            every=self.every,
+            traced=tuple(self.trace_batches),
+            gradients=self.gradients,
+            black_box=bool(self.black_box),
+            check=self.act_at,
+            **{part: part in self.read for part in PARTS},
+        )
+        if self.trace is not None:
+            kept = ("counts", "fingerprints", "statistics", "sketches")
+            more = {name: getattr(self.trace, name) for name in kept} | more
+        return replace(settings, **more)
 
     def for_model(
         self, names: Sequence[str], weights: Iterable[str] = (), *, must_match: bool = True
@@ -356,19 +441,25 @@ class Options:
         Raises ValueError for a pattern that matches nothing, of `modules` only where not `must_match`, and where no
         module is left.
         """
-        known = {
-            **dict.fromkeys(("modules", "ignore_modules", "allow_inf", "allow_nan"), names),
-            "frozen": [*names, *weights],
-        }
-        matched: dict[str, Any] = {}
-        for option, candidates in known.items():
-            matched[option] = tuple(for_names(pattern, candidates) for pattern in getattr(self, option))
-            for pattern in matched[option] if must_match or option == "modules" else ():
-                if not any(fnmatchcase(name, pattern) for name in candidates):
+
+        def matched(option: str, entries: Iterable[str], names: Sequence[str] = names) -> tuple[str, ...]:
+            result = []
+            for entry in entries:
+                value, colon, pattern = entry.partition(":") if option == "allow" else ("", "", entry)
+                pattern = for_names(pattern, names)
+                if (must_match or option == "modules") and not any(fnmatchcase(x, pattern) for x in names):
                     what = "no module and no weight" if option == "frozen" else "no module"
-                    hint = close_names(pattern, candidates)
-                    raise ValueError(f"{option} pattern {pattern!r} matches {what}; {hint}")
-        options = replace(self, **matched)
+                    raise ValueError(
+                        f"{option} pattern {entry!r} matches {what}; {close_names(pattern, names)}"
+                    )
+                result.append(value + colon + pattern)
+            return tuple(result)
+
+        entries: dict[str, Any] = {name: matched(name, getattr(self, name)) for name in _ON_NAMES}
+        options = replace(self, **entries)
+        if self.audit is not None:
+            frozen = matched("frozen", self.audit.frozen, [*names, *weights])
+            options = replace(options, audit=replace(self.audit, frozen=frozen))
         if not any(map(options.observes, names)):
             raise ValueError(
                 f"modules={options.modules!r} and ignore_modules={options.ignore_modules!r} leave no module to watch;"
@@ -377,41 +468,37 @@ class Options:
         return options
 
 
-OPTIONS: dict[str, Field[Any]] = {field.name: field for field in fields(Options) if "kind" in field.metadata}
-_VARIABLES = {name: field for field in fields(Options) if (name := field.metadata.get("variable"))}
+OPTIONS: dict[str, Field[Any]] = {option.name: option for option in fields(Options) if option.metadata}
+# Environment variables of settings that one program in a hundred changes, each with its words, or none for seconds.
+_VARIABLES: dict[str, tuple[str, dict[str, Any]]] = {
+    SWITCH: ("enabled", {"0": False, "1": True}),
+    "NANWATCH_ACT_AT": ("act_at", {"auto": "auto", "module": "module", "batch": "batch"}),
+    "NANWATCH_PEER_TIMEOUT": ("peer_timeout", {}),
+    "NANWATCH_STALL_TIMEOUT": ("stall_timeout", {}),
+}
 
 
 def make_options(given: Mapping[str, Any], **settings: Any) -> Options:
     """Return the options that NANWATCH_OPTIONS says, and else `given`, or raise TypeError or ValueError.
 
-    `settings` go before what the environment and the arguments of an option say.
+    `settings` go before what the environment says.
     """
     for name in given:
         check_name(name)
-    chosen = {**given, **_of_environment()}
+    chosen = {**given, **_options_of_environment()}
     values = {
-        name: option.metadata["kind"].check(name, chosen.get(name, option.default))
+        name: option.metadata["kind"](name, chosen.get(name, option.default))
         for name, option in OPTIONS.items()
     }
-    for variable, setting in _VARIABLES.items():
-        if os.environ.get(variable):
-            values[setting.name] = setting.metadata["check"](variable, os.environ[variable])
-    trace, audit = values["trace"], values["audit"]
-    if trace is not None:
+    if values["trace"] is not None:
         arrow("pyarrow.parquet", "trace=")
-        values |= {
-            name: getattr(trace, name) for name in ("counts", "fingerprints", "statistics", "sketches")
-        }
-        values["trace_batches"] = trace.batches
-    if audit is not None:
-        values["frozen"] = audit.frozen
     values["gradients"] |= values["spikes"]
     if values["black_box"] is None:
         values["black_box"] = values["output_dir"] is not None
     values["log_every"] = min(
         (sink.every for sink in values["sinks"] if isinstance(sink, Sink)), default=_LOG_EVERY
     )
-    options = Options(**{**values, **settings})
+    options = Options(**{**values, **_settings_of_environment(), **settings})
     if "outputs" not in options.read:
         for name in ("gradients", "attention"):
             if getattr(options, name):
@@ -432,7 +519,7 @@ def check_name(name: str) -> None:
         raise TypeError(f"watch has no option {name!r}; {hint}")
 
 
-def _of_environment() -> dict[str, Any]:
+def _options_of_environment() -> dict[str, Any]:
     """Return what NANWATCH_OPTIONS says, such as "gradients=true output_dir=out", or raise ValueError."""
     text, chosen = os.environ.get(VARIABLE, ""), {}
     try:
@@ -441,18 +528,27 @@ def _of_environment() -> dict[str, Any]:
             if not equals:
                 raise ValueError(f"{word!r} should be option=value, such as gradients=true output_dir=out")
             check_name(name)
-            kind = OPTIONS[name].metadata["kind"]
-            if kind.read is None:
-                raise ValueError(f"{name} takes an object, which only code can give")
-            chosen[name] = kind.read(value)
-            kind.check(name, chosen[name])
+            chosen[name] = OPTIONS[name].metadata["kind"](name, value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{VARIABLE}={text!r}: {error}") from None
     return chosen
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+def _settings_of_environment() -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for variable, (name, words) in _VARIABLES.items():
+        text = os.environ.get(variable, "")
+        try:
+            if text:
+                settings[name] = words[text] if words else max(0.0, float(text))
+        except (KeyError, ValueError):
+            accepted = " or ".join(words) or "a number of seconds"
+            raise ValueError(f"{variable}={text!r} is not understood; set it to {accepted}") from None
+    return settings
+
+
+def _matches(name: str, entries: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, entry) for entry in entries)
 
 
 def _name_of(target: Any) -> str:

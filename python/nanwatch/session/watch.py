@@ -93,7 +93,7 @@ class Watch:
         self._tracer: Tracer | None = None
         if options.trace is not None and options.enabled:
             self._tracer = start_tracer(
-                options.trace.path, self._recorder, ring if fetches else 0, options.every
+                Path(options.trace.path), self._recorder, ring if fetches else 0, options.every
             )
         notes = [] if self._tracer is None else [TraceNotes(self._tracer, options.trace_batches)]
         self._sinks = sinks = SinkStream(

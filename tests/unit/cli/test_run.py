@@ -346,7 +346,7 @@ def test_bad_use(tmp_path, capsys):
         (["nosuch.py"], "there is no script 'nosuch.py'"),
         (["--every", "0", str(tmp_path / name)], "every should be at least 1, got 0"),
         (["--json", str(tmp_path / "no" / "file.json"), str(tmp_path / name)], "No such file"),
-        (["--output-dir", str(tmp_path / name), str(tmp_path / name)], "output_dir should be a folder"),
+        (["--output-dir", str(tmp_path / name), str(tmp_path / name)], "nothing can be written in"),
     ]:
         assert command.main(["run", *arguments]) == 2
         out, err = capsys.readouterr()
@@ -377,7 +377,7 @@ def test_the_traceback_of_a_forward_is_the_scripts_own(tmp_path, capsys):
     ("options", "expected"),
     [
         (("--modules", "encoder.*"), "modules pattern 'encoder.*' matches no module"),
-        (("--allow-inf", "1"), "allow_inf pattern '1' matches no module"),
+        (("--allow", "inf:1"), "allow pattern 'inf:1' matches no module"),
         (("--ignore-modules", "*"), "leave no module to watch"),
         (("--model", "Nowhere*"), "--model 'Nowhere*' matches the class of no module"),
     ],

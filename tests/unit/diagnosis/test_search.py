@@ -267,7 +267,9 @@ def test_a_nan_among_infinities_that_are_allowed() -> None:
     part = Does(lambda x: x / (x - 1))
     model = Does(lambda part, x: part(x * 0) + part(x) + part(x * torch.tensor(INF)), part)
     start = BatchSnapshot.capture(model, (torch.ones(2),), {})
-    with watch(model, on_nonfinite="record", allow_inf=["parts.0", ""], read="weights buffers outputs") as w:
+    with watch(
+        model, on_nonfinite="record", allow=["inf:parts.0", "inf:"], read="weights buffers outputs"
+    ) as w:
         model(torch.ones(2))
     finding = w.report().finding
     assert finding is not None

@@ -85,7 +85,7 @@ def test_trace_has_the_spike_at_the_tensor_that_shows_it(tmp_path: Path, chosen:
     path = tmp_path / "run.parquet"
     net = model()
     with (
-        watching.watch(net, spikes=True, trace=path, trace_batches=chosen) as watch,
+        watching.watch(net, spikes=True, trace=nanwatch.Trace(path, batches=chosen)) as watch,
         pytest.warns(RuntimeWarning, match="cause: weight"),
     ):
         train(net, watch, **{"2_weight": 50.0})

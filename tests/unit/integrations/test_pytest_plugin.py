@@ -97,7 +97,7 @@ def test_the_mark_gives_options(run: Callable[..., pytest.RunResult]) -> None:
     """Those of the test go before those of its class; wrong ones fail it with the words of `watch`."""
     result = run(
         """
-@pytest.mark.nanwatch(allow_inf=["1", "*"])
+@pytest.mark.nanwatch(allow=["inf:1", "inf:*"])
 class TestMasked:
     def test_meant(self):
         network(Masked())(torch.ones(2))
@@ -106,7 +106,7 @@ class TestMasked:
         nn.Linear(2, 2)(torch.ones(2))
         network(Masked())(torch.ones(2))
 
-    @pytest.mark.nanwatch(allow_inf=(), ignore_modules="nothing.*")
+    @pytest.mark.nanwatch(allow=(), ignore_modules="nothing.*")
     def test_not_meant(self):
         network(Masked())(torch.ones(2))
 
@@ -178,7 +178,7 @@ def test_without_the_flag_it_imports_no_torch(tmp_path: Path) -> None:
         """
 import sys, pytest
 
-@pytest.mark.nanwatch(allow_inf="1")
+@pytest.mark.nanwatch(allow="inf:1")
 def test_nothing():
     assert not {"torch", "nanwatch"} & set(sys.modules)
 """

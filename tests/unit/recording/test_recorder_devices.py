@@ -74,7 +74,7 @@ def test_masks_and_infinities_that_are_meant(dtype: torch.dtype) -> None:
         for on_device in (False, True):
             model = nn.ModuleList([Takes()])
             with device_or_host(on_device):
-                with watch(model, on_nonfinite="record", allow_inf=allowed) as w:
+                with watch(model, on_nonfinite="record", allow=allowed) as w:
                     model[0](torch.ones(2, dtype=dtype), *given_masks)
                 texts.append(text_of(w))
         assert texts[1].count("Note(kind='mask'") == len(given_masks)

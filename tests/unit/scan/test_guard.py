@@ -218,7 +218,7 @@ def test_infinities_that_are_meant_are_no_fault(tmp_path):
     model.register_buffer("mask", torch.triu(torch.full((4, 4), -torch.inf), 1))
     model.register_buffer("least", torch.full((3,), torch.inf))  # not a mask, but so from the beginning
     path = tmp_path / "a.pt"
-    with nanwatch.watch(model, guard_checkpoints=True, allow_inf="1", black_box=False, rerun=False):
+    with nanwatch.watch(model, guard_checkpoints=True, allow="inf:1", black_box=False, rerun=False):
         model[1].weight.data[0, 0] = torch.inf
         torch.save(cpu_copy(model.state_dict()), path)
         model[1].weight.data[0, 0] = torch.nan

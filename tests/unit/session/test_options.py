@@ -8,6 +8,7 @@ import re
 import runpy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,17 @@ from nanwatch.cli.run import run_parser
 from nanwatch.records.note import Note
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import DeferredWatch
-from nanwatch.session.option_kinds import read_flag
-from nanwatch.session.options import OPTIONS, VARIABLE, Audit, Trace, make_options
+from nanwatch.session.options import (
+    OPTIONS,
+    VARIABLE,
+    Audit,
+    Trace,
+    flag,
+    flag_or_none,
+    make_options,
+    to_sinks,
+)
+from nanwatch.sinks.sink import Sink
 from support.toys import Scale, fault_of, latest, mlp, names
 from support.watching import watch
 
@@ -85,7 +95,7 @@ def test_a_word_that_the_environment_variable_does_not_know_is_refused(
 ) -> None:
     """NANWATCH=yes raises, naming the value and what is accepted."""
     monkeypatch.setenv("NANWATCH", "yes")
-    with pytest.raises(ValueError, match=r"NANWATCH='yes' .* 1 \(watch\) or 0"):
+    with pytest.raises(ValueError, match=r"NANWATCH='yes' .* 0 or 1"):
         watch(nn.ReLU())
 
 
@@ -139,46 +149,30 @@ def test_check_at_the_batch_tells_nothing_of_a_batch_that_raised_by_itself() -> 
     assert finding.module == "0"
 
 
-def test_an_error_of_the_callable_is_the_calls_error_at_the_batch_too() -> None:
-    """With act_at="batch" the callable is asked once, after the last module."""
-    model = nn.Sequential(Scale(INF), Scale())
-    asked: list[list[str]] = []
-
-    def refuse(report: Report) -> None:
-        asked.append([name for _, name in names(w)])
-        raise KeyError(report.batch)
-
-    with watch(model, act_at="batch", on_nonfinite=refuse) as w, pytest.raises(KeyError):
-        model(torch.ones(1))
-    assert asked == [["0", "1", ""]]
-
-
 # Accepted values
 
 
-@pytest.mark.parametrize("patterns", ["0", ("0", "9*"), ["?"]])
-def test_allowed_infinities_are_noted_and_no_fault(patterns: Any) -> None:
+@pytest.mark.parametrize("allow", ["inf:0", ["inf:9*", "inf:?"]])
+def test_allowed_infinities_are_noted_and_no_fault(allow: Any) -> None:
     """In a module that may hold infinities they are "allowed"; what it hands on is a fault where it arrives."""
     model = nn.Sequential(*[Scale() for _ in range(10)])
-    if patterns == ["?"]:
-        model = nn.Sequential(Scale())
     model[0].factor = INF
-    with watch(model, allow_inf=patterns, on_nonfinite="record") as w:
+    with watch(model, allow=allow, on_nonfinite="record") as w:
         model(torch.ones(1))
     assert (w.frames[0].records[1].note, w.frames[0].records[1].isfinite) == (Note("allowed"), False)
     finding = w.report().finding
     assert finding is not None
-    if len(model) > 1:
+    if allow == "inf:0":
         assert (finding.module, finding.origin, finding.source_module) == ("1", "received", "0")
     else:
         assert finding.module == ""
 
 
-def test_a_nan_is_never_allowed() -> None:
-    """allow_inf excuses no nan, alone or among infinities."""
+def test_a_nan_is_no_allowed_infinity() -> None:
+    """Alone or among infinities."""
     for value in ([NAN, 1.0], [INF, NAN]):
         model = nn.Sequential(nn.Identity())
-        with watch(model, allow_inf="*"):
+        with watch(model, allow="inf:*"):
             finding = fault_of(model, torch.tensor(value)).finding
         assert finding is not None
         assert (finding.module, finding.origin) == ("", "data")
@@ -204,23 +198,25 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("place", ["argument", "keyword", "nested", "buffer"])
-def test_an_additive_mask_is_no_fault(mask: Tensor, place: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "mask"),
+    [("argument", name) for name in MASKS]
+    + [(place, "minimum") for place in ("keyword", "nested", "buffer")],
+)
+def test_an_additive_mask_is_no_fault(place: str, mask: str) -> None:
     """Zeros and -inf, or zeros and the dtype's minimum, with a zero in every row: noted as a mask."""
-    model = Takes()
+    model, x = Takes(), MASKS[mask]
     if place == "buffer":
-        model.register_buffer("mask", mask)
+        model.register_buffer("mask", x)
     with watch(model) as w:
         model(
-            *([mask] if place == "argument" else [[mask]] if place == "nested" else []),
-            **({"mask": mask} if place == "keyword" else {}),
+            *([x] if place == "argument" else [[x]] if place == "nested" else []),
+            **({"mask": x} if place == "keyword" else {}),
         )
-    label = {"argument": "input[0]", "nested": "input[0][0]", "keyword": "input[mask]", "buffer": "mask"}[
-        place
-    ]
-    assert latest(w, label).note == Note("mask")
-    assert not latest(w, label).is_fault
+    labels = {"argument": "input[0]", "nested": "input[0][0]", "keyword": "input[mask]", "buffer": "mask"}
+    record = latest(w, labels[place])
+    assert record.note == Note("mask")
+    assert not record.is_fault
 
 
 @pytest.mark.parametrize("value", FAULTS.values(), ids=FAULTS)
@@ -259,12 +255,12 @@ def test_signature_fields_flags_and_page_agree() -> None:
     signature = inspect.signature(nanwatch.watch).parameters
     assert list(OPTIONS) == [name for name, option in signature.items() if option.kind is option.KEYWORD_ONLY]
     for name, option in OPTIONS.items():
-        check = option.metadata["kind"].check
+        check = option.metadata["kind"]
         assert check(name, option.default) == check(name, signature[name].default)
     described = inspect.getdoc(nanwatch.watch).partition("Args:")[2].partition("\n\n")[0]  # type: ignore[union-attr]
     entries = re.findall(r"^    (\w[\w, ]*): ", described, re.MULTILINE)
     assert ", ".join(entries).split(", ") == ["model", *OPTIONS]
-    flags = {one.dest: one.default for one in run_parser()._actions if one.dest in OPTIONS}
+    flags = {action.dest: action.default for action in run_parser()._actions if action.dest in OPTIONS}
     assert set(flags.values()) == {argparse.SUPPRESS}
     assert OPTIONS.keys() - flags.keys() == {"optimizer"}
     page = runpy.run_path(str(Path(nanwatch.__file__).parents[2] / "docs" / "make_options.py"))
@@ -281,6 +277,7 @@ def test_signature_fields_flags_and_page_agree() -> None:
         ("gradients=true", True),
         ("every=3", 3),
         ("modules=0,0.*", ("0", "0.*")),
+        ("allow=inf:*.mask,nan:labels", ("inf:*.mask", "nan:labels")),
         ("on_nonfinite=warn", "warn"),
         ("rerun=false", False),
         ("audit=1", Audit(1)),
@@ -296,9 +293,10 @@ def test_an_option_means_the_same_in_all_three_places(
 ) -> None:
     """On the command line, in NANWATCH_OPTIONS, which goes before the code, and in code."""
     name, _, words = text.partition("=")
-    flag = f"--{name.replace('_', '-')}"
-    is_switch = OPTIONS[name].metadata["kind"].read is read_flag
-    flags = [flag if words == "true" else f"--no-{flag[2:]}"] if is_switch else [flag, words]
+    dashed = name.replace("_", "-")
+    flags = [f"--{dashed}", words]
+    if OPTIONS[name].metadata["kind"] in (flag, flag_or_none):
+        flags = [f"--{dashed}" if words == "true" else f"--no-{dashed}"]
     parsed = vars(run_parser().parse_args([*flags, "train.py"]))[name]
     assert vars(make_options({name: parsed}))[name] == value
     assert vars(make_options({name: value}))[name] == value
@@ -313,7 +311,9 @@ def test_arguments_of_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setenv(VARIABLE, "trace=run.parquet,counts,statistics=10,batches=0+20")
     options = make_options({})
     assert options.trace == Trace(tmp_path / "run.parquet", counts=True, statistics=10, batches=(0, 20))
-    assert (options.counts, options.fingerprints, options.statistics) == (True, False, 10)
+    settings = options.recorder_settings()
+    assert (settings.counts, settings.fingerprints, settings.statistics) == (True, False, 10)
+    assert set(settings.traced) == {0, 20}
     with pytest.raises(ValueError, match="batches of the Trace has 20, and every=7"):
         make_options({"every": 7})
 
@@ -328,7 +328,8 @@ def test_arguments_of_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         ("gradients=yes", "gradients should be True or False, got 'yes'"),
         ("on_nonfinite=ignore", "on_nonfinite should be .* got 'ignore'"),
         ("trace=a.parquet,count", "'a.parquet,count' is not understood"),
-        ("optimizer=mine", "optimizer takes an object, which only code can give"),
+        ("optimizer=mine", "optimizer should be a torch.optim.Optimizer or None, got str"),
+        ("allow=mask", "allow should be inf:MODULE or nan:MODULE, such as 'inf:mask.*', got 'mask'"),
         ("modules='a", "No closing quotation"),
     ],
 )
@@ -348,5 +349,62 @@ def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     options = make_options({})
     assert (options.act_at, options.peer_timeout, options.stall_timeout) == ("batch", 3.0, 0.5)
     monkeypatch.setenv("NANWATCH_PEER_TIMEOUT", "soon")
-    with pytest.raises(ValueError, match=r"NANWATCH_PEER_TIMEOUT should be a number of seconds.*'soon'"):
+    with pytest.raises(ValueError, match=r"NANWATCH_PEER_TIMEOUT='soon' .* a number of seconds"):
         make_options({})
+
+
+# Places and sinks
+
+
+@pytest.mark.parametrize("option", ["output_dir", "trace", "sinks"])
+@pytest.mark.parametrize("place", ["file/inside", "/proc/nanwatch/inside", "n" * 300 + "/x"])
+def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path, option: str, place: str) -> None:
+    """At once, also where the model comes later, with the path and the reason; nothing is left behind."""
+    (tmp_path / "file").write_text("")
+    path = tmp_path / place
+    given: dict[str, Any] = {option: path}
+    for start in (lambda: watch(nn.ReLU(), **given), lambda: DeferredWatch(given)):
+        with pytest.raises(ValueError, match=rf"{option} is '{path}', and nothing can be written in"):
+            start()
+    assert [written.name for written in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_place_that_can_be_written_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No folder is made before there is something to write. No shell expands a tilde in the environment."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert make_options({"output_dir": "~/out"}).output_dir == tmp_path / "out"
+    watch(nn.ReLU(), output_dir=tmp_path / "a" / "b", black_box=False).stop()
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_sink_or_several_of_any_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects stay as they are; both spellings of a folder for TensorBoard are its path, which no `chdir` changes."""
+    monkeypatch.chdir(tmp_path)
+    sink, run = Sink(), SimpleNamespace(log=print, define_metric=print)
+    writer = SimpleNamespace(add_scalar=print, add_text=print)
+    assert to_sinks("sinks", sink) == (sink,)
+    assert to_sinks("sinks", ()) == ()
+    assert to_sinks("sinks", [sink, run, writer, print]) == (sink, run, writer, print)
+    folders = (tmp_path / "a", tmp_path / "b", tmp_path / "runs" / "nanwatch")
+    assert to_sinks("sinks", ["wandb", "tensorboard:a", Path("b"), "tensorboard"]) == ("wandb", *folders)
+    assert to_sinks("sinks", "wandb,tensorboard:a") == ("wandb", folders[0])
+
+
+@pytest.mark.parametrize("value", [3, object(), [print, None], SimpleNamespace(on_failure=print), Sink])
+def test_what_is_no_sink_is_refused(value: Any) -> None:
+    """The error names what is accepted; a class of sinks is not a function."""
+    with pytest.raises(
+        TypeError, match=r"sinks should be a nanwatch.Sink, a SummaryWriter of TensorBoard, a "
+    ):
+        watch(nn.ReLU(), sinks=value)
+
+
+def test_words_that_name_no_sink_are_refused() -> None:
+    """A folder without a name before it is told how to say it, and W&B takes its project from `wandb.init`."""
+    for start in (lambda: watch(nn.ReLU(), sinks="runs/a"), lambda: DeferredWatch({"sinks": "runs/a"})):
+        with pytest.raises(ValueError, match=r"sinks has 'runs/a', and there is no sink.*tensorboard:FOLDER"):
+            start()
+    with pytest.raises(ValueError, match=r"the sink wandb takes no 'project'; say that to wandb.init"):
+        watch(nn.ReLU(), sinks="wandb:project")

@@ -171,8 +171,8 @@ def test_bad_data_behind_a_mask_names_the_product() -> None:
 
 
 def test_infinities_that_are_meant_lose_no_cure() -> None:
-    """`allow_inf` says so for the watch, and so for the trials."""
-    assert works(failed(Beside(), HEALTHY_AND_ZERO, allow_inf="infinite"))
+    """`allow` says so for the watch, and so for the trials."""
+    assert works(failed(Beside(), HEALTHY_AND_ZERO, allow="inf:infinite"))
 
 
 class Beneath(nn.Module):
