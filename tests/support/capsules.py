@@ -39,9 +39,9 @@ def same(got: Any, want: Any) -> bool:
             and bits(got) == bits(want)
         )
     if isinstance(want, Pair):
-        return got.class_name == "Pair" and same(list(got.fields.values()), list(want))
+        return got["class"] == "Pair" and same(list(got["fields"].values()), list(want))
     if isinstance(want, Batch):
-        return got.class_name == "Batch" and same(got.fields, vars(want))
+        return got["class"] == "Batch" and same(got["fields"], vars(want))
     if isinstance(want, dict):
         return (
             type(got) is dict and list(got) == list(want) and all(same(got[key], want[key]) for key in want)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanwatch.capsule.values import Structure
+from nanwatch.capsule.replay import _built
 from support.capsules import Batch, Pair, round_trip
 
 
@@ -14,8 +14,9 @@ def test_structures_are_built_from_classes_that_are_imported():
     outputs = pytest.importorskip("transformers.modeling_outputs")
     given = outputs.BaseModelOutput(last_hidden_state=torch.ones(2)), Pair(1, [2]), Batch(ids=3, scale=None)
     structures = round_trip(*given).args
-    assert all(isinstance(structure, Structure) for structure in structures)
-    output, pair, batch = (structure.build() for structure in structures)
+    output, pair, batch = (
+        _built(structure["module"], structure["class"], structure["fields"]) for structure in structures
+    )
     assert type(output) is outputs.BaseModelOutput
     assert torch.equal(output["last_hidden_state"], torch.ones(2))
     assert output.to_tuple()[0] is output.last_hidden_state

@@ -3,17 +3,23 @@
 Its file `call.pt` is a dict of plain containers and tensors, written by `torch.save`: inputs, weights, buffers and
 random states bit for bit, what was called and how, and the finding (see docs/capsules.md). It is read with
 `weights_only=True`, so to open a capsule runs none of its writer's code.
+
+Tensors, None, bool, int, float, str, torch.dtype, torch.device and torch.Size stay as they are, and so do lists, tuples
+and dicts of them. A subclass of one of them is stored as its base. Anything else is a dict with a mark:
+
+    {"nanwatch": "structure", "module": …, "class": …, "fields": {…}}   a dataclass, ModelOutput or named tuple
+    {"nanwatch": "left out", "why": …}
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +28,22 @@ from torch import Tensor, nn
 
 from ..instrumentation.execution_context import Autocast, RngState
 from ..numerics import _extension
-from ..numerics.readable import only_our_dispatch, type_name, unreadable
+from ..numerics.readable import is_plain, only_our_dispatch, type_name, unreadable
+from ..recording.walk import spell_key
 from ..report.finding import Finding
 from ..report.report import Report, report_of
-from ..util import reading
-from ..util.visible import module_name, visible
-from .values import Encoder, LeftOut, decode
+from ..util.visible import module_name, spell, visible
 
 FILE = "call.pt"
 MAX_BYTES = 1 << 30
-_SCHEMA, _VERSION = "nanwatch.capsule", 1
-_UNKNOWN_TO_LOAD = re.compile(r"torch\.u?int[1-7]")
+MARK = "nanwatch"
+_SCHEMA, _VERSION = "nanwatch.capsule", 2
+_MAX_DEPTH = 32  # the depth that a watch walks
+# bool is an int, and the pickle of an instance of a subclass would name its class.
+_BASES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (bool, bool), (int, int.__index__), (float, float.__float__), (str, str.__str__),
+)  # fmt: skip
+_PLAIN = (type(None), torch.dtype, torch.device, torch.Size)
 
 
 class CapsuleError(ValueError):
@@ -44,10 +55,10 @@ class Capsule:
     """One module call, read from `folder`.
 
     `module` is the qualified name in the watched model, "" for the root, `class_name` its class's. `device` is where
-    it ran, such as "cuda:0". `args` and `kwargs` hold tensors on the CPU; a dataclass, ModelOutput or named tuple is a
-    Structure, what was left out a LeftOut. `state` has the weights and buffers of the module and its submodules by
-    name, tied ones as one tensor, and `training` the flag of the module ("") and of each submodule where it differs.
-    `rng` and `autocast` are as the call found them. `left_out` lists all that is missing.
+    it ran, such as "cuda:0". `args` and `kwargs` hold tensors on the CPU. `state` has the weights and buffers of the
+    module and its submodules by name, tied ones as one tensor, and `training` the flag of the module ("") and of each
+    submodule where it differs. `rng` and `autocast` are as the call found them. `left_out` lists all that is missing,
+    with the reason. A dataclass, ModelOutput or named tuple, and what was left out, is a dict with the key "nanwatch".
 
     Examples:
         >>> import nanwatch, torch
@@ -65,18 +76,18 @@ class Capsule:
     device: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    state: Mapping[str, Tensor | LeftOut]
+    state: Mapping[str, Any]
     training: Mapping[str, bool]
     rng: RngState
     autocast: tuple[Autocast, ...]
     finding: Finding | None
     rank: int
     versions: Mapping[str, str | None]
-    left_out: tuple[LeftOut, ...] = field(default=())
+    left_out: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         amounts = (len(self.args) + len(self.kwargs), "argument"), (len(self.state), "tensor")
-        inside = " and ".join(f"{count:,} {noun}{'' if count == 1 else 's'}" for count, noun in amounts)
+        inside = " and ".join(f"{number:,} {noun}{'' if number == 1 else 's'}" for number, noun in amounts)
         name = module_name(self.module)
         return visible(
             f"<Capsule of a call of {name} ({self.class_name}), {inside} of state: {self.folder.name}>"
@@ -91,22 +102,19 @@ class Capsule:
         path = Path(folder) / FILE
         try:
             # A pipe would wait for ever, and a link may lead anywhere.
-            reading.check_regular(path, follows_links=False)
+            if path.is_symlink() or (path.exists() and not path.is_file()):
+                raise ValueError("it is no regular file")
             with only_our_dispatch():
                 document = torch.load(path, map_location="cpu", weights_only=True)
             return cls(Path(folder), **_fields(document))
         except Exception as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else _reason(error)
+            reason = f"torch.load(weights_only=True) cannot read it ({type(error).__name__})"
+            if type(error) is ValueError:
+                reason = str(error)
+            elif isinstance(error, OSError) and error.strerror:
+                reason = error.strerror
             advice = f"a capsule is a folder with the file {FILE}, as nanwatch wrote it"
             raise CapsuleError(visible(f"{path}: {reason}; {advice}")) from error
-
-
-def _reason(error: Exception) -> str:
-    if type(error) is ValueError:
-        return str(error)
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply for a capsule"
-    return f"torch.load(weights_only=True) cannot read it ({type(error).__name__})"
 
 
 _EXPECTED: dict[str, type] = {
@@ -126,22 +134,15 @@ def _fields(document: Any) -> dict[str, Any]:
         raise ValueError(
             f"its version is {document.get('version')!r}, this nanwatch reads version {_VERSION}"
         )
-    done: dict[int, tuple[Any, Any]] = {}
-    values: dict[str, Any] = {}
     for name, kind in _EXPECTED.items():
-        value: Any = document.get(name)
-        if type(value) is not kind:
+        if type(document.get(name)) is not kind:
             raise ValueError(f"it has no {name!r}, or another type of it")
-        # Names may be any, so these dicts have no marks.
-        if isinstance(value, dict):
-            values[name] = {key: decode(x, done) for key, x in value.items()}
-        else:
-            values[name] = decode(value, done)
+    values = {name: document[name] for name in _EXPECTED}
     torch.Generator().set_state(values["rng"][0])  # raises where torch has no such state
     values["rng"] = RngState(values["rng"][0], tuple(values["rng"][1:]))
     values["device"] = str(torch.device(values["device"]))
     values["autocast"] = tuple(Autocast(*state) for state in values["autocast"])
-    values["left_out"] = tuple(values["left_out"])
+    values["left_out"] = tuple(map(str, values["left_out"]))
     values["finding"] = Report.from_json(values["finding"]).finding
     return values
 
@@ -182,119 +183,147 @@ def write_capsule(
         >>> nanwatch.replay(folder, torch.nn.Linear(2, 2)).finding is None
         True
     """
-    tensors = _Tensors()
-    encoder = Encoder(tensors.note)
-    with torch._C.DisableTorchFunction():
-        named = [
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        ]
-    state = {key: tensors.note(x, f"state[{key}]", is_state=True) for key, x in named}
-    written_args = tuple(encoder.encode(x, f"input[{i}]") for i, x in enumerate(args))
-    written_kwargs = {key: encoder.encode(x, f"input[{key}]") for key, x in (kwargs or {}).items()}
-    tensors.limit(max_bytes)
-    rng = RngState.capture() if rng is None else rng
+    rng, autocast = rng or RngState.capture(), Autocast.capture() if autocast is None else autocast
     flags = {path: submodule.training for path, submodule in module.named_modules()}
     with only_our_dispatch(), torch.no_grad():
+        call = _Call(module, args, kwargs or {}, max_bytes)
         document = {
             "schema": _SCHEMA,
             "version": _VERSION,
             "versions": _extension.versions(),
             "module": name,
             "class_name": type(module).__name__,
-            "device": tensors.device,
-            "args": tensors.fill(written_args),
-            "kwargs": tensors.fill(written_kwargs),
-            "state": tensors.fill(state),
+            "device": call.device,
+            **call.parts,
             "training": {path: flag for path, flag in flags.items() if path == "" or flag != module.training},
             "rng": [state.cpu().clone() for state in (rng.torch, *rng.cuda)],
-            "autocast": [
-                (each.device_type, each.dtype, each.enabled)
-                for each in (Autocast.capture() if autocast is None else autocast)
-            ],
+            "autocast": [(state.device_type, state.dtype, state.enabled) for state in autocast],
             "finding": report_of((), finding).to_json(),
             "rank": rank,
-            "left_out": [missing.encoded() for missing in (*tensors.left_out, *encoder.left_out)],
+            "left_out": list(call.left_out),
         }
         return _write_folder(Path(folder).absolute(), document)
 
 
-class _Tensors:
-    """Tensors of a call, each object once. Two views of the same memory are two."""
+class _Call:
+    """State and arguments of a call as plain containers, with copies of the tensors that fit into `max_bytes`.
 
-    def __init__(self) -> None:
-        self._noted: dict[
-            int, tuple[Tensor, str, bool]
+    Each tensor is stored once. Two views of the same memory are two. `device` is that of the first tensor that is kept.
+    """
+
+    def __init__(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], max_bytes: int
+    ) -> None:
+        state = {
+            **dict(module.named_parameters(remove_duplicate=False)),
+            **dict(module.named_buffers(remove_duplicate=False)),
+        }
+        self.left_out: dict[str, None] = {}
+        self._tensors: dict[
+            int, tuple[Tensor, str]
         ] = {}  # by id, which is unique while the tensor is kept here
-        self._missing: dict[int, LeftOut] = {}
-        self._copies: dict[int, Tensor] = {}
-
-    def note(self, x: Tensor, label: str, *, is_state: bool = False) -> Tensor:
-        """Note a tensor, and return it, to stand in the tree until it is known which tensors fit."""
-        if id(x) not in self._noted:
-            self._noted[id(x)] = x, label, is_state
-            if reason := _why_not(x):
-                self._missing[id(x)] = LeftOut(label, type_name(x), None, reason)
-        return x
-
-    def limit(self, max_bytes: int) -> None:
-        """Drop what is beyond the limit: of the state, then of the inputs, the largest first."""
-        with torch._C.DisableTorchFunction():
-            kept = [noted for key, noted in self._noted.items() if key not in self._missing]
-            sizes = [(is_state, x.numel() * x.element_size(), label, x) for x, label, is_state in kept]
-            total = sum(size for _, size, *_ in sizes)
-            for _, size, label, x in sorted(sizes, key=lambda item: (not item[0], -item[1])):
-                if total > max_bytes and size:
-                    total -= size
-                    kind = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
-                    why = f"the tensors of this capsule may take {max_bytes:,} bytes (max_bytes)"
-                    self._missing[id(x)] = LeftOut(label, kind, size, why)
-
-    @property
-    def left_out(self) -> list[LeftOut]:
-        """The tensors that are not kept, in the order in which they were left out."""
-        return list(self._missing.values())
-
-    @property
-    def device(self) -> str:
-        """The device of the call, judged by its first weight that is kept, or else by its first input."""
-        return next(
-            (str(x.device) for key, (x, *_) in self._noted.items() if key not in self._missing), "cpu"
+        copies: dict[int, Any] = {}
+        for _ in range(2):  # the first time to know all tensors
+            self._copies = copies
+            self.parts = {
+                "state": {key: self._encoded(x, f"state[{key}]") for key, x in state.items()},
+                "args": tuple(self._encoded(x, f"input[{i}]") for i, x in enumerate(args)),
+                "kwargs": {key: self._encoded(x, f"input[{key}]") for key, x in kwargs.items()},
+            }
+            copies = copies or self._copied(max_bytes)
+        self.device = next(
+            (str(x.device) for number, (x, _) in self._tensors.items() if isinstance(copies[number], Tensor)),
+            "cpu",
         )
 
-    def fill(self, tree: Any) -> Any:
-        """Return a tree with a copy of each tensor, or the reason for none, in its place."""
-        if isinstance(tree, Tensor):
-            if missing := self._missing.get(id(tree)):
-                return missing.encoded()
-            if id(tree) not in self._copies:
-                self._copies[id(tree)] = _copied(tree)
-            return self._copies[id(tree)]
-        if isinstance(tree, dict):
-            return {key: self.fill(item) for key, item in tree.items()}
-        return type(tree)(map(self.fill, tree)) if type(tree) in (list, tuple) else tree
+    def _leave_out(self, text: str) -> dict[str, str]:
+        self.left_out[visible(text)] = None
+        return {MARK: "left out", "why": visible(text)}
+
+    def _copied(self, max_bytes: int) -> dict[int, Any]:
+        """Return a copy of each tensor by its id, or what stands for one that is left out."""
+        reasons = {number: _why_not(x) for number, (x, _) in self._tensors.items()}
+        sizes = {
+            number: x.numel() * x.element_size()
+            for number, (x, _) in self._tensors.items()
+            if not reasons[number]
+        }
+
+        def rank(number: int) -> tuple[bool, int]:  # the state first, the largest first
+            return not self._tensors[number][1].startswith("state["), -sizes[number]
+
+        total, copies = sum(sizes.values()), dict[int, Any]()
+        for number in sorted(sizes, key=rank):
+            if total > max_bytes and sizes[number]:
+                total -= sizes[number]
+                reasons[number] = f"the tensors of this capsule may take {max_bytes:,} bytes (max_bytes)"
+        for number, (x, label) in self._tensors.items():
+            if reasons[number]:
+                shape = f"{type_name(x)}, {str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+                size = f", {sizes[number]:,} bytes" if number in sizes else ""
+                copies[number] = self._leave_out(f"{label} ({shape}{size}): {reasons[number]}")
+            else:
+                # In memory of its own, with the same strides where the elements leave no gaps.
+                plain = x.detach().resolve_conj().resolve_neg()
+                plain = plain.clone() if plain._is_zerotensor() else plain.to("cpu", copy=True)
+                copies[number] = plain.cpu().requires_grad_(x.requires_grad)
+        return copies
+
+    def _encoded(self, value: Any, label: str, inside: tuple[int, ...] = ()) -> Any:
+        """Return a value as plain containers, with parts labelled as in a record. Never raises for a value."""
+        if isinstance(value, Tensor):
+            self._tensors.setdefault(id(value), (value, label))
+            return self._copies[id(value)] if self._copies else None
+        for kind, convert in _BASES:
+            if isinstance(value, kind):
+                return convert(value)
+        if isinstance(value, _PLAIN):
+            return value
+        try:
+            if len(inside) == _MAX_DEPTH or id(value) in inside:
+                raise TypeError(f"contains itself, or is nested deeper than {_MAX_DEPTH}")
+            return self._container(value, label, (*inside, id(value)))
+        except Exception as error:  # a container of the user's own may do anything when asked for its items
+            return self._leave_out(f"{label} ({type_name(value)}): {spell(error)}")
+
+    def _container(self, value: Any, label: str, inside: tuple[int, ...]) -> Any:
+        def part(name: object, item: Any) -> Any:
+            return self._encoded(item, f"{label}[{name}]", inside)
+
+        kind = type(value)
+        if (names := field_names(kind)) is not None:
+            content = {name: part(name, getattr(value, name)) for name in names}
+            return {
+                MARK: "structure",
+                "module": kind.__module__,
+                "class": kind.__qualname__,
+                "fields": content,
+            }
+        if isinstance(value, tuple | list):
+            items = [part(number, item) for number, item in enumerate(value)]
+            return tuple(items) if isinstance(value, tuple) else items
+        if not isinstance(value, Mapping):
+            raise TypeError("a capsule holds tensors, plain values and containers of them")
+        if MARK in value or not all(map(_is_key, value)):
+            raise TypeError(f"it has keys that are no plain values, or {MARK!r}")
+        return {part("key", key): part(spell_key(key), value[key]) for key in value}
 
 
 def _why_not(x: Tensor) -> str:
     """Return why the values of `x` cannot be kept, in a few words; "" when they can."""
-    reason = unreadable(x)
-    if reason and not reason.startswith("dtype "):
-        return reason
-    with torch._C.DisableTorchFunction():
-        if type(x) is not Tensor and type(x).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
-            return "a subclass whose values only its own code knows"
-        if _UNKNOWN_TO_LOAD.fullmatch(str(x.dtype)):
-            return f"torch.load does not know {x.dtype}"
-        if x.layout is not torch.strided or x.is_nested or x.is_quantized:
-            return f"its values do not lie in one block of memory ({'nested' if x.is_nested else x.layout})"
-    return ""
+    return unreadable(x) or ("" if is_plain(x) else "its values do not lie in one block of plain memory")
 
 
-def _copied(x: Tensor) -> Tensor:
-    """Return a copy on the CPU in memory of its own, with the same strides where the elements leave no gaps."""
-    plain = x.detach().resolve_conj().resolve_neg()
-    plain = plain.clone() if plain._is_zerotensor() else plain.to("cpu", copy=True)
-    return plain.cpu().requires_grad_(x.requires_grad)
+def field_names(kind: type) -> tuple[str, ...] | None:
+    """Return the fields of a dataclass or a named tuple; None for any other class."""
+    if is_dataclass(kind):
+        return tuple(field.name for field in fields(kind))
+    names = getattr(kind, "_fields", None) if issubclass(kind, tuple) else None
+    return names if isinstance(names, tuple) and all(isinstance(name, str) for name in names) else None
+
+
+def _is_key(key: Any) -> bool:
+    return all(map(_is_key, key)) if type(key) is tuple else isinstance(key, str | int | float | None)
 
 
 def _write_folder(folder: Path, document: dict[str, Any]) -> Path:
@@ -309,16 +338,12 @@ def _write_folder(folder: Path, document: dict[str, Any]) -> Path:
         raise
 
 
-_MAX_FOLDERS = 10_000
-
-
 def make_numbered(folder: Path, make: Callable[[Path], object]) -> Path:
     """Call `make` with the first of `folder`, `folder.2`, `folder.3`, ... that does not exist. Return that path.
 
-    `make` raises OSError when it finds the place taken after all. Raises what `make` raises for another reason, and
-    FileExistsError after 9,999 names.
+    `make` raises OSError when it finds the place taken after all. Raises what `make` raises for another reason.
     """
-    for number in range(1, _MAX_FOLDERS):
+    for number in count(1):
         place = folder if number == 1 else folder.with_name(f"{folder.name}.{number}")
         if os.path.lexists(place):
             continue
@@ -328,6 +353,6 @@ def make_numbered(folder: Path, make: Callable[[Path], object]) -> Path:
             # Another process made one of this name in the meantime; any other error comes again.
             if not os.path.lexists(place):
                 raise
-            continue
-        return place
-    raise FileExistsError(f"{folder} and {_MAX_FOLDERS - 2:,} more like it exist; delete some")
+        else:
+            return place
+    raise AssertionError  # never

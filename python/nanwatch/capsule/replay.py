@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from inspect import Parameter, signature
-from types import SimpleNamespace
-from typing import Any, TypeAlias
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +18,16 @@ from torch import Tensor, nn
 from ..instrumentation.calls import check_model
 from ..instrumentation.execution_context import RngState
 from ..report.report import Report
-from ..util.visible import close_names, suppressed, visible, without_wrappers
-from .capsule import Capsule
-from .values import LeftOut, Structure
+from ..util.visible import close_names, spell, suppressing, visible, without_wrappers
+from .capsule import MARK, Capsule, field_names
 
-# Parts of a module's name. A capsule may hold any text, and a walk over modules recurses.
-_DEEPEST = 64
+_DEEPEST = 64  # parts of a module's name: a capsule may hold any text, and a walk over modules recurses
+_BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 Model: TypeAlias = "nn.Module | Callable[[], nn.Module]"
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
+class Replayed(NamedTuple):
     """Result of a replay: the report, and remarks on the differences from the recorded call."""
 
     report: Report
@@ -46,13 +45,11 @@ def call_again(
     """Make a capsule's call again, inside `watch(module)`: see `nanwatch.replay`, whose Watch it is."""
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype should be one of floating point, such as torch.float32, got {dtype}")
-    remarks: list[str] = []
-    target = _target(capsule, device, remarks)
+    call = _Call(capsule, dtype, device)
     before = RngState.capture(others=True)
     try:
         module = _module(capsule, model)
         check_model(module)
-        call = _Restored(capsule, target, dtype, remarks)
         call.load(module)
         args, kwargs = call.arguments(module)
         with ExitStack() as modes:
@@ -60,46 +57,22 @@ def call_again(
             if "torch._dynamo" in sys.modules:
                 # Run compiled modules eagerly, so that each is seen.
                 modes.enter_context(torch.compiler.set_stance("force_eager"))
-            _enter_autocast(capsule, target, dtype, modes)
+            call.enter_autocast(modes)
             whole = _whole(module, capsule.module)  # which a watch does not hold
             watched = modes.enter_context(watch(whole))
-            _restore_rng(capsule.rng, torch.device(capsule.device), target)
+            call.restore_rng()
             module(*args, **kwargs)
         report = watched.report()
     finally:
         before.restore()
+    remarks = tuple(call.remarks)
     if report.finding is not None:
         finding = replace(report.finding, remarks=(*report.finding.remarks, *remarks))
         report = replace(report, finding=finding)
-    return Replayed(report, tuple(remarks), target)
+    return Replayed(report, remarks, call.target)
 
 
-def _target(capsule: Capsule, device: torch.device | str | None, remarks: list[str]) -> torch.device:
-    """Return the device of the run: the recorded one, else one of its kind, else the CPU."""
-    recorded = torch.device(capsule.device)
-    nearest = [recorded, torch.device(recorded.type)] if recorded.type != "meta" else []
-    target = (
-        next(filter(_is_usable, nearest), torch.device("cpu")) if device is None else torch.device(device)
-    )
-    if target.type != recorded.type:
-        remarks.append(
-            f"the recorded call ran on {recorded}, this one on {target}: other kernels, other random numbers"
-        )
-    here = str(torch.__version__)
-    if capsule.versions.get("torch") != here:
-        remarks.append(f"the recorded call ran in torch {capsule.versions.get('torch')}, this one in {here}")
-    return target
-
-
-def _is_usable(device: torch.device) -> bool:
-    if device.type == "cpu":
-        return True
-    try:
-        torch.empty(1, device=device)
-    except Exception:
-        suppressed("a device cannot be used here")
-        return False
-    return True
+# The module.
 
 
 def _module(capsule: Capsule, model: Model) -> nn.Module:
@@ -110,8 +83,8 @@ def _module(capsule: Capsule, model: Model) -> nn.Module:
             return copy.deepcopy(module)
         except Exception as error:
             raise ValueError(
-                f"the module {capsule.module!r} cannot be copied ({type(error).__name__}: {error});"
-                " pass a callable that makes the model, and that one is used"
+                f"the module {capsule.module!r} cannot be copied ({spell(error)}); pass a callable that makes the"
+                " model, and that one is used"
             ) from error
     made = model()
     if not isinstance(made, nn.Module):
@@ -121,21 +94,11 @@ def _module(capsule: Capsule, model: Model) -> nn.Module:
     return _find(capsule, made)
 
 
-def _whole(module: nn.Module, name: str) -> nn.Module:
-    """Return a module that holds the given one by its name in the whole model, so that a report has that name too."""
-    for part in reversed([part for part in name.split(".", _DEEPEST) if part]):
-        around = nn.ModuleList() if part.isdecimal() else nn.Module()
-        around._modules[part] = module
-        module = around
-    return module
-
-
 def _find(capsule: Capsule, model: nn.Module) -> nn.Module:
     modules = dict(model.named_modules(remove_duplicate=False))
     plain = {without_wrappers(name): module for name, module in modules.items()}
-    same = plain.get(without_wrappers(capsule.module))
-    named = modules.get(capsule.module) or same
-    for candidate in (named, same, model):
+    named = modules.get(capsule.module) or plain.get(without_wrappers(capsule.module))
+    for candidate in (named, model):
         if candidate is not None and type(candidate).__name__ == capsule.class_name:
             return candidate
     name, kind = capsule.module or "the root module", visible(capsule.class_name)
@@ -149,16 +112,40 @@ def _find(capsule: Capsule, model: nn.Module) -> nn.Module:
     )
 
 
-@dataclass
-class _Restored:
+def _whole(module: nn.Module, name: str) -> nn.Module:
+    """Return a module that holds the given one by its name in the whole model, so that a report has that name too."""
+    for part in reversed([part for part in name.split(".", _DEEPEST) if part]):
+        around = nn.ModuleList() if part.isdecimal() else nn.Module()
+        around._modules[part] = module
+        module = around
+    return module
+
+
+# The call.
+
+
+class _Call:
     """The call of a capsule on the device and in the dtype of the run."""
 
-    capsule: Capsule
-    target: torch.device
-    dtype: torch.dtype | None
-    remarks: list[str]
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, capsule: Capsule, dtype: torch.dtype | None, device: torch.device | str | None
+    ) -> None:
+        self.capsule, self.dtype = capsule, dtype
+        self.remarks: list[str] = []
+        self.recorded = torch.device(capsule.device)
+        # By default a device of the recorded kind, else the CPU.
+        kind = "cpu" if self.recorded.type == "meta" else self.recorded.type
+        self.target = torch.device((kind if _is_usable(kind) else "cpu") if device is None else device)
+        if self.target.type != self.recorded.type:
+            self.remarks.append(
+                f"the recorded call ran on {self.recorded}, this one on {self.target}: other kernels, other random"
+                " numbers"
+            )
+        here = str(torch.__version__)
+        if capsule.versions.get("torch") != here:
+            self.remarks.append(
+                f"the recorded call ran in torch {capsule.versions.get('torch')}, this one in {here}"
+            )
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _move(self, x: Tensor) -> Tensor:
@@ -172,10 +159,9 @@ class _Restored:
     def load(self, module: nn.Module) -> None:
         """Give the module the weights, buffers and training flags."""
         flags = self.capsule.training
-        for path, submodule in module.named_modules():
-            submodule.training = flags.get(path, flags[""])
         places = {}
         for path, submodule in module.named_modules(remove_duplicate=False):
+            submodule.training = flags.get(path, flags[""])
             for name, x in [*submodule._parameters.items(), *submodule._buffers.items()]:
                 if x is not None:
                     places[f"{path}.{name}" if path else name] = (submodule, name, x)
@@ -185,7 +171,7 @@ class _Restored:
                 + (f", nor {len(unknown) - 1} more" if unknown[1:] else "")
                 + "; build the model as the recorded one was built"
             )
-        done: dict[int, Tensor] = {}
+        done: dict[int, Tensor] = {}  # a tied weight stays one
         for path, (submodule, name, x) in places.items():
             if id(x) not in done:
                 done[id(x)] = _put(submodule, name, x, self._value(path, x))
@@ -205,8 +191,8 @@ class _Restored:
             raise ValueError(
                 f"{path!r} has no values, neither in the capsule nor in this model; load a checkpoint first"
             )
-        why = f"was left out: {recorded.why}" if isinstance(recorded, LeftOut) else "is not in the capsule"
-        self.remarks.append(f"{path} {why}; the model's own values were used")
+        why = f"without {_left_out(recorded)}" if _left_out(recorded) else f"{path} is not in the capsule"
+        self.remarks.append(f"{why}; the model's own values were used")
         return self._move(x)
 
     def arguments(self, module: nn.Module) -> tuple[list[Any], dict[str, Any]]:
@@ -215,44 +201,76 @@ class _Restored:
             parameters = dict(signature(module.forward).parameters)
         except (TypeError, ValueError):
             parameters = {}
-        by_position = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-        positional = [each for each in parameters.values() if each.kind in by_position]
-        args = [
-            self._argument(x, f"input[{i}]", positional[i] if i < len(positional) else None)
-            for i, x in enumerate(self.capsule.args)
-        ]
-        kwargs = {
-            name: self._argument(x, f"input[{name}]", parameters.get(name))
-            for name, x in self.capsule.kwargs.items()
-        }
-        return args, kwargs
+        positional = [parameter for parameter in parameters.values() if parameter.kind in _BY_POSITION]
+        args, kwargs = self.capsule.args, self.capsule.kwargs
+        beyond = [None] * len(args)
+        return (
+            [
+                self._argument(x, parameter)
+                for x, parameter in zip(args, [*positional, *beyond], strict=False)
+            ],
+            {name: self._argument(x, parameters.get(name)) for name, x in kwargs.items()},
+        )
 
-    def _argument(self, value: Any, label: str, parameter: Parameter | None) -> Any:
-        if isinstance(value, LeftOut) and parameter is not None and parameter.default is not Parameter.empty:
+    def _argument(self, value: Any, parameter: Parameter | None) -> Any:
+        why = _left_out(value)
+        if why and parameter is not None and parameter.default is not Parameter.empty:
             # Mostly the call does not need it: a cache that is empty in training, a dictionary of options.
-            self.remarks.append(f"without {value}; its default, {parameter.default!r:.40}, was used")
+            self.remarks.append(f"without {why}; its default, {parameter.default!r:.40}, was used")
             return parameter.default
-        return self._place(value, label)
+        return self._placed(value)
 
-    def _place(self, value: Any, label: str) -> Any:
+    def _placed(self, value: Any) -> Any:
+        """Return a value of the capsule as the call gets it."""
         if isinstance(value, Tensor):
             return self._move(value)
-        if isinstance(value, LeftOut):
-            raise ValueError(f"the call cannot be made again without {value}")
         if isinstance(value, torch.device):
-            return self.target if value == torch.device(self.capsule.device) else value
-        if isinstance(value, Structure):
-            content = {name: self._place(x, f"{label}[{name}]") for name, x in value.fields.items()}
+            return self.target if value == self.recorded else value
+        if why := _left_out(value):
+            raise ValueError(f"the call cannot be made again without {why}")
+        if isinstance(value, dict) and MARK in value:
+            module, class_name = str(value.get("module")), str(value.get("class"))
+            content = {str(name): self._placed(x) for name, x in dict(value.get("fields", ())).items()}
             try:
-                return replace(value, fields=content).build()
+                return _built(module, class_name, content)
             except LookupError as error:
-                self.remarks.append(f"{label} is a plain object with the same fields: {error.args[0]}")
+                self.remarks.append(
+                    f"a {module}.{class_name} is a plain object with the same fields: {error.args[0]}"
+                )
                 return SimpleNamespace(**content)
         if isinstance(value, dict):
-            return {key: self._place(x, f"{label}[{key}]") for key, x in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self._place(x, f"{label}[{i}]") for i, x in enumerate(value))
-        return value
+            return {key: self._placed(x) for key, x in value.items()}
+        return type(value)(map(self._placed, value)) if type(value) in (list, tuple) else value
+
+    def enter_autocast(self, modes: ExitStack) -> None:
+        """Enter the recorded device's autocast for the device of the run, or none with another dtype."""
+        recorded = {state.device_type: state for state in self.capsule.autocast}
+        for kind in dict.fromkeys(("cpu", self.target.type)):
+            state = recorded.get(self.recorded.type if kind == self.target.type else kind)
+            if state is None or self.dtype is not None or not state.enabled:
+                modes.enter_context(torch.autocast(kind, enabled=False))
+            else:
+                modes.enter_context(replace(state, device_type=kind).context())
+
+    def restore_rng(self) -> None:
+        """Restore the states of the CPU and of the device that ran the call, wherever it runs now."""
+        rng, number = self.capsule.rng, self.recorded.index or 0
+        torch.set_rng_state(rng.torch)
+        if self.recorded.type == self.target.type == "cuda" and number < len(rng.cuda):
+            torch.cuda.set_rng_state(rng.cuda[number], self.target)
+
+
+def _is_usable(device: str) -> bool:
+    with suppressing("a device cannot be used here"):
+        torch.empty(1, device=device)
+        return True
+    return False
+
+
+def _left_out(value: Any) -> str:
+    """Return what was left out, and why; "" for a value of the call."""
+    is_marked = isinstance(value, dict) and value.get(MARK) == "left out"
+    return str(value.get("why")) if is_marked else ""
 
 
 def _put(owner: nn.Module, name: str, old: Tensor, value: Tensor) -> Tensor:
@@ -268,33 +286,27 @@ def _put(owner: nn.Module, name: str, old: Tensor, value: Tensor) -> Tensor:
     return put
 
 
-def _enter_autocast(
-    capsule: Capsule, target: torch.device, dtype: torch.dtype | None, modes: ExitStack
-) -> None:
-    """Enter the recorded device's autocast for the device of the run, or none with another dtype."""
-    recorded = {state.device_type: state for state in capsule.autocast}
-    for kind in dict.fromkeys(("cpu", target.type)):
-        same = recorded.get(torch.device(capsule.device).type if kind == target.type else kind)
-        if same is None or dtype is not None or not same.enabled:
-            modes.enter_context(torch.autocast(kind, enabled=False))
-        else:
-            modes.enter_context(replace(same, device_type=kind).context())
+def _built(module: str, class_name: str, content: Mapping[str, Any]) -> Any:
+    """Return an instance of a class with these fields. Raise LookupError with the reason when there is no such class.
 
-
-def _restore_rng(rng: RngState, recorded: torch.device, target: torch.device) -> None:
-    """Restore the states of the CPU and of the device that ran the call, wherever it runs now."""
-    torch.set_rng_state(rng.torch)
-    if recorded.type == target.type == "cuda" and (recorded.index or 0) < len(rng.cuda):
-        torch.cuda.set_rng_state(rng.cuda[recorded.index or 0], target)
-
-
-def dtype_of(capsule: Capsule) -> str:
-    """Return the dtype of the recorded call in words: `float32, autocast float16`."""
-    sizes: dict[torch.dtype, int] = {}
-    for x in (*capsule.state.values(), *capsule.args, *capsule.kwargs.values()):
-        if isinstance(x, Tensor) and x.is_floating_point():
-            sizes[x.dtype] = sizes.get(x.dtype, 0) + x.numel()
-    main = str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.") if sizes else "no float"
-    kind = torch.device(capsule.device).type
-    active = next((state for state in capsule.autocast if state.device_type == kind and state.enabled), None)
-    return main if active is None else f"{main}, autocast {str(active.dtype).removeprefix('torch.')}"
+    The class is looked up among the modules that this process has imported, past any `__getattr__` of theirs, and
+    filled without `__init__` or `__post_init__`: a name out of a file decides nothing but which type this is.
+    """
+    kind: Any = sys.modules.get(module)
+    for part in class_name.split("."):
+        kind = vars(kind).get(part) if isinstance(kind, ModuleType | type) else None
+    names = field_names(kind) if isinstance(kind, type) else None
+    if names is None or set(names) != set(content):
+        raise LookupError("no such class is imported" if kind is None else "the class has other fields")
+    if issubclass(kind, tuple):
+        return tuple.__new__(kind, [content[name] for name in names])
+    try:
+        is_dict = issubclass(kind, OrderedDict)  # as a ModelOutput is, of its fields that are not None
+        instance: Any = OrderedDict.__new__(kind) if is_dict else object.__new__(kind)
+        for name in names:
+            object.__setattr__(instance, name, content[name])
+            if is_dict and content[name] is not None:
+                OrderedDict.__setitem__(instance, name, content[name])
+    except (TypeError, AttributeError) as error:
+        raise LookupError(str(error)) from None
+    return instance

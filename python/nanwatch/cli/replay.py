@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ..capsule.capsule import FILE, Capsule
-from ..capsule.replay import Replayed, dtype_of
+from ..capsule.replay import Replayed
 from ..report import text
 from ..session.replay import rerun
-from ..util.progress import Tell, shown, wants_color
+from ..util.progress import shown, wants_color
 from ..util.visible import module_name, spell, visible
 from .commands import UseError, command_parser, failed, imported
 
+_RECORDED = "as recorded"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _NONFINITE, _FAILED = 1, 2
 _EXAMPLES = """\
@@ -31,13 +32,13 @@ examples:
 
 
 class _Run(NamedTuple):
-    """One call: its dtype in words, its result or None, the verdict, and the verdict in words.
+    """One call: its dtype, its result or None, the verdict, and the verdict in words.
 
     `verdict` is "non-finite", "finite", "not seen" or "failed".
     """
 
-    label: str
-    done: Replayed | None
+    dtype: str
+    result: Replayed | None
     verdict: str
     words: str
 
@@ -73,7 +74,9 @@ def main(arguments: list[str]) -> int:
     with shown() as tell, contextlib.redirect_stdout(sys.stderr):
         try:
             tell(f"reading {options.capsule}")
-            capsule = Capsule.open(_folder(Path(options.capsule)))
+            folder = Path(options.capsule)
+            inside = folder / "capsule"  # in the folder of a failure, which `output_dir` holds
+            capsule = Capsule.open(inside if inside.is_dir() and not (folder / FILE).exists() else folder)
             tell(f"importing {options.model}")
             model = imported(options.model, "--model")
             if not isinstance(model, torch.nn.Module):
@@ -82,48 +85,39 @@ def main(arguments: list[str]) -> int:
                 )
         except (UseError, ValueError, ImportError) as error:
             return failed("replay", error)
-        runs = [_run(capsule, model, dtype, options.device, tell) for dtype in ("", *options.dtype)]
-    if options.json:
-        print(json.dumps(_document(capsule, runs), indent=2))
-    else:
-        print("\n".join(_lines(capsule, runs)))
+        runs = []
+        for dtype in (_RECORDED, *options.dtype):
+            tell(f"replaying {dtype}")
+            runs.append(_run(capsule, model, dtype, options.device))
+    print(_document(capsule, runs) if options.json else "\n".join(_lines(capsule, runs)))
     verdicts = {run.verdict for run in runs}
     if "non-finite" in verdicts:
         return _NONFINITE
     return 0 if verdicts == {"finite"} else _FAILED
 
 
-def _folder(path: Path) -> Path:
-    """Return the capsule's folder: `path`, or the one in the folder of a failure that `output_dir` holds."""
-    inside = path / "capsule"
-    return inside if inside.is_dir() and not (path / FILE).exists() else path
-
-
-def _run(capsule: Capsule, model: Any, dtype: str, device: str | None, tell: Tell) -> _Run:
-    """Make the call in this dtype, "" for the capsule's own."""
-    label = dtype or f"{dtype_of(capsule)} (as recorded)"
-    tell(f"replaying in {label}")
+def _run(capsule: Capsule, model: torch.nn.Module, dtype: str, device: str | None) -> _Run:
     try:
-        done = rerun(capsule, model, getattr(torch, dtype) if dtype else None, device)
+        result = rerun(capsule, model, None if dtype == _RECORDED else getattr(torch, dtype), device)
     except Exception as error:  # other dtypes may work
-        return _Run(label, None, "failed", f"could not be run: {spell(error)}")
-    if done.report.finding is not None:
-        return _Run(label, done, "non-finite", text.summary(done.report.finding))
-    if any(record.isfinite for frame in done.report.frames for record in frame.records):
-        return _Run(label, done, "finite", "all finite")
-    return _Run(label, done, "not seen", "nothing could be looked at")
+        return _Run(dtype, None, "failed", f"could not be run: {spell(error)}")
+    if result.report.finding is not None:
+        return _Run(dtype, result, "non-finite", text.summary(result.report.finding))
+    if any(record.isfinite for frame in result.report.frames for record in frame.records):
+        return _Run(dtype, result, "finite", "all finite")
+    return _Run(dtype, result, "not seen", "nothing could be looked at")
 
 
 def _lines(capsule: Capsule, runs: list[_Run]) -> list[str]:
     name = module_name(capsule.module)
     versions = f"torch {capsule.versions.get('torch')}, nanwatch {capsule.versions.get('nanwatch')}"
-    width = max(len(run.label) for run in runs) + 2
     lines = [
         f"{capsule.folder}: {name} ({capsule.class_name}) on {capsule.device}, {versions}",
-        *(f"{run.label:<{width}}{run.words}" for run in runs),
+        *(f"{run.dtype:<13}{run.words}" for run in runs),
     ]
-    remarks = dict.fromkeys(f"Note:  {remark}" for run in runs if run.done for remark in run.done.remarks)
-    report = next((run.done.report for run in runs if run.done and run.verdict == "non-finite"), None)
+    results = [run.result for run in runs if run.result is not None]
+    remarks = dict.fromkeys(f"Note:  {remark}" for result in results for remark in result.remarks)
+    report = next((result.report for result in results if result.report.finding is not None), None)
     return [
         *map(visible, lines),
         *([] if report is None else ["", report.to_text(color=wants_color(sys.stdout))]),
@@ -131,23 +125,24 @@ def _lines(capsule: Capsule, runs: list[_Run]) -> list[str]:
     ]
 
 
-def _document(capsule: Capsule, runs: list[_Run]) -> dict[str, Any]:
-    return {
+def _document(capsule: Capsule, runs: list[_Run]) -> str:
+    described = [
+        {
+            "dtype": run.dtype,
+            "device": None if run.result is None else str(run.result.device),
+            "verdict": run.verdict,
+            "error": run.words.partition(": ")[2] if run.result is None else None,
+            "remarks": [] if run.result is None else list(run.result.remarks),
+            "report": None if run.result is None else json.loads(run.result.report.to_json()),
+        }
+        for run in runs
+    ]
+    document: dict[str, Any] = {
         "capsule": str(capsule.folder),
         "module": capsule.module,
         "class": capsule.class_name,
         "versions": dict(capsule.versions),
-        "left_out": [str(missing) for missing in capsule.left_out],
-        "runs": [
-            {
-                "dtype": run.label,
-                "as_recorded": run is runs[0],
-                "device": None if run.done is None else str(run.done.device),
-                "verdict": run.verdict,
-                "error": run.words.partition(": ")[2] if run.done is None else None,
-                "remarks": [] if run.done is None else list(run.done.remarks),
-                "report": None if run.done is None else json.loads(run.done.report.to_json()),
-            }
-            for run in runs
-        ],
+        "left_out": list(capsule.left_out),
+        "runs": described,
     }
+    return json.dumps(document, indent=2)
