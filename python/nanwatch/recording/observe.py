@@ -134,7 +134,7 @@ def observe(
     that looks like an additive mask, is read a second time for the counts and the index, unless `is_examined` is False.
     `allow_inf` says that its infinities are meant, or is the Excuses of the module. `wanted` says what the record has
     besides: counts, a fingerprint, and in the batches that are due statistics, or for an output a sketch. A quantized
-    tensor of a library's own class has none of these. Where it is non-finite, the record is that of the tensor inside it
+    tensor of a library's own class has none of these. Where it is non-finite, the record is that of the inner tensor
     that is, as `weight.scale`.
     """
     if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
