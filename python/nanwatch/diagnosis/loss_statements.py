@@ -1,12 +1,13 @@
 """The statements that computed a loss outside all modules, from the stack of its `backward()`, to be run again.
 
 The names of a frame keep their values until the backward. So only those statements of the function run again that bind
-or fill a value which came from the model's outputs, and no more: no step of an optimizer, nothing that hands out data.
+or fill a value which came from the model's outputs: no step of an optimizer, nothing that hands out data.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,13 +40,8 @@ _NOT_TWICE = frozenset({
     "get_batch", "save", "autograd", "grad",
 })  # fmt: skip
 # Methods that change what they are called on, beside those of tensors that end in an underscore.
-_CHANGES = frozenset(
-    {"append", "extend", "insert", "add", "update", "setdefault", "sort", "reverse", "pop", "clear"}
-)
-
-
-# More are no hint.
-_MOST_NODES = 6
+_CHANGES = frozenset({"append", "extend", "insert", "add", "update", "setdefault", "sort", "pop"})
+_MOST_NODES = 6  # more are no hint
 
 
 class Refused(Exception):  # noqa: N818 - a reason, in words
@@ -55,8 +51,8 @@ class Refused(Exception):  # noqa: N818 - a reason, in words
 class Caller(NamedTuple):
     """A function of the program that is under way, and has called what leads to the backward.
 
-    `end` are the line and column at which the expression under way ends; Python 3.10 does not tell. `handed` has the
-    parameters as they came in, also those that the function has deleted since, as Trainer does with the batch.
+    `end` are the line and column at which the expression under way ends; Python 3.10 does not tell. `handed` has values
+    for parameters that the function has deleted, as Trainer does: those of the same names in its own caller.
     """
 
     code: CodeType
@@ -67,7 +63,7 @@ class Caller(NamedTuple):
     handed: Mapping[str, Any] = MappingProxyType({})
 
 
-class Cut(NamedTuple):
+class Slice(NamedTuple):
     """The statements that computed a loss, the values of the names that they read, and their last line."""
 
     body: list[ast.stmt]
@@ -111,9 +107,11 @@ class BackwardCall:
         for caller, above in zip(self.callers, [*self.callers[1:], None], strict=True):
             file = SourceFile.load(caller.code.co_filename)
             if above is not None:
-                caller = caller._replace(handed=_handed(caller, above))
-            if file is not None and (cut := cut_of(caller, file, self.is_behind)) is not None:
-                return LossStatements(model, caller, file, self.is_behind, cut)
+                parameters = caller.code.co_varnames[: caller.code.co_argcount]
+                handed = {name: above.names[name] for name in parameters if name in above.names}
+                caller = caller._replace(handed=handed)
+            if file is not None and (part := slice_of(caller, file, self.is_behind)) is not None:
+                return LossStatements(model, caller, file, self.is_behind, part)
         raise Refused("the source of the loss was not found")
 
 
@@ -193,52 +191,28 @@ def _callers(frame: FrameType) -> Iterator[Caller]:
         yield Caller(code, frame.f_lineno, end, frame_values(frame), frame.f_globals)
 
 
-def _handed(caller: Caller, above: Caller) -> dict[str, Any]:
-    """Return the values of the parameters that `above` passed by a name of its own."""
-    file = SourceFile.load(above.code.co_filename)
-    top = None if file is None else _body_of(above, file)
-    path = [] if top is None else path_to(top, above.line)
-    call = _call_under_way(path[-1][1], above, caller.code.co_name) if path else None
-    if call is None or called_name(call) != caller.code.co_name:
-        return {}
-    names = caller.code.co_varnames[: caller.code.co_argcount]
-    is_method = names[:1] == ("self",) and isinstance(call.func, ast.Attribute)
-    pairs = [*zip(names[is_method:], call.args, strict=False), *((x.arg, x.value) for x in call.keywords)]
-    passed = [(name, x.id) for name, x in pairs if name and isinstance(x, ast.Name)]
-    return {name: above.names[source] for name, source in passed if source in above.names}
-
-
-def _call_under_way(statement: ast.stmt, caller: Caller, name: str) -> ast.Call | None:
-    """Return the call of the statement that has not returned; without its place, the only one of this name."""
-    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
-    if caller.end[0] is not None:
-        calls = [call for call in calls if (call.end_lineno, call.end_col_offset) == caller.end]
-    else:
-        calls = [call for call in calls if called_name(call) == name]
-    return calls[0] if len(calls) == 1 else None
-
-
-def cut_of(caller: Caller, file: SourceFile, is_behind: Callable[[Any], bool]) -> Cut | None:
+def slice_of(caller: Caller, file: SourceFile, is_behind: Callable[[Any], bool]) -> Slice | None:
     """Return the statements that computed the loss of the call under way; None where the frame was only handed it.
 
     Statements that made a bad value without a graph, such as a target, are among them where they may run again.
     """
     top = _body_of(caller, file)
-    if top is None or isinstance(top, ast.Lambda):
+    path = [] if top is None or isinstance(top, ast.Lambda) else path_to(top, caller.line)
+    if not path:
         return None
     try:
-        if (cut := _Cutter(caller, is_behind, follows_bad=True).cut(top)) is not None:
-            return cut
+        if (part := _Slicer(caller, is_behind, follows_bad=True).cut(path)) is not None:
+            return part
     except Refused:
         pass
-    return _Cutter(caller, is_behind, follows_bad=False).cut(top)
+    return _Slicer(caller, is_behind, follows_bad=False).cut(path)
 
 
 def _body_of(caller: Caller, file: SourceFile) -> FunctionNode | ast.Module | None:
     return file.tree if caller.code.co_name == "<module>" else node_of(file.tree, caller.code)
 
 
-class _Cutter:
+class _Slicer:
     """Goes back from the loss over the statements before it, with the names whose values they have to make."""
 
     def __init__(self, caller: Caller, is_behind: Callable[[Any], bool], *, follows_bad: bool) -> None:
@@ -248,47 +222,47 @@ class _Cutter:
         self._reads: dict[str, Any] = {}
         # Names that a later statement binds: their values are no longer those that an earlier one read.
         self._bound: set[str] = set()
-        # Names of values from elsewhere that a statement fills.
-        self._filled: set[str] = set()
 
-    def cut(self, top: FunctionNode | ast.Module) -> Cut | None:
-        path = path_to(top, self._caller.line)
-        value = None if not path else self._loss_in(path[-1][1])
-        if value is None:
-            return None
+    def cut(self, path: list[tuple[list[ast.stmt], ast.stmt]]) -> Slice | None:
         statement = path[-1][1]
-        needed = self._read(value)
-        result = ast.copy_location(ast.Assign([ast.Name(_RESULT, ast.Store())], value), statement)
+        loss = self._loss_in(statement)
+        if loss is None:
+            return None
+        needed = self._read(loss)
+        result = ast.copy_location(ast.Assign([ast.Name(_RESULT, ast.Store())], loss), statement)
         body: list[ast.stmt] = [result]
         for block, inner in reversed(path):
             before, needed = self._block(block[: block.index(inner)], needed)
             body = [*before, *body]
-            if not needed:
-                break
-        handed = self._caller.handed
-        given = {name for name in needed & handed.keys() if not self._is_made(handed[name])}
-        self._reads.update((name, handed[name]) for name in given)
-        needed -= given
-        # A value that these statements fill, and others made, starts as it is now.
-        elsewhere = {name for name in needed & self._filled if name in self._caller.names}
-        self._reads.update((name, self._caller.names[name]) for name in elsewhere)
-        is_computed = any(isinstance(node, ast.Call | ast.BinOp) for node in ast.walk(value))
-        if needed - elsewhere or (len(body) == 1 and not is_computed):
+        # A parameter that is gone, and a list or dict of others that these statements fill.
+        known = {**self._caller.handed, **self._caller.names}
+        given = {
+            name
+            for name in needed
+            if name in known and (isinstance(known[name], list | dict) or not self._is_made(known[name]))
+        }
+        self._reads.update((name, known[name]) for name in given)
+        is_computed = any(isinstance(node, ast.Call | ast.BinOp) for node in ast.walk(loss))
+        if needed - given or (len(body) == 1 and not is_computed):
             return None
-        self._refuse_twice(value)
-        return Cut(body, self._reads, statement.end_lineno or statement.lineno)
+        self._refuse_twice(*body)
+        return Slice(body, self._reads, statement.end_lineno or statement.lineno)
 
     def _loss_in(self, statement: ast.stmt) -> ast.expr | None:
         """Return the loss in the call under way: what has the method `backward`, else the argument that was made."""
-        call = _call_under_way(statement, self._caller, "backward")
-        if call is None:
+        calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+        if self._caller.end[0] is not None:
+            calls = [call for call in calls if (call.end_lineno, call.end_col_offset) == self._caller.end]
+        else:
+            calls = [call for call in calls if called_name(call) == "backward"]
+        if len(calls) != 1:
             return None
+        call = calls[0]
         if isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
             owner = call.func.value
             if not call.args or self._read(owner) or any(isinstance(x, ast.Call) for x in ast.walk(owner)):
                 return owner
-        given = [argument for argument in call.args if not isinstance(argument, ast.Starred)]
-        given += [keyword.value for keyword in call.keywords if keyword.arg is not None]
+        given = [*call.args, *(keyword.value for keyword in call.keywords)]
         made = [argument for argument in given if self._read(argument)]
         return made[0] if len(made) == 1 else None
 
@@ -315,57 +289,45 @@ class _Cutter:
         """Return those of the statements that make the needed names, and the names that they need themselves."""
         body: list[ast.stmt] = []
         for statement in reversed(statements):
-            names, filled = names_in(statement, ast.Store), _filled_by(statement, self._caller.names)
-            self._bound |= names
+            bound, filled = names_in(statement, ast.Store), _filled_by(statement)
             filled &= needed | self._reads.keys()
-            self._filled |= filled
-            if names & needed or filled:
-                self._bound |= filled
+            self._bound |= bound | filled
+            if bound & needed or filled:
                 kept, needed = self._statement(statement, needed | filled)
                 body = [kept, *body]
         return body, needed
 
     def _statement(self, statement: ast.stmt, needed: set[str]) -> tuple[ast.stmt, set[str]]:
-        """Return the statement as it may run again, and the names that have to be made before it."""
-        if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            self._refuse_twice(statement.value)
-            bound = {name for target in targets for name in names_in(target, ast.Store)}
-            # Without an annotation, which a function does not evaluate.
-            plain = ast.copy_location(ast.Assign([*targets], statement.value), statement)
-            return plain, (needed - bound) | self._read(statement.value)
-        if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
-            self._refuse_twice(statement.value)
-            # Not in place: the tensor or the list may be the program's.
-            left = ast.copy_location(ast.Name(statement.target.id, ast.Load()), statement.target)
-            value = ast.copy_location(ast.BinOp(left, statement.op, statement.value), statement)
-            plain = ast.copy_location(ast.Assign([statement.target], value), statement)
-            return plain, needed | {statement.target.id} | self._read(statement.value)
-        if isinstance(statement, ast.Expr | ast.AugAssign):
-            self._refuse_twice(statement)
-            return statement, needed | self._read(statement)
-        if isinstance(statement, ast.For):
-            self._refuse_twice(statement)
-            bound = names_in(statement, ast.Store)
-            self._filled |= bound  # which it may read only after it has bound them
-            return statement, (needed | self._read(statement)) - names_in(statement.target, ast.Store)
+        """Return the statement as it runs again, and the names that have to be made before it."""
         if isinstance(statement, ast.With):
             body, needed = self._block(statement.body, needed)
-            contexts = [item.context_expr for item in statement.items]
-            made = ast.copy_location(ast.With(statement.items, body), statement)
-            return made, needed | self._read(*contexts)
-        if isinstance(statement, ast.If):
-            self._refuse_twice(statement.test)
+            made: ast.stmt = ast.With(statement.items, body)
+            needed |= self._read(*(item.context_expr for item in statement.items))
+        elif isinstance(statement, ast.If):
             body, first = self._branch(statement.body, needed)
             others, second = self._branch(statement.orelse, needed)
-            chosen = ast.If(statement.test, body or [ast.copy_location(ast.Pass(), statement)], others)
-            return ast.copy_location(chosen, statement), first | second | self._read(statement.test)
-        raise self._refused(statement)
+            made = ast.If(statement.test, body or [ast.copy_location(ast.Pass(), statement)], others)
+            needed = first | second | self._read(statement.test)
+        elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            made = ast.Assign([*targets], statement.value)  # a function evaluates no annotation
+            for target in targets:
+                needed = needed - names_in(target, ast.Store) | self._read(target)
+            needed = needed | self._read(statement.value)
+        elif isinstance(statement, ast.AugAssign | ast.Expr | ast.For):
+            made = statement
+            bound = names_in(statement.target, ast.Store) if isinstance(statement, ast.For) else set()
+            needed = (needed | self._read(statement)) - bound
+        else:
+            raise self._refused(statement)
+        return ast.copy_location(made, statement), needed
 
     def _branch(self, statements: list[ast.stmt], needed: set[str]) -> tuple[list[ast.stmt], set[str]]:
         """Return the block; one that may not run twice raises instead, as the condition may choose the other."""
         try:
-            return self._block(statements, needed)
+            body, inner = self._block(statements, needed)
+            self._refuse_twice(*body)
+            return body, inner
         except Refused as reason:
             return ast.parse(f"raise RuntimeError({str(reason)!r})").body, needed
 
@@ -380,23 +342,17 @@ class _Cutter:
         return Refused(f"line {line} of {self._caller.code.co_filename} should not run a second time")
 
 
-def _filled_by(statement: ast.stmt, values: dict[str, Any]) -> set[str]:
+def _filled_by(statement: ast.stmt) -> set[str]:
     """Return the names whose values the statement changes in place: `p.clamp_()`, `s.den = x`, `losses["a"] = x`."""
-    stored = (x for x in ast.walk(statement) if isinstance(x, ast.Attribute | ast.Subscript))
-    filled = {_base(x) for x in stored if isinstance(x.ctx, ast.Store)}
-    call = statement.value if isinstance(statement, ast.Expr) else None
-    if not isinstance(call, ast.Call):
-        return filled - {""}
-    name = called_name(call)
-    is_in_place = name.endswith("_") and not name.endswith("__")
-    if isinstance(call.func, ast.Attribute) and (is_in_place or name in _CHANGES):
-        filled.add(_base(call.func.value))
-    given = [x.id for x in (*call.args, *(k.value for k in call.keywords)) if isinstance(x, ast.Name)]
-    if is_in_place or any(keyword.arg in ("inplace", "out") for keyword in call.keywords):
-        filled |= set(given)
-    elif isinstance(call.func, ast.Name):  # a helper that fills what it is given
-        filled |= {x for x in given if isinstance(values.get(x), list | dict | set)}
-    return filled - {""}
+    filled: list[ast.AST] = []
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store):
+            filled.append(node)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = called_name(node)
+            if name in _CHANGES or (name.endswith("_") and not name.endswith("__")):
+                filled.append(node.func)
+    return {name for node in filled if (name := _base(node))}
 
 
 def _base(node: ast.AST) -> str:
@@ -410,22 +366,35 @@ class LossStatements(nn.Module):
     """The statements as a module, whose call runs them and returns the loss. `inputs` are what they read, by name."""
 
     def __init__(
-        self, model: nn.Module, caller: Caller, file: SourceFile, is_behind: Callable[[Any], bool], cut: Cut
+        self,
+        model: nn.Module,
+        caller: Caller,
+        file: SourceFile,
+        is_behind: Callable[[Any], bool],
+        part: Slice,
     ) -> None:
         super().__init__()
         self.model = model  # so that a re-run of the statements holds its state, and no watch sees its calls
         self.filename = file.name
-        self.lines = cut.body[0].lineno, cut.last_line
-        self.inputs = {name: cut.reads[name] for name in sorted(cut.reads) if tensors_in(cut.reads[name])}
-        self._cut, self._caller, self._file, self._is_behind = cut, caller, file, is_behind
-        self._names = {**caller.globals, **caller.names, **cut.reads}
+        self.lines = part.body[0].lineno, part.last_line
+        self.inputs = {name: part.reads[name] for name in sorted(part.reads) if tensors_in(part.reads[name])}
+        self._body, self._caller, self._file, self._is_behind = part.body, caller, file, is_behind
+        self._names = {**caller.globals, **caller.names, **part.reads}
         self._probe = Probe()
-        self._code = compiled_with(ast.Module(cut.body, []), file, (), self._probe)
+        self._code = compiled_with(ast.Module(part.body, []), file, (), self._probe)
 
     def forward(self, **inputs: Any) -> Any:
         """Run the statements with these values of the names they read."""
         self._probe.was_run = True
         names = {**self._names, **inputs}
+        # A list or a dict that the statements fill is the program's.
+        filled = {
+            name
+            for x in self._body
+            for name in _filled_by(x)
+            if isinstance(names.get(name), list | dict | set)
+        }
+        names |= {name: copy.copy(names[name]) for name in filled}
         exec(self._code, names)
         return names[_RESULT]
 
@@ -433,7 +402,7 @@ class LossStatements(nn.Module):
         self, filename: str, line: int, positions: tuple[int | None, ...] | None = None
     ) -> Target | str:
         """Return the statements as what runs this line, if it is one of theirs; else as `find_target` does."""
-        is_own = any(x.lineno <= line <= (x.end_lineno or x.lineno) for x in self._cut.body)
+        is_own = any(x.lineno <= line <= (x.end_lineno or x.lineno) for x in self._body)
         node = _body_of(self._caller, self._file)
         if filename != self.filename or not is_own or node is None:
             return find_target(filename, line, positions)
@@ -450,11 +419,11 @@ class LossStatements(nn.Module):
         end = self._caller.end[0]
         moved = None if end is None else end + added, self._caller.end[1]
         caller = self._caller._replace(line=self._caller.line + added, end=moved)
-        cut = cut_of(caller, file, self._is_behind)
-        if cut is None or len(cut.body) > len(self._cut.body) + max(added, 0):
+        part = slice_of(caller, file, self._is_behind)
+        if part is None or len(part.body) > len(self._body) + max(added, 0):
             raise ValueError("the edit moved the statements")
         before = self._code, self._probe
-        self._code, self._probe = compiled_with(ast.Module(cut.body, []), file, looks, probe), probe
+        self._code, self._probe = compiled_with(ast.Module(part.body, []), file, looks, probe), probe
         try:
             yield
         finally:

@@ -144,7 +144,9 @@ def observe(
         x, wanted = (value, wanted) if x is None else (x, _NOTHING)
         record = _read(x, label, role, wanted.fingerprints, _is_due(batch, wanted.statistics))
         if x is not value and record.isfinite is False:
-            parts = [(part, _read(part, name, role, False, False)) for name, part in inner_tensors(value, label)]
+            parts = [
+                (part, _read(part, name, role, False, False)) for name, part in inner_tensors(value, label)
+            ]
             x, record = next((pair for pair in parts if pair[1].isfinite is False), (x, record))
         if is_examined and record.isfinite is not None:
             record = _examine(x, record, allow_inf, wanted.counts)
