@@ -1,14 +1,11 @@
-"""Cures of a failure: changes of the source, options of modules, and other formats, each tried on the failed batch.
-
-All trials are judged alike, see `Trials`: outputs and gradients are finite, and the results are near those of float64.
-A change of format has to leave a bit of headroom too.
-"""
+"""Cures of a failure: changes of the source, options of modules, and other formats, each tried on the failed batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from math import ceil, frexp, inf, isfinite, log2
 from typing import Any
 
@@ -16,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..instrumentation.wrapped_names import named_modules, unwrapped
-from ..precision.casting import cast
+from ..precision.casting import autocast_kinds, cast, replaced
 from ..precision.precision import run_in_fp32
 from ..recording.walk import call_leaves
 from ..records.headroom import least_bits
@@ -25,21 +22,11 @@ from ..report.finding import Cure, Finding, working_first
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, is_narrow, may_be_narrow, no_second_run
 from .diagnosis import BackwardStart, Diagnosis
-from .experiment import (
-    NO_CONDITIONS,
-    Change,
-    Conditions,
-    Experiment,
-    Trials,
-    code_of,
-    gradient_record,
-    in_float32,
-    module_words,
-)
-from .float64 import loaded
+from .experiment import Experiment, MakeCall, gradient_record, make_call
 from .patching.code_swap import TargetFinder, find_target
 from .patching.rounds import Rounds
 from .patching.table import OPTIONS
+from .trials import NO_CONDITIONS, Conditions, Hold, Trials, loaded
 
 Cures = tuple[tuple[Cure, ...], tuple[str, ...]]
 # Runs of a batch for other formats. Two cures are a choice; more would only cost forwards.
@@ -77,42 +64,6 @@ def try_patches(
     return tuple(trials.cures), tuple(trials.remarks)
 
 
-def try_formats(
-    snapshot: BatchSnapshot,
-    finding: Finding,
-    model: nn.Module,
-    *,
-    start: BackwardStart | None = None,
-    conditions: Conditions = NO_CONDITIONS,
-) -> Cures:
-    """Return `(cures, remarks)` from trials of other formats, where one narrower than float32 takes part.
-
-    Only for what a module produced or received: weights, buffers and data that were not finite before the call have no
-    cure here. `start` is where a failed backward began. Each trial changes what a user would change who applies the
-    cure as it is printed. A change that does not work is left out, except float32 for the guilty module, which a user
-    would expect to help.
-
-    The model is left as it was. Nothing is raised but KeyboardInterrupt and its like: what goes wrong is a remark.
-    """
-    if finding.origin not in ("produced", "received"):
-        return (), ()
-    if finding.transient:
-        return (), (_NOT_BACK,)
-    if reason := no_second_run(snapshot.module):
-        return (), (f"no cure was tried: {reason}",)
-    formats = _Formats(Trials(snapshot, finding, model, start, conditions))
-    try:
-        if start is None:
-            formats.of_forward()
-        else:
-            formats.of_backward(start)
-    except _Done:
-        pass
-    except Exception as error:
-        formats.trials.remarks.append(f"the search for cures ended early: {spell(error)}")
-    return working_first(formats.trials.cures), tuple(formats.trials.remarks)
-
-
 def _try_option(trials: Trials) -> None:
     """Try the batch with an option of the guilty module, given to all modules of its kind."""
     guilty = next((m for m, name in trials.names.items() if name == trials.guilty), None)
@@ -141,6 +92,43 @@ def _try_option(trials: Trials) -> None:
             trials.cures.append(Cure(what, True, None, "", close.words))
 
 
+def try_formats(
+    snapshot: BatchSnapshot,
+    finding: Finding,
+    model: nn.Module,
+    *,
+    start: BackwardStart | None = None,
+    conditions: Conditions = NO_CONDITIONS,
+) -> Cures:
+    """Return `(cures, remarks)` from trials of other formats, where one narrower than float32 takes part.
+
+    Only for what a module produced or received: weights, buffers and data that were not finite before the call have no
+    cure here. `start` is where a failed backward began. Each trial changes what a user would change who applies the
+    cure as it is printed, and needs a bit of headroom. A change that does not work is left out, except float32 for the
+    guilty module, which a user would expect to help.
+
+    The model is left as it was. Nothing is raised but KeyboardInterrupt and its like: what goes wrong is a remark.
+    """
+    if finding.origin not in ("produced", "received"):
+        return (), ()
+    if finding.transient:
+        return (), (_NOT_BACK,)
+    if reason := no_second_run(snapshot.module):
+        return (), (f"no cure was tried: {reason}",)
+    trials = Trials(snapshot, finding, model, start, conditions)
+    formats = _Formats(trials)
+    try:
+        if start is None:
+            formats.of_forward()
+        else:
+            formats.of_backward(start)
+    except _Done:
+        pass
+    except Exception as error:
+        trials.remarks.append(f"the search for cures ended early: {spell(error)}")
+    return working_first(trials.cures), tuple(trials.remarks)
+
+
 class _Done(Exception):  # noqa: N818
     """Enough cures are found, or all runs are used."""
 
@@ -149,7 +137,7 @@ class _Formats:
     """The trials of other formats, the smallest change first."""
 
     def __init__(self, trials: Trials) -> None:
-        self.trials = trials
+        self._trials = trials
         self._modules = {
             named.name: named.module for named in named_modules(trials.model, remove_duplicate=False)
         }
@@ -159,18 +147,18 @@ class _Formats:
         self._squares = any(p.dtype is torch.float16 for p in trials.snapshot.module.parameters())
         # How the batch ran with nothing changed, or with nothing but the guilty module: what came before is the same.
         self._seen = Experiment()
-        self._is_backward = False
+        self._is_backward = trials.start is not None
 
     def of_forward(self) -> None:
         """Try float32 for the guilty module, bfloat16, larger modules, and the ends of float16."""
-        trials = self.trials
+        trials = self._trials
         if trials.finding.transient is None or not may_be_narrow(trials.snapshot, trials.finding):
             self._seen = self._run()
-            if not any(record.is_fault for record in self._records(self._seen)):
+            if not any(record.is_fault for record in self._failing(self._seen)):
                 error = self._seen.error
-                reason = (
-                    f"no cure was tried: the batch, run again, raised {spell(error)}" if error else _NOT_BACK
-                )
+                reason = _NOT_BACK
+                if error is not None:
+                    reason = f"no cure was tried: the batch, run again, raised {spell(error)}"
                 trials.remarks.append(reason)
                 return
             if not self._is_narrow():
@@ -181,9 +169,8 @@ class _Formats:
             self._seen = alone if alone.error is None else self._run()
             if not self._is_narrow():
                 return
-        works = self._judge(
-            in_float32(trials.model, self._guilty), alone, changed=self._guilty, expected=True
-        )
+        words = in_float32(trials.model, self._guilty)
+        works = self._judge(words, alone, changed=self._guilty, expected=True)
         is_wide_enough = self._bfloat16()
         if not works:
             self._larger(is_wide_enough=is_wide_enough)
@@ -192,23 +179,20 @@ class _Formats:
 
     def of_backward(self, start: BackwardStart) -> None:
         """Try a smaller loss scale, and float32 for the guilty module and those around it."""
-        self._is_backward = True
         self._seen = self._run()
-        if not self._seen.bad_gradients:
+        if not self._seen.has_bad_gradients:
             return
         on = f", tried on the backward of {module_words(start.name)}"
         if (cure := self._smaller_scale(start)) is not None:
-            self.trials.cures.append(replace(cure, what=cure.what + on))
+            self._trials.cures.append(replace(cure, what=cure.what + on))
         if any(record.dtype in ("float16", "bfloat16") for record in self._seen.gradients):
             for name in [self._guilty, *self._around()][:_MOST_MODULES]:
-                experiment = self._run(lambda name=name: run_in_fp32(self._modules[name]))  # type: ignore[misc]
-                if self._judge(in_float32(self.trials.model, name) + on, experiment):
+                if self._in_float32(name, on):
                     return
 
     def _bfloat16(self) -> bool:
         """Try bfloat16, which has the range of float32, for all float16. Return whether it works."""
-        snapshot = self.trials.snapshot
-        autocast = any(call.autocast is torch.float16 for call in self._seen.calls)
+        snapshot = self._trials.snapshot
         weights = any(p.dtype is torch.float16 for p in snapshot.module.parameters())
         tensors = [x for _, x in call_leaves(snapshot.args, snapshot.kwargs) if isinstance(x, Tensor)]
         given = any(x.dtype is torch.float16 for x in tensors)
@@ -216,24 +200,22 @@ class _Formats:
             # The batch is a call of a part. The code that hands float16 to it was not seen, so no run here shows
             # whether that code hands on bfloat16 once the model is in bfloat16.
             return False
-        words = []
-        if autocast:
+        words: list[str] = []
+        hold: Hold = nullcontext
+        if any(call.autocast is torch.float16 for call in self._seen.calls):
             kind = next((mode.device_type for mode in snapshot.autocast if mode.enabled), "cuda")
             words.append(f'use bfloat16 in autocast, torch.autocast("{kind}", dtype=torch.bfloat16)')
         if weights:
             inputs = ", and give it bfloat16 inputs" if given else ""
             words.append(f"load the weights in bfloat16, model.to(torch.bfloat16){inputs}")
+            args, kwargs = (
+                cast(x, (torch.float16,), torch.bfloat16) for x in (snapshot.args, dict(snapshot.kwargs))
+            )
+            hold = partial(loaded, snapshot.module, torch.bfloat16)
+            snapshot = replace(snapshot, args=args, kwargs=kwargs, cached={})
         if not words:
             return False
-        change = Change(autocast=torch.bfloat16)
-        if not weights:
-            return self._judge(" and ".join(words), self._run(change=change))
-        args, kwargs = (
-            cast(x, (torch.float16,), torch.bfloat16) for x in (snapshot.args, dict(snapshot.kwargs))
-        )
-        wide = replace(snapshot, args=args, kwargs=kwargs, cached={})
-        experiment = self._run(lambda: loaded(snapshot.module, torch.bfloat16), change, wide)
-        return self._judge(" and ".join(words), experiment)
+        return self._judge(" and ".join(words), self._run(hold, _under_bfloat16, snapshot))
 
     def _larger(self, *, is_wide_enough: bool) -> None:
         """Try the modules around the guilty one in float32, the smallest first, and its own result left in float32.
@@ -246,25 +228,26 @@ class _Formats:
         if any(call.name == self._guilty and call.autocast for call in self._seen.calls):
             leaf = self._modules[self._guilty]
             experiment = self._run(lambda: run_in_fp32(leaf, cast_output=False))
-            if self._judge(in_float32(self.trials.model, self._guilty, cast_output=False), experiment):
+            words = in_float32(self._trials.model, self._guilty, cast_output=False)
+            if self._judge(words, experiment):
                 return
         if not is_wide_enough and self._guilty != self._root:
             self._in_float32(self._root)
 
-    def _in_float32(self, name: str) -> bool:
+    def _in_float32(self, name: str, on: str = "") -> bool:
         experiment = self._run(lambda: run_in_fp32(self._modules[name]))
-        return self._judge(in_float32(self.trials.model, name), experiment, changed=name)
+        return self._judge(in_float32(self._trials.model, name) + on, experiment, changed=name)
 
     def _clamp(self) -> None:
         """Try to clamp the value that leaves float16 to its ends, where bfloat16 is not to be had."""
-        records, finding = self._records(self._seen), self.trials.finding
+        finding, records = self._trials.finding, self._failing(self._seen)
         ends = next((x.ends for x in records if x.is_fault and x.dtype.endswith("float16")), None)
         if ends is None or any(call.name == self._guilty and call.autocast for call in self._seen.calls):
             return
         module, side = self._modules.get(finding.module), finding.label.partition("[")[0]
         if module is not None and side in ("input", "output"):
             words = f"clamp the {side} of {module_words(finding.module)} to ±{ends.largest:g}"
-            experiment = self._run(change=Change(clamp=(module, side, ends.largest)))
+            experiment = self._run(make=_clamping(module, side, ends.largest))
             self._judge(words, experiment, needs_room=False)
 
     def _smaller_scale(self, start: BackwardStart) -> Cure | None:
@@ -274,8 +257,8 @@ class _Formats:
         does not work where the scale is known and a scale of 1 does not help either. It takes 9 runs at most.
         """
         given, scale = (
-            [gradient_record(x, "") for x in start.gradients.values()],
-            self.trials.conditions.loss_scale,
+            [gradient_record(x) for x in start.gradients.values()],
+            self._trials.conditions.loss_scale,
         )
         if not any(record.dtype == "float16" for record in (*given, *self._seen.gradients)):
             return None
@@ -306,18 +289,17 @@ class _Formats:
 
     def _run(
         self,
-        hold: Callable[[], AbstractContextManager[Any]] | None = None,
-        change: Change | None = None,
+        hold: Hold = nullcontext,
+        make: MakeCall = make_call,
         snapshot: BatchSnapshot | None = None,
         start: BackwardStart | None = None,
     ) -> Experiment:
-        works = sum(cure.works for cure in self.trials.cures)
-        if not self._is_backward and (self.trials.runs >= MAX_RUNS or works >= _ENOUGH):
+        works = sum(cure.works for cure in self._trials.cures)
+        if not self._is_backward and (self._trials.runs >= MAX_RUNS or works >= _ENOUGH):
             raise _Done
-        squares = self._squares and not self._is_backward and bool(hold or change)
-        return self.trials.run(
-            hold or nullcontext, change=change, snapshot=snapshot, start=start, squares=squares
-        )
+        is_changed = hold is not nullcontext or make is not make_call
+        squares = self._squares and not self._is_backward and is_changed
+        return self._trials.run(hold, make, snapshot, start, squares=squares)
 
     def _judge(
         self,
@@ -332,41 +314,41 @@ class _Formats:
 
         `changed` is the module that runs in float32 and gives its results back in the format around it.
         """
-        remarks = self.trials.remarks
+        remarks = self._trials.remarks
         if experiment.error is not None:
             remarks.append(f"could not try to {what}: {spell(experiment.error)}")
             return False
-        works, room = self.trials.is_finite(experiment), None
+        works, room = self._trials.is_finite(experiment), None
         if works and needs_room:
-            narrow = (x for x in experiment.gradients if x.dtype in ("float16", "bfloat16"))
-            records = [*self._records(experiment), *experiment.outputs(changed)]
-            room = least_bits(narrow if self._is_backward else records)
+            narrow = [x for x in experiment.gradients if x.dtype in ("float16", "bfloat16")]
+            outputs = [x for x in experiment.records(changed) if x.role == "output"]
+            room = least_bits(narrow if self._is_backward else [*self._failing(experiment), *outputs])
             works = room is None or room >= _LEAST_ROOM
         if works:
-            close = self.trials.agreement(experiment)
+            close = self._trials.agreement(experiment)
             if not close.is_close:
                 remarks.append(f"with a change the batch is finite, but {close.words}: {what}")
             works = close.is_close
         if works or expected:
-            self.trials.cures.append(Cure(what, works, room))
+            self._trials.cures.append(Cure(what, works, room))
         return works
 
-    def _records(self, experiment: Experiment) -> list[Record]:
-        return experiment.rows(self.trials.finding.module, self.trials.finding.label)
-
-    # Facts that need no run
+    def _failing(self, experiment: Experiment) -> list[Record]:
+        """Return the records of the value of the finding."""
+        finding = self._trials.finding
+        return [x for x in experiment.records(finding.module) if x.label == finding.label]
 
     def _is_narrow(self) -> bool:
         """Return whether a narrow format takes part in the guilty call, or in the record that was not finite."""
-        finding = self.trials.finding
-        guilty = [call for call in self._seen.calls if call.name in (self._guilty, finding.module)]
+        finding = self._trials.finding
+        calls = [call for call in self._seen.calls if call.name in (self._guilty, finding.module)]
         weights = self._modules[self._guilty].parameters() if self._guilty in self._modules else ()
-        return (
-            any(call.autocast is not None for call in guilty)
-            or any(is_narrow(record.dtype) for call in guilty for record in call.rows)
-            or any(is_narrow(str(x.dtype)) for x in weights)
-            or any(is_narrow(record.dtype) for record in finding.operands)
-        )
+        records = [record for call in calls for record in call.records]
+        dtypes = [
+            *(record.dtype for record in (*records, *finding.operands)),
+            *(str(x.dtype) for x in weights),
+        ]
+        return any(call.autocast is not None for call in calls) or any(map(is_narrow, dtypes))
 
     def _around(self) -> Iterator[str]:
         """Return the modules around the guilty one that this batch called, the nearest first."""
@@ -374,8 +356,32 @@ class _Formats:
         name = self._guilty
         while name and name != self._root:
             name = name.rpartition(".")[0]
-            if name in self._modules and self.trials.names[self._modules[name]] in called:
-                yield self.trials.names[self._modules[name]]
+            if name in self._modules and self._trials.names[self._modules[name]] in called:
+                yield self._trials.names[self._modules[name]]
+
+
+def _under_bfloat16(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a call with bfloat16 where autocast has float16: here, as a model may enter autocast in its own forward."""
+    with ExitStack() as modes:
+        for kind in autocast_kinds():
+            if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
+                modes.enter_context(torch.autocast(kind, torch.bfloat16, cache_enabled=False))
+        return make_call(module, args, kwargs)
+
+
+def _clamping(chosen: nn.Module, side: str, limit: float) -> MakeCall:
+    """Return what makes calls with the floating-point tensors of one side of a module clamped to ±limit."""
+
+    def clamped(value: Any) -> Any:
+        return replaced(value, lambda x: x.clamp(-limit, limit) if x.dtype.is_floating_point else None)
+
+    def make(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if module is chosen and side == "input":
+            args, kwargs = clamped((args, kwargs))
+        output = make_call(module, args, kwargs)
+        return clamped(output) if module is chosen and side == "output" else output
+
+    return make
 
 
 def _largest_divisor(given: Sequence[Record]) -> float:
@@ -389,3 +395,36 @@ def _words(divisor: float, scale: float | None) -> str:
     if scale is None:
         return f"a loss scale that is {divisor:g} times smaller"
     return f"a loss scale of {scale / divisor:g} in place of {scale:g}"
+
+
+# Modules in words
+
+
+def module_words(name: str) -> str:
+    """Return the module in prose."""
+    return f"`{name}`" if name else "the model"
+
+
+def in_float32(model: nn.Module, name: str, *, cast_output: bool = True) -> str:
+    """Return the words of the cure that runs this module of `model` in float32."""
+    option = "" if cast_output else ", cast_output=False"
+    return f"run {module_words(name)} in float32, nanwatch.run_in_fp32({code_of(model, name)}{option})"
+
+
+def code_of(model: nn.Module, name: str) -> str:
+    """Return the expression that reaches the module in Python: `model.decoder.block[0]`."""
+    path = next(
+        (named.path for named in named_modules(model, remove_duplicate=False) if named.name == name), name
+    )
+    code, module = "model", model
+    for part in path.split(".") if path else ():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and part.isdecimal():
+            code += f"[{part}]"
+        elif isinstance(module, nn.ModuleDict):
+            code += f"[{part!r}]"
+        elif part.isidentifier():
+            code += f".{part}"
+        else:
+            return f"model.get_submodule({path!r})"
+        module = module._modules[part]  # type: ignore[assignment]
+    return code

@@ -36,17 +36,11 @@ class ModuleCall:
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """The source of an operation: file, line, and the expression, as `code.co_positions()` has it, where it is known.
-
-    `counts` are the positions of the operands that hold whole numbers only, not all of them zero, and `numbers` those
-    that are Python numbers, with their values.
-    """
+    """The source of an operation: file, line, and the expression, as `code.co_positions()` has it, where it is known."""
 
     filename: str
     line: int
     positions: tuple[int | None, int | None, int | None, int | None] | None = None
-    counts: frozenset[int] = frozenset()
-    numbers: tuple[tuple[int, float], ...] = ()
 
     @property
     def at(self) -> Place:

@@ -127,17 +127,16 @@ class Operands(NamedTuple):
 
     def details(
         self, written: Sequence[Tensor] = ()
-    ) -> tuple[tuple[Record, ...], frozenset[int], tuple[StoredHistogram, ...]]:
-        """Return the records of the tensors, the positions of those that are counts, and the spreads of the first.
+    ) -> tuple[tuple[Record, ...], tuple[StoredHistogram, ...]]:
+        """Return the records of the tensors, and the spreads of the first.
 
         The records have a health where elements are zero or subnormal, which a division or a logarithm does not
-        forgive. Counts are whole numbers from 0 on, not all of them zero. Tensors that share memory with what was
+        forgive. Tensors that share memory with what was
         `written` since are known by their range alone.
         """
         gone = {x.untyped_storage()._cdata for x in written if is_plain(x)}
         is_there = [not (is_plain(x) and x.untyped_storage()._cdata in gone) for x in self.tensors]
         records: list[Record] = []
-        counts: set[int] = set()
         spreads: list[StoredHistogram] = []
         for i, (x, record) in enumerate(zip(self.tensors, self.ranges, strict=True)):
             if is_there[i]:
@@ -145,23 +144,15 @@ class Operands(NamedTuple):
                 is_finite = is_plain(x) and record.isfinite is True
                 if is_finite and ends is not None and not is_normal(record.abs_min, ends):
                     record = record._replace(health=tensor_health(x))
-                if is_plain(x) and _is_count(x):
-                    counts.add(i)
                 if len(spreads) < _MOST_HISTOGRAMS:
                     spreads += filter(None, [histogram_of(x, record.label)])
             records.append(record)
-        return tuple(records), frozenset(counts), tuple(spreads)
+        return tuple(records), tuple(spreads)
 
 
 def _is_choice(x: Tensor) -> bool:
     # Zeros alone choose nothing: a value that has vanished looks so.
     return bool(((x == 0) | (x == 1)).all()) and bool((x == 1).any())
-
-
-def _is_count(x: Tensor) -> bool:
-    if not x.dtype.is_floating_point:
-        return not x.dtype.is_complex
-    return bool(((x == x.round()) & (x >= 0)).all()) and bool(x.any())
 
 
 def tensors_in(value: Any) -> list[Tensor]:

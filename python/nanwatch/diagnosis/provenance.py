@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from math import isinf, isnan
 from types import CodeType, FrameType
@@ -203,9 +203,7 @@ class ProvenanceMode(TorchDispatchMode):
         if is_live or (sources and step.meant):
             step.origin = _origin(sources, step.nan)
             return False
-        step.operands, counts, step.spreads = given.details(nonfinite if operation.written else ())
-        numbers = tuple((operation.arguments.index(name), value) for name, value in given.numbers)
-        step.place = step.place and replace(step.place, counts=counts, numbers=numbers)
+        step.operands, step.spreads = given.details(nonfinite if operation.written else ())
         step.call = self._open_calls[-1] if self._open_calls else None
         step.strangers = tuple(given.tensors[i] for i in strangers)
         step.remarks = (

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -19,13 +18,14 @@ from ..report.report import Report
 from ..util.visible import spell
 from . import isolation
 from .batch_snapshot import BatchSnapshot, may_be_narrow, no_second_run, num_processes
-from .cures import Cures, try_formats, try_patches
+from .cures import Cures, module_words, try_formats, try_patches
 from .diagnosis import Diagnosis, enrich
-from .experiment import NO_CONDITIONS, Allows, Conditions, module_words, nothing_allowed
+from .experiment import Allows
 from .incident import Incident, attempt, write_failure
 from .loss_statements import BackwardCall, LossStatements, Refused, loss_value
 from .samples import dataset_indices, find_samples
 from .search import find_operation
+from .trials import NO_CONDITIONS, Conditions
 
 _ADVICE = 'put the loss into a function below `@nanwatch.watched("loss")`: a report then has its line and its operands'
 _NOT_KEPT = (
@@ -232,9 +232,4 @@ def _examined(
 
 def _below(allows: Allows) -> Allows:
     """Return the same for the names of the model's modules below the statements."""
-
-    def allowed(name: str, module: nn.Module) -> Any:
-        inner = name.removeprefix("model").removeprefix(".")
-        return allows(inner, module) if name.startswith("model") else nothing_allowed(name, module)
-
-    return allowed
+    return lambda name, module: allows(name.removeprefix("model").removeprefix("."), module)

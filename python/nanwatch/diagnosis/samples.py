@@ -50,10 +50,10 @@ def find_samples(
         args, kwargs = replaced((snapshot.args, dict(snapshot.kwargs)), chosen)
         begin = start and start._replace(gradients=replaced(dict(start.gradients), chosen))
         part = replace(snapshot, args=args, kwargs=kwargs)
-        experiment = run(part, names, allows=allows, backward=snapshot.grad, start=begin)
+        experiment = run(part, names, allows=allows, start=begin)
         if experiment.error is not None:
             return None
-        return not any(experiment.nonfinite()) and not experiment.bad_gradients
+        return not experiment.bad_labels() and not experiment.has_bad_gradients
 
     bad: list[int] = []
     rest = list(range(size))

@@ -434,7 +434,7 @@ class _BackwardSearch(_Search):
 
         def look(made: Sequence[Tensor | None], _: Any) -> None:
             for x in made if self.diagnosis is None else ():
-                if x is not None and (record := gradient_record(x, "")).is_fault:
+                if x is not None and (record := gradient_record(x)).is_fault:
                     self.diagnosis = self._settled(node, x, record, how)
                     return
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.diagnosis import experiment
+from nanwatch.diagnosis import trials
 from nanwatch.diagnosis.cures import MAX_RUNS, try_formats
 from support.overflows import (
     CASES,
@@ -41,7 +41,7 @@ def test_no_float32_for_what_is_float32() -> None:
     """Where no narrow format takes part there is no cure, and but one run."""
     model = nn.Sequential(linear(1), Op(torch.exp))
     start, finding = failed(model, big(1000.0))
-    with mock.patch.object(experiment, "run", wraps=experiment.run) as runs:
+    with mock.patch.object(trials, "run", wraps=trials.run) as runs:
         assert try_formats(start, finding, model) == ((), ())
     assert runs.call_count == 1
 
@@ -64,7 +64,7 @@ def test_no_trial_of_a_model_that_several_ranks_share() -> None:
     with (
         mock.patch.object(torch.distributed, "is_initialized", return_value=True),
         mock.patch.object(torch.distributed, "get_world_size", return_value=2),
-        mock.patch.object(experiment, "run") as run,
+        mock.patch.object(trials, "run") as run,
     ):
         cures, (remark,) = try_formats(start, finding, model)
     assert cures == ()

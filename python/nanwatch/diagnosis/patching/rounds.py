@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ...report.finding import Cure
 from ..diagnosis import Expression
-from ..experiment import Experiment, Trials
+from ..experiment import Experiment
+from ..trials import Trials
 from .code_swap import Probe, TargetFinder, exchanged, functions_in, node_in
 from .matching import Site
 from .proposals import Failure, Proposal, Proposer, failing_nodes, narrowest, operands

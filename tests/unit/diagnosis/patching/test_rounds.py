@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanwatch import NonFiniteError, watch
-from nanwatch.diagnosis import experiment
+from nanwatch.diagnosis import trials
 from nanwatch.diagnosis.patching.proposals import says_count
 from nanwatch.report.finding import Cure, Finding
 
@@ -224,8 +224,8 @@ def test_other_threads_compute_what_they_did(monkeypatch: pytest.MonkeyPatch) ->
         thread.join()
         return run(*args, **kwargs)
 
-    run = experiment.run
-    with mock.patch.object(experiment, "run", runs):
+    run = trials.run
+    with mock.patch.object(trials, "run", runs):
         assert works(failed(Ratio(), HEALTHY_AND_ZERO))
     assert results
     assert all(result == expected for result in results)

@@ -1,0 +1,298 @@
+"""Trials of changes on the batch of one failure, and their judge: all is finite, and near what float64 gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from ..instrumentation.wrapped_names import module_names
+from ..numerics._reference import _to_arithmetic
+from ..precision.casting import cast, first_float
+from ..report.finding import Cure, Finding
+from ..util.visible import suppressed
+from .batch_snapshot import BatchSnapshot
+from .diagnosis import BackwardStart
+from .experiment import (
+    Allows,
+    Experiment,
+    MakeCall,
+    make_call,
+    mean_gradients,
+    nothing_allowed,
+    run,
+    run_backward,
+    with_graph,
+    with_leaves,
+)
+from .operation import tensors_in
+
+# A working change moves the results by at most 1 % of their norm. More would make another model.
+_MOST_CHANGE = 0.01
+# Or each element by at most this: the angle of equal vectors is 1.4e-3 where its cosine is kept 1e-6 below 1.
+_MOST_BY_GUARD = 3e-3
+# A bound in float32 is no less right because float64 goes on to 1e+51.
+_LARGEST = torch.finfo(torch.float32).max
+_NARROWER = (torch.float32, torch.float16, torch.bfloat16)
+# A tensor of 512 MiB in float64.
+_MOST_ELEMENTS = 1 << 26
+# Methods of a tensor that make it narrower.
+_CASTS = frozenset({"float", "half", "bfloat16", "double"})
+
+Hold = Callable[[], AbstractContextManager[Any]]
+
+
+class Conditions(NamedTuple):
+    """Conditions of the failure: the loss scale where it is known, which infinities are meant, and whether gradients
+    are watched."""
+
+    loss_scale: float | None = None
+    allows: Allows = nothing_allowed
+    gradients: bool = False
+
+
+NO_CONDITIONS = Conditions()
+
+
+class Agreement(NamedTuple):
+    """Whether results are near those of float64, and in words how near."""
+
+    is_close: bool
+    words: str
+
+
+@dataclass
+class Trials:
+    """Trials of changes on the batch of one finding. Cures that work go to `cures`.
+
+    `is_unseen`: no output of a module and no gradient of one shows the bad value.
+    """
+
+    snapshot: BatchSnapshot
+    finding: Finding
+    model: nn.Module
+    start: BackwardStart | None = None
+    conditions: Conditions = NO_CONDITIONS
+    is_unseen: bool = False
+    cures: list[Cure] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    runs: int = 0
+    _truth: list[Tensor] | None = None
+    _is_known: bool = False
+
+    def __post_init__(self) -> None:
+        self.names = module_names(self.model)
+        # The module in whose code the value was made, None for code outside of all.
+        is_produced = self.finding.origin == "produced"
+        self.guilty = self.finding.module if is_produced else self.finding.source_module
+
+    def run(
+        self,
+        hold: Hold = nullcontext,
+        make: MakeCall = make_call,
+        snapshot: BatchSnapshot | None = None,
+        start: BackwardStart | None = None,
+        *,
+        follows: bool = False,
+        squares: bool = False,
+    ) -> Experiment:
+        """Run the batch under a change, forward and backward."""
+        self.runs += 1
+        with hold():
+            return run(
+                snapshot or self.snapshot,
+                self.names,
+                make,
+                self.conditions.allows,
+                start=start or self.start,
+                follows=follows,
+                squares=squares,
+            )
+
+    def is_finite(self, experiment: Experiment) -> bool:
+        """Return whether all is finite. Bad data stays bad: then the outputs and the gradients have to be."""
+        is_given = self.finding.origin in ("data", "buffer")
+        bad = [label for label in experiment.bad_labels() if label.startswith("output") or not is_given]
+        return experiment.error is None and not bad and not experiment.has_bad_gradients
+
+    def in_float64(self, around: Hold = nullcontext, *, backward: bool = False) -> bool:
+        """Run the batch in float64, under a change that only looks. Return whether all gradients are finite there.
+
+        The results of the first run are the measure of all trials.
+        """
+        snapshot, experiment = self.snapshot, Experiment()
+        args, kwargs = (cast(x, _NARROWER, torch.float64) for x in (snapshot.args, dict(snapshot.kwargs)))
+        mode = Float64(first_float((snapshot.args, dict(snapshot.kwargs))) or torch.float32)
+        wide = replace(snapshot, args=args, kwargs=kwargs, cached={})
+        again, wanted = with_leaves(wide) if backward else (wide, [])
+        results: list[Tensor] | None = None
+        try:
+            with again.again() as call, loaded(snapshot.module, torch.float64), around():
+                with torch.enable_grad() if backward else nullcontext(), mode:
+                    output = call()
+                if ends := [x for _, x in with_graph(output) if backward]:
+                    weights = [x for x in snapshot.module.parameters() if x.requires_grad]
+                    wanted = [*weights, *wanted[len(weights) :]]
+                    run_backward(ends, wanted, mean_gradients(ends), experiment.keep_gradients)
+            results = [x.detach() for x in tensors_in(output)]
+        except Exception:
+            suppressed("a batch could not be run in float64")
+        if not self._is_known:
+            self._truth, self._is_known = results, True
+        return not experiment.has_bad_gradients
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether float64 gives results that float32 can hold."""
+        return any(bool((x.abs() <= _LARGEST).any()) for x in self._truth or () if x.is_floating_point())
+
+    def agreement(
+        self, experiment: Experiment, values: Sequence[Tensor] = (), exact: Sequence[Tensor] = ()
+    ) -> Agreement:
+        """Compare the results of a trial with those of float64, and tell what it moves.
+
+        `values` are those of the changed expression, and `exact` what they are in float64. A guard that moves them by
+        the epsilon of a textbook at most is right at a pole where the gradient of float64 fails too, whatever scale the
+        results have.
+        """
+        if not self._is_known:
+            self.in_float64()
+        is_close, words = agreement(experiment.results, self._truth)
+        farthest, effect = _moved(values, exact)
+        is_small = not is_close and 0 < farthest <= _MOST_BY_GUARD
+        if is_small and self.snapshot.grad and not self.in_float64(backward=True):
+            is_close, words = True, f"float64's gradient fails too; {words}"
+        return Agreement(is_close, "; ".join(filter(None, [words, effect])))
+
+
+def agreement(values: Sequence[Tensor], truth: Sequence[Tensor] | None) -> Agreement:
+    """Compare results with those of float64, at the elements that float64 gives and float32 can hold."""
+    if truth is None or [x.shape for x in values] != [x.shape for x in truth]:
+        return Agreement(True, "not compared with float64")
+    total = failing = 0
+    largest = error = 0.0
+    is_close = is_near = True
+    for value, exact in zip(values, truth, strict=True):
+        if not (value.is_floating_point() or value.is_complex()):
+            continue
+        new, right = _comparable(value, exact)
+        is_known = right.abs() <= _LARGEST
+        a, b = right[is_known], new[is_known]
+        total, failing = total + a.numel(), failing + right.numel() - a.numel()
+        if a.numel():
+            difference = (a - b).abs().nan_to_num(torch.inf, torch.inf)
+            largest, error = max(largest, float(a.abs().max())), max(error, float(difference.max()))
+            near = float(difference.norm()) <= _MOST_CHANGE * float(a.norm())
+            is_near &= near
+            is_close &= near or float(difference.max()) <= _MOST_BY_GUARD
+    if not total:
+        return Agreement(True, "float64 fails too")
+    if not is_close:
+        return Agreement(
+            False, f"the result is {error:.3g} away from that of float64, of values up to {largest:.3g}"
+        )
+    also = f"; float64 fails at {failing:,} elements too" if failing else ""
+    if not is_near:
+        return Agreement(True, f"moves the result by {error:.1e} from that of float64{also}")
+    share = error / largest if largest else error
+    return Agreement(True, f"agrees with float64, to {share:.1e} of the largest value{also}")
+
+
+def _moved(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[float, str]:
+    """Return how far a guard moves the values of its expression from those of float64, and in words; "" for none."""
+    total = count = 0
+    farthest, words = 0.0, ""
+    for value, exact in zip(values, truth, strict=False):
+        if value.shape != exact.shape or not value.is_floating_point():
+            continue
+        new, right = _comparable(value, exact)
+        is_known = right.isfinite()
+        a, b = right[is_known], new[is_known]
+        total += a.numel()
+        difference = (a - b).abs().nan_to_num(torch.inf, torch.inf)
+        is_off = difference > _MOST_CHANGE * a.abs() + 1e-6 * (a.abs().max() if a.numel() else 0.0)
+        count += int(is_off.sum())
+        if is_off.any() and float(difference.max()) > farthest:
+            place = int(difference.argmax())
+            farthest, words = float(difference[place]), f"{float(a[place]):.3g} becomes {float(b[place]):.3g}"
+    words = f"moves {count:,} of {total:,} elements that float64 gives as finite: {words}" if count else ""
+    return farthest, words
+
+
+def _comparable(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both in float64, or complex128 where one is complex, so that their difference is exact enough."""
+    x, y = _to_arithmetic(x), _to_arithmetic(y)
+    kind = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float64)
+    return x.to(kind), y.to(kind)
+
+
+# The batch in another format
+
+
+@contextmanager
+def loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Give `model` for the block the weights and buffers of `model.to(dtype)`, and cast nothing else."""
+    places: list[tuple[dict[str, Any], str, Tensor]] = [
+        (table, name, x)
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+        for table in (module._parameters, module._buffers)
+        for name, x in table.items()
+        if x is not None and x.is_floating_point() and x.dtype != dtype
+    ]
+    copies: dict[Tensor, Tensor] = {}
+    try:
+        for table, name, x in places:
+            # Tied weights stay tied.
+            if x not in copies:
+                copies[x] = x.detach().to(dtype).requires_grad_(x.requires_grad)
+            table[name] = copies[x]
+        yield
+    finally:
+        for table, name, x in places:
+            table[name] = x
+
+
+def _wide(x: Any) -> Any:
+    if isinstance(x, torch.dtype):
+        return torch.float64 if x.is_floating_point else torch.complex128 if x.is_complex else x
+    if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+        return x
+    kind = torch.complex128 if x.is_complex() else torch.float64
+    if x.dtype != kind and x.numel() > _MOST_ELEMENTS:
+        raise MemoryError(f"a tensor of {x.numel():,} elements")
+    return x.to(kind)
+
+
+class Float64(TorchFunctionMode):
+    """Runs each operation on float64 copies of its operands; a cast to a narrower format does nothing.
+
+    Random numbers are drawn in the format of the batch, so that they are those of the batch.
+    """
+
+    def __init__(self, drawn: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self._drawn = drawn
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation in float64."""
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name == "__get__":  # of an attribute: x.dtype is the user's
+            return _wide(func(*args))
+        if name in _CASTS:
+            return args[0].to(torch.float64)
+        if "dropout" in name and args and isinstance(args[0], Tensor):
+            ones = torch.ones_like(args[0], dtype=self._drawn)
+            return _wide(args[0]) * _wide(func(ones, *args[1:], **kwargs))
+        if "rand" in name or name in ("normal_", "uniform_", "bernoulli_", "exponential_"):
+            if name.endswith("_like"):
+                args = (args[0].to(self._drawn), *args[1:])
+            return tree_map(_wide, func(*args, **kwargs))
+        args, kwargs = tree_map(_wide, (args, kwargs))
+        return tree_map(_wide, func(*args, **kwargs))
