@@ -16,21 +16,10 @@ VOID = {"meta", "link", "input", "br"}
 
 HOSTILE = (
     "</script><img src=x onerror=alert(1)>",
-    "<script>alert(1)</script>",
     '"><svg onload=alert(1)>',
-    "' onmouseover='alert(1)",
     "{{ 7 * 7 }}{% raw %}",
-    "<!--",
-    "]]><![CDATA[",
-    "&lt;b&gt;&amp;",
-    '<a href="https://example.org/">x</a>',
     "</style><style>*{display:none}",
-    "a\u2028b\u2029c",
-    "\u202egnirts",
-    "\x00\x1b[31m\r\n",
-    "__proto__",
-    "..a..",
-    "%{y}<extra></extra>",
+    "\x00\x1b[31m\r\n\u202e",
 )
 
 

@@ -24,8 +24,8 @@ from ..instrumentation.wrapped_names import named_modules
 from ..recording.events import Event, Recorder, WatchPart
 from ..recording.optimizer_state import StepComparison, StepWeight
 from ..records.record import Frame
+from ..report.events import UpdateFinding, update_finding
 from ..report.finding import Place
-from ..report.update_finding import UpdateFinding, update_finding
 from ..util.visible import spell, suppressed, warn_user
 from .checks import Step, Suspect, Suspicions, depends_on_mode, ends_of, gathered, suspects_of
 from .samples import WeightSample, each_weight, sample_after, sample_step

@@ -108,12 +108,12 @@ def _show_report(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
     if file.parent.parent == path:  # one of several
         heading = [f"{file}:", "", *heading]
     run = trace if options.batch is None else None
-    page = (lambda: FORMS["html"].render(report, tell)) if run is None else (lambda: draw(run).to_html())
+    page = (lambda: report.to_html()) if run is None else (lambda: draw(run).to_html())
     wrote = write_page(options.html, page, tell)
     form = FORMS["json" if options.json else options.format]
     if form.name != "text":
-        return form.render(report, tell), 0
-    return "\n".join([*map(visible, heading), wrote or form.render(report, tell)]), 0
+        return form.render(report), 0
+    return "\n".join([*map(visible, heading), wrote or form.render(report)]), 0
 
 
 def _report_of(

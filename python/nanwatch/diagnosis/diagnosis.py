@@ -14,7 +14,6 @@ from ..numerics import _reference
 from ..numerics.readable import local_shard, only_our_dispatch, unreadable
 from ..records.record import Frame, Record
 from ..report.finding import Finding, Place, Value, finding_of
-from ..report.histogram import StoredHistogram
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class Diagnosis:
     operation made it. They are None and empty when no operation was seen. `transient` is True when the re-run did
     not make the value again, False when it did, None when that says nothing. `extent` and `index` are of the non-finite
     tensor. `call` is the call in which the value was made; it holds the call's tensors, so drop it when done. `remarks`
-    are sentences, `spreads` of the operands, as far as they were there, and of the non-finite tensor. `start` is where
+    are sentences. `start` is where
     a failed backward began. `made_in` is the module whose own code made the operation, where that is another than the
     finding's and not inside it. `holder` is a frame with the weight or buffer that the operation was given non-finite.
     `is_unseen`: no output of a module and no gradient of one shows the value.
@@ -84,7 +83,6 @@ class Diagnosis:
     index: tuple[int, ...] | None = None
     remarks: tuple[str, ...] = ()
     call: ModuleCall | None = None
-    spreads: tuple[StoredHistogram, ...] = ()
     made: Value | None = None
     start: BackwardStart | None = None
     made_in: str | None = None
@@ -117,7 +115,6 @@ def enrich(finding: Finding, diagnosis: Diagnosis) -> Finding:
         operands=diagnosis.operands or finding.operands,
         transient=diagnosis.transient,
         extent=diagnosis.extent,
-        spreads=diagnosis.spreads,
         index=diagnosis.index if finding.index is None else finding.index,
         made=diagnosis.made,
         remarks=(*finding.remarks, *diagnosis.remarks),

@@ -20,7 +20,6 @@ from ..report.finding import Finding
 from ..report.forms import FORMS, AnyReport, Form
 from ..report.report import NonFiniteError, Report
 from ..report.spike import SpikeReport
-from ..util.progress import silent
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot
 from .diagnosis import Diagnosis, ModuleCall
@@ -173,7 +172,7 @@ class _Folder:
 
 
 def _write_form(report: AnyReport, form: Form, folder: Path) -> Path:
-    return _write_whole(folder / f"report.{form.suffix}", form.render(report, silent))
+    return _write_whole(folder / f"report.{form.suffix}", form.render(report))
 
 
 def _write_whole(path: Path, text: str) -> Path:

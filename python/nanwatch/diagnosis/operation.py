@@ -16,19 +16,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..numerics import _reference
 from ..numerics.ranges import tensor_health
 from ..numerics.readable import is_plain, local_shard
-from ..recording.observe import histogram_of, observe, read
+from ..recording.observe import observe, read
 from ..recording.walk import leaves
 from ..records.headroom import is_normal
 from ..records.record import Record
-from ..report.histogram import StoredHistogram
 
 # In-place operations that do not look at what was there before.
 _OVERWRITING = frozenset(
     {"copy_", "fill_", "zero_", "set_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"}
 ) | {"log_normal_", "cauchy_", "geometric_", "_foreach_copy_", "_foreach_zero_"}
 _VALUE = re.compile("number|float|Tensor")
-# Each takes one pass over its tensor; more pictures than these nobody looks at.
-_MOST_HISTOGRAMS = 4
 # They give -inf for zero.
 _LOGARITHMS = frozenset({"log", "log_", "log2", "log2_", "log10", "log10_"})
 
@@ -125,29 +122,23 @@ class Operands(NamedTuple):
         ]
         return cls(tensors, ranges, numbers, operation.base in _LOGARITHMS and all(map(_is_choice, tensors)))
 
-    def details(
-        self, written: Sequence[Tensor] = ()
-    ) -> tuple[tuple[Record, ...], tuple[StoredHistogram, ...]]:
-        """Return the records of the tensors, and the spreads of the first.
+    def details(self, written: Sequence[Tensor] = ()) -> tuple[Record, ...]:
+        """Return the records of the tensors.
 
         The records have a health where elements are zero or subnormal, which a division or a logarithm does not
-        forgive. Tensors that share memory with what was
-        `written` since are known by their range alone.
+        forgive. Tensors that share memory with what was `written` since are known by their range alone.
         """
         gone = {x.untyped_storage()._cdata for x in written if is_plain(x)}
         is_there = [not (is_plain(x) and x.untyped_storage()._cdata in gone) for x in self.tensors]
         records: list[Record] = []
-        spreads: list[StoredHistogram] = []
         for i, (x, record) in enumerate(zip(self.tensors, self.ranges, strict=True)):
             if is_there[i]:
                 ends = record.ends
                 is_finite = is_plain(x) and record.isfinite is True
                 if is_finite and ends is not None and not is_normal(record.abs_min, ends):
                     record = record._replace(health=tensor_health(x))
-                if len(spreads) < _MOST_HISTOGRAMS:
-                    spreads += filter(None, [histogram_of(x, record.label)])
             records.append(record)
-        return tuple(records), tuple(spreads)
+        return tuple(records)
 
 
 def _is_choice(x: Tensor) -> bool:

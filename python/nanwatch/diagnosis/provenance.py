@@ -25,7 +25,6 @@ from ..recording.observe import read
 from ..records.note import Note
 from ..records.record import Record
 from ..report.finding import Value
-from ..report.histogram import StoredHistogram
 from ..util.program_code import SKIPPED_FILES
 from ..util.visible import spell
 from .causes import causes
@@ -48,7 +47,7 @@ class Step:
     """One operation that left a value that is not finite.
 
     `origin` is the step that began its non-finite values, None when it began them itself; only then are `remarks`,
-    `spreads`, `call` (around the operation) and `strangers` (the operands that were non-finite before) filled. `meant`:
+    `call` (around the operation) and `strangers` (the operands that were non-finite before) filled. `meant`:
     they are infinities that are there on purpose; only of them are the signs known. `unwritten` stands for memory that
     was allocated and that nothing was seen to write. `turned`: it made nan of infinities. `in_backward`: an engine of
     autograd ran it, in the backward of what module `module` did.
@@ -68,7 +67,6 @@ class Step:
     module: str | None = None
     operands: tuple[Record, ...] = ()
     remarks: tuple[str, ...] = ()
-    spreads: tuple[StoredHistogram, ...] = ()
     call: ModuleCall | None = None
     strangers: tuple[Tensor, ...] = ()
 
@@ -203,7 +201,7 @@ class ProvenanceMode(TorchDispatchMode):
         if is_live or (sources and step.meant):
             step.origin = _origin(sources, step.nan)
             return False
-        step.operands, step.spreads = given.details(nonfinite if operation.written else ())
+        step.operands = given.details(nonfinite if operation.written else ())
         step.call = self._open_calls[-1] if self._open_calls else None
         step.strangers = tuple(given.tensors[i] for i in strangers)
         step.remarks = (

@@ -25,7 +25,7 @@ from ..instrumentation.functions import find_called
 from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import is_recorded, named_modules
 from ..numerics.readable import inner_tensors, is_plain
-from ..recording.observe import histogram_of, observe, state_of
+from ..recording.observe import observe, state_of
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..records.record import Frame, Record
 from ..report.finding import Finding, value_of
@@ -68,7 +68,7 @@ def find_operation(
         if finding.origin in ("weight", "buffer"):
             state = () if called is None else _tensors_of(called.module)
             x = next((x for _, label, x in state if label == finding.label), None)
-            diagnosis = Diagnosis() if x is None else _of_tensor(x, finding.label)
+            diagnosis = Diagnosis() if x is None else _of_tensor(x)
             return diagnosis if finding.origin == "weight" else _with_spread(diagnosis, snapshot)
         if finding.origin == "data":
             return _with_spread(_of_data(snapshot, finding), snapshot)
@@ -84,13 +84,12 @@ def find_operation(
 # A value that was there before.
 
 
-def _of_tensor(x: Tensor, label: str, **facts: Any) -> Diagnosis:
+def _of_tensor(x: Tensor, **facts: Any) -> Diagnosis:
     """Return the diagnosis with what is known of the non-finite tensor itself."""
-    health, spread = observe(x, "", "output").health, histogram_of(x, label)
+    health = observe(x, "", "output").health
     return Diagnosis(
         extent=describe(x),
         index=None if health is None else health.first_nonfinite,
-        spreads=() if spread is None else (spread,),
         **facts,
     )
 
@@ -104,7 +103,7 @@ def _of_data(snapshot: BatchSnapshot, finding: Finding) -> Diagnosis:
     )
     if finding.label not in arguments:
         return Diagnosis(remarks=remarks)
-    return _of_tensor(arguments[finding.label][1], finding.label, remarks=remarks)
+    return _of_tensor(arguments[finding.label][1], remarks=remarks)
 
 
 def _with_spread(diagnosis: Diagnosis, snapshot: BatchSnapshot) -> Diagnosis:
@@ -281,9 +280,7 @@ class _ForwardSearch(_Search):
             for label, given, version in guilty.versions
             if given._version != version and label != self.finding.label
         )
-        diagnosis = _of_tensor(
-            x, record.label, transient=False, remarks=tuple(remarks), call=guilty, made_in=made_in
-        )
+        diagnosis = _of_tensor(x, transient=False, remarks=tuple(remarks), call=guilty, made_in=made_in)
         if step is None:
             return diagnosis
         diagnosis = replace(
@@ -292,7 +289,6 @@ class _ForwardSearch(_Search):
             place=step.place,
             operands=step.operands,
             made=step.made,
-            spreads=(*step.spreads, *diagnosis.spreads),
         )
         return self._of_holder(diagnosis, step.strangers)
 
@@ -448,7 +444,7 @@ class _BackwardSearch(_Search):
         else:
             made_in = step.module
             left_out = () if step.in_backward else (_LEFT_OUT.format(step.operation, node.name()),)
-            diagnosis = _of_step(step, spreads=step.spreads, remarks=(how, *step.remarks, *left_out))
+            diagnosis = _of_step(step, remarks=(how, *step.remarks, *left_out))
         # The statements of a loss, which have no frames, call modules that did not make the finding's record.
         is_inside = made_in is None or (self._has_frames and is_in(made_in, self._name))
         return diagnosis if is_inside or how == _OF_CALL else replace(diagnosis, made_in=made_in)

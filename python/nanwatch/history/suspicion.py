@@ -16,7 +16,7 @@ from ..recording.events import Recorder
 from ..recording.observe import may_be_called, observe, past_torch_function
 from ..records.record import Frame
 from ..records.siblings import Key, apart_from_siblings, grown_most
-from ..report.suspect import Suspect
+from ..report.events import Suspect
 from ..util.modules import each_parameter
 from ..util.visible import suppressed
 from .peaks import PeakHistory

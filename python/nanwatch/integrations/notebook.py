@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from ..report.cure_text import patch_lines
 from ..report.report import NonFiniteError, Report
+from ..report.text import patch_lines
 from ..util.imports import needed
 from ..util.visible import suppressing, visible
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.global_hooks import Handles, after_steps
 from ..recording.events import WatchPart
-from ..report.replica import ReplicaDifference
+from ..report.events import ReplicaDifference
 from ..util.modules import each_parameter
 from ..util.visible import spell, suppressed, warn_user
 from .exchange import Comparison, Ranks, Verdict

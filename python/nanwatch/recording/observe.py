@@ -33,7 +33,6 @@ from ..numerics.readable import (
 )
 from ..records.note import CAPTURED, PLAIN_MASK, Note, NoteKind
 from ..records.record import Record, Role
-from ..report.histogram import StoredHistogram
 from ..util.visible import suppressed
 from .events import Settings
 from .masks import Excuses, excuse, is_mask, may_be_finite_mask
@@ -359,15 +358,4 @@ def _shape(x: Tensor) -> tuple[int, ...] | None:
         return tuple(int(size) for size in x.shape)
     except Exception:
         suppressed("a tensor's shape raised")
-        return None
-
-
-def histogram_of(x: Tensor, label: str) -> StoredHistogram | None:
-    """Count the elements of `x` in one pass. Return None for integers, complex numbers and unreadable tensors."""
-    if not x.is_floating_point() or unreadable(x):
-        return None
-    try:
-        return StoredHistogram.of(exponent_histogram(x), label)
-    except (TypeError, RuntimeError):
-        # Memory may be short, as after an OutOfMemoryError.
         return None

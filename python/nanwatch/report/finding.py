@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple, TypeAlias
 from ..records.record import Frame, Phase, Record
 from ..util import reading
 from ..util.visible import module_name, visible
-from .histogram import StoredHistogram
 
 Value: TypeAlias = Literal["nan", "inf", "nan+inf"]
 OriginKind: TypeAlias = Literal["produced", "received", "weight", "buffer", "data"]
@@ -102,9 +101,9 @@ class Finding:
     None where they were not counted.
 
     The re-run fills `extent`, `operation`, `place` (the line of the operation), `made` (the value that the operation
-    made, from which the finding's may have come), `transient`, `cures`, `operands` and `spreads` (of the operands as
-    they were, and of the non-finite tensor). `samples` are the samples of the batch, by their index in the first
-    dimension, without which it is finite and which alone fail again. All are empty without a re-run.
+    made, from which the finding's may have come), `transient`, `cures` and `operands`. `samples` are the samples of the
+    batch, by their index in the first dimension, without which it is finite and which alone fail again. All are empty
+    without a re-run.
 
     Examples:
         >>> import nanwatch, torch
@@ -137,7 +136,6 @@ class Finding:
     files: tuple[str, ...] = ()
     phase: Phase = "forward"
     sequence: int | None = None
-    spreads: tuple[StoredHistogram, ...] = ()
     made: Value | None = None
     samples: tuple[int, ...] = ()
 

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import quote
 
 from .._version import __version__
-from ..util.progress import Tell
 from ..util.visible import module_name, visible
 from .finding import Place
 from .report import Report
@@ -29,7 +28,7 @@ class Form(NamedTuple):
 
     name: str
     suffix: str
-    render: Callable[[AnyReport, Tell], str]
+    render: Callable[[AnyReport], str]
     in_folder: bool = True
 
 
@@ -63,12 +62,11 @@ def _annotation(
     return Annotation(rule, level, visible(words), module_name(module), place)
 
 
-def _text(report: AnyReport, tell: Tell) -> str:
-    tell("making the text")
+def _text(report: AnyReport) -> str:
     return report.to_text(whole=True) if isinstance(report, Report) else report.to_text()
 
 
-def _sarif(report: AnyReport, tell: Tell) -> str:
+def _sarif(report: AnyReport) -> str:
     annotation = annotation_of(report)
     results = [] if annotation is None else [_sarif_result(annotation)]
     driver = {
@@ -99,7 +97,7 @@ def _sarif_result(annotation: Annotation) -> dict[str, Any]:
     }
 
 
-def _github(report: AnyReport, tell: Tell) -> str:
+def _github(report: AnyReport) -> str:
     """Return a workflow command of GitHub Actions, which shows a line on stdout as an annotation of the source."""
     annotation = annotation_of(report)
     if annotation is None:
@@ -125,8 +123,8 @@ FORMS = {
     form.name: form
     for form in (
         Form("text", "txt", _text),
-        Form("json", "json", lambda report, tell: report.to_json()),
-        Form("html", "html", lambda report, tell: report.to_html(tell)),
+        Form("json", "json", lambda report: report.to_json()),
+        Form("html", "html", lambda report: report.to_html()),
         Form("sarif", "sarif", _sarif, in_folder=False),
         Form("github", "txt", _github, in_folder=False),
     )

@@ -7,12 +7,10 @@ from typing import Any
 
 from ..records.headroom import by_module, headroom_bits
 from ..records.record import Frame, Record
-from ..util.progress import Tell
 from ..util.visible import module_name
 from . import text
-from .cure_text import patch_lines
 from .finding import Finding
-from .page import NUMBER, TEXT, Chart, Level, Section, Spread, Table, page
+from .page import NUMBER, TEXT, Chart, Level, Section, Table, page
 
 _MOST_ROWS = 5000  # of the table of records, at 250 bytes each
 _MOST_MODULES = 400
@@ -25,13 +23,11 @@ def report_html(
     where: Sequence[str],
     headline: str,
     remarks: Sequence[str],
-    tell: Tell,
 ) -> str:
     """Return a report as one HTML document, to be written as UTF-8. Raises ImportError without jinja2.
 
     `where` is its batch and rank in words.
     """
-    tell("drawing the page")
     records = [(frame, record) for frame in frames for record in frame.records]
     amounts = (*where, _plural(len(frames), "frame"), _plural(len(records), "record"))
     facts: list[text.Fact] = []
@@ -40,7 +36,7 @@ def report_html(
         of = f"`{finding.label}` of `{module_name(finding.module)}`"
         headline = f"{finding.value} first seen in {of}"
         facts = [fact for fact in text.finding_facts(finding, frames) if fact[0] not in ("What", "Cure")]
-        cures = [(cure, patch_lines(cure)) for cure in finding.cures]
+        cures = [(cure, text.patch_lines(cure)) for cure in finding.cures]
     facts += [text.Fact("Note", remark) for remark in remarks]
     return page(
         "Report.to_html()",
@@ -61,8 +57,6 @@ def _sections(
     frames: Sequence[Frame], finding: Finding | None, records: Sequence[tuple[Frame, Record]]
 ) -> list[Section]:
     sections: list[Section] = [_chart(records, finding)]
-    for i, histogram in enumerate(() if finding is None else finding.spreads):
-        sections.append(Spread(f"spread-{i}", histogram))
     worst = list(by_module(frames).items())
     modules = [[module_name(name), Level(bits)] for name, bits in worst[:_MOST_MODULES]]
     if modules:

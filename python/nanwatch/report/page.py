@@ -1,26 +1,36 @@
-"""Page of HTML that shows facts: a headline, lines of facts, tables, charts and a heat map.
+"""Page of HTML that shows facts: a headline, lines of facts, tables and charts.
 
 Everything a page needs is in it, it runs no script, and it asks nobody for anything: its content security policy allows
 no connection. Names of modules, labels and notes are whatever a user's model holds, so jinja2 escapes them in the
-markup and `drawing.escape` in pictures. Both make visible what is not printable.
+markup and `escape` in pictures. Both make visible what is not printable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from html import escape as escape_html
+from itertools import groupby
+from math import ceil, inf, isfinite, log10
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from ..records.headroom import NEAR_FACTOR
 from ..util.imports import needed
 from ..util.visible import visible
-from . import drawing
-from .histogram import StoredHistogram, histogram_words
 
 LOW_BITS = NEAR_FACTOR.bit_length() - 1  # as text has it
 NEAR_BITS = 2
 TEXT, NUMBER = "", "number"
+COLORS = (
+    "output",
+    "gone",
+    "gradient",
+    "weight",
+    "input",
+    "buffer",
+    "near",
+    "fine",
+)  # of a chart with many lines
 
 
 class Level(NamedTuple):
@@ -37,17 +47,9 @@ class Level(NamedTuple):
         return bits_words(self.bits)
 
 
-class Curve(NamedTuple):
-    """Cell of a table with a small picture: the lines between gaps, each as the points of an SVG polyline."""
-
-    points: Sequence[str]
-    width: int
-    height: int
-
-
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Table of a page. `columns` are names with TEXT or NUMBER, and a cell is text, a Level or a Curve."""
+    """Table of a page. `columns` are names with TEXT or NUMBER, and a cell is text or a Level."""
 
     id: str
     title: str
@@ -58,9 +60,41 @@ class Table:
     picture: ClassVar = ""
 
 
+_WIDTH, _LEFT, _RIGHT, _TOP, _PLOT = (
+    1100,
+    80,
+    16,
+    12,
+    340,
+)  # of a chart: its size, margins, and the height of its area
+_MOST_POINTS = 400  # of a line, whose points show their numbers under the pointer
+_DASHES = {"dotted": "2 4", "dashed": "7 5"}
+_LABELS = 8  # names below a chart
+
+
+def escape(text: object) -> str:
+    """Return text for SVG, spelt out where it is not printable."""
+    return escape_html(visible(str(text)))
+
+
+def svg_text(x: float, y: float, text: object, anchor: str = "start") -> str:
+    """Return a text of SVG."""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def svg(height: float, label: str, parts: Sequence[str]) -> str:
+    """Return a drawing as wide as the page. `label` is for a screen reader."""
+    box = f'viewBox="0 0 {_WIDTH} {height:.0f}"'
+    return f'<svg class="drawing" {box} role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+
+
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Chart of lines on a logarithmic scale, as `drawing.chart` takes them. `label` is for a screen reader."""
+    """Chart of lines on a logarithmic scale. `label` is for a screen reader.
+
+    A line has `name`, `color`, `dash`, `x`, `y` and the names `at` each x. What is no positive finite number is a gap.
+    A line with `isMark` is points alone.
+    """
 
     id: str
     title: str
@@ -74,58 +108,67 @@ class Chart:
 
     @property
     def picture(self) -> str:
-        """Return the drawing."""
-        return drawing.chart(self.lines, self.across, self.high, self.label)
+        """Return the legend and the drawing, "" without a point."""
+        numbers = [float(x) for line in self.lines for x in line["x"]]
+        if not numbers:
+            return ""
+        left, width = min(numbers), (max(numbers) - min(numbers)) or 1
+        logs = [log10(y) for line in self.lines for y in line["y"] if _is_drawn(y)] or [0.0, 1.0]
+        margin = 0.06 * (max(logs) - min(logs) or 1)
+        low, top = min(logs) - margin, max(logs) + margin
+
+        def place(x: float, power: float) -> tuple[float, float]:
+            across = (_WIDTH - _LEFT - _RIGHT) * (x - left) / width
+            return _LEFT + across, _TOP + _PLOT * (top - power) / (top - low)
+
+        parts = []
+        step = max(1, -(-int(top - low + 1) // 8))
+        for power in range(ceil(low / step) * step, int(top) + 1, step):
+            y = place(left, power)[1]
+            parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
+            parts.append(svg_text(_LEFT - 8, y + 4, f"1e{power:+d}", "end"))
+        names = dict(zip(numbers, [at for line in self.lines for at in line["at"]], strict=True))
+        for i, x in enumerate(sorted(names)[:: max(1, -(-len(names) // _LABELS))]):
+            name, anchor = str(names[x]), "start" if i == 0 else "end" if x == left + width else "middle"
+            shown = name if len(name) < 24 else f"…{name[-22:]}"
+            parts.append(svg_text(place(x, low)[0], _TOP + _PLOT + 18, shown, anchor))
+        for line in self.lines:
+            parts += _line(line, place)
+        parts.append(svg_text((_WIDTH + _LEFT) / 2, _TOP + _PLOT + 38, self.across, "middle"))
+        high = svg_text(14, _PLOT / 2, self.high, "middle")
+        parts.append(f'<g transform="rotate(-90 14 {_PLOT / 2:.0f})">{high}</g>')
+        legend = [
+            f'<span style="color:var(--{escape(line["color"])})">● {escape(line["name"])}</span>'
+            for line in self.lines
+        ]
+        drawing = svg(_TOP + _PLOT + 46, self.label, parts)
+        return f'<p class="hint key">{" ".join(legend)}</p>{drawing}'
 
 
-@dataclass(frozen=True, slots=True)
-class HeatMap:
-    """Heat map of headroom, as `drawing.heat_map` takes it."""
-
-    id: ClassVar = "heat"
-    title: str
-    hint: str
-    label: str
-    rows: Sequence[str]
-    first: Sequence[int]
-    last: Sequence[int]
-    bits: Any
-    signs: Sequence[tuple[str, int, int | None, str]] = ()
-    after: str = ""
-    columns: ClassVar = None
-
-    @property
-    def picture(self) -> str:
-        """Return the drawing."""
-        return drawing.heat_map(self.bits, self.rows, self.first, self.last, self.label, self.signs)
+def _is_drawn(value: object) -> bool:
+    return isinstance(value, int | float) and isfinite(value) and value > 0
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Elements of one tensor by power of two, beside the spans of formats."""
-
-    id: str
-    histogram: StoredHistogram
-    after: str = ""
-    columns: ClassVar = None
-
-    @property
-    def title(self) -> str:
-        """Return the label of the tensor."""
-        return f"Elements of {self.histogram.label} by power of two"
-
-    @property
-    def hint(self) -> str:
-        """Return the numbers in words."""
-        return f"{histogram_words(self.histogram)}. Blue where numbers are normal, amber where they are subnormal."
-
-    @property
-    def picture(self) -> str:
-        """Return the drawing."""
-        return drawing.exponents(self.histogram)
+def _line(line: Mapping[str, Any], place: Callable[[float, float], tuple[float, float]]) -> Iterator[str]:
+    """Yield a polyline for each run between gaps, and the points."""
+    points = [
+        place(x, log10(y)) if _is_drawn(y) else None
+        for x, y in zip(map(float, line["x"]), line["y"], strict=True)
+    ]
+    color, is_mark = f"var(--{escape(line['color'])})", bool(line.get("isMark"))
+    dash = f' stroke-dasharray="{_DASHES[line["dash"]]}"' if line.get("dash") else ""
+    for is_gap, run in groupby(points, lambda point: point is None):
+        if not is_gap and not is_mark:
+            path = " ".join(f"{point[0]:.1f},{point[1]:.1f}" for point in run if point is not None)
+            yield f'<polyline points="{path}" fill="none" stroke="{color}"{dash}/>'
+    for name, point, y in zip(line["at"], points, line["y"], strict=True):
+        if point is not None and len(points) <= _MOST_POINTS:
+            title = f"{escape(line['name'])}, {escape(name)}: {y:.4g}"
+            circle = f'cx="{point[0]:.1f}" cy="{point[1]:.1f}" r="{6 if is_mark else 2.5}" fill="{color}"'
+            yield f"<circle {circle}><title>{title}</title></circle>"
 
 
-Section: TypeAlias = "Table | Chart | HeatMap | Spread"
+Section: TypeAlias = "Table | Chart"
 
 
 def page(

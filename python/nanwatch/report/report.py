@@ -13,13 +13,13 @@ from ..records.record import Frame
 from ..util import reading
 from ..util.imports import needed
 from ..util.job import Attempt, current_attempt, rank
-from ..util.progress import Tell, silent, wants_color
+from ..util.progress import wants_color
 from ..util.visible import first_few, module_name, suppressed, visible
 from . import text
+from .events import Suspect
 from .finding import Finding, Origin
 from .finding_text import Explanation, explain
 from .notebook import InNotebook
-from .suspect import Suspect
 
 SCHEMA = "nanwatch.report"
 VERSION = 1
@@ -129,7 +129,7 @@ class Report(InNotebook):
             document["explanation"] = reading.plain(self.explanation)
         return json.dumps(document, allow_nan=False)
 
-    def to_html(self, tell: Tell = silent) -> str:
+    def to_html(self) -> str:
         """Return a page that opens offline and sends nothing: the finding, a chart, headroom by module, every record.
 
         Write it as UTF-8. Needs `jinja2`: raises ImportError, naming the extra, without it.
@@ -140,7 +140,7 @@ class Report(InNotebook):
         suspicions = _suspicion_lines(self)
         where = [] if self.batch is None else [f"batch {self.batch}"]
         where.append(", ".join([f"rank {self.rank}", *self.mesh]))
-        return report_html(self.frames, self.finding, where, headline, suspicions, tell)
+        return report_html(self.frames, self.finding, where, headline, suspicions)
 
     @classmethod
     def from_json(cls, document: str) -> Report:

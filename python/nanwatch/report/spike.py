@@ -6,19 +6,15 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ..records.note import Note
 from ..records.record import Frame, event_frame
 from ..util import reading
-from ..util.progress import Tell, silent
 from ..util.visible import module_name, visible
 from .notebook import InNotebook
 from .report import Report, read_report
 from .text import Fact
-
-if TYPE_CHECKING:
-    from .page import Table
 
 SCHEMA = "nanwatch.spike"
 VERSION = 1
@@ -33,8 +29,6 @@ _NEXT: dict[Cause, str] = {
     " gradients.",
     "loss": "every tensor of the forward is as usual: look at the targets of this batch, and at the loss function.",
 }
-# Size of a small picture, in its own units.
-_WIDTH, _HEIGHT = 220, 36
 _SHOWN = 200  # rows of a table
 
 
@@ -73,21 +67,6 @@ class Curve:
     module: str
     label: str
     values: tuple[float | None, ...]
-
-    @property
-    def points(self) -> list[str]:
-        """The lines of a small picture, each as the points of an SVG polyline."""
-        known = [value for value in self.values if value is not None]
-        low, high = min(known, default=0.0), max(known, default=0.0)
-        rise = (_HEIGHT - 4) / (high - low) if high > low else 0.0
-        run = _WIDTH / max(1, len(self.values) - 1)
-        lines: list[list[str]] = [[]]
-        for i, one in enumerate(self.values):
-            if one is None:
-                lines.append([])
-            else:
-                lines[-1].append(f"{i * run:.1f},{_HEIGHT - 2 - (one - low) * rise:.1f}")
-        return [" ".join(line * 2 if len(line) == 1 else line) for line in lines if line]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,52 +154,43 @@ class SpikeReport(InNotebook):
         """Return the report that `to_json` wrote. Raise ValueError with the place for anything else."""
         return reading.document(document, _read_spike, "a nanwatch spike report")
 
-    def to_html(self, tell: Tell = silent) -> str:
+    def to_html(self) -> str:
         """Return the report as one page of HTML without a script. Raises ImportError without jinja2."""
-        from .page import page
+        from .page import COLORS, NUMBER, TEXT, Chart, Section, Table, page
 
-        tell("drawing the page")
-        amount = f"batch {self.batch}, rank {self.rank}"
-        return page(
-            "SpikeReport.to_html()", self.headline, amount, tuple(self.facts()), self._tables(), is_bad=True
-        )
-
-    def _tables(self) -> list[Table]:
-        from .page import NUMBER, TEXT, Curve, Table
-
-        history = {
+        lines = [
+            {
+                "name": f"{curve.label} of {module_name(curve.module)}" if curve.module else curve.label,
+                "color": COLORS[i % len(COLORS)],
+                "x": range(1 - len(curve.values), 1),
+                "at": range(1 - len(curve.values), 1),
+                "y": curve.values,
+            }
+            for i, curve in enumerate(self.curves)
+        ]
+        label = "the latest values of each number and tensor, on a logarithmic scale"
+        hint = "What is not positive and finite is a gap."
+        sections: list[Section] = [
+            Chart("curves", "The latest steps", hint, label, "steps before the spike", "value", lines)
+        ]
+        columns = {
             "module": TEXT,
             "tensor": TEXT,
-            "history": TEXT,
-            "least": NUMBER,
-            "largest": NUMBER,
-            "now": NUMBER,
+            **dict.fromkeys(("abs max", "usually", "deviations"), NUMBER),
         }
-        left = {"module": TEXT, "tensor": TEXT, "abs max": NUMBER, "usually": NUMBER, "deviations": NUMBER}
-        curves = []
-        for curve in self.curves:
-            known = [value for value in curve.values if value is not None]
-            module = "" if curve.label in ("loss", "gradients") else module_name(curve.module)
-            numbers = [min(known, default=None), max(known, default=None), *curve.values[-1:]]
-            shown = ["none" if number is None else f"{number:.3g}" for number in numbers]
-            curves.append([module, curve.label, Curve(curve.points, _WIDTH, _HEIGHT), *shown])
-        hint = "Each picture ends with the step of the spike, and goes from the least to the largest value shown."
-        tables = [Table("curves", "The latest steps", history, curves, hint)]
         for part, departures in (("forward", self.forward), ("backward", self.backward)):
             rows = [
-                [
-                    module_name(departure.module),
-                    departure.label,
-                    f"{departure.value:.3g}",
-                    f"{departure.usual:.3g}",
-                    f"{departure.deviations:.0f}",
-                ]
-                for departure in departures[:_SHOWN]
+                [module_name(x.module), x.label, *(f"{n:.3g}" for n in (x.value, x.usual, x.deviations))]
+                for x in departures[:_SHOWN]
             ]
             rest = len(departures) - _SHOWN
             more = f"and {rest:,} more, which the JSON has" if rest > 0 else ""
-            tables.append(Table(part, f"Left its history in the {part}", left, rows, after=more))
-        return [table for table in tables if table.rows]
+            sections += (
+                [Table(part, f"Left its history in the {part}", columns, rows, after=more)] if rows else []
+            )
+        amount = f"batch {self.batch}, rank {self.rank}"
+        who, facts = "SpikeReport.to_html()", tuple(self.facts())
+        return page(who, self.headline, amount, facts, sections, is_bad=True)
 
 
 def _read_spike(document: Any) -> SpikeReport:

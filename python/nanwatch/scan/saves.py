@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -124,14 +125,14 @@ class Save:
             bound.arguments[self._seam.place] = path
             if (writer := bound.arguments.get("storage_writer")) is not None:
                 bound.arguments["storage_writer"] = copy.copy(writer)  # it would remember the path
-        was_saving, _thread.is_saving = getattr(_thread, "is_saving", False), True
+        token = _is_saving.set(True)
         try:
             result = self._original(*bound.args, **bound.kwargs)
             if now and self._seam.name == "async_save":
                 getattr(result, "upload_completion", result).result()
+            return result
         finally:
-            _thread.is_saving = was_saving
-        return result
+            _is_saving.reset(token)
 
     def fail_on_all_ranks(self, reason: str) -> None:
         """Let the save fail before anything is written, with this reason on every rank that takes part."""
@@ -170,9 +171,7 @@ def is_refusal(error: BaseException) -> bool:
     return any(isinstance(reason[0], CheckpointRefusedError) for reason in reasons)
 
 
-_thread = (
-    threading.local()
-)  # `is_saving`: a save of this thread is under way, and calls further guarded functions
+_is_saving = ContextVar("nanwatch.is_saving", default=False)  # a save calls further guarded functions
 _changing = threading.RLock()  # reentrant: the garbage collector may remove a guard anywhere
 _guards: list[weakref.ref[Any]] = []  # of CheckpointGuards
 _waiting: list[WhenImported] = []
@@ -243,7 +242,7 @@ def _guarded(seam: Seam, original: Any) -> Any:
 
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
-        guards, bound = [] if getattr(_thread, "is_saving", False) else _live(), None
+        guards, bound = [] if _is_saving.get() else _live(), None
         if guards:
             with suppress(TypeError):  # the function itself says what is wrong
                 bound = signature.bind(*args, **kwargs)

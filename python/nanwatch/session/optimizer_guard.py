@@ -24,7 +24,7 @@ from ..recording.events import Recorder
 from ..recording.observe import nonfinite
 from ..records.note import Note
 from ..report import text
-from ..report.skipped_step import SkippedStep
+from ..report.events import SkippedStep
 from ..util.visible import suppressed, warn_user
 from .options import Options
 

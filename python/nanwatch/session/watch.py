@@ -24,11 +24,9 @@ from ..ranks.step_ranks import StepRanks
 from ..recording.events import Event, Recorder, WatchPart
 from ..recording.recorder import make_recorder
 from ..records.record import Frame
-from ..report.replica import ReplicaDifference
+from ..report.events import ReplicaDifference, SkippedStep, UpdateFinding
 from ..report.report import Report
-from ..report.skipped_step import SkippedStep
 from ..report.spike import SpikeReport
-from ..report.update_finding import UpdateFinding
 from ..scan.guard import CheckpointGuard
 from ..sinks.sink import SinkStream, Warnings
 from ..trace.tracer import Tracer, ring_size, start_tracer

@@ -19,11 +19,10 @@ from weakref import WeakKeyDictionary
 
 from .._version import __version__
 from ..history.forecast import Forecast
+from ..report.events import ReplicaDifference, UpdateFinding
 from ..report.forms import annotation_of
-from ..report.replica import ReplicaDifference
 from ..report.report import Report
 from ..report.spike import SpikeReport
-from ..report.update_finding import UpdateFinding
 from ..util.imports import needed
 from ..util.job import rank, rank_and_world_size
 from ..util.visible import counts, spell, warn_user

@@ -12,12 +12,10 @@ from ..history.forecast import Forecast
 from ..recording.events import Event, Recorder
 from ..records.headroom import headroom_bits
 from ..records.record import Frame
+from ..report.events import ReplicaDifference, SkippedStep, UpdateFinding
 from ..report.finding import Finding
-from ..report.replica import ReplicaDifference
 from ..report.report import Report
-from ..report.skipped_step import SkippedStep
 from ..report.spike import SpikeReport
-from ..report.update_finding import UpdateFinding
 from ..util.visible import close_names, spell, suppressed, warn_user
 
 

@@ -14,8 +14,8 @@ from ..history.forecast import Forecast
 from ..records.headroom import headroom_bits
 from ..records.record import Frame
 from ..report import text
+from ..report.events import UpdateFinding
 from ..report.finding import Finding
-from ..report.update_finding import UpdateFinding
 from ..util.imports import needed
 from ..util.job import rank_and_world_size
 from ..util.visible import module_name, visible

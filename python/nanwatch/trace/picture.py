@@ -13,16 +13,17 @@ import numpy as np
 
 from ..records.note import EVENTS, EXCUSES, Note, NoteKind
 from ..report.page import (
+    COLORS,
     NUMBER,
     TEXT,
-    HeatMap,
+    Chart,
     Level,
     Section,
     Table,
     bits_words,
     page,
 )
-from ..util.visible import module_name
+from ..util.visible import first_few, module_name
 from .trace_file import Strings, Trace, ends_of, strings
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -92,12 +93,6 @@ class Picture:
     labels: tuple[str, ...]
     marks: tuple[Mark, ...]
 
-    @property
-    def failed(self) -> Array:
-        """Return for each column whether a value was non-finite in it."""
-        found: Array = np.logical_or.reduce(np.isneginf(self.bits), axis=0)
-        return found
-
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """Return the modules that have a headroom, the one with the least first."""
@@ -134,44 +129,34 @@ class Picture:
         facts = [("Trace", f"`{self.path}`, rank {self.rank}{lost}")]
         if self.failure is not None:
             facts.append(("Next", f"`nanwatch show {self.path} --batch {self.failure[0]}`"))
+        if skipped := self.last[self.skipped].tolist():
+            facts.append(("Skipped", f"steps after batches {first_few([*map(str, skipped)], 8)}"))
         amount = f"{self.num_rows:,} records · {len(self.modules):,} modules · {self.num_batches:,} batches"
         sections = self._sections() if self.rows else ()
         is_bad = self.failure is not None
         return page("a picture of a run", self._headline(), amount, facts, sections, is_bad=is_bad)
 
     def _sections(self) -> list[Section]:
-        per_column = -(-self.num_batches // max(len(self.first), 1))
-        whole = per_column == 1
-        column = "a batch" if whole else f"{per_column} batches, of which the least headroom is shown"
-        failed, skipped = np.flatnonzero(self.failed).tolist(), np.flatnonzero(self.skipped).tolist()
-        signs: list[tuple[str, int, int | None, str]] = [
-            ("▼", number, None, f"batch {self.last[number]}: a non-finite value") for number in failed
+        whole = len(self.first) >= self.num_batches
+        at = [f"batch {batch}" for batch in self.first.tolist()]
+        lines = [
+            {
+                "name": row.place,
+                "color": color,
+                "at": at,
+                "x": self.first.tolist(),
+                "y": self.abs_max[self.modules.index(row.module)].tolist(),
+            }
+            for row, color in zip(self.rows, COLORS, strict=False)
         ]
-        signs += [
-            ("△", number, None, f"batch {self.last[number]}: the optimizer skipped a step")
-            for number in skipped
-        ]
-        signs += [
-            (
-                "◆" if mark.kind == "spike" else "◇",
-                int(self.last.searchsorted(mark.batch)),
-                self.modules.index(mark.module),
-                mark.text,
-            )
-            for mark in self.marks
-        ]
-        picture = HeatMap(
-            "Headroom of every module over the run",
-            f"A row is a module, in the order of the first calls. A column is {column}. A bit is a doubling that the"
-            " largest element of the module's weights, outputs and gradients has left before it overflows. Red: less"
-            " than 2 bits. Amber: less than 6. Green: more, paler with more room. ▼ a column with a non-finite value,"
-            " △ a skipped step, ◆ a spike, ◇ a forecast.",
-            "bits of headroom by module and batch; the table below has the least of each module",
-            rows=[*map(module_name, self.modules)],
-            first=self.first.tolist(),
-            last=self.last.tolist(),
-            bits=self.bits,
-            signs=signs,
+        picture = Chart(
+            "run",
+            "The modules with the least headroom over the run",
+            "A zero, a nan and an inf are gaps.",
+            "largest magnitude of the modules with the least headroom, by batch, on a logarithmic scale",
+            "batch",
+            "largest magnitude",
+            lines,
         )
         marks = Table(
             "marks",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import Audit, watch
-from nanwatch.report.update_finding import UpdateFinding
+from nanwatch.report.events import UpdateFinding
 
 pytestmark = pytest.mark.filterwarnings("ignore:the optimizer's step", "ignore:.*more finding")
 

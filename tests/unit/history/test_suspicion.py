@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import nanwatch
-from nanwatch.report.suspect import Suspect
+from nanwatch.report.events import Suspect
 
 
 class Block(nn.Module):

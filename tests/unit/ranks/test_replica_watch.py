@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanwatch.ranks.replica_watch import ReplicaWatch
-from nanwatch.report.replica import ReplicaDifference
+from nanwatch.report.events import ReplicaDifference
 
 
 def test_a_watch_outside_a_job_says_so_once_and_lets_go(

@@ -11,27 +11,15 @@ from nanwatch.report.finding import Place
 from nanwatch.report.forms import FORMS
 from nanwatch.report.report import Report
 from nanwatch.report.spike import Departure, SpikeReport, read_saved
-from nanwatch.util.progress import silent
 from support.html_page import growing
 
 SPIKE = SpikeReport(410, 0, (Departure("", "loss", 9.1, 2.4, 55.0),), "loss")
 
 
-def test_the_forms_and_their_suffixes() -> None:
-    """By their names, with the suffixes of their files."""
-    assert {name: form.suffix for name, form in FORMS.items()} == {
-        "github": "txt",
-        "html": "html",
-        "json": "json",
-        "sarif": "sarif",
-        "text": "txt",
-    }
-
-
 @pytest.mark.parametrize("report", [growing(), SPIKE], ids=["failure", "spike"])
 def test_each_form_has_the_headline(report: Report | SpikeReport) -> None:
     pytest.importorskip("jinja2")
-    shown = {name: form.render(report, silent) for name, form in FORMS.items()}
+    shown = {name: form.render(report) for name, form in FORMS.items()}
     headline = report.headline if isinstance(report, SpikeReport) else "Detected inf in batch 1"
     assert shown["text"].startswith(headline)
     if isinstance(report, Report):
@@ -49,7 +37,7 @@ def test_sarif_has_rule_level_and_place() -> None:
     report = growing()
     assert report.finding is not None
     found = replace(report, finding=replace(report.finding, place=Place("/a b/model.py", 12)))
-    run = json.loads(FORMS["sarif"].render(found, silent))["runs"][0]
+    run = json.loads(FORMS["sarif"].render(found))["runs"][0]
     (result,) = run["results"]
     assert (result["ruleId"], result["level"]) == ("made-by-the-module", "error")
     assert run["tool"]["driver"]["rules"] == [{"id": "made-by-the-module"}]
@@ -58,10 +46,10 @@ def test_sarif_has_rule_level_and_place() -> None:
         "artifactLocation": {"uri": "file:///a%20b/model.py"},
         "region": {"startLine": 12},
     }
-    (bare,) = json.loads(FORMS["sarif"].render(report, silent))["runs"][0]["results"]
+    (bare,) = json.loads(FORMS["sarif"].render(report))["runs"][0]["results"]
     assert "physicalLocation" not in bare["locations"][0]
     healthy = replace(report, finding=None)
-    assert json.loads(FORMS["sarif"].render(healthy, silent))["runs"][0]["results"] == []
+    assert json.loads(FORMS["sarif"].render(healthy))["runs"][0]["results"] == []
 
 
 def test_github_has_the_line_of_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,15 +60,10 @@ def test_github_has_the_line_of_the_checkout(monkeypatch: pytest.MonkeyPatch) ->
     found = replace(
         report, finding=replace(report.finding, place=Place("/a b/100%,x:y.py", 12), module="%0A")
     )
-    head, _, words = github.render(found, silent).removeprefix("::").partition("::")
+    head, _, words = github.render(found).removeprefix("::").partition("::")
     assert head == "error file=100%25%2Cx%3Ay.py,line=12,title=nanwatch made-by-the-module"
     assert "%250A (" in words
     assert "\n" not in words
-    bare = github.render(report, silent)
+    bare = github.render(report)
     assert bare.startswith("::error title=nanwatch made-by-the-module::inf first seen in")
-    assert github.render(replace(report, finding=None), silent).startswith("::notice title=nanwatch::")
-
-
-def test_a_folder_has_the_forms_that_people_open() -> None:
-    """The forms for tools are printed on request."""
-    assert [form.name for form in FORMS.values() if form.in_folder] == ["text", "json", "html"]
+    assert github.render(replace(report, finding=None)).startswith("::notice title=nanwatch::")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from dataclasses import replace
-from math import inf, log2
+from math import inf, log2, nan
 from typing import Any
 
 import pytest
 
-from nanwatch.records.note import Note
-from nanwatch.records.record import Frame, Record
 from nanwatch.report.finding import Cure, Place
+from nanwatch.report.page import Chart
 from nanwatch.report.report import Report
 from nanwatch.util.visible import visible
 from support.html_page import HOSTILE, Page, growing
@@ -43,35 +43,6 @@ def test_the_table_has_every_record_and_the_chart_every_number() -> None:
     ("report", "headline"),
     [
         (EMPTY, "Nothing was looked at: no watched call has run."),
-        (Report((), None, 4), "Nothing was looked at up to batch 4: no watched call has run."),
-        (Report((Frame(0, "", "Model", ()),), None, 0), "Nothing could be read up to batch 0"),
-        (
-            Report(
-                (
-                    Frame(
-                        0,
-                        "a",
-                        "Linear",
-                        (
-                            Record(
-                                "x",
-                                "input",
-                                (2,),
-                                "float16",
-                                None,
-                                None,
-                                None,
-                                None,
-                                Note("not_checked", "meta"),
-                            ),
-                        ),
-                    ),
-                ),
-                None,
-                0,
-            ),
-            "Nothing could be read up to batch 0",
-        ),
         (replace(growing(), frames=growing().frames[:-1], finding=None), "All finite up to batch 1"),
         (replace(growing(), frames=()), "inf first seen in output of encoder.block.6.wo"),
     ],
@@ -147,3 +118,21 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(imports, "import_module", without)
     with pytest.raises(ImportError, match=r"`jinja2`.*\.\[report\]"):
         growing().to_html()
+
+
+def test_a_chart_is_logarithmic_and_has_gaps() -> None:
+    """Equal factors are equal distances; zeros and what is not finite are no points."""
+    line = {
+        "name": "<a>",
+        "color": "output",
+        "at": list("pqrst"),
+        "x": range(5),
+        "y": [1.0, 0.0, 10.0, nan, 100.0],
+    }
+    html = Chart("id", "title", "hint", "label", "call", "abs max", [line]).picture
+    circles = re.findall(r'cy="([\d.]+)" .*?<title>(.*?)</title>', html)
+    assert [title for _, title in circles] == [
+        f"&lt;a&gt;, {x}: {y}" for x, y in (("p", 1), ("r", 10), ("t", 100))
+    ]
+    heights = [float(y) for y, _ in circles]
+    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2)

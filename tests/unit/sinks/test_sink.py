@@ -12,9 +12,9 @@ from torch import nn
 import nanwatch
 from nanwatch.history.forecast import Forecast
 from nanwatch.records.record import Frame
+from nanwatch.report.events import SkippedStep
 from nanwatch.report.finding import Finding
 from nanwatch.report.report import Report
-from nanwatch.report.skipped_step import SkippedStep
 from nanwatch.report.spike import SpikeReport
 from nanwatch.session.api import DeferredWatch
 from nanwatch.sinks.sink import BatchSummary, Sink

@@ -1,12 +1,127 @@
-"""UpdateFinding: a step of the optimizer that did not do what was meant."""
+"""Events that a watch reports beside a finding: a step that a GradScaler skipped, ranks that differ, a weight that grew
+much, and a step of the optimizer that did not do what was meant.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from ..records.note import Note
+from ..util.job import spell_runs
 from ..util.visible import module_name, visible
+from .finding import Finding
+from .text import Fact
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedStep:
+    """Step that was skipped because gradients of `batch` were not finite.
+
+    `scale_before` and `scale_after` are the GradScaler's, None where none was found.
+    """
+
+    batch: int
+    scale_before: float | None
+    scale_after: float | None
+    finding: Finding
+
+    def __str__(self) -> str:
+        return str(self.note)
+
+    @property
+    def note(self) -> Note:
+        """Return the note of the gradients that the step did not take."""
+        before, after = self.scale_before, self.scale_after
+        if before is None:
+            return Note("skipped_step")
+        fell = "" if after is None or after == before else f" → {_spell(after)}"
+        return Note("skipped_step", f"scale {_spell(before)}{fell}")
+
+
+def _spell(scale: float) -> str:
+    return f"{scale:.0f}" if scale.is_integer() and scale < 1e15 else f"{scale:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaDifference:
+    """Tensors that ranks should hold alike to the bit, and do not, as found at a check.
+
+    `step` is the check's, in batches that followed a step of the optimizer, `equal_at` the step of the check before
+    it, and `batch` the batch that it began. `tensors` has the first hundred names of `num_tensors`. `ranks` are the
+    first odd ones of `num_odd`, by majority of `num_ranks` that answered of `size`; where there `is_majority` is False,
+    they are all candidates. `hosts` are theirs.
+    """
+
+    step: int
+    equal_at: int
+    tensors: tuple[str, ...]
+    num_tensors: int
+    ranks: tuple[int, ...]
+    num_odd: int
+    hosts: tuple[str, ...]
+    num_ranks: int
+    size: int
+    is_majority: bool
+    batch: int = 0
+
+    def __str__(self) -> str:
+        more = f" and {self.num_tensors - 1:,} more tensors" if self.num_tensors > 1 else ""
+        name = f"{visible(self.tensors[0])}{more}"
+        hosts = ", ".join(dict.fromkeys(map(visible, self.hosts)))
+        ranks = f"rank {spell_runs(self.ranks)}"
+        if not self.is_majority:
+            where = f"{name} on one of {ranks} ({hosts}); no majority says on which"
+        else:
+            count = self.num_ranks - self.num_odd
+            odd = ranks if self.num_odd <= len(self.ranks) else f"{self.num_odd} ranks"
+            where = f"{name} on {odd} ({hosts}), which {count} other rank{'s' * (count > 1)} hold alike"
+        text = f"replicas differ at step {self.step}: {where}; began after step {self.equal_at}"
+        if self.num_ranks < self.size:
+            text += f"; {self.size - self.num_ranks} of {self.size} ranks did not answer in time"
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A weight whose abs max is much larger than it was, or than that of its siblings.
+
+    `first` is its abs max when the watch began, None where it has not grown much. `siblings` is the pattern of the
+    names of the modules that hold the same weight in the other layers, "" where it is not far from theirs. There are
+    `num_siblings` of them, whose abs max has the median `median`.
+    """
+
+    module: str
+    label: str
+    abs_max: float
+    first: float | None = None
+    siblings: str = ""
+    num_siblings: int = 0
+    median: float | None = None
+
+    @property
+    def growth(self) -> str:
+        """The weight with its first and latest abs max, "" where it has not grown much."""
+        if self.first is None:
+            return ""
+        return f"`{self.label}` of {module_name(self.module)} from {self.first:.3g} to {self.abs_max:.3g}"
+
+    def facts(self) -> Iterator[Fact]:
+        """Yield the lines of a report."""
+        if self.growth:
+            yield Fact(
+                "Grew",
+                f"abs max of {self.growth} since the watch began: look at the learning rate, at weight decay and at the"
+                " clipping of gradients.",
+            )
+        if self.siblings and self.median is not None:
+            yield Fact(
+                "Apart",
+                f"abs max of `{self.label}` of {module_name(self.module)} is {self.abs_max:.3g}, the median of the"
+                f" {self.num_siblings} other {self.siblings} is {self.median:.3g}.",
+            )
+
 
 # Each kind with its headline and its cure. Formats take the numbers of the finding. docs/updates.md lists them. What
 # follows a colon tells several forms of one kind apart.
