@@ -10,7 +10,6 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -27,9 +26,11 @@ from ..records.record import Frame
 from ..report.events import UpdateFinding, update_finding
 from ..report.finding import Place
 from ..util.visible import spell, suppressed, warn_user
-from .checks import Step, Suspect, Suspicions, depends_on_mode, ends_of, gathered, suspects_of
-from .samples import WeightSample, each_weight, sample_after, sample_step
-from .window import Window, held_by_others, ids_of, place_of
+from .modes import Evaluations
+from .rules import Step, ends_of, suspects_of
+from .samples import WeightSample, each_weight, ids_of, sample_after, sample_step
+from .suspects import Suspect, Suspicions, gathered
+from .window import Window, held_by_optimizers, place_of
 
 _T = TypeVar("_T")
 # Audits of the first steps, and of those after a state of the training that is new: as many as a suspicion needs.
@@ -37,9 +38,6 @@ _FIRST, _AFRESH = 3, 4
 # Steps in a row that a suspicion may ask for, and states of a training that are told apart.
 _MORE, _MOST_STATES = 10, 32
 _MOST_FINDINGS, _MOST_ERRORS = 64, 3
-# An evaluation makes calls without grad mode in a row, or one after so many forwards and steps of the training. Others
-# make the fake samples of a GAN, or condition a model on its own output.
-_RARE, _EVALUATIONS = 8, 2
 _AT_BACKWARD = ("missing-zero-grad", "accumulation", "no-gradient", "zero-gradient", "train-mode-wrong")
 
 
@@ -75,11 +73,9 @@ class _Track:
         self.in_a_row = 0  # audits
         self.due_until = _FIRST
         self.states: set[int] = set()
-        self.is_relevant = False
+        self.is_relevant = self.has_learned = False
         self.suspicions = Suspicions()
-        self.previous: dict[
-            tuple[str, str], WeightSample
-        ] = {}  # the weights in the step before, if it was audited
+        self.previous: dict[tuple[str, str], WeightSample] = {}  # in the step before, if it was audited
         self.open: Step | None = None
         self.calls_before = 0  # of all calls, those before this window
 
@@ -114,21 +110,14 @@ class UpdateAudit(WatchPart):
     ) -> None:
         self.findings: list[UpdateFinding] = []
         self.is_over = False
-        self._num_errors = 0
+        self._num_errors = self._num_forwards = 0
         self._model = weakref.ref(model)
-        self._recorder = recorder
-        self._every = every
-        self._tell = tell
-        self._is_frozen = is_frozen
-        self._ranks = ranks
+        self._recorder, self._every, self._tell = recorder, every, tell
+        self._is_frozen, self._ranks = is_frozen, ranks
         self._tracks: weakref.WeakKeyDictionary[Optimizer, _Track] = weakref.WeakKeyDictionary()
         self._has_trained = False  # an audit has seen the model in training mode
         self._ends: list[tuple[str, str]] = []
-        self._evaluated: Callable[[], Tensor | None] = lambda: None  # the inputs of the latest evaluation
-        self._num_trained = self._progress = (
-            0  # forwards in grad mode; with the steps, at the latest evaluation
-        )
-        self._gaps: list[int] = []  # forwards and steps between evaluations
+        self._evaluations = Evaluations()
         self._named: set[tuple[str, str, str | None]] = set()
         self._window = Window(recorder, model)
         self._starts = recorder.subscribe(Event.BATCH_START)
@@ -147,6 +136,7 @@ class UpdateAudit(WatchPart):
 
     def remove(self) -> None:
         """Audit no more, and keep the findings."""
+        self._end_evaluation(None)
         if self._ranks is not None:
             self._ranks.remove()
             self._tell_of_ranks()
@@ -178,22 +168,20 @@ class UpdateAudit(WatchPart):
         model = self._model()
         if model is None or self._recorder.paused:
             return
+        inputs = next((x for x in args if isinstance(x, Tensor)), None)
         # A compiled call tells no module, and runs below autograd, so its mode is not known.
         if torch.is_grad_enabled() or module is None:
-            self._num_trained += 1
+            self._num_forwards += 1
             self._window.batch_started(batch)
+            self._end_evaluation(inputs)
         elif module is model and model.training and self._step:
-            before, inputs = self._evaluated(), next((x for x in args if isinstance(x, Tensor)), None)
-            self._evaluated = (lambda: None) if inputs is None else weakref.ref(inputs)
-            progress = self._num_trained + self._window.num_steps
-            gap, self._progress = progress - self._progress, progress
-            # Monte Carlo dropout calls the model with the same tensor again and again, and is no evaluation.
-            is_row = gap == 0 and (inputs is None or inputs is not before)
-            self._gaps += [gap] * (gap > 0)
-            is_rare = len(self._gaps) > _EVALUATIONS and min(self._gaps[1:]) >= _RARE
-            if (is_row or is_rare) and depends_on_mode(model):
-                place = place_of(sys._getframe(1))
-                self._add(self._step, Suspect("eval-mode-wrong", "", None), 1, place)
+            frame = sys._getframe(1)
+            self._evaluations.called(model, inputs, lambda: place_of(frame))
+
+    @_harmless
+    def _end_evaluation(self, inputs: Tensor | None) -> None:
+        for place in self._evaluations.trained(inputs):
+            self._add(self._step, Suspect("eval-mode-wrong", "", None), 1, place)
 
     @property
     def _step(self) -> int:
@@ -204,6 +192,7 @@ class UpdateAudit(WatchPart):
         track = self._tracks.setdefault(optimizer, _Track())
         track.open = None
         self._window.num_steps += 1
+        self._evaluations.went_on()
         self._tell_of_ranks()
         model = self._model()
         if model is None:
@@ -233,10 +222,11 @@ class UpdateAudit(WatchPart):
         faults = [] if self._ranks is None else self._ranks.faults()
         if not faults or (model := self._model()) is None:
             return
-        suspects = []
-        for fault in faults:
-            module, _, label = fault.name.rpartition(".")
-            suspects.append(Suspect(fault.kind, module, label, {"rank": fault.rank}))
+        names = [fault.name.rpartition(".") for fault in faults]
+        suspects = [
+            Suspect(fault.kind, module, label, {"rank": fault.rank})
+            for fault, (module, _, label) in zip(faults, names, strict=True)
+        ]
         trained = {(name, label): x.numel() for name, label, x in each_weight(model) if x.requires_grad}
         for suspect, count in gathered(suspects, trained):
             self._add(min(fault.step for fault in faults), suspect, count, None)
@@ -246,14 +236,14 @@ class UpdateAudit(WatchPart):
         if (model := self._model()) is None or track.open is not None:  # L-BFGS calls its closure again
             return
         track.is_new(model, optimizer)
-        weights, foreign = sample_step(model, optimizer, self._is_frozen)
+        weights = sample_step(model, optimizer, self._is_frozen)
         clips = self._window.clips(optimizer)
-        track.open = Step(model, optimizer, track.step, weights, foreign, clips, track.previous)
+        track.open = Step(model, optimizer, track.step, weights, clips, track.previous)
         # A step without a forward before it is some library's, which fills the optimizer's state on one rank.
         is_regular = track.step <= _FIRST or track.step % self._every == 0
         if self._ranks is not None and is_regular and self._recorder.latest_batch >= 0:
-            compared = list(_compared(track.open, self._window.group_sizes()))
-            self._ranks.check(track.step, self._num_trained, compared)
+            sizes = self._window.group_sizes()
+            self._ranks.check(track.step, self._num_forwards, list(_compared(track.open, sizes)))
         if track.step == 1:  # also of an optimizer that was made anew, with other weights perhaps
             self._ends = list(dict.fromkeys([*self._ends, *ends_of(model)]))
 
@@ -268,13 +258,16 @@ class UpdateAudit(WatchPart):
         if step is not None:
             sample_after(step.weights.values())
             step.calls = self._window.calls_since(track.calls_before)
-            of_optimizer = {weight.key for weight in step.of_optimizer()}
-            step.arrivals = {key: came for key, came in self._window.arrivals.items() if key in of_optimizer}
-            step.has_trained, step.ends = self._has_trained, self._ends
+            keys = {weight.key for weight in step.of_optimizer()}
+            step.arrivals = {key: came for key, came in self._window.arrivals.items() if key in keys}
+            step.has_trained, step.has_learned = self._has_trained, track.has_learned
+            step.ends = self._ends
             faults = list(track.suspicions.add(suspects_of(step), step.weights.values()))
             self._has_trained |= model.training
+            track.has_learned |= any(weight.grad == "some" for weight in step.trained())
             for suspect, count in faults:
-                self._add(step.number, suspect, count, _place(suspect.kind, step, sys._getframe(1)))
+                place = _place(suspect.kind, step) or place_of(sys._getframe(1))
+                self._add(step.number, suspect, count, place)
         track.calls_before = self._window.num_calls
         relevant = [each for each in self._tracks.values() if each.is_relevant]
         if any(each.is_due(each.step + 1, self._every) for each in relevant):
@@ -306,13 +299,13 @@ def _state_of(model: nn.Module, optimizer: Optimizer) -> Iterator[bool]:
                 yield x.requires_grad
 
 
-def _place(kind: str, step: Step, frame: FrameType) -> Place | None:
-    """Return the line of the clip or the backward that a fault is of, else of the step."""
+def _place(kind: str, step: Step) -> Place | None:
+    """Return the line of the clip or the backward that a fault is of, None where it is of the step."""
     if kind.startswith(("clipping", "not-unscaled")) and step.clips:
         return step.clips[-1].place
     arrivals = (arrival for came in step.arrivals.values() for arrival in came)
     places = [arrival.backward.place for arrival in arrivals] if kind in _AT_BACKWARD else []
-    return next(filter(None, places), None) or place_of(frame)
+    return next(filter(None, places), None)
 
 
 def _is_relevant(model: nn.Module, optimizer: Optimizer) -> bool:
@@ -327,7 +320,7 @@ def _is_relevant(model: nn.Module, optimizer: Optimizer) -> bool:
     shapes = sorted(tuple(x.shape) for group in optimizer.param_groups for x in group["params"])
     if trained and shapes == sorted(tuple(x.shape) for x in trained):
         return True
-    return any(x.grad is not None for x in trained) and held_by_others(optimizer).isdisjoint(map(id, trained))
+    return any(x.grad is not None for x in trained) and held_by_optimizers().isdisjoint(map(id, trained))
 
 
 def _compared(step: Step, group_sizes: dict[int, int]) -> Iterator[StepWeight]:

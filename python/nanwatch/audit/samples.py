@@ -43,9 +43,11 @@ def is_full(x: Tensor | None) -> bool:
     return values is not None and (bool(sample(values).any()) or bool(values.any()))
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether two samples are equal, a nan being equal to itself."""
-    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return whether there are two samples, and they are equal, a nan being equal to itself."""
+    if a is None or b is None or a.shape != b.shape:
+        return False
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def number(x: Any) -> float | None:
@@ -111,21 +113,24 @@ def _in_lists(named: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.
                     yield ".".join(filter(None, (name, attribute, str(key), inner))), part
 
 
+def ids_of(optimizer: Optimizer) -> set[int]:
+    """Return the ids of an optimizer's weights."""
+    return {id(x) for group in getattr(optimizer, "param_groups", ()) for x in group["params"]}
+
+
 def sample_step(
     model: nn.Module, optimizer: Optimizer, is_frozen: Callable[[str], bool]
-) -> tuple[dict[Key, WeightSample], list[tuple[tuple[int, ...], torch.dtype]]]:
-    """Sample the weights of a model before a step. Return also shape and format of the optimizer's other weights.
+) -> dict[Key, WeightSample]:
+    """Sample the weights of a model before a step.
 
     `is_frozen` says by the name of a weight or a module whether the user means it to stay as it is.
     """
     # An attribute of a module freezes nothing: its weights have their own.
     frozen = [item.name for item in named_modules(model) if vars(item.module).get("requires_grad") is False]
     places = {id(x): place for place, group in enumerate(optimizer.param_groups) for x in group["params"]}
-    ids: set[int] = set()
     weights: dict[Key, WeightSample] = {}
     with torch.no_grad(), only_our_dispatch():
         for name, label, x in each_weight(model):
-            ids.add(id(x))
             is_kept = any(is_in(name, above) for above in frozen)
             is_kept = is_kept or is_frozen(name) or is_frozen(f"{name}.{label}")
             gradient = None if x.grad is None else plain(x.grad)
@@ -139,13 +144,12 @@ def sample_step(
             if values is None or not values.numel():
                 continue
             weight.before = sample(values)
+            if gradient is not None and gradient.shape == values.shape:
+                weight.gradient = sample(gradient)
             weight.group = places.get(id(x))
             if weight.group is not None:
                 weight.lr = number(optimizer.param_groups[weight.group].get("lr"))
-                if gradient is not None and gradient.shape == values.shape:
-                    weight.gradient = sample(gradient)
-    foreign = [x for group in optimizer.param_groups for x in group["params"] if id(x) not in ids]
-    return weights, [(tuple(x.shape), x.dtype) for x in foreign]
+    return weights
 
 
 def sample_after(weights: Iterable[WeightSample]) -> None:
@@ -159,7 +163,5 @@ def sample_after(weights: Iterable[WeightSample]) -> None:
             weight.after = sample(values)
             # A hook of the user's, or a fused step with a scale, changed it after it was sampled.
             gradient = None if x.grad is None else plain(x.grad)
-            if weight.gradient is not None and (
-                gradient is None or not same_bits(sample(gradient), weight.gradient)
-            ):
+            if gradient is None or not same_bits(sample(gradient), weight.gradient):
                 weight.gradient = None

@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 from math import sqrt
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,12 +27,12 @@ from ..recording.events import Event, Recorder
 from ..records.record import Frame
 from ..report.finding import Place
 from ..util.visible import suppressing, users_frame
-from .samples import Key, each_weight, is_full, number, plain
+from .samples import Key, each_weight, ids_of, is_full, number, plain
 
-_MOST_CALLS, _MOST_CLIPS = 8192, 64
+_MOST_REDUCED, _MOST_CLIPS = 8192, 64
 _MAX_OPERATIONS = 16  # that a loss is followed through
 _MEAN = 1  # the reduction of a loss, as the nodes of PyTorch's losses keep it
-Values = tuple[object, ...]  # shape, least and largest magnitude
+Values = tuple[tuple[int, ...], float | None, float | None]  # shape, least and largest magnitude
 
 
 def place_of(frame: FrameType | None) -> Place | None:
@@ -42,22 +42,11 @@ def place_of(frame: FrameType | None) -> Place | None:
 
 
 class Call(NamedTuple):
-    """One recorded call of a module in grad mode, as far as the audit needs it."""
+    """The latest call of a module in grad mode: its number among all calls, its inputs, the number of its outputs."""
 
-    module: str
-    inputs: frozenset[Values]
-    outputs: frozenset[Values]
-    is_empty: bool  # called with a tensor without elements
-
-
-def call_of(frame: Frame) -> Call:
-    """Return what the audit needs of a frame."""
-    sides: dict[str, set[Values]] = {"input": set(), "output": set()}
-    for record in frame.records:
-        if record.role in sides and record.shape is not None:
-            sides[record.role].add((record.shape, record.abs_min, record.abs_max))
-    is_empty = any(record.role == "input" and 0 in (record.shape or ()) for record in frame.records)
-    return Call(frame.name, frozenset(sides["input"]), frozenset(sides["output"]), is_empty)
+    number: int
+    inputs: set[Values]
+    num_outputs: int
 
 
 class Clip(NamedTuple):
@@ -80,7 +69,7 @@ class Clip(NamedTuple):
         return {id(x) for reference in self.weights if (x := reference()) is not None}
 
 
-def norm_of(weights: Iterable[weakref.ref[Tensor]]) -> float:
+def _norm_of(weights: Iterable[weakref.ref[Tensor]]) -> float:
     """Return the 2-norm of the gradients of these weights."""
     gradients = [x.grad for reference in weights if (x := reference()) is not None and x.grad is not None]
     values = [readable for x in gradients if (readable := plain(x)) is not None]
@@ -116,7 +105,7 @@ class Arrival(NamedTuple):
 def is_stale(arrivals: Sequence[Arrival]) -> bool:
     """Return whether `.grad` holds gradients of before the latest step, or of another optimizer's backward."""
     backwards = [(early.backward, late) for early, late in pairwise(arrivals)]
-    return all(arrival.was_full for arrival in arrivals) or any(
+    return (bool(arrivals) and all(arrival.was_full for arrival in arrivals)) or any(
         late.was_full and before.place != late.backward.place and before.num_steps < late.backward.num_steps
         for before, late in backwards
     )
@@ -167,14 +156,14 @@ class Window:
 
     def __init__(self, recorder: Recorder, model: nn.Module) -> None:
         self.num_calls = 0
+        self._calls: dict[str, Call] = {}
         self.num_steps = 0  # of all optimizers
         self.arrivals: dict[Key, list[Arrival]] = {}  # since the latest step of the weight's optimizer
         self._recorder = recorder
         self._model = weakref.ref(model)
-        self._calls: deque[Call] = deque(maxlen=_MOST_CALLS)
         self._clips: deque[Clip] = deque(maxlen=_MOST_CLIPS)
         self._batches: deque[int] = deque(maxlen=256)  # in grad mode
-        self._reduced: deque[tuple[weakref.ref[Tensor], weakref.ref[Any]]] = deque(maxlen=_MOST_CALLS)
+        self._reduced: deque[tuple[weakref.ref[Tensor], weakref.ref[Any]]] = deque(maxlen=_MOST_REDUCED)
         self._num_backwards = self._depth = 0  # a checkpoint calls the engine within a backward
         self._backward: Backward | None = None
         self._before: dict[Key, tuple[int, int, bool]] = {}
@@ -206,9 +195,8 @@ class Window:
         """Open, and forget the backwards and clips before a step of this optimizer."""
         self._frames.active = True
         weights = ids_of(optimizer)
-        for key, x in self._weights():
-            if id(x) in weights:
-                self.arrivals.pop(key, None)
+        for key in [key for key, x in self._weights() if id(x) in weights]:
+            self.arrivals.pop(key, None)
         self._clips.clear()
         self._reduced.clear()
         self._depth = 0
@@ -220,8 +208,11 @@ class Window:
     def on_frame(self, frame: Frame) -> None:
         """Take a recorded call."""
         if self._frames.active and frame.phase == "forward" and frame.batch in self._batches:
-            self._calls.append(call_of(frame))
+            records = [record for record in frame.records if record.shape is not None]
+            inputs = {(x.shape or (), x.abs_min, x.abs_max) for x in records if x.role == "input"}
+            num_outputs = sum(record.role == "output" for record in records)
             self.num_calls += 1
+            self._calls[frame.name] = Call(self.num_calls, inputs, num_outputs)
 
     def batch_started(self, batch: int) -> None:
         """Take the start of a batch in grad mode."""
@@ -258,8 +249,7 @@ class Window:
         if has_run:
             weights = parameters if isinstance(parameters, list | tuple) else [parameters]
             references = tuple(weakref.ref(x) for x in weights)
-            place, before = place_of(sys._getframe(1)), number(total) or 0.0
-            norm = norm_of(references)
+            place, before, norm = place_of(sys._getframe(1)), number(total) or 0.0, _norm_of(references)
             self._clips.append(Clip(references, float(max_norm), before, norm, place, self._num_backwards))
 
     def reduced(
@@ -271,20 +261,17 @@ class Window:
 
     def group_sizes(self) -> dict[int, int]:
         """Return the number of ranks over which a tensor was reduced, by the tensor's id."""
-        return {
-            id(x): group.size()
-            for tensor, reference in self._reduced
-            if (x := tensor()) is not None and (group := reference()) is not None
-        }
+        pairs = [(tensor(), group()) for tensor, group in self._reduced]
+        return {id(x): group.size() for x, group in pairs if x is not None and group is not None}
 
     def clips(self, optimizer: Optimizer) -> list[Clip]:
         """Return the clips with the norms that the step is about to take: of all, for a clip of nothing."""
         weights = [weakref.ref(x) for group in optimizer.param_groups for x in group["params"]]
-        return [clip._replace(at_step=norm_of(clip.weights or weights)) for clip in self._clips]
+        return [clip._replace(at_step=_norm_of(clip.weights or weights)) for clip in self._clips]
 
-    def calls_since(self, count: int) -> list[Call]:
-        """Return the calls after the first `count`."""
-        return list(islice(self._calls, max(0, len(self._calls) - (self.num_calls - count)), None))
+    def calls_since(self, count: int) -> dict[str, Call]:
+        """Return the latest call of each module that was called after the first `count` calls."""
+        return {name: call for name, call in self._calls.items() if call.number > count}
 
 
 def _scaling(node: Any) -> tuple[tuple[float, ...], float | None]:
@@ -304,23 +291,20 @@ def _scaling(node: Any) -> tuple[tuple[float, ...], float | None]:
     return tuple(factors), None
 
 
-def ids_of(optimizer: Optimizer) -> set[int]:
-    """Return the ids of an optimizer's weights."""
-    return {id(x) for group in getattr(optimizer, "param_groups", ()) for x in group["params"]}
+def held_by_optimizers(but: Optimizer | None = None) -> set[int]:
+    """Return the ids of the weights that the optimizers of this process hold, without those of one of them.
+
+    The search for optimizers takes 10 ms for a million objects.
+    """
+    return set().union(*(ids_of(optimizer) for optimizer in instances_of(Optimizer) if optimizer is not but))
 
 
-def held_by_others(optimizer: Optimizer) -> frozenset[int]:
-    """Return the ids of the weights that the other optimizers of this process hold."""
-    others = [candidate for candidate in instances_of(Optimizer) if candidate is not optimizer]
-    return frozenset().union(*map(ids_of, others))
-
-
-def scale_of(factors: Sequence[float]) -> float | None:
+def scale_in_use(factors: Iterable[float]) -> float | None:
     """Return the scale of the GradScaler in use, if a loss was multiplied with it."""
+    factors = list(factors)
     scale = getattr(find_scaler()(), "_scale", None) if factors else None
     value = float(scale) if isinstance(scale, Tensor) else None
-    is_used = value is not None and any(abs(factor - value) <= 1e-3 * value for factor in factors)
-    return value if is_used else None
+    return value if value is not None and any(abs(x - value) <= 1e-3 * value for x in factors) else None
 
 
 def is_taken_scaled(optimizer: Optimizer) -> bool:

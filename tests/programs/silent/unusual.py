@@ -1,4 +1,4 @@
-"""20 healthy trainings of unusual shape, on each of which an audit has to stay silent."""
+"""Healthy trainings of unusual shape, on each of which an audit has to stay silent."""
 
 from __future__ import annotations
 

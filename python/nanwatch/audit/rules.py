@@ -1,0 +1,339 @@
+"""The rules of an audit: what a step shows that a user did not mean. Each yields Suspects."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf, isclose
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from ..instrumentation.wrapped_names import named_modules
+from ..report.finding import Place
+from ..util.modules import is_in
+from ..util.visible import suppressed
+from .modes import counting, trained_in_evaluation_mode
+from .samples import Key, WeightSample, is_full, number, plain, same_bits, sample
+from .suspects import Suspect, ancestors
+from .window import (
+    Arrival,
+    Backward,
+    Call,
+    Clip,
+    held_by_optimizers,
+    is_stale,
+    is_taken_scaled,
+    scale_in_use,
+)
+
+# A weight has a fault when so much of its update is lost, by elements and by magnitude.
+_ABSORBED, _LOST = 0.75, 0.5
+_GREW = 1.01  # a norm is larger beyond rounding
+# Means over so unequal numbers of tokens do not add up to a mean. The last batch of an epoch may be smaller once.
+_UNEQUAL = 1.5
+
+
+@dataclass(eq=False)
+class Step:
+    """One audited step of `optimizer`.
+
+    `previous` are the weights in the step before, where that was audited too. The fields from `calls` on are filled in
+    when the step is over.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    number: int
+    weights: dict[Key, WeightSample]
+    clips: Sequence[Clip]
+    previous: Mapping[Key, WeightSample]
+    calls: Mapping[str, Call] = field(default_factory=dict)  # the latest of each module
+    arrivals: Mapping[Key, Sequence[Arrival]] = field(default_factory=dict)
+    has_trained: bool = False  # an audit has seen the model in training mode
+    has_learned: bool = False  # and a gradient other than 0 in a step of this optimizer
+    ends: Sequence[tuple[str, str]] = ()  # an output layer and an embedding that began with equal weights
+
+    def of_optimizer(self) -> Iterable[WeightSample]:
+        """Return the weights that the optimizer holds."""
+        return (weight for weight in self.weights.values() if weight.group is not None)
+
+    def trained(self) -> Iterable[WeightSample]:
+        """Return the weights that the optimizer is to train."""
+        return (weight for weight in self.of_optimizer() if weight.is_trained)
+
+    @cached_property
+    def scale(self) -> float | None:
+        """The scale of a GradScaler in use."""
+        return scale_in_use(
+            [x for came in self.arrivals.values() for each in came for x in each.backward.factors]
+        )
+
+
+def suspects_of(step: Step) -> Iterator[Suspect]:
+    """Yield what may be wrong with this step. A rule that raises is left out."""
+    for rule in _RULES:
+        try:
+            yield from list(rule(step))
+        except Exception:
+            suppressed("a rule of the audit raised")
+
+
+def _suspects(
+    weights: Iterable[WeightSample], kind: str, numbers: Mapping[str, float] | None = None
+) -> Iterator[Suspect]:
+    for weight in weights:
+        yield Suspect(kind, weight.module, weight.label, numbers or {})
+
+
+def _no_gradient(step: Step) -> Iterator[Suspect]:
+    """Yield weights without a gradient whose modules were called, unless their output may be a leftover."""
+    trained = list(step.trained())
+    if not trained:  # and yet gradients come, or somebody has made them
+        yield from _suspects((weight for weight in step.of_optimizer() if weight.is_meant), "no-gradient")
+        return
+    # Some were set to None on purpose, as those of a last layer that rests. All were not.
+    cleared = {key for key, came in step.arrivals.items() if any(arrival.is_full for arrival in came)}
+    without = [weight for weight in trained if weight.grad == "none"]
+    if not (cleared and len(without) == len(trained)):
+        without = [weight for weight in without if weight.module in step.calls and weight.key not in cleared]
+    # A module that returns several tensors, of which a user may take one, as a BERT with its pooler where a tagger asks
+    # for the tokens alone. What the outermost module returns goes to the user's code.
+    forks = [name for name, call in step.calls.items() if name and call.num_outputs > 1]
+    fed = {weight.module for weight in trained if weight.grad != "none"}
+    forks = [name for name in forks if any(is_in(module, name) for module in fed)]
+    for weight in without:
+        if not any(weight.module != name and is_in(weight.module, name) for name in forks):
+            yield Suspect("no-gradient", weight.module, weight.label)
+
+
+def _without_effect(step: Step) -> Iterator[Suspect]:
+    """Yield weights with a rate of 0, with a gradient of 0, or whose update rounds away."""
+    active = [weight for weight in step.trained() if weight.grad == "some"]
+    # A loss that has become 0, as that of triplets which are far enough apart, cuts off nothing.
+    is_met = not active and step.has_learned
+    for weight in step.trained():
+        before = step.previous.get(weight.key)
+        # A bias beside a weight with a gradient falls out of a difference of outputs, as in front of a batch norm. The
+        # weight may be a parametrization's.
+        cancels = weight.label == "bias" and any(
+            is_in(sibling.module, weight.module) and sibling.label != "bias" for sibling in active
+        )
+        if weight.lr == 0:
+            if weight.grad == "some":
+                yield Suspect("zero-lr", weight.module, weight.label, {"lr": 0.0})
+        elif cancels:
+            continue
+        elif weight.grad == "zero":
+            # A branch behind a factor of 0 gets its gradient once the factor has moved.
+            is_late = before is not None and bool(before.lr) and all(clip.total < inf for clip in step.clips)
+            if is_late and not is_met and not _is_idle(step, weight, {each.module for each in active}):
+                yield Suspect("zero-gradient", weight.module, weight.label)
+        # A rate that rises still becomes what was meant.
+        elif before is None or before.lr is None or weight.lr is None or weight.lr <= before.lr:
+            yield from _absorbed(step, weight)
+
+
+def _is_idle(step: Step, weight: WeightSample, active: set[str]) -> bool:
+    """Return whether the module may be an expert without tokens: nobody called it, or others got the same input."""
+    if weight.module not in step.calls:
+        return bool(step.calls)
+    for name in ancestors(weight.module):
+        inputs = step.calls[name].inputs if name and name in step.calls else set()
+        if any(0 in shape for shape, _, _ in inputs):
+            return True
+        for rival, call in step.calls.items():
+            is_apart = not is_in(weight.module, rival) and not is_in(rival, name)
+            if is_apart and inputs & call.inputs and any(is_in(module, rival) for module in active):
+                return True
+    return False
+
+
+def _absorbed(step: Step, weight: WeightSample) -> Iterator[Suspect]:
+    values, after, update = weight.before, weight.after, update_of(step, weight)
+    if values is None or after is None or update is None or len(update) != len(after):
+        return
+    moving = (update != 0) & update.isfinite()
+    count, stays = int(moving.sum()), moving & (after == values)
+    share = int(stays.sum()) / max(1, count)
+    if share >= _ABSORBED and update[stays].abs().sum() >= _LOST * update[moving].abs().sum():
+        in_float32 = (values.float() != (values.double() - update).float()) & moving
+        chances = (update.abs() / spacing(values)).clamp_max(1.0)
+        numbers = {
+            "absorbed": share,
+            "float32": int(in_float32.sum()) / count,
+            "stochastic": float(chances[moving].mean()),
+        }
+        yield Suspect("absorbed", weight.module, weight.label, numbers)
+
+
+def update_of(step: Step, weight: WeightSample) -> Tensor | None:
+    """Return what a step of SGD, Adam or AdamW subtracted from a 16-bit weight, in float64 and without weight decay.
+
+    Other optimizers may round stochastically, or keep what was lost.
+    """
+    x, kind = weight.tensor(), type(step.optimizer)
+    if x is None or weight.group is None or x.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    group, state = step.optimizer.param_groups[weight.group], step.optimizer.state.get(x, {})
+    parts = {
+        key: sample(values).double()
+        for key, part in state.items()
+        if isinstance(part, Tensor) and part.shape == x.shape and (values := plain(part)) is not None
+    }
+    lr = weight.lr or 0.0
+    if kind is torch.optim.SGD and weight.gradient is not None:
+        return lr * parts.get("momentum_buffer", weight.gradient.double())
+    if kind not in (torch.optim.Adam, torch.optim.AdamW) or not {"exp_avg", "exp_avg_sq"} <= parts.keys():
+        return None
+    count = number(state.get("step")) or 1.0
+    first, second = (1 - float(beta) ** count for beta in group["betas"])
+    update: Tensor = lr * (parts["exp_avg"] / first) / ((parts["exp_avg_sq"] / second).sqrt() + group["eps"])
+    return update
+
+
+def spacing(x: Tensor) -> Tensor:
+    """Return the distance from each element to the next larger number of its format, in float64."""
+    info = torch.finfo(x.dtype)
+    _, exponent = torch.frexp(x.abs().double().clamp_min(info.smallest_normal))
+    return torch.ldexp(torch.full_like(x, info.eps, dtype=torch.float64), exponent - 1)
+
+
+def _outside(step: Step) -> Iterator[Suspect]:
+    """Yield weights that get gradients, and that neither an optimizer has nor anything moves."""
+    pairs = [(weight, step.previous.get(weight.key)) for weight in step.weights.values()]
+    missing = [
+        (weight, before)
+        for weight, before in pairs
+        if weight.is_trained and weight.is_meant and weight.group is None
+        if before is not None and same_bits(before.before, weight.before)
+    ]
+    others = held_by_optimizers(but=step.optimizer) if missing else set()
+    missing = [pair for pair in missing if id(pair[0].tensor()) not in others]
+    # The optimizer has others of the same shapes: those of a copy, or what these were before they were replaced. In
+    # another format these are masters of 16-bit weights, whose updates may round away for a while.
+    known = {id(weight.tensor()) for weight in step.weights.values()}
+    foreign = [x for group in step.optimizer.param_groups for x in group["params"] if id(x) not in known]
+    shapes, formats = Counter(weight.shape for weight, _ in missing), {x.dtype for x in foreign}
+    has_copy = shapes <= Counter(tuple(x.shape) for x in foreign)
+    for weight, before in missing:
+        # The gradient of a head whose task is over, and its optimizer gone, stays as it is.
+        is_left = same_bits(before.gradient, weight.gradient)
+        if has_copy and weight.before is not None and weight.before.dtype in formats:
+            yield Suspect("other-module-trained", weight.module, weight.label)
+        elif not has_copy and weight.grad == "some" and not is_left:
+            yield Suspect("not-in-optimizer", weight.module, weight.label)
+
+
+def _frozen_moved(step: Step) -> Iterator[Suspect]:
+    """Yield frozen weights that the step moves, and batch norms whose statistics are not frozen with their weights."""
+    for weight in step.of_optimizer():
+        if not (weight.is_trained and weight.is_meant) and weight.has_moved:
+            yield Suspect("frozen-moved", weight.module, weight.label)
+    yield from counting(step.model, set(step.calls))
+
+
+def _stale(step: Step) -> Iterator[Suspect]:
+    """Yield weights whose gradients of earlier steps were never set to zero."""
+    stale = (weight for weight in step.trained() if is_stale(step.arrivals.get(weight.key, ())))
+    yield from _suspects(stale if step.previous else (), "missing-zero-grad")
+
+
+def _means_of_unequal_counts(step: Step) -> Iterator[Suspect]:
+    """Yield weights that got several backwards of one line, whose losses are means over unequal counts.
+
+    Each loss is divided by the number of backwards. A loop over tasks divides by nothing, and means what it adds.
+    """
+    for arrivals in step.arrivals.values():
+        lines: dict[Place | None, dict[int, Backward]] = {}
+        is_emptied = not all(arrival.was_full for arrival in arrivals[1:])  # between two backwards
+        for backward, _, _ in () if is_emptied else arrivals:
+            lines.setdefault(backward.place, {})[backward.batch] = backward
+        for backwards in (list(line.values()) for line in lines.values()):
+            counts = [backward.elements or 0.0 for backward in backwards]
+            are_divided = all(
+                any(factor != 1 and factor != step.scale for factor in backward.factors)
+                for backward in backwards
+            )
+            # A function that steps with any optimizer: one backward was for another model's.
+            is_one_step = len({backward.num_steps for backward in backwards}) == 1
+            if len(counts) > 1 and are_divided and is_one_step and max(counts) > _UNEQUAL * min(counts) > 0:
+                numbers = {"backwards": len(counts), "least": min(counts), "most": max(counts)}
+                yield from _suspects(step.trained(), "accumulation", numbers)
+                return
+
+
+def _clips(step: Step) -> Iterator[Suspect]:
+    """Yield weights that a clip has no effect on, whose gradients it has made 0, or lost in the optimizer's eps."""
+    with_gradient = [weight for weight in step.trained() if weight.grad != "none"]
+    group = step.optimizer.param_groups[0]
+    eps = (number(group.get("eps")) or 0.0) if "betas" in group else 0.0
+    for place, clip in enumerate(step.clips):
+        clipped = [weight for weight in with_gradient if id(weight.tensor()) in clip.ids or not clip.ids]
+        gradients = [weight.gradient.double().abs() for weight in clipped if weight.gradient is not None]
+        size = float(torch.cat(gradients).median()) if gradients else 0.0
+        is_at_work = clip.total > clip.max_norm > 0
+        later = [each for each in step.clips[place + 1 :] if (each.ids, each.place) == (clip.ids, clip.place)]
+        kind, norm = "", clip.total
+        if any(each.backwards > clip.backwards for each in later):
+            kind = "clipping:each-backward" if is_at_work else ""
+        elif clip.at_step > max(clip.max_norm, clip.norm) * _GREW:
+            kind, norm = "clipping", clip.at_step
+        elif step.scale not in (None, 1) and isclose(clip.norm, clip.at_step * step.scale, rel_tol=0.01):
+            yield from _suspects(step.trained(), "not-unscaled", {"scale": step.scale})
+        elif is_at_work and clip.total == inf and all(weight.grad == "zero" for weight in clipped):
+            kind = "clipping:to-zero" if gradients else ""
+        elif is_at_work and 0 < size < eps <= size * clip.total / clip.max_norm:
+            kind = "clipping:below-eps"
+        if kind:
+            yield from _suspects(clipped, kind, {"norm": norm, "max_norm": clip.max_norm})
+
+
+def _scaled(step: Step) -> Iterator[Suspect]:
+    """Yield all weights of a step that takes gradients with the loss scale."""
+    if step.scale is not None and is_taken_scaled(step.optimizer):
+        yield from _suspects(step.trained(), "not-unscaled", {"scale": step.scale})
+
+
+def _in_evaluation_mode(step: Step) -> Iterator[Suspect]:
+    return trained_in_evaluation_mode(step.model, set(step.calls), step.has_trained)
+
+
+def ends_of(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield each output layer and embedding that began as copies of each other, as a tie does that broke."""
+    tables: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+    for name, _, module in named_modules(model):
+        weight = module._parameters.get("weight") if isinstance(module, nn.Embedding | nn.Linear) else None
+        if weight is not None and weight.requires_grad:
+            (tables if isinstance(module, nn.Embedding) else outputs)[name] = weight
+    for name, output in outputs.items():
+        yield from ((name, end) for end, table in tables.items() if _is_copy(output, table))
+
+
+def _is_copy(x: Tensor, copy: Tensor) -> bool:
+    values, table = plain(x), plain(copy)
+    if values is None or table is None or (values.device, values.dtype) != (table.device, table.dtype):
+        return False
+    is_apart = values.shape == table.shape and values.data_ptr() != table.data_ptr() and is_full(x)
+    return is_apart and same_bits(sample(values), sample(table)) and torch.equal(values, table)
+
+
+def _parted(step: Step) -> Iterator[Suspect]:
+    """Yield the copies of once tied weights that the steps have made different."""
+    for name, end in step.ends:
+        output, table = (step.weights.get((module, "weight")) for module in (name, end))
+        afters = [
+            weight.after for weight in (output, table) if weight is not None and weight.after is not None
+        ]
+        if len(afters) == 2 and not same_bits(*afters):
+            yield Suspect("tie-broken", name, "weight")
+
+
+_RULES: tuple[Callable[[Step], Iterator[Suspect]], ...] = (
+    _no_gradient, _without_effect, _frozen_moved, _stale, _means_of_unequal_counts, _clips, _scaled,
+    _in_evaluation_mode, _parted, _outside,
+)  # fmt: skip
