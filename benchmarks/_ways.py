@@ -28,11 +28,11 @@ Way = Callable[[], AbstractContextManager[Any]]
 # By the name that `--ways` takes; those that look at backwards are for training alone.
 NAMES = (
     *("nanwatch", "transformers", "hooks", "forecast-off", "no-box", "trace", "fingerprints", "gradients"),
-    *("statistics", "detect-anomaly", "debug-mode"),
+    *("detect-anomaly", "debug-mode"),
 )
 OF_BACKWARDS = ("gradients", "detect-anomaly")
 # Far from 1 they need few rounds, and one of them takes as long as several of the others.
-SLOW = ("transformers", "statistics", "detect-anomaly", "debug-mode")
+SLOW = ("transformers", "detect-anomaly", "debug-mode")
 
 
 class Ways:
@@ -67,10 +67,6 @@ class Ways:
         if "gradients" in names:
             self.by_name["gradients"] = self._watching(gradients=True)
             self._time("gradients", gradients=True)
-        if "statistics" in names:
-            self.by_name["statistics"] = self._watching(
-                trace=nanwatch.Trace(folder / "statistics", statistics=1)
-            )
         if "detect-anomaly" in names:
             self.by_name["detect-anomaly"] = _anomaly
         if "debug-mode" in names:

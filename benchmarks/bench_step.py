@@ -166,7 +166,6 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "trace": ratio_cell("trace"),
     "bits": ratio_cell("fingerprints"),
     "gradients": ratio_cell("gradients"),
-    "statistics": ratio_cell("statistics", 2),
     "anomaly": ratio_cell("detect-anomaly", 2),
     "DebugMode": ratio_cell("debug-mode", 2),
     "transf.": ratio_cell("transformers", 2),

@@ -25,7 +25,7 @@ means every N-th: `1` is every one, `True` is 100.
 |---|---|
 """
 TAIL = """
-`nanwatch.Trace(path, batches=(0, 3), counts=True, fingerprints=True, statistics=N, sketches=N)` says
+`nanwatch.Trace(path, batches=(0, 3), counts=True, fingerprints=True, sketches=N)` says
 [what a trace keeps](traces.md), `nanwatch.Audit(every=100, frozen="backbone.*")` what
 [an audit](updates.md) takes for granted. As text: `run.parquet,fingerprints,batches=0+3` and `100,frozen=backbone.*`.
 
@@ -40,7 +40,6 @@ TAIL = """
 | `allow_nan="embed"` | `allow="nan:embed"` |
 | `counts=` | `trace=nanwatch.Trace(path, counts=True)` |
 | `fingerprints=` | `trace=nanwatch.Trace(path, fingerprints=True)` |
-| `statistics=` | `trace=nanwatch.Trace(path, statistics=N)` |
 | `sketches=` | `trace=nanwatch.Trace(path, sketches=N)` |
 | `trace_batches=` | `trace=nanwatch.Trace(path, batches=(0, 3))` |
 | `abort_after_batch=` | a `break` in your loop |

@@ -18,10 +18,10 @@ constexpr int kDeviceColumns = column::is_mask + 1;
 
 // A record as a Python tuple.
 namespace record_item {
-enum Item : int { label, role, shape, dtype, abs_min, abs_max, isfinite, health, note, fingerprint, statistics };
+enum Item : int { label, role, shape, dtype, abs_min, abs_max, isfinite, health, note, fingerprint };
 }  // namespace record_item
 
-constexpr int kRecordItems = record_item::statistics + 1;
+constexpr int kRecordItems = record_item::fingerprint + 1;
 
 enum class Role : uint8_t { weight, buffer, input, output, gradient };
 inline constexpr const char* kRoles[] = {"weight", "buffer", "input", "output", "gradient"};

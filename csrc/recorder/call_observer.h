@@ -46,8 +46,7 @@ struct Counters {
   X(bool, counts)                 \
   X(bool, fingerprints)           \
   X(bool, black_box)              \
-  X(int64_t, sketches)            \
-  X(int64_t, statistics)
+  X(int64_t, sketches)
 
 struct Options {
   explicit Options(pybind11::handle settings)
@@ -65,8 +64,7 @@ struct Options {
   }
   // Returns whether Python makes the records of this role in this batch.
   bool is_pythons(Role role, int64_t batch) const {
-    return (role == Role::output && sketches > 0 && batch % sketches == 0) ||
-           (statistics > 0 && batch % statistics == 0);
+    return role == Role::output && sketches > 0 && batch % sketches == 0;
   }
   // A device makes ranges only, and so do the readers here: Python adds counts and fingerprints.
   bool may_be_pending() const { return !counts && !fingerprints; }

@@ -41,7 +41,7 @@ bool same(const RangeRow& a, const RangeRow& b) {
 CallObserver::CallObserver(const Options& options, Helpers helpers)
     : options_(options),
       may_be_pending_(options.may_be_pending()),
-      has_turns_(options.sketches > 0 || options.statistics > 0),
+      has_turns_(options.sketches > 0),
       helpers_(std::move(helpers)) {
   const NanwatchBackend* backend = RowTable::backend();
   if (backend != nullptr && backend->takes_host_memory != 0) table_ = RowTable::instance();

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from .compare.twice import twice
     from .instrumentation.functions import span, watched
     from .integrations.debug import DebugUnderflowOverflow, detect_overflow
-    from .numerics.distribution import exponent_histogram, statistics
-    from .numerics.fit import would_fit
+    from .numerics.fit import exponent_histogram, would_fit
     from .numerics.ranges import abs_range, abs_ranges, fingerprint, tensor_health
     from .precision.precision import fp32_modules, run_in_fp32
     from .report.finding import Finding
@@ -49,8 +48,7 @@ else:
         "integrations.notebook": ("load_ipython_extension", "unload_ipython_extension"),
         "integrations.debug": ("DebugUnderflowOverflow", "detect_overflow"),
         "sinks.sink": ("Sink",),
-        "numerics.distribution": ("exponent_histogram", "statistics"),
-        "numerics.fit": ("would_fit",),
+        "numerics.fit": ("exponent_histogram", "would_fit"),
         "numerics.ranges": ("abs_range", "abs_ranges", "fingerprint", "tensor_health"),
         "precision.precision": ("fp32_modules", "run_in_fp32"),
         "report.finding": ("Finding",),
@@ -105,7 +103,6 @@ __all__ = [
     "run_in_fp32",
     "scan",
     "span",
-    "statistics",
     "tensor_health",
     "twice",
     "watch",

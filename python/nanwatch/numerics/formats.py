@@ -197,25 +197,6 @@ class TensorHealth(NamedTuple):
     """Index of the first nan or inf in C order; None when all is finite. Nested: (component, index in it)."""
 
 
-class Statistics(NamedTuple):
-    """Mean and spread of the elements of a tensor. All are nan for a tensor that is not finite or has no element.
-
-    Examples:
-        >>> import nanwatch, torch
-        >>> found = nanwatch.statistics(torch.tensor([-1.0, 1.0, -1.0, 1.0]))
-        >>> found.mean, found.rms, found.kurtosis
-        (0.0, 1.0, 1.0)
-    """
-
-    mean: float
-    rms: float
-    """Root mean square."""
-    kurtosis: float
-    """Fourth central moment by the square of the variance: 3 for a normal distribution; nan if all are equal."""
-    beyond_6_sigma: float
-    """Share of the elements that lie more than six standard deviations from the mean, 0.0 to 1.0."""
-
-
 class HealthWithExponents(TensorHealth):
     """TensorHealth that also has `ExponentHistogram.counts`, for a tensor of floating point."""
 

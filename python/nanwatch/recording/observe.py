@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
-from math import isnan
 from typing import Any, Protocol
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 
 from ..numerics import readable
 from ..numerics._fingerprint import sketch
-from ..numerics.distribution import exponent_histogram, range_and_statistics
-from ..numerics.formats import AbsRange, HealthWithExponents, Statistics, TensorHealth
+from ..numerics.fit import exponent_histogram
+from ..numerics.formats import HealthWithExponents, TensorHealth
 from ..numerics.ranges import (
     abs_range,
     abs_ranges,
@@ -132,24 +131,22 @@ def observe(
     Never raises, builds no graph, and calls no function or dispatch mode of the user's. A non-finite tensor, or one
     that looks like an additive mask, is read a second time for the counts and the index, unless `is_examined` is False.
     `allow_inf` says that its infinities are meant, or is the Excuses of the module. `wanted` says what the record has
-    besides: counts, a fingerprint, and in the batches that are due statistics, or for an output a sketch. A quantized
-    tensor of a library's own class has none of these. Where it is non-finite, the record is that of the inner tensor
-    that is, as `weight.scale`.
+    besides: counts, a fingerprint, and for an output in the batches that are due a sketch. A quantized tensor of a
+    library's own class has none of these. Where it is non-finite, the record is that of the inner tensor that is, as
+    `weight.scale`.
     """
     if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
         return _no_tensor(value, label, role)
     with only_our_dispatch():
         x = dequantized(value)
         x, wanted = (value, wanted) if x is None else (x, _NOTHING)
-        record = _read(x, label, role, wanted.fingerprints, _is_due(batch, wanted.statistics))
+        record = _read(x, label, role, wanted.fingerprints)
         if x is not value and record.isfinite is False:
-            parts = [
-                (part, _read(part, name, role, False, False)) for name, part in inner_tensors(value, label)
-            ]
+            parts = [(part, _read(part, name, role, False)) for name, part in inner_tensors(value, label)]
             x, record = next((pair for pair in parts if pair[1].isfinite is False), (x, record))
         if is_examined and record.isfinite is not None:
             record = _examine(x, record, allow_inf, wanted.counts)
-            if role == "output" and _is_due(batch, wanted.sketches):
+            if role == "output" and wanted.sketches and batch is not None and batch % wanted.sketches == 0:
                 record = _sketched(x, record)
         return record
 
@@ -170,10 +167,6 @@ def nonfinite(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [x for x, its_range in zip(candidates, ranges, strict=True) if not its_range.isfinite]
 
 
-def _is_due(batch: int | None, every: int) -> bool:
-    return every > 0 and batch is not None and batch % every == 0
-
-
 def _no_tensor(value: Any, label: str, role: Role) -> Record:
     if isinstance(value, Unwalked):
         return _unchecked(label, role, None, "", value)
@@ -181,34 +174,17 @@ def _no_tensor(value: Any, label: str, role: Role) -> Record:
     return Record(label, role, None, "", None, None, None, None, note)
 
 
-def _read(x: Tensor, label: str, role: Role, fingerprints: bool, statistics: bool) -> Record:
+def _read(x: Tensor, label: str, role: Role, fingerprints: bool) -> Record:
     # Any attribute of a tensor may raise: that of a subclass is its own code, and a nested one has no shape.
     try:
         if is_captured(x):
             return _unchecked(label, role, _shape(x), dtype_name(x), CAPTURED)
-        bits = None
-        span, spread = _with_statistics(x) if statistics else (None, None)
-        if fingerprints:
-            span, bits = range_and_fingerprint(x)
-        elif span is None:
-            span = abs_range(x)
+        span, bits = range_and_fingerprint(x) if fingerprints else (abs_range(x), None)
         # By name: importing DTensor where nobody uses it costs 0.3 s.
         note = shard_note(x) if type(x).__name__ == "DTensor" else None
-        return Record(label, role, _shape(x), dtype_name(x), *span, None, note, bits, spread)
+        return Record(label, role, _shape(x), dtype_name(x), *span, None, note, bits)
     except Exception as error:
         return _unchecked(label, role, _shape(x), dtype_name(x), _reason(x, error))
-
-
-def _with_statistics(x: Tensor) -> tuple[AbsRange | None, Statistics | None]:
-    """Return range and statistics from one read; None for a part that there is not, as for a complex tensor."""
-    try:
-        if x.is_complex():
-            return None, None
-        span, spread = range_and_statistics(x)
-        return span, None if isnan(spread.mean) else spread
-    except Exception:
-        suppressed("a tensor has no statistics")
-        return None, None
 
 
 def _unchecked(label: str, role: Role, shape: tuple[int, ...] | None, dtype: str, reason: str) -> Record:

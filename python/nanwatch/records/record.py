@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, NamedTuple, TypeAlias, get_args
 
-from ..numerics.formats import Limits, Statistics, TensorHealth, limits
+from ..numerics.formats import Limits, TensorHealth, limits
 from .fields import Cell
 from .note import EXCUSES, Note, Placement
 
@@ -19,8 +19,7 @@ class Record(NamedTuple):
     units of the tensor) and `isfinite` are None where nothing was read; then `note` says why. `health` is
     filled when the tensor held a non-finite value. `note` is None, or the kind of a note and what belongs to it;
     `str(note)` is English. `fingerprint` is that of `nanwatch.fingerprint`, None without
-    `Trace(fingerprints=True)`. `statistics` are those of `nanwatch.statistics`, None without `Trace(statistics=N)`
-    and for a tensor that is complex, empty or not finite.
+    `Trace(fingerprints=True)`.
 
     Examples:
         >>> import nanwatch, torch
@@ -42,7 +41,6 @@ class Record(NamedTuple):
     health: TensorHealth | None
     note: Note | None = None
     fingerprint: Annotated[int | None, Cell(kind="uint64")] = None
-    statistics: Statistics | None = None
 
     @property
     def is_shard(self) -> bool:

@@ -188,12 +188,10 @@ class Trace:
         counts: count zeros, subnormals, nans, infinities and elements by power of two in each tensor. Reads each
             tensor three times more.
         fingerprints: keep the `nanwatch.fingerprint` of each tensor, so that two runs can be compared bit by bit.
-        statistics: in every n-th batch keep mean, rms, kurtosis and the share beyond 6 sigma of each tensor.
         sketches: in every n-th batch keep 32 numbers for each row (token) of an output, from which
             `nanwatch compare` estimates relative errors and cosines of two runs.
 
-    All four wait for a GPU at each tensor that they read (docs/traces.md). True for `statistics` and `sketches` is
-    every batch.
+    All three wait for a GPU at each tensor that they read (docs/traces.md). `sketches=True` is every batch.
 
     Examples:
         >>> import nanwatch, torch
@@ -209,7 +207,6 @@ class Trace:
     batches: Collection[int] = ()
     counts: bool = False
     fingerprints: bool = False
-    statistics: int = False
     sketches: int = False
 
     def __post_init__(self) -> None:
@@ -217,7 +214,7 @@ class Trace:
         for kind, names in (
             (_to_batches, ("batches",)),
             (flag, ("counts", "fingerprints")),
-            (lambda option, value: every_nth(option, value, 1), ("statistics", "sketches")),
+            (lambda option, value: every_nth(option, value, 1), ("sketches",)),
         ):
             for name in names:
                 object.__setattr__(self, name, kind(f"{name} of a Trace", getattr(self, name)))
@@ -429,7 +426,7 @@ class Options:
             **{part: part in self.read for part in PARTS},
         )
         if self.trace is not None:
-            kept = ("counts", "fingerprints", "statistics", "sketches")
+            kept = ("counts", "fingerprints", "sketches")
             more = {name: getattr(self.trace, name) for name in kept} | more
         return replace(settings, **more)
 

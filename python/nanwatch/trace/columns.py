@@ -24,7 +24,7 @@ from ..util.imports import needed
 from ..util.progress import Tell, silent
 from ..util.visible import visible, with_utf8
 
-VERSION = 8
+VERSION = 9
 SUFFIX = ".parquet"
 # Key in the metadata of every part's schema: a JSON object with the fields of Facts.
 METADATA_KEY = b"nanwatch.trace"

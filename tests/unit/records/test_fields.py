@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from nanwatch.numerics.formats import Statistics
+from nanwatch.numerics.formats import AbsRange
 from nanwatch.records.fields import Fields
 from nanwatch.records.record import Role
 from nanwatch.util import reading
@@ -19,7 +19,7 @@ class WithMedian(NamedTuple):
     label: str
     role: Role
     shape: tuple[int, ...] | None
-    statistics: Statistics | None = None
+    ends: AbsRange | None = None
     median: float | None = None
 
 
@@ -33,6 +33,6 @@ def test_a_field_more_has_a_column_and_a_member_of_json(median: float | None) ->
         True,
     )
     columns = {one.name: list(one.cells([getattr(row, one.field)])) for one in fields.columns}
-    assert (columns["shape"], columns["mean"]) == (["[2, 3]"], [None])
+    assert (columns["shape"], columns["abs_max"]) == (["[2, 3]"], [None])
     assert fields.read({name: cells[0] for name, cells in columns.items()}) == row
     assert reading.read(WithMedian, json.loads(json.dumps(reading.plain(row))), "row") == row
