@@ -6,7 +6,7 @@
 #   make test-gpu       the tests that need a GPU
 #   make test-torchao   the tests that read torchao's tensors; CI runs it too
 #   make test-vllm      the tests of the plugin in vLLM
-#   make test-trainers  the tests of TRL, DeepSpeed, litgpt and torchtune
+#   make test-trainers  the tests of TRL and DeepSpeed
 #
 #   PYTHON=python3.12   the interpreter the environment is made from (or, with OFFLINE=1, used as it is)
 #   VENV=.venv          where the environment lies
@@ -86,8 +86,7 @@ test test-all: lint
 PURE_ROOMS := history instrumentation numerics recording session
 PURE_FILES := blackbox/test_errors cli/test_doctor ranks/test_replicas
 PURE_TESTS := tests/integration $(PURE_ROOMS:%=tests/unit/%) $(PURE_FILES:%=tests/unit/%.py)
-NOT_PURE := $(addprefix integration/test_,black_box docs docstrings errors_travel schemas \
-  silent_trainings) unit/numerics/test_ranges_exhaustive
+NOT_PURE := $(addprefix integration/test_,black_box docs docstrings errors_travel schemas) unit/numerics/test_ranges_exhaustive
 test-pure: $(TOOLS)
 	NANWATCH_EXT=0 OMP_WAIT_POLICY=passive $(PY) -m pytest $(PURE_TESTS) $(NOT_PURE:%=--ignore=tests/%.py) \
 	  -m "not cuda and not slow and not native" $(PARALLEL) $(ARGS)
@@ -111,8 +110,7 @@ TRAINERS := $(VENV)-trainers
 test-trainers: $(STAMPS)/native
 	test -x $(TRAINERS)/bin/python || $(PYTHON) -m venv $(TRAINERS)
 	$(TRAINERS)/bin/python -m pip install --quiet "$(TORCH)" numpy "setuptools>=77" ninja pytest hypothesis expecttest
-	$(TRAINERS)/bin/python -m pip install --quiet trl==1.16.0 litgpt==0.5.13 lightning accelerate
-	$(TRAINERS)/bin/python -m pip install --quiet torchtune==0.6.1 torchao==0.15.0
+	$(TRAINERS)/bin/python -m pip install --quiet trl==1.16.0 lightning accelerate
 	DS_BUILD_OPS=0 $(TRAINERS)/bin/python -m pip install --quiet --no-build-isolation deepspeed==0.19.8
 	PYTHONPATH=$(CURDIR)/python $(TRAINERS)/bin/python -m pytest tests/thirdparty/test_trainer_hosts.py $(ARGS)
 

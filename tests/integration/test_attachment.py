@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
 import re
-import weakref
 import zipfile
 from collections.abc import Callable
 from typing import Any
@@ -89,60 +87,6 @@ def test_pickles_and_copies_are_those_of_the_unwatched_model(make: Callable[[], 
 # Attributes of modules
 
 
-ASKED: list[str] = []
-QUESTIONS = [
-    *("__eq__", "__hash__", "__bool__", "__len__", "__iter__", "__contains__", "__repr__"),
-    *("modules", "named_modules", "children", "named_children", "parameters", "named_parameters", "buffers"),
-]
-
-
-def refuse(question: str) -> Callable[..., Any]:
-    def asked(self: Any, *_: Any, **__: Any) -> Any:
-        ASKED.append(question)
-        raise RuntimeError(question)
-
-    return asked
-
-
-class Private(nn.Module):
-    """Answers nothing but its call."""
-
-    locals().update({question: refuse(question) for question in QUESTIONS})
-    device = device_ids = dtype = config = property(refuse("property"))
-
-    def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(2))
-        for number, part in enumerate(parts):
-            vars(self)["_modules"][str(number)] = part
-
-    def __getattr__(self, name: str) -> Any:
-        ASKED.append(name)
-        raise AttributeError(name)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in vars(self)["_modules"].values():
-            x = part(x)
-        return x * vars(self)["_parameters"]["scale"]
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"gradients": True}, {"modules": "1"}, {"on_nonfinite": "record"}], ids=str
-)
-def test_modules_are_asked_for_their_identity_only(options: dict[str, Any]) -> None:
-    """No operator, attribute or method of a module's class is called by a watch of a healthy run."""
-    model = Private(Private(), Private())
-    weights = [vars(one)["_parameters"]["scale"] for one in (model, *vars(model)["_modules"].values())]
-    optimizer = torch.optim.SGD(weights, lr=0.1)
-    ASKED.clear()
-    with watch(model, **options) as w:
-        for _ in range(2):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-    assert ASKED == []
-    assert w.batch == 1
-
-
 # Tools that read modules
 
 
@@ -182,22 +126,6 @@ def test_scripts_and_exports_are_those_of_the_unwatched_model(
 
 
 # The life of what is attached
-
-
-def test_nothing_is_left_of_a_model_that_is_gone() -> None:
-    """A freed model takes its entries with it, so that no other module at its address is taken for it."""
-    gc.collect()
-    before = len(slot._alive)
-    model = mlp()
-    reference = weakref.ref(model)
-    own = {id(module) for module in model.modules()}
-    watch(model)
-    assert len(own) == 4
-    assert own <= slot._alive.keys()  # with functions that other tests have registered
-    del model
-    gc.collect()
-    assert reference() is None
-    assert len(slot._alive) == before
 
 
 def test_compile_and_its_end_behind_a_watch() -> None:

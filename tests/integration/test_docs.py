@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,6 @@ SLOW = {
     "unchanged-script.md",
 }
 NATIVE = {"blackbox.md", "killed.md", "job-hangs.md"}  # the compiled recorder writes the black box
-SOURCES = {".py", ".h", ".cpp", ".cu", ".md", ".pyi"}
 NEEDS = {
     "t5-overflow.md": ("transformers", "safetensors"),
     "two-runs.md": ("pyarrow", "pandas", "jinja2"),
@@ -80,16 +78,3 @@ def test_a_translation_shows_what_the_original_shows(place: Path) -> None:
     translated = [snippet.body for snippet in snippets(place.read_text(encoding="utf-8"))]
     assert len(translated) >= 4
     assert not set(translated) - original
-
-
-def test_the_code_names_pages_that_exist() -> None:
-    """Docstrings, comments and messages name pages of docs by their path."""
-    folders = ("python", "csrc", "tests", "benchmarks", "examples")
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES]
-    named = {
-        (path.relative_to(ROOT).as_posix(), page)
-        for path in [*files, ROOT / "Makefile", ROOT / "setup.py"]
-        for page in re.findall(r"docs/[\w./-]+\.md", path.read_text(encoding="utf-8"))
-    }
-    assert named
-    assert not {(path, page) for path, page in named if not (ROOT / page).is_file()}

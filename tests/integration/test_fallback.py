@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
 
-import pytest
 import torch
 from torch import nn
 
@@ -16,7 +13,6 @@ import nanwatch
 from nanwatch.instrumentation import slot
 from nanwatch.numerics import _extension
 from support import watching
-from support.paths import ROOT
 from support.processes import environment, forked
 
 _MAPS = Path("/proc/self/maps")
@@ -48,46 +44,3 @@ def test_all_parts_are_compiled_or_none_is() -> None:
     program = "from integration.test_fallback import compiled_parts as parts; raise SystemExit(any(parts().values()))"
     done = forked("-c", program, env=environment(NANWATCH_EXT="0"), imported=False)
     assert done.returncode == 0, done.stderr
-
-
-def _told(done: Callable[[], object]) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        done()
-    return str(caught.value)
-
-
-def _warned() -> str:
-    done = forked(
-        "-c", "import nanwatch", env=environment(NANWATCH_EXT="0", NANWATCH_CPU="avx2"), imported=False
-    )
-    assert done.returncode == 0
-    return done.stderr
-
-
-# By a word of the row's first column.
-_REFUSED: dict[str, Callable[[], str]] = {
-    "_measure_time": lambda: _told(lambda: watching.watch(nn.Linear(2, 2), measure_time=True)),
-    "NANWATCH_CPU": _warned,
-}
-
-
-def test_what_is_refused_is_what_the_page_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row's error has the row's words, the reason and what to do; nothing else of the page is refused."""
-    page = (ROOT / "docs" / "installing.md").read_text(encoding="utf-8")
-    table = page.partition("| refused | error |\n")[2].partition("\n\n")[0].splitlines()[1:]
-    rows = {row.split("|")[1]: re.findall(r"`([^`]*)`", row.split("|")[2]) for row in table}
-    assert len(rows) == len(_REFUSED)
-    monkeypatch.setattr(_extension, "C", None)
-    for reason, advice in (
-        ("switched off by NANWATCH_EXT=0", "unset NANWATCH_EXT"),
-        ("no g++", "python -m nanwatch"),
-    ):
-        monkeypatch.setattr(_extension, "reason", reason)
-        for word, refuse in _REFUSED.items():
-            (words,) = (words for first, words in rows.items() if word in first)
-            told = refuse()
-            assert words
-            assert all(one in told for one in words), told
-            if refuse is not _warned:
-                assert f"missing: {reason}; " in told
-                assert advice in told

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch.numerics import _extension
 from nanwatch.numerics.formats import limits
-from nanwatch.recording import recorder
 from nanwatch.recording.events import PeakName
 from nanwatch.records.note import Note
 from nanwatch.records.record import Frame
@@ -142,32 +140,3 @@ def test_nothing_of_another_batch_is_left() -> None:
         w._recorder.gathers_from = sys.maxsize
         model(torch.ones(1, 2))
         assert taker.take() == (-1, {})
-
-
-def test_names_without_end_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules with ever new keys: the compiled part too has no more names than its limit, and goes on with those."""
-
-    class Named(nn.Module):
-        """Thousands of new keys a call."""
-
-        calls = 0
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            self.calls += 1
-            return {f"{self.calls}.{i}": x for i in range(4000)}
-
-    if _extension.C is None:
-        monkeypatch.setattr(recorder, "MAX_PEAKS", 30_000)
-    model = nn.ModuleList([Named() for _ in range(5)])
-    model.forward = lambda x: [module(x) for module in model][:0]  # type: ignore[method-assign]
-    with watch(model, forecast=False, read="weights buffers outputs") as w:
-        w._recorder.gathers_from = 0
-        taker = Taker(w)
-        for _ in range(recorder.MAX_PEAKS // 20_000 + 1):
-            model(torch.ones(1))
-            taker.take()
-        assert len(taker.names) == recorder.MAX_PEAKS
-        for module in model:
-            module.calls = 0
-        model(torch.full((1,), 2.0))
-        assert set(taker.take()[1].values()) == {2.0}

@@ -10,10 +10,7 @@ import pytest
 import torch
 from filelock import FileLock
 from torch._subclasses import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanwatch.numerics import _reference, ranges
 from nanwatch.numerics.readable import unreadable
 from support.implementations import Implementation
 from support.oracle import DTYPES, FLOATS_8, expected, random_patterns, same
@@ -81,12 +78,6 @@ def test_opcheck(name: str) -> None:
         torch.library.opcheck(getattr(ops, name).default, (x,), test_utils=utils)
 
 
-def test_opcheck_of_many() -> None:
-    """The operator on a list passes opcheck, alone, mixed and empty."""
-    for xs in ([torch.randn(3, requires_grad=True)], [torch.randn(2), torch.ones(3, dtype=torch.int8)], []):
-        torch.library.opcheck(ops.abs_ranges.default, (xs,))
-
-
 def test_torch_sample_inputs(implementation: Implementation, torch_samples: list[torch.Tensor]) -> None:
     """On torch's own sample inputs the public functions give what the bits say."""
     for x in torch_samples:
@@ -140,29 +131,6 @@ def test_tensors_without_data_are_refused(implementation: Implementation) -> Non
                 read(x)
 
 
-def test_modes_do_not_see_the_reading(implementation: Implementation) -> None:
-    """A counting or default-device mode is neither asked nor obeyed."""
-    seen: list[object] = []
-
-    class Dispatch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    class Function(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    x = implementation.place(torch.tensor([1.0, -2.0]))
-    for mode in (Dispatch(), torch.device("meta")):
-        with mode:
-            assert implementation.abs_range(x) == (1.0, 2.0, True)
-            assert implementation.abs_ranges([x]) == [(1.0, 2.0, True)]
-            assert implementation.tensor_health(x).abs_max == 2.0
-    assert not seen
-
-
 def test_function_transforms(implementation: Implementation) -> None:
     """Inside vmap, grad and functionalize the public functions refuse, naming it, and the program is unharmed."""
     seen: list[str] = []
@@ -183,13 +151,6 @@ def test_function_transforms(implementation: Implementation) -> None:
     assert all(seen)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap_of_the_operator() -> None:
-    """vmap of the operator is one row per example."""
-    x = torch.randn(4, 5)
-    assert torch.equal(torch.vmap(ops.abs_range)(x), torch.stack([ops.abs_range(row) for row in x]))
-
-
 def test_compiles_without_a_break() -> None:
     """torch.compile takes the operator into one graph, and its row is that of eager."""
 
@@ -201,43 +162,6 @@ def test_compiles_without_a_break() -> None:
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for got, want in zip(compiled(x), function(x), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.filterwarnings("ignore:Dynamo does not know")
-def test_compiled_code_may_call_the_public_function() -> None:
-    """`abs_range` in compiled code breaks the graph or runs in it, and gives the right answer."""
-
-    def function(x: torch.Tensor) -> tuple[torch.Tensor, tuple[float, float, bool]]:
-        y = x + 1
-        return y, tuple(ranges.abs_range(y))
-
-    y, got = torch.compile(function, backend="eager")(torch.tensor([1.0, -5.0]))
-    assert y.tolist() == [2.0, -4.0]
-    assert got == (2.0, 4.0, True)
-
-
-def test_exports() -> None:
-    """torch.export keeps the operator as one node."""
-
-    class Watched(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return ops.abs_range(x)
-
-    program = torch.export.export(Watched(), (torch.ones(3),))
-    assert "nanwatch.abs_range" in str(program.graph)
-
-
-def test_function_subclass_is_read_past_its_override(implementation: Implementation) -> None:
-    """A subclass with `__torch_function__` is read without calling it."""
-
-    class Refuses(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            raise AssertionError(f"{func} was called")
-
-    x = implementation.place(torch.tensor([1.0, -2.0])).as_subclass(Refuses)
-    assert implementation.abs_range(x) == (1.0, 2.0, True)
-    assert implementation.tensor_health(x).abs_max == 2.0
 
 
 class _Scaled(torch.Tensor):
@@ -260,14 +184,6 @@ class _Scaled(torch.Tensor):
         return func(*plain, **(kwargs or {}))
 
 
-class _Opaque(_Scaled):
-    """A wrapper subclass that answers nothing."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError("this tensor keeps its values to itself")
-
-
 def test_wrapper_subclass_is_read_through_public_operations(implementation: Implementation) -> None:
     """A subclass without storage that knows torch's operations, not ours, is read through those."""
     x = _Scaled(implementation.place(torch.tensor([1.0, -2.0, NAN])), 10.0)
@@ -275,14 +191,6 @@ def test_wrapper_subclass_is_read_through_public_operations(implementation: Impl
     assert (got.finite_abs_min, got.finite_abs_max, got.first_nonfinite) == (10.0, 20.0, (2,))
     assert not implementation.abs_range(x).isfinite
     assert not implementation.abs_ranges([x])[0].isfinite
-
-
-def test_wrapper_subclass_that_refuses_is_named(implementation: Implementation) -> None:
-    """A subclass that answers nothing is a TypeError with its name and its own words."""
-    x = _Opaque(torch.ones(2), 1.0)
-    for read in (implementation.abs_range, implementation.tensor_health):
-        with pytest.raises(TypeError, match=r"_Opaque.*keeps its values to itself"):
-            read(x)
 
 
 def test_dtensor_is_its_local_shard(implementation: Implementation, one_process_mesh: object) -> None:
@@ -295,12 +203,3 @@ def test_dtensor_is_its_local_shard(implementation: Implementation, one_process_
         assert implementation.abs_range(x) == (1.0, math.inf, False)
         assert implementation.tensor_health(x).first_nonfinite == (1,)
         assert implementation.abs_ranges([x]) == [(1.0, math.inf, False)]
-
-
-@pytest.mark.parametrize("name", ["abs_range", "health"])
-def test_native_rows_equal_the_reference(name: str) -> None:
-    """Whatever kernel the dispatcher finds gives the row of the reference, value for value."""
-    for x in _samples():
-        got, want = getattr(ops, name)(x), getattr(_reference, name)(x)
-        assert got.dtype is want.dtype is torch.float64
-        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)

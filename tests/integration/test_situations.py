@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import itertools
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from nanwatch.numerics import _extension
-from nanwatch.report.report import NonFiniteError
 from support.architectures import built, inputs_of
-from support.toys import Scale, fault_of, in_threads, mlp, names
+from support.toys import Scale, fault_of, mlp, names
 from support.watching import watch
 
 INF = float("inf")
@@ -38,20 +34,6 @@ def test_each_step_of_generate_is_a_batch() -> None:
     assert {batch for batch, _ in names(w)} == {0, 1, 2, 3}
 
 
-def test_gradient_checkpointing_of_a_real_model() -> None:
-    """transformers' own checkpointing: as many recomputed frames of the blocks as recorded ones, same batch."""
-    for reentrant in (True, False):
-        model = copy.deepcopy(built("gpt2")).train()
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        with watch(model, max_frames=10_000) as w:
-            for step in range(2):
-                model(**inputs_of("gpt2", step)).loss.backward()
-        assert w.batch == 1
-        first = [f for f in w.frames if f.name == "transformer.h.0.mlp.c_fc"]
-        assert [(f.batch, f.recomputed) for f in first] == [(0, False), (0, True), (1, False), (1, True)]
-        assert not any(frame.recomputed for frame in w.frames if frame.name == "")
-
-
 def test_a_fault_in_a_recomputed_forward_is_told() -> None:
     """An infinity that only the recomputation makes is found, in the batch of its forward."""
     scale = Scale()
@@ -68,21 +50,6 @@ def test_a_fault_in_a_recomputed_forward_is_told() -> None:
     assert finding is not None
     assert (finding.module, finding.batch, w.batch) == ("0", 0, 0)
     assert w.report().frames[-1].recomputed
-
-
-@pytest.mark.parametrize("check", ["module", "batch"])
-def test_after_an_exception_the_next_batch_is_whole(check: Any) -> None:
-    """A forward that raises, or a fault that does, leaves its frames and nothing in the next batch."""
-    model = nn.Sequential(Scale(), Scale(), Scale())
-    with watch(model, act_at=check, max_frames=100) as w:
-        with pytest.raises(TypeError):
-            model("text", 3)
-        model[1].factor = INF
-        fault_of(model, torch.ones(1))
-        model[1].factor = 1.0
-        model(torch.ones(1))
-    whole = [(2, "0"), (2, "1"), (2, "2"), (2, "")]
-    assert [entry for entry in names(w) if entry[0] == 2] == whole
 
 
 class Countdown(nn.Module):
@@ -133,20 +100,6 @@ def test_modules_added_and_replaced_later_are_watched() -> None:
     assert all(module._compiled_call_impl is None for module in model.modules())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_a_model_moved_to_another_dtype_stays_watched(dtype: torch.dtype) -> None:
-    """After `to(dtype)` the frames have the new dtype and the ranges of the converted weights."""
-    model = mlp()
-    with watch(model, verify_hits=True) as w:
-        model(torch.randn(2, 3))
-        model.to(dtype)
-        model(torch.randn(2, 3, dtype=dtype))
-        record = next(f for f in w.frames if f.name == "0" and f.batch == 1).records[0]
-    assert (record.label, record.dtype) == ("weight", str(dtype).removeprefix("torch."))
-    assert record.abs_max == model[0].weight.abs().max().item()
-    assert w.counters.get("stale_hits", 0) == 0
-
-
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_parametrized_modules_compute_the_same_and_are_seen(when: str) -> None:
     """Weight norm put on before or during the watch: same output, and frames of the parametrization's modules."""
@@ -174,29 +127,7 @@ def test_parametrized_modules_compute_the_same_and_are_seen(when: str) -> None:
 # Several at once
 
 
-def test_threads_share_a_model_and_its_weights() -> None:
-    """Four threads, forwards and backwards: every batch whole, no stale hit, a fault told to the thread it is in."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    errors: list[tuple[int, str]] = []
-
-    def work(number: int) -> None:
-        for step in range(25):
-            x = torch.full((2, 8), INF if (number, step) == (2, 20) else 1.0)
-            try:
-                model(x).sum().backward()
-            except NonFiniteError as error:
-                errors.append((number, error.report.finding.origin if error.report.finding else ""))
-
-    with watch(model, max_frames=10_000, verify_hits=True) as w:
-        in_threads(4, work)
-    assert errors == [(2, "data")]
-    assert w.batch == 99
-    sizes = [sum(frame.batch == batch for frame in w.frames) for batch in range(100)]
-    assert sorted(sizes) == [1] + [4] * 99
-    assert w.counters.get("stale_hits", 0) == 0
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
 def test_several_watches_stop_in_any_order(order: tuple[int, ...]) -> None:
     """Three watches on one model, stopped in every order: each sees its own batches, then the model is as it was."""
     model = nn.Sequential(Scale(), Scale())

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics import _extension
 from nanwatch.records.record import Frame
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.options import Check
-from nanwatch.session.options import Trace as TraceOption
 from nanwatch.trace import tracer
 from nanwatch.trace.trace_file import Trace
 from support.architectures import built, inputs_of
@@ -97,29 +93,6 @@ def test_frames_beyond_the_ring_are_counted(
     assert found.lost_frames == 4 * 50 - 40
 
 
-@pytest.mark.parametrize("chosen", [(), (0, 1)])
-def test_a_recomputed_forward_is_in_the_trace(tmp_path: Path, recorder: str, chosen: tuple[int, ...]) -> None:
-    """Frames of the backward come after their batch has ended, and bear its number and their mark."""
-    inner = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor) -> Any:
-            return checkpoint(self.inner, x, use_reentrant=False, early_stop=False)
-
-    model = Outer()
-    with watch(model, trace=TraceOption(tmp_path / "run.parquet", batches=chosen)):
-        for _ in range(2):
-            model(torch.ones(2, 3, requires_grad=True)).sum().backward()
-    found = [(one.batch, one.name, one.recomputed) for one in traced(tmp_path / "run.parquet")]
-    names = ["inner.0", "inner.1", "inner"]
-    one = [(name, False) for name in [*names, ""]] + [(name, True) for name in names]
-    assert found == [(batch, *rest) for batch in range(2) for rest in one]
-
-
 def test_the_batch_that_failed_is_in_the_trace_with_its_counts(tmp_path: Path, recorder: str) -> None:
     """A NonFiniteError ends the run: the frames up to the non-finite one are there, and the health of that one."""
     model = nn.Sequential(nn.Linear(3, 3), Scale(1e38), Scale(1e38))
@@ -132,29 +105,6 @@ def test_the_batch_that_failed_is_in_the_trace_with_its_counts(tmp_path: Path, r
     assert report.finding is not None
     assert error.value.report.finding is not None
     assert report.finding.module == error.value.report.finding.module
-
-
-def test_frames_of_several_threads_all_arrive(
-    tmp_path: Path, recorder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Threads that call the model at once: as many frames of each module as calls, none lost and none doubled."""
-    monkeypatch.setattr(tracer, "_GATHER_SECONDS", 0.001)
-    model = mlp()
-    with watch(model, trace=tmp_path / "run.parquet", rerun=False) as w:
-
-        def work() -> None:
-            for _ in range(150):
-                model(torch.ones(2, 3))
-
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    found = traced(tmp_path / "run.parquet")
-    assert w.counters["frames"] == len(found) == 4 * 4 * 150
-    for name in ("0", "1", "2", ""):
-        assert sum(one.name == name for one in found) == 600
 
 
 def test_a_watch_that_goes_away_with_its_model_leaves_a_whole_trace(tmp_path: Path, recorder: str) -> None:

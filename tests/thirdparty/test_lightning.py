@@ -106,20 +106,6 @@ def test_a_watched_training_ends_bit_equal(tmp_path):
     assert all(one._compiled_call_impl is None for one in watched.modules())
 
 
-def test_gradients_are_watched_bit_equal(tmp_path):
-    """With gradients=True, accumulation and clipping: the weights of an unwatched training, and no step is skipped."""
-    options: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
-    plain, watched = module_of(PACKAGES[0], 0.1), module_of(PACKAGES[0], 0.1)
-    callback = callback_of(gradients=True, max_frames=1000)
-    trainer_of(PACKAGES[0], tmp_path, **options).fit(plain, loader(), loader())
-    trainer_of(PACKAGES[0], tmp_path, callback, **options).fit(watched, loader(), loader())
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
-    frames = [frame.name for frame in callback.watch.frames if frame.phase == "backward"]
-    assert sorted(set(frames)) == ["encoder", "encoder.0", "encoder.1", "head"]
-    assert len(frames) == 4 * 2 * 4
-    assert callback.watch.skipped_steps == ()
-
-
 def test_steps_that_the_scaler_skips_are_counted(tmp_path):
     """The gradient of its head's weight, 2^24 times as large, leaves float16 until the scale has come down: skipped
     steps, as many as the scaler skips unwatched, with its scales though there is another one, and the same weights.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +75,3 @@ def test_a_folder_gets_a_writer_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     with watch(model, sinks=f"tensorboard:{tmp_path / 'runs'}"):
         model(torch.ones(1, 3))
     assert [e.value for e in read(tmp_path / "runs-rank3").Scalars("nanwatch/is_finite")] == [1.0]
-
-
-def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where a folder asks for a writer, and not before the watch would begin."""
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ImportError, match=r"`tensorboard`.*pip install .*'\.\[tensorboard\]'"):
-        watch(mlp(), sinks=tmp_path)

@@ -1,6 +1,6 @@
 """Trainers under `nanwatch run`, 20 steps each, without a line of code in them.
 
-TRL, DeepSpeed, litgpt and torchtune pin versions of their own: `make test-trainers` runs this in an environment of
+TRL and DeepSpeed pin versions of their own: `make test-trainers` runs this in an environment of
 its own.
 """
 
@@ -25,12 +25,7 @@ HOSTS = {
     "fabric": ("lightning", "act"),
     "accelerate": ("accelerate", "act"),
     "sft": ("trl", "model.layers.1.mlp.act_fn"),
-    "grpo": ("trl", "model.layers.1.mlp.act_fn"),
-    "zero-1": ("deepspeed", "act"),
-    "zero-2": ("deepspeed", "act"),
     "zero-3": ("deepspeed", "act"),
-    "litgpt": ("litgpt", "transformer.h.0.mlp"),
-    "torchtune": ("torchtune", "layers.1.mlp.activation"),
 }
 # How stage 3 of ZeRO is started.
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]

@@ -223,21 +223,3 @@ def test_the_least_headroom_of_each_interval_is_logged(accumulation, tmp_path):
     names = {name for name, _ in model.named_modules()}
     assert all(entry[PLACE].split()[0] in names | {"the"} for entry in entries)
     json.loads(json.dumps(trainer.state.log_history))
-
-
-def printed(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> str:
-    capsys.readouterr()
-    with pytest.raises(ValueError, match=r"nan|inf"):
-        trainer.train()
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize("case", OVERFLOWS)
-def test_the_debug_option_prints_the_same(case, tmp_path, capsys):
-    """`debug="underflow_overflow"` served by nanwatch: the same stdout as with transformers' class."""
-    options = OVERFLOWS[case] | {"debug": "underflow_overflow", "logging_strategy": "no"}
-    theirs = printed(trainer_of(tmp_path, **options), capsys)
-    trainer_debug.patch_transformers()
-    ours = printed(trainer_of(tmp_path, **options), capsys)
-    assert "Detected inf/nan during batch_number=" in ours
-    assert ours == theirs

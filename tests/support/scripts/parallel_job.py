@@ -11,40 +11,167 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.recording.shards import shard_note
+from nanwatch.report.report import Report
 from support import watching
 from support.parallel_models import (
-    Block,
     Net,
     WithStatistics,
     mesh_of,
     shard,
-    shard_blocks,
     shard_each_layer,
     split,
 )
-from support.parallel_training import (
-    Parallelize,
-    Trained,
-    compare,
-    data,
-    difference,
-    local,
-    same_data,
-    start_watch,
-    train,
-)
 
 INF = float("inf")
+
+
+class Counted:
+    """Traffic of a block: the backend's own count of collectives, and the profiler, which sees what is behind it.
+
+    The sequence number of a gloo group goes up with each collective, whoever issues it, also the reducer in C++. The
+    profiler names them, and the sends and receives between two ranks.
+    """
+
+    def __init__(self) -> None:
+        self.collectives: list[int] = []
+        self.events: Counter[str] = Counter()
+
+
+def sequence_numbers() -> list[int]:
+    groups = dist.distributed_c10d._world.pg_map
+    return [group._get_sequence_number_for_group() for group in groups]
+
+
+@contextmanager
+def counting() -> Iterator[Counted]:
+    counted = Counted()
+    before = sequence_numbers()
+    with torch.profiler.profile() as profile:
+        yield counted
+    counted.collectives = [now - then for now, then in zip(sequence_numbers(), before, strict=True)]
+    for event in profile.events():
+        if event.name.startswith(("gloo:", "c10d::")):
+            counted.events[event.name] += 1
+
+
+Parallelize = Callable[[nn.Module], nn.Module]
+
+
+def data(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(4, 8, generator=generator)
+
+
+def same_data(step: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+
+
+def start_watch(model: nn.Module, **options: Any) -> nanwatch.Watch:
+    return watching.watch(model, max_frames=10_000, on_nonfinite="record", verify_hits=True, **options)
+
+
+def local(x: Any) -> Tensor:
+    return (x.to_local() if hasattr(x, "to_local") else x).detach().clone()
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def equal_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return list(a) == list(b) and all(
+        a[name].shape == b[name].shape and torch.equal(bits(a[name]), bits(b[name])) for name in a
+    )
+
+
+class Trained(NamedTuple):
+    """The weights and buffers at the end, what was sent, and the watch, if there was one."""
+
+    weights: dict[str, Tensor]
+    counted: Counted
+    watch: nanwatch.Watch | None
+
+
+def train(model: nn.Module, step: Callable[[int], object], watch: nanwatch.Watch | None) -> Trained:
+    """Three steps, of which `step` makes the forward and the backward."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    with counting() as counted:
+        for number in range(3):
+            step(number)
+            optimizer.step()
+            optimizer.zero_grad()
+    if watch is not None:
+        watch.stop()
+    kept = {name: local(x) for name, x in (*model.named_parameters(), *model.named_buffers())}
+    return Trained(kept, counted, watch)
+
+
+def difference(plain: Trained, watched: Trained) -> dict[str, Any]:
+    """Return the differences to the unwatched training, and facts from the watch."""
+    watch = watched.watch
+    assert watch is not None
+    report = watch.report()
+    then, now = plain.counted, watched.counted
+    records = [r for f in report.frames for r in f.records]
+    return {
+        "equal": equal_bits(plain.weights, watched.weights),
+        "more": [b - a for a, b in zip(then.collectives, now.collectives, strict=True)],
+        "same events": now.events == then.events,
+        "batches": watch.batch,
+        "stale": watch.counters.get("stale_hits", 0),
+        "finding": report.finding is not None,
+        "names": sorted({f.name for f in report.frames}),
+        "backward names": sorted({f.name for f in report.frames if f.phase == "backward"}),
+        "notes": sorted({str(r.note or "") for r in records}),
+        "read": sorted({r.isfinite for r in records if r.role == "output"}, key=str),
+        "roles of shards": sorted({r.role for r in records if r.is_shard}),
+        "mesh": report.mesh,
+        "rank": report.rank,
+        "same report": Report.from_json(report.to_json()) == report,
+    }
+
+
+def compare(
+    build: Callable[[], nn.Module], parallelize: Parallelize, give: Callable[[int], Tensor] = data
+) -> dict[str, Any]:
+    """Watched before and after the model is made parallel, with gradients and without.
+
+    Beside gradients replicas are compared.
+    """
+
+    def run(when: str, **options: Any) -> Trained:
+        torch.manual_seed(0)
+        model = build()
+        watch = start_watch(model, **options) if when == "before" else None
+        model = parallelize(model)
+        if when == "after":
+            watch = start_watch(model, **options)
+        return train(model, lambda number: model(give(number)).square().sum().backward(), watch)
+
+    plain = run("never")
+    seen: dict[str, Any] = {
+        "collectives": sum(plain.counted.collectives),
+        "events": dict(plain.counted.events),
+    }
+    for when in ("before", "after"):
+        for gradients in (False, True):
+            seen[f"{when}, gradients={gradients}"] = difference(
+                plain, run(when, gradients=gradients, replicas=gradients)
+            )
+    return seen
+
+
 SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {}
 
 
@@ -68,37 +195,6 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
 @scenario
 def fsdp2() -> dict[str, Any]:
     return compare(Net, sharded)
-
-
-@scenario
-def fsdp2_each_layer() -> dict[str, Any]:
-    return compare(Net, lambda model: shard_each_layer(model, mesh_of("dp"), reshard_after_forward=True))
-
-
-@scenario
-def fsdp2_blocks() -> dict[str, Any]:
-    """The blocks alone are sharded: the model itself and its head are on every rank."""
-    return compare(Net, lambda model: shard_blocks(model, model.blocks, mesh_of("dp")))
-
-
-@scenario
-def fsdp2_mixed_precision() -> dict[str, Any]:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return compare(Net, lambda model: sharded(model, mp_policy=policy, reshard_after_forward=False))
-
-
-@scenario
-def fsdp2_checkpointed() -> dict[str, Any]:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    def parallelize(model: nn.Module) -> nn.Module:
-        for i, block in enumerate(model.blocks):
-            model.blocks[i] = checkpoint_wrapper(block)
-        return sharded(model)
-
-    return compare(Net, parallelize)
 
 
 @scenario
@@ -170,72 +266,6 @@ def fsdp2_bad_gradient() -> dict[str, Any]:
     return {"seen": seen, "labels": sorted(labels)}
 
 
-@scenario
-def strided() -> dict[str, Any]:
-    """Weights that are tensor parallel first and sharded then: their blocks are where they are said to be."""
-    mesh = mesh_of("dp", "tp")
-    seen = {}
-    for width in (8, 5):
-        model = Net(width)
-        split(model.blocks, mesh["tp"])
-        shard_each_layer(model, mesh["dp"])
-        for name, x in model.named_parameters():
-            placement = shard_note(x).placement
-            assert placement is not None
-            whole, part = x.full_tensor(), x.to_local()
-            start = placement.start
-            here = (
-                None
-                if start is None
-                else whole[tuple(slice(i, i + n) for i, n in zip(start, part.shape, strict=True))]
-            )
-            seen[f"{width} {name}"] = {
-                "words": str(placement),
-                "numel": part.numel(),
-                "equal": here is not None and torch.equal(here, part),
-            }
-    return seen
-
-
-@scenario
-def fsdp1() -> dict[str, Any]:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    def parallelize(model: nn.Module) -> nn.Module:
-        return FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            use_orig_params=True,
-            device_id=torch.device("cpu"),
-        )
-
-    return compare(Net, parallelize)
-
-
-@scenario
-def fsdp1_bad_loss() -> dict[str, Any]:
-    """The loss is nan on one rank: no rank takes the step, and each knows where it began."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    torch.manual_seed(0)
-    model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen: list[Any] = []
-    with watching.watch(model, gradients=True):
-        for step in range(2):
-            factor = float("nan") if step == 1 and dist.get_rank() == 1 else 1.0
-            try:
-                (model(data(step)).sum() * factor).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                seen.append("stepped")
-            except nanwatch.NonFiniteError as error:
-                seen.append(None if error.origin is None else error.origin.first.rank)
-    seen.append(all(bool(torch.isfinite(x).all()) for x in model.parameters()))
-    return {"seen": seen}
-
-
 # Tensor parallel
 
 
@@ -244,32 +274,6 @@ def tensor_parallel() -> dict[str, Any]:
     def parallelize(model: nn.Module) -> nn.Module:
         split(model.blocks, mesh_of("tp"))
         return model
-
-    return compare(Net, parallelize, same_data)
-
-
-@scenario
-def sequence_parallel() -> dict[str, Any]:
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
-    def parallelize(model: nn.Module) -> nn.Module:
-        plan = {
-            "blocks.0": PrepareModuleInput(
-                input_layouts=(Replicate(),), desired_input_layouts=(Shard(0),), use_local_output=False
-            ),
-            "blocks.*.norm": SequenceParallel(sequence_dim=0),
-            "blocks.*.up": ColwiseParallel(input_layouts=Shard(0), use_local_output=False),
-            "blocks.*.down": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
-            "head": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
-        }
-        return parallelize_module(model, mesh_of("tp"), plan)
 
     return compare(Net, parallelize, same_data)
 
@@ -290,27 +294,12 @@ def both() -> dict[str, Any]:
     return compare(Net, parallelize, give)
 
 
-@scenario
-def hybrid() -> dict[str, Any]:
-    """Sharded over one dimension of a mesh, replicated over the other."""
-    return compare(Net, lambda model: shard(model, (), mesh_of("replica", "shard")))
-
-
 # Pipeline parallel
 
 
 @scenario
 def pipeline() -> dict[str, Any]:
     return two_stages(dist.get_rank(), None, lambda part: part)
-
-
-@scenario
-def pipeline_of_shards() -> dict[str, Any]:
-    """Each stage is on two ranks, sharded. (As DistributedDataParallel torch 2.13 fails, watched or not.)"""
-    mesh = mesh_of("pp", "dp")
-    return two_stages(
-        mesh.get_local_rank("pp"), mesh.get_group("pp"), lambda part: shard(part, part, mesh["dp"])
-    )
 
 
 def two_stages(number: int, group: Any, parallelize: Parallelize) -> dict[str, Any]:
