@@ -33,6 +33,9 @@ _MAXIMA = (
     nn.AdaptiveMaxPool2d,
     nn.AdaptiveMaxPool3d,
 )
+# What autograd calls a matrix product, and the steps between it and a softmax that mask nothing.
+_PRODUCTS = ("MmBackward0", "BmmBackward0", "AddmmBackward0")
+_NEUTRAL = ("DivBackward0", "MulBackward0", "ToCopyBackward0", "UnsafeViewBackward0", "ViewBackward0")
 _PADDINGS = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)
 # Words in the name of a parameter that may hold -inf, such as `attn_mask`, or ALiBi's distances in `attn_bias`.
 _MASK_WORDS = ("mask", "bias", "alibi")
@@ -89,7 +92,11 @@ class Excuses:
         return "mask" if is_padding or (self._is_log and masked == health.num_neginf) else None
 
     def _is_no_mask(self, x: Tensor) -> bool:
-        """Return whether a row has no finite score, or the scores reach up to the end of the format."""
+        """Return whether a row has no finite score, or scores have left the format.
+
+        A mask leaves the others as they are: scores near one end say that some have left it at the other. Scores that
+        autograd says are a product, perhaps scaled, were never masked.
+        """
         module = self._module()
         if isinstance(module, _MAXIMA):
             return False  # an empty window shows in the output
@@ -100,10 +107,18 @@ class Excuses:
         with only_our_dispatch(), torch.no_grad():
             local = local_shard(x)
             values = (x if local is None else local).detach()
-            # A mask leaves the others as they are. Scores near one end say that some have left the format at the other.
-            if isinstance(module, _SOFTMAXES) and bool((values > torch.finfo(values.dtype).max / 4).any()):
+            if isinstance(module, _SOFTMAXES) and (
+                _is_product(x) or bool((values > torch.finfo(values.dtype).max / 4).any())
+            ):
                 return True
             return bool((values == -torch.inf).all(dim=dim).any())
+
+
+def _is_product(x: Tensor) -> bool:
+    node = x.grad_fn
+    while node is not None and node.name() in _NEUTRAL:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() in _PRODUCTS
 
 
 def excuses(
@@ -183,7 +198,7 @@ def is_mask(x: Tensor, health: TensorHealth) -> bool:
     see no -inf would not take part.
     """
     has_others = health.num_nan or health.num_posinf or not health.num_zero
-    if has_others or not x.dtype.is_floating_point or x.ndim == 0:
+    if has_others or not x.dtype.is_floating_point or x.ndim == 0 or _is_product(x):
         return False
     with torch.no_grad():
         local = local_shard(x)

@@ -220,3 +220,24 @@ def test_scores_that_leave_float16_are_no_mask() -> None:
     model = Scores16(3e4, 0.0)
     with nanwatch.watch(model, rerun=False), pytest.raises(nanwatch.NonFiniteError):
         model(q)
+
+
+@pytest.mark.parametrize("key", [0.0, 1e-3])
+def test_a_scaled_product_that_overflows_is_no_mask(key: float) -> None:
+    """Its values could be those of a mask; autograd tells that nothing was masked."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.softmax = nn.Softmax(-1)
+
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            return self.softmax((q @ k.mT).view(1, 2, 2) / 2)
+
+    q = torch.full((2, 8), 100.0, dtype=torch.float16, requires_grad=True)
+    k = torch.tensor([[key], [-200.0]], dtype=torch.float16).expand(2, 8)
+    model = Attention()
+    with nanwatch.watch(model, rerun=False), pytest.raises(nanwatch.NonFiniteError) as error:
+        model(q, k)
+    assert error.value.report.finding is not None
+    assert (error.value.report.finding.module, error.value.report.finding.label) == ("softmax", "input[0]")
