@@ -22,9 +22,8 @@ from ..records.note import Note
 from ..records.record import Frame, Record, Role
 from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError
-from ..session.dispatch import EventDispatch
 from ..session.options import MAX_BATCH, Options, whole
-from ..session.watch import Watch
+from ..session.watch import EventDispatch, Watch
 from ..util.visible import visible, with_utf8
 
 _MOST_FRAMES = 100_000  # the recorder reserves 0.2 kB for each

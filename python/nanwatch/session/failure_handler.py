@@ -1,14 +1,16 @@
-"""Handling of non-finite values, from the first one that is seen to the exception, callback or warning.
+"""A failure, from the first non-finite value that is seen to the exception, callback or warning.
 
-The EventDispatch notifies the handler. Each failure is one Incident. `_see` makes it and tells the other ranks;
-`_finish` has it examined and written, and raises it. The option `on_nonfinite` says what `_finish` does at its end.
+Each failure is one Incident. FailureHandler takes it from top to bottom: seen, told to the other ranks and the sinks,
+raised inside the forward, and once that is left examined, written, agreed on and handed over. The option
+`on_nonfinite` says how it is handed over.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,10 +26,10 @@ from ..ranks.coordinator import RankCoordinator
 from ..recording.events import Event
 from ..records.record import Frame
 from ..report import text
+from ..report.finding import Finding
 from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
 from ..sinks.sink import SinkStream
-from ..util.visible import suppressed, warn_user
-from .nonfinite_warnings import WHERE, NonFiniteWarnings
+from ..util.visible import module_name, suppressed, warn_user
 from .optimizer_guard import OptimizerGuard
 from .reports import Reports
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 # Non-finite batches that are remembered after their end, for their backwards and recomputations.
 _MAX_ENDED = 64
+_WHERE = "Watch.report() (or --output-dir) has the frames that led to it"
 
 
 class FailureHandler:
@@ -72,8 +75,6 @@ class FailureHandler:
         patience = 2 if options.gradients else 1
         self._warnings = NonFiniteWarnings(patience) if self._action == "warn" else None
         self._exception_batch: int | None = None
-        # An error that was found while a report was asked for, which is no place to raise it.
-        self._postponed: NonFiniteError | None = None
         self._ranks: RankCoordinator | None = None
         raises = self._action == "raise" and options.enabled
         if (model := reports.model()) is not None and raises and options.peer_timeout:
@@ -87,44 +88,72 @@ class FailureHandler:
             if torch.distributed.is_available():
                 recorder.watch_name(vars(torch.distributed.distributed_c10d), "_pg_map")  # of process groups
         reports.find_written = rerun.find_written
-        self._batch_starts = recorder.subscribe(Event.BATCH_START)
-        self._batch_starts.active = False
         self._batch_ends = recorder.subscribe(Event.BATCH_END)
         self._update_subscription()
 
-    # An incident, from seen to raised.
+    # Seen, and raised inside the forward
 
     def nonfinite_call(
         self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any, *, is_over: bool
     ) -> None:
         """Take a call that holds a non-finite value. Act on it at its batch's end if the forward `is_over`."""
-        number, recomputed = frame.batch, frame.recomputed
-        if recomputed and number not in self._ended:
-            # A recomputation has the number of the latest batch, which may be another thread's.
-            number = ~number
-        is_new = not self.knows(number)
+        if self._warnings is not None:
+            self._warnings.count(frame.name)
         if is_over:
             calls = partial(self._reports.calls_around, frame.name)
         else:
             calls = partial(self._reports.calls_to, frame.name, caller, args, kwargs)
         make = partial(self._reports.of_failure, frame, caller, args, kwargs, calls=calls)
-        try:
-            incident = self._see(number, frame.name, make, is_under_way=not (recomputed or is_over))
-            if incident is None or incident.is_finished or incident.raised is not None:
-                return
-            if recomputed and self._acts:
-                self._finish(incident)
-            elif self._action == "raise" and self._options.act_at in ("auto", "module") and not is_over:
-                # `forward_left` finishes it: a re-run could wait for a lock that the forward holds.
-                incident.raised = NonFiniteError(incident.report)
-                # Raise it from no local: the traceback would hold itself, and with it the locals of the forward.
-                raise incident.raised
-        finally:
-            if recomputed and is_new:  # the recorder reports no end of it
-                self._end(number)
+        if frame.recomputed:
+            # A recomputed forward repeats the failure of its batch, or is the first to fail. It has no end of its own.
+            if not self.knows(frame.batch):
+                self._ended.append(frame.batch)
+                self.step_follows(Incident(make()))
+            return
+        incident = self._see(frame.batch, make, frame.name if not is_over else None)
+        if incident is None or incident.is_finished or incident.raised is not None:
+            return
+        if self._action == "raise" and self._options.act_at in ("auto", "module") and not is_over:
+            # `forward_left` finishes it: a re-run could wait for a lock that the forward holds.
+            incident.raised = NonFiniteError(incident.report)
+            # Raise it from no local: the traceback would hold itself, and with it the locals of the forward.
+            raise incident.raised
+
+    def _see(
+        self,
+        batch: int,
+        make: Callable[[], Report],
+        open_call: str | None = None,
+        *,
+        tells_ranks: bool = True,
+    ) -> Incident | None:
+        """Return the incident of the batch: None where that has ended, that of `make()` for its first bad call.
+
+        `open_call` is the module whose call, still under way, held the value.
+        """
+        if self.knows(batch):
+            return self._under_way.get(batch)
+        deferred = None
+        if self._guard is not None:
+            self._guard.settle(only_known=True)
+            # It came first: something else than an optimizer has moved the weights by its gradients.
+            deferred = self._guard.release()
+        incident = deferred or Incident(make())
+        if open_call is not None and deferred is None and self.rerun.keeps_start:
+            incident.call = failed_call(self._reports.model, open_call)
+        self._under_way[batch] = incident
+        self._tell(incident, ranks=tells_ranks)
+        if not self._acts:
+            self._finish(incident)
+        if self._warnings is not None:
+            self._warnings.begin(incident.finding)
+        return incident
 
     def step_follows(self, incident: Incident) -> None:
-        """Act on a non-finite gradient that a step is about to take, a state of an optimizer, or a checkpoint."""
+        """Take a failure whose batch has no end to wait for, and act on it.
+
+        It is a non-finite gradient that a step is about to take, a state of an optimizer, or a checkpoint.
+        """
         if self._ranks is not None:
             self._ranks.is_sharded = self._recorder.gathers_weights
         self._tell(incident)
@@ -132,39 +161,7 @@ class FailureHandler:
             self._warnings.begin(incident.finding)
         self._finish(incident)
 
-    def _see(
-        self,
-        number: int,
-        module: str,
-        make: Callable[[], Report],
-        *,
-        is_under_way: bool = False,
-        tells_ranks: bool = True,
-    ) -> Incident | None:
-        """Count a non-finite call of the module, and return the incident of its batch: None where that has ended.
-
-        `make` makes the report, if the call is the first of its batch. `is_under_way`: the call has not been left.
-        """
-        if self._warnings is not None:
-            self._warnings.count(module)
-        # A forward that is recomputed in the backward repeats the failure of its batch.
-        if self.knows(number):
-            return self._under_way.get(number)
-        deferred = None
-        if self._guard is not None:
-            self._guard.settle(only_known=True)
-            # It came first: something else than an optimizer has moved the weights by its gradients.
-            deferred = self._guard.release()
-        incident = deferred or Incident(make())
-        if is_under_way and deferred is None and self.rerun.keeps_start:
-            incident.call = failed_call(self._reports.model, module)
-        self._under_way[number] = incident
-        self._tell(incident, ranks=tells_ranks)
-        if not self._acts:
-            self._finish(incident)
-        if self._warnings is not None:
-            self._warnings.begin(incident.finding)
-        return incident
+    # Told
 
     def _tell(self, incident: Incident, *, ranks: bool = True) -> None:
         """Tell the other ranks, before anything slow, and the sinks."""
@@ -174,6 +171,65 @@ class FailureHandler:
         if ranks and self._ranks is not None:
             self._ranks.publish(incident.finding)
         self._sinks.on_nonfinite(incident.finding)
+
+    # The forward is left, and the batch ends
+
+    def forward_left(self, batch: int, completed: bool) -> None:
+        """Take the end of this thread's forward, which has returned (`completed`) or raised.
+
+        Raises PeerNonFiniteError from an error of a collective, when another rank's failure is behind it.
+        """
+        if completed:
+            return
+        error, incident = sys.exc_info()[1], self._under_way.get(batch)
+        if incident is not None and incident.raised is not None:
+            self._finish(incident, incident.raised)
+        else:
+            self.explain(error)
+        self._exception_batch = batch
+        is_known = isinstance(error, NonFiniteError | BatchLimitError)
+        if isinstance(error, Exception) and not is_known and batch % self._options.every == 0:
+            self._annotate(error, batch)
+
+    def _annotate(self, error: Exception, batch: int) -> None:
+        """Add a note with the non-finite value to somebody else's exception that ends the batch."""
+        try:
+            incident = self._under_way.get(batch)
+            if incident is None:
+                report = self._reports.of_left_calls(error, batch)
+                if report is None or report.finding is None:
+                    return
+                # Somebody may catch the exception and go on, so the other ranks are not told.
+                incident = self._see(batch, lambda: report, tells_ranks=False)
+            if incident is not None and not incident.is_finished:
+                self._finish(incident, error, agrees=self._action != "raise")
+            elif incident is not None and not self._acts:
+                add_note(error, incident.report)
+        except Exception:  # the user's error matters more
+            suppressed("what an exception of the user's left could not be told")
+
+    def conclude(self, batch: int, completed: bool) -> None:
+        """Act on a batch that has ended and whose frames are all known, unless its forward was ended by its error."""
+        try:
+            if (incident := self._under_way.get(batch)) is not None:
+                # A forward may have caught the error.
+                if completed and self._acts and incident.raised is None:
+                    self._finish(incident)
+            elif completed and batch % self._options.every == 0:
+                self.is_run_open = False
+                if self._warnings is not None:
+                    self._warnings.end(batch)
+                forecast = self._monitor.end(batch)
+                self._sinks.batch_ended(batch)
+                if forecast is not None:
+                    self._sinks.on_forecast(batch, forecast)
+        finally:
+            if (incident := self._under_way.pop(batch, None)) is not None:
+                incident.let_go()
+                self._ended.append(batch)
+            self._update_subscription()
+
+    # Examined, written, agreed on, handed over
 
     def _finish(
         self,
@@ -217,7 +273,71 @@ class FailureHandler:
         if callable(self._action):
             self._action(report)
 
-    # The batch begins and ends.
+    # The watch ends
+
+    def run_ended(self, error: BaseException | None) -> None:
+        """Take the end of a `with` block. Raises PeerNonFiniteError as `batch_started` does."""
+        if error is not None:
+            self.settle()
+            self.explain(error)
+        elif self._ranks is not None:
+            self._ranks.check()
+
+    def watch_ends(self) -> None:
+        """Report non-finite gradients that no step was about to take, then sum up the warnings.
+
+        They are no failure yet, so "raise" warns too.
+        """
+        is_raising = sys.exc_info()[0] is not None
+        try:
+            if self._guard is not None and (deferred := self._guard.release()) is not None:
+                deferred.remark("the watch ended before a step took it")
+                self._tell(deferred, ranks=False)
+                try:
+                    self._finish(deferred, agrees=False, raises=False)
+                except Exception:
+                    if not is_raising:
+                        raise
+                    suppressed("on_nonfinite raised while the watch ended by another error")
+                if self._action in ("raise", "warn"):
+                    words = (
+                        f"{text.summary(deferred.finding)}; the watch ended before a step took it; {_WHERE}"
+                    )
+                    warn_user(words, may_raise=not is_raising)
+        finally:
+            if self._warnings is not None:
+                self._warnings.close(self._recorder.latest_batch + 1, may_raise=sys.exc_info()[0] is None)
+
+    def close(self) -> None:
+        """Let go of everything, and leave the other ranks."""
+        self.rerun.let_go()
+        if self._ranks is not None:
+            self._ranks.close()
+
+    # What others ask
+
+    @property
+    def failure(self) -> Report | None:
+        """The report of the first failure of the latest run of non-finite batches, else of the deferred backward."""
+        deferred = None if self._guard is None else self._guard.pending
+        incident = self._first or deferred
+        return None if incident is None else incident.report
+
+    def knows(self, batch: int) -> bool:
+        """Return whether the batch of this number is known to be non-finite."""
+        return batch in self._under_way or batch in self._ended
+
+    @property
+    def ended_by_exception(self) -> bool:
+        """True if the latest batch ended by an exception."""
+        return self._exception_batch is not None and self._exception_batch == self._recorder.latest_batch
+
+    def settle(self) -> None:
+        """Settle the recorder where a report is asked for, which is no place to raise an error."""
+        try:
+            self._recorder.settle()
+        except NonFiniteError as error:  # of a thread or a backward that an exception has ended
+            warn_user(f"{error}", may_raise=False)
 
     def batch_started(self, batch: int, module: nn.Module | None) -> object:
         """Return what a re-run needs beside the recorder's part; see RerunPolicy.
@@ -228,151 +348,6 @@ class FailureHandler:
             self._ranks.batch_started(batch)
             self._batch_ends.active = True
         return self.rerun.batch_started(module) if self.rerun.keeps_start and module is not None else None
-
-    def forward_left(self, batch: int, completed: bool) -> None:
-        """Take the end of this thread's forward, which has returned (`completed`) or raised.
-
-        Raises PeerNonFiniteError from an error of a collective, when another rank's failure is behind it.
-        """
-        if completed:
-            return
-        error, incident = sys.exc_info()[1], self._under_way.get(batch)
-        if incident is not None and incident.raised is not None:
-            self._finish(incident, incident.raised)
-        else:
-            self.explain(error)
-        self._exception_batch = batch
-        is_known = isinstance(error, NonFiniteError | BatchLimitError)
-        if isinstance(error, Exception) and not is_known and batch % self._options.every == 0:
-            self._annotate(error, batch)
-
-    def _annotate(self, error: Exception, batch: int) -> None:
-        """Add a note with the non-finite value to somebody else's exception that ends the batch."""
-        try:
-            incident = self._under_way.get(batch) or self._see_left_calls(error, batch)
-            if incident is not None and not incident.is_finished:
-                self._finish(incident, error, agrees=self._action != "raise")
-            elif incident is not None and not self._acts:
-                add_note(error, incident.report)
-        except Exception:  # the user's error matters more
-            suppressed("what an exception of the user's left could not be told")
-
-    def _see_left_calls(self, error: Exception, batch: int) -> Incident | None:
-        """Read the calls that the exception left, and take the first non-finite one."""
-        report = self._reports.of_left_calls(error, batch)
-        if report is None or report.finding is None:
-            return None
-        # Somebody may catch the exception and go on, so the other ranks are not told.
-        return self._see(batch, report.finding.module, lambda: report, tells_ranks=False)
-
-    def conclude(self, batch: int, completed: bool) -> None:
-        """Act on a batch that has ended and whose frames are all known, unless its forward was ended by its error."""
-        try:
-            if (incident := self._under_way.get(batch)) is not None:
-                # A forward may have caught the error.
-                if completed and self._acts and incident.raised is None:
-                    self._finish(incident)
-            elif completed and batch % self._options.every == 0:
-                self.is_run_open = False
-                if self._warnings is not None:
-                    self._warnings.end(batch)
-                forecast = self._monitor.end(batch)
-                self._sinks.batch_ended(batch)
-                if forecast is not None:
-                    self._sinks.on_forecast(batch, forecast)
-        finally:
-            self._end(batch)
-            self._update_subscription()
-
-    def _end(self, number: int) -> None:
-        if (incident := self._under_way.pop(number, None)) is not None:
-            incident.let_go()
-            self._ended.append(number)
-
-    def _update_subscription(self) -> None:
-        """Subscribe to the ends of batches while a non-finite batch or a warning waits for one."""
-        self._batch_ends.active = (
-            bool(self._under_way)
-            or self.is_run_open
-            or (self._warnings is not None and self._warnings.awaits_batches)
-        )
-
-    # The watch ends.
-
-    def run_ended(self, error: BaseException | None) -> None:
-        """Take the end of a `with` block. Raises PeerNonFiniteError as `batch_started` does."""
-        if error is not None:
-            self.settle()
-            self._postponed = None  # `error` says more
-            self.explain(error)
-        elif self._ranks is not None:
-            self._ranks.check()
-
-    def watch_ends(self) -> None:
-        """Report non-finite gradients that no step was about to take, then sum up the warnings."""
-        try:
-            if self._guard is not None and (deferred := self._guard.release()) is not None:
-                deferred.remark("the watch ended before a step took it")
-                self._tell(deferred, ranks=False)
-                self._warn_at_end(deferred)
-        finally:
-            if self._guard is not None:
-                self._guard.sum_up()
-            if self._warnings is not None:
-                batches = self._recorder.latest_batch + 1
-                self._warnings.close(batches, may_raise=sys.exc_info()[0] is None)
-
-    def _warn_at_end(self, incident: Incident) -> None:
-        """Report gradients that no step was about to take. They are no failure yet, so "raise" warns too."""
-        is_raising = sys.exc_info()[0] is not None
-        try:
-            self._finish(incident, agrees=False, raises=False)
-        except Exception:
-            if not is_raising:
-                raise
-            suppressed("on_nonfinite raised while the watch ended by another error")
-        if self._action in ("raise", "warn"):
-            words = f"{text.summary(incident.finding)}; the watch ended before a step took it; {WHERE}"
-            warn_user(words, may_raise=not is_raising)
-
-    def close(self) -> None:
-        """Let go of everything, and leave the other ranks."""
-        self.rerun.let_go()
-        if self._ranks is not None:
-            self._ranks.close()
-
-    # What others ask.
-
-    @property
-    def failure(self) -> Report | None:
-        """The report of the first failure of the latest run of non-finite batches, else of the deferred backward."""
-        deferred = None if self._guard is None else self._guard.pending
-        incident = self._first or deferred
-        return None if incident is None else incident.report
-
-    def knows(self, number: int) -> bool:
-        """Return whether the batch of this number is known to be non-finite."""
-        return number in self._under_way or number in self._ended
-
-    @property
-    def ended_by_exception(self) -> bool:
-        """True if the latest batch ended by an exception."""
-        return self._exception_batch is not None and self._exception_batch == self._recorder.latest_batch
-
-    def settle(self) -> None:
-        """Settle the recorder. Postpone an error to the next batch or optimizer's step, or to the watch's end."""
-        try:
-            self._recorder.settle()
-        except NonFiniteError as error:
-            self._postponed = error
-            self._batch_starts.active = True
-
-    def raise_postponed(self) -> None:
-        """Raise the error that `settle` has postponed, if any."""
-        error, self._postponed = self._postponed, None
-        if error is not None:
-            self._batch_starts.active = False
-            raise error
 
     def explain(self, error: BaseException | None) -> None:
         """Raise PeerNonFiniteError from `error` when another rank's failure is behind it."""
@@ -388,8 +363,96 @@ class FailureHandler:
             self._ranks.is_sharded = True
             self._ranks.await_step()
 
+    def _update_subscription(self) -> None:
+        """Subscribe to the ends of batches while a non-finite batch or a warning waits for one."""
+        awaits_end = self._warnings is not None and self._warnings.awaits_batches
+        self._batch_ends.active = bool(self._under_way) or self.is_run_open or awaits_end
+
     def _write_last_frames(self, name: str) -> Report:
         """Write and return the latest frames of a rank without a failure of its own, from any thread."""
         report = self._reports.latest(None, self._reports.batch)
         self.rerun.write_frames(report, name)
         return report
+
+
+class NonFiniteWarnings:
+    """Warnings of runs of non-finite batches: a line for the beginning and the end of the 1st, 2nd, 4th, 8th run.
+
+    `patience` is the number of finite batches that end a run.
+    """
+
+    def __init__(self, patience: int = 1) -> None:
+        self._patience = patience
+        # Reentrant, because the garbage collector or a signal's handler may call the model.
+        self._lock = threading.RLock()
+        # Failures of the run and of all, by the module that was the first to fail; and all non-finite calls.
+        self._run, self._all, self._calls = _Failures(), _Failures(), Counter[str]()
+        self._num_runs = 0
+        self._num_finite = 0  # batches in a row since the latest failure
+
+    @property
+    def awaits_batches(self) -> bool:
+        """True while `end` is to be called after a finite batch."""
+        return bool(self._run.modules)
+
+    def begin(self, finding: Finding) -> None:
+        """Take the first failure of a batch."""
+        with self._lock:
+            is_new, self._num_finite = not self._run.modules, 0
+            self._num_runs += is_new
+            for failures in (self._run, self._all):
+                failures.add(finding)
+        if is_new and self._num_runs.bit_count() == 1:
+            warn_user(f"{text.summary(finding)}; {_WHERE}")
+
+    def count(self, module: str) -> None:
+        """Take a non-finite call of the module."""
+        with self._lock:
+            self._calls[module] += 1
+
+    def end(self, batch: int) -> None:
+        """Take a finite batch."""
+        with self._lock:
+            self._num_finite += 1
+            if not self._run.modules or self._num_finite < self._patience:
+                return
+            run, self._run = self._run, _Failures()
+        if self._num_runs.bit_count() == 1:
+            warn_user(f"all finite again in batch {batch}, after {run}")
+
+    def close(self, batches: int, *, may_raise: bool) -> None:
+        """Warn once of the sum over all `batches` watched batches."""
+        with self._lock:
+            failures, self._all, self._run = self._all, _Failures(), _Failures()
+        if failures.modules:
+            calls = f"; non-finite calls: {_ranked(self._calls)}" if self._calls else ""
+            watched = f"{batches:,} batch{'' if batches == 1 else 'es'}"
+            warn_user(f"of {watched} watched, {failures}{calls}", may_raise=may_raise)
+
+
+class _Failures:
+    """Count of non-finite batches."""
+
+    def __init__(self) -> None:
+        self.modules: Counter[str] = Counter()
+        self._batches: tuple[int, ...] = ()
+
+    def add(self, finding: Finding) -> None:
+        self.modules[finding.module] += 1
+        # Batches of several threads come in any order.
+        batches = (*self._batches, finding.batch)
+        self._batches = (min(batches), max(batches))
+
+    def __str__(self) -> str:
+        count, (first, last) = self.modules.total(), self._batches
+        place = f"({first})" if count == 1 else f"(from {first} to {last})"
+        return f"{count:,} non-finite batch{'' if count == 1 else 'es'} {place}, first in {_ranked(self.modules)}"
+
+
+def _ranked(counts: Counter[str]) -> str:
+    """Return `'0' 45x, '1' 45x, '2' 45x and 57 more modules`, the most frequent first."""
+    words = [
+        f"{repr(name) if name else module_name(name)} {count:,}x" for name, count in counts.most_common(3)
+    ]
+    more = len(counts) - len(words)
+    return ", ".join(words) + (f" and {more} more module{'' if more == 1 else 's'}" if more else "")

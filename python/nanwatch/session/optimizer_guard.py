@@ -37,13 +37,18 @@ Weight = tuple["weakref.ref[nn.Module]", str]
 
 @dataclass(slots=True)
 class _Pending:
-    """The deferred failure. `skipped`: the optimizer itself said so."""
+    """The deferred failure. `is_skipped`: the optimizer itself said so."""
 
     incident: Incident
     batches: set[int]
     weights: set[Weight]
     scale: float | None
-    skipped: bool = False
+    is_skipped: bool = False
+
+    def is_clean(self) -> bool:
+        """Return whether all gradients that were not finite are gone, or finite by now."""
+        tensors = _tensors(self.weights)
+        return bool(tensors) and not nonfinite(x.grad for x in tensors if x.grad is not None)
 
 
 class OptimizerGuard:
@@ -57,12 +62,11 @@ class OptimizerGuard:
     def __init__(
         self, recorder: Recorder, options: Options, tell: Callable[[SkippedStep], object] = lambda _: None
     ) -> None:
+        self._recorder = recorder
         self._tell = tell
         self.skipped: deque[SkippedStep] = deque(maxlen=_MAX_KEPT)
         self.num_skipped = 0
         self.num_untaken = 0  # non-finite backwards after which a step took finite gradients
-        self._num_told = 0  # of them, at the latest warning
-        self._recorder = recorder
         self._max_skipped_steps = options.max_skipped_steps
         self._is_given = options.scaler is not None
         self._scaler: Callable[[], Any] | None = weakref.ref(options.scaler) if self._is_given else None
@@ -71,34 +75,7 @@ class OptimizerGuard:
         self._in_a_row = 0
         self._skipped_weights: set[Weight] = set()  # of the latest skipped step
 
-    @property
-    def has_scaler(self) -> bool:
-        """True if the GradScaler is known."""
-        return self._scaler is not None and self._scaler() is not None
-
-    @property
-    def pending(self) -> Incident | None:
-        """The incident of the deferred backward."""
-        return None if self._pending is None else self._pending.incident
-
-    def release(self) -> Incident | None:
-        """Return that incident, and drop it."""
-        incident, self._pending = self.pending, None
-        return incident
-
-    def note_scale(self) -> Tensor | None:
-        """Return a copy of the present scale on its own device, without a wait; None where no scaler is found."""
-        self._num_scales += 1
-        if self._scaler is None and self._num_scales & (self._num_scales - 1) == 0:
-            # Look before anything is non-finite, because later the scale is another; ever less often in vain.
-            scaler = find_scaler()
-            self._scaler = None if scaler() is None else scaler
-        scale = None if self._scaler is None else getattr(self._scaler(), "_scale", None)
-        try:
-            with only_our_dispatch(), torch.no_grad():
-                return scale.detach().clone() if isinstance(scale, Tensor) else None
-        except RuntimeError:  # no memory, or a device that has failed
-            return None
+    # The backward
 
     def defer(self, incident: Incident, batches: set[int], weights: set[Weight]) -> Incident | None:
         """Defer the failure of a backward: the gradients of these weights, in these batches, are not finite.
@@ -121,29 +98,17 @@ class OptimizerGuard:
             )
         return due
 
-    def settle(self, *, only_known: bool = False) -> None:
-        """Find out whether the step of the deferred backward was skipped meanwhile.
+    @property
+    def pending(self) -> Incident | None:
+        """The incident of the deferred backward."""
+        return None if self._pending is None else self._pending.incident
 
-        only_known: gradients that are merely gone do not count.
-        """
-        pending = self._pending
-        if pending is None:
-            return
-        before, after = pending.scale, self._scale()
-        is_known = pending.skipped or (before is not None and after is not None and after < before)
-        if not is_known and (only_known or not _are_clean(pending)):
-            return
-        if not (is_known or self._is_given):
-            before = None  # the scaler that was found has no part in this
-        self._pending = None
-        finding = pending.incident.finding
-        step = SkippedStep(finding.batch, before, after, finding)
-        self.skipped.append(step)
-        self.num_skipped += 1
-        self._in_a_row += 1
-        self._skipped_weights = pending.weights
-        self._recorder.excuse_gradients(sorted(pending.batches), step.note)
-        self._tell(step)
+    def release(self) -> Incident | None:
+        """Return that incident, and drop it."""
+        incident, self._pending = self.pending, None
+        return incident
+
+    # The step that follows, or does not
 
     def check_step(self, optimizer: Optimizer, *, is_nonfinite: bool) -> Incident | None:
         """Return the incident that a step of `optimizer` is about to take; None lets it pass.
@@ -157,39 +122,71 @@ class OptimizerGuard:
             return None
         found_inf = getattr(optimizer, "found_inf", None)
         if isinstance(found_inf, Tensor) and bool(found_inf.detach().any()):
-            pending.skipped = True
+            pending.is_skipped = True
             scale = getattr(optimizer, "grad_scale", None)
             if pending.scale is None and isinstance(scale, Tensor):
                 pending.scale = float(scale)
         elif is_nonfinite:
             return self.release()
-        elif not pending.weights or _are_clean(pending):
+        elif not pending.weights or pending.is_clean():
             self._let_pass(pending)
         return None
 
+    def settle(self, *, only_known: bool = False) -> None:
+        """Find out whether the step of the deferred backward was skipped meanwhile.
+
+        only_known: gradients that are merely gone do not count.
+        """
+        if (pending := self._pending) is None:
+            return
+        before, after = pending.scale, self._scale()
+        is_known = pending.is_skipped or (before is not None and after is not None and after < before)
+        if not is_known and (only_known or not pending.is_clean()):
+            return
+        if not (is_known or self._is_given):
+            before = None  # the scaler that was found has no part in this
+        self._pending = None
+        finding = pending.incident.finding
+        step = SkippedStep(finding.batch, before, after, finding)
+        self.skipped.append(step)
+        self.num_skipped += 1
+        self._in_a_row += 1
+        self._skipped_weights = pending.weights
+        self._recorder.excuse_gradients(sorted(pending.batches), step.note)
+        self._tell(step)
+
     def _let_pass(self, pending: _Pending) -> None:
+        """Warn of the 1st, 2nd, 4th, 8th backward that the user has mended: 100 such batches give 7 lines."""
         self._pending = None
         self._recorder.excuse_gradients(sorted(pending.batches), Note("not_taken"))
         self.num_untaken = count = self.num_untaken + 1
-        # Warn of the 1st, 2nd, 4th, 8th: 100 such batches give 7 lines and a sum.
-        if count & (count - 1) == 0:
-            self._num_told = count
+        if count.bit_count() == 1:
             so_far = f" ({count:,} such backwards so far)" if count > 1 else ""
             warn_user(
                 f"{text.summary(pending.incident.finding)}; the gradients that the optimizer's step takes are finite:"
                 f" nothing was stopped{so_far}"
             )
 
-    def sum_up(self) -> None:
-        """Warn of the number of backwards that were let pass, unless a warning has said it."""
-        if self.num_untaken != self._num_told:
-            self._num_told = self.num_untaken
-            # A filter that raises has done so at the first of them.
-            warn_user(
-                f"{self.num_untaken:,} backwards were not finite, but the gradients that the optimizer's steps took"
-                " were: nothing was stopped",
-                may_raise=False,
-            )
+    # The GradScaler
+
+    @property
+    def has_scaler(self) -> bool:
+        """True if the GradScaler is known."""
+        return self._scaler is not None and self._scaler() is not None
+
+    def note_scale(self) -> Tensor | None:
+        """Return a copy of the present scale on its own device, without a wait; None where no scaler is found."""
+        self._num_scales += 1
+        if self._scaler is None and self._num_scales.bit_count() == 1:
+            # Look before anything is non-finite, because later the scale is another; ever less often in vain.
+            scaler = find_scaler()
+            self._scaler = None if scaler() is None else scaler
+        scale = None if self._scaler is None else getattr(self._scaler(), "_scale", None)
+        try:
+            with only_our_dispatch(), torch.no_grad():
+                return scale.detach().clone() if isinstance(scale, Tensor) else None
+        except RuntimeError:  # no memory, or a device that has failed
+            return None
 
     def _scale(self) -> float | None:
         if self._scaler is None:
@@ -204,15 +201,8 @@ class OptimizerGuard:
 
 def _tensors(weights: set[Weight]) -> list[Tensor]:
     living = ((module(), name) for module, name in weights)
-    return [
-        x for module, name in living if module is not None and (x := module._parameters.get(name)) is not None
-    ]
-
-
-def _are_clean(pending: _Pending) -> bool:
-    """Return whether all gradients that were not finite are gone, or finite by now."""
-    tensors = _tensors(pending.weights)
-    return bool(tensors) and not nonfinite(x.grad for x in tensors if x.grad is not None)
+    parameters = [module._parameters.get(name) for module, name in living if module is not None]
+    return [x for x in parameters if x is not None]
 
 
 def _steps(optimizer: Optimizer, weights: set[Weight]) -> bool:

@@ -172,16 +172,16 @@ class BackwardWatch:
         owned = [x for x in parameters if id(x) in owners]
         called = [x for x in owned if not is_never_called(owners[id(x)][0].name)]
         parameter = (called or owned or parameters)[0]
-        if owned:
-            owner, label = owners[id(parameter)]
-            name, module = owner.name, owner.module
+        if model is not None and owned:
+            path = ".".join(filter(None, (owners[id(parameter)][0].name, owners[id(parameter)][1])))
+            name, _, label = path.rpartition(".")
             while name and is_never_called(
                 name
             ):  # the nearest module around it that is called has the weight
-                name, _, key = name.rpartition(".")
-                label = f"{key}.{label}"
-            around = None if model is None else find_module(model, name)
-            class_name = type(module if around is None else around.module).__name__
+                name = name.rpartition(".")[0]
+                label = path[len(name) :].removeprefix(".")
+            owner = find_module(model, name)
+            class_name = type(owners[id(parameter)][0].module if owner is None else owner.module).__name__
         else:  # it is beside the model
             name, class_name = _OPTIMIZER, type(optimizer).__name__
             label = next(state.label for state in state_tensors(optimizer, {}) if state.tensor is parameter)
@@ -195,8 +195,8 @@ class BackwardWatch:
         frame = Frame(batch, name, class_name, records, phase)
         finding = finding_of(frame, record, origin, None, rank(), self._recorder.frames_of_batch(batch))
         report = self._reports.of((*(x for x in frames if x not in earlier), frame), finding, batch)
-        weights = [owners[id(x)] for x in owned]
-        self._defer(report, {batch}, {(weakref.ref(owner.module), key) for owner, key in weights})
+        weights = {(weakref.ref(owners[id(x)][0].module), owners[id(x)][1]) for x in owned}
+        self._defer(report, {batch}, weights)
 
     def _defer(self, report: Report, batches: set[int], weights: set[Weight]) -> None:
         incident = Incident(report)
@@ -260,7 +260,6 @@ class OptimizerSteps:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (box := process_box()) is not None:
             box.step_begins()
-        self._failures.raise_postponed()
         changed = None
         if not self._recorder.paused:
             self._stepped[optimizer] = self._recorder.latest_batch

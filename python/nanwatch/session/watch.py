@@ -1,19 +1,22 @@
-"""The Watch of a model: a recorder, and the parts that act on its events."""
+"""The Watch of a model: a recorder, the receiver of its events, and the parts that act on them."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from torch import Tensor, nn
 
 from ..audit.audit import UpdateAudit
 from ..blackbox.process import open_box
 from ..diagnosis.incident import write_spike
+from ..history.forecast import Forecast
 from ..history.monitor import Monitor
 from ..history.spikes import SpikeWatch
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
@@ -21,17 +24,16 @@ from ..instrumentation.calls import Attachment
 from ..instrumentation.global_hooks import GlobalHooks
 from ..ranks.replica_watch import ReplicaWatch
 from ..ranks.step_ranks import StepRanks
-from ..recording.events import Event, Recorder, WatchPart
+from ..recording.events import Arrival, BackwardCall, Event, Recorder, WatchPart
 from ..recording.recorder import make_recorder
 from ..records.record import Frame
 from ..report.events import ReplicaDifference, SkippedStep, UpdateFinding
 from ..report.report import Report
 from ..report.spike import SpikeReport
 from ..scan.guard import CheckpointGuard
-from ..sinks.sink import SinkStream, Warnings
+from ..sinks.sink import Sink, SinkStream, Warnings
 from ..trace.tracer import Tracer, ring_size, start_tracer
 from ..util.visible import is_due
-from .dispatch import EventDispatch, TraceNotes
 from .failure_handler import FailureHandler
 from .optimizer_guard import OptimizerGuard
 from .optimizer_steps import BackwardWatch, OptimizerSteps
@@ -174,7 +176,6 @@ class Watch:
 
     def _look(self) -> None:
         """Act on what nothing has looked at yet, as the weights since the latest step."""
-        self._failures.raise_postponed()
         self._recorder.settle()
         if self._steps is not None and sys.exc_info()[1] is None:  # the program's own error says more
             self._steps.act()
@@ -321,3 +322,85 @@ def optional_parts(
     if options.audit is not None:
         ranks = StepRanks(model, timeout)
         yield UpdateAudit(model, recorder, options.audit.every, sinks.on_update, options.is_frozen, ranks)
+
+
+@dataclass(eq=False, repr=False)
+class EventDispatch:
+    """RecorderEvents of one Watch. docs/architecture.md has the order of the parts at the end of a batch.
+
+    The model's wrappers hold the recorder, the recorder holds this, and this holds the Watch, which so lives as long as
+    the model. The recorder is made with this, and the parts with the recorder: the Watch sets them when they are made.
+    """
+
+    options: Options
+    watch: object = None
+    failures: FailureHandler = field(init=False)
+    sinks: SinkStream = field(init=False)
+    tracer: Tracer | None = None
+    backward: BackwardWatch | None = None
+    parts: Sequence[WatchPart] = ()
+
+    def on_batch_start(
+        self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
+    ) -> object:
+        """Return what a re-run needs beside the recorder's part."""
+        for part in self.parts:
+            part.batch_started(batch, module, args or tuple((kwargs or {}).values()))
+        return self.failures.batch_started(batch, module)
+
+    def on_frame(self, frame: Frame) -> None:
+        """Hand the frame to the sinks, and to the trace if its batch was asked for."""
+        self.sinks.on_frame(frame)
+        for part in self.parts:
+            part.on_frame(frame)
+        if self.tracer is not None and frame.batch in self.options.trace_batches:
+            self.tracer.add(frame)
+
+    def on_nonfinite(
+        self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any, is_over: bool
+    ) -> None:
+        """Hand the call to the failure handler, which may act on it at once."""
+        self.failures.nonfinite_call(frame, caller, args, kwargs, is_over=is_over)
+
+    def on_batch_end(self, batch: int, completed: bool) -> None:
+        """Act on the batch's failure where that was put off."""
+        self.failures.forward_left(batch, completed)
+        if self.tracer is not None:
+            self.tracer.batch_ended()
+        try:
+            self.failures.conclude(batch, completed)
+        finally:
+            self.sinks.settle(batch)
+
+    def on_backward_start(self) -> None:
+        """Find out whether the gradients of the deferred backward are gone, and look at the loss of this one."""
+        if self.backward is not None:
+            self.backward.guard.settle()
+            if self.backward.spikes is not None:
+                self.backward.spikes.backward_started()
+            self.backward.started()
+
+    def on_backward_end(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
+        """Defer the failure until a step is about to take it, unless the forward's failure caused it."""
+        if self.backward is not None:
+            self.backward.ended(calls, arrivals)
+
+
+class TraceNotes(Sink):
+    """Sink that adds forecasts and spikes to a trace, which fetches its frames itself, as far as a batch is traced."""
+
+    def __init__(self, tracer: Tracer, chosen: Collection[int]) -> None:
+        self._tracer = tracer
+        self._chosen = chosen
+
+    def on_forecast(self, batch: int, forecast: Forecast) -> None:
+        """Add it to the batch that it was made in."""
+        self._add(forecast.rows(batch))
+
+    def on_spike(self, report: SpikeReport) -> None:
+        """Add it to the latest batch before the step."""
+        self._add(report.rows())
+
+    def _add(self, frame: Frame) -> None:
+        if not self._chosen or frame.batch in self._chosen:
+            self._tracer.note(frame)

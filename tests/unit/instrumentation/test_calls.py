@@ -182,7 +182,7 @@ def test_ctrl_c_in_a_backward_ends_it() -> None:
     model = nn.Linear(2, 2)
     with watch(model, gradients=True, rerun=False) as w:
         starts = w._recorder.subscribe(Event.BACKWARD_START)
-        place = "nanwatch.session.dispatch.EventDispatch.on_backward_start"
+        place = "nanwatch.session.watch.EventDispatch.on_backward_start"
         with mock.patch(place, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             model(torch.ones(2)).sum().backward()
         model(torch.ones(2)).sum().backward()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from nanwatch.records.note import Note
 from nanwatch.records.record import Frame, Record
@@ -62,78 +59,6 @@ def by_label(frame: Frame) -> dict[str, Record]:
 # Calls that a watch sees
 
 
-def test_frames_are_the_calls_in_their_order() -> None:
-    """One frame a call: children before parents, weights, buffers, inputs, outputs; equal to torch's own numbers."""
-    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).eval()
-    x = torch.randn(4, 3)
-    with watch(model) as w:
-        y = model(x)
-    assert [(f.name, f.class_name, f.batch) for f in w.frames] == [
-        ("0", "Linear", 0),
-        ("1", "BatchNorm1d", 0),
-        ("", "Sequential", 0),
-    ]
-    assert labels(w.frames[1]) == ["weight", "bias", "running_mean", "running_var", "input[0]", "output"]
-    assert [r.role for r in w.frames[1].records] == [
-        "weight",
-        "weight",
-        "buffer",
-        "buffer",
-        "input",
-        "output",
-    ]
-    expected = {"weight": model[0].weight, "bias": model[0].bias, "input[0]": x, "output": model[0](x)}
-    for record in w.frames[0].records:
-        tensor = expected[record.label].detach()
-        assert (record.abs_min, record.abs_max) == (tensor.abs().min().item(), tensor.abs().max().item())
-        assert (record.shape, record.dtype, record.isfinite) == (tuple(tensor.shape), "float32", True)
-        assert type(record.shape) is tuple
-    assert by_label(w.frames[2])["output"].abs_max == y.abs().max().item()
-
-
-@dataclass
-class Answer:
-    """An output that is no tuple."""
-
-    logits: Tensor
-    hidden: list[dict[str, Tensor]]
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs", "label"),
-    [
-        ((1,), {"attention": torch.tensor(INF)}, "input[attention]"),
-        (({"x": [torch.tensor(INF)]},), {}, "input[0][x][0]"),
-        (([torch.tensor(0.0), torch.tensor(INF)],), {}, "input[0][1]"),
-        ((Answer(torch.tensor(1.0), [{"h": torch.tensor(INF)}]),), {}, "input[0][hidden][0][h]"),
-    ],
-)
-def test_inputs_are_seen_wherever_they_are(args: tuple[Any, ...], kwargs: dict[str, Any], label: str) -> None:
-    """Keyword arguments, dicts, lists and dataclasses at any depth are looked into."""
-    model = Call(Keep(), lambda _: None)
-    with watch(model), pytest.raises(NonFiniteError) as error:
-        model(*args, **kwargs)
-    finding = error.value.report.finding
-    assert finding is not None
-    assert (finding.module, finding.label, finding.origin) == ("", label, "data")
-
-
-def test_buffers_of_floating_point_are_seen() -> None:
-    """A bad running statistic is found as a buffer; integer buffers are left out."""
-    model = nn.Sequential(nn.BatchNorm1d(2)).eval()
-    model[0].running_var[1] = float("nan")
-    with watch(model), pytest.raises(NonFiniteError) as error:
-        model(torch.ones(2, 2))
-    report = error.value.report
-    assert report.finding is not None
-    assert (report.finding.label, report.finding.origin, report.finding.index) == (
-        "running_var",
-        "buffer",
-        (1,),
-    )
-    assert "num_batches_tracked" not in labels(report.frames[-1])
-
-
 def test_what_is_no_tensor_is_noted() -> None:
     """None, numbers and caches are noted, integers have a range, and what has no data is not called finite."""
     model = Call(Keep(), lambda _: torch.empty(2, device="meta"))
@@ -169,40 +94,6 @@ def test_raise_names_the_culprit() -> None:
     assert (finding.num_nonfinite, finding.numel, finding.index) == (3, 4, (0, 0))
     assert w.report() is report
     assert isinstance(error.value, ValueError)
-
-
-def test_code_between_modules_is_named_by_its_caller() -> None:
-    """A value that functional code of a parent makes is received, from that parent."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = Scale(1e20), Scale()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(x) * 1e20)
-
-    model = nn.Sequential(Block())
-    with watch(model), pytest.raises(NonFiniteError) as error:
-        model(torch.ones(2))
-    finding = error.value.report.finding
-    assert finding is not None
-    assert (finding.module, finding.label, finding.origin) == ("0.b", "input[0]", "received")
-    assert finding.source_module == "0"
-
-
-def test_bad_weights_and_bad_data_are_told_apart() -> None:
-    """A nan weight is found as a weight, a nan in the batch as data."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    origins = []
-    for poison in (torch.full((1, 2), float("nan")), None):
-        if poison is None:
-            model[0].bias.data[1] = float("nan")
-        with watch(model), pytest.raises(NonFiniteError) as error:
-            model(torch.ones(1, 2) if poison is None else poison)
-        assert error.value.report.finding is not None
-        origins.append(error.value.report.finding.origin)
-    assert origins == ["data", "weight"]
 
 
 def test_record_keeps_the_start_of_the_failure() -> None:
@@ -278,35 +169,6 @@ class Fails(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()])
-def test_an_exception_ends_the_batch(error: BaseException) -> None:
-    """After a forward that raised, frames are kept and the next call is the next batch, Ctrl-C included."""
-    inner = Fails(Scale(), error)
-    model = nn.Sequential(nn.Sequential(inner), Scale())
-    with watch(model) as w:
-        with pytest.raises(type(error)):
-            model(torch.ones(1))
-        assert [frame.name for frame in w.frames] == ["0.0.part"]
-        inner.error = None
-        model(torch.ones(1))
-    assert [(f.batch, f.name) for f in w.frames[1:]] == [
-        (1, "0.0.part"),
-        (1, "0.0"),
-        (1, "0"),
-        (1, "1"),
-        (1, ""),
-    ]
-
-
-def test_what_a_pre_hook_calls_belongs_to_the_batch() -> None:
-    """A module called by a pre-hook of the root, registered before the watch, is no batch of its own."""
-    model = nn.Sequential(Scale())
-    model.register_forward_pre_hook(lambda module, args: (module[0](*args),))
-    with watch(model) as w:
-        model(torch.ones(1))
-    assert [(frame.batch, frame.name) for frame in w.frames] == [(0, "0"), (0, "0"), (0, "")]
-
-
 def test_a_caught_error_inside_a_forward_goes_on() -> None:
     """A forward that catches its child's exception, and calls another child while handling it, stays one batch."""
 
@@ -330,46 +192,6 @@ def test_a_caught_error_inside_a_forward_goes_on() -> None:
             model(torch.ones(1))
     names = ["bad.part", "good", ""]
     assert [(frame.batch, frame.name) for frame in w.frames] == [(b, name) for b in (0, 1) for name in names]
-
-
-def test_threads_have_batches_of_their_own() -> None:
-    """Calls in several threads at once are each one batch with all of their frames."""
-    model = nn.Sequential(*[Scale() for _ in range(5)])
-    with watch(model, max_frames=10_000) as w:
-        threads = [
-            threading.Thread(target=lambda: [model(torch.ones(1)) for _ in range(20)]) for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    counts = [sum(frame.batch == batch for frame in w.frames) for batch in range(80)]
-    assert counts == [6] * 80
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_recomputes_in_the_same_batch(reentrant: bool) -> None:
-    """A forward that runs again in the backward is marked and is no batch of its own."""
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = checkpoint(self.inner, x, use_reentrant=reentrant)
-            return result
-
-    model = Checkpointed()
-    with watch(model) as w:
-        for _ in range(2):
-            model(torch.ones(1, 2, requires_grad=True)).sum().backward()
-    assert w.batch == 1
-    assert {frame.batch for frame in w.frames} == {0, 1}
-    again = [frame for frame in w.frames if frame.recomputed]
-    assert {frame.batch for frame in again} == {0, 1}
-    assert {frame.name for frame in again} >= {"inner.0"}
-    assert len([f for f in w.frames if f.name == "inner.0" and not f.recomputed]) == 2
 
 
 # Options
@@ -468,21 +290,6 @@ def test_bad_arguments_are_named(model: Any, options: Any, error: type[Exception
 # The model does not notice
 
 
-def test_hooks_of_others_stay() -> None:
-    """Hooks put on before and during the watch are still there, in their order, after stop()."""
-    model = nn.Sequential(Scale())
-    calls: list[str] = []
-    model[0].register_forward_hook(lambda *_: calls.append("before"))
-    w = watch(model)
-    model[0].register_forward_hook(lambda *_: calls.append("during"))
-    w.stop()
-    w.stop()
-    model(torch.ones(1))
-    assert calls == ["before", "during"]
-    assert len(model[0]._forward_hooks) == 2
-    assert w.frames == ()
-
-
 def test_stop_leaves_nothing() -> None:
     """A watch registers no hook on a module; after stop() every module's __dict__ is what it was."""
     model = built("gpt2").eval()
@@ -517,21 +324,6 @@ def test_no_tensor_is_kept_alive() -> None:
         assert len(w.frames) == 5
 
 
-def test_no_tensor_is_kept_alive_by_an_interrupted_batch() -> None:
-    """Ctrl-C in a forward leaves no reference to what the batch was called with."""
-    model = nn.Sequential(Fails(Scale(), KeyboardInterrupt()))
-    with watch(model):
-        x = torch.ones(3)
-        ref = weakref.ref(x)
-        try:
-            model(x)
-        except KeyboardInterrupt as error:
-            error.__traceback__ = None
-        del x
-        gc.collect()
-        assert ref() is None
-
-
 def test_no_graph_is_built() -> None:
     """Watching saves nothing for the backward: the graph has the same nodes and hooks never see requires_grad."""
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -551,32 +343,6 @@ def test_no_graph_is_built() -> None:
         if w is not None:
             w.stop()
     assert counts[0] == counts[1] > 0
-
-
-def test_a_shared_module_is_watched_once() -> None:
-    """A module under two parents gives one frame a call, under its first name."""
-    shared = Scale()
-    model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
-    with watch(model) as w:
-        model(torch.ones(1))
-    assert [frame.name for frame in w.frames] == ["0.0", "0", "0.0", "1", ""]
-
-
-def test_two_watches_do_not_disturb_each_other() -> None:
-    """Watches on a model and on a part of it each count their own batches."""
-    model = nn.Sequential(Scale(), nn.Sequential(Scale()))
-    with watch(model) as whole, watch(model[1]) as part:
-        model(torch.ones(1))
-        model[1](torch.ones(1))
-    assert [(f.batch, f.name) for f in whole.frames] == [
-        (0, "0"),
-        (0, "1.0"),
-        (0, "1"),
-        (0, ""),
-        (1, "1.0"),
-        (1, "1"),
-    ]
-    assert [(f.batch, f.name) for f in part.frames] == [(0, "0"), (0, ""), (1, "0"), (1, "")]
 
 
 def test_functorch_transforms_are_left_alone() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.instrumentation.global_hooks import after_steps, before_steps
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.watch import Watch
 from support.gradient_models import Narrow, Sick
@@ -100,36 +99,6 @@ def test_a_step_that_is_made_starts_the_count_anew() -> None:
             if step == 3:
                 scaler.update(2.0**18)
         assert w.counters["skipped_steps"] == 4
-
-
-class Around(torch.optim.Optimizer):
-    """An optimizer's step as Lightning makes it: an object of an optimizer's class runs backward, scaler and step."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
-        self.optimizer, self.scaler = optimizer, scaler
-
-    def step(self, loss: Any) -> None:  # type: ignore[override]
-        """Backward and step."""
-        self.optimizer.zero_grad()
-        self.scaler.scale(loss()).backward()
-        self.scaler.unscale_(self.optimizer)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-
-@pytest.mark.usefixtures("collected")
-@pytest.mark.parametrize("recorder", WITH_DEVICE)
-def test_a_backward_within_an_object_around_the_optimizer_is_not_within_the_step(recorder: str) -> None:
-    """The scaler still skips the step, and that is counted."""
-    model = Narrow()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19)
-    around = Around(optimizer, scaler)
-    with watched(model, recorder, gradients=True) as w:
-        for _ in range(5):
-            around.step(lambda: model(torch.ones(2, 4)).sum())
-        assert [step.batch for step in w.skipped_steps] == [0, 1, 2]
-        assert w.report().finding is None
 
 
 def test_a_scaler_that_is_given_is_asked_where_there_are_several() -> None:
@@ -299,25 +268,20 @@ def test_what_the_user_mends_or_drops_is_no_failure() -> None:
 
 
 def test_warnings_of_what_the_user_mends_become_rarer() -> None:
-    """The first, second and fourth of five such backwards get a line, and the end of the watch the sum, once."""
+    """The first, second and fourth of five such backwards get a line."""
     model = nn.Sequential(Sick())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        w = watch(model, gradients=True)
-        for _ in range(5):
-            optimizer.zero_grad()
-            model(torch.ones(3)).sum().backward()
-            torch.nan_to_num_(model[0].weight.grad, posinf=0.0)
-            optimizer.step()
-        w.stop()
-        w.stop()
+        with watch(model, gradients=True) as w:
+            for _ in range(5):
+                optimizer.zero_grad()
+                model(torch.ones(3)).sum().backward()
+                torch.nan_to_num_(model[0].weight.grad, posinf=0.0)
+                optimizer.step()
     lines = [str(one.message) for one in told]
-    assert [
-        f"the backward of batch {batch};" in line for batch, line in zip((0, 1, 3), lines, strict=False)
-    ] == [True] * 3
-    assert lines[3].startswith("5 backwards were not finite")
-    assert len(lines) == 4
+    lines = [line.partition(" in the backward of batch ")[2].partition(";")[0] for line in lines]
+    assert lines == ["0", "1", "3"]
     assert w.counters["untaken_backwards"] == 5
 
 
@@ -473,30 +437,3 @@ def test_the_state_of_a_wrapped_optimizer_is_that_of_the_inner_one() -> None:
 
 
 # Options and texts
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"gradients": 1}, "gradients should be True or False"),
-        ({"optimizer": "AdamW"}, "optimizer should be a torch.optim.Optimizer or None, got str"),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
-    """TypeError, naming what came and what is accepted."""
-    with pytest.raises(TypeError, match=message):
-        watch(nn.ReLU(), **options)
-
-
-def test_nothing_is_left_behind() -> None:
-    """The global hooks of a watch are gone after stop(), and after it was forgotten."""
-    before = len(before_steps), len(after_steps)
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters())
-    watch(model, gradients=True, optimizer=optimizer).stop()
-    watch(model, gradients=True, optimizer=optimizer)
-    del model, optimizer
-    import gc
-
-    gc.collect()
-    assert (len(before_steps), len(after_steps)) == before
