@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from fnmatch import fnmatchcase
 from types import FrameType
 from typing import Any
 
@@ -72,35 +71,28 @@ def is_inside_a_call(frame: FrameType | None) -> bool:
 
 
 class ModelFinder:
-    """Context that calls `found(model)` for each model before its first call.
+    """Context that calls `found(model)` for each model before its first call, until it has found `most`.
 
     The finder makes the calls of all modules without a wrapper; see instrumentation/slot.py. A call of a module that
-    `found` watches takes no longer. Others take 1 µs more, and 3 µs when they are made from outside any other module.
-    With `class_name`, a glob pattern, each module of such a class is a model, also inside another one. If there is none
-    when the first module with parameters is called, `unmatched(class names)` is called once, with the classes of the
-    modules that no other holds. Without it `accepts(module)` decides. The search ends after `most` models.
+    `found` watches takes no longer. Others take 1 µs more, and 3 µs when they are made from outside any other module,
+    where `accepts(module)` says whether the module is a model.
 
     The finder leaves a model alone that the script watches itself, and notes its class in `watched_already`. The
     drop-in for DebugUnderflowOverflow does not count: its Watch, of a subclass, acts on fewer values.
 
-    `passed_over` has classes of modules that were called and are no model; modules inside another one only with
-    `class_name`. `trouble` is the error that ended the search. `is_full` says that `most` models were found.
+    `passed_over` has classes of modules that were called and are no model. `trouble` is the error that ended the
+    search. `is_full` says that `most` models were found.
     """
 
     def __init__(
         self,
         found: Callable[[nn.Module], object],
-        class_name: str | None = None,
-        unmatched: Callable[[list[str]], object] = lambda names: None,
         *,
         accepts: Callable[[nn.Module], bool] = has_state,
         most: int = MAX_MODELS,
     ) -> None:
         self._found = found
-        self._class_name = class_name
-        self._unmatched = unmatched
         self._accepts = accepts
-        self._awaits_candidate = class_name is not None
         self._left = most
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._starts: GlobalHook | None = None
@@ -141,25 +133,21 @@ class ModelFinder:
     def _watch_started(self, watch: Watch, model: nn.Module) -> None:
         if model in self._known:  # by `found`
             return
-        name = type(model).__name__
-        if type(watch) is Watch:
-            if has_parameters(model):  # a callback checks its options on a module without
-                self.watched_already[name] = None
-        elif self._class_name is None or fnmatchcase(name, self._class_name):
+        if type(watch) is not Watch:
             self._take(model, model)
+        elif has_parameters(model):  # a callback checks its options on a module without
+            self.watched_already[type(model).__name__] = None
 
     def _try_to_look(self, module: nn.Module, caller: FrameType | None) -> bool:
         """Return whether the module was found to be a model. `caller` is the frame of whoever calls it."""
-        if type(module).__module__.startswith(_PACKAGE):  # a loss that a re-run computes again
-            return False
+        is_ours = type(module).__module__.startswith(_PACKAGE)  # a loss that a re-run computes again
         try:
-            is_candidate = self._class_name is not None or not is_inside_a_call(caller)
-            if is_candidate and self._is_model(module):
-                self._take(
-                    module, module if self._class_name is not None else topmost(module, _living_modules())
-                )
+            if is_ours or is_inside_a_call(caller):
+                return False
+            if self._accepts(module):
+                self._take(module, topmost(module, _living_modules()))
                 return True
-            if is_candidate and len(self.passed_over) < 5:
+            if len(self.passed_over) < 5:
                 self.passed_over[type(module).__name__] = None
         except Exception as error:  # an unwatched program is better than one that ends here
             self.stop()
@@ -167,27 +155,9 @@ class ModelFinder:
             warn_user(f"nanwatch looks for no more models: {self.trouble}")
         return False
 
-    def _is_model(self, module: nn.Module) -> bool:
-        if self._class_name is None:
-            return self._accepts(module)
-        is_match = fnmatchcase(type(module).__name__, self._class_name)
-        if self._awaits_candidate and (is_match or has_parameters(module)):
-            self._awaits_candidate = False
-            if not is_match:
-                self._check_class_name(self._class_name)
-        return is_match
-
     def _take(self, module: nn.Module, model: nn.Module) -> None:
         self._known.update((module, model))
         self._left -= 1
         if self.is_full:
             self.stop()
         self._found(model)
-
-    def _check_class_name(self, class_name: str) -> None:
-        alive = _living_modules()
-        if any(fnmatchcase(type(module).__name__, class_name) for module in alive):
-            return
-        inner = {id(child) for module in alive for child in module._modules.values()}
-        outermost = (module for module in alive if id(module) not in inner and has_parameters(module))
-        self._unmatched(sorted({type(module).__name__ for module in outermost}))

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import runpy
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 import nanwatch
 from nanwatch import __main__ as command
 from nanwatch.cli import run as run_command
-from support.first_fault import first_fault
 from support.paths import SCRIPTS
 from support.processes import environment, forked
 
@@ -97,21 +94,6 @@ def test_an_unchanged_script(name, bad, good, model, tmp_path):
     ]
     assert timeless[0] == timeless[1]
     assert f"of {model}: all that was read is finite" in watched.stderr
-
-
-def test_the_module_is_the_one_that_hooks_find(tmp_path, monkeypatch):
-    """The finding under `nanwatch run` is what plain hooks see first in the same training."""
-    found, path = tmp_path / "report.json", str(SCRIPTS / "plain_loop.py")
-    assert command.main(["run", "--json", str(found), path, "--lr", "3"]) == 3
-    scope = runpy.run_path(path)
-    torch.manual_seed(0)
-    torch.randn(64, 4)  # the data, which the script makes before the model
-    model = scope["Net"](8)
-    monkeypatch.setattr(sys, "argv", ["plain_loop.py", "--lr", "3"])
-    monkeypatch.setitem(scope["main"].__globals__, "Net", lambda hidden: model)
-    finding = nanwatch.Report.from_json(found.read_text()).finding
-    assert finding is not None
-    assert finding.module == first_fault(model, scope["main"])
 
 
 def test_the_script_sees_what_it_would_see(tmp_path):
@@ -218,16 +200,15 @@ def _plain_hook(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
 
 
-@pytest.mark.parametrize("hook", ["", "sys.excepthook = lambda *_: None\n"])
-def test_in_a_process_group_the_report_is_shown_once(tmp_path, capsys, hook):
-    """torch.distributed's hook puts the rank before each line of what the one below it prints, if that does."""
-    groups = "import torch.distributed as dist\nfor _ in range(2):\n"
-    groups += "    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-    groups += "    dist.destroy_process_group()\n"
-    assert in_process(tmp_path, f"import sys\n{hook}{groups}net[0].weight.data.fill_(3e38)\nnet(x)\n") == 3
+def test_in_a_process_group_the_report_is_shown_once(tmp_path, capsys):
+    """torch.distributed's hook puts the rank before each line."""
+    body = "import torch.distributed as dist\n"
+    body += "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+    body += "dist.destroy_process_group()\nnet[0].weight.data.fill_(3e38)\nnet(x)\n"
+    assert in_process(tmp_path, body) == 3
     err = capsys.readouterr().err
     assert err.count("By:") == 1
-    assert err.startswith("[rank0]: ") == (not hook)
+    assert err.startswith("[rank0]: ")
 
 
 def in_process(tmp_path, body, *options):
@@ -253,19 +234,14 @@ def test_warnings_and_records_leave_the_status_alone(tmp_path, capsys):
 
 
 def test_nothing_to_watch_is_said(tmp_path, capsys, monkeypatch):
-    """A program that only calls losses: stderr says so at the end, and how to name the model."""
+    """A program that only calls losses, and one whose watches are switched off."""
     report_file = tmp_path / "report.json"
     assert in_process(tmp_path, "nn.MSELoss()(x, x)\n", "--json", str(report_file)) == 0
     err = capsys.readouterr().err
-    assert (
-        "nothing was watched: no module with weights or buffers was called, only such as MSELoss; name" in err
-    )
+    assert "nothing was watched: no module with weights or buffers was called, only such as MSELoss" in err
     assert nanwatch.Report.from_json(report_file.read_text()).frames == ()
-    body = "net(x)\nnet(x)\n"
-    assert in_process(tmp_path, body, "--model", "Seq*") == 0
-    assert "2 batches of Sequential: all that was read is finite" in capsys.readouterr().err
     monkeypatch.setenv("NANWATCH", "0")
-    assert in_process(tmp_path, body, "--model", "Seq*") == 0
+    assert in_process(tmp_path, "net(x)\n") == 0
     assert "NANWATCH=0" in capsys.readouterr().err
 
 
@@ -301,7 +277,7 @@ def test_options_reach_the_watch(tmp_path, capsys):
     assert nanwatch.Trace.open(trace).batches == tuple(range(5))
     assert f"all that was read is finite; trace: {trace}\n" in capsys.readouterr().err
     assert in_process(tmp_path, body, "--trace", str(trace)) == 0
-    assert f"; trace: {tmp_path / 'run-1.parquet'}, as run.parquet was there\n" in capsys.readouterr().err
+    assert f"; trace: {tmp_path / 'run-1.parquet'}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -363,14 +339,11 @@ def test_bad_use(tmp_path, capsys):
     assert "examples:" in capsys.readouterr().out
 
 
-def test_the_traceback_of_a_forward_is_the_scripts_own(tmp_path, capsys):
-    """No frame of the search for models stands between the call and the forward."""
+def test_the_traceback_begins_in_the_script(tmp_path, capsys):
+    """No frame of nanwatch stands before the script's."""
     assert in_process(tmp_path, "net(x[:, :1])\n") == 1
-    files = [
-        line.split('"')[1] for line in capsys.readouterr().err.splitlines() if line.startswith('  File "')
-    ]
-    assert files[0] == str(tmp_path / "script.py")
-    assert [Path(one).name for one in files if os.path.dirname(run_command.__file__) in one] == []
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith('  File "')]
+    assert lines[0].split('"')[1] == str(tmp_path / "script.py")
 
 
 @pytest.mark.parametrize(
@@ -379,7 +352,6 @@ def test_the_traceback_of_a_forward_is_the_scripts_own(tmp_path, capsys):
         (("--modules", "encoder.*"), "modules pattern 'encoder.*' matches no module"),
         (("--allow", "inf:1"), "allow pattern 'inf:1' matches no module"),
         (("--ignore-modules", "*"), "leave no module to watch"),
-        (("--model", "Nowhere*"), "--model 'Nowhere*' matches the class of no module"),
     ],
 )
 def test_what_matches_nothing_ends_the_run_at_the_first_call(tmp_path, capsys, options, expected):
@@ -389,22 +361,9 @@ def test_what_matches_nothing_ends_the_run_at_the_first_call(tmp_path, capsys, o
     out, err = capsys.readouterr()
     assert out == "begins\n"
     assert expected in err
-    # --model lists the classes of all living models, of other tests too, and shows eight of them.
-    assert ("the models are" if "--model" in options else "Sequential") in err
+    assert "Sequential, whose modules are 0" in err
     assert "finite" not in err
     assert err.count("nanwatch run:") == 1
-
-
-def test_a_later_model_need_not_match(tmp_path, capsys):
-    """A modules= for the first model of a program costs a second one its watch, and a line."""
-    body = "net(x)\nnn.Linear(2, 2)(x)\nprint('end')\n"
-    assert in_process(tmp_path, body, "--ignore-modules", "0") == 0
-    assert "1 batch of Linear: all that was read is finite" in capsys.readouterr().err
-    assert in_process(tmp_path, body, "--modules", "0") == 0
-    out, err = capsys.readouterr()
-    assert out == "end\n"
-    assert "Linear is not watched: modules pattern '0' matches no module" in err
-    assert "1 batch of Sequential: all that was read is finite" in err
 
 
 @pytest.mark.parametrize(
@@ -419,7 +378,7 @@ def test_a_later_model_need_not_match(tmp_path, capsys):
             "from nanwatch.session.api import DeferredWatch\nDeferredWatch({})\n",
             "nothing was watched: no call of a module was seen",
         ),
-        ("nn.MSELoss()(x, x)\n", "no module with weights or buffers was called, only such as MSELoss;"),
+        ("nn.MSELoss()(x, x)\n", "no module with weights or buffers was called, only such as MSELoss"),
         ("torch.jit.trace(net, x)(x)\n", "3 batches of Sequential: all that was read is finite"),
         ("torch.jit.script(net)(x)\n", "nothing was watched: RecursiveScriptModule cannot be"),
         (
@@ -432,17 +391,6 @@ def test_the_closing_lines_are_true(tmp_path, capsys, body, expected):
     """One for each way in which a run may end without a failure."""
     assert in_process(tmp_path, body) == 0
     assert expected in capsys.readouterr().err
-
-
-def test_a_held_gradient_is_in_the_document_and_the_lines(tmp_path, capsys):
-    """A bad gradient that no step was about to take: the status is the script's, the report has it."""
-    body = "net(x).sum().mul(float('inf')).backward()\n"
-    report_file = tmp_path / "report.json"
-    in_process(tmp_path, body, "--gradients", "--json", str(report_file))
-    finding = nanwatch.Report.from_json(report_file.read_text()).finding
-    assert finding is not None
-    assert finding.phase == "backward"
-    assert "in the backward" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
