@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from math import prod
 from typing import Any
 
 import torch
@@ -19,11 +18,8 @@ from ..numerics.readable import is_plain
 from ..recording.observe import state_of
 from ..recording.walk import call_leaves
 from ..util.modules import each_module
-from .diagnosis import ModuleCall, bad_indices
+from .diagnosis import ModuleCall
 from .operation import Operation
-
-_DEVIATIONS = frozenset({"std", "var", "std_mean", "var_mean"})
-_MOST_ROWS = 4
 
 
 def named_arguments(
@@ -58,7 +54,6 @@ def causes(
     operands: Sequence[Tensor],
     strangers: Sequence[Tensor],
     calls: Sequence[ModuleCall],
-    result: Tensor,
 ) -> Iterator[str]:
     """Yield sentences on what the operation was `given`, and on the arguments and weights of the calls under way.
 
@@ -80,10 +75,6 @@ def causes(
     yield from _empty(operands, calls)
     yield from _ignored_labels(operation, given)
     yield from _masked_rows(operation, given)
-    if operation.base in _DEVIATIONS and operands and operands[0].numel() == _length(given, operands[0]) > 0:
-        yield "it is the deviation of one number: with the correction of 1 that is 0 divided by 0"
-    if not strangers:
-        yield from _zero_rows(named, result)
 
 
 def _named(calls: Sequence[ModuleCall]) -> Iterator[tuple[str, Tensor]]:
@@ -111,15 +102,6 @@ def _empty(operands: Sequence[Tensor], calls: Sequence[ModuleCall]) -> Iterator[
         yield f"operand[{i}] is empty, of shape {list(operands[i].shape)}"
 
 
-def _length(given: Mapping[str, Any], x: Tensor) -> int:
-    """Return how many numbers the result of a reduction has."""
-    dims = given.get("dim")
-    if dims is None or dims == []:
-        return 1
-    reduced = {dim % max(x.ndim, 1) for dim in (dims if isinstance(dims, list | tuple) else [dims])}
-    return prod(size for dim, size in enumerate(x.shape) if dim not in reduced)
-
-
 def _ignored_labels(operation: Operation, given: Mapping[str, Any]) -> Iterator[str]:
     labels, ignored = given.get("target"), given.get("ignore_index", -100)
     if not operation.base.startswith("nll_loss") or not isinstance(labels, Tensor) or not labels.numel():
@@ -144,17 +126,3 @@ def _masked_rows(operation: Operation, given: Mapping[str, Any]) -> Iterator[str
             f"{what} is -inf everywhere along dimension {dim % x.ndim} in {count} of {empty.numel()} rows, the first at"
             f" {first}: a row in which everything is masked leaves softmax nothing to choose from"
         )
-
-
-def _zero_rows(named: Sequence[tuple[str, Tensor]], result: Tensor) -> Iterator[str]:
-    """Yield a sentence for the first argument or weight that is zero in the very rows where the result is bad."""
-    bad = {size: indices for size, indices in bad_indices(result) if 0 < len(indices) < size}
-    for name, x in named if bad else ():
-        if x.ndim < 2 or x.shape[0] not in bad or not is_plain(x) or not x.dtype.is_floating_point:
-            continue
-        zero = bad[x.shape[0]]
-        if not bool(x[zero].any()) and int(x.flatten(1).any(1).sum()) == len(x) - len(zero):
-            shown = ", ".join(map(str, zero[:_MOST_ROWS]))
-            more = f" and {len(zero) - _MOST_ROWS:,} more" if len(zero) > _MOST_ROWS else ""
-            yield f"row{'s' * (len(zero) > 1)} {shown}{more} of `{name}` {'are' if len(zero) > 1 else 'is'} zero"
-            return

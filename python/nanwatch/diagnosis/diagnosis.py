@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -35,11 +36,15 @@ class ModuleCall:
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """The source of an operation: file, line, and the expression, as `code.co_positions()` has it, where it is known."""
+    """The source of an operation: file, line, and the expression, as `code.co_positions()` has it, where it is known.
+
+    `code` is that of the function that computes it.
+    """
 
     filename: str
     line: int
     positions: tuple[int | None, int | None, int | None, int | None] | None = None
+    code: CodeType | None = None
 
     @property
     def at(self) -> Place:
@@ -126,66 +131,36 @@ _MAX_ELEMENTS = 1 << 31
 
 
 def describe(x: Tensor) -> str:
-    """Return where the nan and inf of `x` are, as one of these phrases; "" when it cannot be told.
+    """Return where the nan and inf of `x` are; "" when it cannot be told.
 
-    A row is all positions of the last dimension.
-
-    ========================================  ===========================================
-    "none", "all", "one element"
-    "1 of 4096 rows, row 7", "7 of 4096 rows" whole rows
-    "column 5", "3 of 8 columns"              of a matrix
-    "above the diagonal"                      of the last two dimensions, everywhere
-    "scattered over 5 of 4096 rows"           parts of 5 rows
-    "scattered"
-    ========================================  ===========================================
-
-    Reads any dtype and strides; of a DTensor the local shard. Returns "" for tensors of more than 2**31 elements,
-    without values, and of other layouts than strided.
+    One of "none", "all", "one element", "1 of 4096 rows, row 7" or "7 of 4096 rows" (whole rows: all positions of the
+    last dimension), "column 5" or "3 of 8 columns" (whole columns of a matrix), "scattered over 5 of 4096 rows" (parts
+    of 5 rows), "scattered". Reads any dtype and strides; of a DTensor the local shard. Returns "" for tensors of more
+    than 2**31 elements, without values, and of other layouts than strided.
     """
     with only_our_dispatch(), torch.no_grad():
-        bad = _nonfinite(x)
-        return "" if bad is None else _words(bad)
-
-
-def bad_indices(x: Tensor) -> Iterator[tuple[int, list[int]]]:
-    """Yield for each dimension its size and the indices that hold a nan or an inf."""
-    with only_our_dispatch(), torch.no_grad():
-        bad = _nonfinite(x)
-        if bad is not None and bad.numel():
-            for dim, size in enumerate(bad.shape):
-                yield size, _nonzero(bad.movedim(dim, 0).reshape(size, -1).any(dim=1))
-
-
-def _nonfinite(x: Tensor) -> Tensor | None:
-    if unreadable(x):
-        return None
-    shard = local_shard(x)
-    x = x if shard is None else shard
-    if x.layout is not torch.strided or x.is_nested or x.is_quantized or x.numel() > _MAX_ELEMENTS:
-        return None
-    return ~torch.isfinite(_reference._to_arithmetic(x.detach()))
+        if unreadable(x):
+            return ""
+        shard = local_shard(x)
+        x = x if shard is None else shard
+        if x.layout is not torch.strided or x.is_nested or x.is_quantized or x.numel() > _MAX_ELEMENTS:
+            return ""
+        bad = ~torch.isfinite(_reference._to_arithmetic(x.detach()))
+        count = int(bad.sum())
+        if count in (0, bad.numel()):
+            return "all" if count else "none"
+        if count == 1 or bad.ndim < 2:
+            return "one element" if count == 1 else "scattered"
+        rows, num_columns = _nonzero(bad.any(dim=-1).flatten()), bad.shape[-1]
+        num_rows = bad.numel() // num_columns
+        if count == len(rows) * num_columns:
+            which = f", row {rows[0]}" if len(rows) == 1 and bad.ndim == 2 else ""
+            return f"{len(rows)} of {num_rows} rows{which}"
+        columns = _nonzero(bad.any(dim=0)) if bad.ndim == 2 else []
+        if columns and count == len(columns) * num_rows:
+            return f"column {columns[0]}" if len(columns) == 1 else f"{len(columns)} of {num_columns} columns"
+        return f"scattered over {len(rows)} of {num_rows} rows" if len(rows) < num_rows else "scattered"
 
 
 def _nonzero(flags: Tensor) -> list[int]:
     return [int(i) for i in flags.nonzero().flatten()]
-
-
-def _words(bad: Tensor) -> str:
-    count = int(bad.sum())
-    if count in (0, bad.numel()):
-        return "all" if count else "none"
-    if count == 1:
-        return "one element"
-    if bad.ndim < 2:
-        return "scattered"
-    rows = _nonzero(bad.any(dim=-1).flatten())
-    num_rows, num_columns = bad.numel() // bad.shape[-1], bad.shape[-1]
-    if count == len(rows) * num_columns:
-        which = f", row {rows[0]}" if len(rows) == 1 and bad.ndim == 2 else ""
-        return f"{len(rows)} of {num_rows} rows{which}"
-    columns = _nonzero(bad.any(dim=0)) if bad.ndim == 2 else []
-    if columns and count == len(columns) * num_rows:
-        return f"column {columns[0]}" if len(columns) == 1 else f"{len(columns)} of {num_columns} columns"
-    if bool((bad == torch.ones_like(bad).triu(1)).all()):
-        return "above the diagonal"
-    return f"scattered over {len(rows)} of {num_rows} rows" if len(rows) < num_rows else "scattered"

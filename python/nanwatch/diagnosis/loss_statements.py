@@ -24,6 +24,7 @@ from ..recording.observe import observe
 from ..report.finding import Finding, Value, value_of
 from ..util.program_code import SKIPPED_FILES, frame_values
 from .batch_snapshot import is_narrow
+from .diagnosis import Expression
 from .experiment import graph_nodes
 from .operation import tensors_in
 from .patching.code_swap import Probe, compiled_with, find_target, node_of
@@ -398,14 +399,12 @@ class LossStatements(nn.Module):
         exec(self._code, names)
         return names[_RESULT]
 
-    def target(
-        self, filename: str, line: int, positions: tuple[int | None, ...] | None = None
-    ) -> Target | str:
-        """Return the statements as what runs this line, if it is one of theirs; else as `find_target` does."""
-        is_own = any(x.lineno <= line <= (x.end_lineno or x.lineno) for x in self._body)
+    def target(self, place: Expression) -> Target | str:
+        """Return the statements as what runs a line, if it is one of theirs; else as `find_target` does."""
+        is_own = any(x.lineno <= place.line <= (x.end_lineno or x.lineno) for x in self._body)
         node = _body_of(self._caller, self._file)
-        if filename != self.filename or not is_own or node is None:
-            return find_target(filename, line, positions)
+        if place.filename != self.filename or not is_own or node is None:
+            return find_target(place)
         return Target((FunctionType(self._code, self._names),), self._file, node, self.exchanged)
 
     @contextmanager

@@ -179,7 +179,7 @@ class ProvenanceMode(TorchDispatchMode):
             if self._trace(step, operation, given, nonfinite) and not step.meant:
                 named = dict(operation.given(args, kwargs))
                 step.remarks += tuple(
-                    causes(operation, named, given.tensors, step.strangers, self._open_calls, nonfinite[0])
+                    causes(operation, named, given.tensors, step.strangers, self._open_calls)
                 )
             step.turned = step.nan and not any(map(_holds_nan, given.ranges))
             if len(self.steps) < _MOST_STEPS:
@@ -221,7 +221,8 @@ class ProvenanceMode(TorchDispatchMode):
             module = None if node is None else self.site_of(node).module  # in a backward written in Python
         if frame is None:
             return Site(None, module), ""
-        return Site(Expression(frame.f_code.co_filename, frame.f_lineno, _positions(frame)), module), ""
+        code = frame.f_code
+        return Site(Expression(code.co_filename, frame.f_lineno, _positions(frame), code), module), ""
 
 
 def _holds_nan(record: Record) -> bool:

@@ -13,8 +13,6 @@ from torch.nn import functional as F
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import watch
 
-pytestmark = pytest.mark.filterwarnings("ignore:std\\(\\):UserWarning")
-
 ROWS = torch.arange(32.0).view(4, 8) + 1
 ABSENT = ROWS.log().index_fill(0, torch.tensor([1]), float("-inf"))
 
@@ -48,12 +46,6 @@ def distance(self: Adapter, x: Tensor, labels: Any, teacher_logps: Tensor) -> Te
          "its operand is -inf everywhere along dimension 1 in 1 of 4 rows, the first at [0]: a row in which everything"
          " is masked leaves softmax nothing to choose from"),
         (distance, (ROWS, None, ABSENT), "`teacher_logps` came in with 8 -inf: 1 of 4 rows, row 1"),
-        (lambda self, x, *_: self.lora_B(x) / self.lora_B.weight.norm(dim=1), (ROWS,),
-         "row 40 of `lora_B.weight` is zero"),
-        (lambda _, x, *__: x / x.sum(1, keepdim=True), (ROWS * torch.tensor([[1.0], [0], [0], [2]]),),
-         "rows 1, 2 of `x` are zero"),
-        (lambda _, x, *__: x / x.std(0), (ROWS[:1],),
-         "it is the deviation of one number: with the correction of 1 that is 0 divided by 0"),
     ],
 )  # fmt: skip
 def test_the_report_says_what_is_so(function: Any, args: tuple[Any, ...], cause: str) -> None:
@@ -64,13 +56,3 @@ def test_the_report_says_what_is_so(function: Any, args: tuple[Any, ...], cause:
     finding = caught.value.report.finding
     assert finding is not None
     assert cause in finding.remarks
-
-
-def test_a_zero_row_that_is_no_cause_is_not_named() -> None:
-    """Row 40 of the weight is zero, but the row of the result that overflows is another."""
-    model = Adapter(lambda self, x, *_: torch.exp(self.lora_B(x) * 0 + torch.eye(4, 64) * 100))
-    with watch(model), pytest.raises(NonFiniteError) as caught:
-        model(ROWS)
-    finding = caught.value.report.finding
-    assert finding is not None
-    assert not any("is zero" in remark for remark in finding.remarks)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...instrumentation.slot import ExclusiveRun
 from ...numerics._extension import instances_of
+from ..diagnosis import Expression
 from ..operation import tensors_in
 from .source import FunctionNode, SourceFile, Span, Target, first_line
 
@@ -27,8 +28,8 @@ _STAND_IN = "nanwatch.diagnosis.patching.code_swap.Probe"
 # Larger values are not kept, and of the evaluations of one expression, as in a loop, no more than the first.
 MOST_ELEMENTS = 1 << 24
 _MOST_KEPT = 16
-# Finds what runs a line of a file, or says why nothing can be put in its place.
-TargetFinder = Callable[[str, int, tuple[int | None, ...] | None], Target | str]
+# Finds what runs the code of a place, or says why nothing can be put there.
+TargetFinder = Callable[[Expression], Target | str]
 
 
 class Probe:
@@ -80,32 +81,24 @@ def _branching(*args: Any, **kwargs: Any) -> Any:
     return "nanwatch.diagnosis.patching.code_swap.Probe".call(*args, **kwargs)  # type: ignore[attr-defined]
 
 
-def find_target(filename: str, line: int, positions: tuple[int | None, ...] | None = None) -> Target | str:
-    """Return the innermost function object that runs this line of this file, or why there is none to exchange.
-
-    `positions` are those of the instruction that failed, as `code.co_positions()` has them.
-    """
-    file = SourceFile.load(filename)
+def find_target(place: Expression) -> Target | str:
+    """Return the functions that run the code of a place, or why there is none to exchange."""
+    file, code = SourceFile.load(place.filename), place.code
     if file is None:
-        return f"the source of {filename} is not at hand"
-    functions = [f for f in _functions_of_module(filename) if _runs_itself(f.__code__, line)]
-    if not functions:
-        # In a child process gc's list of all objects copies the pages that hold them, which takes 0.1 s.
-        in_file = (f for f in instances_of(FunctionType) if f.__code__.co_filename == filename)
-        functions = [f for f in in_file if any(_runs_itself(code, line) for code in _codes(f.__code__))]
+        return f"the source of {place.filename} is not at hand"
+    functions = _functions_with(code, place.filename) if code is not None else []
     if not functions:
         return "the line belongs to no function that could be exchanged"
-    functions = [f for f in functions if _has(f.__code__, positions)] or functions
-    code = max((f.__code__ for f in functions), key=lambda code: code.co_firstlineno)
-    if not any(
-        _is_same(compiled, code) for compiled in _compiled(file.tree, file, code.co_name, code.co_firstlineno)
-    ):
-        return f"{filename} is not what runs: it was edited since it was imported, or rewritten on import"
+    code = functions[0].__code__
+    compiled = _compiled(file.tree, file, code.co_name, code.co_firstlineno)
+    if not any(_is_same(each, code) for each in compiled):
+        return (
+            f"{place.filename} is not what runs: it was edited since it was imported, or rewritten on import"
+        )
     node = node_of(file.tree, code)
-    rivals = {f.__code__ for f in functions if f.__code__.co_firstlineno == code.co_firstlineno}
-    if node is None or len(rivals) > 1:
+    if node is None:
         return f"several functions begin on line {code.co_firstlineno}, and which of them failed is not known"
-    return Target(tuple(f for f in functions if f.__code__ is code), file, node)
+    return Target(tuple(functions), file, node)
 
 
 @contextmanager
@@ -162,14 +155,19 @@ def functions_in(tree: ast.AST) -> list[FunctionNode]:
     return [node for node in ast.walk(tree) if isinstance(node, FunctionNode)]
 
 
-def _functions_of_module(filename: str) -> Iterator[FunctionType]:
-    """Yield the functions of this file that its module and its classes hold, without those behind decorators."""
+def _functions_with(code: CodeType, filename: str) -> list[FunctionType]:
+    """Return the functions of this code; of a comprehension, or a function that is gone, those around it."""
     modules = (x for x in list(sys.modules.values()) if getattr(x, "__file__", None) == filename)
-    for value in [value for module in modules for value in vars(module).values()]:
-        for member in vars(value).values() if isinstance(value, type) else (value,):
-            function = getattr(member, "__func__", getattr(member, "fget", member))
-            if type(function) is FunctionType and function.__code__.co_filename == filename:
-                yield function
+    members = [value for module in modules for value in vars(module).values()]
+    members += [value for kind in members if isinstance(kind, type) for value in vars(kind).values()]
+    # First those that the module and its classes name: the garbage collector does not know objects after gc.freeze().
+    for known in (members, instances_of(FunctionType)):
+        functions = [x for x in known if type(x) is FunctionType and x.__code__.co_filename == filename]
+        functions = [x for x in functions if code in _codes(x.__code__)]
+        innermost = max((x.__code__ for x in functions), key=lambda x: x.co_firstlineno, default=None)
+        if functions and (known is not members or innermost is code):
+            return [x for x in functions if x.__code__ is innermost]
+    return []
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -178,17 +176,6 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _codes(inner)
-
-
-def _runs_itself(code: CodeType, line: int) -> bool:
-    return any(number == line for _, _, number in code.co_lines())
-
-
-def _has(code: CodeType, positions: tuple[int | None, ...] | None) -> bool:
-    """Return whether an instruction of the code, or of a function in it, has these positions."""
-    if positions is None or sys.version_info < (3, 11):
-        return True
-    return any(tuple(positions) in inner.co_positions() for inner in _codes(code))
 
 
 def node_of(tree: ast.Module, code: CodeType) -> FunctionNode | None:

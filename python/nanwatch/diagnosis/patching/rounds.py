@@ -19,7 +19,7 @@ from ...report.finding import Cure
 from ..diagnosis import Expression
 from ..experiment import Experiment
 from ..trials import Trials
-from .code_swap import Probe, TargetFinder, exchanged, functions_in, node_in
+from .code_swap import Probe, TargetFinder, exchanged, node_in
 from .matching import Site
 from .proposals import Failure, Proposal, Proposer, failing_nodes, narrowest, operands
 from .source import SourceFile, Span, Target, first_line
@@ -57,28 +57,19 @@ class Program(NamedTuple):
             yield
 
     def find(self, place: Expression, at: TargetFinder) -> Target | str:
-        """Return the function that runs a line of this source, or why there is none."""
+        """Return the functions that run the code of a place in this source, or why there are none."""
         file = self.files.get(place.filename)
-        if file is None:
-            return at(place.filename, place.line, place.positions)
-        position, line = file.at(place.positions), place.line
-        around = [
-            node
-            for node in functions_in(file.tree)
-            if first_line(node) <= line <= (node.end_lineno or node.lineno)
-            and (position is None or file.span(node).covers(position))
-        ]
-        known = [target for target in self.targets if target.file.name == file.name]
-        for target in known:
-            if node_in(target, file.tree) is (around[-1] if around else file.tree):
-                return target
-        if around:  # the line that it has in the file on the disk
-            node = functions_in(known[0].file.tree)[functions_in(file.tree).index(around[-1])]
-            line = (node.body if isinstance(node, ast.Lambda) else node.body[-1]).lineno
-        target_there = at(place.filename, line, None)
-        if isinstance(target_there, str):
-            return target_there
-        return next((target for target in known if target.functions == target_there.functions), target_there)
+        for target in self.targets:
+            if file is not None and target.file.name == place.filename:
+                node = node_in(target, file.tree)
+                if isinstance(node, ast.Module) or first_line(node) <= place.line <= (
+                    node.end_lineno or node.lineno
+                ):
+                    return target
+        found = at(place)
+        return next(
+            (x for x in self.targets if not isinstance(found, str) and x.functions == found.functions), found
+        )
 
 
 class Rounds:

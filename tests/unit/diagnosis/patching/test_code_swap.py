@@ -9,11 +9,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import pytest
 
+from nanwatch.diagnosis.diagnosis import Expression
 from nanwatch.diagnosis.patching.code_swap import Probe, exchanged, find_target
 from nanwatch.diagnosis.patching.source import Edit, Span, Target
 
@@ -78,10 +79,30 @@ def program(tmp_path: Path) -> Iterator[ModuleType]:
     sys.modules.pop("program_under_test", None)
 
 
+def place_of(program: ModuleType, mark: str) -> Expression:
+    """The marked line, with the code of the function that ran it."""
+    line = next(i for i, text in enumerate(SOURCE.splitlines(), 1) if text.endswith(f"# {mark}"))
+    codes: list[CodeType] = []
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename == program.__file__ and event == "line" and frame.f_lineno == line:
+            codes.append(frame.f_code)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        CALLS[mark](program)
+    finally:
+        sys.settrace(None)
+    program.total = 0  # type: ignore[attr-defined]
+    program.existing = program.maker(1)  # type: ignore[attr-defined]
+    return Expression(str(program.__file__), line, None, codes[0])
+
+
 def target_of(program: ModuleType, mark: str) -> tuple[Target, Edit]:
     """The function at the marked line, and the edit that doubles what its line computes."""
     line = next(i for i, text in enumerate(SOURCE.splitlines(), 1) if text.endswith(f"# {mark}"))
-    target = find_target(str(program.__file__), line)
+    target = find_target(place_of(program, mark))
     assert isinstance(target, Target), target
     text = SOURCE.splitlines()[line - 1]
     start = text.index("super") if "super" in text else text.index(" + ") - 1
@@ -121,8 +142,8 @@ def test_each_kind_of_function_is_exchanged_and_put_back(program: ModuleType, ki
     """Globals, free variables, super() and private names stay what they are in the edited body."""
     program.existing = program.maker(1)  # type: ignore[attr-defined]
     before, inside = EXPECTED[kind]
-    assert CALLS[kind](program) == before
     target, edit = target_of(program, kind)
+    assert CALLS[kind](program) == before
     codes = [one.__code__ for one in target.functions]
     with exchanged(target, target.file.edited([edit]), (), Probe()):
         assert CALLS[kind](program) == inside
@@ -160,11 +181,13 @@ def test_the_probe_sees_the_edited_expression(program: ModuleType) -> None:
 @pytest.mark.parametrize("change", ["+ x + 0", "+ 7"])
 def test_a_file_that_has_changed_is_left_alone(program: ModuleType, change: str) -> None:
     """A patch of what is no longer there would be wrong; also where only a number differs."""
-    path = Path(str(program.__file__))
+    path, places = (
+        Path(str(program.__file__)),
+        {mark: place_of(program, mark) for mark in ("lambda", "local")},
+    )
     path.write_text(SOURCE.replace("x + x", f"x {change}").replace("y + 1", "y + 2"))
     for mark in ("lambda", "local"):
-        line = next(i for i, text in enumerate(SOURCE.splitlines(), 1) if text.endswith(f"# {mark}"))
-        found = find_target(str(path), line)
+        found = find_target(places[mark])
         assert isinstance(found, str)
         assert "edited since" in found
 
@@ -177,7 +200,7 @@ def test_a_notebook_cell_is_what_runs() -> None:
     try:
         for statement in ast.parse(text).body:
             exec(compile(ast.Module([statement], []), "<cell 1>", "exec"), names)
-        target = find_target("<cell 1>", 3)
+        target = find_target(Expression("<cell 1>", 3, None, names["root"].__code__))
     finally:
         del linecache.cache["<cell 1>"]
     assert isinstance(target, Target), target

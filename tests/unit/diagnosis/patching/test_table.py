@@ -78,7 +78,7 @@ def site_of(pattern: str, folder: Path) -> tuple[Site, ast.expr, str]:
     file.write_text(source)
     names: dict[str, Any] = {"__name__": "value", "__file__": str(file)}
     exec(compile(source, str(file), "exec"), names)
-    target = find_target(str(file), 6)
+    target = find_target(Expression(str(file), 6, None, names["value"].__code__))
     assert not isinstance(target, str), target
     assert isinstance(target.node, ast.FunctionDef)
     (returned,) = target.node.body
