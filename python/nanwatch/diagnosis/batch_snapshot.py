@@ -20,7 +20,6 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..instrumentation.execution_context import Autocast, RngState
-from ..instrumentation.functions import find_called
 from ..instrumentation.slot import unwatched
 from ..instrumentation.wrapped_names import unwrapped
 from ..numerics.readable import is_plain, unreadable
@@ -36,7 +35,6 @@ from ..recording.walk import Unwalked, call_leaves
 from ..report.finding import Finding
 from ..util.modules import each_module, each_parameter
 from ..util.program_code import is_library, names_of
-from ..util.visible import suppressed
 from . import isolation
 from .module_state import BufferValues, begin_again
 
@@ -316,23 +314,6 @@ def open_calls(frame: FrameType | None = None) -> list[LeftCall]:
             calls.append(_left_call(frame))
         frame = frame.f_back
     return calls
-
-
-def failed_call(model: Callable[[], nn.Module | None], name: str) -> BatchSnapshot | None:
-    """Keep the call under way of the module of this name, which has failed; None where its batch can run again.
-
-    A batch of a job of several processes may need the others to run again.
-    """
-    if num_processes() == 1 or (root := model()) is None:
-        return None
-    try:
-        failed, calls = find_called(root, name), open_calls()
-        if failed is None or not calls or calls[0].module is not failed.module:
-            return None
-        return BatchSnapshot.capture(*calls[0][:3])
-    except Exception:
-        suppressed("a failed call could not be kept, so it is not run alone")
-        return None
 
 
 def _left_call(frame: FrameType) -> LeftCall:

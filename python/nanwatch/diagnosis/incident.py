@@ -35,12 +35,10 @@ class Incident:
     """A failure, which is seen, told to the other ranks, examined, written and raised, in this order.
 
     `report` is what is known by now. Each new fact replaces it, so that a report which was handed out stays as it was.
-    `call` is the failed call itself, in a job of several processes, where the batch cannot run again. `raised` is the
-    error that was raised inside the forward. `is_finished`: the incident was raised or handed over.
+    `raised` is the error that was raised inside the forward. `is_finished`: the incident was raised or handed over.
     """
 
     report: Report
-    call: BatchSnapshot | None = None
     raised: NonFiniteError | None = None
     is_finished: bool = False
 
@@ -65,7 +63,7 @@ class Incident:
 
     def let_go(self) -> None:
         """Keep nothing of the batch but the report."""
-        self.call = self.raised = None
+        self.raised = None
 
 
 def attempt(what: str, step: Callable[[], _T], remark: Callable[[str], object]) -> _T | None:

@@ -6,24 +6,27 @@ and the report is what it was before.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..instrumentation.wrapped_names import module_names
+from ..precision.casting import replaced
+from ..recording.walk import call_leaves
 from ..report.finding import Finding, Value, with_earlier, working_first
 from ..report.report import Report
 from ..util.visible import spell
 from . import isolation
 from .batch_snapshot import BatchSnapshot, may_be_narrow, no_second_run, num_processes
-from .cures import Cures, module_words, try_formats, try_patches
-from .diagnosis import Diagnosis, enrich
-from .experiment import Allows
+from .cures import Cures, try_formats, try_patches
+from .diagnosis import BackwardStart, Diagnosis, enrich
+from .experiment import Allows, run
 from .incident import Incident, attempt, write_failure
 from .loss_statements import BackwardCall, LossStatements, Refused, loss_value
-from .samples import dataset_indices, find_samples
 from .search import find_operation
 from .trials import NO_CONDITIONS, Conditions
 
@@ -32,6 +35,11 @@ _NOT_KEPT = (
     "its outermost call lies in compiled code or in a backward, the model was called again since, or what the call was"
     " given could not be kept"
 )
+
+# Runs of a part of the batch. One of 64 samples takes 9.
+_MOST_RUNS = 24
+# Arguments that say where samples stand in the dataset.
+_INDICES = frozenset({"index", "indices", "idx", "ids", "sample_index", "sample_id", "sample_ids"})
 
 
 def examine(
@@ -47,9 +55,8 @@ def examine(
 ) -> None:
     """Complete the incident by a re-run, if it `examines`, and write it to `output_dir`, if any.
 
-    `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. The incident's
-    failed call runs where the batch shows nothing. `loss` is the backward of a loss outside all modules that made the
-    value.
+    `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `loss` is the
+    backward of a loss outside all modules that made the value.
     """
     diagnosis: Diagnosis | None = None
     if examines and (reason or (snapshot is None and loss is None)):
@@ -58,15 +65,10 @@ def examine(
         _rerun_loss(loss, incident, model, conditions, loss_value(loss))
     elif examines and snapshot is not None and incident.finding.phase != "step":
         before = incident.report
-        diagnosis, call = _look(incident, snapshot, model, conditions), incident.call
-        is_known = diagnosis is not None and diagnosis.operation is not None
-        if call is not None and incident.finding.origin == "produced" and not is_known:
-            words = module_words(incident.finding.module)
-            incident.remark(f"{words} was run alone, with what the failed call was given")
-            diagnosis = _look(incident, call, model, conditions)
-        elif loss is not None and not is_known:
+        diagnosis = _look(incident, snapshot, model, conditions)
+        if loss is not None and diagnosis.operation is None:
             _rerun_after_module(loss, incident, before, model, conditions)
-        elif diagnosis is not None:
+        else:
             _tell(incident)
             _find_samples(incident, snapshot, model, conditions, diagnosis)
     if output_dir is not None:
@@ -233,3 +235,74 @@ def _examined(
 def _below(allows: Allows) -> Allows:
     """Return the same for the names of the model's modules below the statements."""
     return lambda name, module: allows(name.removeprefix("model").removeprefix("."), module)
+
+
+# Samples of a batch without which it is finite
+
+
+def find_samples(
+    snapshot: BatchSnapshot,
+    names: Mapping[nn.Module, str],
+    *,
+    allows: Allows,
+    start: BackwardStart | None = None,
+) -> tuple[int, ...]:
+    """Return the samples without which the batch is finite, and which are not finite alone; () where none are known.
+
+    `start` is where the backward of the batch failed. Samples are numbered by the first dimension of what the batch was
+    called with. Nothing is told where tensors there have different first dimensions, where half of the samples or more
+    would be needed, or where a run without them fails, as one does whose samples depend on each other.
+    """
+    size, num_runs = batch_size(snapshot), 0
+
+    def is_finite(samples: Sequence[int]) -> bool | None:
+        """Run these samples alone. Return whether all is finite, None where the run raised or is one too many."""
+        nonlocal num_runs
+        num_runs += 1
+        if num_runs > _MOST_RUNS:
+            return None
+
+        def chosen(x: Tensor) -> Tensor | None:
+            # Detached: the graph behind it is the user's.
+            is_batch = x.ndim > 0 and x.shape[0] == size
+            return x.detach()[list(samples)].requires_grad_(x.requires_grad) if is_batch else None
+
+        args, kwargs = replaced((snapshot.args, dict(snapshot.kwargs)), chosen)
+        begin = start and start._replace(gradients=replaced(dict(start.gradients), chosen))
+        part = replace(snapshot, args=args, kwargs=kwargs)
+        experiment = run(part, names, allows=allows, start=begin)
+        if experiment.error is not None:
+            return None
+        return not experiment.bad_labels() and not experiment.has_bad_gradients
+
+    bad: list[int] = []
+    rest = list(range(size))
+    while 2 * (len(bad) + 1) <= size and num_runs < _MOST_RUNS:
+        # Find the shortest beginning that is not finite: its last sample is bad.
+        low, high = 0, len(rest)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if is_finite(rest[:middle]) is False else (middle, high)
+        bad.append(rest.pop(high - 1))
+        if is_finite(rest):
+            return tuple(sorted(bad)) if is_finite(bad) is False else ()
+    return ()
+
+
+def batch_size(snapshot: BatchSnapshot) -> int:
+    """Return the number of samples; 0 where the tensors of the call do not agree on it."""
+    tensors = [x for _, x in call_leaves(snapshot.args, snapshot.kwargs) if isinstance(x, Tensor)]
+    if any(x.layout is not torch.strided or x.is_nested for x in tensors):
+        return 0
+    sizes = {x.shape[0] for x in tensors if x.ndim}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def dataset_indices(snapshot: BatchSnapshot, samples: Sequence[int]) -> str:
+    """Return in words where these samples stand in the dataset, when the batch has a tensor that says so; else ""."""
+    size = batch_size(snapshot)
+    for label, x in call_leaves(snapshot.args, snapshot.kwargs):
+        name = label.rpartition("[")[2].rstrip("]").lower()
+        if name in _INDICES and isinstance(x, Tensor) and x.shape == (size,) and not x.is_floating_point():
+            return f"{label} of these samples is {', '.join(map(str, x[list(samples)].tolist()))}"
+    return ""

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..diagnosis.batch_snapshot import failed_call
 from ..diagnosis.incident import Incident
 from ..history.monitor import Monitor
 from ..ranks.coordinator import RankCoordinator
@@ -110,7 +109,7 @@ class FailureHandler:
                 self._ended.append(frame.batch)
                 self.step_follows(Incident(make()))
             return
-        incident = self._see(frame.batch, make, frame.name if not is_over else None)
+        incident = self._see(frame.batch, make)
         if incident is None or incident.is_finished or incident.raised is not None:
             return
         if self._action == "raise" and self._options.act_at in ("auto", "module") and not is_over:
@@ -123,14 +122,10 @@ class FailureHandler:
         self,
         batch: int,
         make: Callable[[], Report],
-        open_call: str | None = None,
         *,
         tells_ranks: bool = True,
     ) -> Incident | None:
-        """Return the incident of the batch: None where that has ended, that of `make()` for its first bad call.
-
-        `open_call` is the module whose call, still under way, held the value.
-        """
+        """Return the incident of the batch: None where that has ended, that of `make()` for its first bad call."""
         if self.knows(batch):
             return self._under_way.get(batch)
         deferred = None
@@ -139,8 +134,6 @@ class FailureHandler:
             # It came first: something else than an optimizer has moved the weights by its gradients.
             deferred = self._guard.release()
         incident = deferred or Incident(make())
-        if open_call is not None and deferred is None and self.rerun.keeps_start:
-            incident.call = failed_call(self._reports.model, open_call)
         self._under_way[batch] = incident
         self._tell(incident, ranks=tells_ranks)
         if not self._acts:

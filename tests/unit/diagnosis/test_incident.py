@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,14 +39,6 @@ def test_a_report_that_was_handed_out_stays_as_it_was(incident: Incident) -> Non
         ("one", "two", "three"),
     )
     assert incident.report.frames is seen.frames
-
-
-def test_after_its_batch_only_the_report_is_kept(incident: Incident) -> None:
-    """The error's traceback and the snapshot of the call hold tensors."""
-    call: Any = object()
-    incident.call, incident.raised = call, NonFiniteError(incident.report)
-    incident.let_go()
-    assert (incident.call, incident.raised) == (None, None)
 
 
 def test_a_failure_has_its_forms_and_its_patch(tmp_path: Path) -> None:

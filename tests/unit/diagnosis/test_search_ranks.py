@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch import NonFiniteError
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.search import find_operation
 from nanwatch.report.finding import Finding
@@ -69,37 +68,3 @@ def test_a_collective_is_not_waited_for(four_ranks: None) -> None:
     seen = find_operation(start, finding, model=sharded)
     assert len(seen.remarks) == 1
     assert "4 processes" in seen.remarks[0]
-
-
-class Normalised(nn.Module):
-    """Divides by a sum, after a module that adds up over the ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gather = nn.Sequential(Gathers(True), nn.Tanh())
-        self.ratio = Ratio()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.ratio(self.gather(x) * 0)
-
-
-class Ratio(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x / x.sum()
-
-
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["collective", "sharded"])
-def test_a_failed_call_is_run_alone_where_the_batch_cannot(four_ranks: None, is_sharded: bool) -> None:
-    """Its module computes alone: nobody waits, and its line gets a cure."""
-    kind = (
-        type("Normalised", (Normalised,), {"__module__": "deepspeed.runtime"}) if is_sharded else Normalised
-    )
-    model = kind()
-    with pytest.raises(NonFiniteError) as error, watch(model, peer_timeout=0):
-        model(torch.ones(2))
-    finding = error.value.report.finding
-    assert finding is not None
-    assert (finding.module, finding.operation) == ("ratio", "aten.div.Tensor")
-    assert [cure.works for cure in finding.cures] == [True]
-    assert "x.sum()" in finding.cures[0].patch
-    assert any("`ratio` was run alone" in one for one in finding.remarks)
