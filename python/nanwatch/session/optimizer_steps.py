@@ -87,7 +87,7 @@ class BackwardWatch:
         loss = None if self._recorder.paused else loss_under_way()
         if loss is None or not is_plain(loss) or not loss.is_floating_point():
             return
-        batch = self._recorder.latest_batch
+        batch, self._loss = self._recorder.latest_batch, None
         if loss.device.type == "cpu":
             if isnan(read(loss, "output", "output").abs_max or 0.0):
                 torch.autograd.Variable._execution_engine.queue_callback(
@@ -119,8 +119,11 @@ class BackwardWatch:
         self._defer(report, {frame.batch for frame, _ in faults}, weights)
 
     def _loss_is_nan(self, loss: Tensor, batch: int) -> None:
-        """Act on a loss that is nan, unless its gradients are not finite either, which a GradScaler may skip."""
-        if self.guard.pending is not None or self._failures.knows(batch):
+        """Act on a loss that is nan. If a gradient is not finite either, leave it to the step, which may be skipped."""
+        if self._failures.knows(batch):
+            return
+        if self.guard.pending is not None:
+            self._loss = loss.detach(), Numbers(loss), batch
             return
         name = type(loss).__name__ if loss.grad_fn is None else loss.grad_fn.name()
         frame = Frame(batch, "(loss)", name, (observe(loss.detach(), "output", "output"),), "backward")
@@ -152,9 +155,11 @@ class BackwardWatch:
         if bad_parameters and guard.pending is None and not self._failures.knows(batch):
             self._defer_taken(optimizer, bad_parameters, batch)
         loss, self._loss = self._loss, None
-        if loss is not None and not bad_parameters and any(map(isnan, loss[1].wait())):
+        is_nan = loss is not None and not bad_parameters and any(map(isnan, loss[1].wait()))
+        if is_nan and loss is not None and guard.pending is None:
             self._loss_is_nan(loss[0], loss[2])
-        due = guard.check_step(optimizer, is_nonfinite=bool(bad_parameters))
+        # The gradients of weights may be finite behind a bad one, as where a ReLU lets nothing through.
+        due = guard.check_step(optimizer, is_nonfinite=bool(bad_parameters) or is_nan)
         if due is not None:
             self._failures.step_follows(due)
         elif takes_ours:

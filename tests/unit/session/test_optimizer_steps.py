@@ -134,6 +134,29 @@ def test_a_nan_loss_of_finite_gradients_is_raised_by_its_backward() -> None:
     assert torch.isfinite(model.weight.grad).all()
 
 
+def test_a_nan_loss_behind_a_dead_relu_is_raised_by_the_step() -> None:
+    """The ReLU's gradient is nan, and those of the weights are 0. The step of a later batch is not stopped for it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 1), nn.ReLU())
+    nn.init.constant_(model[0].bias, -9.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, gradients=True):
+        for target in (0.0, 1.0):
+            output = model(torch.ones(1, 2))
+            loss = ((output - target).abs() / (output.abs() + target)).mean()  # divides
+            optimizer.zero_grad()
+            loss.backward()
+            assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+            if target:
+                optimizer.step()
+                continue
+            with pytest.raises(NonFiniteError) as error:
+                optimizer.step()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.is_of_loss, finding.operation) == ("1", True, "aten.div.Tensor")
+
+
 def test_a_nan_loss_of_bad_gradients_waits_for_the_step() -> None:
     """A GradScaler may skip that. A nan at which `autograd.grad` begins is no loss."""
     model = nn.Linear(2, 1)
