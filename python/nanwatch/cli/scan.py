@@ -40,8 +40,7 @@ def main(arguments: list[str]) -> int:
 
     def find(tell: Tell) -> tuple[str, int]:
         result = scan(*options.files, against=options.against, to=options.to or (), tell=tell)
-        differs = result.comparison is not None and not result.comparison.is_faithful
-        status = int(differs) if result.is_checked else 2
+        status = int(not result.is_faithful) if result.is_checked else 2
         return rendered(result, options, tell), status if result.is_sound else 3
 
     return answered("scan", find)

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import ctypes
 import json
+import operator
 import os
 import pickle
 import re
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from enum import EnumMeta
 from functools import partial
 from math import prod
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -85,93 +84,79 @@ class Stored(NamedTuple):
             _libc.madvise(ctypes.c_void_p(region.start), ctypes.c_size_t(len(region)), _DONTNEED)
 
 
-class Contents(NamedTuple):
-    """Tensors of one or several files, and the problems of files that cannot be read whole."""
-
-    tensors: list[Stored]
-    problems: list[Problem]
-
-    def add(self, more: Contents) -> None:
-        """Add the tensors and problems of more files."""
-        self.tensors.extend(more.tensors)
-        self.problems.extend(more.problems)
+Entries: TypeAlias = Iterator[Stored | Problem]
 
 
-def open_checkpoint(path: Path) -> Contents:
-    """Return the tensors of a file, of an index with its files, or of a folder.
+def open_checkpoint(path: Path) -> Entries:
+    """Yield the tensors of a file, of an index with its files, or of a folder.
 
-    A file that cannot be read is a problem of the contents. Raises OSError for a path that is not there, ValueError for
-    a folder without a checkpoint and a file of no known format, ImportError for a package that reads the format.
+    A file that cannot be read whole is a problem. Raises OSError for a path that is not there, ValueError for a folder
+    without a checkpoint and a file of no known format, ImportError for a package that reads the format.
     """
-    if path.is_dir():
-        return _folder(path)
-    return _index(path) if path.name.endswith(_INDEX) else _file(path)
-
-
-def _fault(path: Path, text: str) -> Contents:
-    return Contents([], [Problem("file", True, f"{path}: {text}")])
-
-
-def _folder(folder: Path) -> Contents:
-    if (folder / _METADATA).is_file():
-        return _guarded(_dcp, folder)
-    if indices := sorted(folder.glob(f"*{_INDEX}")):
-        return _index(indices[0])
-    files = sorted(file for file in folder.iterdir() if file.suffix in _SUFFIXES and file.is_file())
-    if not files and any(folder.glob("*.distcp")):
-        return _fault(
-            folder,
-            f"{_METADATA} is missing, which torch.distributed.checkpoint writes last: the save did not end",
-        )
-    if not files:
+    if not path.is_dir():
+        yield from _index(path) if path.name.endswith(_INDEX) else _file(path)
+        return
+    if (path / _METADATA).is_file():
+        yield from _guarded(_dcp, path)
+    elif indices := sorted(path.glob(f"*{_INDEX}")):
+        yield from _index(indices[0])
+    elif files := sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES and file.is_file()):
+        for file in files:
+            yield from _file(file)
+    elif any(path.glob("*.distcp")):
+        why = f"{_METADATA} is missing, which torch.distributed.checkpoint writes last: the save did not end"
+        yield _fault(path, why)
+    else:
         raise ValueError(
-            f"{folder} has no checkpoint: no {_METADATA}, no *{_INDEX}, and no file of {', '.join(_SUFFIXES)}"
+            f"{path} has no checkpoint: no {_METADATA}, no *{_INDEX}, and no file of {', '.join(_SUFFIXES)}"
         )
-    contents = Contents([], [])
-    for file in files:
-        contents.add(_file(file))
-    return contents
 
 
-def _index(path: Path) -> Contents:
+def _fault(path: Path, text: str) -> Problem:
+    return Problem("file", True, f"{path}: {text}")
+
+
+def _index(path: Path) -> Entries:
     """Open the files that an index of transformers names. The tensors that they lack are lost."""
     try:
         file_names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = sorted({str(file) for file in file_names.values()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no index of a checkpoint: {spell(error)}") from None
-    contents = Contents([], [])
+    names = set(file_names)
     for file in files:
         if Path(file).name != file:
-            contents.add(_fault(path, f"it names a file outside its folder: {file[:80]!r}"))
+            yield _fault(path, f"it names a file outside its folder: {file[:80]!r}")
         elif not (path.parent / file).is_file():
-            contents.add(_fault(path, f"missing: {file}"))
+            yield _fault(path, f"missing: {file}")
         else:
-            contents.add(_file(path.parent / file))
-    for name in sorted(file_names.keys() - {tensor.name for tensor in contents.tensors}):
-        lost = f"{str(file_names[name])[:80]} does not have it"
-        contents.tensors.append(Stored(name, path, lost=lost))
-    return contents
+            for entry in _file(path.parent / file):
+                if isinstance(entry, Stored):
+                    names.discard(entry.name)
+                yield entry
+    for name in sorted(names):
+        yield Stored(name, path, lost=f"{str(file_names[name])[:80]} does not have it")
 
 
-def _file(path: Path) -> Contents:
+def _file(path: Path) -> Entries:
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no regular file")
     with path.open("rb") as file:
         head = file.read(16)
     if not head or head.startswith(b"version https://"):
-        return _fault(path, "it is a pointer of Git LFS: run git lfs pull" if head else "it is empty")
-    if (reader := _reader(head, path.suffix)) is not None:
-        return _guarded(reader, path)
-    if path.suffix in _SUFFIXES:
-        return _fault(path, "it does not begin as a file of its kind does")
-    raise ValueError(
-        f"{path} is no checkpoint that nanwatch reads: safetensors, GGUF, NumPy, torch.save, a folder of"
-        " torch.distributed.checkpoint, or an index of such files"
-    )
+        yield _fault(path, "it is a pointer of Git LFS: run git lfs pull" if head else "it is empty")
+    elif (reader := _reader(head, path.suffix)) is not None:
+        yield from _guarded(reader, path)
+    elif path.suffix in _SUFFIXES:
+        yield _fault(path, "it does not begin as a file of its kind does")
+    else:
+        raise ValueError(
+            f"{path} is no checkpoint that nanwatch reads: safetensors, GGUF, NumPy, torch.save, a folder of"
+            " torch.distributed.checkpoint, or an index of such files"
+        )
 
 
-def _reader(head: bytes, suffix: str) -> Callable[[Path], Contents] | None:
+def _reader(head: bytes, suffix: str) -> Callable[[Path], Entries] | None:
     if head.startswith(b"GGUF"):
         return _gguf_file
     if head.startswith(b"\x93NUMPY") or (head.startswith(b"PK\x03\x04") and suffix == ".npz"):
@@ -181,14 +166,14 @@ def _reader(head: bytes, suffix: str) -> Callable[[Path], Contents] | None:
     return _torch_file if head.startswith((b"PK\x03\x04", b"\x80")) else None
 
 
-def _guarded(reader: Callable[[Path], Contents], path: Path) -> Contents:
-    """Return the reader's contents. A damaged file makes a library raise any error, which is the problem then."""
+def _guarded(reader: Callable[[Path], Entries], path: Path) -> Entries:
+    """Yield what the reader does. A damaged file makes a library raise any error, which is the problem then."""
     try:
-        return reader(path)
+        yield from reader(path)
     except ImportError:
         raise
     except Exception as error:
-        return _fault(path, f"it cannot be read: {spell(error)}")
+        yield _fault(path, f"it cannot be read: {spell(error)}")
 
 
 def _regions(path: Path) -> tuple[range, ...]:
@@ -210,20 +195,16 @@ def _same(x: Tensor) -> Tensor:
 # The formats.
 
 
-def _safetensors_file(path: Path) -> Contents:
+def _safetensors_file(path: Path) -> Entries:
     library: Any = needed("safetensors", f"{path.name}", "scan")
     try:
         opened = library.safe_open(path, framework="pt")
     except Exception as error:
-        names = _cut_names(path)
-        cut = f", {len(names):,} tensors are cut off: {first_few(names)}" if names else ""
-        contents = _fault(path, f"it cannot be read: {spell(error)}{cut}")
-        contents.tensors.extend(Stored(name, path, lost="it is cut off") for name in names)
-        return contents
+        yield _fault(path, f"it cannot be read: {spell(error)}")
+        yield from (Stored(name, path, lost="it is cut off") for name in _cut_names(path))
+        return
     names, regions = [*opened.keys()], _regions(path)
-    return Contents(
-        [Stored(name, path, partial(opened.get_tensor, name), regions=regions) for name in names], []
-    )
+    yield from (Stored(name, path, partial(opened.get_tensor, name), regions=regions) for name in names)
 
 
 def _cut_names(path: Path) -> list[str]:
@@ -248,7 +229,7 @@ _NUMPY: list[Any] = [
 ]  # fmt: skip
 
 
-def _torch_file(path: Path) -> Contents:
+def _torch_file(path: Path) -> Entries:
     with path.open("rb") as file:
         is_archive = file.read(1) == b"P"  # the format before PyTorch 1.6 cannot be mapped
     try:
@@ -256,38 +237,32 @@ def _torch_file(path: Path) -> Contents:
             warnings.simplefilter("ignore")
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except pickle.UnpicklingError as error:
-        return Contents(
-            [], [Problem("not checked", False, f"{path}: it is refused: {_refusal(path, error)}")]
+        reason = re.search(r"GLOBAL (\S+)|WeightsUnpickler error: .{,200}", str(error))
+        why = (
+            spell(error) if reason is None else f"a load would import {reason[1]}" if reason[1] else reason[0]
         )
-    regions, tensors = _regions(path), dict[str, Stored]()
+        yield Problem("not checked", False, f"{path}: it is refused: {why}")
+        return
+    regions, names = _regions(path), set[str]()
     for keys, x in tensors_in(content):
         name = ".".join(keys) or "tensor"
-        while name in tensors:
+        while name in names:
             name += "'"
-        tensors[name] = Stored(name, path, partial(_same, x), regions=regions)
-    return Contents([*tensors.values()], [])
+        names.add(name)
+        yield Stored(name, path, partial(_same, x), regions=regions)
 
 
-def _refusal(path: Path, error: Exception) -> str:
-    with suppress(Exception):  # the format before PyTorch 1.6, or a damaged pickle
-        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
-        return f"a load would import and may call {first_few([name[:80] for name in names])}"
-    reason = re.search(r"(?:WeightsUnpickler error:|Unsupported|Trying to load) .*", str(error))
-    return reason.group()[:200] if reason else spell(error)
-
-
-def _numpy_file(path: Path) -> Contents:
+def _numpy_file(path: Path) -> Entries:
     array: Any = np.load(path, mmap_mode="c", allow_pickle=False)
     if isinstance(array, np.ndarray):
-        return Contents([Stored(path.stem, path, partial(_tensor_of, array), regions=_regions(path))], [])
-    return Contents([Stored(name, path, partial(_member, array, name)) for name in array.files], [])
+        yield Stored(path.stem, path, partial(_tensor_of, {"": array}, ""), regions=_regions(path))
+        return
+    for name in array.files:
+        yield Stored(name, path, partial(_tensor_of, array, name))
 
 
-def _member(archive: Any, name: str) -> Tensor:
-    return _tensor_of(archive[name])
-
-
-def _tensor_of(array: Any) -> Tensor:
+def _tensor_of(arrays: Any, name: str) -> Tensor:
+    array = arrays[name]
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
 
 
@@ -295,17 +270,16 @@ def _gguf() -> Any:
     return needed("gguf", "a GGUF file", "scan")
 
 
-def _gguf_file(path: Path) -> Contents:
+def _gguf_file(path: Path) -> Entries:
     reader = _gguf().GGUFReader(path, "c")
-    regions, tensors = _regions(path), []
+    regions = _regions(path)
     for entry in reader.tensors:
         data = torch.from_numpy(entry.data)
         if entry.tensor_type.name == "BF16":
             data = data.view(torch.bfloat16)
         encoding = entry.tensor_type if data.dtype is torch.uint8 else None
         shape = tuple(int(size) for size in reversed(entry.shape))
-        tensors.append(Stored(entry.name, path, partial(_same, data), "", encoding, shape, regions))
-    return Contents(tensors, [])
+        yield Stored(entry.name, path, partial(_same, data), "", encoding, shape, regions)
 
 
 _DCP = "torch.distributed.checkpoint"
@@ -313,19 +287,12 @@ _RECORDS = (f"{_DCP}.metadata", f"{_DCP}.filesystem", "pathlib")  # modules, of 
 _PLAIN = (torch.Size, OrderedDict, torch.serialization._get_layout)
 
 
-def _member_of(kind: Any, name: str) -> Any:
-    """Do the `getattr` by which Python 3.11.0 to 3.11.3 pickle a member of an enum."""
-    if not isinstance(kind, EnumMeta):
-        raise pickle.UnpicklingError(f"{_METADATA} would take {name[:80]} of {kind!r:.80}")
-    return kind[name]
-
-
 class _Metadata(pickle.Unpickler):
     """Reader of `.metadata`, which makes DCP's own records, and calls no other class or function."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            return _member_of
+            return operator.getitem  # Python 3.11.0 to 3.11.3 pickle a member of an enum by its name
         if module.partition(".")[0] in ("torch", "pathlib", "collections") and name.isidentifier():
             value = super().find_class(module, name)
             is_record = isinstance(value, type) and value.__module__.startswith(_RECORDS)
@@ -334,7 +301,7 @@ class _Metadata(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{_METADATA} would import {module[:80]}.{name[:80]}")
 
 
-def _dcp(folder: Path) -> Contents:
+def _dcp(folder: Path) -> Entries:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -343,12 +310,11 @@ def _dcp(folder: Path) -> Contents:
     reader = FileSystemReader(folder)
     reader.set_up_storage_reader(metadata, True)
     files = {str(info.relative_path) for info in metadata.storage_data.values()}
-    missing = sorted(file for file in files if not (folder / file).is_file())
-    contents = _fault(folder, f"missing: {first_few(missing)}") if missing else Contents([], [])
+    if missing := sorted(file for file in files if not (folder / file).is_file()):
+        yield _fault(folder, f"missing: {first_few(missing)}")
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            contents.tensors.append(Stored(name, folder, partial(_dcp_tensor, reader, metadata, name)))
-    return contents
+            yield Stored(name, folder, partial(_dcp_tensor, reader, metadata, name))
 
 
 def _dcp_tensor(reader: Any, metadata: Any, name: str) -> Tensor:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..numerics.formats import BY_NAME, TensorHealth
 from ..util.reading import plain
 from ..util.visible import first_few, visible, without_wrappers
 
-SCHEMA, VERSION = "nanwatch.scan", 3
+SCHEMA, VERSION = "nanwatch.scan", 4
 _MOST_LINES = 10  # of one kind in the text
-_UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+_UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Tensor of two checkpoints: its name in the first, and in the other.
+    """Tensor of two checkpoints: its name in the first, and in the other; "" where it has none.
 
-    `kind` is "equal" (to the bit), "converted" (each element is the nearest in the narrower format), "changed", or "not
-    compared" with the reason in `text`. `relative` is the norm of the difference by that of the first, `largest` the
-    largest difference of an element, at number `at` in C order.
+    `kind` is "equal" (to the bit), "converted" (each element is the nearest in the narrower format), "changed",
+    "missing there", "only there", or "not compared" with the reason in `text`. `relative` is the norm of the difference
+    by that of the first, `largest` the largest difference of an element, at number `at` in C order.
     """
 
     name: str
@@ -78,66 +79,24 @@ class Change:
     at: int = -1
 
     def __str__(self) -> str:
-        names = self.name if self.name == self.other else f"{self.name} -> {self.other}"
+        names = " -> ".join(dict.fromkeys(name for name in (self.name, self.other) if name))
         return f"{names} ({self.text})" if self.text else names
 
-
-@dataclass(frozen=True, slots=True)
-class CheckpointComparison:
-    """Comparison of two checkpoints. `only` and `only_other` are the tensors that one of them alone has."""
-
-    changes: tuple[Change, ...]
-    only: tuple[str, ...]
-    only_other: tuple[str, ...]
-    problems: tuple[str, ...] = ()
-
     @property
-    def is_faithful(self) -> bool:
-        """Whether the other has all tensors, equal or as exact as its formats allow."""
-        kinds = {change.kind for change in self.changes}
-        return not (kinds & {"changed", "not compared"} or self.only or self.only_other or self.problems)
-
-    def lines(self) -> list[str]:
-        """Return the comparison for people: the verdict, the largest changes, and what has another name or none."""
-        counts = Counter(change.kind for change in self.changes)
-        counts.update({"missing there": len(self.only), "only there": len(self.only_other)})
-        listed = ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
-        verdict = "faithful" if self.is_faithful else "not the same"
-        lines = [f"{verdict}: {listed or 'nothing to compare'}", *self.problems]
-        changed = [change for change in self.changes if change.kind != "equal"]
-        changed.sort(key=lambda change: -change.relative)
-        if changed:
-            lines += ["", f"  {'relative':>9} {'largest':>9} {'kind':>12}  tensor"]
-        for change in changed[:_MOST_LINES]:
-            sizes = (f"{size:.3g}" for size in (change.relative, change.largest))
-            relative, largest = ("-", "-") if change.kind == "not compared" else sizes
-            lines.append(f"  {relative:>9} {largest:>9} {change.kind:>12}  {change}")
-        if (left := len(changed) - _MOST_LINES) > 0:
-            lines.append(_more(left))
-        # Wrappers of the model change names too.
-        renamed = [
-            str(change)
-            for change in self.changes
-            if change.kind == "equal" and without_wrappers(change.name) != without_wrappers(change.other)
-        ]
-        for names, where in (
-            (renamed, "equal under other names"),
-            (self.only, "missing there"),
-            (self.only_other, "only there"),
-        ):
-            lines += [f"  {where}: {first_few(names)}"] if names else []
-        return lines
+    def is_renamed(self) -> bool:
+        """Whether the other checkpoint has it under another name, for which no wrapper of the model accounts."""
+        return self.kind == "equal" and without_wrappers(self.name) != without_wrappers(self.other)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Scan:
-    """Result of `nanwatch.scan`."""
+    """Result of `nanwatch.scan`. `changes` are those from the checkpoint `against`, empty without one."""
 
     paths: tuple[str, ...]
     against: str | None
     tensors: tuple[TensorScan, ...]
     problems: tuple[Problem, ...]
-    comparison: CheckpointComparison | None = None
+    changes: tuple[Change, ...] = ()
 
     def __repr__(self) -> str:
         return self.to_text()
@@ -152,10 +111,15 @@ class Scan:
         """Whether the values of any tensor were read."""
         return any(tensor.health is not None for tensor in self.tensors)
 
+    @property
+    def is_faithful(self) -> bool:
+        """Whether the checkpoint `against` has all tensors, equal or as exact as its formats allow."""
+        return all(change.kind in ("equal", "converted") for change in self.changes)
+
     def to_json(self) -> str:
         """Return the result as one JSON document."""
         head = {"schema": SCHEMA, "version": VERSION, "is_sound": self.is_sound}
-        faithful = {} if self.comparison is None else {"is_faithful": self.comparison.is_faithful}
+        faithful = {} if self.against is None else {"is_faithful": self.is_faithful}
         return json.dumps({**head, **faithful, **plain(self)}, allow_nan=False, indent=2)
 
     def to_text(self) -> str:
@@ -170,30 +134,51 @@ class Scan:
             self._amount(),
         ]
         for title, is_fault in (("Faults", True), ("Worth a look", False)):
-            kinds: dict[str, list[Problem]] = {}
+            kinds: dict[str, list[str]] = {}
             for problem in self.problems:
                 if problem.is_fault is is_fault:
-                    kinds.setdefault(problem.kind, []).append(problem)
-            if kinds:
-                lines += ["", f"{title}:"]
-            for kind, problems in kinds.items():
-                for problem in problems[:_MOST_LINES]:
                     names = f"{first_few(problem.tensors)}: " if problem.tensors else ""
-                    lines.append(f"  {kind:<12} {names}{problem.text}")
-                if (left := len(problems) - _MOST_LINES) > 0:
-                    lines.append(f"  {kind:<10} {_more(left)}")
-        if self.comparison is not None:
-            verdict, *rest = self.comparison.lines()
-            lines += ["", f"Against {self.against}: {verdict}", *rest]
+                    kinds.setdefault(problem.kind, []).append(names + problem.text)
+            lines += ["", f"{title}:"] if kinds else []
+            for kind, texts in kinds.items():
+                lines += _first([f"  {kind:<12} {text}" for text in texts])
+        if self.against is not None:
+            lines += ["", *self._change_lines()]
         return "\n".join(map(visible, lines))
 
     def _amount(self) -> str:
         dtypes = Counter(tensor.dtype for tensor in self.tensors).most_common()
         named = ", ".join(f"{dtype} {count:,}" for dtype, count in dtypes)
         size = sum(tensor.nbytes for tensor in self.tensors)
-        unit, name = next((pair for pair in _UNITS if size >= pair[0]), (1, "bytes"))
+        unit, name = next((pair for pair in _UNITS if size >= pair[0]), _UNITS[-1])
         return f"{len(self.tensors):,} tensors, {size / unit:.3g} {name}" + (f" ({named})" if named else "")
 
+    def _change_lines(self) -> Iterator[str]:
+        """Yield the verdict, the largest changes, and what has another name or none."""
+        counts = Counter(change.kind for change in self.changes)
+        listed = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
+        verdict = "faithful" if self.is_faithful else "not the same"
+        yield f"Against {self.against}: {verdict}: {listed or 'nothing to compare'}"
+        compared = [
+            change for change in self.changes if change.kind in ("converted", "changed", "not compared")
+        ]
+        if compared:
+            yield from ("", f"  {'relative':>9} {'largest':>9} {'kind':>12}  tensor")
+        compared.sort(key=lambda change: -change.relative)
+        yield from _first(
+            [
+                f"  {change.relative:>9.3g} {change.largest:>9.3g} {change.kind:>12}  {change}"
+                for change in compared
+            ]
+        )
+        for words in ("equal under other names", "missing there", "only there"):
+            names = [str(change) for change in self.changes if change.kind == words]
+            if words.startswith("equal"):
+                names = [str(change) for change in self.changes if change.is_renamed]
+            if names:
+                yield f"  {words}: {first_few(names)}"
 
-def _more(count: int) -> str:
-    return f"  and {count:,} more (--json has them all)"
+
+def _first(lines: list[str]) -> list[str]:
+    left = len(lines) - _MOST_LINES
+    return [*lines[:_MOST_LINES], *([f"    and {left:,} more (--json has them all)"] if left > 0 else [])]

@@ -26,9 +26,9 @@ from ..numerics.readable import dtype_name, type_name, unreadable
 from ..records.siblings import apart_from_siblings
 from ..util.progress import Tell, silent
 from ..util.visible import spell
-from .against import compare
-from .files import PART, Contents, Stored, open_checkpoint
-from .result import Problem, Scan, TensorScan
+from .against import Member, compare
+from .files import PART, Stored, open_checkpoint
+from .result import Change, Problem, Scan, TensorScan
 
 _MANY_ZEROS, _MANY_ENCODED_ZEROS = 0.1, 0.25  # blocks of 4 bits make up to 17 % of random numbers zero
 _MANY_SUBNORMALS = 0.01
@@ -80,44 +80,50 @@ def scan(
         if name not in _TARGETS:
             raise ValueError(f"scan got the format {name!r}; accepted are {', '.join(_TARGETS)}")
     _extension.explain_once()
-    contents = Contents([], [])
-    for path in paths:
-        contents.add(open_checkpoint(Path(path)))
-    tensors = _read_all(contents.tensors, tell, fingerprints=against is not None)
-    comparison = None
+    members, problems = _read_all(paths, tell, fingerprints=against is not None)
+    changes: list[Change] = []
     if against is not None:
-        reference = open_checkpoint(Path(against))
-        reasons = [problem.text for problem in reference.problems]
-        if not reference.tensors:
-            why = "; ".join(reasons) or "it has no tensor"
-            raise ValueError(f"{against} cannot be compared with: {why}")
-        scanned = _read_all(reference.tensors, tell, fingerprints=True)
-        comparison = compare((contents.tensors, tensors), (reference.tensors, scanned), reasons, tell)
-    problems = [*_problems(contents, tensors)]
+        other = str(against)
+        reference, faults = _read_all([against], tell, fingerprints=True)
+        if not reference:
+            why = "; ".join(fault.text for fault in faults) or "it has no tensor"
+            raise ValueError(f"{other} cannot be compared with: {why}")
+        changes = [Change(other, other, "not compared", fault.text) for fault in faults]
+        changes += compare(members, reference, tell)
+    tensors = tuple(tensor for _, tensor in members)
+    problems += _problems(tensors)
     for name in formats:
-        problems += _tried(contents.tensors, tensors, name, tell)
+        problems += _tried(members, name, tell)
+    problems.sort(key=lambda problem: not problem.is_fault)
     other_path = None if against is None else str(against)
-    return Scan(tuple(map(str, paths)), other_path, tuple(tensors), tuple(problems), comparison)
+    return Scan(tuple(map(str, paths)), other_path, tensors, tuple(problems), tuple(changes))
 
 
-def _read_all(tensors: Sequence[Stored], tell: Tell, *, fingerprints: bool) -> list[TensorScan]:
-    scans: list[tuple[int, TensorScan]] = []
+def _read_all(
+    paths: Sequence[str | PathLike[str]], tell: Tell, *, fingerprints: bool
+) -> tuple[list[Member], list[Problem]]:
+    """Return the tensors of these files with what is in them, and the problems of the files."""
+    entries = [entry for path in paths for entry in open_checkpoint(Path(path))]
+    tensors = [entry for entry in entries if isinstance(entry, Stored)]
+    scans: dict[int, TensorScan] = {}
     unread = iter(enumerate(tensors))  # of which each thread takes the next
 
     def read_on() -> None:
-        while numbered := [*islice(unread, at_a_time)]:
-            batch = [stored for _, stored in numbered]
+        while batch := [*islice(unread, at_a_time)]:
             # Each step for several tensors: the data flush the caches, and the code of a step is loaded once for all.
-            loaded = [_load_mapped(stored) for stored in batch]
-            rows = [None if fingerprints else _health_row(*pair) for pair in zip(batch, loaded, strict=True)]
-            for (number, stored), x, row in zip(numbered, loaded, rows, strict=True):
-                scans.append((number, _read(stored, x, row, fingerprints)))
-            for stored in {stored.regions: stored for stored in batch}.values():
+            loaded = [_load_mapped(stored) for _, stored in batch]
+            rows = [
+                None if fingerprints else _health_row(stored, x)
+                for (_, stored), x in zip(batch, loaded, strict=True)
+            ]
+            for (number, stored), x, row in zip(batch, loaded, rows, strict=True):
+                scans[number] = _read(stored, x, row, fingerprints)
+            for stored in {stored.regions: stored for _, stored in batch}.values():
                 stored.release()
 
     tell("reading", 0, len(tensors), "tensors")
     num_threads = min(torch.get_num_threads(), _MOST_THREADS)
-    at_a_time = max(1, min(_MOST_AT_A_TIME, len(tensors) // (8 * num_threads)))
+    at_a_time = min(_MOST_AT_A_TIME, 1 + len(tensors) // (8 * num_threads))
     with ThreadPoolExecutor(num_threads, "nanwatch-scan", _compute_alone) as pool:
         try:
             pending = [pool.submit(read_on) for _ in range(num_threads)]
@@ -128,8 +134,8 @@ def _read_all(tensors: Sequence[Stored], tell: Tell, *, fingerprints: bool) -> l
         finally:
             for _ in unread:  # after an error or Ctrl-C the threads find nothing more
                 pass
-    scans.sort(key=lambda numbered: numbered[0])
-    return [scanned for _, scanned in scans]
+    members = [(stored, scans[number]) for number, stored in enumerate(tensors)]
+    return members, [entry for entry in entries if isinstance(entry, Problem)]
 
 
 def _compute_alone() -> None:
@@ -155,11 +161,11 @@ def _health_row(stored: Stored, x: Tensor | None) -> Tensor | None:
     """Return the health of an ordinary tensor, which one call reads; None for any other."""
     if x is None or type(x) is not Tensor or stored.encoding is not None or x.nbytes > PART or x.is_nested:
         return None
-    return _extension.health(x) if x.layout is torch.strided and x.is_cpu and x.dtype in _ORDINARY else None
+    return _extension.health(x) if x.layout is torch.strided and x.dtype in _ORDINARY else None
 
 
 def _read(stored: Stored, x: Tensor | None, row: Tensor | None, fingerprints: bool) -> TensorScan:
-    facts: dict[str, Any] = {"lost": stored.lost}
+    facts: dict[str, Any] = {"lost": stored.lost}  # those that are known before an error stay
     try:
         if x is not None:
             _read_values(stored, x, row, fingerprints, facts)
@@ -178,7 +184,7 @@ def _read(stored: Stored, x: Tensor | None, row: Tensor | None, fingerprints: bo
 def _read_values(
     stored: Stored, x: Tensor, row: Tensor | None, fingerprints: bool, facts: dict[str, Any]
 ) -> None:
-    """Set the fields of a TensorScan. Those that are known before an error stay."""
+    """Set the fields of a TensorScan."""
     is_plain = stored.encoding is None
     facts["dtype"] = dtype = dtype_name(x.dtype) if is_plain else stored.encoding.name.lower()
     facts["shape"] = shape = tuple(x.shape) if is_plain else stored.shape
@@ -226,15 +232,12 @@ def _dead_rows(stored: Stored, x: Tensor, zeros: int) -> dict[str, Any]:
 # Search for problems in the tensors.
 
 
-def _problems(contents: Contents, tensors: Sequence[TensorScan]) -> Iterator[Problem]:
-    """Yield the problems, faults first."""
-    yield from contents.problems
+def _problems(tensors: Sequence[TensorScan]) -> Iterator[Problem]:
     for tensor in tensors:
         if tensor.lost:
             yield Problem("lost", True, tensor.lost, (tensor.name,))
         if tensor.health is not None and not tensor.health.isfinite:
             yield _nonfinite(tensor.name, tensor.health)
-    for tensor in tensors:
         if tensor.health is not None and tensor.is_float and not _is_mask(tensor.health):
             yield from _of_values(tensor, tensor.health)
     yield from _outliers(tensors)
@@ -302,18 +305,15 @@ def _outliers(tensors: Sequence[TensorScan]) -> Iterator[Problem]:
         yield Problem("outlier", False, text, (f"{module}.{label}" if module else label,))
 
 
-def _tried(
-    stored: Sequence[Stored], tensors: Sequence[TensorScan], name: str, tell: Tell
-) -> Iterator[Problem]:
+def _tried(members: Sequence[Member], name: str, tell: Tell) -> Iterator[Problem]:
     """Yield the matrices that leave a number format."""
-    for number, (source, tensor) in enumerate(zip(stored, tensors, strict=True)):
+    for number, (stored, tensor) in enumerate(members):
         is_matrix = len(tensor.shape) > 1 and tensor.is_float and not tensor.is_encoded
-        if source.load is None or tensor.health is None or not is_matrix:
+        if stored.load is None or tensor.health is None or not is_matrix:
             continue
-        tell(f"trying {name}", number, len(tensors), "tensors")
-        x = source.load()
-        fit: Any = would_fit(x, name)
-        source.release()
+        tell(f"trying {name}", number, len(members), "tensors")
+        fit: Any = would_fit(stored.load(), name)
+        stored.release()
         is_block = isinstance(fit, BlockFit)
         beyond, zero = (fit.saturated, fit.flushed) if is_block else (fit.overflow, fit.underflow)
         if (beyond and not is_block) or zero >= _MANY_FLUSHED[is_block]:

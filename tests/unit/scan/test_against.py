@@ -16,10 +16,10 @@ def weights():
 
 
 def compared(a, b, folder):
-    """Return the comparison of two dicts of tensors."""
+    """Return the scan of the first of two dicts of tensors against the second."""
     save_file(a, folder / "a.safetensors")
     save_file(b, folder / "b.safetensors")
-    return nanwatch.scan(folder / "a.safetensors", against=folder / "b.safetensors").comparison
+    return nanwatch.scan(folder / "a.safetensors", against=folder / "b.safetensors")
 
 
 def test_a_change_is_measured_and_placed(weights, tmp_path):
@@ -27,13 +27,13 @@ def test_a_change_is_measured_and_placed(weights, tmp_path):
     other = {**weights, name: weights[name].clone()}
     other[name][2, 3] += 0.5
     other[name][0, 0] -= 0.1
-    comparison = compared(weights, other, tmp_path)
-    (change,) = [change for change in comparison.changes if change.kind != "equal"]
+    result = compared(weights, other, tmp_path)
+    (change,) = [change for change in result.changes if change.kind != "equal"]
     difference = (other[name].double() - weights[name].double()).norm() / weights[name].double().norm()
     assert (change.name, change.kind, change.at) == (name, "changed", 2 * 8 + 3)
     assert change.relative == pytest.approx(float(difference))
     assert change.largest == pytest.approx(0.5)
-    assert not comparison.is_faithful
+    assert not result.is_faithful
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.float64])
@@ -69,11 +69,11 @@ def test_renamed_missing_and_reshaped_tensors_are_named(weights, tmp_path):
     other["module.layers.1.k.weight"] = torch.tensor([[1.0, torch.nan], [torch.inf, 3.0]])
     weights["layers.1.k.weight"] = other["module.layers.1.k.weight"].bfloat16()
     other["extra"] = torch.ones(3)
-    comparison = compared(weights, other, tmp_path)
-    kinds = {change.name: change.kind for change in comparison.changes}
-    assert (comparison.only, comparison.only_other) == (("norm",), ("extra",))
+    result = compared(weights, other, tmp_path)
+    kinds = {change.name: change.kind for change in result.changes}
+    assert kinds["norm"] == "missing there"
+    assert [change.other for change in result.changes if change.kind == "only there"] == ["extra"]
     assert kinds["layers.1.q.weight"] == "not compared"
     assert kinds["layers.1.k.weight"] == "converted"  # a nan in both is no difference
     assert kinds["layers.0.q.weight"] == "equal"
-    text = nanwatch.scan(tmp_path / "a.safetensors", against=tmp_path / "b.safetensors").to_text()
-    assert "equal under other names: layers.0.q.weight -> h.q\n" in f"{text}\n"
+    assert "equal under other names: layers.0.q.weight -> h.q\n" in f"{result.to_text()}\n"

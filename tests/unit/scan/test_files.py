@@ -66,7 +66,7 @@ def test_each_format_has_the_tensors_that_were_written(kind, tmp_path):
     result = nanwatch.scan(path, against=path)
     tensors = {tensor.name: tensor for tensor in result.tensors}
     assert result.is_sound
-    assert result.comparison.is_faithful
+    assert result.is_faithful
     assert tensors.keys() == expected.keys()
     for name, x in expected.items():
         assert tensors[name].shape == tuple(x.shape)
