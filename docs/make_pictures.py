@@ -73,7 +73,7 @@ def diff(folder: Path) -> Path:
     return folder / "diff.html"
 
 
-def heat(folder: Path) -> Path:
+def whole_run(folder: Path) -> Path:
     (folder / "train.py").write_text(script("tutorials/slow-divergence.md"), encoding="utf-8")
     run(folder, *NANWATCH, "run", "--trace", "run.parquet", "train.py")
     run(folder, *NANWATCH, "show", "run.parquet", "--html", "run.html")
@@ -83,7 +83,7 @@ def heat(folder: Path) -> Path:
 PAGES = {
     "report": (report, 1100, 1250),
     "diff": (diff, 1100, 1000),
-    "run": (heat, 1100, 760),
+    "run": (whole_run, 1100, 760),
 }
 
 

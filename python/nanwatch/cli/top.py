@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
             "trace": str(picture.path),
             "rank": picture.rank,
             "lost_frames": picture.lost_frames,
-            "batches": [int(picture.first[0]), int(picture.last[-1])],  # the first and the last of them
+            "batches": [picture.batches[0][0], picture.batches[-1][0]],  # the first and the last of them
             "modules": [plain(row) for row in rows],
             "marks": [plain(mark) for mark in picture.marks],
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from ..util.visible import module_name, without_wrappers
 from .align import Ints, Rows, align
 from .columns import arrow
-from .difference import KINDS, Difference, Growth, Kind, Output, RecordPair
+from .difference import KINDS, Difference, Growth, Kind, RecordPair
 from .trace_file import Trace, batch_words, ends_of, in_order, strings
 
 _Number = TypeVar("_Number", bound=np.generic)
@@ -80,17 +80,38 @@ def diff(
     ignored: set[Kind] = {*ignore}
     if batches is not None and batches[0] != batches[1]:
         ignored.add("bits")
-    records = _Records((trace_a, trace_b), pairs, rtol)
     trace_a.tell("comparing")
     names = [str(trace.path) for trace in (trace_a, trace_b)]
     if batches is not None:
         names = [f"{name} batch {batch}" for name, batch in zip(names, batches, strict=True)]
-    return records.difference(names[0], names[1], records.apart(ignored), remarks)
+    records = _Records((trace_a, trace_b), pairs, rtol)
+    apart = {kind: flags for kind, flags in records.apart().items() if kind not in ignored}
+    is_apart = np.logical_or.reduce([*apart.values(), np.zeros(len(records.a), np.bool_)])
+    first = None
+    if is_apart.any():
+        at = int(is_apart.argmax())
+        first = records.pair(next(kind for kind in KINDS if kind in apart and apart[kind][at]), at)
+    return Difference(
+        a=names[0],
+        b=names[1],
+        rtol=rtol,
+        first=first,
+        grew=records.grew(),
+        num_records=len(records.a),
+        num_apart=int(is_apart.sum()),
+        num_bits=int(records.both_have_bits.sum()) if "bits" in apart else 0,
+        batches=tuple(pairs),
+        only_a=records.modules_of(records.lone[0]),
+        only_b=records.modules_of(records.lone[1]),
+        remarks=remarks,
+        outputs=records.outputs(int(records.batch[records.a[-1]]) if first is None else first.batch),
+    )
 
 
 def _batches(
     a: Trace, b: Trace, wanted: tuple[int, int] | None
 ) -> tuple[list[tuple[int, int]], tuple[str, ...]]:
+    """Return the pairs of batches to compare, and remarks on what is not compared."""
     if wanted is not None:
         for trace, batch in zip((a, b), wanted, strict=True):
             if batch not in trace.batches:
@@ -118,9 +139,13 @@ class _Records:
     """
 
     def __init__(self, traces: tuple[Trace, Trace], batches: list[tuple[int, int]], rtol: float) -> None:
-        self.batches, self.rtol = batches, rtol
-        tables = [_read(trace, {pair[i] for pair in batches}) for i, trace in enumerate(traces)]
-        table = arrow("pyarrow", "comparing traces").concat_tables(tables)
+        self.rtol = rtol
+        tables = []
+        for side, trace in enumerate(traces):
+            compared = sorted({pair[side] for pair in batches})
+            few = compared if len(compared) < len(trace.batches) else None
+            tables.append(in_order(trace.table((*_NUMBERS, *_TEXTS), few)))
+        table, num_a = arrow("pyarrow", "comparing traces").concat_tables(tables), tables[0].num_rows
         self.batch: Ints = table["batch"].to_numpy()
         self.low: Column[np.float64] = table["abs_min"].to_numpy()
         self.high: Column[np.float64] = table["abs_max"].to_numpy()
@@ -128,27 +153,30 @@ class _Records:
         self.is_finite: Flags = table["isfinite"].fill_null(False).to_numpy()
         self.bits: Column[np.uint64] = table["fingerprint"].fill_null(0).to_numpy()
         self.texts = {name: strings(table[name]) for name in _TEXTS}
-        codes = {name: column.codes.astype(np.int64) for name, column in self.texts.items()}
         ends = ends_of(table)
         # The units in the last place of 1.0.
         self.unit: Column[np.float64] = np.nan_to_num(ends.smallest_subnormal / ends.smallest_normal)
-        numbers: dict[str, int] = {}
+        places: dict[str, int] = {}
         plain = (without_wrappers(name) for name in self.texts["module"].values)
-        by_name = np.array([numbers.setdefault(name, len(numbers)) for name in plain], np.int64)
-        self.names = tuple(numbers)
-        self.module: Ints = by_name[codes["module"]]
-        self.record: Ints = codes["role"] * (1 + len(self.texts["label"].values)) + codes["label"]
-        again = table["recomputed"].to_numpy().astype(np.int64)
-        columns = (self.batch, table["call"].to_numpy(), self.module, codes["class"], again, self.record)
-        num_a: int = tables[0].num_rows
-        traces[0].tell("aligning")
-        rows_a, rows_b = (
-            Rows(*(column[part] for column in columns)) for part in (slice(num_a), slice(num_a, None))
+        by_name = np.array([places.setdefault(name, len(places)) for name in plain], np.int64)
+        self.names = tuple(places)
+        self.module: Ints = by_name[self.texts["module"].codes]
+        labels = self.texts["label"]
+        self.record: Ints = (
+            self.texts["role"].codes.astype(np.int64) * (1 + len(labels.values)) + labels.codes
         )
+        call = table["call"].to_numpy()
+        begins = np.ones(len(call), np.bool_)
+        begins[1:] = (call[1:] != call[:-1]) | (self.batch[1:] != self.batch[:-1])
+        begins[num_a : num_a + 1] = True
+        again = table["recomputed"].to_numpy()
+        columns = (begins, self.module, self.texts["class"].codes, again, self.record)
+        numbers: Ints = np.stack(columns, 1).astype(np.int64)
+        rows_a, rows_b = Rows(self.batch[:num_a], numbers[:num_a]), Rows(self.batch[num_a:], numbers[num_a:])
         self.a, self.b = align(rows_a, rows_b, batches, traces[0].tell)
         if len(self.a) == 0:
             raise ValueError("the two have no call of a module in common; are they of the same model?")
-        self.b += num_a
+        self.b = self.b + num_a
         self.both_have_bits: Flags = np.logical_and(*self.pairs(table["fingerprint"].is_valid().to_numpy()))
         lone = np.ones(len(self.batch), np.bool_)
         lone[self.a] = lone[self.b] = False
@@ -164,7 +192,7 @@ class _Records:
         flags: Flags = column.codes[self.a] == (column.values.index(role) if role in column.values else -2)
         return flags
 
-    def apart(self, ignored: Collection[Kind]) -> dict[Kind, Flags]:
+    def apart(self) -> dict[Kind, Flags]:
         """Return for each kind in which pairs the two sides differ."""
         (low_a, low_b), (high_a, high_b) = self.pairs(self.low), self.pairs(self.high)
         finite_a, finite_b = self.pairs(self.is_finite)
@@ -186,53 +214,29 @@ class _Records:
         # A record that differs in another way has other bits as well, and a shape or a dtype is a part of them.
         known = np.logical_or.reduce([shape_a != shape_b, dtype_a != dtype_b, *apart.values()])
         apart["bits"] = self.both_have_bits & np.not_equal(*self.pairs(self.bits)) & ~known
-        return {kind: flags for kind, flags in apart.items() if kind not in ignored}
-
-    def difference(self, a: str, b: str, apart: dict[Kind, Flags], remarks: tuple[str, ...]) -> Difference:
-        """Return the result of the comparison."""
-        is_apart = np.logical_or.reduce([*apart.values(), np.zeros(len(self.a), np.bool_)])
-        places = {kind: int(flags.argmax()) for kind, flags in apart.items() if flags.any()}
-        ordered = sorted(places.items(), key=lambda item: (item[1], KINDS.index(item[0])))
-        firsts = [self.pair(kind, at) for kind, at in ordered]
-        return Difference(
-            a=a,
-            b=b,
-            rtol=self.rtol,
-            first=firsts[0] if firsts else None,
-            firsts=tuple(firsts),
-            grew=self.grew(),
-            num_records=len(self.a),
-            num_apart=int(is_apart.sum()),
-            num_bits=int(self.both_have_bits.sum()) if "bits" in apart else 0,
-            batches=tuple(self.batches),
-            only_a=self.modules_of(self.lone[0]),
-            only_b=self.modules_of(self.lone[1]),
-            remarks=remarks,
-            outputs=self.outputs(firsts[0].batch if firsts else int(self.batch[self.a[-1]])),
-        )
+        return apart
 
     def pair(self, kind: Kind, at: int) -> RecordPair:
         """Return the records of a pair of rows."""
         a, b = int(self.a[at]), int(self.b[at])
+        texts = self.texts
+        module, class_name, label, role = (
+            texts[name].text(a) for name in ("module", "class", "label", "role")
+        )
+        there = int(self.batch[b]), texts["module"].text(b), texts["class"].text(b)
         return RecordPair(
-            batch=int(self.batch[a]),
-            module=self.texts["module"].text(a),
-            class_name=self.texts["class"].text(a),
-            label=self.texts["label"].text(a),
-            role=self.texts["role"].text(a),
-            kind=kind,
-            what=self.what(kind, a, b),
-            batch_b=int(self.batch[b]),
-            module_b=self.texts["module"].text(b),
-            class_b=self.texts["class"].text(b),
+            int(self.batch[a]), module, class_name, label, role, kind, self._what(kind, a, b), *there
         )
 
-    def what(self, kind: Kind, a: int, b: int) -> str:
+    def _what(self, kind: Kind, a: int, b: int) -> str:
         """Return in words how two rows differ."""
         if kind in ("shape", "dtype"):
             return f"{kind} {self.texts[kind].text(a)} against {self.texts[kind].text(b)}"
         if kind == "isfinite":
-            return f"{self.value(a)} against {self.value(b)}"
+            values = [
+                "finite" if self.is_finite[i] else "nan" if np.isnan(self.high[i]) else "inf" for i in (a, b)
+            ]
+            return " against ".join(values)
         ends = [
             (_relative(x, y), name, x, y)
             for name, column in (("abs_max", self.high), ("abs_min", self.low))
@@ -245,10 +249,6 @@ class _Records:
         words = f"{name} {x:.6g} against {y:.6g} (relative difference {difference:.2g})"
         return words if kind == "range" else f"other bits, {words}"
 
-    def value(self, row: int) -> str:
-        """Return "finite", "nan" or "inf"."""
-        return "finite" if self.is_finite[row] else "nan" if np.isnan(self.high[row]) else "inf"
-
     def grew(self) -> tuple[Growth, ...]:
         """Return the records that grew most, each once, in the batch where it grew most."""
         high_a, high_b = self.pairs(self.high)
@@ -259,42 +259,35 @@ class _Records:
         places = places[np.argsort(-factors[places], kind="stable")]
         keys = self.module[self.a] * (1 + int(self.record.max())) + self.record[self.a]
         _, firsts = np.unique(keys[places], return_index=True)
+        chosen = places[np.sort(firsts)][:_GREW]
+        numbers = zip(chosen.tolist(), self.a[chosen].tolist(), strict=True)
+        module, label = self.texts["module"], self.texts["label"]
         return tuple(
             Growth(
-                self.texts["module"].text(row),
-                self.texts["label"].text(row),
-                int(self.batch[row]),
-                float(high_a[at]),
-                float(high_b[at]),
-                float(factors[at]),
+                module.text(i),
+                label.text(i),
+                int(self.batch[i]),
+                *map(float, (high_a[at], high_b[at], factors[at])),
             )
-            for at in places[np.sort(firsts)][:_GREW].tolist()
-            for row in [int(self.a[at])]
+            for at, i in numbers
         )
 
     def modules_of(self, rows: Ints) -> tuple[tuple[str, int], ...]:
         """Return the modules of some rows, with the number of rows of each."""
-        numbers, at, counts = np.unique(self.module[rows], return_index=True, return_counts=True)
-        return tuple((self.names[int(numbers[i])], int(counts[i])) for i in np.argsort(at))
+        modules, at, counts = np.unique(self.module[rows], return_index=True, return_counts=True)
+        return tuple((self.names[int(modules[i])], int(counts[i])) for i in np.argsort(at))
 
-    def outputs(self, batch: int) -> tuple[Output, ...]:
+    def outputs(self, batch: int) -> tuple[tuple[str, float, float], ...]:
         """Return the outputs of one batch in the order of their calls."""
         high_a, high_b = self.pairs(self.high)
-        is_shown = self.is_role("output") & (self.batch[self.a] == batch)
-        places = np.flatnonzero(is_shown & ~(np.isnan(high_a) & np.isnan(high_b)))[:_POINTS].tolist()
-        names = (
-            f"{module_name(self.texts['module'].text(row))} {self.texts['label'].text(row)}"
-            for row in self.a[places].tolist()
+        is_shown = (
+            self.is_role("output") & (self.batch[self.a] == batch) & ~(np.isnan(high_a) & np.isnan(high_b))
         )
-        return tuple(map(Output, names, high_a[places].tolist(), high_b[places].tolist()))
-
-
-def _read(trace: Trace, batches: set[int]) -> Any:
-    """Return the records of these batches, by batch and call."""
-    few = sorted(batches) if len(batches) < len(trace.batches) else None
-    return in_order(trace.table((*_NUMBERS, *_TEXTS), few))
+        places = np.flatnonzero(is_shown)[:_POINTS]
+        module, label = self.texts["module"], self.texts["label"]
+        names = [f"{module_name(module.text(i))} {label.text(i)}" for i in self.a[places].tolist()]
+        return tuple(zip(names, high_a[places].tolist(), high_b[places].tolist(), strict=True))
 
 
 def _relative(a: float, b: float) -> float:
-    both_nan = a != a and b != b
-    return 0.0 if a == b or both_nan else abs(a - b) / max(a, b)
+    return 0.0 if a == b or (a != a and b != b) else abs(a - b) / max(a, b)

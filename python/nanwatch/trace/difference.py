@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import isfinite
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..report.page import Chart, Section
+from ..util.reading import plain
 from ..util.visible import module_name
 from .result import Result, plural
 
@@ -44,8 +44,7 @@ class RecordPair:
         return f"{place}: {self.what}"
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
+class Growth(NamedTuple):
     """A record whose abs_max is `b` where it was `a`, in the batch where `factor`, b / a, is the largest."""
 
     module: str
@@ -62,23 +61,14 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """Largest magnitude of an output in A and in B."""
-
-    name: str
-    a: float
-    b: float
-
-
-@dataclass(frozen=True, slots=True)
 class Difference(Result):
     """Result of `diff`.
 
-    `first` is the first pair where the two part, None where they do not; `firsts` the first of each kind. `grew` are
-    the weights, buffers and outputs that grew most, by the factor. `num_records` were compared, `num_apart` of them
-    part, `num_bits` were compared bit by bit. `only_a` and `only_b` are the modules, with the number of records, for
-    which the other side has nothing; they are no difference. `outputs` are those of one batch, in the order of calls:
-    the first batch where the two part, or the last.
+    `first` is the first pair where the two part, None where they do not. `grew` are the weights, buffers and outputs
+    that grew most, by the factor. `num_records` were compared, `num_apart` of them part, `num_bits` were compared by
+    their bits. `only_a` and `only_b` are the modules, with the number of records, for which the other side has nothing;
+    they are no difference. `outputs` are (name, abs_max in A, abs_max in B) of one batch, in the order of calls: the
+    first batch where the two part, or the last.
 
     Examples:
         >>> import json, nanwatch, pathlib, torch
@@ -100,7 +90,6 @@ class Difference(Result):
     b: str
     rtol: float
     first: RecordPair | None
-    firsts: tuple[RecordPair, ...]
     grew: tuple[Growth, ...]
     num_records: int
     num_apart: int
@@ -109,7 +98,7 @@ class Difference(Result):
     only_a: tuple[tuple[str, int], ...]
     only_b: tuple[tuple[str, int], ...]
     remarks: tuple[str, ...]
-    outputs: tuple[Output, ...]
+    outputs: tuple[tuple[str, float, float], ...]
 
     @property
     def differs(self) -> bool:
@@ -137,52 +126,35 @@ class Difference(Result):
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """The first difference, that of every other kind, what grew, and what one side lacks."""
+        """The first difference, what grew, and what one side lacks."""
         facts = [("A", self.a), ("B", self.b)]
-        facts += [(f"By {pair.kind}" if i else "First", str(pair)) for i, pair in enumerate(self.firsts)]
-        facts += [("Look at", advice)] if (advice := self._advice()) else []
+        facts += [] if self.first is None else [("First", str(self.first))]
         facts += [("Grew", str(growth)) for growth in self.grew]
         sides = (("A", self.only_a), ("B", self.only_b))
         return facts + [(f"Only in {side}", _listed(names)) for side, names in sides if names]
 
-    def _advice(self) -> str:
-        """Return what to look at where two runs part at a weight, "" for two batches of one number each."""
-        pair = self.first
-        if pair is None or pair.role != "weight" or pair.kind in ("shape", "dtype"):
-            return ""
-        before = [batch for batch, _ in self.batches if batch < pair.batch]
-        if pair.batch != pair.batch_b:
-            return ""
-        if not before:
-            return "the seed, the initialisation and the checkpoint: weights differ from the first batch on"
-        steps = f"a step between batch {before[-1]} and batch {pair.batch} made the difference"
-        return f"the optimizer, the learning rate and the loss: {steps}"
-
     def sections(self) -> list[Section]:
         """Return a chart of the outputs of one batch."""
-        x = list(range(len(self.outputs)))
-        names = [output.name for output in self.outputs]
-        sides: tuple[tuple[str, str, str, list[float]], ...] = (
-            ("A", "output", "", [output.a for output in self.outputs]),
-            ("B", "near", "dotted", [output.b for output in self.outputs]),
-        )
+        names, *sides = zip(*self.outputs, strict=True) if self.outputs else ((), (), ())
         lines: list[dict[str, Any]] = [
             {
                 "name": name,
                 "color": color,
                 "dash": dash,
                 "at": names,
-                "x": x,
-                "y": [value if isfinite(value) else str(value) for value in values],
+                "x": [*range(len(names))],
+                "y": plain(values),
             }
-            for name, color, dash, values in sides
+            for (name, color, dash), values in zip(
+                (("A", "output", ""), ("B", "near", "dotted")), sides, strict=True
+            )
         ]
         title = "Largest magnitude of every output, in the order of the calls"
         batch = self.batches[-1][0] if self.first is None else self.first.batch
         label = "abs max of every output in A and in B, on a logarithmic scale"
         hint = f"Batch {batch}; a nan or an inf is a gap."
         chart = Chart("calls", title, hint, label, "call of a module, in order", "largest magnitude", lines)
-        return [chart] if x else []
+        return [chart] if names else []
 
 
 def _listed(modules: Iterable[tuple[str, int]]) -> str:

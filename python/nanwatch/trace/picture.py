@@ -1,10 +1,9 @@
-"""Picture of a run: the least headroom of each module over the batches of a trace, its table and its page."""
+"""Picture of a run: the least headroom of each module and each batch of a trace, and its page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import inf, isnan
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -12,25 +11,13 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..records.note import EVENTS, EXCUSES, Note, NoteKind
-from ..report.page import (
-    COLORS,
-    NUMBER,
-    TEXT,
-    Chart,
-    Level,
-    Section,
-    Table,
-    bits_words,
-    page,
-)
-from ..util.visible import first_few, module_name
+from ..report.page import NUMBER, TEXT, Chart, Level, Section, Table, bits_words, page
+from ..util.reading import plain
+from ..util.visible import module_name
 from .trace_file import Strings, Trace, ends_of, strings
 
-Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+_Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
-# A screen is hardly wider than this, and the page takes 8 bytes for each cell.
-COLUMNS = 1000
-_CELLS = 1_000_000
 # Fewer points than these have no trend: the batches of a warm-up differ by more than they drift.
 _LEAST_POINTS = 8
 _TABLE = 200  # rows of the page's tables: the worst modules, the latest spikes and forecasts
@@ -39,7 +26,8 @@ _TABLE = 200  # rows of the page's tables: the worst modules, the latest spikes 
 class Row(NamedTuple):
     """One module: its least headroom in bits, the batch and the tensor that had it, and where its headroom is heading.
 
-    `trend` is in bits per 100 batches, nan for a module with few points. `num_failed` counts columns.
+    `trend` is in bits per 100 batches, nan for a module with few points. `num_failed` counts batches with a non-finite
+    value.
     """
 
     module: str
@@ -69,59 +57,21 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Picture:
-    """Headroom of modules, in the order of their first calls, over neighbouring batches, a column for some of them.
+    """Headroom over some batches of a trace, as `headroom_bits` counts it: -inf where a value was non-finite.
 
-    `bits` has the least headroom of each cell as `headroom_bits` counts it: -inf where a value was non-finite, nan
-    where the module has no number. `labels` are the tensors with the least headroom of each module. `abs_max` is the
-    largest magnitude of the cell. `first` and `last` are the batches at the ends of each column. `skipped` marks the
-    columns in which the optimizer skipped a step. `marks` are the latest spikes and forecasts. `failure` is the first
-    batch with a non-finite value and the first module in it, None without one.
+    `rows` are the modules that have one, the least first. `batches` are (number, least headroom or nan, the module that
+    had it, whether the optimizer skipped a step). `marks` are the latest spikes and forecasts. `failure` is the first
+    batch with a non-finite value, with the first module in it and the tensor, None without one.
     """
 
-    modules: tuple[str, ...]
-    first: Array
-    last: Array
-    bits: Array
-    abs_max: Array
-    skipped: Array
-    failure: tuple[int, str] | None
-    num_batches: int
+    rows: tuple[Row, ...]
+    batches: tuple[tuple[int, float, str, bool], ...]
+    marks: tuple[Mark, ...]
+    failure: tuple[int, str, str] | None
     num_rows: int
     path: Path
     rank: int
     lost_frames: int
-    labels: tuple[str, ...]
-    marks: tuple[Mark, ...]
-
-    @cached_property
-    def rows(self) -> tuple[Row, ...]:
-        """Return the modules that have a headroom, the one with the least first."""
-        known = ~np.isnan(self.bits)
-        least = np.where(known, self.bits, inf)
-        place = least.argmin(axis=1)
-        worst = least[np.arange(len(self.modules)), place] if least.size else np.empty(0)
-        failed = np.isneginf(self.bits).sum(axis=1)
-        trend = self._trend()
-        made = [
-            Row(
-                self.modules[i], float(worst[i]), int(self.first[place[i]]), float(self.abs_max[i, place[i]]),
-                float(trend[i]), int(failed[i]), self.labels[i],
-            )
-            for i in np.flatnonzero(known.any(axis=1))[np.argsort(worst[known.any(axis=1)], kind="stable")]
-        ]  # fmt: skip
-        return tuple(made)
-
-    def _trend(self) -> Array:
-        """Return the slope of the least-squares line through the finite headroom of each module."""
-        is_point = np.isfinite(self.bits)
-        number = is_point.sum(axis=1)
-        x = np.where(is_point, (self.first + self.last) / 2, 0.0)
-        y = np.where(is_point, self.bits, 0.0)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            x = np.where(is_point, x - (x.sum(axis=1) / number)[:, None], 0.0)
-            slope = 100 * (x * y).sum(axis=1) / (x * x).sum(axis=1)
-        trend: Array = np.where(number >= _LEAST_POINTS, slope, np.nan)
-        return trend
 
     def to_html(self) -> str:
         """Return one page that opens offline, to be written as UTF-8. Needs `jinja2`."""
@@ -129,35 +79,20 @@ class Picture:
         facts = [("Trace", f"`{self.path}`, rank {self.rank}{lost}")]
         if self.failure is not None:
             facts.append(("Next", f"`nanwatch show {self.path} --batch {self.failure[0]}`"))
-        if skipped := self.last[self.skipped].tolist():
-            facts.append(("Skipped", f"steps after batches {first_few([*map(str, skipped)], 8)}"))
-        amount = f"{self.num_rows:,} records · {len(self.modules):,} modules · {self.num_batches:,} batches"
+        amount = f"{self.num_rows:,} records · {len(self.rows):,} modules · {len(self.batches):,} batches"
         sections = self._sections() if self.rows else ()
         is_bad = self.failure is not None
         return page("a picture of a run", self._headline(), amount, facts, sections, is_bad=is_bad)
 
+    def _headline(self) -> str:
+        if self.failure is not None:
+            batch, module, label = self.failure
+            return f"First non-finite in batch {batch}, in {label} of {module_name(module)}"
+        if not self.rows:
+            return "No headroom was read in this trace"
+        return f"Least headroom: {bits_words(self.rows[0].bits)} at {module_name(self.rows[0].module)}"
+
     def _sections(self) -> list[Section]:
-        whole = len(self.first) >= self.num_batches
-        at = [f"batch {batch}" for batch in self.first.tolist()]
-        lines = [
-            {
-                "name": row.place,
-                "color": color,
-                "at": at,
-                "x": self.first.tolist(),
-                "y": self.abs_max[self.modules.index(row.module)].tolist(),
-            }
-            for row, color in zip(self.rows, COLORS, strict=False)
-        ]
-        picture = Chart(
-            "run",
-            "The modules with the least headroom over the run",
-            "A zero, a nan and an inf are gaps.",
-            "largest magnitude of the modules with the least headroom, by batch, on a logarithmic scale",
-            "batch",
-            "largest magnitude",
-            lines,
-        )
         marks = Table(
             "marks",
             "Spikes and forecasts",
@@ -165,13 +100,12 @@ class Picture:
             [[mark.batch, module_name(mark.module), mark.text] for mark in self.marks],
         )
         rows = self.rows[:_TABLE]
-        of = f"The worst {len(rows)} of {len(self.rows):,} modules. " if len(self.rows) > len(rows) else ""
-        names = ("least headroom", "in batch" if whole else "from batch", "abs max", "trend")
-        failures = f"{'batches' if whole else 'columns'} not finite"
+        worst = f"The worst {len(rows)} of {len(self.rows):,} modules. " if len(self.rows) > len(rows) else ""
+        names = ("least headroom", "in batch", "abs max", "trend", "batches not finite")
         table = Table(
             "modules",
             "Least headroom of each module",
-            {"module": TEXT, **dict.fromkeys((*names, failures), NUMBER)},
+            {"module": TEXT, **dict.fromkeys(names, NUMBER)},
             [
                 [
                     row.place,
@@ -183,20 +117,46 @@ class Picture:
                 ]
                 for row in rows
             ],
-            f"{of}The trend is the slope of a line through the least headroom of every column, in bits per 100"
-            " batches.",
+            f"{worst}The trend is the slope of a line through the least headroom of every batch, in bits per 100.",
         )
-        return [picture, *([marks] if self.marks else []), table]
+        return [self._chart(), *([marks] if self.marks else []), table]
 
-    def _headline(self) -> str:
-        if self.failure is not None:
-            batch, module = self.failure
-            label = self.labels[self.modules.index(module)]
-            return f"First non-finite in batch {batch}, in {label} of {module_name(module)}"
-        if not self.rows:
-            return "No headroom was read in this trace"
-        least = self.rows[0]
-        return f"Least headroom: {bits_words(least.bits)} at {module_name(least.module)}"
+    def _chart(self) -> Chart:
+        """Return a chart of the share of a format's largest number that each batch used."""
+        numbers = [batch for batch, *_ in self.batches]
+        used = [plain(2.0**-bits) for _, bits, *_ in self.batches]
+        places = [f"batch {batch}, {module_name(module)}" for batch, _, module, _ in self.batches]
+        lines: list[dict[str, Any]] = [
+            {"name": "largest share", "color": "output", "at": places, "x": numbers, "y": used},
+            {
+                "name": "overflow",
+                "color": "gone",
+                "dash": "dashed",
+                "at": numbers,
+                "x": numbers,
+                "y": [1.0] * len(numbers),
+            },
+        ]
+        for name, color, is_marked in (
+            ("not finite", "gone", [bits == -inf for _, bits, *_ in self.batches]),
+            ("skipped step", "near", [is_skipped for *_, is_skipped in self.batches]),
+        ):
+            x = [number for number, is_there in zip(numbers, is_marked, strict=True) if is_there]
+            lines += (
+                [{"name": name, "color": color, "isMark": True, "at": x, "x": x, "y": [1.0] * len(x)}]
+                if x
+                else []
+            )
+        return Chart(
+            "batches",
+            "How near the run came to overflow",
+            "The largest weight, output or gradient of each batch as a share of the largest number of its format. Half"
+            " of it leaves one bit of headroom.",
+            "share of the format's largest number that each batch used, on a logarithmic scale",
+            "batch",
+            "share of the largest number",
+            lines,
+        )
 
 
 def trend_words(bits: float) -> str:
@@ -205,97 +165,95 @@ def trend_words(bits: float) -> str:
 
 
 def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:
-    """Return the picture of these batches of a trace (default: all), of at most 1000 columns.
+    """Return the picture of these batches of a trace (default: all).
 
-    An input counts only where it is non-finite, as in `by_module`.
+    An input counts only where it is non-finite.
     """
     names = ("dtype", "batch", "module", "label", "role", "abs_max", "isfinite", "note", "note_text")
     table = trace.table(names, batches)
     trace.tell("drawing the page")
     batch = table["batch"].to_numpy()
-    module = strings(table["module"])
-    label, role, note = (strings(table[name]) for name in ("label", "role", "note"))
-    text = table["note_text"]
+    module, label, role, note = (strings(table[name]) for name in ("module", "label", "role", "note"))
     abs_max = table["abs_max"].fill_null(np.nan).to_numpy()
-    is_bad = ~table["isfinite"].fill_null(True).to_numpy()
-
-    order, row = _by_first_call(module)
-    numbers = np.unique(batch)
-    num_columns = max(1, min(COLUMNS, len(numbers), _CELLS // max(len(order), 1)))
-    per_column = max(1, -(-len(numbers) // num_columns))
-    column = np.searchsorted(numbers, batch) // per_column
-    first = numbers[::per_column]
-    last = numbers[np.minimum(np.arange(len(first)) * per_column + per_column, len(numbers)) - 1]
-
-    excused = _each(note, EXCUSES.__contains__, False)
-    is_fault = is_bad & ~excused
+    is_excused = _each(note, EXCUSES.__contains__)
+    is_fault = ~table["isfinite"].fill_null(True).to_numpy() & ~is_excused
     with np.errstate(divide="ignore", invalid="ignore"):
         bits = np.log2(ends_of(table).largest) - np.log2(abs_max)  # two logarithms, as in headroom_bits
     bits[is_fault] = -inf
-    counts = ~excused & ~np.isnan(bits) & (is_fault | ~_each(role, "input".__eq__, False))
+    counts = ~is_excused & ~np.isnan(bits) & (is_fault | ~_each(role, "input".__eq__))
 
-    shape = (len(order), len(first))
-    cell = (row[module.codes] * shape[1] + column)[counts]
-    least = np.full(shape, inf)
-    np.minimum.at(least.reshape(-1), cell, bits[counts])
-    largest = np.full(shape, np.nan)
-    np.fmax.at(largest.reshape(-1), cell, abs_max[counts])
-    # Backwards, as the last of the values assigned to one place stays: the first of equal ones.
-    of_module = row[module.codes]
-    hits = np.flatnonzero(counts & (bits == least.min(axis=1)[of_module]))[::-1]
-    labels = np.full(shape[0], "", object)
-    labels[of_module[hits]] = _each(label, str, "")[hits]
-    seen = np.zeros(shape, bool)
-    seen.reshape(-1)[cell] = True
-    marks = tuple(
-        _mark(
-            text[i].as_py(),
-            int(batch[i]),
-            *(column.values[column.codes[i]] for column in (module, label, note)),
-        )
-        for i in np.flatnonzero(_each(note, EVENTS.__contains__, False))[-_TABLE:].tolist()
-    )
-    skipped = np.zeros(len(first), bool)
-    skipped[column[_each(note, "skipped_step".__eq__, False)]] = True
+    numbers, column = np.unique(batch, return_inverse=True)
+    of_batch = _firsts(column[counts], bits[counts], np.flatnonzero(counts))
+    least = {int(batch[i]): (float(bits[i]), module.text(i)) for i in of_batch.tolist()}
+    skipped = {*batch[_each(note, "skipped_step".__eq__)].tolist()}
+    marks = []
+    for i in np.flatnonzero(_each(note, EVENTS.__contains__))[-_TABLE:].tolist():
+        kind: Any = note.text(i)
+        text = str(Note(kind, table["note_text"][i].as_py() or ""))
+        marks.append(Mark(kind, int(batch[i]), module.text(i), label.text(i), text))
+    earliest = np.flatnonzero(is_fault)
     failure = None
-    if is_fault.any():
-        rows = np.flatnonzero(is_fault)
-        earliest = rows[batch[rows].argmin()]
-        failure = int(batch[earliest]), module.values[module.codes[earliest]]
+    if len(earliest):
+        i = int(earliest[batch[earliest].argmin()])
+        failure = int(batch[i]), module.text(i), label.text(i)
     return Picture(
-        tuple(module.values[code] for code in order.tolist()),
-        first,
-        last,
-        np.where(seen, least, np.nan),
-        largest,
-        skipped,
-        failure,
-        len(numbers),
-        len(batch),
-        trace.path,
-        trace.rank,
-        trace.lost_frames,
-        tuple(labels.tolist()),
-        marks,
+        rows=tuple(_rows(module, label, batch, abs_max, bits, np.flatnonzero(counts))),
+        batches=tuple(
+            (number, *least.get(number, (np.nan, "")), number in skipped) for number in numbers.tolist()
+        ),
+        marks=tuple(marks),
+        failure=failure,
+        num_rows=len(batch),
+        path=trace.path,
+        rank=trace.rank,
+        lost_frames=trace.lost_frames,
     )
 
 
-def _mark(text: str | None, batch: int, module: str, label: str, kind: Any) -> Mark:
-    return Mark(kind, batch, module, label, str(Note(kind, text or "")))
+def _rows(
+    module: Strings, label: Strings, batch: _Array, abs_max: _Array, bits: _Array, records: _Array
+) -> list[Row]:
+    """Return a row for each module by the records that count, the one with the least headroom first."""
+    codes = module.codes
+    # Modules in the order of their first calls, and the record with the least headroom in each batch of a module.
+    _, first = np.unique(codes, return_index=True)
+    order = np.zeros(len(module.values) + 1, np.int64)
+    order[codes[first]] = first
+    keys = order[codes[records]] * (1 + int(batch.max(initial=0))) + batch[records]
+    cells = _firsts(keys, bits[records], records)
+    worst = _firsts(order[codes[cells]], bits[cells], cells)
+    trends = _trends(codes[cells], batch[cells], bits[cells], len(module.values))
+    failed = np.bincount(codes[cells][np.isneginf(bits[cells])], minlength=len(module.values))
+    return [
+        Row(
+            module.text(i), float(bits[i]), int(batch[i]), float(abs_max[i]), float(trends[codes[i]]),
+            int(failed[codes[i]]), label.text(i),
+        )
+        for i in worst[np.argsort(bits[worst], kind="stable")].tolist()
+    ]  # fmt: skip
 
 
-def _by_first_call(module: Strings) -> tuple[Array, Array]:
-    """Return the codes in the order of their first rows, and for each code its place in that order."""
-    first = np.full(len(module.values), len(module.codes))
-    # The last of the values assigned to one place stays.
-    first[module.codes[::-1]] = np.arange(len(module.codes))[::-1]
-    order = np.argsort(first, kind="stable")[: np.count_nonzero(first < len(module.codes))]
-    place = np.zeros(len(first), np.int64)
-    place[order] = np.arange(len(order))
-    return order, place
+def _firsts(keys: _Array, bits: _Array, records: _Array) -> _Array:
+    """Return the record with the fewest bits for each key, in the order of the keys: the earliest of equal ones."""
+    ordered = np.lexsort((bits, keys))
+    _, starts = np.unique(keys[ordered], return_index=True)
+    chosen: _Array = records[ordered[starts]]
+    return chosen
 
 
-def _each(column: Strings, value: Any, absent: float | bool | str) -> Array:
-    """Return `value` of each row's string, which is asked once for each string; `absent` for none."""
-    found: Array = np.array([*map(value, column.values), absent])[column.codes]
-    return found
+def _trends(codes: _Array, batch: _Array, bits: _Array, number: int) -> _Array:
+    """Return for each module the slope of the least-squares line through its finite points, by 100 batches."""
+    is_point = np.isfinite(bits)
+    codes, x, y = codes[is_point], batch[is_point].astype(float), bits[is_point]
+    count = np.bincount(codes, minlength=number)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        x = x - (np.bincount(codes, x, number) / count)[codes]
+        slopes = 100 * np.bincount(codes, x * y, number) / np.bincount(codes, x * x, number)
+    trends: _Array = np.where(count >= _LEAST_POINTS, slopes, np.nan)
+    return trends
+
+
+def _each(column: Strings, is_meant: Any) -> _Array:
+    """Return for each row whether its string is meant, which is asked once for each string."""
+    flags: _Array = np.array([*map(is_meant, column.values), False], bool)[column.codes]
+    return flags

@@ -149,7 +149,7 @@ def test_pages_are_written_and_named(place: Path, capsys: pytest.CaptureFixture[
     assert "They part at weight of 2" in (place / "d.html").read_text(encoding="utf-8")
     heading = run(capsys, "show", "a.parquet")[1].splitlines()[0]
     for more, expected in (
-        ((), "Headroom of every module over the run"),
+        ((), "How near the run came to overflow"),
         (("--batch", "1"), "All finite up to batch 1"),
     ):
         one = ("show", "a.parquet", *more)
