@@ -18,7 +18,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from nanwatch.blackbox import story
-from nanwatch.compare import comparison, results
+from nanwatch.compare import comparison, twice
 from nanwatch.report import report, spike
 from nanwatch.report.finding_text import Explanation
 from nanwatch.scan import result as scans
@@ -32,7 +32,7 @@ DOCUMENTS: dict[str, tuple[type, str, int, dict[str, Any], dict[str, Any]]] = {
     "blackbox": (story.BlackBoxReport, story.SCHEMA, story.VERSION, {}, {}),
     "comparison": (comparison.Comparison, "nanwatch.comparison", result.VERSION, {}, {}),
     "difference": (difference.Difference, "nanwatch.difference", result.VERSION, {}, {"equal": bool}),
-    "repetition": (results.Repetition, "nanwatch.repetition", result.VERSION, {}, {"equal": bool}),
+    "repetition": (twice.Repetition, "nanwatch.repetition", result.VERSION, {}, {"equal": bool}),
     "scan": (scans.Scan, scans.SCHEMA, scans.VERSION, {"is_faithful": bool}, {"is_sound": bool}),
 }
 _PLAIN = {str: "string", int: "integer", bool: "boolean", type(None): "null"}

@@ -9,8 +9,8 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ..compare.models import compare
 from ..compare.recording import EnoughError, Recorder, Recording, TensorPrint
 from ..compare.traces import compare_traces
 from ..compare.trials import TRIALS
-from ..compare.twice import Request, examine
+from ..compare.twice import examine
 from ..trace.comparison import RTOL, diff
 from ..trace.difference import KINDS
 from ..trace.trace_file import Trace
@@ -173,7 +173,7 @@ def twice_main(arguments: list[str]) -> int:
         command = [*(["-m"] if is_module else []), target, *rest]
         with tempfile.TemporaryDirectory(prefix="nanwatch-twice-") as folder:
             file = Path(folder, "recording.json")
-            run = partial(_run, file=file, command=command, most_batches=options.batches, since=time.time())
+            run = partial(_run, file=file, command=command, limit=options.batches, since=time.time())
             result = examine(run, os.path.basename(target), options.times, TRIALS, tell)
         if result.equal and result.error:
             raise UseError(f"the runs are bit-equal, but each ended by {result.error}")
@@ -183,20 +183,21 @@ def twice_main(arguments: list[str]) -> int:
 
 
 def _run(
-    request: Request, *, file: Path, command: list[str], most_batches: int | None, since: float
+    names: Sequence[str],
+    most_batches: int | None,
+    *,
+    file: Path,
+    command: list[str],
+    limit: int | None,
+    since: float,
 ) -> Recording:
     """Run the script in a process and return its recording. Raise UseError when its model is never called."""
-    limits = [most for most in (request.most_batches, most_batches) if most is not None]
-    asked = {
-        **asdict(request),
-        "most_batches": min(limits, default=None),
-        "file": str(file),
-        "since": since,
-    }
+    limits = [most for most in (most_batches, limit) if most is not None]
+    request = {"trials": names, "most_batches": min(limits, default=None), "file": str(file), "since": since}
     file.unlink(missing_ok=True)
     # A watch in the script would be before the calls that are to be recorded.
-    environment = {**os.environ, "NANWATCH": "0", _VARIABLE: json.dumps(asked)}
-    for name in request.trials:
+    environment = {**os.environ, "NANWATCH": "0", _VARIABLE: json.dumps(request)}
+    for name in names:
         environment |= TRIALS[name].environment
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     interpreter = [sys.executable, *flags, "-m", "nanwatch", "twice", *command]
@@ -206,11 +207,12 @@ def _run(
     if not file.exists():
         last = done.stderr.strip().rpartition("\n")[2] or "it printed nothing on stderr"
         raise UseError(f"the script ended by status {done.returncode}: {last}")
-    recording = Recording.from_json(file.read_text(encoding="utf-8"))
+    recording = Recording(**json.loads(file.read_text(encoding="utf-8")))
+    recording.tensors = [TensorPrint(*values) for values in recording.tensors]
     if len(recording.tensors) == bool(recording.error):
         why = recording.error or "it called no module and made no optimizer step in its own process"
         raise UseError(f"there is nothing to compare in {command[-1]}: {why}")
-    if recording.error and request.trials:
+    if recording.error and names:
         raise RuntimeError(recording.error)
     return recording
 
@@ -251,5 +253,5 @@ def _record(request: dict[str, Any], target: str, arguments: list[str], *, is_mo
         batch = max(recording.batches - 1, 0)
         recording.tensors.append(TensorPrint(batch, "result", "", "", "exception", recording.error, bits=0))
     if os.getpid() == process:  # else a forked child that has come to the script's end
-        Path(request["file"]).write_text(recording.to_json(), encoding="utf-8")
+        Path(request["file"]).write_text(json.dumps(vars(recording)), encoding="utf-8")
     return status

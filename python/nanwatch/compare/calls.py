@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,17 +16,66 @@ from torch.compiler import is_compiling
 
 from ..instrumentation.slot import TemporaryWrapper, attached
 from ..recording.walk import Leaf, call_leaves, leaves
-from ..util.modules import each_module, has_parameters, is_in
+from ..util.modules import WeakIdentityDict, each_module, has_parameters, is_in
 from ..util.visible import first_few, module_name
-from .tensors import KeptTensor, Store, side_by_side, sum_of_two
-from .words import weight_of
 
+# By precision.
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 COMPILED = "_orig_mod"  # the part of a path that torch.compile adds
+# Attributes of a module in which a compiled function takes the place of its own.
+IN_PLACE = ("_compiled_call_impl", "forward")
 SUM = -1  # index of the sum of the first two values of a call
 # Values of a call's inputs or outputs that are tried against those of the other side.
 _VALUES = 4
 # Path of the module, and which of its calls it is.
 Key = tuple[str, int]
+
+
+def coarsest(*dtypes: torch.dtype) -> torch.dtype:
+    """Return the dtype with the fewest bits of precision."""
+    return max(dtypes, key=FLOATS.index)
+
+
+def most_common(dtypes: Iterable[torch.dtype], otherwise: torch.dtype) -> torch.dtype:
+    """Return the commonest of the floating-point dtypes, or `otherwise` where there is none."""
+    return next((dtype for dtype, _ in Counter(dtypes).most_common() if dtype in FLOATS), otherwise)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """Return the tensor as rows, its last dimension."""
+    return x.reshape(-1, x.shape[-1] if x.ndim else 1)
+
+
+class Tokens:
+    """Which tokens count: a mask of shape (batch, length), or None for all."""
+
+    def __init__(self, mask: Tensor | None) -> None:
+        self._mask = None if mask is None else mask.detach().to("cpu", torch.bool)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return the rows of the tokens that count. A tensor without padding has no others."""
+        mask, lead = self._mask, x.shape[:-1]
+        if mask is None:
+            return rows_of(x)
+        if lead[:2] == mask.shape:
+            chosen = mask.reshape(*mask.shape, *(1,) * (len(lead) - 2)).expand(lead)
+        elif len(lead) == 3 and (lead[0], lead[2]) == mask.shape:  # heads before tokens
+            chosen = mask[:, None, :].expand(lead)
+        elif lead == (mask.numel(),):
+            chosen = mask
+        else:
+            return rows_of(x)
+        return rows_of(x)[chosen.reshape(-1)]
+
+    def pair(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the rows of both in the same layout, or None where the shapes do not go together."""
+        if a.ndim == b.ndim == 4 and a.shape != b.shape == a.transpose(1, 2).shape:
+            b = b.transpose(1, 2)  # heads before tokens on one side, after them on the other
+        rows_a, rows_b = self.rows(a), self.rows(b)
+        width = max(rows_a.shape[-1], rows_b.shape[-1])
+        if rows_a.numel() != rows_b.numel() or not rows_a.numel() or rows_a.numel() % width:
+            return None
+        return rows_a.reshape(-1, width).to(torch.float64), rows_b.reshape(-1, width).to(torch.float64)
 
 
 @dataclass(eq=False)
@@ -44,8 +93,8 @@ class ModuleCall:
     start: int
     end: int = 0
     is_leaf: bool = True
-    inputs: list[KeptTensor] = field(default_factory=list)
-    outputs: list[KeptTensor] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
     weight_shape: tuple[int, ...] = ()
 
     @property
@@ -59,7 +108,7 @@ class ModuleCall:
 
 
 # Calls of one run, by their keys.
-Runs = dict[Key, ModuleCall]
+Run = dict[Key, ModuleCall]
 
 
 @dataclass(frozen=True)
@@ -104,32 +153,41 @@ class CallPair:
 
 def innermost(calls: Sequence[ModuleCall], start: int, end: int) -> ModuleCall:
     """Return the innermost call from one time to another."""
-    around = (call for call in calls if call.start <= start and call.end >= end)
-    return max(around, key=lambda call: call.start)
+    return max(
+        (call for call in calls if call.start <= start and call.end >= end), key=lambda call: call.start
+    )
 
 
-def unmatched(calls: Sequence[ModuleCall], pairs: Sequence[CallPair], start: int, end: int) -> str:
+def unmatched(
+    calls: Sequence[ModuleCall], pairs: Sequence[CallPair], start: int = -1, end: int = 1 << 62
+) -> str:
     """Name the modules with parameters that are called between two times and that no pair has."""
     known = {id(call) for pair in pairs for side in pair.sides for call in side}
-    between = [call for call in calls if start < call.start and call.end < end and call.is_leaf]
     alone = [
-        module_name(call.path)
-        for call in between
-        if id(call) not in known and call.module is not None and has_parameters(call.module)
+        call
+        for call in calls
+        if call.is_leaf and id(call) not in known and start < call.start < call.end < end
     ]
-    return first_few(alone, 2)
+    return first_few(
+        [module_name(call.path) for call in alone if call.module is not None and has_parameters(call.module)],
+        2,
+    )
 
 
-def value(calls: Sequence[ModuleCall], kind: str, index: int) -> KeptTensor | None:
+def value(calls: Sequence[ModuleCall], kind: str, index: int) -> Tensor | None:
     """Return a value of the call, or the SUM of two; those of several calls, which had one input, side by side."""
     values = []
     for call in calls if kind == "outputs" else calls[:1]:
-        kept: list[KeptTensor] = getattr(call, kind)[:_VALUES]
-        chosen = sum_of_two(kept) if index == SUM else kept[index] if index < len(kept) else None
-        if chosen is None:
+        kept: list[Tensor] = getattr(call, kind)[:_VALUES]
+        if index == SUM and len(kept) > 1 and kept[0].shape == kept[1].shape and kept[0].is_floating_point():
+            values.append(kept[0] + kept[1])  # perhaps `hidden` and `residual`
+        elif 0 <= index < len(kept):
+            values.append(kept[index])
+        else:
             return None
-        values.append(chosen)
-    return values[0] if len(values) == 1 else side_by_side(values)
+    if len(values) > 1 and len({x.shape[:-1] for x in values}) == 1:
+        return torch.cat(values, -1)
+    return values[0] if len(values) == 1 else None
 
 
 def num_values(calls: Sequence[ModuleCall], kind: str) -> int:
@@ -137,13 +195,15 @@ def num_values(calls: Sequence[ModuleCall], kind: str) -> int:
     return min(len(getattr(calls[0], kind)), _VALUES)
 
 
+def compiled_in_place(module: nn.Module) -> dict[str, Any]:
+    """Return the compiled functions that `module.compile()`, or an assignment, has put into a module."""
+    space = vars(module)
+    return {name: space[name] for name in IN_PLACE if hasattr(space.get(name), "_torchdynamo_orig_callable")}
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return whether torch.compile made the module, or compiled its call or its forward."""
-    space = vars(module)
-    is_in_place = "_compiled_call_impl" in space or hasattr(
-        space.get("forward"), "_torchdynamo_orig_callable"
-    )
-    return COMPILED in module._modules or is_in_place
+    return COMPILED in module._modules or bool(compiled_in_place(module))
 
 
 def plain_path(path: str) -> str:
@@ -151,13 +211,28 @@ def plain_path(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != COMPILED)
 
 
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the floating-point parameters and buffers, the weight with a row for each output."""
+    kept = {**module._parameters, **module._buffers}
+    tensors = {name: x.detach() for name, x in kept.items() if x is not None and _is_read(x)}
+    # transformers' Conv1D keeps its weight turned.
+    if type(module).__name__ == "Conv1D" and "weight" in tensors and tensors["weight"].ndim == 2:
+        tensors["weight"] = tensors["weight"].t()
+    return tensors
+
+
+def _is_read(x: Tensor) -> bool:
+    return x.is_floating_point() and x.layout is torch.strided and not x.is_meta and x.numel() > 0
+
+
 @contextmanager
-def recorded(model: nn.Module, store: Store) -> Iterator[list[ModuleCall]]:
+def recorded(model: nn.Module, most_bytes: int) -> Iterator[list[ModuleCall]]:
     """Record the calls that this thread makes of the model and its parts, in the order in which they end.
 
-    Compiled modules are left as they are: only calls of the compiled module itself are recorded.
+    Compiled modules are left as they are: only calls of the compiled module itself are recorded. Raise ValueError where
+    the copies of tensors need more memory.
     """
-    log = _CallLog(store)
+    log = _CallLog(most_bytes)
     compiled: list[str] = []
     wrappers = []
     for path, module in each_module(model):
@@ -168,6 +243,41 @@ def recorded(model: nn.Module, store: Store) -> Iterator[list[ModuleCall]]:
         wrappers.append(_Wrapper(module, plain_path(path), log))
     with attached(wrappers):
         yield log.calls
+
+
+class _CallLog:
+    """Calls of one run, and copies of their tensors."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.calls: list[ModuleCall] = []
+        self.inside: list[ModuleCall] = []
+        self.thread = threading.get_ident()
+        self.clock = itertools.count()
+        self.occurrences: Counter[str] = Counter()
+        self._most_bytes = self._left = most_bytes
+        self._copies: WeakIdentityDict[tuple[int, Tensor]] = WeakIdentityDict()
+
+    def kept(self, values: list[Leaf]) -> list[Tensor]:
+        """Return copies of the tensors among the values; that of a tensor, unchanged since, is one object."""
+        copies = []
+        for _, x in values:
+            if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_meta:
+                continue
+            if x.dtype is torch.bool or not x.numel():
+                continue
+            version = -1 if x.is_inference() else x._version
+            known = self._copies.get(x)
+            if known is None or known[0] != version or version == -1:
+                flat = torch.view_as_real(x.detach()).flatten(-2) if x.is_complex() else x.detach()
+                known = self._copies[x] = version, flat.to("cpu", copy=True)
+                self._left -= known[1].nbytes
+            if self._left < 0:
+                raise ValueError(
+                    f"the tensors of a run take more than most_bytes={self._most_bytes:,}; pass fewer tokens, a part of"
+                    " the model, or a larger most_bytes"
+                )
+            copies.append(known[1])
+        return copies
 
 
 class _Wrapper(TemporaryWrapper):
@@ -183,52 +293,21 @@ class _Wrapper(TemporaryWrapper):
         log = self._log
         if is_compiling() or threading.get_ident() != log.thread:
             return self.run_inner(module, args, kwargs)
-        call = log.begin(module, self._path, call_leaves(args, kwargs))
+        parent = log.inside[-1] if log.inside else None
+        if parent is not None:
+            parent.is_leaf = False
+        key = (self._path, log.occurrences[self._path])
+        log.occurrences[self._path] += 1
+        call = ModuleCall(key, type(module).__name__, module, parent, next(log.clock))
+        call.inputs = log.kept(call_leaves(args, kwargs))
+        weight = module._parameters.get("weight")
+        call.weight_shape = () if weight is None else tuple(weight.shape)
+        log.inside.append(call)
         try:
             result = self.run_inner(module, args, kwargs)
         finally:
             log.inside.pop()
-        log.end(call, leaves(result, "output"))
+        call.end = next(log.clock)
+        call.outputs = [x for x in log.kept(leaves(result, "output")) if x.is_floating_point()]
+        log.calls.append(call)
         return result
-
-
-class _CallLog:
-    """Calls of one run."""
-
-    def __init__(self, store: Store) -> None:
-        self.calls: list[ModuleCall] = []
-        self.inside: list[ModuleCall] = []
-        self.thread = threading.get_ident()
-        self._store = store
-        self._clock = itertools.count()
-        self._occurrences: Counter[str] = Counter()
-
-    def begin(self, module: nn.Module, path: str, inputs: list[Leaf]) -> ModuleCall:
-        """Return a call that begins, inside those that are under way."""
-        parent = self.inside[-1] if self.inside else None
-        if parent is not None:
-            parent.is_leaf = False
-        key = (path, self._occurrences[path])
-        self._occurrences[path] += 1
-        name, weight = type(module).__name__, weight_of(module)
-        call = ModuleCall(key, name, module, parent, next(self._clock), inputs=self._keep(inputs))
-        call.weight_shape = () if weight is None else tuple(weight.shape)
-        self.inside.append(call)
-        return call
-
-    def end(self, call: ModuleCall, outputs: list[Leaf]) -> None:
-        """End the call, whose outputs these are."""
-        call.end = next(self._clock)
-        call.outputs = [kept for kept in self._keep(outputs) if kept.rows.is_floating_point()]
-        self.calls.append(call)
-
-    def _keep(self, values: list[Leaf]) -> list[KeptTensor]:
-        return [
-            self._store.keep(x)
-            for _, x in values
-            if isinstance(x, Tensor)
-            and x.layout is torch.strided
-            and not x.is_meta
-            and x.numel()
-            and x.dtype is not torch.bool
-        ]

@@ -6,9 +6,8 @@ The runs come from two models (`models.py`) or from two traces with sketches (`t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from math import hypot, isfinite
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +15,13 @@ from torch import Tensor
 from ..numerics.readable import dtype_name
 from ..trace.result import Errors, errors_between
 from ..util.visible import module_name
-from .calls import SUM, CallPair, ModuleCall, Runs, innermost, num_values, unmatched, value
+from .calls import SUM, CallPair, ModuleCall, Run, Tokens, innermost, num_values, unmatched, value
 from .comparison import Comparison, ModuleError
-from .tensors import KeptTensor, Tokens
-from .words import by_token, module_differences, shape_of_difference
+from .words import module_differences, shape_of_difference
 
 # A difference that is this many times larger than what is left of it after the module is one of convention.
 _VANISHED = 100.0
-KINDS = ("inputs", "outputs")
+_KINDS = ("inputs", "outputs")
 # Outputs that are further apart are never equal, in units of the narrowest format. Products of 16 bits are summed in
 # float32, those of others in the format itself. Pairs that compute the same stay below 0.5 and 4.
 _UNITS_OF_16_BITS, _UNITS = 8, 64
@@ -33,42 +31,29 @@ _ROUNDED = 3.0
 _MOST_REMARKS = 5
 # Kind of values, and of which calls.
 Event = tuple[str, CallPair]
-_NONE = 1 << 30  # index of a range, which has no values to look at
 
 
-class Side(Protocol):
-    """Calls of one side of a comparison, in the order of their starts, and its dtype."""
+class Noise(NamedTuple):
+    """How the noise floor was measured.
 
-    calls: list[ModuleCall]
-    dtype: torch.dtype
-
-
-class TwoRuns(NamedTuple):
-    """Two runs of one side (0 or 1), whose distance is noise: in low and in high precision, or with rounded weights."""
-
-    side: int
-    first: Runs
-    second: Runs
-
-
-@dataclass
-class Noise:
-    """Sources of the noise floor: runs in two precisions of one side or both, and with rounded weights.
-
-    `coarse` is the precision that both sides have at least, and `words` say how the floor was measured.
+    `coarse` is the precision that both sides have at least, and `narrowest` that of their weights too. `runs` are
+    (side, run in low precision, run in high precision), and `words` say so. `shaken` are (side, run, run with weights
+    as far away as rounding may have put them).
     """
 
     coarse: torch.dtype
-    measured: list[TwoRuns] = field(default_factory=list)
-    rounded: list[TwoRuns] = field(default_factory=list)
-    words: str = ""
+    narrowest: torch.dtype
+    runs: Sequence[tuple[int, Run, Run]]
+    words: str
+    shaken: Sequence[tuple[int, Run, Run]] = ()
 
-    def floor(self, noise: list[float], rounded: list[float], factor: float) -> float:
-        """Return the floor by the noise of the less noisy side, and by what rounded weights make of both."""
+    def floor(self, errors: list[float], shaken: list[float], factor: float) -> float:
+        """Return the floor by the rounding errors of the less noisy side, and by what shaken weights make of both."""
         eps = torch.finfo(self.coarse).eps
+        # float64 is measured by float32, as nothing is more precise.
         scale = eps / torch.finfo(torch.float32).eps if self.coarse is torch.float64 else 1.0
-        least = eps / 4 if noise else 4 * eps
-        return max(least, scale * min(noise, default=0.0)) + _ROUNDED / factor * hypot(*rounded)
+        least = max(eps / 4, scale * min(errors)) if errors else 4 * eps
+        return least + _ROUNDED / factor * hypot(*shaken)
 
 
 class EventErrors(NamedTuple):
@@ -89,32 +74,22 @@ class Comparer:
 
     def __init__(
         self,
-        sides: tuple[Side, Side],
+        calls: tuple[Sequence[ModuleCall], Sequence[ModuleCall]],
         pairs: list[CallPair],
         tokens: Tokens,
         factor: float,
         noise: Noise,
-        *,
-        narrowest: torch.dtype | None = None,
-        conventions: dict[Any, str] | None = None,
+        conventions: dict[Any, str],
     ) -> None:
         self.pairs = pairs
-        self.conventions = {} if conventions is None else conventions
         self.remarks: list[str] = []
-        self._sides = sides
+        self._calls = calls
         self._tokens = tokens
         self._factor = factor
         self._noise = noise
-        self._narrowest = narrowest or noise.coarse
-        # The noise of one range may be 0 by chance, that of all outputs is known.
-        self._range_floor = 4 * torch.finfo(noise.coarse).eps
-        outputs = {("outputs", pair): self._compare(("outputs", pair)) for pair in pairs}
-        floors = [compared.floor for compared in outputs.values() if compared is not None]
-        self._range_floor = max(floors, default=self._range_floor)
-        self.events: dict[Event, EventErrors | None] = {}
-        for pair in pairs:
-            self.events["inputs", pair] = self._compare(("inputs", pair))
-            self.events["outputs", pair] = outputs["outputs", pair]
+        self._conventions = conventions
+        events = [(kind, pair) for pair in self.pairs for kind in _KINDS]
+        self._events = {event: self._compare(event) for event in events}
 
     def compare(self) -> Comparison:
         """Return the result."""
@@ -123,26 +98,29 @@ class Comparer:
         if event is not None and last is not None:
             pair, where = self._blame(event, last)
             first, likely = self.module_error(pair), self._looks_like(event, pair)
-        rows = tuple(row for pair in self.pairs if (row := self.module_error(pair)).error is not None)
-        calls_a, calls_b = (len(side.calls) for side in self._sides)
+        errors = tuple(row for pair in self.pairs if (row := self.module_error(pair)).error is not None)
+        calls_a, calls_b = (len(calls) for calls in self._calls)
         return Comparison(
-            equal, first, where, tuple(likely), why, self._noise.words, self._factor, calls_a, calls_b, rows,
+            equal, first, where, tuple(likely), why, self._noise.words, self._factor, calls_a, calls_b, errors,
             tuple(dict.fromkeys(self.remarks))[:_MOST_REMARKS],
         )  # fmt: skip
 
     def differs(self, event: Event) -> bool:
         """Return whether an event is above the noise."""
-        compared = self.events[event]
+        compared = self._events[event]
         return compared is not None and compared.ratio > self._factor
 
     def agrees(self, pair: CallPair) -> bool:
         """Return whether neither inputs nor outputs of the pair are above the noise."""
-        return not any(self.differs((kind, pair)) for kind in KINDS)
+        return not any(self.differs((kind, pair)) for kind in _KINDS)
+
+    def lone_modules(self) -> str:
+        """Name modules with parameters that were called on one side alone."""
+        return "".join(unmatched(calls, self.pairs) for calls in self._calls)
 
     def module_error(self, pair: CallPair) -> ModuleError:
-        """Return the row of a pair, which need not be one of those that were matched."""
-        before, after = (self.events.get((kind, pair)) or self._compare((kind, pair)) for kind in KINDS)
-        along = None if after is None else by_token(after.errors.rows, after.shape)
+        """Return the errors of a pair, which need not be one of those that were matched."""
+        before, after = (self._events.get((kind, pair)) or self._compare((kind, pair)) for kind in _KINDS)
         return ModuleError(
             *pair.names,
             pair.a[0].class_name,
@@ -150,7 +128,6 @@ class Comparer:
             None if before is None else before.errors.total,
             None if after is None else after.errors.total,
             0.0 if after is None else after.floor,
-            () if along is None else tuple(along.tolist()),
             None if after is None else after.errors.cosine,
             None if after is None else after.errors.largest_difference,
         )
@@ -160,71 +137,68 @@ class Comparer:
     def _first(self) -> tuple[bool | None, Event | None, Event | None, str]:
         """Return whether the models are equal, the first event that differs, the last before, and why none."""
         root = next((pair for pair in self.pairs if pair.a[0].parent is None), None)
-        error = None if root is None else self.events["outputs", root]
-        if root is None or error is None:
+        result = None if root is None else self._events["outputs", root]
+        if root is None or result is None:
             return None, None, None, "the outputs of the two models have shapes that do not go together"
         if self.differs(("inputs", root)):
             words = "; ".join(self._looks_like(("inputs", root), root))
             return None, None, None, f"the models were not given the same inputs{words and f' ({words})'}"
         last, largest = None, 0.0
-        for event in sorted(self.events, key=lambda event: event[1].time(event[0], 0)):
-            compared = self.events[event]
+        for event in sorted(self._events, key=lambda event: event[1].time(event[0], 0)):
+            compared = self._events[event]
             if compared is None:
                 continue
+            size = compared.errors.total
             if not self.differs(event):
                 last = event
             elif words := self._convention(event):
                 self.remarks.append(words)
-            elif not self._noise.measured and compared.errors.total <= self._factor * largest:
-                grown = (
-                    f"the error grows from {largest:.2g} to {compared.errors.total:.2g} at {event[1].name}"
-                )
-                return (
-                    None,
-                    None,
-                    None,
-                    f"{grown} without a jump, as rounding does, and the floor is not known",
-                )
+            elif not self._noise.runs and size <= self._factor * largest:
+                grown = f"the error grows from {largest:.2g} to {size:.2g} at {event[1].name} without a jump"
+                return None, None, None, f"{grown}, as rounding does, and the floor is not known"
             else:
                 why = "" if last else f"nothing could be compared before {_spell(event)}, which differs"
                 return False, event, last, why
-            largest = max(largest, compared.errors.total)
+            largest = max(largest, size)
         # The runs that the noise was measured in may have the fault too.
-        units = _UNITS if torch.finfo(self._narrowest).bits > 16 else _UNITS_OF_16_BITS
-        if error.errors.total > units * torch.finfo(self._narrowest).eps:
-            size = f"{error.errors.total:.2g} apart, more than {units} units of {dtype_name(self._narrowest)}"
-            return False, None, None, f"the outputs are {size}, and what measured the noise is as far off"
+        narrowest = torch.finfo(self._noise.narrowest)
+        units = _UNITS if narrowest.bits > 16 else _UNITS_OF_16_BITS
+        if (size := result.errors.total) > units * narrowest.eps:
+            apart = f"{size:.2g} apart, more than {units} units of {dtype_name(self._noise.narrowest)}"
+            return False, None, None, f"the outputs are {apart}, and what measured the noise is as far off"
         return True, None, None, ""
 
     def _convention(self, event: Event) -> str:
         """Return in words where the difference is gone: at the output of the module or of one around it."""
         kind, pair = event
         key = (kind, *(tuple(call.key for call in side) for side in pair.sides))
-        compared = self.events[event]
+        compared = self._events[event]
         for outer in reversed(self.pairs):
             is_same = outer is pair and kind == "inputs"
             is_around = outer.a[0].holds(pair.a[0]) and not self.differs(("inputs", outer))
-            after = self.events["outputs", outer]
+            after = self._events["outputs", outer]
             if compared is None or after is None or not (is_same or is_around):
                 continue
             if after.ratio <= self._factor and compared.errors.total > _VANISHED * after.errors.total:
                 gone = _spell(("outputs", outer))
-                self.conventions[key] = f"{_spell(event)} differs, which is gone at {gone}"
+                self._conventions[key] = f"{_spell(event)} differs, which is gone at {gone}"
                 break
-        return self.conventions.get(key, "")
+        return self._conventions.get(key, "")
 
     def _blame(self, event: Event, last: Event) -> tuple[CallPair, str]:
         """Return the innermost calls with the last event that agrees and the first that does not, and where in them."""
         kind, pair = event
-        is_fed = self.events["inputs", pair] is not None or not (pair.a[0].inputs and pair.b[0].inputs)
+        is_fed = self._events["inputs", pair] is not None or not (pair.a[0].inputs and pair.b[0].inputs)
         if kind == "outputs" and pair.a[0].is_leaf and is_fed:
             return pair, ""
         where = f"in its own code, between {_spell(last)}, which agrees, and {_spell(event)}, which does not"
-        calls = [side.calls for side in self._sides]
-        times = [sorted((last[1].time(last[0], i), pair.time(kind, i))) for i in (0, 1)]
-        a, b = (innermost(calls[i], *times[i]) for i in (0, 1))
+        times = [sorted((last[1].time(last[0], side), pair.time(kind, side))) for side in (0, 1)]
+        a, b = (innermost(calls, *between) for calls, between in zip(self._calls, times, strict=True))
         if not (a.is_leaf or b.is_leaf):  # of a leaf nothing inside shows
-            alone_a, alone_b = (unmatched(calls[i], self.pairs, *times[i]) for i in (0, 1))
+            alone_a, alone_b = (
+                unmatched(calls, self.pairs, *between)
+                for calls, between in zip(self._calls, times, strict=True)
+            )
             if alone_a and alone_b:
                 where += f". There A calls {alone_a} and B {alone_b}, which were not matched: compare them"
             elif alone_a or alone_b:
@@ -233,13 +207,13 @@ class Comparer:
 
     def _looks_like(self, event: Event, pair: CallPair) -> list[str]:
         """Return in words what may make the difference of an event, for which a pair of calls is blamed."""
-        words, compared = list[str](), self.events[event]
+        words, compared = list[str](), self._events[event]
         if event[0] == "outputs" and all(len(modules) == 1 for modules in pair.modules):
-            words = module_differences(*pair.modules, is_leaf=pair.a[0].is_leaf)
+            words = module_differences(pair)
         if compared is not None and (rows := self._values(event, compared.values)) is not None:
             parts = max(pair.sides, key=len)
-            words += _part_of_difference(parts, *rows[1:], self._factor * compared.floor)
-            words += shape_of_difference(*rows[1:], compared.errors, compared.shape, compared.floor)
+            words += _part_of_difference(parts, *rows, self._factor * compared.floor)
+            words += shape_of_difference(*rows, compared.errors, compared.shape, compared.floor)
         return words
 
     # The errors of an event.
@@ -247,8 +221,6 @@ class Comparer:
     def _compare(self, event: Event) -> EventErrors | None:
         """Compare the inputs or the outputs of a pair, or return None where they do not go together."""
         kind, pair = event
-        if kind == "inputs" and any(kept.is_range for side in pair.sides for kept in side[0].inputs):
-            return self._compare_ranges(pair.a[0].inputs, pair.b[0].inputs)
         count_a, count_b = (num_values(side, kind) for side in pair.sides)
         if kind == "outputs" and count_a == count_b > 1:
             each = [errors for i in range(count_a) if (errors := self._compare_values(event, (i, i)))]
@@ -261,57 +233,41 @@ class Comparer:
         candidates = [errors for errors in (next(main, None), *sums) if errors is not None]
         return min(candidates, key=lambda errors: errors.errors.total, default=None)
 
-    def _compare_ranges(self, a: Sequence[KeptTensor], b: Sequence[KeptTensor]) -> EventErrors | None:
-        """Compare ranges of inputs. Positions or a mask may agree where the hidden state does not, so each input of
-        one side needs a counterpart.
-        """
-        fewer, more = sorted((a, b), key=len)
-        rows = [[errors_between(x.rows, y.rows) for y in more] for x in fewer]
-        nearest = [min(row, key=lambda errors: errors.total) for row in rows if row]
-        worst = max(nearest, default=None, key=lambda errors: errors.total)
-        # Where one side gives hidden and residual apart, their sum is not known.
-        if worst is None or (len(a) != len(b) and worst.total > self._factor * self._range_floor):
-            return None
-        return EventErrors(worst, self._range_floor, worst.total / self._range_floor, (), (_NONE, _NONE))
-
     def _compare_values(self, event: Event, values: tuple[int, int]) -> EventErrors | None:
         rows = self._values(event, values)
         if rows is None:
             return None
-        errors = errors_between(*rows[1:])
-        measured, rounded = (
-            self._noise_of(runs, event, values) for runs in (self._noise.measured, self._noise.rounded)
+        errors = errors_between(*rows)
+        noise, shaken = (
+            self._noise_of(runs, event, values) for runs in (self._noise.runs, self._noise.shaken)
         )
         whole, worst = (
-            self._noise.floor(
-                [getattr(noise, of) for noise in measured],
-                [getattr(noise, of) for noise in rounded],
-                self._factor,
-            )
+            self._noise.floor([getattr(x, of) for x in noise], [getattr(x, of) for x in shaken], self._factor)
             for of in ("total", "worst_row")
         )
-        return EventErrors(
-            errors, whole, max(errors.total / whole, errors.worst_row / worst), rows[0], values
-        )
+        ratio = max(errors.total / whole, errors.worst_row / worst)
+        first = value(event[1].a, event[0], values[0])
+        return EventErrors(errors, whole, ratio, () if first is None else tuple(first.shape), values)
 
-    def _noise_of(self, runs: list[TwoRuns], event: Event, values: tuple[int, int]) -> list[Errors]:
+    def _noise_of(
+        self, between: Sequence[tuple[int, Run, Run]], event: Event, values: tuple[int, int]
+    ) -> list[Errors]:
         """Return the errors between the two runs of each side."""
         kind, pair = event
         noise = []
-        for side, *both in runs:
+        for side, *runs in between:
             keys = [call.key for call in pair.sides[side]]
-            if all(key in run for key in keys for run in both):
-                low, high = (value([run[key] for key in keys], kind, values[side]) for run in both)
+            if all(key in run for key in keys for run in runs):
+                low, high = (value([run[key] for key in keys], kind, values[side]) for run in runs)
                 rows = None if low is None or high is None else self._tokens.pair(high, low)
                 noise += [] if rows is None else [errors_between(*rows)]
         return [errors for errors in noise if isfinite(errors.total)]  # a low run may overflow
 
-    def _values(self, event: Event, values: tuple[int, int]) -> tuple[tuple[int, ...], Tensor, Tensor] | None:
-        """Return A's shape and the rows of both sides."""
+    def _values(self, event: Event, values: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+        """Return the rows of both sides."""
         kind, pair = event
         a, b = (value(side, kind, index) for side, index in zip(pair.sides, values, strict=True))
-        rows = None if a is None or b is None else self._tokens.pair(a, b)
-        return None if rows is None or a is None else (a.shape, *rows)
+        return None if a is None or b is None else self._tokens.pair(a, b)
 
 
 def _part_of_difference(parts: Sequence[ModuleCall], a: Tensor, b: Tensor, limit: float) -> list[str]:

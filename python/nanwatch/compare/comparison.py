@@ -16,8 +16,7 @@ class ModuleError:
     """Relative errors of a module's input and output between the two models, and the noise floor of the output.
 
     `module_a` or `module_b` names several where the other is their fused projection. An error is None where the
-    tensors could not be compared. `cosine` and `largest_difference` are those of the output. `tokens` are the errors by
-    position in the sequence.
+    tensors could not be compared. `cosine` and `largest_difference` are those of the output.
     """
 
     module_a: str
@@ -27,7 +26,6 @@ class ModuleError:
     input_error: float | None
     error: float | None
     floor: float
-    tokens: tuple[float, ...] = ()
     cosine: float | None = None
     largest_difference: float | None = None
 
@@ -70,7 +68,7 @@ class Comparison(Result):
         if self.first is None:
             return f"No module can be named: {self.why}"
         if self.equal_in:
-            size = f", {spell_error(self.first.error)}"
+            size = f", {_spell_error(self.first.error)}"
             return f"Equal in {self.equal_in}; the float32 copies differ first in {self.first.name}{size}"
         return f"Differ first in {self.first.name}"
 
@@ -85,41 +83,37 @@ class Comparison(Result):
         """The errors of the first module, and what the difference looks like."""
         facts = []
         if self.first is not None:
-            facts = [("Input", spell_error(self.first.input_error)), ("Output", self._output(self.first))]
+            output = _spell_error(self.first.error)
+            if self.first.error is not None:
+                side = "above" if self.first.error > self.factor * self.first.floor else "within"
+                output += f", {side} {self.factor:g} x the floor of {self.first.floor:.2g}"
+            facts = [("Input", _spell_error(self.first.input_error)), ("Output", output)]
         facts += [("Where", self.where), *(("Looks like", words) for words in self.likely)]
         facts += [("Noise", self.floor)]
         return [(head, words) for head, words in facts if words]
 
-    def _output(self, row: ModuleError) -> str:
-        if row.error is None:
-            return spell_error(None)
-        side = "above" if row.error > self.factor * row.floor else "within"
-        return f"{spell_error(row.error)}, {side} {self.factor:g} x the floor of {row.floor:.2g}"
-
     def sections(self) -> list[Section]:
         """Return a chart of the error over depth."""
-        rows = self.modules
-        names = [row.name for row in rows]
+        errors = self.modules
+        names, x = [row.name for row in errors], list(range(len(errors)))
         values = (
-            ("error", "output", "", [row.error for row in rows]),
-            ("error of the input", "input", "dotted", [row.input_error for row in rows]),
-            ("limit", "near", "dashed", [self.factor * row.floor for row in rows]),
+            ("error", "output", "", [row.error for row in errors]),
+            ("error of the input", "input", "dotted", [row.input_error for row in errors]),
+            ("limit", "near", "dashed", [self.factor * row.floor for row in errors]),
         )
-        x = list(range(len(rows)))
         lines: list[dict[str, Any]] = [
             {"name": name, "color": color, "dash": dash, "at": names, "x": x, "y": [plain(y) for y in line]}
             for name, color, dash, line in values
         ]
-        if self.first in rows:
-            i = rows.index(self.first)
+        if self.first in errors:
+            i = errors.index(self.first)
             mark = {"name": "first", "color": "gone", "isMark": True, "at": names[i : i + 1]}
             lines.append({**mark, "x": [i], "y": [plain(self.first.error)]})
         hint = "Relative error of every compared module's output, in the order of the calls in A. Zeros are gaps."
         label = "relative error and limit of each module's output, on a logarithmic scale"
         across, high = "call of a module, in order", "relative error"
-        return [Chart("depth", "Error over depth", hint, label, across, high, lines)] if rows else []
+        return [Chart("depth", "Error over depth", hint, label, across, high, lines)] if errors else []
 
 
-def spell_error(error: float | None) -> str:
-    """Return a relative error in words."""
+def _spell_error(error: float | None) -> str:
     return "not comparable" if error is None else f"{error:.2g}"

@@ -1,15 +1,14 @@
 """Search for the calls of two runs that compute the same.
 
 Names come first, then weights (equal in both, or side by side in a fused projection). The aligner of traces matches the
-rest between these, in the order of execution: by class, by the shape of the weight, by name, and by values. Containers
-match by what they hold.
+rest between these, in the order of execution: by class, by the shape of a norm's weight, by name, and by values.
+Containers match by what they hold.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,9 +16,7 @@ from torch import Tensor
 from ..trace.align import align_calls
 from ..trace.result import errors_between
 from ..util.visible import without_wrappers
-from .calls import SUM, CallPair, ModuleCall, value
-from .tensors import KeptTensor, Tokens
-from .words import weight_of
+from .calls import SUM, CallPair, ModuleCall, Tokens, own_tensors, value
 
 _PROJECTIONS = 8
 # Weights in bfloat16 are within 0.4 % of those in float32.
@@ -28,159 +25,118 @@ _SAME_WEIGHT = 0.02
 _LEAST_SHARE = 0.5
 # Values that close are those of one tensor, with a fault or without.
 _NEAR = 0.1
+_Calls = Sequence[ModuleCall]
+_Level = Callable[[ModuleCall], object]
 
 
-class Marks(Protocol):
-    """What tells the weights of calls from each other."""
-
-    def of(self, call: ModuleCall) -> Any:
-        """Return the mark of the call's weight, or None."""
-
-    def order(self, marks: Sequence[Any], whole: Any) -> Sequence[int]:
-        """Return the order in which some of the marks make up a whole one, or nothing."""
-
-
-class RowMarks:
-    """Marks of weights that are there: projections of each row. Equal rows of two weights have nearly equal ones."""
-
-    def of(self, call: ModuleCall) -> Tensor | None:
-        """Return the marks (rows, 8) of the call's weight, None for one number throughout."""
-        weight = weight_of(call.module)
-        if weight is None:
-            return None
-        rows = weight.flatten(1) if weight.ndim > 1 else weight[:, None]
-        rows = rows.to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
-        if float(rows.max() - rows.min()) == 0.0:
-            return None
-        generator = torch.Generator().manual_seed(rows.shape[-1])
-        projection = torch.randn(rows.shape[-1], _PROJECTIONS, generator=generator)
-        return (rows @ projection.to(rows)).to("cpu", torch.float32)
-
-    def order(self, marks: Sequence[Tensor], whole: Tensor) -> list[int]:
-        """Return the order in which the whole weight has the rows of others, or nothing."""
-        order: list[int] = []
-        at = 0
-        while at < len(whole):
-            left = (i for i in range(len(marks)) if i not in order)
-            part = next((i for i in left if _are_alike(marks[i], whole[at : at + len(marks[i])])), None)
-            if part is None:
-                return []
-            order.append(part)
-            at += len(marks[part])
-        return order
-
-
-def match_calls(
-    a: Sequence[ModuleCall], b: Sequence[ModuleCall], tokens: Tokens, marks: Marks | None = None
-) -> list[CallPair]:
+def match_calls(a: _Calls, b: _Calls, tokens: Tokens) -> list[CallPair]:
     """Return the pairs of calls that compute the same, in the order of A."""
-    return _Matcher(a, b, tokens, marks or RowMarks()).match()
+    matcher = _Matcher((a, b), tokens)
+    inner_a, inner_b = ([call for call in side if call.parent is not None] for side in (a, b))
+    matcher.align(inner_a, inner_b, [lambda call: without_wrappers(call.path)])
+    matcher.match_weights(inner_a, inner_b)
+    matcher.match_in_order(*([call for call in side if call.is_leaf] for side in (inner_a, inner_b)))
+    matcher.match_containers(inner_a, inner_b)
+    roots = [call for side in (a, b) for call in side if call.parent is None]
+    if len(roots) == 2:
+        matcher.pairs.append(CallPair((roots[0],), (roots[1],)))
+    return sorted(matcher.pairs, key=lambda pair: pair.a[0].start)
 
 
 class _Matcher:
-    """Search over two lists of calls."""
+    """The pairs found so far, and the calls that have none."""
 
-    def __init__(
-        self, a: Sequence[ModuleCall], b: Sequence[ModuleCall], tokens: Tokens, marks: Marks
-    ) -> None:
-        self._sides = (a, b)
+    def __init__(self, sides: tuple[_Calls, _Calls], tokens: Tokens) -> None:
+        self.pairs: list[CallPair] = []
         self._tokens = tokens
-        self._marks = marks
-        self._sizes = {call: {tokens.size(kept) for kept in call.outputs} for call in (*a, *b)}
-        self._free = {*a, *b}
-        self._pairs: list[CallPair] = []
-
-    def match(self) -> list[CallPair]:
-        """Return the pairs."""
-        inner_a, inner_b = ([call for call in side if call.parent is not None] for side in self._sides)
-        self._align(inner_a, inner_b, [lambda call: without_wrappers(call.path)])
-        self._match_weights()
-        # Unmatched calls have no equal on the first level, so matched ones stay where they are.
-        anchors: dict[ModuleCall, object] = {}
-        for number, pair in enumerate(self._pairs):
-            anchors |= dict.fromkeys((*pair.a[:1], *pair.b[:1]), number)
-        levels: list[Callable[[ModuleCall], object]] = [
-            lambda call: anchors.get(call, call),
-            lambda call: (call.class_name, *sorted(self._sizes[call])),
-            # A new norm: matrices that are one would have been matched.
-            lambda call: (
-                (call.weight_shape, *sorted(self._sizes[call])) if len(call.weight_shape) == 1 else call
-            ),
-            lambda call: (call.path.rpartition(".")[2], *sorted(self._sizes[call])),
-        ]
-        leaves_a, leaves_b = ([call for call in side if call.is_leaf] for side in (inner_a, inner_b))
-        self._align(leaves_a, leaves_b, levels, self._are_near)
-        self._match_containers(inner_a, inner_b)
-        roots = [next((call for call in side if call.parent is None), None) for side in self._sides]
-        if roots[0] is not None and roots[1] is not None:
-            self._add((roots[0],), (roots[1],))
-        return sorted(self._pairs, key=lambda pair: pair.a[0].start)
+        self._free = {*sides[0], *sides[1]}
+        self._sizes = {call: {tokens.rows(x).numel() for x in call.outputs} for call in self._free}
 
     def _add(self, a: tuple[ModuleCall, ...], b: tuple[ModuleCall, ...]) -> None:
-        self._pairs.append(CallPair(a, b))
+        self.pairs.append(CallPair(a, b))
         self._free.difference_update(a, b)
 
     def _fit(self, a: ModuleCall, b: ModuleCall) -> bool:
         return {a, b} <= self._free and not self._sizes[a].isdisjoint(self._sizes[b])
 
-    def _align(
+    def align(
         self,
-        calls_a: Sequence[ModuleCall],
-        calls_b: Sequence[ModuleCall],
-        levels: Sequence[Callable[[ModuleCall], object]],
+        a: _Calls,
+        b: _Calls,
+        levels: Sequence[_Level],
         fits: Callable[[ModuleCall, ModuleCall], bool] | None = None,
     ) -> None:
-        keys: Any = [([key(call) for call in calls_a], [key(call) for call in calls_b]) for key in levels]
-        is_pair = None if fits is None else (lambda i, j: fits(calls_a[i], calls_b[j]))
+        """Match calls in their order by keys, the strictest first, and then those that `fits` accepts."""
+        keys = [([key(call) for call in a], [key(call) for call in b]) for key in levels]
+        is_pair = None if fits is None else (lambda i, j: fits(a[i], b[j]))
         for i, j in align_calls(keys, is_pair):
-            if self._fit(calls_a[i], calls_b[j]):
-                self._add((calls_a[i],), (calls_b[j],))
+            if self._fit(a[i], b[j]):
+                self._add((a[i],), (b[j],))
 
-    def _match_weights(self) -> None:
+    def match_weights(self, *sides: _Calls) -> None:
         """Match each call to the first one with the same weight, then to several that make up its weight."""
-        marks: list[dict[ModuleCall, Any]] = []
-        for side in self._sides:
-            inner = [call for call in side if call in self._free and call.is_leaf and call.parent is not None]
-            marked = ((call, self._marks.of(call)) for call in inner)
-            marks.append({call: mark for call, mark in marked if mark is not None})
-        for call_a, mark in marks[0].items():
-            alike = (call for call, whole in marks[1].items() if self._marks.order([mark], whole))
-            call_b = next((call for call in alike if self._fit(call_a, call)), None)
-            if call_b is not None:
+        rows = [
+            {call: rows for call in side if call in self._free and (rows := _row_marks(call)) is not None}
+            for side in sides
+        ]
+        for call_a, part in rows[0].items():
+            alike = (call for call, whole in rows[1].items() if _order([part], whole))
+            if (call_b := next((call for call in alike if self._fit(call_a, call)), None)) is not None:
                 self._add((call_a,), (call_b,))
         for number in (0, 1):
-            groups: dict[object, list[ModuleCall]] = defaultdict(list)
-            for call in marks[number]:
-                if call in self._free and call.inputs:
-                    groups[call.inputs[0].identity].append(call)
-            for whole, mark in marks[1 - number].items():
+            groups: dict[int, list[ModuleCall]] = defaultdict(list)
+            for call in rows[number]:
+                if call.inputs:
+                    groups[id(call.inputs[0])].append(call)
+            for whole, marks in rows[1 - number].items():
                 for group in groups.values() if whole in self._free else ():
                     parts = [call for call in group if call in self._free]
-                    order = self._marks.order([marks[number][call] for call in parts], mark)
+                    order = _order([rows[number][call] for call in parts], marks)
                     if len(order) > 1:
                         ordered = tuple(parts[i] for i in order)
                         self._add(*((ordered, (whole,)) if number == 0 else ((whole,), ordered)))
                         break
 
+    def match_in_order(self, a: _Calls, b: _Calls) -> None:
+        """Match leaves between those that are matched."""
+        # Unmatched calls have no equal on the first level, so matched ones stay where they are.
+        anchors: dict[ModuleCall, object] = {}
+        for number, pair in enumerate(self.pairs):
+            anchors |= dict.fromkeys((*pair.a[:1], *pair.b[:1]), number)
+
+        def new_norm(call: ModuleCall) -> object:
+            # Matrices that are one would have been matched.
+            return (call.weight_shape, *sorted(self._sizes[call])) if len(call.weight_shape) == 1 else call
+
+        levels: list[_Level] = [
+            lambda call: anchors.get(call, call),
+            lambda call: (call.class_name, *sorted(self._sizes[call])),
+            new_norm,
+            lambda call: (call.path.rpartition(".")[2], *sorted(self._sizes[call])),
+        ]
+        self.align(a, b, levels, self._are_near)
+
     def _are_near(self, a: ModuleCall, b: ModuleCall) -> bool:
         """Return whether the first outputs are nearly the same."""
         if any(call.module is not None and call.module._modules for call in (a, b)):
             return False  # compiled containers, whose parts make no calls
-        pairs = (self._tokens.pair(x, y) for x in _first_and_sum(a) for y in _first_and_sum(b))
+        values = [[value((call,), "outputs", index) for index in (0, SUM)] for call in (a, b)]
+        pairs = (
+            self._tokens.pair(x, y) for x in values[0] for y in values[1] if x is not None and y is not None
+        )
         return any(rows is not None and errors_between(*rows).total < _NEAR for rows in pairs)
 
-    def _match_containers(self, inner_a: Sequence[ModuleCall], inner_b: Sequence[ModuleCall]) -> None:
+    def match_containers(self, *sides: _Calls) -> None:
         """Match each container to the free one with the largest share of matched calls inside in common."""
-        pairs = [pair for pair in self._pairs if pair.is_leaf]
-        inside: list[dict[ModuleCall, set[int]]] = []
-        for number, side in enumerate((inner_a, inner_b)):
-            containers = [call for call in side if call in self._free and not call.is_leaf]
-            inside.append(
-                {
-                    call: {i for i, pair in enumerate(pairs) if call.holds(pair.sides[number][0])}
-                    for call in containers
-                }
-            )
+        leaves = [pair for pair in self.pairs if pair.is_leaf]
+        inside = [
+            {
+                call: {i for i, pair in enumerate(leaves) if call.holds(pair.sides[number][0])}
+                for call in side
+                if call in self._free and not call.is_leaf
+            }
+            for number, side in enumerate(sides)
+        ]
         for call_a, parts in inside[0].items():
             shares = {
                 call: len(parts & others) / len(parts | others)
@@ -192,11 +148,36 @@ class _Matcher:
                 self._add((call_a,), (call_b,))
 
 
+def _row_marks(call: ModuleCall) -> Tensor | None:
+    """Return a few projections of each row of a leaf's weight; None for no weight, and for one number throughout.
+
+    Equal rows of two weights have nearly equal marks, also in another format.
+    """
+    weight = None if call.module is None or not call.is_leaf else own_tensors(call.module).get("weight")
+    if weight is None or weight.ndim == 0:
+        return None
+    rows = weight.flatten(1) if weight.ndim > 1 else weight[:, None]
+    rows = rows.to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
+    if float(rows.max() - rows.min()) == 0.0:
+        return None
+    generator = torch.Generator().manual_seed(rows.shape[-1])
+    projection = torch.randn(rows.shape[-1], _PROJECTIONS, generator=generator)
+    return (rows @ projection.to(rows)).to("cpu", torch.float32)
+
+
+def _order(parts: Sequence[Tensor], whole: Tensor) -> list[int]:
+    """Return the order in which the whole weight has the rows of parts, or nothing."""
+    order: list[int] = []
+    at = 0
+    while at < len(whole):
+        left = (i for i in range(len(parts)) if i not in order)
+        part = next((i for i in left if _are_alike(parts[i], whole[at : at + len(parts[i])])), None)
+        if part is None:
+            return []
+        order.append(part)
+        at += len(parts[part])
+    return order
+
+
 def _are_alike(a: Tensor, b: Tensor) -> bool:
-    """Return whether marks are those of one weight, perhaps in another format."""
     return a.shape == b.shape and float((a - b).norm()) <= _SAME_WEIGHT * float(a.norm())
-
-
-def _first_and_sum(call: ModuleCall) -> list[KeptTensor]:
-    values = (value((call,), "outputs", index) for index in (0, SUM))
-    return [kept for kept in values if kept is not None]

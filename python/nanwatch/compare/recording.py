@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -71,40 +69,6 @@ class Recording:
     error: str = ""
     notes: list[str] = field(default_factory=list)
 
-    def to_json(self) -> str:
-        """Return the recording as JSON."""
-        return json.dumps(vars(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Recording:
-        """Read what `to_json` has written in a process of this one."""
-        recording = cls(**json.loads(text))
-        recording.tensors = [TensorPrint(*values) for values in recording.tensors]
-        return recording
-
-
-# Place in the first run, and the tensor in both.
-FirstTensor = tuple[int, TensorPrint, "TensorPrint | None"]
-
-
-def first_difference(a: Recording, b: Recording) -> FirstTensor | None:
-    """Return the first print of `a` that `b` has otherwise.
-
-    Threads are compared each by itself, because their order among each other is not the program's.
-    """
-    firsts: list[FirstTensor] = []
-    for name in dict.fromkeys(tensor.thread for tensor in (*a.tensors, *b.tensors)):
-        places = [i for i, tensor in enumerate(a.tensors) if tensor.thread == name]
-        counterparts = [tensor for tensor in b.tensors if tensor.thread == name]
-        for i, counterpart in zip_longest(places, counterparts):
-            if i is None:
-                firsts.append((len(a.tensors), counterpart, None))
-                break
-            if a.tensors[i] != counterpart:
-                firsts.append((i, a.tensors[i], counterpart))
-                break
-    return min(firsts, key=lambda first: first[0], default=None)
-
 
 class EnoughError(BaseException):
     """Raised in the script at the start of the first batch that is not wanted. No Exception, which it might catch."""
@@ -125,8 +89,8 @@ class Recorder:
         self._model: nn.Module | None = None
         self._local = threading.local()
         self._lock = threading.Lock()
-        self._names: WeakIdentityDict[tuple[str, str]] = WeakIdentityDict()
-        self._parameters: WeakIdentityDict[tuple[str, str, str]] = WeakIdentityDict()
+        # Path and class of modules; path, class and label of parameters.
+        self._names: WeakIdentityDict[tuple[str, ...]] = WeakIdentityDict()
         self._hooks: list[Any] = []
         self._is_running = False
         for root in roots:
@@ -142,8 +106,8 @@ class Recorder:
         with ExitStack() as after:
             set_default_call(self._default_call())
             after.callback(set_default_call, None)
-            for hooks, hook in ((before_steps, self._before_step), (after_steps, self._after_step)):
-                after.callback(hooks.add(hook).remove)
+            for hooks, kind in ((before_steps, "gradient"), (after_steps, "step")):
+                after.callback(hooks.add(self._step_hook(kind)).remove)
             after.callback(lambda: [hook.remove() for hook in self._hooks])
             self._is_running = True
             try:
@@ -185,24 +149,25 @@ class Recorder:
     def _may_read(self) -> bool:
         return (
             self._is_running
+            and not is_compiling()
             and torch._C._get_tracing_state() is None
             and torch._C._functorch.peek_interpreter_stack() is None
             and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
         )
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        stack: list[tuple[str, str]] = vars(self._local).setdefault("stack", [])
+        stack: list[str] = vars(self._local).setdefault("stack", [])
         if not stack:
             self._begin(module)
-        name, class_name = named = self._name(module, stack)
+        name, class_name = self._name(module, stack)
         for kind, tensors in (("weight", module._parameters), ("buffer", module._buffers)):
             for label, x in tensors.items():
                 if x is not None:
-                    self._parameters[x] = (name, class_name, label)
+                    self._names[x] = (name, class_name, label)
                     self._add_leaf(x, kind, name, class_name, label)
         for label, x in call_leaves(args, kwargs):
             self._add_leaf(x, "input", name, class_name, label)
-        stack.append(named)
+        stack.append(name)
         try:
             result = module._call_impl(*args, **kwargs)
         finally:
@@ -214,6 +179,7 @@ class Recorder:
         return result
 
     def _begin(self, module: nn.Module) -> None:
+        """Begin an outermost call, which may be a batch."""
         self._hooks.clear()
         if self._model is None and has_parameters(module):
             self._model = module
@@ -225,7 +191,7 @@ class Recorder:
 
     def _gradient_hook(self, name: str, class_name: str, label: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
-            if not is_compiling() and self._may_read():
+            if self._may_read():
                 self._add_leaf(gradient, "gradient", name, class_name, label)
 
         return hook
@@ -238,29 +204,25 @@ class Recorder:
                     full = path if is_first else ".".join(filter(None, (type(root).__name__, path)))
                     self._names[module] = (full, type(module).__name__)
 
-    def _name(self, module: nn.Module, stack: list[tuple[str, str]]) -> tuple[str, str]:
-        named = self._names.get(module)
-        if named is None:  # made during the call of another
+    def _name(self, module: nn.Module, stack: list[str]) -> tuple[str, ...]:
+        if (named := self._names.get(module)) is None:  # made during the call of another
             class_name = type(module).__name__
-            outer = stack[-1][0] if stack else ""
+            outer = stack[-1] if stack else ""
             named = self._names[module] = (f"{outer}.({class_name})".lstrip("."), class_name)
         return named
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._add_parameters(optimizer, "gradient")
+    def _step_hook(self, kind: str) -> Callable[..., None]:
+        """Return a hook that records the gradients, or the weights, of an optimizer."""
 
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._add_parameters(optimizer, "step")
+        def hook(optimizer: Optimizer, *_: Any) -> None:
+            for i, group in enumerate(optimizer.param_groups) if self._may_read() else ():
+                for j, x in enumerate(group["params"]):
+                    place = self._names.get(x) or ("", type(optimizer).__name__, f"param_groups[{i}][{j}]")
+                    value = x.grad if kind == "gradient" else x
+                    if value is not None:
+                        self._add_leaf(value, kind, *place)
 
-    def _add_parameters(self, optimizer: Optimizer, kind: str) -> None:
-        if is_compiling() or not self._may_read():
-            return
-        for i, group in enumerate(optimizer.param_groups):
-            for j, x in enumerate(group["params"]):
-                named = self._parameters.get(x) or ("", type(optimizer).__name__, f"param_groups[{i}][{j}]")
-                value = x.grad if kind == "gradient" else x
-                if value is not None:
-                    self._add_leaf(value, kind, *named)
+        return hook
 
 
 def _read(x: Tensor) -> tuple[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import random
 import sys
 import types
@@ -21,27 +22,27 @@ from ..numerics._extension import instances_of
 from ..util.modules import each_module
 from ..util.program_code import is_library, names_of
 from ..util.visible import suppressing
+from .calls import IN_PLACE
 
-Restore = Callable[[], object]
-_MODULE_PARTS = frozenset(vars(nn.Module())) - {"training"}
-# Where torch.compile puts functions.
-_FUNCTIONS = {"forward", "_compiled_call_impl"}
+# Attributes of a module that stay as they are: its parts, and the functions that torch.compile puts there.
+_LEFT_ALONE = frozenset({"_modules", *IN_PLACE})
+_GENERATORS = (torch.Generator, random.Random)
+# A step that refers to more objects than these is not searched to the end.
+_MOST_OBJECTS = 20_000
+_MOST_ITEMS = 1000
 
 
 class Snapshot:
     """State of modules, optimizers, other stateful objects, and all global random states, at one moment.
 
-    Modules: parameters, buffers, gradients, training flags, plain attributes. Optimizers: state and groups. Random
-    number generators and tensors: their values. Anything else: its state_dict(). `restore()` puts it back, as often as
-    is wanted.
+    Modules and optimizers: all attributes, with the values and gradients of tensors. Random number generators and
+    tensors: their values. Anything else: its state_dict(). `restore()` puts it back, as often as is wanted.
     """
 
     def __init__(self, objects: Iterable[object]) -> None:
         self.modules: list[nn.Module] = []
-        self._restores: list[Restore] = []
         self._tensors: dict[int, Tensor] = {}
-        for value in objects:
-            self._add(value)
+        self._restores = [restore for value in objects for restore in self._restores_of(value)]
         self._rng = RngState.capture(others=True)
 
     @contextmanager
@@ -63,99 +64,72 @@ class Snapshot:
                 restore()
         self._rng.restore()
 
-    def _add(self, value: Any) -> None:
+    def _restores_of(self, value: Any) -> list[Callable[[], object]]:
         if isinstance(value, nn.Module):
             self.modules.append(value)
-            for _, module in each_module(value):
-                for content in (module._parameters, module._buffers):
-                    self._restores.append(functools.partial(refill, content, dict(content)))
-                    for x in content.values():
-                        self._add_tensor(x)
-                self._add_attributes(vars(module))
-        elif isinstance(value, Optimizer):
-            for group in value.param_groups:
-                for x in group["params"]:
-                    self._add_tensor(x)
-                options = {key: saved(option) for key, option in group.items() if key != "params"}
-                self._restores.append(functools.partial(_update, group, options))
-            self._restores.append(saved(value.state))
-        elif isinstance(value, Tensor):
-            self._add_tensor(value)
-        elif isinstance(value, torch.Generator | random.Random):
-            self._restores.append(saved(value))
-        elif _has_state(value):
+            return [self._saved_space(vars(module)) for _, module in each_module(value)]
+        if isinstance(value, Optimizer):
+            return [self._saved_space(vars(value))]
+        if isinstance(value, (Tensor, *_GENERATORS)):
+            return [self._saved(value)]
+        if _has_state(value):
             content = copy.deepcopy(value.state_dict())
-            self._restores.append(lambda: value.load_state_dict(copy.deepcopy(content)))
-        else:
-            raise TypeError(
-                f"state should hold modules, optimizers, tensors, random number generators and objects with"
-                f" state_dict() and load_state_dict(), got {type(value).__name__}"
-            )
+            return [lambda: value.load_state_dict(copy.deepcopy(content))]
+        raise TypeError(
+            f"state should hold modules, optimizers, tensors, random number generators and objects with"
+            f" state_dict() and load_state_dict(), got {type(value).__name__}"
+        )
 
-    def _add_attributes(self, space: dict[str, Any]) -> None:
-        """Add what a module keeps beside parameters, buffers, parts, hooks and functions."""
-        known = {*space, *_MODULE_PARTS}
-        kept = {name: saved(space[name]) for name in space if name not in _MODULE_PARTS | _FUNCTIONS}
+    def _saved_space(self, space: dict[str, Any]) -> Callable[[], object]:
+        """Return a function that gives an object the attributes that it has now."""
+        known = {*space, *_LEFT_ALONE}
+        kept = {name: self._saved(space[name]) for name in space if name not in _LEFT_ALONE}
 
         def restore() -> None:
             for name in space.keys() - known:
                 del space[name]
             space.update({name: value() for name, value in kept.items()})
 
-        self._restores.append(restore)
+        return restore
 
-    def _add_tensor(self, x: Tensor | None) -> None:
-        if x is None or id(x) in self._tensors or nn.parameter.is_lazy(x):
-            return
+    def _saved(self, value: Any) -> Callable[[], Any]:
+        """Return a function that returns `value` as it is now: the same objects, with the same contents."""
+        if isinstance(value, Tensor):
+            return self._saved_tensor(value)
+        if isinstance(value, dict):
+            items = {key: self._saved(item) for key, item in value.items()}
+            return lambda: _refill(value, {key: item() for key, item in items.items()})
+        if isinstance(value, list | set):
+            parts = [self._saved(item) for item in value]
+            return lambda: _refill(value, [part() for part in parts])
+        if isinstance(value, _GENERATORS):
+            write = value.set_state if isinstance(value, torch.Generator) else value.setstate
+            state: Any = value.get_state() if isinstance(value, torch.Generator) else value.getstate()
+            return lambda: (write(state), value)[1]
+        return lambda: value
+
+    def _saved_tensor(self, x: Tensor) -> Callable[[], Tensor]:
+        if id(x) in self._tensors or nn.parameter.is_lazy(x):
+            return lambda: x
         self._tensors[id(x)] = x
-        content, gradient = saved(x), None if not x.is_leaf or x.grad is None else saved(x.grad)
-
-        def restore() -> None:
-            content()
-            if x.is_leaf and (x.requires_grad or x.grad is not None):
-                x.grad = None if gradient is None else gradient()
-
-        self._restores.append(restore)
-
-
-def saved(value: Any) -> Callable[[], Any]:
-    """Return a function that returns `value` as it is now: the same objects, with the same contents."""
-    if isinstance(value, Tensor):
-        content = value.detach().clone()
+        content = x.detach().clone()
+        gradient = None if not x.is_leaf or x.grad is None else self._saved_tensor(x.grad)
 
         def restore() -> Tensor:
-            with torch.inference_mode(value.is_inference()):
-                value.detach().copy_(content)
-            return value
+            with torch.inference_mode(x.is_inference()):
+                x.detach().copy_(content)
+            if x.is_leaf and (x.requires_grad or x.grad is not None):
+                x.grad = None if gradient is None else gradient()
+            return x
 
         return restore
-    if isinstance(value, dict):
-        items = {key: saved(item) for key, item in value.items()}
-        return lambda: refill(value, {key: item() for key, item in items.items()})
-    if isinstance(value, list | set):
-        parts = [saved(item) for item in value]
-        return lambda: refill(value, [part() for part in parts])
-    if isinstance(value, torch.Generator | random.Random):
-        write = value.set_state if isinstance(value, torch.Generator) else value.setstate
-        state: Any = value.get_state() if isinstance(value, torch.Generator) else value.getstate()
-        return lambda: (write(state), value)[1]
-    return lambda: value
 
 
-def refill(value: Any, content: Any) -> Any:
+def _refill(value: Any, content: Any) -> Any:
     """Put these items into a dict, list or set in place of its own, and return it."""
     value.clear()
     (value.extend if isinstance(value, list) else value.update)(content)
     return value
-
-
-def _update(group: dict[str, Any], options: dict[str, Callable[[], Any]]) -> None:
-    group.update({key: option() for key, option in options.items()})
-
-
-# A step that refers to more objects than these is not searched to the end.
-_MOST_OBJECTS = 20_000
-_MOST_ITEMS = 1000
 
 
 def stateful(step: Callable[..., Any]) -> list[Any]:
@@ -174,8 +148,7 @@ def stateful(step: Callable[..., Any]) -> list[Any]:
         seen[id(value)] = value
         with suppressing("an object that a step refers to could not be entered"):
             is_leaf = isinstance(value, Tensor) and value.requires_grad and value.is_leaf
-            kinds = nn.Module | Optimizer | torch.Generator | random.Random
-            if isinstance(value, kinds) or is_leaf or _has_state(value):
+            if isinstance(value, (nn.Module, Optimizer, *_GENERATORS)) or is_leaf or _has_state(value):
                 state.append(value)
                 seen |= {id(part): part for part in value.modules()} if isinstance(value, nn.Module) else {}
             else:
@@ -194,21 +167,11 @@ def _has_state(value: Any) -> bool:
 
 def _parts_of(value: Any) -> Iterable[Any]:
     """Return the objects that a value of the program holds."""
-    if isinstance(value, list | tuple | set | dict):
-        return list(value.values() if isinstance(value, dict) else value)[:_MOST_ITEMS]
-    if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
-    if isinstance(value, types.MethodType):
-        return [value.__func__, value.__self__]
     if isinstance(value, types.FunctionType):
         if is_library(value.__code__.co_filename):
             return []
         named = (value.__globals__.get(name) for name in names_of(value.__code__))
         return [*(value.__closure__ or ()), *named, *(value.__defaults__ or ())]
-    if isinstance(value, types.CellType):
-        return [value.cell_contents]  # ValueError for a variable without a value is suppressed
-    if (wrapped := getattr(value, "__wrapped__", None)) is not None:
-        return [wrapped]
     file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
-    is_programs = type(value).__module__ != "builtins" and not is_library(file)
-    return list(getattr(value, "__dict__", {}).values()) if is_programs else []
+    is_programs = isinstance(value, functools.partial) or not is_library(file)
+    return gc.get_referents(value)[:_MOST_ITEMS] if is_programs else []

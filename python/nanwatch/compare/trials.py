@@ -10,7 +10,6 @@ import os
 import random
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -26,9 +25,11 @@ from ..util.visible import users_frame
 
 Note = Callable[[str], object]
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
-_START = 1_700_000_000.0
+_START = 1_700_000_000 * 10**9
+_CLOCKS = ("time", "perf_counter", "monotonic", "process_time")
+_KEEP_TIME = ("logging", "threading", "queue")
 # Parameters of a DataLoader that one without workers refuses.
-_OF_WORKERS = "num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"
+_OF_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 
 
 @dataclass(frozen=True)
@@ -59,23 +60,18 @@ def temporarily(setter: Callable[[Any], object], value: Any, before: Any) -> Ite
 
 @contextmanager
 def _deterministic(note: Note) -> Iterator[None]:
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    mode = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn
-    benchmark, deterministic = cudnn.benchmark, cudnn.deterministic
     # cuBLAS reads it when it is first used. Without it, torch refuses matrix products on CUDA.
-    is_given = "CUBLAS_WORKSPACE_CONFIG" in os.environ
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    cudnn.benchmark, cudnn.deterministic = False, True
     try:
-        yield
+        with cudnn.flags(cudnn.enabled, benchmark=False, deterministic=True):
+            yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
-        if not is_given:
+        torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
+        if workspace is None:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
@@ -86,37 +82,39 @@ def _seeded(note: Note) -> Iterator[None]:
     torch.manual_seed(0)
     numbers = random.Random(0)
     python_seed = random.Random.seed
-    functions: dict[Callable[..., Any], Callable[..., Any]] = {
-        os.urandom: _noting("os.urandom()", note, numbers.randbytes),
-        uuid.uuid4: _noting("uuid.uuid4()", note, lambda: uuid.UUID(int=numbers.getrandbits(128), version=4)),
-        torch.seed: _noting("torch.seed()", note, lambda: torch.manual_seed(0).initial_seed()),
-        random.seed: _seeding("random.seed()", note, random.seed),
+
+    def seed(self: random.Random, a: Any = None, version: int = 2) -> None:
+        if a is None:
+            _note_call("random.Random()", note)
+        python_seed(self, 0 if a is None else a, version)
+
+    def with_seed(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda seed=None, *args, **kwargs: function(0 if seed is None else seed, *args, **kwargs)
+
+    functions: dict[str, tuple[Any, Any]] = {
+        "os.urandom()": (os.urandom, numbers.randbytes),
+        "torch.seed()": (torch.seed, lambda: torch.manual_seed(0).initial_seed()),
+        "random.seed()": (random.seed, with_seed(random.seed)),
     }
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
         numpy.seed(0)
-        functions[numpy.default_rng] = _seeding("numpy.random.default_rng()", note, numpy.default_rng)
-        functions[numpy.seed] = _seeding("numpy.random.seed()", note, numpy.seed)
-
-    def seed(self: random.Random, a: Any = None, version: int = 2) -> None:
-        if a is None:
-            note_call("random.Random()", note)
-        python_seed(self, 0 if a is None else a, version)
-
-    with temporarily(partial(setattr, random.Random, "seed"), seed, python_seed), _replaced(functions):
+        for name in ("default_rng", "seed"):
+            functions[f"numpy.random.{name}()"] = getattr(numpy, name), with_seed(getattr(numpy, name))
+    with temporarily(partial(setattr, random.Random, "seed"), seed, python_seed), _replaced(functions, note):
         yield
 
 
 @contextmanager
 def _stopped_clock(note: Note) -> Iterator[None]:
     """Let each clock of the module time advance by 1 ms a call, from the same moment in each run."""
-    functions: dict[Callable[..., Any], Callable[..., Any]] = {}
-    for name in ("time", "perf_counter", "monotonic", "process_time"):
+    functions: dict[str, tuple[Any, Any]] = {}
+    for name in _CLOCKS:
         # A counter for each: threads of libraries, which ask one clock, do not move the others.
-        now = itertools.count(int(_START * 1e9), 1_000_000).__next__
-        functions[getattr(time, name)] = _noting(f"time.{name}()", note, lambda now=now: now() / 1e9)
-        functions[getattr(time, f"{name}_ns")] = _noting(f"time.{name}_ns()", note, now)
-    with _replaced(functions):
+        now = itertools.count(_START, 1_000_000).__next__
+        functions[f"time.{name}()"] = getattr(time, name), lambda now=now: now() / 1e9
+        functions[f"time.{name}_ns()"] = getattr(time, f"{name}_ns"), now
+    with _replaced(functions, note):
         yield
 
 
@@ -134,14 +132,14 @@ def _ordered(note: Note) -> Iterator[None]:
         for sampler in samplers:
             if hasattr(sampler, "generator"):
                 sampler.generator = torch.Generator().manual_seed(0)
-        note_call("a DataLoader", note)
+        _note_call("a DataLoader", note)
         before(**{**options, "generator": torch.Generator().manual_seed(0)})
 
     with temporarily(partial(setattr, DataLoader, "__init__"), init, before):
         yield
 
 
-def note_call(name: str, note: Note) -> None:
+def _note_call(name: str, note: Note) -> None:
     """Note that the program has called a function, and where, unless one of its libraries or an import has."""
     frame = users_frame(sys._getframe(1))
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY) and frame.f_back is not None:
@@ -150,27 +148,22 @@ def note_call(name: str, note: Note) -> None:
         note(f"{name} at {frame.f_code.co_filename}:{frame.f_lineno}")
 
 
-def _noting(name: str, note: Note, function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        note_call(name, note)
-        return function(*args, **kwargs)
-
-    return call
-
-
-def _seeding(name: str, note: Note, function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(seed: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if seed is None:
-            note_call(name, note)
-        return function(0 if seed is None else seed, *args, **kwargs)
-
-    return call
-
-
 @contextmanager
-def _replaced(functions: dict[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
-    """Replace functions in their own modules and where the program has imported them by name."""
-    new = {id(old): function for old, function in functions.items()}
+def _replaced(functions: dict[str, tuple[Any, Any]], note: Note) -> Iterator[None]:
+    """Replace functions, (old, new) by name, in their own modules and where the program has imported them by name.
+
+    Calls that give no seed, or take no argument, are noted.
+    """
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name == "os.urandom()" or not args or args[0] is None:
+                _note_call(name, note)
+            return function(*args, **kwargs)
+
+        return call
+
+    new = {id(old): noting(name, function) for name, (old, function) in functions.items()}
     with ExitStack() as after:
         for key, module in list(sys.modules.items()):
             file = getattr(module, "__file__", None) or ""
@@ -184,7 +177,6 @@ def _replaced(functions: dict[Callable[..., Any], Callable[..., Any]]) -> Iterat
         yield
 
 
-_KEEP_TIME = ("logging", "threading", "queue")
 TRIALS = {
     "seeds": Trial(
         "torch.manual_seed(0), random.seed(0), numpy.random.seed(0) at the start, and seeds for all other generators",

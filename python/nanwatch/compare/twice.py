@@ -5,37 +5,117 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from torch import nn
 
 from ..instrumentation.slot import wrappers
+from ..trace.result import Result, plural
 from ..util.modules import each_module
 from ..util.progress import Tell, silent
 from ..util.visible import first_few, module_name, spell
-from .recording import FirstTensor, Recorder, Recording, first_difference
-from .results import FirstDifference, Repetition, Tried
+from .recording import Recorder, Recording, TensorPrint
 from .snapshot import Snapshot, stateful
 from .trials import TRIALS, Trial
 
 # Runs beside the first two that have to be equal too before a change is said to make the runs equal.
 _CONFIRMING = 2
 _MOST_TRIALS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """How to make a run: under which trials, and for how many batches."""
-
-    trials: tuple[str, ...] = ()
-    most_batches: int | None = None
-
-
-Run = Callable[[Request], Recording]
 _UNKNOWN = (
     "no change that was tried made the runs equal: look at threads that end in any order, other processes, id(),"
     " listings of files, unwritten memory, and objects that a run leaves changed"
 )
+# Makes a run under some trials, of at most so many batches.
+Run = Callable[[Sequence[str], int | None], Recording]
+# Place in the first run, and the tensor in both.
+_FirstTensor = tuple[int, TensorPrint, "TensorPrint | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstDifference:
+    """First tensor that two runs do not have alike.
+
+    `where` is the tensor in words. `kind`, `module`, `class_name`, `label` and `form` are those of TensorPrint.
+    `equal_before` counts the tensors that were equal up to there. `other` is what the other run has in its place, ""
+    for the same tensor with other bits. `cause` is what made the difference, in words.
+    """
+
+    batch: int
+    kind: str
+    module: str
+    class_name: str
+    label: str
+    form: str
+    where: str
+    equal_before: int
+    other: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A change that was tried, and how the runs came out: "equal", "differ", or "failed" with the reason.
+
+    `change` is code or words; `where` is the first difference that is left, or the error.
+    """
+
+    change: str
+    outcome: str
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition(Result):
+    """Result of `nanwatch.twice`.
+
+    `difference` has the first tensor that was not bit-equal in all runs, with its cause, and `tried`
+    the changes that were tried; those that made the runs bit-equal have the outcome "equal". `tensors` counts the
+    compared tensors and numbers of a run. `error` is the exception that ended the runs, in words.
+    """
+
+    what: str
+    runs: int
+    batches: int
+    tensors: int
+    difference: FirstDifference | None = None
+    tried: tuple[Tried, ...] = ()
+    remarks: tuple[str, ...] = ()
+    error: str = ""
+
+    @property
+    def equal(self) -> bool:
+        """True when all runs were bit-equal."""
+        return self.difference is None
+
+    @property
+    def headline(self) -> str:
+        """The result in a line."""
+        if self.difference is None:
+            return f"Repeatable: {self.runs} runs of {self.what} are bit-equal"
+        return f"Not repeatable: the runs of {self.what} part in batch {self.difference.batch}"
+
+    @property
+    def amount(self) -> str:
+        """The number of compared tensors."""
+        return f"{plural(self.batches, 'batch', 'batches')}, {plural(self.tensors, 'tensor')} in each run"
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """The first difference, its cause, and what was tried."""
+        first = self.difference
+        if first is None:
+            return []
+        before = f"after {first.equal_before:,} equal ones" if first.equal_before else "the first of all"
+        facts = [("First", f"{first.where}, {first.form}, {before}")]
+        if first.other:
+            facts.append(("", f"where the other run has {first.other}"))
+        facts.append(("Cause", first.cause))
+        outcomes = {"equal": "bit-equal with", "differ": "no help:", "failed": "failed:"}
+        for trial in self.tried:
+            why = f" ({trial.where})" if trial.outcome == "failed" else ""
+            facts.append(("Tried", f"{outcomes[trial.outcome]} {trial.change}{why}"))
+        return facts
 
 
 def twice(
@@ -84,13 +164,13 @@ def twice(
                 raise ValueError(f"{watched}, so its calls cannot be followed; stop the watch before")
     snapshot = Snapshot(objects)
 
-    def run(request: Request) -> Recording:
+    def run(names: Sequence[str], most_batches: int | None) -> Recording:
         snapshot.restore()
         recorder = Recorder(roots=snapshot.modules)
-        calls = arguments[: request.most_batches]
-        with ExitStack() as trials:
-            for name in request.trials:
-                trials.enter_context(TRIALS[name].patch(recorder.recording.notes.append))
+        calls = arguments[:most_batches]
+        with ExitStack() as patches:
+            for name in names:
+                patches.enter_context(TRIALS[name].patch(recorder.recording.notes.append))
             with recorder.running() as recording:
                 for recorder.batch, values in enumerate(calls):
                     recorder.add(step(*values), "result", "result")
@@ -104,7 +184,7 @@ def twice(
 
 def examine(run: Run, what: str, times: int, trials: dict[str, Trial], tell: Tell = silent) -> Repetition:
     """Compare `times` runs. Where they part, try the trials."""
-    first, last, parted = _compared(run, Request(), times, lambda i: tell(f"making run {i}"))
+    first, last, parted = _compared(run, (), None, times, lambda i: tell(f"making run {i}"))
     remarks = [f"the run ended by {first.error}"] if first.error else []
     if unread := [tensor for tensor in first.tensors if "not compared" in tensor.form]:
         label, form = unread[0].label, unread[0].form
@@ -125,20 +205,44 @@ def examine(run: Run, what: str, times: int, trials: dict[str, Trial], tell: Tel
 
 
 def _compared(
-    run: Run, request: Request, times: int, tell: Callable[[int], object] = lambda i: None
-) -> tuple[Recording, Recording, FirstTensor | None]:
+    run: Run,
+    names: Sequence[str],
+    most_batches: int | None,
+    times: int,
+    tell: Callable[[int], object] = lambda i: None,
+) -> tuple[Recording, Recording, _FirstTensor | None]:
     """Make runs until one differs from the first. Return the first, the last, and the difference."""
     tell(1)
-    first = last = run(request)
+    first = last = run(names, most_batches)
     for number in range(2, times + 1):
         tell(number)
-        last = run(request)
-        if (parted := first_difference(first, last)) is not None:
+        last = run(names, most_batches)
+        if (parted := _first_difference(first, last)) is not None:
             return first, last, parted
     return first, last, None
 
 
-def _try(run: Run, trials: dict[str, Trial], parted: FirstTensor, tell: Tell) -> tuple[list[Tried], str]:
+def _first_difference(a: Recording, b: Recording) -> _FirstTensor | None:
+    """Return the first print of `a` that `b` has otherwise.
+
+    Threads are compared each by itself, because their order among each other is not the program's.
+    """
+    firsts: list[_FirstTensor] = []
+    for name in dict.fromkeys(tensor.thread for tensor in (*a.tensors, *b.tensors)):
+        places = [(i, tensor) for i, tensor in enumerate(a.tensors) if tensor.thread == name]
+        counterparts = [tensor for tensor in b.tensors if tensor.thread == name]
+        for place, counterpart in zip_longest(places, counterparts):
+            if place is None:
+                firsts.append((len(a.tensors), counterpart, None))
+            elif place[1] != counterpart:
+                firsts.append((*place, counterpart))
+            else:
+                continue
+            break
+    return min(firsts, key=lambda first: first[0], default=None)
+
+
+def _try(run: Run, trials: dict[str, Trial], parted: _FirstTensor, tell: Tell) -> tuple[list[Tried], str]:
     """Make runs under trials until one makes them equal. Return what was tried, and the cause in words.
 
     A trial after which the runs part later has cured one cause of several, so it stays for the trials behind it.
@@ -152,7 +256,7 @@ def _try(run: Run, trials: dict[str, Trial], parted: FirstTensor, tell: Tell) ->
         change = " and ".join(trials[name].change for name in using)
         tell(f"trying {change}")
         try:
-            first, _, remaining = _compared(run, Request(using, batch + 1), 2 + _CONFIRMING)
+            first, _, remaining = _compared(run, using, batch + 1, 2 + _CONFIRMING)
         except Exception as error:  # torch names operations that have no deterministic kernel in this way
             done.append(Tried(change, "failed", spell(error)))
             continue

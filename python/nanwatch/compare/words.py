@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..numerics.readable import dtype_name
 from ..trace.result import Errors, errors_between
-from .tensors import coarsest
+from .calls import CallPair, coarsest, own_tensors
 
 
 def shape_of_difference(
@@ -22,23 +22,27 @@ def shape_of_difference(
     if not (0 < distance < float("inf")):
         return ["non-finite numbers on one side only"] if distance else []
     noise = max(0.05 * distance, 4 * floor)
-    least = b.norm().clamp(min=1e-300)
+    size = b.norm().clamp(min=1e-300)
     scale = float((a * b).sum() / (a * a).sum())
-    if float((b - scale * a).norm() / least) < noise:
+    if float((b - scale * a).norm() / size) < noise:
         return ["another sign: B is -A"] if abs(scale + 1) < noise else [f"a scale: B is {scale:.4g} times A"]
     scales = (a * b).sum(-1, keepdim=True) / (a * a).sum(-1, keepdim=True).clamp(min=1e-300)
     low, high = float(scales.min()), float(scales.max())
     # Another eps makes all tokens smaller, or all larger.
-    if float((b - scales * a).norm() / least) < noise and (high < 1 or low > 1):
+    if float((b - scales * a).norm() / size) < noise and (high < 1 or low > 1):
         return [f"a scale for each token, from {low:.4g} to {high:.4g}: the eps of a norm, or another norm"]
     words = []
     varies = float((difference - difference.mean(0)).norm()) / float(difference.norm())
     if len(a) > 1 and varies < max(0.05, 4 * floor / distance):
         words.append("an offset: the same in each token, as of a bias")
-    if distance > 0.01 and _distance_of_sorted(a, b, -1) < noise:
-        words.append("a permutation: the same numbers in another order")
-    elif distance > 0.01 and _distance_of_sorted(a, b, 0) < noise:
-        words.append("the same rows in another order, as of another order of the batch")
+    for dim, permuted in (
+        (-1, "a permutation: the same numbers in another order"),
+        (0, "the same rows in another order"),
+    ):
+        ordered_a, ordered_b = (x.sort(dim)[0] for x in (a, b))
+        if distance > 0.01 and float((ordered_a - ordered_b).norm() / size) < noise:
+            words.append(permuted)
+            break
     columns = difference.norm(dim=0)
     off = columns > max(1e-3 * float(columns.max()), 2 * floor * float(a.norm(dim=0).max()))
     places = off.nonzero().flatten().tolist()
@@ -47,23 +51,12 @@ def shape_of_difference(
     return words + _token_words(errors.rows, shape, floor)
 
 
-def _distance_of_sorted(a: Tensor, b: Tensor, dim: int) -> float:
-    ordered_a, ordered_b = (x.sort(dim)[0] for x in (a, b))
-    return float((ordered_a - ordered_b).norm() / ordered_a.norm().clamp(min=1e-300))
-
-
-def by_token(rows: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """Return the largest error at each position of the sequence, for a tensor of shape (batch, length, ...)."""
-    if len(shape) < 3 or shape[1] < 2 or len(rows) != prod(shape[:-1]):
-        return None
-    return rows.reshape(shape[0], shape[1], -1).amax((0, 2))
-
-
 def _token_words(rows: Tensor, shape: Sequence[int], floor: float) -> list[str]:
-    errors = by_token(rows, shape)
-    if errors is None:
+    """Return in words at which positions of the sequence a tensor of shape (batch, length, ...) differs."""
+    if len(shape) < 3 or shape[1] < 2 or len(rows) != prod(shape[:-1]):
         return []
-    count, errors = len(errors), errors.to(torch.float64)
+    errors = rows.reshape(shape[0], shape[1], -1).amax((0, 2)).to(torch.float64)
+    count = len(errors)
     off = (errors > max(1e-3 * float(errors.max()), 8 * floor)).nonzero().flatten().tolist()
     if len(off) == 1:
         return [f"token {off[0]} of {count} only"]
@@ -78,122 +71,92 @@ def _token_words(rows: Tensor, shape: Sequence[int], floor: float) -> list[str]:
     return ["growing along the sequence: positions, or a state that is carried on"] if grows > 0.9 else []
 
 
-# What two modules keep.
-
-
 class Gap(NamedTuple):
-    """Relative error of a parameter or buffer; whether the rounding of its elements may be all of it, and its words."""
+    """A parameter or buffer that two modules do not have alike.
 
-    error: float
-    is_rounding: bool
-    is_buffer: bool
+    `is_rounding` says that the rounding of its elements may be all of it.
+    """
+
+    name: str
     words: str
+    is_buffer: bool
+    is_rounding: bool
 
 
-def gaps(ours: Sequence[nn.Module], theirs: Sequence[nn.Module]) -> dict[str, Gap]:
-    """Return how far the parameters and buffers are apart that all these modules have and do not have alike.
+def gaps(pair: CallPair) -> list[Gap]:
+    """Return the parameters and buffers that all modules of a pair have, and do not have alike.
 
     Parameters are compared in the coarser of their dtypes. Those of the parts of a fused module are laid side by side.
     """
-    sides = [[own_tensors(module) for module in modules] for modules in (ours, theirs)]
-    apart: dict[str, Gap] = {}
-    for name in sides[0][0] if sides[0] else ():
-        if all(name in tensors for side in sides for tensors in side):
-            x, y = (_joined([tensors[name] for tensors in side]) for side in sides)
-            if x is not None and y is not None and x.shape == y.shape:
-                gap = _gap(name, x, y, is_buffer=name in ours[0]._buffers)
-                apart |= {name: gap} if gap.error else {}
+    sides = [[own_tensors(module) for module in modules] for modules in pair.modules]
+    names = sides[0][0] if sides[0] and sides[1] else ()
+    apart = []
+    for name in names:
+        if not all(name in tensors for side in sides for tensors in side):
+            continue
+        parts = [[tensors[name].cpu() for tensors in side] for side in sides]
+        if any(len({x.shape[1:] for x in side}) > 1 for side in parts):
+            continue
+        x, y = (side[0] if len(side) == 1 else torch.cat([*map(torch.atleast_1d, side)]) for side in parts)
+        gap = _gap(name, x, y, is_buffer=name in pair.modules[0][0]._buffers) if x.shape == y.shape else None
+        apart += [] if gap is None else [gap]
     return apart
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return tensors one after the other, or None where their rows have different shapes."""
-    if len({part.shape[1:] for part in parts}) > 1:
-        return None
-    return parts[0].cpu() if len(parts) == 1 else torch.cat([torch.atleast_1d(part).cpu() for part in parts])
-
-
-def _gap(name: str, x: Tensor, y: Tensor, *, is_buffer: bool) -> Gap:
+def _gap(name: str, x: Tensor, y: Tensor, *, is_buffer: bool) -> Gap | None:
     dtypes = "" if x.dtype is y.dtype else f", {dtype_name(x.dtype)} in A and {dtype_name(y.dtype)} in B"
     coarse = coarsest(x.dtype, y.dtype)
     if not is_buffer:
         x, y = x.to(coarse), y.to(coarse)
-    error = 0.0 if torch.equal(x, y) else errors_between(*(z.double().reshape(1, -1) for z in (x, y))).total
-    eps = torch.finfo(coarse).eps
-    x, y = x.double(), y.double()
-    is_rounding = bool(((x - y).abs() <= eps * torch.maximum(x.abs(), y.abs())).all())
-    words = f"its {name} is {error:.2g} apart{dtypes}"
-    if x.ndim == 2 and x.shape[0] == x.shape[1] and torch.equal(x.t(), y):
-        words = f"its {name} is transposed"
-    return Gap(error, is_rounding, is_buffer, words)
-
-
-def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the floating-point parameters and buffers, the weight with a row for each output."""
-    kept = {**module._parameters, **module._buffers}
-    tensors = {name: x.detach() for name, x in kept.items() if x is not None and _is_read(x)}
-    weight = weight_of(module)
-    return tensors if weight is None else {**tensors, "weight": weight}
-
-
-def _is_read(x: Tensor) -> bool:
-    return x.is_floating_point() and x.layout is torch.strided and not x.is_meta and x.numel() > 0
-
-
-def weight_of(module: nn.Module | None) -> Tensor | None:
-    """Return the weight with a row for each output, or None."""
-    weight = None if module is None else module._parameters.get("weight")
-    if weight is None or not _is_read(weight) or not weight.ndim:
+    if torch.equal(x, y):
         return None
-    is_turned = type(module).__name__ == "Conv1D" and weight.ndim == 2  # transformers' own
-    return weight.detach().t() if is_turned else weight.detach()
+    x, y = x.double(), y.double()
+    error = errors_between(x.reshape(1, -1), y.reshape(1, -1)).total
+    is_rounding = bool(((x - y).abs() <= torch.finfo(coarse).eps * torch.maximum(x.abs(), y.abs())).all())
+    is_turned = x.ndim == 2 and x.shape[0] == x.shape[1] and torch.equal(x.t(), y)
+    words = "is transposed" if is_turned else f"is {error:.2g} apart{dtypes}"
+    return Gap(name, f"its {name} {words}", is_buffer, is_rounding) if error else None
 
 
-def are_of_a_kind(ours: Sequence[nn.Module], theirs: Sequence[nn.Module]) -> bool:
+def are_of_a_kind(pair: CallPair) -> bool:
     """Return True if modules are of one class, or the parts of a fused one."""
-    names = {type(module).__name__ for module in (*ours, *theirs)}
-    return len(ours) != len(theirs) or len(names) == 1 or names == {"Conv1D", "Linear"}
+    names = {type(module).__name__ for modules in pair.modules for module in modules}
+    return len(pair.a) != len(pair.b) or len(names) == 1 or names == {"Conv1D", "Linear"}
 
 
-def module_differences(ours: Sequence[nn.Module], theirs: Sequence[nn.Module], *, is_leaf: bool) -> list[str]:
-    """Return in words which settings and own parameters modules do not have alike."""
-    settings = _settings_apart(ours, theirs)
+def module_differences(pair: CallPair) -> list[str]:
+    """Return in words which settings and own parameters the two modules of a pair do not have alike."""
+    settings = _settings_apart(pair)
     training = [settings.pop("training")] if "training" in settings else []
     words = list(settings.values())
-    if is_leaf and len(ours) == len(theirs) == 1:
-        has_bias = [side[0]._parameters.get("bias") is not None for side in (ours, theirs)]
-        if has_bias[0] != has_bias[1]:
-            words.append(f"only {'A' if has_bias[0] else 'B'} has a bias")
-    return [*words, *(gap.words for gap in gaps(ours, theirs).values()), *training]
+    if pair.is_leaf:
+        has_bias = [side[0]._parameters.get("bias") is not None for side in pair.modules]
+        words += [f"only {'A' if has_bias[0] else 'B'} has a bias"] if len({*has_bias}) > 1 else []
+    return [*words, *(gap.words for gap in gaps(pair)), *training]
 
 
-def parameter_differences(ours: Sequence[nn.Module], theirs: Sequence[nn.Module]) -> list[str]:
+def parameter_differences(pair: CallPair) -> list[str]:
     """Return in words which parameters, and which eps, leaf modules of equal outputs do not have alike.
 
     Modules of two kinds or settings may keep a weight in two ways, and a buffer may have been rounded.
     """
-    settings = _settings_apart(ours, theirs)
+    settings = _settings_apart(pair)
     words = [text for name, text in settings.items() if name == "eps"]
-    if are_of_a_kind(ours, theirs) and not settings.keys() - {"eps", "training"}:
-        apart = gaps(ours, theirs).values()
-        words += [gap.words for gap in apart if not (gap.is_rounding and gap.is_buffer)]
+    if are_of_a_kind(pair) and not settings.keys() - {"eps", "training"}:
+        words += [gap.words for gap in gaps(pair) if not (gap.is_rounding and gap.is_buffer)]
     return words
 
 
-def _settings_apart(ours: Sequence[nn.Module], theirs: Sequence[nn.Module]) -> dict[str, str]:
+def _settings_apart(pair: CallPair) -> dict[str, str]:
     """Return in words, by name, the numbers and words that both modules keep and do not have alike."""
-    if len(ours) != 1 or len(theirs) != 1:
+    if any(len(modules) != 1 for modules in pair.modules):
         return {}
-    a, b = (_settings(side[0]) for side in (ours, theirs))
+    a, b = (_settings(modules[0]) for modules in pair.modules)
     apart = [name for name in a if name in b and a[name] != b[name]]
     return {name: f"{name} is {a[name]} in A and {b[name]} in B" for name in apart}
 
 
-def _settings(module: nn.Module) -> dict[str, Any]:
+def _settings(module: nn.Module) -> dict[str, object]:
     """Return the numbers and words that a module keeps, by name; any name with eps is eps."""
-    kept = vars(module).items()
-    return {
-        "eps" if "eps" in name else name: value
-        for name, value in kept
-        if isinstance(value, bool | int | float | str)
-    }
+    kept = {name: x for name, x in vars(module).items() if isinstance(x, bool | int | float | str)}
+    return {"eps" if "eps" in name else name: x for name, x in kept.items()}
