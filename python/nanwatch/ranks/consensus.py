@@ -31,7 +31,7 @@ _STOPPING = 2.0  # seconds that stop() waits for the thread, which may hang in t
 # ended, its launcher ends the others, and the store goes with the process that holds it.
 _FAREWELL = 3.0
 
-_FAILED, _INSIDE, _DATA = "failed", "inside", "data"
+_FIRST = "first"
 _NUM_FAILED, _NUM_REPORTED, _NUM_LEFT = "num_failed", "num_reported", "num_left"
 
 
@@ -67,7 +67,6 @@ class OriginConsensus:
         self.rank, self.world_size, self.peer_timeout, self.part = rank, world_size, peer_timeout, part
         self._on_stuck = on_stuck
         self._store: Store | None = default_store() if store is None else store
-        self.name = name
         self._prefix = f"nanwatch/consensus/{store_key(os.environ)}/{name}"
         # Written by the thread alone, read by all.
         self._news: float | None = None
@@ -250,8 +249,8 @@ def own_store(store: Store, prefix: str) -> Store:
 class StoreProtocol:
     """The few keys of the job's store through which ranks agree. No method waits for a rank.
 
-    No key exists while all is well, and a rank that looks asks for one. Nothing grows with the number of ranks: the
-    store keeps the earliest observation by compare-and-set, and a count of the ranks whose observation is at one place.
+    No key exists while all is well, and a rank that looks asks for one: that of the earliest observation, kept by
+    compare-and-set. Nothing grows with the number of ranks but counts.
     """
 
     def __init__(self, store: Store, world_size: int) -> None:
@@ -260,23 +259,18 @@ class StoreProtocol:
 
     def has_news(self) -> bool:
         """Return whether a rank has failed."""
-        return bool(self._store.check([_FAILED]))
+        return bool(self._store.check([_FIRST]))
 
     def publish(self, observation: RankObservation) -> None:
-        """Publish the observation of this rank."""
+        """Publish the observation of this rank: leave the earlier of it and that of others under one key."""
         self._store.add(_at(observation), 1)
         self._store.add(_NUM_FAILED, 1)
-        self._lower(_DATA if observation.came_with_the_data else _INSIDE, observation)
-        self._store.set(_FAILED, "")  # after the observation: who reads this finds one
-
-    def _lower(self, key: str, observation: RankObservation) -> None:
-        """Leave the earlier of `observation` and the value under the key, whoever else does the same."""
-        mine, expected = observation.to_json(), ""
+        present, mine = "", observation.to_json()
         while True:
-            present: bytes = self._store.compare_set(key, expected, mine)
-            if present == mine.encode() or RankObservation.from_json(present).order <= observation.order:
+            latest = self._store.compare_set(_FIRST, present, mine).decode()
+            if latest == mine or earliest(RankObservation.from_json(latest), observation) != observation:
                 return
-            expected = present.decode()
+            present = latest
 
     def report(self) -> None:
         """Count this rank as one that has reported, with or without an observation; once per rank."""
@@ -297,9 +291,9 @@ class StoreProtocol:
     def origin(self) -> Origin | None:
         """Return the origin as far as it is known now, None when no rank has failed."""
         num_reported = self.num_reported()
-        first = earliest(self._read(_INSIDE), self._read(_DATA))
-        if first is None:
+        if not self.has_news():
             return None
+        first = RankObservation.from_json(self._store.get(_FIRST))
         return Origin(
             first=first,
             num_alike=self._store.add(_at(first), 0),
@@ -307,9 +301,6 @@ class StoreProtocol:
             num_reported=num_reported,
             world_size=self._world_size,
         )
-
-    def _read(self, key: str) -> RankObservation | None:
-        return RankObservation.from_json(self._store.get(key)) if self._store.check([key]) else None
 
 
 def _at(observation: RankObservation) -> str:

@@ -9,14 +9,12 @@ settled, and settles it too.
 from __future__ import annotations
 
 import hashlib
-import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import partial
-from types import TracebackType
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,8 +26,7 @@ from ..report.report import NonFiniteError, Report, report_of
 from ..util.job import rank_and_world_size
 from ..util.modules import each_module
 from ..util.visible import spell, warn_user
-from .consensus import OriginConsensus, PeerNonFiniteError
-from .meetings import StepMeeting
+from .consensus import OriginConsensus, PeerNonFiniteError, StoreProtocol
 
 # Seconds until this rank knows of a failure elsewhere: it looks at the store about once a second.
 _NEWS = 2.0
@@ -37,6 +34,8 @@ _NEWS = 2.0
 # its message, or by the file of PyTorch that raised it.
 _WORDS = ("gloo", "by peer", "NCCL", "ProcessGroup", "c10d", "Timed out waiting", "Socket closed")
 _FILES = ("distributed_c10d.py", "_functional_collectives.py")
+# A meeting before a step sends three short messages a rank, and the store answers 55,000 a second.
+_MOST_RANKS = 1024
 
 
 class RankCoordinator:
@@ -126,6 +125,47 @@ class RankCoordinator:
         return steps, max(0, batch - first)
 
 
+class StepMeeting:
+    """Meeting of all ranks before each step of an optimizer, so that none steps where another has failed.
+
+    There are no more meetings once a rank has not come within `timeout` seconds, as one without a watch.
+    """
+
+    def __init__(self, consensus: OriginConsensus, timeout: float) -> None:
+        self._num_ranks, self._timeout = consensus.world_size, timeout
+        self._store = consensus.own_store()
+        self._number = 0
+        self._is_open = self._num_ranks <= _MOST_RANKS
+
+    def arrive(self) -> None:
+        """Come to the next meeting, and wait for nobody."""
+        if not self._is_open:
+            return
+        self._number += 1
+        try:
+            if self._store.add(f"step/{self._number}", 1) == self._num_ranks:
+                self._store.set(f"step/{self._number}/all", "")
+                self._store.delete_key(f"step/{self._number - 1}")
+                self._store.delete_key(f"step/{self._number - 2}/all")  # each rank has read it
+        except RuntimeError as error:
+            self._end(error)
+
+    def wait(self) -> bool:
+        """Wait until all ranks have come, and return whether one of them has failed."""
+        try:
+            if self._is_open:
+                self._store.wait([f"step/{self._number}/all"], timedelta(seconds=self._timeout))
+            return StoreProtocol(self._store, self._num_ranks).has_news()
+        except RuntimeError as error:
+            self._end(error)
+            return False
+
+    def _end(self, error: RuntimeError) -> None:
+        if self._is_open:
+            self._is_open = False
+            warn_user(f"nanwatch: steps wait for the other ranks no more: {spell(error)}", may_raise=False)
+
+
 class _Job:
     """State that all watches of this process share that raise."""
 
@@ -143,8 +183,7 @@ class _Job:
         self._num_settled = 0
         self._lock = threading.RLock()
         self._handle: Any = None
-        self._excepthook: partial[None] | None = None
-        # Id of the latest error, which may end a batch, then the `with`, then the process.
+        # Id of the latest error, which may end a batch and then the `with`.
         self._waited_for: int | None = None
 
     def connect(self, coordinator: RankCoordinator, peer_timeout: float) -> OriginConsensus | None:
@@ -175,8 +214,6 @@ class _Job:
             None, *rank_and_world_size(), peer_timeout, name=name, on_stuck=self._stuck
         )
         self._handle = after_steps.add(self._stepped)
-        # Each consensus has its own hook that calls the one before: others may have replaced the last one's.
-        self._excepthook = sys.excepthook = partial(self._uncaught, sys.excepthook)
 
     def arrive(self, *, begins: bool) -> StepMeeting | None:
         """Come to the next meeting before a step, and return it. `begins`: where there was none yet, too."""
@@ -253,29 +290,12 @@ class _Job:
     def _stepped(self, *_: Any) -> None:
         self.steps += 1
 
-    def _uncaught(
-        self,
-        hook: Callable[..., Any],
-        kind: type[BaseException],
-        error: BaseException,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Replace sys.excepthook: no watch sees the end of a backward whose collective fails."""
-        explained = self.explain(error, None) if issubclass(kind, Exception) else None
-        if explained is None:
-            hook(kind, error, traceback)
-            return
-        explained.__cause__ = error.with_traceback(traceback)
-        hook(type(explained), explained, None)
-
     def _end(self) -> None:
         with self._lock:
             if self._consensus is None:
                 return
             consensus, self._consensus, self._meeting = self._consensus, None, None
             self._handle.remove()
-            if sys.excepthook is self._excepthook:
-                sys.excepthook = self._excepthook.args[0]
             self._group = lambda: None
             self._reports.clear()
             consensus.stop()

@@ -7,6 +7,7 @@ judges for all.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -14,13 +15,14 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from ..util.job import rank_and_world_size, store_key
+from ..util.visible import suppressed
 from .consensus import default_store, own_store
 
 Ranks: TypeAlias = tuple[int, ...]
@@ -58,7 +60,7 @@ class Comparison:
     """Part of this rank in the comparisons of one watch, of several groups of ranks. Ranks begin them in one order.
 
     `judge(sides)` returns a verdict for JSON, with the `names` to leave out from now on. `timeout` are the seconds that
-    a difference waits for ranks that do not report.
+    a difference waits for ranks that do not report. Nothing here raises: a store that has gone ends the comparison.
     """
 
     def __init__(self, kind: str, judge: Callable[[list[Side]], Verdict], timeout: float) -> None:
@@ -66,52 +68,71 @@ class Comparison:
         if _named[0] is None or _named[0]() is not group:
             _named[:] = weakref.ref(group), 0
         _named[1] += 1
-        self._job = _named[0]
+        self.error: Exception | None = None
+        self._job, self._process = _named[0], os.getpid()
         self._prefix = f"nanwatch/{kind}/{store_key(os.environ)}/{_named[1]}"
         self._store = own_store(default_store(), self._prefix)
         self._judge, self._timeout = judge, timeout
         self._groups: dict[Ranks, _Group] = {}
         self._looks = 0
 
-    def is_gone(self) -> bool:
-        """Return whether the process group is another one than when this began."""
-        return self._job() is not torch.distributed.group.WORLD
+    @property
+    def is_over(self) -> bool:
+        """Return whether the process group or the process is not that of the beginning, or the store has gone."""
+        is_gone = self._job() is not torch.distributed.group.WORLD or self._process != os.getpid()
+        return is_gone or self.error is not None
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the process that held the store has ended, or the network
+            suppressed("ranks could not be compared")
+            self.error = error
 
     def post(self, ranks: Ranks, number: int, values: dict[str, int], more: dict[str, Any]) -> None:
         """Compare the values of check `number`, which counts up, with those of the other ranks."""
-        group = self._groups.get(ranks)
-        if group is None:
-            from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+        if self.is_over:
+            return
+        with self._asking():
+            if ranks not in self._groups:
+                from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-            name = ",".join(map(str, ranks)) if len(ranks) <= MOST_RANKS else f"{hash(ranks):x}"
-            store = PrefixStore(name, self._store)
-            group = self._groups[ranks] = _Group(store, len(ranks), self._judge, self._timeout)
-        group.add(_Check(number, values, more))
-        self._looks = _LOOKS
+                name = ",".join(map(str, ranks)) if len(ranks) <= MOST_RANKS else f"{hash(ranks):x}"
+                store = PrefixStore(name, self._store)
+                self._groups[ranks] = _Group(store, len(ranks), self._judge, self._timeout)
+            self._groups[ranks].add(_Check(number, values, more))
+            self._looks = _LOOKS
 
-    def look(self) -> list[tuple[Ranks, int, Verdict]]:
+    def look(self) -> list[tuple[int, Ranks, Verdict]]:
         """Return the verdicts that came since the last call, with their checks. Asks nobody long after a check."""
         is_awaited = any(group.is_pending for group in self._groups.values())
-        if not self._looks and not is_awaited:
+        if self.is_over or not (self._looks or is_awaited):
             return []
         self._looks = max(0, self._looks - 1)
-        return [(ranks, *verdict) for ranks, group in self._groups.items() if (verdict := group.look())]
+        verdicts: list[tuple[int, Ranks, Verdict]] = []
+        with self._asking():
+            for ranks, group in self._groups.items():
+                if (verdict := group.look()) is not None:
+                    verdicts.append((verdict[0], ranks, verdict[1]))
+        return verdicts
 
-    def end(self) -> list[tuple[Ranks, int, Verdict]]:
+    def end(self) -> list[tuple[int, Ranks, Verdict]]:
         """Wait for the other ranks' last check, at most 2 s, 4 s with a difference. Return the last verdicts."""
-        begun = time.monotonic()
-        verdicts = []
-        for ranks, group in self._groups.items():
-            while time.monotonic() - begun < FAREWELL * (1 + group.is_pending):
-                have_left = group.have_left()  # and before that, posted all their checks
-                if (verdict := group.look(is_over=True)) is not None:
-                    verdicts.append((ranks, *verdict))
-                elif have_left and not group.is_pending:
-                    break
-                else:
-                    group.leave()
-                    time.sleep(_PAUSE)
-        if self._groups and rank_and_world_size()[0] == 0:
+        begun, verdicts = time.monotonic(), list[tuple[int, Ranks, Verdict]]()
+        groups = {} if self.is_over else self._groups
+        with self._asking():
+            for ranks, group in groups.items():
+                while time.monotonic() - begun < FAREWELL * (1 + group.is_pending):
+                    have_left = group.have_left()  # and before that, posted all their checks
+                    if (verdict := group.look(is_over=True)) is not None:
+                        verdicts.append((verdict[0], ranks, verdict[1]))
+                    elif have_left and not group.is_pending:
+                        break
+                    else:
+                        group.leave()
+                        time.sleep(_PAUSE)
+        if groups and rank_and_world_size()[0] == 0:
             time.sleep(5 * _PAUSE)  # its process may hold the store, and others ask it once more
         return verdicts
 

@@ -113,9 +113,7 @@ class Merged:
         Several ranks may have theirs at one place.
         """
         observed = self._observed()
-        inside = next((each for each, _ in observed if not each.came_with_the_data), None)
-        data = next((each for each, _ in observed if each.came_with_the_data), None)
-        first = earliest(inside, data)
+        first = earliest(*(each for each, _ in observed)) if observed else None
         return [digest for each, digest in observed if first is not None and each.place == first.place]
 
     def _observed(self) -> list[tuple[RankObservation, Digest]]:

@@ -21,9 +21,9 @@ from ..instrumentation.global_hooks import Handles, after_steps
 from ..recording.events import WatchPart
 from ..report.events import ReplicaDifference
 from ..util.modules import each_parameter
-from ..util.visible import spell, suppressed, warn_user
+from ..util.visible import spell, warn_user
 from .exchange import Comparison, Ranks, Verdict
-from .replicas import Fingerprints, Replicas, judge
+from .replicas import Replicas, fingerprints, judge
 
 _MOST_NAMES = 100
 _KEPT = 8  # checks, whose batches are known
@@ -53,9 +53,8 @@ class ReplicaWatch(WatchPart):
         self._batch = 0
         self._step = 0  # batches that followed a step of the optimizer
         self._batches: dict[int, int] = {}  # by check
-        self._is_off = self._has_warned = False
+        self._has_warned = False
         self._comparison: Comparison | None = None
-        self._before: Fingerprints | None = None
         this = weakref.ref(self)
 
         def after(optimizer: Optimizer, *_: Any) -> None:
@@ -77,51 +76,52 @@ class ReplicaWatch(WatchPart):
         self._has_stepped = known[1]
 
     def batch_started(self, batch: int, module: nn.Module | None = None, args: tuple[Any, ...] = ()) -> None:
-        """Take the fingerprints, if a check is due, and tell of differences. Never raises."""
-        if self._is_off or os.getpid() != self._pid or not self._has_stepped or _is_captured():
+        """Take the fingerprints, if a check is due, and tell of differences."""
+        if not self._has_stepped or os.getpid() != self._pid or _is_captured():
             return
         self._has_stepped, self._batch = False, batch
         self._step += 1
-        try:
-            if self._comparison is not None:
-                self._tell_all(self._comparison.look())
-            if self._step % self._every == 0:
-                self._check(batch)
-        except Exception as error:  # of the store: the process that held it has ended, or the network
-            self._fail(error)
+        if self._comparison is not None:
+            self._tell_all(self._comparison.look())
+        if self._step % self._every == 0:
+            self._check(batch)
 
     def _check(self, batch: int) -> None:
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            self._warn_of_none("torch.distributed is not initialized in this process")
+            self._warn_once(
+                "compares no replicas so far, as torch.distributed is not initialized in this process"
+            )
             return
         tensors = self._replicas.held(list(self._optimizers))
         if not tensors:
-            self._warn_of_none(
-                "neither DistributedDataParallel nor a replicated DTensor says which ranks hold the same"
+            self._warn_once(
+                "compares no replicas so far, as neither DistributedDataParallel nor a replicated DTensor says which"
+                " ranks hold the same"
             )
             return
-        if self._comparison is None or self._comparison.is_gone():
+        if self._comparison is None or (self._comparison.is_over and self._comparison.error is None):
             self._comparison = Comparison("replicas", judge, self._timeout)
         number = self._step // self._every
         self._batches = {number: batch, **dict(list(self._batches.items())[: _KEPT - 1])}
-        self._before = Fingerprints(tensors, self._before)
-        for ranks, values in self._before.values.items():
-            self._comparison.post(ranks, number, values, {"buffers": self._before.buffers})
+        for ranks, values in fingerprints(tensors).items():
+            self._comparison.post(ranks, number, values, {})
+        if self._comparison.error is not None:
+            self._warn_once(f"compares replicas no more: {spell(self._comparison.error)}")
 
-    def _warn_of_none(self, why: str) -> None:
+    def _warn_once(self, why: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            warn_user(f"nanwatch compares no replicas so far, as {why}", may_raise=False)
+            warn_user(f"nanwatch {why}", may_raise=False)
 
-    def _tell_all(self, verdicts: list[tuple[Ranks, int, Verdict]]) -> None:
-        for ranks, number, verdict in verdicts:
-            if not verdict["told"]:
+    def _tell_all(self, verdicts: list[tuple[int, Ranks, Verdict]]) -> None:
+        for number, ranks, verdict in verdicts:
+            if not verdict["names"]:
                 continue
             difference = ReplicaDifference(
                 step=number * self._every,
                 equal_at=(number - 1) * self._every,
-                tensors=tuple(verdict["told"][:_MOST_NAMES]),
-                num_tensors=len(verdict["told"]),
+                tensors=tuple(verdict["names"][:_MOST_NAMES]),
+                num_tensors=len(verdict["names"]),
                 ranks=tuple(verdict["ranks"]),
                 num_odd=verdict["num_odd"],
                 hosts=tuple(verdict["hosts"]),
@@ -133,23 +133,13 @@ class ReplicaWatch(WatchPart):
             self.differences.append(difference)
             self._tell(difference)
 
-    def _fail(self, error: Exception) -> None:
-        suppressed("replicas could not be compared")
-        self._is_off = True
-        warn_user(f"nanwatch compares replicas no more: {spell(error)}", may_raise=False)
-
     def remove(self) -> None:
         """End the comparison. Waits for the other ranks' last check, at most 2 s while nothing differs."""
         self._hooks.remove()
         self.batch_started(self._batch)
         comparison, self._comparison = self._comparison, None
-        if comparison is not None and os.getpid() == self._pid and not self._is_off:
-            try:
-                if not comparison.is_gone():
-                    self._tell_all(comparison.end())
-            except Exception as error:
-                self._fail(error)
-        self._is_off = True
+        if comparison is not None:
+            self._tell_all(comparison.end())
 
 
 def _is_captured() -> bool:

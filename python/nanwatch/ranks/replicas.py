@@ -1,4 +1,4 @@
-"""Who holds the same: the tensors of a model and of its optimizers that other ranks hold too, and their fingerprints.
+"""Who holds the same: the weights of a model and the states of its optimizers that other ranks hold too.
 
 A DTensor says by its mesh and its placements which ranks hold the same shard. A plain tensor is held by all ranks of
 the process group of the DistributedDataParallel around it. Every other tensor is taken for this rank's own.
@@ -21,14 +21,9 @@ from ..numerics import _extension
 from ..numerics._fingerprint import fingerprint
 from ..numerics.readable import local_shard, only_our_dispatch, unreadable
 from ..recording.optimizer_state import state_tensors
-from .exchange import MOST_RANKS, Ranks, Side
+from .exchange import MOST_RANKS, Ranks, Side, Verdict
 
-Kind: TypeAlias = Literal["weight", "buffer", "state"]
-# They may differ between ranks until DistributedDataParallel broadcasts them at the next forward. PyTorch does not
-# raise their versions.
-_OF_BATCHES = ("running_mean", "running_var", "num_batches_tracked")
-# What happened to a buffer since the check before.
-_STAYED, _CHANGED, _WRITTEN = 0, 1, 2
+Kind: TypeAlias = Literal["weight", "state"]
 
 
 class Held(NamedTuple):
@@ -48,13 +43,12 @@ class Replicas:
         self._parallel: list[weakref.ref[DistributedDataParallel]] | None = None
 
     def held(self, optimizers: Iterable[Optimizer] = ()) -> list[Held]:
-        """Return the weights, buffers and states of these optimizers that other ranks hold too, in a fixed order."""
+        """Return the weights and the states of these optimizers that other ranks hold too, in a fixed order."""
         model = self._model()
         if model is None:
             return []
-        groups = self._plain_groups(model)
+        groups = self._plain_groups()
         replicated: list[Held] = []
-        seen: set[int] = set()
 
         def add(name: str, kind: Kind, x: Tensor, owner: Tensor) -> None:
             for ranks in dict.fromkeys((_mesh_ranks(x), groups.get(id(owner), ()))):
@@ -62,17 +56,13 @@ class Replicas:
                 if len(ranks) > 1 and not unreadable(x):
                     replicated.append(Held(name, kind, x if local is None else local, ranks))
 
-        for named in named_modules(model):
-            tensors: list[tuple[Kind, str, Tensor | None]] = [
-                *(("weight", key, x) for key, x in list(named.module._parameters.items())),
-                *(("buffer", key, x) for key, x in list(named.module._buffers.items())),
-            ]
-            for kind, key, x in tensors:
-                if x is None or id(x) in seen or (kind == "buffer" and _is_of_batches(named.module, key)):
-                    continue
-                seen.add(id(x))
-                add(f"{named.name}.{key}" if named.name else key, kind, x, x)
         names = parameter_names(model)
+        seen: set[int] = set()
+        for name, _, module in named_modules(model):
+            for key, x in list(module._parameters.items()):
+                if x is not None and id(x) not in seen:
+                    seen.add(id(x))
+                    add(f"{name}.{key}" if name else key, "weight", x, x)
         everywhere = [*dict.fromkeys(groups.values())]
         for optimizer in _replicated(optimizers):
             for state in state_tensors(optimizer, names):
@@ -86,9 +76,8 @@ class Replicas:
 
     def _wrappers(self) -> Iterator[DistributedDataParallel]:
         if self._parallel is None:
-            self._parallel = [
-                weakref.ref(wrapper) for wrapper in _extension.instances_of(DistributedDataParallel)
-            ]
+            wrappers = _extension.instances_of(DistributedDataParallel)
+            self._parallel = [weakref.ref(wrapper) for wrapper in wrappers]
         yield from (wrapper for reference in self._parallel if (wrapper := reference()) is not None)
 
     def are_local_steps(self) -> bool:
@@ -99,19 +88,15 @@ class Replicas:
             for wrapper in self._wrappers()
         )
 
-    def _plain_groups(self, model: nn.Module) -> dict[int, Ranks]:
-        """Return the ranks that hold a plain tensor alike, by its id."""
+    def _plain_groups(self) -> dict[int, Ranks]:
+        """Return the ranks that hold a plain parameter alike, by its id."""
         groups: dict[int, Ranks] = {}
         for parallel in self._wrappers():
             ranks = tuple(torch.distributed.get_process_group_ranks(parallel.process_group))
-            for name, x in (*parallel.module.named_parameters(), *parallel.module.named_buffers()):
+            for name, x in parallel.module.named_parameters():
                 if name not in parallel.parameters_to_ignore:
                     groups[id(x)] = ranks
         return groups
-
-
-def _is_of_batches(module: nn.Module, key: str) -> bool:
-    return key in _OF_BATCHES and isinstance(module, nn.modules.batchnorm._NormBase)
 
 
 def _replicated(optimizers: Iterable[Optimizer]) -> Iterator[Optimizer]:
@@ -141,64 +126,37 @@ def _mesh_ranks(x: Any) -> Ranks:
     return tuple(sorted(x.device_mesh.mesh[index].flatten().tolist()))
 
 
-class Fingerprints:
-    """Fingerprints of tensors at one check, by their ranks and names. Waits for a GPU.
-
-    A weight and a state are compared by their bits. A buffer may be a rank's own, so it is compared by whether it
-    stayed, changed by itself, or was written as far as PyTorch knows.
-    """
-
-    def __init__(self, tensors: list[Held], before: Fingerprints | None) -> None:
-        self.values: dict[Ranks, dict[str, int]] = {}
-        self.buffers = [held.name for held in tensors if held.kind == "buffer"]
-        self._known: dict[tuple[str, Ranks], tuple[int, int]] = {}
-        bits = [0] * len(tensors)
-        by_device: dict[torch.device, list[int]] = {}
-        with torch.no_grad(), only_our_dispatch():
-            prints = [fingerprint(held.tensor.detach()) for held in tensors]
-            for at, held in enumerate(tensors):
-                by_device.setdefault(held.tensor.device, []).append(at)
-            for places in by_device.values():
-                for at, value in zip(
-                    places, torch.stack([prints[at] for at in places]).tolist(), strict=True
-                ):
-                    bits[at] = int(value) % 2**64
-        for held, value in zip(tensors, bits, strict=True):
-            compared = value
-            if held.kind == "buffer":
-                key = held.name, held.ranks
-                version = 0 if held.tensor.is_inference() else held.tensor._version
-                old = (value, version) if before is None else before._known.get(key, (value, version))
-                compared = _WRITTEN if old[1] != version else _CHANGED if old[0] != value else _STAYED
-                self._known[key] = value, version
-            self.values.setdefault(held.ranks, {})[held.name] = compared
+def fingerprints(tensors: list[Held]) -> dict[Ranks, dict[str, int]]:
+    """Return the fingerprints of tensors, by their ranks and names. Waits for a GPU once."""
+    by_device: dict[torch.device, list[tuple[Held, Tensor]]] = {}
+    with torch.no_grad(), only_our_dispatch():
+        for held in tensors:
+            print_ = fingerprint(held.tensor.detach())
+            by_device.setdefault(held.tensor.device, []).append((held, print_))
+        values: dict[Ranks, dict[str, int]] = {}
+        for pairs in by_device.values():
+            bits = torch.stack([print_ for _, print_ in pairs]).tolist()
+            for (held, _), value in zip(pairs, bits, strict=True):
+                values.setdefault(held.ranks, {})[held.name] = int(value) % 2**64
+    return values
 
 
-def judge(sides: list[Side]) -> dict[str, Any]:
-    """Return the names that differ, those to tell of, and the ranks that are odd by majority at the first of them.
-
-    A buffer is told of only where it stayed on some ranks, and changed on the others without a write.
-    """
+def judge(sides: list[Side]) -> Verdict:
+    """Return the names that differ, and the ranks that are odd by majority at the first of them."""
     total = sum(side.num_ranks for side in sides)
     common = [name for name in (sides[0].values if sides else ()) if all(name in s.values for s in sides)]
-    differing = {name: values for name in common if len(values := {s.values[name] for s in sides}) > 1}
-    buffers = {name for side in sides for name in side.more["buffers"]}
-    to_tell = [
-        name for name, values in differing.items() if name not in buffers or values == {_STAYED, _CHANGED}
-    ]
-    if not to_tell:
-        return {"names": [*differing], "told": []}
+    differing = [name for name in common if len({side.values[name] for side in sides}) > 1]
+    if not differing:
+        return {"names": []}
     counts = Counter[int]()
     for side in sides:
-        counts[side.values[to_tell[0]]] += side.num_ranks
+        counts[side.values[differing[0]]] += side.num_ranks
     value, most = counts.most_common(1)[0]
-    value = _STAYED if to_tell[0] in buffers else value
-    is_majority = 2 * most > total or to_tell[0] in buffers
-    odd = [side for side in sides if side.values[to_tell[0]] != value] if is_majority else sides
+    is_majority = 2 * most > total
+    odd = [side for side in sides if side.values[differing[0]] != value] if is_majority else sides
     ranks = sorted(rank for side in odd for rank in side.ranks)[:MOST_RANKS]
     return {
-        "names": [*differing],
-        "told": to_tell,
+        "names": differing,
         "ranks": [rank for rank, _ in ranks],
         "hosts": [host for _, host in ranks],
         "num_odd": sum(side.num_ranks for side in odd),

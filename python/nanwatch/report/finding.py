@@ -393,14 +393,15 @@ _KINDS: dict[OriginKind, str] = {
 }
 
 
-def earliest(inside: RankObservation | None, data: RankObservation | None) -> RankObservation | None:
-    """Return the first of the earliest observation inside a model and the earliest in data.
+def earliest(first: RankObservation, *more: RankObservation) -> RankObservation:
+    """Return the first of several observations, by their `order`.
 
-    Of one part of the model, the earlier of both is the first. Data of another part at the same time may be what the
-    part with the inside observation sent on, whatever the sequences, so that data is not the first.
+    Data of another part at the same time may be what the part with an observation inside the model sent on, whatever
+    the sequences, so that data is not the first.
     """
-    if inside is None or data is None:
-        return inside or data
-    if inside.clock != data.clock or inside.part == data.part:
-        return min(inside, data, key=lambda one: one.order)
-    return inside
+    for observation in more:
+        pair = sorted((first, observation), key=lambda each: each.order)
+        if first.clock == observation.clock and first.part != observation.part:
+            pair.sort(key=lambda each: each.came_with_the_data)
+        first = pair[0]
+    return first

@@ -91,10 +91,10 @@ def watch(
         audit: audit the optimizer's steps 1, 2, 3 and every n-th: which weights get no gradient, do not move, or move
             though a `nanwatch.Audit` names them as frozen (docs/updates.md). True is every 100th. `Watch.updates` has
             the findings, and a warning tells of the first.
-        replicas: in a job of several ranks, compare every n steps of the optimizer the fingerprints of the weights,
-            buffers and optimizer states that the ranks should hold alike, to the bit; True is every 100 steps. A
-            warning and `Watch.replica_differences` name the tensor and the rank (docs/how-to/replicas.md). No
-            collective is issued, and the run goes on.
+        replicas: in a job of several ranks, compare every n steps of the optimizer the fingerprints of the weights
+            and optimizer states that the ranks should hold alike, to the bit; True is every 100 steps. A warning and
+            `Watch.replica_differences` name the tensor and the rank (docs/how-to/replicas.md). No collective is
+            issued, and the run goes on.
         attention: read the attention logits of `scaled_dot_product_attention`, `flex_attention` and `softmax` in the
             watched model: in every batch a bound, and every n-th batch the largest logit of each head; True is every
             100th. They are outputs of the module that calls attention, and `Watch.attention` (docs/attention.md).

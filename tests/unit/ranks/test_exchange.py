@@ -35,7 +35,7 @@ def groups(size: int, timeout: float = 30.0) -> tuple[Counting, list[_Group]]:
 
 
 def check(number: int, *values: int) -> _Check:
-    return _Check(number, {f"{i}.weight": value for i, value in enumerate(values)}, {"buffers": []})
+    return _Check(number, {f"{i}.weight": value for i, value in enumerate(values)}, {})
 
 
 def test_a_healthy_check_is_one_message_a_rank_and_leaves_nothing_behind() -> None:
@@ -65,13 +65,13 @@ def test_all_ranks_hear_the_same_verdict_and_go_on(odd: int) -> None:
             verdicts[number] = verdicts.get(number) or rank.look()
     assert len({str(verdict) for verdict in verdicts.values()}) == 1
     assert verdicts[0][0] == 1
-    assert verdicts[0][1]["told"] == ["1.weight"]
+    assert verdicts[0][1]["names"] == ["1.weight"]
     for number, rank in enumerate(ranks):
         rank.add(check(2, 1, 7 + number, 3))
     assert [rank.look() for rank in ranks] == [None] * 3
     for number, rank in enumerate(ranks):
         rank.add(check(3, 1, 7, 3 + (number == 0)))
-    assert [rank.look() for rank in ranks][-1][1]["told"] == ["2.weight"]
+    assert [rank.look() for rank in ranks][-1][1]["names"] == ["2.weight"]
 
 
 def test_ranks_that_do_not_answer_are_waited_for_only_so_long() -> None:
@@ -104,23 +104,13 @@ def test_ranks_have_left_only_when_none_waits_for_a_verdict() -> None:
     assert second.have_left()
 
 
-def side(first: int, count: int, *values: int, buffer: int | None = None) -> Side:
+def side(first: int, count: int, *values: int) -> Side:
     named = {f"{i}.weight": value for i, value in enumerate(values)}
-    ranks = [(first + i, "host") for i in range(min(count, 8))]
-    return Side(count, ranks, named | ({} if buffer is None else {"table": buffer}), {"buffers": ["table"]})
+    return Side(count, [(first + i, "host") for i in range(min(count, 8))], named, {})
 
 
 def test_the_majority_holds_the_truth() -> None:
     """Of those that answered; the odd ranks are those of the first tensor that differs."""
     verdict = judge([side(0, 1, 1, 9, 3), side(1, 5, 1, 2, 3), side(6, 1, 1, 2, 8)])
-    assert (verdict["told"], verdict["ranks"]) == (["1.weight", "2.weight"], [0])
+    assert (verdict["names"], verdict["ranks"]) == (["1.weight", "2.weight"], [0])
     assert (verdict["num_ranks"], verdict["is_majority"]) == (7, True)
-
-
-@pytest.mark.parametrize(("odd", "is_told"), [(1, True), (2, False)], ids=["by itself", "written"])
-def test_a_buffer_is_told_of_only_when_it_changed_by_itself(odd: int, is_told: bool) -> None:
-    """A buffer that a rank writes is its own. Either is left out from then on."""
-    verdict = judge([side(0, 1, 1, buffer=odd), side(1, 1, 1, buffer=0)])
-    assert verdict["names"] == ["table"]
-    assert verdict["told"] == ["table"] * is_told
-    assert verdict.get("ranks") == ([0] if is_told else None)

@@ -2,69 +2,71 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from nanwatch.ranks.exchange import Side
-from nanwatch.ranks.step_ranks import StepPrints, judge_steps
-from nanwatch.recording.optimizer_state import StepWeight
+from nanwatch.ranks.step_ranks import WeightPrint, judge_steps, sketch_of
 
-WEIGHT = torch.linspace(-1, 1, 24).reshape(4, 6)
 GRADIENT = torch.randn(24, generator=torch.Generator().manual_seed(3))
-RANKS = (0, 1, 2)
 
 
 def side(
-    rank: int,
-    gradient: Tensor | None,
-    weight: Tensor = WEIGHT,
-    before: Tensor | None = None,
-    step: int = 2,
-    forwards: int = 1,
+    rank: int, now: int, gradient: Tensor = GRADIENT, before: int = 1, step: int = 2, **more: Any
 ) -> Side:
-    """One rank at a step, which had the weight `before` at the step before it."""
-
-    def weights(x: Tensor) -> list[tuple[StepWeight, tuple[int, ...]]]:
-        return [(StepWeight("w", x, x.flatten(), gradient), RANKS)]
-
-    old = StepPrints(step - 1, forwards, weights(weight if before is None else before), None)
-    prints = StepPrints(step, forwards, weights(weight), old)
-    return Side(1, [(rank, "host")], prints.values[RANKS], prints.more[RANKS])
+    """One rank whose weight w has a hash, and had another one before it stepped with a gradient."""
+    known = {"forwards": 1, "said": ["w"], "matrices": ["w"], "directed": ["w"]}
+    known |= {"are_groups_small": False, "is_mixed": False}
+    prints = {"w": WeightPrint(before, False, sketch_of(gradient))}
+    return Side(1, [(rank, "host")], {"step ": step, "w": now}, known | {"before": prints} | more)
 
 
 @pytest.mark.parametrize(
-    ("other", "found"),
+    ("gradient", "fault"),
     [
         (GRADIENT, None),
         (GRADIENT * 1.001, None),
         (GRADIENT + 0.005 * GRADIENT.flip(0), None),
-        (GRADIENT * 2, ["norm", -1]),
-        (GRADIENT.flip(0), ["direction", -1]),
-        (-GRADIENT, ["direction", -1]),
-        (GRADIENT * 0, ["zero", 2]),
-        (None, ["zero", 2]),
+        (GRADIENT * 2, ("clipping:one-rank", "w", -1)),
+        (GRADIENT.flip(0), ("not-reduced", "w", -1)),
+        (-GRADIENT, ("not-reduced", "w", -1)),
+        (GRADIENT * 0, ("rank-lost", "w", 2)),
+        (GRADIENT[:0], ("rank-lost", "w", 2)),
         (GRADIENT * torch.nan, None),
     ],
 )
-def test_unequal_gradients_of_equal_weights_are_told_apart(
-    other: Tensor | None, found: list[object] | None
-) -> None:
+def test_unequal_gradients_before_a_weight_parted_are_told_apart(gradient: Tensor, fault: object) -> None:
     """By zero, by norm and by direction. What kernels round otherwise is equal."""
-    verdict = judge_steps([side(0, GRADIENT), side(1, GRADIENT), side(2, other)])
-    assert verdict["weights"] == []
-    assert [list(what) for what in verdict["gradients"].values()] == ([] if found is None else [found])
+    verdict = judge_steps([side(0, 5), side(1, 5), side(2, 6, gradient)])
+    assert verdict == {"names": ["w"], "faults": [] if fault is None else [fault], "is_over": False}
 
 
 def test_ranks_that_count_their_steps_differently_are_not_compared() -> None:
     """By their numbers, or as one has a weight that it moved to what another had a step before."""
-    assert judge_steps([side(0, GRADIENT), side(1, GRADIENT, step=3)])["is_over"]
-    behind = side(1, GRADIENT, WEIGHT, before=WEIGHT - 1)
-    assert judge_steps([side(0, GRADIENT, WEIGHT + 1, before=WEIGHT), behind])["is_over"]
-    unmoved = side(1, GRADIENT, WEIGHT)
-    assert not judge_steps([side(0, GRADIENT, WEIGHT + 1, before=WEIGHT), unmoved])["is_over"]
+    assert judge_steps([side(0, 5), side(1, 5, step=3)])["is_over"]
+    assert judge_steps([side(0, 5, before=1), side(1, 1, before=0)])["is_over"]
+    assert not judge_steps([side(0, 5, before=1), side(1, 1, before=1)])["is_over"]
 
 
 def test_a_check_after_more_forwards_on_a_rank_says_nothing() -> None:
     """As when it left out a step: neither its weights nor its gradients are those of the others."""
-    assert judge_steps([side(0, GRADIENT), side(1, GRADIENT.flip(0), forwards=2)]) == {"names": []}
+    verdict = judge_steps([side(0, 5), side(1, 6, GRADIENT.flip(0), forwards=2)])
+    assert verdict == {"names": [], "faults": [], "is_over": False}
+
+
+def test_a_weight_of_which_nobody_says_who_holds_it_needs_evidence() -> None:
+    """Shards and experts that begin alike part without a fault; groups of fewer ranks and a step alike are evidence."""
+
+    def faults(**more: Any) -> int:
+        return len(
+            judge_steps([side(0, 5, said=[], **more), side(1, 6, -GRADIENT, said=[], **more)])["faults"]
+        )
+
+    moved = {"w": WeightPrint(1, True, sketch_of(GRADIENT))}
+    assert (faults(), faults(are_groups_small=True)) == (0, 1)
+    first = side(0, 5, said=[])
+    first.more["before"] = moved
+    assert judge_steps([first, side(1, 6, -GRADIENT)])["faults"] == [("not-reduced", "w", -1)]
