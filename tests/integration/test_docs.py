@@ -19,13 +19,12 @@ SLOW = {
     "t5-overflow.md",
     "two-runs.md",
     "four-ranks.md",
-    "killed.md",
     "job-hangs.md",
     "not-repeatable.md",
     "wrong-compiled.md",
     "unchanged-script.md",
 }
-NATIVE = {"blackbox.md", "killed.md", "job-hangs.md"}  # the compiled recorder writes the black box
+NATIVE = {"blackbox.md", "job-hangs.md"}  # the compiled recorder writes the black box
 NEEDS = {
     "t5-overflow.md": ("transformers", "safetensors"),
     "two-runs.md": ("pyarrow", "pandas", "jinja2"),

@@ -254,3 +254,11 @@ def test_characters_that_drive_a_terminal_are_spelt(capsys: pytest.CaptureFixtur
     assert r"layer\n\u202e Linear" in printed
     assert r"scale\x1b[2J has infs" in printed
     assert all(one.isprintable() for one in (printed + str(error.value)).replace("\n", ""))
+
+
+def test_the_most_negative_integer_has_its_magnitude(capsys: pytest.CaptureFixture[str]) -> None:
+    """int8 -128 prints 128, where abs() of the same dtype wraps to -128."""
+    model = Feed()
+    DebugUnderflowOverflow(model, trace_batch_nums=[0])
+    model(torch.tensor([-128, 1], dtype=torch.int8))
+    assert frame(capsys.readouterr().out)[0] == "1.00e+00 1.28e+02 input[0]"

@@ -1,3 +1,3 @@
-"""Small models whose forward fails, in the order of the table in docs/failures.md."""
+"""Small models whose forward fails; docs/failures.md shows some."""
 
 from . import half, rounding, attention, normalisation, losses, library, inplace, state, training  # noqa: F401, I001
