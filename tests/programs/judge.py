@@ -50,7 +50,7 @@ from programs.healthy import HEALTHY
 from programs.reported import table
 from programs.stateful import case as stateful
 from programs.stateful import forwards, losses  # noqa: F401
-from programs.threads import attention, batches, classification, geometry, likelihoods  # noqa: F401
+from programs.threads import attention, batches, classification, empty_targets, geometry, likelihoods  # noqa: F401
 
 COLUMNS = "sound", "module", "operation", "line", "cure", "state", "quiet", "audit"
 # A cure may move a result by this part of its norm from that of float64. Formats of 16 bits have 2 to 3 digits.
