@@ -76,7 +76,7 @@ def _norm_of(weights: Iterable[weakref.ref[Tensor]]) -> float:
     if not values:
         return 0.0
     with torch.no_grad(), only_our_dispatch():
-        norms = torch._foreach_norm(values, 2.0, dtype=torch.float32)
+        norms = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in values]
         return sqrt(sum(float(norm) ** 2 for norm in norms))
 
 

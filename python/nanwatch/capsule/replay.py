@@ -6,7 +6,7 @@ import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from inspect import Parameter, signature
 from types import ModuleType, SimpleNamespace
@@ -275,10 +275,10 @@ def _left_out(value: Any) -> str:
 
 def _put(owner: nn.Module, name: str, old: Tensor, value: Tensor) -> Tensor:
     """Replace a weight or buffer by `value`, in the same object if possible, because others may hold it."""
-    fits = torch._has_compatible_shallow_copy_type(old, value) and not nn.parameter.is_lazy(old)
-    if fits and not (old.requires_grad and not value.is_floating_point()):
-        old.data = value.detach()
-        return old
+    if not nn.parameter.is_lazy(old) and not (old.requires_grad and not value.is_floating_point()):
+        with suppress(RuntimeError):  # another kind of tensor, such as a sparse one
+            old.data = value.detach()
+            return old
     put = value.detach()
     if isinstance(old, nn.Parameter):
         put = nn.Parameter(put, old.requires_grad and (put.is_floating_point() or put.is_complex()))

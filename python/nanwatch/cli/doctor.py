@@ -155,8 +155,8 @@ def _devices() -> list[torch.device]:
 
 def _has_kernel(device: torch.device) -> bool:
     """Return whether the dispatcher has a native kernel of ours for the device's plain tensors."""
-    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type)
-    return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key("nanwatch::abs_range", key)
+    native = _extension.C
+    return native is not None and (device.type == "cpu" or (device.type == "cuda" and native.cuda_compiled()))
 
 
 def selfcheck() -> Iterator[dict[str, str]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils import _pytree
 
 from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
@@ -369,7 +369,7 @@ class ModelRuns:
         def moved(x: Tensor) -> Tensor:
             return x.detach().clone().to(device, dtype if x.is_floating_point() else None)
 
-        inputs = tree_map_only(Tensor, moved, self._inputs)
+        inputs = _pytree.tree_map_only(Tensor, moved, self._inputs)
         with torch.no_grad(), recorded(model, self._most_bytes) as calls:
             if self._call is not None:
                 self._call(model, inputs)

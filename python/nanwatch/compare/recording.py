@@ -150,7 +150,7 @@ class Recorder:
         return (
             self._is_running
             and not is_compiling()
-            and torch._C._get_tracing_state() is None
+            and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
             and torch._C._functorch.peek_interpreter_stack() is None
             and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
         )

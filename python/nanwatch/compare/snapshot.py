@@ -9,12 +9,11 @@ import random
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from ..instrumentation.execution_context import RngState
@@ -48,14 +47,13 @@ class Snapshot:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Restore at the end of the block, with the version counters of the tensors as they were."""
-        with ExitStack() as counters:
-            for x in self._tensors.values():
-                if not x.is_inference():
-                    counters.enter_context(_unsafe_preserve_version_counter(x))
-            try:
-                yield
-            finally:
-                self.restore()
+        tensors = tuple(x for x in self._tensors.values() if not x.is_inference())
+        versions = tuple(x._version for x in tensors)
+        try:
+            yield
+        finally:
+            self.restore()
+            torch._C._autograd._unsafe_set_version_counter(tensors, versions)
 
     def restore(self) -> None:
         """Put everything back."""

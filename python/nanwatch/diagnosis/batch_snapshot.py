@@ -201,7 +201,7 @@ def no_second_run(root: nn.Module | None = None) -> str:
         return f"in a job of {number} processes it would wait for the others"
     if root is not None and any(x.device.type == "cpu" and _is_shared(x) for x in each_parameter(root)):
         return "its weights lie in memory that other processes share"
-    if torch._C._get_tracing_state() is not None:
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return "torch.jit.trace is recording"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "it runs inside a torch.func transform"

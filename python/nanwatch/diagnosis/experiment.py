@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils import _pytree
 
 from ..instrumentation.slot import wrap_calls
 from ..precision.casting import NARROW, autocast_kinds
@@ -188,7 +188,7 @@ def with_leaves(snapshot: BatchSnapshot) -> tuple[BatchSnapshot, list[Tensor]]:
         return made[-1].clone()  # a leaf could not be written to
 
     with torch.enable_grad():
-        args, kwargs = tree_map_only(Tensor, fresh, (snapshot.args, dict(snapshot.kwargs)))
+        args, kwargs = _pytree.tree_map_only(Tensor, fresh, (snapshot.args, dict(snapshot.kwargs)))
     wanted = [*(x for x in snapshot.module.parameters() if x.requires_grad), *made]
     return replace(snapshot, args=args, kwargs=kwargs), wanted
 

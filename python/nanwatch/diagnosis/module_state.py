@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, jit, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ..numerics._reference import without_repeats
 from ..numerics.readable import is_plain, only_our_dispatch, unreadable
 from ..util.modules import each_module
 
@@ -83,17 +84,16 @@ class BufferHistory:
     def _copy(self, changed: list[Tensor]) -> None:
         with only_our_dispatch(), torch.no_grad():
             values = {key: known for key, known in self._values.items() if known.buffer() is not None}
-            small: dict[torch.dtype, list[Tensor]] = {}
+            small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
             for x in changed:
                 if not is_plain(x) or x.is_inference() or unreadable(x) or x.nbytes > _MOST_BYTES:
                     values[id(x)] = BufferValue(weakref.ref(x), 0, None)
                 else:
-                    small.setdefault(x.dtype, []).append(x)
+                    small.setdefault((x.dtype, x.device), []).append(x)
             for buffers in small.values():
-                copies = [torch.empty_like(x) for x in buffers]
-                torch._foreach_copy_(copies, buffers)
-                for x, copied in zip(buffers, copies, strict=True):
-                    values[id(x)] = BufferValue(weakref.ref(x), x._version, copied)
+                copies = torch.cat([x.reshape(-1) for x in buffers])  # one kernel for all of them
+                for x, copied in zip(buffers, copies.split([x.numel() for x in buffers]), strict=True):
+                    values[id(x)] = BufferValue(weakref.ref(x), x._version, copied.view(x.shape))
             self._values = values
 
 
@@ -134,7 +134,7 @@ def begin_again(root: nn.Module, given: Iterable[Tensor], before: BufferValues) 
 
 def _is_fixed(x: Tensor) -> bool:
     """Return whether nothing writes to it: it has no values, or elements that share their memory."""
-    return x.is_meta or (x.layout is torch.strided and torch._debug_has_internal_overlap(x) == 1)
+    return x.is_meta or without_repeats(x)[1] > 1
 
 
 def _write(x: Tensor, value: Tensor, version: int | None) -> None:

@@ -63,7 +63,7 @@ class Operation(NamedTuple):
 
 
 @functools.cache
-def operation_of(func: torch._ops.OpOverload) -> Operation:
+def operation_of(func: Any) -> Operation:
     """Return the Operation of an overload."""
     schema = func._schema
     base = schema.name.split("::")[-1]

@@ -116,7 +116,7 @@ class ProvenanceMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and look at what it wrote."""
         kwargs = kwargs or {}
-        if not self.active or not isinstance(func, torch._ops.OpOverload):
+        if not self.active or not hasattr(func, "_schema"):
             return func(*args, **kwargs)
         operation = operation_of(func)
         if not operation.written and not operation.fresh:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils import _pytree
 
 from ..instrumentation.wrapped_names import module_names
 from ..numerics._reference import _to_arithmetic
@@ -293,6 +293,6 @@ class Float64(TorchFunctionMode):
         if "rand" in name or name in ("normal_", "uniform_", "bernoulli_", "exponential_"):
             if name.endswith("_like"):
                 args = (args[0].to(self._drawn), *args[1:])
-            return tree_map(_wide, func(*args, **kwargs))
-        args, kwargs = tree_map(_wide, (args, kwargs))
-        return tree_map(_wide, func(*args, **kwargs))
+            return _pytree.tree_map(_wide, func(*args, **kwargs))
+        args, kwargs = _pytree.tree_map(_wide, (args, kwargs))
+        return _pytree.tree_map(_wide, func(*args, **kwargs))

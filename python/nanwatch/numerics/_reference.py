@@ -147,7 +147,7 @@ class _Stored(NamedTuple):
 def overrides_dispatch(x: Tensor) -> bool:
     """Return whether `x` is a subclass whose values only its own `__torch_dispatch__` knows."""
     kind = type(x)
-    return kind is not Tensor and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    return kind is not Tensor and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def without_repeats(x: Tensor) -> tuple[Tensor, int]:

@@ -34,8 +34,6 @@ def unreadable(x: Tensor) -> str:
 def _unreadable(x: Tensor) -> str:
     if is_functorch_wrapped_tensor(x):
         return "inside a functorch transform"
-    if torch._is_functional_tensor(x):
-        return "functionalized tensor, being traced"
     if x.device.type == "meta":
         return "meta tensor, no data"
     if x.dtype not in _reference.READABLE_DTYPES and not x.is_quantized:
@@ -178,12 +176,8 @@ def only_our_dispatch() -> Iterator[None]:
     if tracing is not None:
         torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
-        with torch._C.DisableTorchFunction():
-            if torch._C._len_torch_dispatch_stack() == 0:
-                yield
-                return
-            with _disable_current_modes():
-                yield
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            yield
     finally:
         if tracing is not None:
             torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]

@@ -22,8 +22,8 @@ _SCALARS = (int, float, str, bytes, type(None))
 
 def autocast_kinds() -> tuple[str, ...]:
     """Return the kinds of device for which autocast can be on."""
-    private = torch._C._get_privateuse1_backend_name()
-    names = _KINDS if private == "privateuseone" else (*_KINDS, private)
+    device = torch.accelerator.current_accelerator()  # perhaps of a package that brings its own kind
+    names = _KINDS if device is None else dict.fromkeys((*_KINDS, device.type))
     return tuple(name for name in names if torch.amp.is_autocast_available(name))
 
 

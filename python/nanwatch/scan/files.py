@@ -5,6 +5,7 @@ A mapped tensor takes memory only for the pages that are read, until `Stored.rel
 
 from __future__ import annotations
 
+import copyreg
 import ctypes
 import json
 import operator
@@ -284,7 +285,7 @@ def _gguf_file(path: Path) -> Entries:
 
 _DCP = "torch.distributed.checkpoint"
 _RECORDS = (f"{_DCP}.metadata", f"{_DCP}.filesystem", "pathlib")  # modules, of which any class may be made
-_PLAIN = (torch.Size, OrderedDict, torch.serialization._get_layout)
+_PLAIN = (torch.Size, OrderedDict, copyreg.dispatch_table[torch.layout](torch.strided)[0])
 
 
 class _Metadata(pickle.Unpickler):

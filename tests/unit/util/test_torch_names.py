@@ -10,26 +10,20 @@ from typing import Any
 
 import nanwatch
 
-# Aim: 25. A name goes from here with its last use.
+# A name goes from here with its last use.
 LISTED = """
-torch._C._autograd._get_sequence_nr torch._C._autograd._unsafe_set_version_counter torch._C._current_autograd_node
-torch._C._current_graph_task_id torch._C._disabled_torch_dispatch_impl
-torch._C._dispatch_has_kernel_for_dispatch_key torch._C._dynamo.eval_frame._debug_get_cache_entry_list
-torch._C._dynamo.eval_frame.set_eval_frame torch._C._functorch.is_functorch_wrapped_tensor
-torch._C._functorch.peek_interpreter_stack torch._C._get_privateuse1_backend_name torch._C._get_tracing_state
-torch._C._len_torch_dispatch_stack torch._C._set_tracing_state torch._compile._disable_dynamo
-torch._debug_has_internal_overlap torch._dynamo.config.patch torch._dynamo.convert_frame.input_codes
-torch._dynamo.eval_frame.skip_code torch._dynamo.exc.TorchDynamoException torch._dynamo.graph_break
-torch._dynamo.guards.GuardBuilder torch._dynamo.guards.install_guard torch._dynamo.source.AttrSource
-torch._dynamo.variables.DeletedVariable torch._dynamo.variables.ListVariable
+torch._C._autograd._get_sequence_nr torch._C._autograd._unsafe_set_version_counter
+torch._C._current_autograd_node torch._C._current_graph_task_id
+torch._C._dynamo.eval_frame._debug_get_cache_entry_list torch._C._functorch.is_functorch_wrapped_tensor
+torch._C._functorch.peek_interpreter_stack torch._C._get_tracing_state torch._C._set_tracing_state
+torch._compile._disable_dynamo torch._dynamo.config.patch torch._dynamo.convert_frame.input_codes
+torch._dynamo.eval_frame.skip_code torch._dynamo.graph_break torch._dynamo.source.AttrSource
 torch._dynamo.variables.base.VariableTracker torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable
-torch._foreach_copy_ torch._foreach_norm torch._has_compatible_shallow_copy_type torch._is_functional_tensor
-torch._ops.OpOverload torch.autograd.Variable._execution_engine.queue_callback
-torch.autograd.grad_mode._unsafe_preserve_version_counter torch.autograd.graph._engine_run_backward.__code__
+torch.autograd.Variable._execution_engine.queue_callback torch.autograd.graph._engine_run_backward.__code__
 torch.distributed.distributed_c10d._get_default_store
-torch.distributed.tensor._utils.compute_local_shape_and_global_offset torch.serialization._get_layout
+torch.distributed.tensor._utils.compute_local_shape_and_global_offset
 torch.utils._python_dispatch.TorchDispatchMode torch.utils._python_dispatch._disable_current_modes
-torch.utils._pytree.tree_map torch.utils._pytree.tree_map_only
+torch.utils._pytree
 """
 
 
