@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -35,8 +34,6 @@ from .options import Options
 from .reports import ModelRef
 
 _GOES_ON = "no re-run was made, as the run goes on: rerun=True (--rerun) finds the operation"
-# Seconds that a re-run waits for other threads to leave the model. They may wait for this one.
-_PATIENCE = 1.0
 # Seconds that each run may take: at least these, and these times the batch's own.
 LEAST_SECONDS, TIMES_BATCH = 5.0, 20.0
 
@@ -81,8 +78,7 @@ class RerunPolicy:
         acts = options.on_nonfinite == "raise" or callable(options.on_nonfinite)
         self.keeps_start = recorder.keeps_starts = self._may_keep and (options.rerun is True or acts)
         self._recorder = recorder
-        # For each batch of a model whose code may draw from random or numpy.random, and during a re-run in this
-        # process, whose threads then wait in `batch_started`.
+        # For each batch of a model whose code may draw from random or numpy.random.
         self._entries = recorder.subscribe(Event.BATCH_START)
         self._entries.active = False
         if self.keeps_start:
@@ -93,7 +89,6 @@ class RerunPolicy:
         self._num_failures = 0
         self._buffers = BufferHistory()
         self._draws: bool | None = None
-        self._door = threading.RLock()  # held during a re-run in this process
         self._failed: _Failed | None = None  # until a step was checked: its graph may be gone
         # By batch, the backward that has failed, until a step was checked.
         self._losses: dict[int, BackwardCall] = {}
@@ -105,14 +100,12 @@ class RerunPolicy:
     def batch_started(self, module: nn.Module) -> object:
         """Return what the start of a batch has beside the recorder's part."""
         try:
-            with self._door:
-                model = self._model()
-                model = module if model is None else model
-                if self._draws is None:
-                    self._draws = self._entries.active = draws_outside_torch(model)
-                random = RngState.capture(others=self._draws)
-                buffers = self._buffers.note(model)
-                self._recorder.watch_buffers(self._buffers.names())
+            model = self._model() or module
+            if self._draws is None:
+                self._draws = self._entries.active = draws_outside_torch(model)
+            random = RngState.capture(others=self._draws)
+            buffers = self._buffers.note(model)
+            self._recorder.watch_buffers(self._buffers.names())
             return _Extra(buffers, random.cuda, random.others, cached_parametrizations())
         except Exception:
             suppressed("the values of buffers could not be kept for a re-run")
@@ -230,30 +223,19 @@ class RerunPolicy:
                         incident.report = Report.from_json(ended.latest)
                     raise
                 return
-        until = time.monotonic() + _PATIENCE
-        with self._door:  # no other thread enters the model meanwhile
-            self._entries.active = True
-            try:
-                while (is_shared := self._recorder.num_other_threads > 0) and time.monotonic() < until:
-                    time.sleep(0.001)
-                with clock(seconds):
-                    examine(reason="another thread was inside the model" if is_shared else "")
-            finally:
-                self._entries.active = bool(self._draws)
+        # Threads that call the model from now on wait for the end of each run; see instrumentation/slot.py.
+        is_shared = self._recorder.num_other_threads > 0
+        with clock(seconds):
+            examine(reason="another thread was inside the model" if is_shared else "")
 
     def _pass_over(self, incident: Incident) -> None:
-        """Remark that the batch was not re-run."""
+        """Remark that the batch was not re-run, and warn at the first such failure."""
+        rule = f"after {MANY} failures only the {2 * MANY}th, {4 * MANY}th, {8 * MANY}th ... are re-run and written"
         if self._num_failures == MANY + 1:
             warn_user(
-                f"nanwatch has re-run {MANY} failed batches of this model. From now on it does so only at the"
-                f" {2 * MANY}th, {4 * MANY}th, {8 * MANY}th and so on. To end the failures, follow the first report."
-                " To have no more reports, call Watch.stop(). To have one of each failure, begin a new watch.",
-                may_raise=False,
+                f"nanwatch: {rule}; the first report has the cause, Watch.stop() ends them", may_raise=False
             )
-        incident.remark(
-            f"no re-run was made, and nothing was written: it is failure {self._num_failures} of this"
-            f" watch, and after {MANY} only the {2 * MANY}th, {4 * MANY}th, {8 * MANY}th ... are re-run"
-        )
+        incident.remark(f"no re-run was made: this is failure {self._num_failures} of the watch, and {rule}")
 
     def _loss_scale(self) -> float | None:
         """Return the present scale of the loss, if the user named the GradScaler.

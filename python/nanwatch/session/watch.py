@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -78,64 +78,74 @@ class Watch:
     ) -> None:
         self._options = options
         self._model = weakref.ref(model)
+        is_on = options.enabled
         ring = options.max_frames
         fetches = options.trace is not None and not options.trace_batches
         if fetches:
             # Frames of chosen batches come one by one. All others are fetched from a recorder that holds enough.
             ring = max(ring, ring_size(model))
-        self._box = None
-        if options.enabled and options.black_box:
-            self._box = open_box(options.output_dir, options.stall_timeout)
+        self._box = (
+            open_box(options.output_dir, options.stall_timeout) if is_on and options.black_box else None
+        )
         events = events or EventDispatch(options)
         self._recorder: Recorder = make_recorder(options.recorder_settings(ring, **settings), events)
         if measure_time:
             self._recorder.subscribe(Event.OWN_TIME)
         self._tracer: Tracer | None = None
-        if options.trace is not None and options.enabled:
+        if options.trace is not None and is_on:
             self._tracer = start_tracer(
                 Path(options.trace.path), self._recorder, ring if fetches else 0, options.every
             )
         notes = [] if self._tracer is None else [TraceNotes(self._tracer, options.trace_batches)]
         self._sinks = sinks = SinkStream(
             self._recorder,
-            options.named_sinks() if options.enabled else (),
+            options.named_sinks() if is_on else (),
             [*notes, Warnings()],
             every=options.every,
             log_every=options.log_every,
         )
-        forecasts = options.forecast and options.enabled
-        self._monitor = Monitor(self._recorder, model, every=options.every, forecasts=forecasts)
-        self._batch_ends = self._recorder.subscribe(Event.BATCH_END)
-        self._batch_ends.active = sinks.takes_batches or self._tracer is not None
+        self._monitor = Monitor(
+            self._recorder, model, every=options.every, forecasts=options.forecast and is_on
+        )
         guard: OptimizerGuard | None = None
-        if options.gradients and options.enabled:
+        if options.gradients and is_on:
             guard = OptimizerGuard(self._recorder, options, sinks.on_skipped_step)
         self._reports = Reports(model, self._recorder, options, self._monitor.suspicion)
         rerun = RerunPolicy(model, self._recorder, options)
         self._failures = FailureHandler(self._reports, self._monitor, sinks, rerun, guard)
-        self._backward: BackwardWatch | None = None
+        self._batch_ends = self._recorder.subscribe(Event.BATCH_END)
+        self._batch_ends.active = sinks.takes_batches or self._tracer is not None or options.spikes
         self._spikes: SpikeWatch | None = None
+        if guard is not None and options.spikes:
+            write = None
+            if options.output_dir is not None:
+                write = partial(_write_spike, rerun, self._model, options.output_dir)
+            self._spikes = SpikeWatch(
+                self._recorder, guard, is_due, rerun.backward_failed, write, sinks.on_spike
+            )
+            self._monitor.follow(self._spikes.take)
+        self._backward: BackwardWatch | None = None
         if guard is not None:
-            if options.spikes:
-                write = None
-                if options.output_dir is not None:
-                    write = partial(_write_spike, rerun, self._model, options.output_dir)
-                self._spikes = SpikeWatch(
-                    self._recorder, guard, is_due, rerun.backward_failed, write, sinks.on_spike
-                )
-                self._monitor.follow(self._spikes.take)
-                self._batch_ends.active = True
             self._backward = BackwardWatch(self._reports, self._failures, guard, self._spikes)
-        self._optional = events.parts = tuple(optional_parts(model, options, self._recorder, sinks))
+        timeout = options.peer_timeout or 30.0
+        self._replicas: ReplicaWatch | None = None
+        if is_on and options.replicas:
+            self._recorder.subscribe(Event.BATCH_START)
+            self._replicas = ReplicaWatch(model, options.replicas, timeout, sinks.on_replica_difference)
+        self._audit: UpdateAudit | None = None
+        if is_on and options.audit is not None:
+            every, ranks = options.audit.every, StepRanks(model, timeout)
+            self._audit = UpdateAudit(model, self._recorder, every, sinks.on_update, options.is_frozen, ranks)
+        events.parts = [part for part in (self._replicas, self._audit) if part is not None]
         events.watch, events.failures, events.sinks = self, self._failures, sinks
         events.tracer, events.backward = self._tracer, self._backward
         self._steps: OptimizerSteps | None = None
         self._checkpoints: CheckpointGuard | None = None
-        self._attachment: Attachment | None = None
         self._attention: AttentionWatch | None = None
-        if options.enabled and options.attention:
-            self._attention = AttentionWatch(self._recorder, options.attention)
-        if options.enabled:
+        self._attachment: Attachment | None = None
+        if is_on:
+            if options.attention:
+                self._attention = AttentionWatch(self._recorder, options.attention)
             self._steps = OptimizerSteps(self._reports, self._failures, self._backward)
             if options.guard_checkpoints:
                 self._checkpoints = CheckpointGuard(self._reports, self._failures)
@@ -186,8 +196,8 @@ class Watch:
             box.num_watches -= 1
         self._reports.look_at_mesh()
         parts = (
-            *(*self._optional, self._steps, self._backward, self._attachment, self._attention),
-            *(self._spikes, self._checkpoints),
+            *(self._replicas, self._audit, self._steps, self._backward, self._attachment),
+            *(self._attention, self._spikes, self._checkpoints),
         )
         for part in parts:
             if part is not None:
@@ -198,8 +208,8 @@ class Watch:
             self._failures.watch_ends()
         finally:
             self._failures.close()
-            for part in self._optional:
-                part.sum_up()
+            if self._audit is not None:
+                self._audit.sum_up()
             self._sinks.on_close()
 
     def pause(self) -> None:
@@ -246,19 +256,12 @@ class Watch:
     @property
     def replica_differences(self) -> tuple[ReplicaDifference, ...]:
         """The latest 16 differences between replicas, oldest first; empty without `replicas`."""
-        return tuple(
-            difference
-            for part in self._optional
-            if isinstance(part, ReplicaWatch)
-            for difference in part.differences
-        )
+        return () if self._replicas is None else tuple(self._replicas.differences)
 
     @property
     def updates(self) -> tuple[UpdateFinding, ...]:
         """Findings about the optimizer's steps, oldest first, at most 64; empty without `audit`."""
-        return tuple(
-            finding for part in self._optional if isinstance(part, UpdateAudit) for finding in part.findings
-        )
+        return () if self._audit is None else tuple(self._audit.findings)
 
     def note_loss(self, loss: Tensor | float) -> None:
         """Take the loss of the batch for `spikes`, before its backward; does nothing without them.
@@ -307,21 +310,6 @@ def _write_spike(
     rerun: RerunPolicy, model: Callable[[], nn.Module | None], output_dir: Path, report: SpikeReport
 ) -> SpikeReport:
     return write_spike(report, rerun.kept(report.batch), model(), output_dir)
-
-
-def optional_parts(
-    model: nn.Module, options: Options, recorder: Recorder, sinks: SinkStream
-) -> Iterator[WatchPart]:
-    """Yield the parts that the options ask for. The EventDispatch calls each, and the Watch removes it."""
-    if not options.enabled:
-        return
-    timeout = options.peer_timeout or 30.0
-    if options.replicas:
-        recorder.subscribe(Event.BATCH_START)
-        yield ReplicaWatch(model, options.replicas, timeout, sinks.on_replica_difference)
-    if options.audit is not None:
-        ranks = StepRanks(model, timeout)
-        yield UpdateAudit(model, recorder, options.audit.every, sinks.on_update, options.is_frozen, ranks)
 
 
 @dataclass(eq=False, repr=False)
