@@ -21,22 +21,33 @@ from ._version import __version__
 from .numerics import _extension as _extension  # torch.ops.nanwatch.*
 
 if TYPE_CHECKING:
-    from .capsule.capsule import Capsule, write_capsule
-    from .compare.models import compare
-    from .compare.twice import twice
-    from .instrumentation.functions import span, watched
-    from .integrations.debug import DebugUnderflowOverflow, detect_overflow
-    from .numerics.fit import exponent_histogram, would_fit
-    from .numerics.ranges import abs_range, abs_ranges, fingerprint, tensor_health
-    from .precision.precision import fp32_modules, run_in_fp32
-    from .report.finding import Finding
-    from .report.report import NonFiniteError, Report
-    from .scan.scan import scan
-    from .session.api import Watch, watch
-    from .session.options import Audit, Trace
-    from .session.replay import replay
-    from .sinks.sink import Sink
-    from .trace.comparison import diff
+    from .capsule.capsule import Capsule as Capsule
+    from .capsule.capsule import write_capsule as write_capsule
+    from .compare.models import compare as compare
+    from .compare.twice import twice as twice
+    from .instrumentation.functions import span as span
+    from .instrumentation.functions import watched as watched
+    from .integrations.debug import DebugUnderflowOverflow as DebugUnderflowOverflow
+    from .integrations.debug import detect_overflow as detect_overflow
+    from .numerics.fit import exponent_histogram as exponent_histogram
+    from .numerics.fit import would_fit as would_fit
+    from .numerics.ranges import abs_range as abs_range
+    from .numerics.ranges import abs_ranges as abs_ranges
+    from .numerics.ranges import fingerprint as fingerprint
+    from .numerics.ranges import tensor_health as tensor_health
+    from .precision.precision import fp32_modules as fp32_modules
+    from .precision.precision import run_in_fp32 as run_in_fp32
+    from .report.finding import Finding as Finding
+    from .report.report import NonFiniteError as NonFiniteError
+    from .report.report import Report as Report
+    from .scan.scan import scan as scan
+    from .session.api import Watch as Watch
+    from .session.api import watch as watch
+    from .session.options import Audit as Audit
+    from .session.options import Trace as Trace
+    from .session.replay import replay as replay
+    from .sinks.sink import Sink as Sink
+    from .trace.comparison import diff as diff
 else:
     # Public names and the modules that define them. A name is imported when it is first asked for.
     _MODULES = {
@@ -59,6 +70,7 @@ else:
         "trace.comparison": ("diff",),
     }
     _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+    __all__ = ["__version__", *(name for name in _MODULE_OF if "ipython" not in name)]
 
     def __getattr__(name: str) -> object:
         if name not in _MODULE_OF:
@@ -78,38 +90,6 @@ else:
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
-
-
-__all__ = [
-    "Audit",
-    "Capsule",
-    "DebugUnderflowOverflow",
-    "Finding",
-    "NonFiniteError",
-    "Report",
-    "Sink",
-    "Trace",
-    "Watch",
-    "__version__",
-    "abs_range",
-    "abs_ranges",
-    "compare",
-    "detect_overflow",
-    "diff",
-    "exponent_histogram",
-    "fingerprint",
-    "fp32_modules",
-    "replay",
-    "run_in_fp32",
-    "scan",
-    "span",
-    "tensor_health",
-    "twice",
-    "watch",
-    "watched",
-    "would_fit",
-    "write_capsule",
-]
 
 
 if os.environ.get("NANWATCH_TRANSFORMERS"):
