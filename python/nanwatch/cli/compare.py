@@ -26,7 +26,7 @@ from ..trace.trace_file import Trace
 from ..util.progress import Tell
 from ..util.visible import spell
 from .commands import EQUAL_STATUS, UseError, answered, command_parser, imported, rendered
-from .script import add_script, check_script, misplaced_hint, run_script
+from .script import add_script, check_script, run_script
 
 # Has the request in a process that makes one of the runs of `twice`.
 _VARIABLE = "NANWATCH_TWICE"
@@ -168,8 +168,6 @@ def twice_main(arguments: list[str]) -> int:
         check_script(target, is_module=is_module)
         if options.times < 2 or (options.batches is not None and options.batches < 1):
             raise ValueError("--times should be at least 2 and --batches at least 1")
-        if hint := misplaced_hint(parser, target, rest):
-            sys.stderr.write(f"nanwatch twice: {hint}\n")
         command = [*(["-m"] if is_module else []), target, *rest]
         with tempfile.TemporaryDirectory(prefix="nanwatch-twice-") as folder:
             file = Path(folder, "recording.json")

@@ -23,8 +23,7 @@ from ..session.api import Watch, start_watch
 from ..session.model_finder import MAX_MODELS, ModelFinder
 from ..session.options import OPTIONS, Options, flag, flag_or_none, make_options, parts
 from ..util.visible import spell, visible
-from .parent import run_with_parent
-from .script import FILES, add_script, check_script, misplaced_hint, run_script
+from .script import FILES, add_script, check_script, run_script, run_with_parent
 
 _NAME = "nanwatch run"
 # Exit statuses.
@@ -51,8 +50,7 @@ examples:
 
 def main(arguments: list[str]) -> int:
     """Run the script. Return the exit status, or raise the script's SystemExit or KeyboardInterrupt."""
-    parser = run_parser()
-    values = vars(parser.parse_args(arguments))
+    values = vars(run_parser().parse_args(arguments))
     target, rest, is_module = values.pop("target"), values.pop("arguments"), values.pop("m")
     json_file, has_parent = values.pop("json"), values.pop("parent")
     try:
@@ -65,8 +63,6 @@ def main(arguments: list[str]) -> int:
     except (TypeError, ValueError, OSError, ImportError) as error:
         _tell(str(error))
         return BAD_USE
-    if hint := misplaced_hint(parser, target, rest):
-        _tell(hint)
     run = partial(_Run(options).run, target, rest, is_module, json_file)
     return run_with_parent(run, box_folder(options.output_dir)) if has_parent else run()
 

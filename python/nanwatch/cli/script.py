@@ -1,19 +1,29 @@
-"""Running a script in this process as `python SCRIPT` and `python -m MODULE` do."""
+"""Running a script as `python SCRIPT` and `python -m MODULE` do, in this process or in a child with a parent."""
 
 from __future__ import annotations
 
 import argparse
 import builtins
+import ctypes
 import os
 import pkgutil
+import resource
 import runpy
+import signal
+import socket
 import sys
+from collections.abc import Callable
 from io import open_code
 from pathlib import Path
 from types import ModuleType
 
+from ..blackbox.box_file import SUFFIX, BoxFile
+from ..blackbox.story import signal_name
 from ..session import model_finder
+from ..util.visible import visible
 
+_PASSED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+_SET_PDEATHSIG = 1  # of prctl
 # Files whose frames stand between a command and the script.
 FILES = (__file__, model_finder.__file__, runpy.__file__, "<frozen runpy>")
 
@@ -32,28 +42,6 @@ def add_script(parser: argparse.ArgumentParser) -> None:
     rest = parser.add_argument("arguments", metavar="ARG", nargs=argparse.REMAINDER, help="its own arguments")
     rest.required = False  # argparse would name it beside a missing SCRIPT
     parser.add_argument("-m", action="store_true", help="run a module, as `python -m` does")
-
-
-def misplaced_hint(parser: argparse.ArgumentParser, target: str, arguments: list[str]) -> str:
-    """Return a hint at options of the parser among the script's arguments which the script does not name, or ""."""
-    options = {name for action in parser._actions for name in action.option_strings} - {"--help"}
-    given = [
-        name
-        for argument in arguments
-        if (name := argument.partition("=")[0]).startswith("--") and name in options
-    ]
-    try:
-        text = Path(target).read_text(encoding="utf-8", errors="replace") if given else ""
-    except OSError:  # a module
-        return ""
-    lost = ", ".join(
-        name for name in given if name[2:] not in text and name[2:].replace("-", "_") not in text
-    )
-    return (
-        f"the script gets {lost}, which it does not name; options of {parser.prog} go before the script"
-        if lost
-        else ""
-    )
 
 
 def run_script(target: str, arguments: list[str], *, is_module: bool) -> None:
@@ -81,3 +69,61 @@ def run_script(target: str, arguments: list[str], *, is_module: bool) -> None:
     else:
         # As the interpreter does: runpy.run_module would put another __main__ back.
         runpy._run_module_as_main(target if is_module else "__main__", alter_argv=is_module)  # type: ignore[attr-defined]
+
+
+# `nanwatch run --parent`: a process that waits for the script's, and writes into its black box how it ended.
+
+
+def run_with_parent(run: Callable[[], int], folder: Path) -> int:
+    """Fork. Return the status of `run` in the child, and in the parent that of the child, or end by its signal.
+
+    `folder` is where the child keeps its black box. Signals that somebody sends to the parent go to the child. A
+    terminal sends its own to both. A killed parent takes the child with it.
+    """
+    parent = os.getpid()
+    # Where the parent ignores SIGCHLD, as it may by inheritance, the kernel reports no end of a child.
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
+    child = os.fork()
+    if child == 0:
+        ctypes.CDLL(None).prctl(_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != parent:
+            os._exit(1)
+        signal.signal(signal.SIGCHLD, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return run()
+    status = _wait(child)
+    if status >= 0:
+        return status
+    _write_end(child, -status, folder)
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, most))  # the child's dump is the one to read
+    if -status != signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(parent, -status)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return 128 - status
+
+
+def _wait(child: int) -> int:
+    """Return the exit status of the child, or the negative number of the signal that ended it."""
+    while True:
+        info = signal.sigwaitinfo({*_PASSED_ON, signal.SIGCHLD})
+        if info.si_signo == signal.SIGCHLD:
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid == child:
+                return os.waitstatus_to_exitcode(status)
+        elif info.si_code <= 0:  # sent by a process
+            os.kill(child, info.si_signo)
+
+
+def _write_end(child: int, number: int, folder: Path) -> None:
+    """Write into the black box of the child by which signal it ended, and say on stderr where the box is."""
+    for path in folder.glob(f"rank-*-{socket.gethostname()}-{child}-*{SUFFIX}"):
+        try:
+            BoxFile(path).write_state("killed_by", number)
+        except (OSError, ValueError) as error:
+            print(visible(f"nanwatch run: {path}: {error}"), file=sys.stderr)
+            continue
+        text = f"{signal_name(number)} ended the script; `nanwatch show {path}` has what it was doing"
+        print(visible(f"nanwatch run: {text}"), file=sys.stderr, flush=True)

@@ -1,45 +1,34 @@
-"""Scripts run in this process, and options that stand behind them."""
+"""Scripts run in this process or below a parent, and options that stand behind them."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from nanwatch.cli.script import add_script, check_script, misplaced_hint, run_script
-
-
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="nanwatch run")
-    add_script(made)
-    made.add_argument("--every")
-    made.add_argument("--output-dir")
-    return made
+from nanwatch.blackbox.story import read as read_black_box
+from nanwatch.cli.script import add_script, check_script, run_script
+from support.black_boxes import needs_box
+from support.processes import environment
 
 
 def test_all_behind_the_script_is_its_own() -> None:
     """Also what looks like an option of the command."""
-    found = parser().parse_args(["--every", "3", "train.py", "--every", "5", "-m", "x"])
-    assert (found.target, found.every, found.m, found.arguments) == (
+    parser = argparse.ArgumentParser()
+    add_script(parser)
+    parser.add_argument("--every")
+    given = parser.parse_args(["--every", "3", "train.py", "--every", "5", "-m", "x"])
+    assert (given.target, given.every, given.m, given.arguments) == (
         "train.py",
         "3",
         False,
         ["--every", "5", "-m", "x"],
     )
-
-
-def test_a_hint_names_options_that_the_script_does_not(tmp_path: Path) -> None:
-    """One that its text names, with a dash or an underscore, is meant for it; of a module nothing is known."""
-    script = tmp_path / "train.py"
-    script.write_text("parser.add_argument('--lr'); args.output_dir")
-    hint = misplaced_hint(parser(), str(script), ["--every=3", "--output-dir", "x", "--lr", "1", "--help"])
-    assert hint.startswith(
-        "the script gets --every, which it does not name; options of nanwatch run go before"
-    )
-    assert misplaced_hint(parser(), str(script), ["--output-dir", "x"]) == ""
-    assert misplaced_hint(parser(), "package.train", ["--every=3"]) == ""
 
 
 def test_a_script_that_is_not_there_is_named() -> None:
@@ -57,3 +46,72 @@ def test_a_script_finds_itself_as_main(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == f"__main__ ['--lr', '1'] {tmp_path}\n"
     assert (sys.argv[1:], sys.path[0]) == (["--lr", "1"], str(tmp_path))
     assert sys.modules["__main__"].__file__ == str(script)
+
+
+# Below a parent
+
+_SCRIPT = """
+import os, signal, sys, time, torch
+class Ends(torch.nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        if sys.argv[1] == "waits":
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+            print("waits", flush=True)
+            time.sleep(60)
+        if sys.argv[1] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return y
+Ends(2, 2)(torch.ones(1, 2))
+sys.exit(5)
+"""
+
+
+def _start(folder: Path, how: str, *, ignores_children: bool = False) -> subprocess.Popen[str]:
+    script = folder / "train.py"
+    script.write_text(_SCRIPT)
+    command = "-m", "nanwatch", "run", "--parent", "--output-dir", str(folder / "out"), str(script), how
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env=environment(),
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN) if ignores_children else None,
+    )
+
+
+@needs_box
+def test_a_killed_script_is_told(tmp_path: Path) -> None:
+    """In its black box and on stderr. The parent ends as the script did."""
+    process = _start(tmp_path, "killed")
+    _, errors = process.communicate(timeout=120)
+    (path,) = tmp_path.glob("out/blackbox/*")
+    report = read_black_box(path)
+    assert process.returncode == -signal.SIGKILL
+    assert (report.end, report.signal, report.exit_status) == ("signal", signal.SIGKILL, None)
+    assert [call.class_name for thread in report.threads for call in thread.calls] == ["Ends"]
+    assert f"SIGKILL ended the script; `nanwatch show {path}`" in errors
+
+
+@needs_box
+@pytest.mark.parametrize("ignores_children", [False, True])
+def test_a_status_is_the_scripts(ignores_children: bool, tmp_path: Path) -> None:
+    """The file has it too. Whoever started the parent may have let it ignore SIGCHLD."""
+    process = _start(tmp_path, "returns", ignores_children=ignores_children)
+    process.communicate(timeout=120)
+    (path,) = tmp_path.glob("out/blackbox/*")
+    assert (process.returncode, read_black_box(path).exit_status) == (5, 5)
+
+
+@needs_box
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_parent_reaches_the_script(number: signal.Signals, tmp_path: Path) -> None:
+    """SIGTERM is passed on, and the script's own handler decides. SIGKILL leaves no orphan."""
+    process = _start(tmp_path, "waits")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waits\n"
+    os.kill(process.pid, number)
+    process.communicate(timeout=120)  # ends when nobody has its output any more
+    assert process.returncode == {signal.SIGTERM: 7, signal.SIGKILL: -9}[number]
