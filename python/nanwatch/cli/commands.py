@@ -97,7 +97,7 @@ COMMANDS = {
         "make the call in a capsule again, in one dtype or several", ".replay:main", runs_user_code=True
     ),
     "run": Command("watch the model of an unchanged training script", ".run:main", only_prints=False),
-    "scan": Command("is a checkpoint sound, and how does it differ from another", ".scan:main"),
+    "scan": Command("is a checkpoint sound, and how does it differ from another", ".files:scan_main"),
     "show": Command("a trace, a report, the reports of all ranks, or black boxes", ".files:show_main"),
     "top": Command("the modules of a running trace by headroom and trend, live", ".top:main"),
     "twice": Command(

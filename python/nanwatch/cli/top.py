@@ -20,7 +20,7 @@ from .commands import command_parser, failed
 
 _LATEST = 200  # batches; in a trace of 1,000,000 rows and 5,000 batches they take 0.1 s
 _LINES = 20
-_MARKS = 3  # the latest spikes and forecasts
+_MARKS = 3  # the latest spikes and forecasts that are shown
 _COLUMNS = ("headroom", "bits/100", "batch", "abs max", "failed", "module")
 _COLORS = {"gone": "bold red", "near": "red", "low": "yellow", "fine": "green", "none": "dim"}
 _EXAMPLES = """\
@@ -55,24 +55,23 @@ def main(arguments: list[str]) -> int:
     try:
         if not (options.once or options.json or not sys.stdout.isatty()):
             return _watch(options)
-        picture, heading = _look(options.run, options.latest)
+        picture, heading = _look(options)
     except (ValueError, OSError, ImportError) as error:
         return failed("top", error)
-    rows = _sorted(picture, options.by)
     if options.json:
         document = {
             "trace": str(picture.path),
             "rank": picture.rank,
             "lost_frames": picture.lost_frames,
             "batches": [picture.batches[0][0], picture.batches[-1][0]],  # the first and the last of them
-            "modules": [plain(row) for row in rows],
+            "modules": [plain(row) for row in _sorted(picture, options.by)],
             "marks": [plain(mark) for mark in picture.marks],
         }
         print(json.dumps(document, allow_nan=False, indent=2))
         return 0
-    print("\n".join(map(visible, [*heading, *_lines(rows[:_LINES])])))
-    if len(rows) > _LINES:
-        print(f"{len(rows) - _LINES:,} modules more")
+    print("\n".join(map(visible, [*heading, *_table(_sorted(picture, options.by)[:_LINES])])))
+    if len(picture.rows) > _LINES:
+        print(f"{len(picture.rows) - _LINES:,} modules more")
     return 0
 
 
@@ -82,17 +81,17 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _look(run: Path, latest: int) -> tuple[Picture, list[str]]:
+def _look(options: argparse.Namespace) -> tuple[Picture, list[str]]:
     """Return the picture of the latest batches, and lines about the trace and its latest spikes and forecasts.
 
     Raises ValueError or OSError for none.
     """
-    trace = Trace.open(run)
+    trace = Trace.open(options.run)
     if not trace.batches:
         raise ValueError(f"{trace.path} has no batch yet")
-    picture = draw(trace, trace.batches[-latest:])
+    picture = draw(trace, trace.batches[-options.latest :])
     lost = f", {trace.lost_frames:,} frames lost" if trace.lost_frames else ""
-    shown = f"; below are the latest {latest:,}" if len(trace.batches) > latest else ""
+    shown = f"; below are the latest {options.latest:,}" if len(trace.batches) > options.latest else ""
     lines = [f"{trace.path}: {batch_words(trace.batches)}, rank {trace.rank}{lost}{shown}"]
     for mark in picture.marks[-_MARKS:]:
         lines.append(mark.text if mark.kind == "spike" else f"batch {mark.batch}: {mark.text}")
@@ -106,50 +105,36 @@ def _sorted(picture: Picture, by: str) -> list[Row]:
     return sorted(picture.rows, key=lambda row: (math.isnan(row.trend), row.trend))
 
 
-def _cells(row: Row) -> list[str]:
-    numbers = bits_words(row.bits), trend_words(row.trend), str(row.batch), f"{row.abs_max:.2e}"
-    return [*numbers, str(row.num_failed or ""), row.place]
-
-
-def _lines(rows: list[Row]) -> list[str]:
-    table = [[*_COLUMNS], *map(_cells, rows)]
-    wide = [max(map(len, column)) for column in zip(*table, strict=True)][:-1]
-    return [
-        "  ".join([*(cell.rjust(size) for cell, size in zip(row, wide, strict=False)), row[-1]])
-        for row in table
-    ]
+def _table(rows: list[Row]) -> list[str]:
+    """Return a line of headings and one for each row."""
+    cells = [
+        (bits_words(row.bits), trend_words(row.trend), str(row.batch), f"{row.abs_max:.2e}",
+         str(row.num_failed or ""), row.place)
+        for row in rows
+    ]  # fmt: skip
+    return ["  ".join([f"{cell:>9}" for cell in line[:-1]]) + f"  {line[-1]}" for line in (_COLUMNS, *cells)]
 
 
 def _watch(options: argparse.Namespace) -> int:
     """Look at the trace again and again until Ctrl-C."""
     rich: Any = needed("rich.live", "the live view", "terminal", "use --once")
+    from rich.text import Text
+
     # A trace that is not there would be waited for without end. A folder may get its first part later.
     if not options.run.is_dir():
         Trace.open(options.run)
     with rich.Live(screen=True, auto_refresh=False) as live:
         try:
             while True:
-                live.update(_view(options, live.console.height), refresh=True)
+                try:
+                    picture, heading = _look(options)
+                    rows = _sorted(picture, options.by)[: max(live.console.height - len(heading) - 2, 1)]
+                    styles = [""] * (len(heading) + 1) + [_COLORS[level_of(row.bits)] for row in rows]
+                    lines = zip([*heading, *_table(rows)], styles, strict=True)
+                    view = Text("\n").join(Text(visible(line), style) for line, style in lines)
+                except (ValueError, OSError) as error:  # nothing yet, or just now the parts became one file
+                    view = Text(f"waiting: {spell(error)}")
+                live.update(view, refresh=True)
                 time.sleep(options.every)
         except KeyboardInterrupt:
             return 0
-
-
-def _view(options: argparse.Namespace, height: int) -> Any:
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    try:
-        picture, heading = _look(options.run, options.latest)
-    except (ValueError, OSError) as error:  # nothing yet, or in this moment the parts became one file
-        return Text(f"waiting: {spell(error)}")
-    table = Table(*_COLUMNS[:-1], box=None)
-    for column in table.columns:
-        column.justify = "right"
-    table.add_column(_COLUMNS[-1])
-    for row in _sorted(picture, options.by)[: max(height - len(heading) - 2, 1)]:
-        cells = [Text(visible(cell)) for cell in _cells(row)]
-        cells[0].stylize(_COLORS[level_of(row.bits)])
-        table.add_row(*cells)
-    return Group(*(Text(visible(line)) for line in heading), table)

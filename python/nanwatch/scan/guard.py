@@ -23,9 +23,9 @@ from ..recording.optimizer_state import state_tensors
 from ..records.record import Frame, Record, Role
 from ..report.finding import find
 from ..util.job import rank
-from ..util.visible import first_few, suppressed, suppressing, visible, warn_user, without_wrappers
+from ..util.visible import first_few, suppressing, visible, warn_user, without_wrappers
 from .files import tensors_in
-from .saves import Save, guard, is_refusal
+from .saves import Save, guard
 
 _CHECKPOINT = "(checkpoint)"  # name of the frames of a checkpoint
 _MAX_NAMED = 3
@@ -66,21 +66,21 @@ class CheckpointGuard:
 
     def examine(self, save: Save) -> list[Record] | None:
         """Return the records of what is not finite in it and is the watched model's. Warn once of anything else."""
-        faults: list[Record] = []
-        foreign: list[Record] = []
+        faults, foreign = list[Record](), list[Record]()
         with suppressing("a checkpoint could not be read"), only_our_dispatch(), torch.no_grad():
             tensors = [(keys, x) for keys, x in tensors_in(save.content) if holds_fractions(x)]
             bad = {id(x) for x in nonfinite(x for _, x in tensors)}
-            owned = self._owned() if bad else []
+            owned = [*self._model_tensors(), *self._states()] if bad else []
             for keys, x in tensors:
-                if id(x) in bad:
-                    owner = _owner(owned, keys, x)
-                    is_itself = owner is not None and _storage(owner.tensor) == _storage(x)
-                    label = owner.name if owner is not None and is_itself else ".".join(keys)
-                    allows_inf = owner is not None and (owner.allows_inf or owner.name in self._meant)
-                    record = observe(x, label, "buffer" if owner is None else owner.role, allows_inf)
-                    if record.is_fault:
-                        (foreign if owner is None else faults).append(record)
+                if id(x) not in bad:
+                    continue
+                if (owner := _owner(owned, keys, x)) is None:
+                    foreign.append(observe(x, ".".join(keys), "buffer"))
+                else:
+                    label = owner.name if _storage(owner.tensor) == _storage(x) else ".".join(keys)
+                    allows_inf = owner.allows_inf or owner.name in self._meant
+                    faults.append(observe(x, label, owner.role, allows_inf))
+        faults, foreign = ([record for record in records if record.is_fault] for records in (faults, foreign))
         if foreign and not faults and not self._has_warned:
             self._has_warned = True
             warn_user(
@@ -100,14 +100,10 @@ class CheckpointGuard:
         text = f"{save.function} was given {_named(records)}"
         result = None
         if save.is_joint:
-            try:  # the other ranks wait, and only an error of the save itself reaches them
-                save.fail_on_all_ranks(text)
-            except BaseException as error:  # CheckpointException is no Exception
-                if not is_refusal(error):
-                    raise
-                self._act(save, records, f"{text}: no rank writes it")
-                return self.refused(save, error)
-        elif (path := save.path) is None and self._raises:
+            error = save.refuse_on_all_ranks(text)
+            self._act(save, records, f"{text}: no rank writes it")
+            return self.refused(save, error)
+        if (path := save.path) is None and self._raises:
             text += ", and wrote nothing: an open file has no other name"
         elif path is None:
             result = save.write()
@@ -139,21 +135,15 @@ class CheckpointGuard:
 
     # Whose tensors they are.
 
-    def _owned(self) -> list[_Owned]:
-        return [*self._model_tensors(), *self._states()]
-
     def _model_tensors(self) -> Iterator[_Owned]:
         model = self._reports.model()
         for member in () if model is None else named_modules(model):
             allowed = self._reports.options.allows("inf", member.name)
-            roles: tuple[tuple[Role, Any], ...] = (
-                ("weight", member.module._parameters),
-                ("buffer", member.module._buffers),
-            )
-            for role, tensors in roles:
-                for key, x in list(tensors.items()):
-                    if x is not None:
-                        yield _Owned(f"{member.name}.{key}" if member.name else key, role, x, allowed)
+            weights, buffers = list(member.module._parameters.items()), list(member.module._buffers.items())
+            for number, (key, x) in enumerate([*weights, *buffers]):
+                if x is not None:
+                    name = f"{member.name}.{key}" if member.name else key
+                    yield _Owned(name, "weight" if number < len(weights) else "buffer", x, allowed)
 
     def _states(self) -> Iterator[_Owned]:
         """Yield the states of all optimizers that have a parameter of the model, and of the one in the options."""
@@ -185,12 +175,10 @@ def _is_named(name: str, keys: list[str]) -> bool:
 
 def _storage(x: Tensor) -> int:
     """Return the address of the tensor's memory, of a DTensor's shard; 0 where it has none."""
-    try:
+    with suppressing("a tensor in a checkpoint has no storage"):
         local = local_shard(x)
         return (x if local is None else local).untyped_storage().data_ptr()
-    except Exception:
-        suppressed("a tensor in a checkpoint has no storage")
-        return 0
+    return 0
 
 
 def _named(records: list[Record]) -> str:

@@ -134,16 +134,24 @@ class Save:
         finally:
             _is_saving.reset(token)
 
-    def fail_on_all_ranks(self, reason: str) -> None:
-        """Let the save fail before anything is written, with this reason on every rank that takes part."""
+    def refuse_on_all_ranks(self, reason: str) -> BaseException:
+        """Let the save fail on every rank that takes part, before anything is written. Return its error."""
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
         def refuse(*_: Any, **__: Any) -> None:
             raise CheckpointRefusedError(reason)
 
         planner: Any = DefaultSavePlanner()
-        planner.set_up_planner = refuse
-        self.write(planner=planner)
+        planner.set_up_planner = (
+            refuse  # the other ranks wait, and only an error of the save itself reaches them
+        )
+        try:
+            self.write(planner=planner)
+        except BaseException as error:  # CheckpointException is no Exception
+            if _is_refusal(error):
+                return error
+            raise
+        raise AssertionError("a save without a plan has ended")
 
 
 def _tensor_of(spec: Any) -> torch.Tensor | None:
@@ -164,7 +172,7 @@ class CheckpointRefusedError(RuntimeError):
     """The reason why a rank has no part in a checkpoint."""
 
 
-def is_refusal(error: BaseException) -> bool:
+def _is_refusal(error: BaseException) -> bool:
     """Return whether a rank has refused to save, which is why all ranks have failed to."""
     failures = getattr(error, "failures", None)
     reasons = failures.values() if isinstance(failures, dict) else ()
@@ -254,7 +262,7 @@ def _guarded(seam: Seam, original: Any) -> Any:
         try:
             result = call.write()
         except BaseException as error:
-            if not is_refusal(error):
+            if not _is_refusal(error):
                 raise
             return guards[0].refused(call, error)
         for member in guards:
