@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from ..instrumentation.wrapped_names import module_names
 from ..precision.casting import replaced
 from ..recording.walk import call_leaves
-from ..report.finding import Finding, Value, with_earlier, working_first
-from ..report.report import Report
+from ..report.finding import Value, with_earlier, working_first
 from ..util.visible import spell
 from . import isolation
 from .batch_snapshot import BatchSnapshot, may_be_narrow, no_second_run, num_processes
@@ -58,183 +57,145 @@ def examine(
     `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `loss` is the
     backward of a loss outside all modules that made the value.
     """
-    diagnosis: Diagnosis | None = None
+    run, diagnosis = _Rerun(incident, model, conditions), None
     if examines and (reason or (snapshot is None and loss is None)):
         incident.remark(f"no re-run was made: {reason or _NOT_KEPT}")
     elif examines and loss is not None and (snapshot is None or incident.finding.is_of_loss):
-        _rerun_loss(loss, incident, model, conditions, loss_value(loss))
+        run.examine_loss(loss, loss_value(loss))
     elif examines and snapshot is not None and incident.finding.phase != "step":
-        before = incident.report
-        diagnosis = _look(incident, snapshot, model, conditions)
-        if loss is not None and diagnosis.operation is None:
-            _rerun_after_module(loss, incident, before, model, conditions)
-        else:
-            _tell(incident)
-            _find_samples(incident, snapshot, model, conditions, diagnosis)
+        diagnosis = run.examine_batch(snapshot, loss)
     if output_dir is not None:
-        _tell(incident)
+        run.send()
         write_failure(incident, diagnosis, snapshot, output_dir)
 
 
-def _tell(incident: Incident) -> None:
-    """Send what is known to the process of the program, should a later step not end."""
-    isolation.send(incident.report.to_json())
+class _Rerun:
+    """The re-run of one incident's batch, which completes the incident."""
+
+    def __init__(self, incident: Incident, model: nn.Module, conditions: Conditions) -> None:
+        self._incident = incident
+        self._model = model
+        self._conditions = conditions
+
+    def send(self) -> None:
+        """Send what is known to the process of the program, should a later step not end."""
+        isolation.send(self._incident.report.to_json())
+
+    def examine_batch(self, snapshot: BatchSnapshot, loss: BackwardCall | None) -> Diagnosis:
+        """Run the batch again to find the operation, cures and samples; then the loss, if nothing was found."""
+        incident, before = self._incident, self._incident.report
+        finding, frames = incident.finding, before.frames
+        diagnosis = find_operation(snapshot, finding, model=self._model, frames=frames)
+        incident.finding = enrich(finding, diagnosis)
+        if diagnosis.holder is not None:
+            incident.report = replace(incident.report, frames=tuple(with_earlier(frames, diagnosis.holder)))
+        self.send()
+        is_due = diagnosis.operation is not None
+        if finding.phase != "backward":
+            was_there = finding.origin in ("data", "buffer") and diagnosis.place is not None
+            is_due = diagnosis.transient is False or was_there
+            if is_due and (doubts := snapshot.doubts()):
+                incident.remark(f"no cure was tried, as {doubts[0]}")
+                is_due = False
+        if is_due:
+            attempt("trying cures", partial(self._cure, snapshot, diagnosis), incident.remark)
+        if loss is None or diagnosis.operation is not None:
+            self.send()
+            self._find_samples(snapshot, diagnosis)
+            return diagnosis
+        # The derivative of a gradient reaches weights past their modules' outputs.
+        shown, finding, incident.report = incident.report, incident.finding, before
+        incident.learn(origin="received", source_module=None)
+        self.examine_loss(loss, None)
+        if incident.finding.operation is None:
+            incident.report = shown
+        elif incident.finding.source_module == finding.module:
+            incident.learn(origin=finding.origin, source_module=finding.source_module)
+        return diagnosis
+
+    def _cure(self, snapshot: BatchSnapshot, diagnosis: Diagnosis) -> None:
+        """Try changes of the source first, as they are the smallest, then other formats."""
+        finding, start = self._incident.finding, diagnosis.start
+        model, conditions = self._model, self._conditions
+        cures, remarks = try_patches(snapshot, finding, model, diagnosis, conditions=conditions)
+        is_due = start is not None or may_be_narrow(snapshot, finding) or not any(x.works for x in cures)
+        if is_due and (start is not None or finding.phase != "backward"):
+            formats = try_formats(snapshot, finding, model, start=start, conditions=conditions)
+            cures, remarks = (*cures, *formats[0]), (*remarks, *formats[1])
+        self._incident.learn(cures=working_first(cures))
+        self._incident.remark(*remarks)
+
+    def _find_samples(self, snapshot: BatchSnapshot, diagnosis: Diagnosis) -> None:
+        """Look for the samples that carry the failure, unless a second run says little."""
+        incident = self._incident
+        is_known = diagnosis.operation is not None or incident.finding.origin == "data"
+        if not is_known or diagnosis.transient or no_second_run(snapshot.module) or snapshot.doubts():
+            return
+        names, allows = module_names(self._model), self._conditions.allows
+        search = partial(find_samples, snapshot, names, allows=allows, start=diagnosis.start)
+        samples = attempt("the search for samples", search, incident.remark)
+        if samples:
+            incident.learn(samples=samples)
+            if indices := dataset_indices(snapshot, samples):
+                incident.remark(indices)
+
+    def examine_loss(self, call: BackwardCall, value: Value | None) -> None:
+        """Complete the finding with the operation, line and cures that a re-run of the loss's statements shows.
+
+        `value` is that of the loss, which its forward made; None where its backward did. Raises nothing of its own:
+        what could not be done is a remark.
+        """
+        incident = self._incident
+        try:
+            if num_processes() > 1:
+                raise Refused("other ranks would have to run it along")
+            statements = call.statements(self._model)
+            diagnosis, (cures, tried) = self._run_statements(statements, call, value)
+        except Refused as reason:
+            incident.remark(f"the loss was not computed again: {reason}; {_ADVICE}")
+            return
+        except Exception as error:
+            incident.remark(f"the loss could not be computed again: {spell(error)}; {_ADVICE}")
+            return
+        first, last = statements.lines
+        lines = f"line {first}" if first == last else f"lines {first} to {last}"
+        where = f"{lines} of {statements.filename}"
+        if diagnosis.operation is None:
+            why = "; ".join(diagnosis.remarks) or "the value did not come back"
+            incident.remark(f"the loss was computed again by {where}: {why}; {_ADVICE}")
+            return
+        # Without the operations that the graph made likely.
+        incident.learn(remarks=tuple(x for x in incident.finding.remarks if x != call.remark))
+        # The derivative of a gradient runs through the model's own operations once more. `extent` and `index` would be
+        # those of the loss, where the finding is of a gradient.
+        made_in = _below(diagnosis.made_in or "") or None
+        shown = replace(diagnosis, made_in=made_in, remarks=(), extent="", index=None)
+        incident.finding = enrich(incident.finding, shown)
+        incident.learn(cures=cures)
+        incident.remark(*tried, f"found by running {where} again")
+
+    def _run_statements(
+        self, statements: LossStatements, call: BackwardCall, value: Value | None
+    ) -> tuple[Diagnosis, Cures]:
+        inputs, rng, autocast = statements.inputs, call.rng, call.autocast
+        snapshot = BatchSnapshot(statements, (), inputs, rng, autocast, inference=False, grad=True)
+        # The finding of a call of the statements, that returns the loss.
+        facts = {"module": "", "label": "output", "origin": "produced", "source_module": None}
+        finding = replace(self._incident.finding, **facts, operation=None, place=None)  # type: ignore[arg-type]
+        if value is not None:
+            finding = replace(finding, phase="forward", value=value)
+        diagnosis = find_operation(snapshot, finding, model=statements)
+        if diagnosis.operation is None:
+            return diagnosis, ((), ())
+        allows = self._conditions.allows
+        conditions = self._conditions._replace(allows=lambda name, module: allows(_below(name), module))
+        finding, at = enrich(finding, diagnosis), statements.target
+        return diagnosis, try_patches(snapshot, finding, statements, diagnosis, conditions=conditions, at=at)
 
 
-def _look(incident: Incident, snapshot: BatchSnapshot, model: nn.Module, conditions: Conditions) -> Diagnosis:
-    """Run the batch again to find the operation, and try cures where it failed again."""
-    finding, frames = incident.finding, incident.report.frames
-    diagnosis = find_operation(snapshot, finding, model=model, frames=frames)
-    incident.finding = enrich(finding, diagnosis)
-    if diagnosis.holder is not None:
-        incident.report = replace(incident.report, frames=tuple(with_earlier(frames, diagnosis.holder)))
-    _tell(incident)
-    is_due = diagnosis.operation is not None
-    if finding.phase != "backward":
-        was_there = finding.origin in ("data", "buffer") and diagnosis.place is not None
-        is_due = diagnosis.transient is False or was_there
-        if is_due and (doubts := snapshot.doubts()):
-            incident.remark(f"no cure was tried, as {doubts[0]}")
-            is_due = False
-    if is_due:
-        cure = partial(_cure, incident, snapshot, model, conditions, diagnosis)
-        attempt("trying cures", cure, incident.remark)
-    return diagnosis
-
-
-def _cure(
-    incident: Incident,
-    snapshot: BatchSnapshot,
-    model: nn.Module,
-    conditions: Conditions,
-    diagnosis: Diagnosis,
-) -> None:
-    """Try changes of the source first, as they are the smallest, then other formats."""
-    finding, start = incident.finding, diagnosis.start
-    cures, remarks = try_patches(snapshot, finding, model, diagnosis, conditions=conditions)
-    is_due = start is not None or may_be_narrow(snapshot, finding) or not any(cure.works for cure in cures)
-    if is_due and (start is not None or finding.phase != "backward"):
-        formats = try_formats(snapshot, finding, model, start=start, conditions=conditions)
-        cures, remarks = (*cures, *formats[0]), (*remarks, *formats[1])
-    incident.learn(cures=working_first(cures))
-    incident.remark(*remarks)
-
-
-def _find_samples(
-    incident: Incident,
-    snapshot: BatchSnapshot,
-    model: nn.Module,
-    conditions: Conditions,
-    diagnosis: Diagnosis,
-) -> None:
-    """Look for the samples that carry the failure, unless a second run says little."""
-    is_known = diagnosis.operation is not None or incident.finding.origin == "data"
-    if not is_known or diagnosis.transient or no_second_run(snapshot.module) or snapshot.doubts():
-        return
-    search = partial(
-        find_samples, snapshot, module_names(model), allows=conditions.allows, start=diagnosis.start
-    )
-    samples = attempt("the search for samples", search, incident.remark)
-    if samples:
-        incident.learn(samples=samples)
-        if indices := dataset_indices(snapshot, samples):
-            incident.remark(indices)
-
-
-def _rerun_after_module(
-    call: BackwardCall, incident: Incident, before: Report, model: nn.Module, conditions: Conditions
-) -> None:
-    """Look for the operation in a backward from the loss, as a re-run of the module of `before` has shown nothing.
-
-    The derivative of a gradient reaches weights past their modules' outputs.
-    """
-    shown, incident.report = incident.report, before
-    finding = incident.finding
-    incident.learn(origin="received", source_module=None)
-    _rerun_loss(call, incident, model, conditions, None)
-    if incident.finding.operation is None:
-        incident.report = shown
-    elif incident.finding.source_module == finding.module:
-        incident.learn(origin=finding.origin, source_module=finding.source_module)
-
-
-def _rerun_loss(
-    call: BackwardCall, incident: Incident, model: nn.Module, conditions: Conditions, value: Value | None
-) -> None:
-    """Complete the finding with the operation, line and cures that a re-run of the loss's statements shows.
-
-    `value` is that of the loss, which its forward made; None where its backward did. Raises nothing of its own: what
-    could not be done is a remark.
-    """
-    finding = incident.finding
-    try:
-        if num_processes() > 1:
-            raise Refused("other ranks would have to run it along")
-        statements = call.statements(model)
-        diagnosis, (cures, tried) = _examined(statements, call, finding, conditions, value)
-    except Refused as reason:
-        incident.remark(f"the loss was not computed again: {reason}; {_ADVICE}")
-        return
-    except Exception as error:
-        incident.remark(f"the loss could not be computed again: {spell(error)}; {_ADVICE}")
-        return
-    first, last = statements.lines
-    lines = f"line {first}" if first == last else f"lines {first} to {last}"
-    where = f"{lines} of {statements.filename}"
-    if diagnosis.operation is None:
-        why = "; ".join(diagnosis.remarks) or "the value did not come back"
-        incident.remark(f"the loss was computed again by {where}: {why}; {_ADVICE}")
-        return
-    # Without the operations that the graph made likely.
-    incident.learn(remarks=tuple(x for x in finding.remarks if x != call.remark))
-    # The derivative of a gradient runs through the model's own operations once more.
-    made_in = (diagnosis.made_in or "").removeprefix("model").removeprefix(".")
-    incident.finding = enrich(incident.finding, replace(diagnosis, made_in=made_in or None))
-    incident.learn(cures=cures)
-    incident.remark(*tried, f"found by running {where} again")
-
-
-def _examined(
-    statements: LossStatements,
-    call: BackwardCall,
-    finding: Finding,
-    conditions: Conditions,
-    value: Value | None,
-) -> tuple[Diagnosis, Cures]:
-    snapshot = BatchSnapshot(
-        statements,
-        (),
-        statements.inputs,
-        call.rng,
-        call.autocast,
-        inference=False,
-        grad=True,
-    )
-    # The finding of a call of this module, that returns the loss.
-    finding = replace(
-        finding, module="", label="output", origin="produced", source_module=None, operation=None, place=None
-    )
-    conditions = conditions._replace(allows=_below(conditions.allows))
-    if value is not None:
-        finding = replace(finding, phase="forward", value=value)
-    diagnosis = find_operation(snapshot, finding, model=statements)
-    if diagnosis.operation is None:
-        return diagnosis, ((), ())
-    patches = try_patches(
-        snapshot,
-        enrich(finding, diagnosis),
-        statements,
-        diagnosis,
-        conditions=conditions,
-        at=statements.target,
-    )
-    # `extent` and `index` would be those of the loss, where the finding is of a gradient.
-    return replace(diagnosis, remarks=(), extent="", index=None), patches
-
-
-def _below(allows: Allows) -> Allows:
-    """Return the same for the names of the model's modules below the statements."""
-    return lambda name, module: allows(name.removeprefix("model").removeprefix("."), module)
+def _below(name: str) -> str:
+    """Return the name in the model of a module of the statements."""
+    return name.removeprefix("model").removeprefix(".")
 
 
 # Samples of a batch without which it is finite

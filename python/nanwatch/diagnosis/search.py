@@ -178,7 +178,7 @@ def _of_step(step: Step, **facts: Any) -> Diagnosis:
 
 
 def _of_forward(snapshot: BatchSnapshot, finding: Finding, suspect: nn.Module, model: nn.Module) -> Diagnosis:
-    # A forward may ask for the graph, as for a tensor's hook. It is made only where the run without it raises.
+    # Without a graph it needs less memory. Where that raises, the forward may ask for one, as for a tensor's hook.
     for builds_graph in (False, True) if snapshot.grad else (False,):
         search, failure = _ForwardSearch(finding, suspect, model, snapshot), ""
         try:

@@ -49,12 +49,10 @@ Hold = Callable[[], AbstractContextManager[Any]]
 
 
 class Conditions(NamedTuple):
-    """Conditions of the failure: the loss scale where it is known, which infinities are meant, and whether gradients
-    are watched."""
+    """Conditions of the failure: the loss scale where it is known, and which infinities are meant."""
 
     loss_scale: float | None = None
     allows: Allows = nothing_allowed
-    gradients: bool = False
 
 
 NO_CONDITIONS = Conditions()

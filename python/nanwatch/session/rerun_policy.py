@@ -92,7 +92,6 @@ class RerunPolicy:
         self._failed: _Failed | None = None  # until a step was checked: its graph may be gone
         # By batch, the backward that has failed, until a step was checked.
         self._losses: dict[int, BackwardCall] = {}
-        self._keeps_ended = options.gradients
         self._scaler = options.scaler
         # A module that is not watched is not judged either.
         self._allows = lambda name, module: not options.observes(name) or options.excuses(name, module)
@@ -181,7 +180,7 @@ class RerunPolicy:
             incident,
             model=model,
             output_dir=self._output_dir,
-            conditions=Conditions(self._loss_scale(), self._allows, self._keeps_ended),
+            conditions=Conditions(self._loss_scale(), self._allows),
             loss=self._losses.get(finding.batch) if examines and finding.phase == "backward" else None,
         )
         try:
