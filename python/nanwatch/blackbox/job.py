@@ -25,7 +25,7 @@ _PULSE = 1.5  # seconds from one sign of life to the next, and some more
 class Job:
     """Black boxes of one job, by rank: the newest in a folder, or a single file.
 
-    `others` are the files of other jobs, the newest first. `unread` says which files could not be read, and why.
+    `others` are the files of other runs, the newest first. `unread` says which files could not be read, and why.
     """
 
     reports: tuple[BlackBoxReport, ...]
@@ -105,20 +105,15 @@ def read_job(path: Path) -> Job:
         raise ValueError(f"{str(path)!r} has no black box that can be read{why}")
     reports.sort(key=lambda report: report.begun)
     newest = reports[-1]
-    # A port of the master may come again: a rank that had ended before the newest began was of another run.
+    # A rank that had ended before the newest began was of another run.
     by_rank = {
         report.rank: report
         for report in reports
-        if (_key(report), report.world_size) == (_key(newest), newest.world_size)
+        if report.world_size == newest.world_size
         and (report.end == "runs" or report.latest + _PULSE > newest.begun)
     }
     others = [report.path for report in reversed(reports) if report not in by_rank.values()]
     return Job(tuple(by_rank[rank] for rank in sorted(by_rank)), tuple(others), tuple(unread))
-
-
-def _key(report: BlackBoxReport) -> str:
-    """Return what the processes of a job share: a process without one is a job of its own."""
-    return str(report.facts.get("job") or (report.host, report.pid, report.begun))
 
 
 # Words.

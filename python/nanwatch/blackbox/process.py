@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ..numerics import _extension
-from ..util.job import current_attempt, rank_and_world_size, started_at
+from ..util.job import rank_and_world_size, started_at
 from ..util.visible import suppressing, warn_user
 from .box_file import SUFFIX
 
@@ -80,7 +80,6 @@ class ProcessBox:
         facts = {
             "host": socket.gethostname(),
             "started": started_at(os.getpid()),
-            "job": _job(),
             "rank": self._ranks[0],
             "world_size": self._ranks[1],
             "argv": [word[:_LONGEST_WORD] for word in sys.orig_argv[:_MOST_WORDS]],
@@ -96,8 +95,8 @@ class ProcessBox:
                 if rank_and_world_size() != self._ranks:  # torch.distributed was initialized
                     self._note_facts()
                 idle, slowest = self._box.pulse(_memory())
-                main = _stacks().get(threading.main_thread().name, [])
-                self._box.add_sample("\n".join(_chosen(main)))
+                main = threading.main_thread().ident or 0
+                self._box.add_sample("\n".join(_chosen(_places(sys._current_frames().get(main)))))
                 limit = self.stall_timeout
                 if limit is None:
                     limit = max(_LEAST_STALL, _SLOWER * slowest)
@@ -200,18 +199,6 @@ def _prune(folder: Path) -> None:
         for path in folder.glob(f"*{SUFFIX}"):
             if path.stat().st_mtime < time.time() - _WEEK:
                 path.unlink(missing_ok=True)
-
-
-def _job() -> str | None:
-    """Return a text that the processes of one start of a job share, None outside of a job."""
-    attempt = current_attempt()
-    if attempt is not None:
-        return " ".join(map(str, ("torchrun", *attempt.key)))
-    for name in ("SLURM_STEP_ID", "PMIX_NAMESPACE"):
-        if name in os.environ:
-            return f"{name} {os.environ.get('SLURM_JOB_ID', '')} {os.environ[name]}"
-    address = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    return " ".join(("master", *map(str, address))) if all(address) else None
 
 
 def _memory() -> int:
