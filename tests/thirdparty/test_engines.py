@@ -17,8 +17,8 @@ def test_without_the_switch_no_part_of_a_watch_is_imported(engine: str) -> None:
     """Neither engine is installed here, so that the plugin itself could not start."""
     script = f"""
 import sys
-from nanwatch.integrations.engines import {engine}
-{engine}()
+from nanwatch.integrations import start_in_{engine}
+start_in_{engine}()
 assert not any(name.startswith({PARTS!r}) for name in sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], check=True, env=environment(NANWATCH=""))

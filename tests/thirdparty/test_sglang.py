@@ -1,6 +1,6 @@
 """The plugin of SGLang, in a package that stands for SGLang: it does not install on a CPU.
 
-Read in its sources in November 2026: HookRegistry's AROUND, the fields of ForwardBatch, the factory of a forward hook.
+Read in its sources in November 2026: HookRegistry's AROUND and the fields of ForwardBatch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.integrations.engines import sglang
-from nanwatch.integrations.sglang import forward_hook
+from nanwatch.integrations import start_in_sglang
 from support.toys import Scale
 
 
@@ -84,7 +83,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
             module.__path__ = []  # type: ignore[attr-defined]
             monkeypatch.setitem(sys.modules, module.__name__, module)
         vars(module).update(names)
-    sglang()
+    start_in_sglang()
     return made()
 
 
@@ -117,14 +116,3 @@ def test_the_request_of_a_bad_row_is_named(
     assert (bad.request, bad.phase, bad.position) == expected
     assert bad.module == "model"  # whose input the row came in
     runner._nanwatch.stop()
-
-
-def test_a_forward_hook_watches_the_module_that_it_is_on() -> None:
-    """From the end of its first call; the factory refuses wrong options, before a model is there."""
-    module = nn.Sequential(Scale(), Scale())
-    with pytest.raises(TypeError, match="evry"):
-        forward_hook({"evry": 1})
-    module.register_forward_hook(forward_hook({"on_nonfinite": "warn"}))
-    module(torch.ones(2))
-    with pytest.warns(RuntimeWarning, match="inf first seen"):
-        module(torch.tensor([1.0, float("inf")]))

@@ -1,8 +1,7 @@
 """Plugin for SGLang, which its entry point group `sglang.srt.plugins` starts in every process, without code of a user.
 
-NANWATCH=1 switches it on (`engines.py`). Or `--forward-hooks` names `forward_hook`, for chosen modules. SGLang calls
-`forward` of the root past `nn.Module.__call__`, so that it is not seen. Written after SGLang's sources, and not run
-with it.
+NANWATCH=1 switches it on. SGLang calls `forward` of the root past `nn.Module.__call__`, so that it is not seen. Written
+after SGLang's sources, and not run with it.
 """
 
 from __future__ import annotations
@@ -12,13 +11,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from torch import nn
-
-from ..session.api import DeferredWatch
 from ..util.visible import suppressing
 from .serving import ServedModel, Share
-
-__all__ = ["forward_hook", "register"]
 
 _FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 
@@ -31,25 +25,6 @@ def register() -> None:
     ServedModel("sglang.nanwatch")
     hooks = import_module("sglang.srt.plugins.hook_registry")
     hooks.HookRegistry.register(_FORWARD, _forward, hooks.HookType.AROUND)
-
-
-def forward_hook(config: dict[str, Any]) -> Callable[..., None]:
-    """Return a forward hook that watches each module that it is on, from the end of the module's first call on.
-
-    SGLang calls this for `--forward-hooks '[{"target_modules": ["model"], "hook_factory":
-    "nanwatch.integrations.sglang:forward_hook", "config": {"on_nonfinite": "warn"}}]'`. `config` has options of
-    `watch`, of which `on_nonfinite` is "record" where it is not given. Raises as `watch` does.
-    """
-    options = {"on_nonfinite": "record", **config}
-    DeferredWatch(options)
-    watched: dict[nn.Module, DeferredWatch] = {}
-
-    def hook(module: nn.Module, args: object, output: object) -> None:
-        if module not in watched:
-            watched[module] = DeferredWatch(options)
-            watched[module].start(module)
-
-    return hook
 
 
 def _forward(forward: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:

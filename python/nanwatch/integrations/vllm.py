@@ -1,6 +1,6 @@
 """Plugin for vLLM, which its entry point group `vllm.general_plugins` starts in every process, without code of a user.
 
-NANWATCH=1 switches it on (`engines.py`). The decoder inside a model, a class under `support_torch_compile`, calls its
+NANWATCH=1 switches it on. The decoder inside a model, a class under `support_torch_compile`, calls its
 `forward` past `nn.Module.__call__` and is not seen. Its layers are.
 """
 
@@ -28,14 +28,15 @@ def register() -> None:
 
     Raises TypeError or ValueError for options of the environment that make no sense, before a model is loaded.
     """
-    _VllmModel()
+    VllmModel()
     when_imported(WORKER_MODULE, patch)  # to import it here would choose the platform too early
 
 
-class StepShares:
-    """Shares of the requests in each step of a worker, with their KV blocks, of which each step tells the new ones."""
+class VllmModel(ServedModel):
+    """The watched model of one worker, with the KV blocks of its requests, of which each step tells the new ones."""
 
     def __init__(self) -> None:
+        super().__init__("vllm.nanwatch")
         self._blocks: dict[str, list[int]] = {}
 
     def follow(self, scheduled: Any) -> None:
@@ -77,14 +78,6 @@ class StepShares:
         ]
 
 
-class _VllmModel(StepShares, ServedModel):
-    """The watched model of one worker."""
-
-    def __init__(self) -> None:
-        StepShares.__init__(self)
-        ServedModel.__init__(self, "vllm.nanwatch")
-
-
 def _only(groups: tuple[list[int], ...]) -> list[int]:
     """Return the blocks of the only group of a request; none for a hybrid model, whose layers have different ones."""
     return list(groups[0]) if len(groups) == 1 else []
@@ -118,10 +111,10 @@ def _followed(execute: Callable[..., Any]) -> Callable[..., Any]:
     return execute_model
 
 
-def _served(worker: Any) -> _VllmModel:
-    served: _VllmModel | None = vars(worker).get("_nanwatch")
+def _served(worker: Any) -> VllmModel:
+    served: VllmModel | None = vars(worker).get("_nanwatch")
     if served is None:
-        served = worker._nanwatch = _VllmModel()
+        served = worker._nanwatch = VllmModel()
     return served
 
 

@@ -6,10 +6,11 @@ One bit is one doubling: at 3 bits the largest element may grow eightfold before
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import inf, isfinite, log2, sqrt
+from operator import itemgetter
 
 from ..numerics.formats import Limits
+from ..util.visible import module_name
 from .record import Frame, Record
 
 # 8 bits. From the root of the end on a value may leave it by its own square; for float16 the two are the same.
@@ -77,61 +78,41 @@ def by_module(frames: Iterable[Frame]) -> dict[str, float]:
     return dict(sorted(least.items(), key=lambda item: item[1]))
 
 
-@dataclass(frozen=True, slots=True)
-class Shrinking:
-    """A run of outputs whose headroom falls: from `from_bits` at `from_module` to `to_bits` at `to_module`,
-    both included in `num_frames`, all of one `dtype`, which ends at `end`."""
+def shrinking(frames: Sequence[Frame]) -> str:
+    """Return one sentence on the outputs whose headroom fell before the first non-finite record, "" where none did.
 
-    from_module: str
-    from_bits: float
-    to_module: str
-    to_bits: float
-    num_frames: int
-    dtype: str
-    end: float
-
-    def __str__(self) -> str:
-        start, end = self.from_module or "the root module", self.to_module or "the root module"
-        return (
-            f"from {self.from_bits:.1f} bits at {start} to {self.to_bits:.1f} bits at {end}"
-            f" over {self.num_frames} frames"
-        )
-
-
-def shrinking(frames: Sequence[Frame]) -> Shrinking | None:
-    """Return the longest run of outputs with falling headroom that ends just before the first non-finite record.
-
-    `frames` are the oldest first. The headroom has to fall by more than a bit. None without such a run, or when all is
-    finite. A frame counts by the output with the least headroom. One without (integers, unread) is passed over. On its
-    way down the headroom may recover by up to one bit, as behind an activation or a dropout. The run starts where the
-    headroom was highest. It does not reach over the start of the batch, over a change of dtype, whose bits are no
-    measure for these, or over an output that is all zero.
+    `frames` are the oldest first. The headroom has to fall by more than a bit, until a sum or a square could leave the
+    format. A frame counts by the output with the least headroom, and is passed over without one. On the way down the
+    headroom may recover by up to one bit, as behind an activation or a dropout. The run starts where the headroom was
+    highest. It does not reach over the start of the batch, a change of dtype or an output that is all zero.
     """
-    end = next((i for i, frame in enumerate(frames) if frame.fault is not None), None)
-    if end is None:
-        return None
-    run: list[tuple[Frame, Record, float]] = []
-    start = 0
-    for frame in reversed(frames[:end]):
-        if (frame.batch, frame.phase) != (frames[end].batch, frames[end].phase):
+    fault = next((frame for frame in frames if frame.fault is not None), None)
+    if fault is None:
+        return ""
+    before = frames[: frames.index(fault)]
+    last: tuple[str, float, Record] | None = None  # module, bits and record at the end of the run
+    first, num_frames, seen = ("", -inf), 0, 0
+    for frame in reversed(before):
+        if (frame.batch, frame.phase) != (fault.batch, fault.phase):
             break
-        tightest = _tightest_output(frame)
-        if tightest is None:
+        role = "output" if frame.phase == "forward" else "gradient"
+        outputs = [(record, headroom_bits(record)) for record in frame.records if record.role == role]
+        known = [(bits, record) for record, bits in outputs if bits is not None]
+        if not known:
             continue
-        record, bits = tightest
-        if bits == inf or (run and (bits < run[start][2] - _RECOVERY or record.dtype != run[0][1].dtype)):
+        bits, record = min(known, key=itemgetter(0))
+        last = last or (frame.name, bits, record)
+        if bits == inf or bits < first[1] - _RECOVERY or record.dtype != last[2].dtype:
             break
-        run.append((frame, record, bits))
-        if bits > run[start][2]:
-            start = len(run) - 1
-    if not run or run[start][2] - run[0][2] <= _RECOVERY:
-        return None
-    (first, record, most), (last, _, least) = run[start], run[0]
-    largest = inf if record.ends is None else record.ends.largest
-    return Shrinking(first.name, most, last.name, least, start + 1, record.dtype, largest)
-
-
-def _tightest_output(frame: Frame) -> tuple[Record, float] | None:
-    made = "output" if frame.phase == "forward" else "gradient"
-    outputs = [(r, bits) for r in frame.records if r.role == made and (bits := headroom_bits(r)) is not None]
-    return min(outputs, key=lambda pair: pair[1], default=None)
+        seen += 1
+        if bits > first[1]:
+            first, num_frames = (frame.name, bits), seen
+    if last is None or last[2].ends is None or first[1] - last[1] <= _RECOVERY:
+        return ""
+    end = last[2].ends.largest
+    if not is_near_end(end * 2.0 ** -last[1], end):
+        return ""
+    return (
+        f"headroom in {last[2].dtype} fell from {first[1]:.1f} bits at {module_name(first[0])} to {last[1]:.1f} bits at"
+        f" {module_name(last[0])} over {num_frames} frames."
+    )

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..records.headroom import has_vanished, is_near_end, shrinking
+from ..records.headroom import has_vanished, shrinking
 from ..records.note import EVENTS
 from ..records.record import Frame, Phase, Record
 from ..util.visible import module_name, visible
@@ -90,7 +90,7 @@ def finding_facts(finding: Finding, frames: Sequence[Frame]) -> list[Fact]:
         Fact("What", f"{summary(finding)}."),
         Fact("Where", f"{_where(finding, record)}."),
         Fact("Why", str(explanation.reason)),
-        Fact("Room", room_words(frames)),
+        Fact("Room", shrinking(frames)),
         *(Fact("Under", words) for words in _vanished(frame)),
         *_by(finding),
         Fact("Data", samples_words(finding.samples)),
@@ -109,14 +109,6 @@ def finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
     for fact in finding_facts(finding, frames):
         lines += [str(fact), *(changed_lines(next(cures)) if fact.head == "Cure" else ())]
     return lines
-
-
-def room_words(frames: Sequence[Frame]) -> str:
-    """Return one sentence on headroom that fell until a sum or a square could leave the format, else ""."""
-    fell = shrinking(frames)
-    if fell is None or not is_near_end(fell.end * 2.0**-fell.to_bits, fell.end):
-        return ""
-    return f"headroom in {fell.dtype} fell {fell}."
 
 
 def _by(finding: Finding) -> list[Fact]:

@@ -93,7 +93,7 @@ def test_the_data_is_blamed_only_where_the_batch_came_with_it(
 ) -> None:
     """A layer that is called from a thread, a coroutine, a generator or a backward got no data from a loader."""
     model = kind()
-    watch(model)
+    watch(model, rerun=False)
     with pytest.raises(NonFiniteError) as error:
         run(model)
     finding = error.value.report.finding
