@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
-import queue
 import socket
 import threading
 import time
@@ -35,7 +33,6 @@ _SECONDS = 10.0  # of one request
 _DELAYS = (1.0, 2.0, 4.0, 8.0)
 # A message of the same event is held back for so many seconds, and counted in the next one.
 _PAUSE = 60.0
-_MOST_WAITING = 64  # messages
 # Seconds that the interpreter's end waits for a webhook.
 _FAREWELL = 5.0
 
@@ -138,13 +135,7 @@ class PrometheusSink(MessageSink):
     Several watches add to the same metrics, because a registry takes each name once.
     """
 
-    _EVENTS: ClassVar[dict[str, str]] = {
-        "failure": "failures: values that were not finite",
-        "spike": "spikes of the loss or the gradients",
-        "update": "findings about the optimizer's steps",
-        "forecast": "forecasts of an overflow",
-        "replica_difference": "differences between replicas",
-    }
+    _EVENTS: ClassVar = ("failure", "spike", "update", "forecast", "replica_difference")
     _METRICS: ClassVar[WeakKeyDictionary[Any, dict[str, Any]]] = WeakKeyDictionary()
     _served: ClassVar[set[int]] = set()
 
@@ -162,8 +153,8 @@ class PrometheusSink(MessageSink):
             counter, gauge = self._client.Counter, self._client.Gauge
             least, by_module = "least headroom in bits of all modules", "least headroom in bits by module"
             self._METRICS[registry] = {
-                event: counter(f"{TOTAL}_{event}s", words, registry=registry)
-                for event, words in self._EVENTS.items()
+                event: counter(f"{TOTAL}_{event}s", f"events {event} of nanwatch", registry=registry)
+                for event in self._EVENTS
             } | {
                 TOTAL: gauge(f"{TOTAL}_least_headroom_bits", least, registry=registry),
                 HEADROOM: gauge(HEADROOM, by_module, ["module"], registry=registry),
@@ -193,7 +184,7 @@ class PrometheusSink(MessageSink):
 class WebhookSink(MessageSink):
     """Sink that posts to a URL, which is a secret and is never shown.
 
-    A thread posts: no step waits for it, and the interpreter's end waits at most 5 s. Five attempts a message, one
+    Threads post: no step waits for them, and the interpreter's end waits at most 5 s. Five attempts a message, one
     message a minute for each kind of event. One warning says that a server takes nothing.
     """
 
@@ -210,9 +201,7 @@ class WebhookSink(MessageSink):
         self._sent: dict[str, float] = {}
         self._num_held: dict[str, int] = {}
         self._has_warned = False
-        self._waiting: queue.Queue[bytes | None] = queue.Queue(_MOST_WAITING)
-        self._thread: threading.Thread | None = None
-        self._process = os.getpid()
+        self._threads: list[threading.Thread] = []
 
     def body(self, message: Message) -> dict[str, Any]:
         """Return what is posted."""
@@ -228,29 +217,17 @@ class WebhookSink(MessageSink):
         if num_held := self._num_held.pop(event, 0):
             message = replace(message, text=f"({num_held} more since the last) {message.text}")
         body = json.dumps(self.body(message), allow_nan=False).encode()
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name=f"nanwatch {self.name}", daemon=True)
-            self._thread.start()
+        thread = threading.Thread(target=self._post, args=(body,), name=f"nanwatch {self.name}", daemon=True)
+        if not self._threads:
             atexit.register(self.finish)
-        if self._waiting.full():
-            self._lost("it is too slow")
-        else:
-            self._waiting.put_nowait(body)
-
-    def on_close(self) -> None:
-        """Let the thread end when it has posted what waits."""
-        if not self._waiting.full():
-            self._waiting.put_nowait(None)
+        self._threads = [thread, *(each for each in self._threads if each.is_alive())]
+        thread.start()
 
     def finish(self) -> None:
         """Wait at most 5 s until all is posted."""
-        if self._process == os.getpid() and self._thread is not None:
-            self.on_close()
-            self._thread.join(_FAREWELL)
-
-    def _run(self) -> None:
-        while (body := self._waiting.get()) is not None:
-            self._post(body)
+        until = time.monotonic() + _FAREWELL
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _post(self, body: bytes) -> None:
         headers = {"Content-Type": "application/json", "User-Agent": f"nanwatch/{__version__}"}

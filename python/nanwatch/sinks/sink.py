@@ -167,8 +167,8 @@ _NO_SUMMARY = BatchSummary(-1)
 class SinkStream(Sink):
     """The events of one Watch, each handed to the sinks that take it.
 
-    `sinks` are the user's, each with its name. `own` are nanwatch's, which may raise. Every `log_every`-th batch of
-    those that are read is summed up.
+    `sinks` are the user's, each with its name. `own` are nanwatch's, which come last and may raise. Every
+    `log_every`-th batch of those that are read is summed up.
     """
 
     def __init__(
@@ -207,6 +207,8 @@ class SinkStream(Sink):
         if self._process == os.getpid():
             for receiver in self._receivers:
                 receiver.call(event, args)
+        for sink in self._own:
+            getattr(sink, event)(*args)
 
     def on_frame(self, frame: Frame) -> None:
         """Take a frame of the recorder, which reports those of traced batches to everybody."""
@@ -248,14 +250,7 @@ class SinkStream(Sink):
 
 
 def _passed_on(event: str) -> Callable[..., None]:
-    """Return a method of the stream that calls the sinks with the event, and last of all its own, which may raise."""
-
-    def tell(self: SinkStream, *args: Any) -> None:
-        self._tell(event, *args)
-        for sink in self._own:
-            getattr(sink, event)(*args)
-
-    return tell
+    return lambda self, *args: self._tell(event, *args)
 
 
 for _event in EVENTS:
