@@ -244,9 +244,7 @@ class _Job:
                 self._num_settled += 1
                 self._end()
 
-    def explain(
-        self, error: BaseException | None, coordinator: RankCoordinator | None
-    ) -> PeerNonFiniteError | None:
+    def explain(self, error: BaseException | None, coordinator: RankCoordinator) -> PeerNonFiniteError | None:
         """Return the other rank's failure behind an error; see RankCoordinator."""
         consensus = self._consensus
         if consensus is None or error is None or isinstance(error, NonFiniteError):
@@ -263,21 +261,20 @@ class _Job:
         consensus = self._consensus
         return consensus is not None and consensus.pending()
 
-    def failed_elsewhere(self, coordinator: RankCoordinator | None) -> PeerNonFiniteError | None:
+    def failed_elsewhere(self, coordinator: RankCoordinator) -> PeerNonFiniteError | None:
         """Write this rank's last frames, and return the error of the other rank."""
-        reports = self._write_last_frames()
+        self._write_last_frames()
+        report = self._reports.get(coordinator) or report_of(
+            ()
+        )  # before the end of the consensus lets go of it
         origin = self.settle(None)
-        if origin is None:
-            return None
-        report = reports.get(coordinator) if coordinator is not None else next(iter(reports.values()), None)
-        return PeerNonFiniteError(report or report_of(()), origin)
+        return None if origin is None else PeerNonFiniteError(report, origin)
 
-    def _write_last_frames(self) -> dict[RankCoordinator, Report]:
+    def _write_last_frames(self) -> None:
         """Write the last frames of every watch, once, because later frames are a consequence."""
         for coordinator in list(self.coordinators):
             if coordinator not in self._reports:
                 self._reports[coordinator] = coordinator.last_frames(f"peer-rank-{rank_and_world_size()[0]}")
-        return dict(self._reports)
 
     def _stuck(self, origin: Origin) -> None:
         """Write the last frames in the consensus's thread, while this rank waits in a collective for a failed one."""

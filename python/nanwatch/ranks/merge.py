@@ -48,39 +48,18 @@ class Digest:
         """Return the digest of a report."""
         finding = report.finding
         if finding is not None:
-            sequence = finding.sequence
-            if sequence is None:
-                frames = [frame for frame in report.frames if frame.batch == finding.batch]
-                sequence = next((i for i, frame in enumerate(frames) if frame.fault is not None), len(frames))
+            frames = [frame for frame in report.frames if frame.batch == finding.batch]
+            place = next((i for i, frame in enumerate(frames) if frame.fault is not None), len(frames))
+            sequence = place if finding.sequence is None else finding.sequence
             finding = replace(finding, rank=report.rank, sequence=sequence)
-        least = min(((bits, name) for name, bits in by_module(report.frames).items()), default=(inf, ""))
-        return cls(report.rank, finding, *least, report.attempt)
-
-    @property
-    def observation(self) -> RankObservation | None:
-        """The finding in the form in which ranks compare theirs."""
-        if self.finding is None:
-            return None
-        return RankObservation.of(self.finding, self.rank, self.finding.sequence or 0, None, "")
-
-    @property
-    def summary(self) -> str:
-        """The finding in one line that ends with the rank; "" without a finding."""
-        if self.finding is None:
-            return ""
-        return f"{text.summary(replace(self.finding, rank=0))}, rank {self.rank}"
-
-    @property
-    def cells(self) -> list[str]:
-        """The row of the table."""
-        finding, room = self.finding, "all zero" if self.bits == inf else f"{self.bits:.1f}"
-        seen = (
-            "" if finding is None else f"{finding.value} in {finding.label} of {module_name(finding.module)}"
+        bits, module = min(
+            ((bits, name) for name, bits in by_module(report.frames).items()), default=(inf, "")
         )
-        batch = "" if finding is None else str(finding.batch)
-        return [
-            str(self.rank), seen, batch, "not finite" if self.bits == -inf else room, module_name(self.module),
-        ]  # fmt: skip
+        return cls(report.rank, finding, bits, module, report.attempt)
+
+
+def _observation(digest: Digest, finding: Finding) -> RankObservation:
+    return RankObservation.of(finding, digest.rank, finding.sequence or 0, None, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +80,12 @@ class Merged:
         """The ranks, ascending."""
         return [digest.rank for digest in self.digests]
 
+    def _observed(self) -> list[tuple[RankObservation, Digest]]:
+        observed = [
+            (_observation(each, each.finding), each) for each in self.digests if each.finding is not None
+        ]
+        return sorted(observed, key=lambda pair: pair[0].order)
+
     @property
     def failed(self) -> list[Digest]:
         """The digests with a finding, the earliest first: by batch, by place in it, by rank."""
@@ -113,24 +98,17 @@ class Merged:
         Several ranks may have theirs at one place.
         """
         observed = self._observed()
-        first = earliest(*(each for each, _ in observed)) if observed else None
+        first = earliest(*(observation for observation, _ in observed)) if observed else None
         return [digest for each, digest in observed if first is not None and each.place == first.place]
-
-    def _observed(self) -> list[tuple[RankObservation, Digest]]:
-        observed = [(digest.observation, digest) for digest in self.digests]
-        return sorted(
-            ((observation, digest) for observation, digest in observed if observation is not None),
-            key=lambda pair: pair[0].order,
-        )
 
     @property
     def headline(self) -> str:
         """Where the first non-finite value was, in one line."""
-        first = self.origins
-        if not first:
+        first, more = next(iter(self.origins), None), len(self.origins) - 1
+        if first is None or first.finding is None:
             return f"All finite on {_count(len(self.digests))}"
-        more = f" and {_count(len(first) - 1)} more at the same place" if len(first) > 1 else ""
-        return f"First: {first[0].summary}{more}"
+        summary = f"First: {text.summary(replace(first.finding, rank=0))}, rank {first.rank}"
+        return f"{summary} and {_count(more)} more at the same place" if more else summary
 
     def _facts(self) -> list[tuple[str, str]]:
         facts = [("Of", str(self.attempt))] if self.attempt is not None else []
@@ -141,11 +119,20 @@ class Merged:
 
     def _table(self) -> Table:
         """Return the table of ranks: the earliest findings first, then by rank."""
-        failed = self.failed
-        rows = [*failed, *(digest for digest in self.digests if digest.finding is None)]
+        rows = [*self.failed, *(digest for digest in self.digests if digest.finding is None)]
         more = f"and {_count(len(rows) - _MOST_SHOWN)} more" if len(rows) > _MOST_SHOWN else ""
         columns = ("rank", "first non-finite", "batch", "least headroom in bits", "of")
-        cells: list[list[Any]] = [[*digest.cells] for digest in rows[:_MOST_SHOWN]]
+        cells: list[list[Any]] = []
+        for digest in rows[:_MOST_SHOWN]:
+            seen, batch, room = (
+                "",
+                "",
+                {inf: "all zero", -inf: "not finite"}.get(digest.bits, f"{digest.bits:.1f}"),
+            )
+            if (finding := digest.finding) is not None:
+                seen = f"{finding.value} in {finding.label} of {module_name(finding.module)}"
+                batch = str(finding.batch)
+            cells.append([str(digest.rank), seen, batch, room, module_name(digest.module)])
         return Table("ranks", "Ranks, the earliest first", dict.fromkeys(columns, TEXT), cells, after=more)
 
     def to_text(self) -> str:
@@ -161,14 +148,8 @@ class Merged:
     def to_html(self) -> str:
         """Return the merge as one HTML document."""
         amount = f"{_count(len(self.digests))}: {spell_runs(self.ranks)}"
-        return page(
-            "nanwatch show --html",
-            self.headline,
-            amount,
-            self._facts(),
-            [self._table()],
-            is_bad=bool(self.failed),
-        )
+        tables, is_bad = [self._table()], bool(self.failed)
+        return page("nanwatch show --html", self.headline, amount, self._facts(), tables, is_bad=is_bad)
 
     def document(self) -> dict[str, object]:
         """Return the merge for programs, with nan and the infinities as strings, as in a report."""
@@ -241,17 +222,16 @@ def by_attempt(digests: Iterable[Digest]) -> list[Merged]:
     for digest in digests:
         ranks = groups.setdefault(digest.attempt and digest.attempt.key, {})
         ranks[digest.rank] = min(ranks.get(digest.rank, digest), digest, key=when)
-    merges = []
+    merges: list[tuple[tuple[float, str], Merged]] = []
     for ranks in groups.values():
         members = [ranks[rank] for rank in sorted(ranks)]
         attempts = [digest.attempt for digest in members if digest.attempt is not None]
+        place: tuple[float, str] = (-inf, "")
         if attempts:
             # Each launcher counts by itself, and each process begins at its own moment.
             number, begun = max(each.number for each in attempts), min(each.begun for each in attempts)
             attempt = replace(attempts[0], number=number, begun=begun)
             members = [replace(digest, attempt=attempt) for digest in members]
-        merges.append(Merged(tuple(members)))
-    return sorted(
-        merges,
-        key=lambda merged: (merged.attempt.begun, merged.attempt.run_id) if merged.attempt else (-inf, ""),
-    )
+            place = (begun, attempt.run_id)
+        merges.append((place, Merged(tuple(members))))
+    return [merged for _, merged in sorted(merges, key=lambda pair: pair[0])]

@@ -165,7 +165,7 @@ def of_another_kind() -> None:
     [(of_gloo, True), (of_c10d, True), (of_a_wait, True), (of_a_shape, False), (of_another_kind, False)],
 )
 def test_only_the_error_of_a_collective_is_waited_for(job, monkeypatch, fail, waits):
-    """Once for each error, where it ends a batch, the `with` and the process. Any other is what it was, at once."""
+    """Once for each error, where it ends a batch and the `with`. Any other is what it was, at once."""
     pauses = []
     clock = iter(range(10_000))
 
