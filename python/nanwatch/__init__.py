@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from .report.report import Report as Report
     from .scan.scan import scan as scan
     from .session.api import Watch as Watch
+    from .session.api import replay as replay
     from .session.api import watch as watch
     from .session.options import Audit as Audit
     from .session.options import Trace as Trace
-    from .session.replay import replay as replay
     from .sinks.sink import Sink as Sink
     from .trace.comparison import diff as diff
 else:
@@ -64,9 +64,8 @@ else:
         "precision.precision": ("fp32_modules", "run_in_fp32"),
         "report.finding": ("Finding",),
         "report.report": ("NonFiniteError", "Report"),
-        "session.api": ("Watch", "watch"),
+        "session.api": ("Watch", "replay", "watch"),
         "session.options": ("Audit", "Trace"),
-        "session.replay": ("replay",),
         "trace.comparison": ("diff",),
     }
     _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -13,7 +13,7 @@ import torch
 from ..capsule.capsule import FILE, Capsule
 from ..capsule.replay import Replayed
 from ..report import text
-from ..session.replay import rerun
+from ..session.api import rerun
 from ..util.progress import shown, wants_color
 from ..util.visible import module_name, spell, visible
 from .commands import UseError, command_parser, failed, imported

@@ -57,22 +57,6 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "report.json"
 
 
-@pytest.mark.parametrize(
-    ("argument", "buffered", "expected"),
-    # argparse of Python 3.11.4 ignores text that it cannot print because there is no buffer, and ends well.
-    [
-        ("--json", True, [CUT]),
-        pytest.param("--json", False, [CUT], marks=pytest.mark.slow),
-        pytest.param("--help", True, [CUT], marks=pytest.mark.slow),
-        pytest.param("--help", False, [0, CUT], marks=pytest.mark.slow),
-    ],
-)
-def test_the_doctor_ends_quietly(argument: str, buffered: bool, expected: list[int]) -> None:
-    """Status 141 and not a word, whether the pipe breaks while it prints or when all is flushed."""
-    status, words = unread(argument, buffered=buffered)
-    assert (status in expected, words) == (True, "")
-
-
 @pytest.mark.parametrize("argument", ["--json", pytest.param("--help", marks=pytest.mark.slow)])
 def test_a_command_ends_quietly(argument: str, saved: Path) -> None:
     """The same for a sub-command."""
@@ -91,16 +75,6 @@ def test_what_the_terminal_cannot_show_is_an_escape(encoding: str, saved: Path) 
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert ("a→b".encode() if encoding == "utf-8" else b"a\\u2192b") in done.stdout
-
-
-def test_head_cuts_a_long_output(saved: Path) -> None:
-    """In a real pipe, whose reader takes one line: that line, and no traceback."""
-    script = f'"{sys.executable}" -m nanwatch show "{saved}" --json | head -n 1'
-    done = subprocess.run(
-        ["sh", "-c", script], env=environment(), capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout == saved.read_text().splitlines()[0] + "\n"
-    assert done.stderr == ""
 
 
 @pytest.mark.slow

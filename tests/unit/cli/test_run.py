@@ -12,7 +12,6 @@ import pytest
 
 import nanwatch
 from nanwatch import __main__ as command
-from nanwatch.cli import run as run_command
 from support.paths import SCRIPTS
 from support.processes import environment, forked
 
@@ -184,16 +183,6 @@ def test_closed_streams(redirection, tmp_path):
     assert nanwatch.Report.from_json((tmp_path / "document").read_text()).finding is None
 
 
-def test_an_exception_hook_of_the_script_is_called(tmp_path):
-    """A script that shows its exceptions itself still does, and the report is not lost."""
-    body = "sys.excepthook = lambda kind, error, place: print('mine', kind.__name__)\n"
-    body += "net[0].weight.data.fill_(3e38)\nnet(x)\n"
-    done, _ = both(script(tmp_path, body), cwd=tmp_path)
-    assert done.returncode == 3
-    assert done.stdout == "mine NonFiniteError\n"
-    assert "inf first seen in `output` of 0 (Linear)" in done.stderr
-
-
 @pytest.fixture(autouse=True)
 def _plain_hook(monkeypatch):
     """Without the hooks that process groups of other tests have left in this process."""
@@ -302,17 +291,6 @@ def test_gradients_that_reached_no_weight_are_told_at_the_end(tmp_path, capsys, 
     body += f"    (net(x) * 0).sqrt().sum().backward()\n    {mend}\nnet(x).sum().backward()\n"
     assert in_process(tmp_path, body, "--gradients") == 0
     assert f"4 batches of Sequential: {expected}" in capsys.readouterr().err
-
-
-def test_two_models_are_two_watches(tmp_path, capsys):
-    """Each of two models is watched by itself, and the report is of the one that failed."""
-    body = "other = nn.Sequential(nn.Identity(), nn.Linear(2, 2))\nother[1].weight.data.fill_(3e38)\nnet(x)\nother(x)\n"
-    report_file = tmp_path / "report.json"
-    assert in_process(tmp_path, body, "--json", str(report_file)) == 3
-    finding = nanwatch.Report.from_json(report_file.read_text()).finding
-    assert finding is not None
-    assert finding.module == "1"
-    assert "1 batch of Sequential: all that was read is finite" in capsys.readouterr().err
 
 
 def test_bad_use(tmp_path, capsys):
@@ -426,10 +404,3 @@ def test_a_script_that_changes_its_folder(tmp_path, monkeypatch):
     assert status == 3
     assert {one.name for one in tmp_path.iterdir()} >= {"report.json", "found"}
     assert not list((tmp_path / "elsewhere").iterdir())
-
-
-def test_other_processes_of_torchrun_have_files_of_their_own(monkeypatch):
-    """--json names one file; a rank other than 0 puts its number in."""
-    assert run_command._of_this_rank("a/report.json") == Path("a/report.json").absolute()
-    monkeypatch.setenv("RANK", "3")
-    assert run_command._of_this_rank("a/report.json") == Path("a/report-rank-3.json").absolute()
