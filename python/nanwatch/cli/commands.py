@@ -182,10 +182,8 @@ def imported(spelt: str, option: str) -> Any:
         raise UseError(f"{option} should be PKG.MOD:NAME or FILE.py:NAME, as train:make_model, got {spelt!r}")
     if module_name.endswith(".py"):
         parts = Path(os.path.relpath(module_name)).with_suffix("").parts
-        if ".." in parts:
-            raise UseError(f"{option} {spelt}: the file should lie in the current folder or below it")
-        if not Path(module_name).is_file():
-            raise UseError(f"{option} {spelt}: there is no file {module_name} in {os.getcwd()}")
+        if ".." in parts or not Path(module_name).is_file():
+            raise UseError(f"{option} {spelt}: there is no file {module_name} in {os.getcwd()} or below it")
         module_name = ".".join(parts)
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:

@@ -46,6 +46,11 @@ examples:
   nanwatch run --modules 'encoder.*' --json report.json -m package.train --lr 1e-3
   torchrun --nproc-per-node 2 -m nanwatch run train.py      each process watches its own
 """
+# A watch in the script, a compiled function and a process of its own leave nothing to find.
+_NOTHING = (
+    "nothing was watched: no call of a module with weights or buffers was seen. Models that the script watches itself"
+    " are left alone; calls in a compiled function or in another process are not seen"
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -117,7 +122,6 @@ class _Run:
         # If it is not 0, it replaces the script's own exit status.
         self._status = 0
         self._is_reported = False
-        self._not_watched: list[str] = []
         self._finder = ModelFinder(self._found)
         self._process = 0
 
@@ -178,7 +182,6 @@ class _Run:
         except (TypeError, ValueError, OSError) as error:
             # TypeError: a ScriptModule, which the user has not named
             if isinstance(error, TypeError) or not must_match:
-                self._not_watched.append(name)
                 _tell(f"{name} is not watched: {error}")
                 return
             parts = ", ".join([part for part, _ in model.named_children()][:8])
@@ -198,7 +201,7 @@ class _Run:
         ended = [(name, watch, self._end(name, watch)) for name, watch in self._watches]
         _flush_stdout()
         if not ended and self._status != BAD_USE:
-            _tell(self._why_nothing())
+            _tell(_NOTHING)
         for name, watch, report in ended:
             trace = "" if watch.trace_path is None else f"; trace: {watch.trace_path}"
             _tell(_line(name, watch, report) + trace)
@@ -231,20 +234,6 @@ class _Run:
         except Exception as error:  # the others are stopped all the same
             _tell(f"an error came while the watch of {name} was ended: {spell(error)}")
         return watch.report()
-
-    def _why_nothing(self) -> str:
-        """Return the reason why there is no watch."""
-        if own_watches := ", ".join(self._finder.watched_already):
-            return f"the script watches its model itself ({own_watches}): nothing was added"
-        if self._finder.trouble:
-            why = f"the search for models ended by {self._finder.trouble}"
-        elif self._not_watched:
-            why = f"{', '.join(self._not_watched)} cannot be, as said above"
-        elif seen := ", ".join(self._finder.passed_over):
-            why = f"no module with weights or buffers was called, only such as {seen}"
-        else:
-            why = "no call of a module was seen; those in a compiled function or in another process are not"
-        return f"nothing was watched: {why}"
 
 
 def _line(name: str, watch: Watch, report: Report) -> str:

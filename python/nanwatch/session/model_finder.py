@@ -77,11 +77,8 @@ class ModelFinder:
     `found` watches takes no longer. Others take 1 µs more, and 3 µs when they are made from outside any other module,
     where `accepts(module)` says whether the module is a model.
 
-    The finder leaves a model alone that the script watches itself, and notes its class in `watched_already`. The
-    drop-in for DebugUnderflowOverflow does not count: its Watch, of a subclass, acts on fewer values.
-
-    `passed_over` has classes of modules that were called and are no model. `trouble` is the error that ended the
-    search. `is_full` says that `most` models were found.
+    The finder leaves a model alone that the script watches itself. The drop-in for DebugUnderflowOverflow does not
+    count: its Watch, of a subclass, acts on fewer values.
     """
 
     def __init__(
@@ -96,9 +93,6 @@ class ModelFinder:
         self._left = most
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._starts: GlobalHook | None = None
-        self.passed_over: dict[str, None] = {}
-        self.watched_already: dict[str, None] = {}
-        self.trouble = ""
 
     @property
     def is_full(self) -> bool:
@@ -131,29 +125,21 @@ class ModelFinder:
             leave_torch()
 
     def _watch_started(self, watch: Watch, model: nn.Module) -> None:
-        if model in self._known:  # by `found`
-            return
-        if type(watch) is not Watch:
+        if type(watch) is not Watch and model not in self._known:
             self._take(model, model)
-        elif has_parameters(model):  # a callback checks its options on a module without
-            self.watched_already[type(model).__name__] = None
 
     def _try_to_look(self, module: nn.Module, caller: FrameType | None) -> bool:
         """Return whether the module was found to be a model. `caller` is the frame of whoever calls it."""
         is_ours = type(module).__module__.startswith(_PACKAGE)  # a loss that a re-run computes again
         try:
-            if is_ours or is_inside_a_call(caller):
+            if is_ours or is_inside_a_call(caller) or not self._accepts(module):
                 return False
-            if self._accepts(module):
-                self._take(module, topmost(module, _living_modules()))
-                return True
-            if len(self.passed_over) < 5:
-                self.passed_over[type(module).__name__] = None
+            self._take(module, topmost(module, _living_modules()))
+            return True
         except Exception as error:  # an unwatched program is better than one that ends here
             self.stop()
-            self.trouble = spell(error)
-            warn_user(f"nanwatch looks for no more models: {self.trouble}")
-        return False
+            warn_user(f"nanwatch looks for no more models: {spell(error)}")
+            return False
 
     def _take(self, module: nn.Module, model: nn.Module) -> None:
         self._known.update((module, model))

@@ -150,6 +150,11 @@ def to_policy(option: str, value: Any) -> Any:
     return value
 
 
+def to_max_frames(option: str, value: Any) -> int:
+    """Return the number of frames to keep."""
+    return whole(option, value, most=_MAX_FRAMES)
+
+
 def to_optimizer(option: str, value: Any) -> Optimizer | None:
     """Return an optimizer or None."""
     if value is not None and not isinstance(value, Optimizer):
@@ -298,84 +303,57 @@ class Options:
     """The options of `watch`, checked."""
 
     read: tuple[str, ...] = _option(PARTS, read_words, "which tensors to read in the forward", "WORDS")
-    gradients: bool = _option(
-        False, flag, "read the gradients of every backward, and stop before a step takes a bad one"
-    )
-    optimizer: Optimizer | None = _option(
-        None, to_optimizer, "read the state of this optimizer after each of its steps"
-    )
+    gradients: bool = _option(False, flag, "read gradients too, and stop a step that would take a bad one")
+    optimizer: Optimizer | None = _option(None, to_optimizer, "read this optimizer's state after each step")
     modules: tuple[str, ...] = _option(
-        (), patterns, "watch only modules whose name matches, such as 'encoder.*'", "PATTERN"
+        (), patterns, "watch only modules whose name matches: 'encoder.*'", "PATTERN"
     )
     ignore_modules: tuple[str, ...] = _option(
         (), patterns, "do not watch modules whose name matches", "PATTERN"
     )
     every: int = _option(1, whole, "read only every n-th batch", "N")
-    max_frames: int = _option(
-        21,
-        lambda option, value: whole(option, value, most=_MAX_FRAMES),
-        "keep the latest N calls of modules for the report",
-        "N",
-    )
+    max_frames: int = _option(21, to_max_frames, "keep the latest N calls of modules for the report", "N")
     on_nonfinite: OnNonfinite = _option(
         "raise",
         to_policy,
-        "at a nan or an inf raise NonFiniteError, warn and run on, or only record it; code may give a function",
-        f"{{{','.join(_POLICIES)}}}",
+        "at a nan or an inf: raise, warn, or only record; code may give a function",
+        "|".join(_POLICIES),
     )
     allow: tuple[str, ...] = _option(
         (),
         allowed,
-        "infinities or nans that are meant, by module: 'inf:mask.*' or 'nan:embed'",
+        "infinities or nans that are meant, by module: 'inf:mask.*', 'nan:embed'",
         "VALUE:PATTERN",
     )
-    rerun: bool | None = _option(
-        None, flag_or_none, "run a failed batch again to find the operation, the line and a cure"
-    )
-    output_dir: Path | None = _option(
-        None, to_path, "write each failure's report (text, JSON, HTML) and capsule into this folder", "DIR"
-    )
+    rerun: bool | None = _option(None, flag_or_none, "run a failed batch again to find operation and cure")
+    output_dir: Path | None = _option(None, to_path, "write each failure's report and capsule there", "DIR")
     trace: Trace | None = _option(
-        None,
-        to_trace,
-        "write the range of every tensor into this Parquet file, for 'nanwatch show', 'diff' and 'fits'",
-        "PATH",
+        None, to_trace, "write the range of every tensor into this Parquet file", "PATH"
     )
     sinks: tuple[Any, ...] = _option(
-        (),
-        to_sinks,
-        "send headroom, failures, forecasts and spikes to this tracker, such as tensorboard:runs/a or wandb",
-        "NAME",
+        (), to_sinks, "send what is found to a tracker: tensorboard:runs/a, wandb, slack:URL", "NAME"
     )
     black_box: bool | None = _option(
         None,
         flag_or_none,
-        "write the latest calls into a file that outlives a killed process; on with output_dir",
+        "keep the latest calls in a file that outlives a killed process; on with output_dir",
     )
     forecast: bool = _option(True, flag, "warn of tensors that lose headroom and will overflow soon")
     spikes: bool = _option(
-        False, flag, "when the loss or the gradients jump, report what left its own history; reads gradients"
+        False, flag, "when loss or gradients jump, name what left its history; reads gradients"
     )
     audit: Audit | None = _option(
         None,
         to_audit,
-        "audit the steps 1, 2, 3 and every N-th: which weights do not move, or move though frozen",
+        "audit steps 1, 2, 3 and every N-th: which weights do not move, or move though frozen",
         "N",
     )
-    replicas: int = _option(
-        False,
-        every_nth,
-        "with several ranks, compare every N steps to the bit what they should hold alike",
-        "N",
-    )
+    replicas: int = _option(False, every_nth, "every N steps compare to the bit what ranks hold alike", "N")
     attention: int = _option(
-        False,
-        every_nth,
-        "read a bound on attention logits, and every N batches the largest of each head",
-        "N",
+        False, every_nth, "bound attention logits, and every N batches read the largest of each head", "N"
     )
     guard_checkpoints: bool = _option(
-        False, flag, "write a checkpoint with a nan or an inf beside the good one, not in its place"
+        False, flag, "write a bad checkpoint beside the good one, not in its place"
     )
 
     # Settings of the environment, of the sinks and of a trainer

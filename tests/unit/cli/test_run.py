@@ -227,7 +227,7 @@ def test_nothing_to_watch_is_said(tmp_path, capsys, monkeypatch):
     report_file = tmp_path / "report.json"
     assert in_process(tmp_path, "nn.MSELoss()(x, x)\n", "--json", str(report_file)) == 0
     err = capsys.readouterr().err
-    assert "nothing was watched: no module with weights or buffers was called, only such as MSELoss" in err
+    assert "nothing was watched: no call of a module with weights or buffers was seen" in err
     assert nanwatch.Report.from_json(report_file.read_text()).frames == ()
     monkeypatch.setenv("NANWATCH", "0")
     assert in_process(tmp_path, "net(x)\n") == 0
@@ -347,18 +347,9 @@ def test_what_matches_nothing_ends_the_run_at_the_first_call(tmp_path, capsys, o
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ("", "nothing was watched: no call of a module was seen"),
-        (
-            "import nanwatch\nown = nanwatch.watch(net)\nnet(x)\n",
-            "run: the script watches its model itself (Sequential)",
-        ),
-        (
-            "from nanwatch.session.api import DeferredWatch\nDeferredWatch({})\n",
-            "nothing was watched: no call of a module was seen",
-        ),
-        ("nn.MSELoss()(x, x)\n", "no module with weights or buffers was called, only such as MSELoss"),
+        ("import nanwatch\nown = nanwatch.watch(net)\nnet(x)\n", "that the script watches itself"),
         ("torch.jit.trace(net, x)(x)\n", "3 batches of Sequential: all that was read is finite"),
-        ("torch.jit.script(net)(x)\n", "nothing was watched: RecursiveScriptModule cannot be"),
+        ("torch.jit.script(net)(x)\n", "RecursiveScriptModule is not watched: "),
         (
             "nets = [nn.Linear(2, 2) for _ in range(17)]\nfor one in nets: one(x)\n",
             "16 models were found; those",

@@ -54,7 +54,7 @@ def test_models_are_what_has_weights_or_buffers():
 
     found, finder = found_in(program)
     assert found == [teacher, net, weighted]
-    assert list(finder.passed_over) == ["MSELoss"]
+    assert not finder.is_full
 
 
 def test_the_holder_is_the_model():

@@ -89,18 +89,6 @@ def test_the_step_after_the_last_allowed_skip_is_a_failure(kind: dict[str, Any])
     assert_same_bits(model.state_dict(), before)
 
 
-@pytest.mark.usefixtures("collected")
-def test_a_step_that_is_made_starts_the_count_anew() -> None:
-    """Two skips, a step, two skips: nothing is raised where two in a row are allowed."""
-    model = Narrow()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)
-    with watch(model, gradients=True, max_skipped_steps=2) as w:
-        for step in train(model, scaler, 7, {}):
-            if step == 3:
-                scaler.update(2.0**18)
-        assert w.counters["skipped_steps"] == 4
-
-
 def test_a_scaler_that_is_given_is_asked_where_there_are_several() -> None:
     """With two scalers in use none is guessed; `scaler` names it."""
     other = torch.amp.GradScaler("cpu")
@@ -378,20 +366,6 @@ def test_the_state_of_an_optimizer_has_a_frame_a_step(recorder: str, kind: dict[
     assert latest == expected
     assert first.keys() == latest.keys()
     assert {f.class_name for f in w.frames if f.phase == "step"} == {"AdamW"}
-
-
-def test_weights_that_only_the_optimizer_has_are_shown() -> None:
-    """Float32 copies of half weights, as mixed precision keeps them, are called by their place."""
-    model = nn.Sequential(nn.Linear(3, 2).half())
-    masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
-    optimizer = torch.optim.SGD(masters, lr=0.1, momentum=0.9)
-    with watch(model, optimizer=optimizer) as w:
-        model(torch.ones(1, 3).half())
-        for p in masters:
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-        (frame,) = state_frames(w)
-    assert list(frame) == ["param[0][0]", "momentum_buffer[0][0]", "param[0][1]", "momentum_buffer[0][1]"]
 
 
 def test_a_bad_state_is_a_failure_of_the_step() -> None:
