@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -57,22 +56,6 @@ def test_a_script_of_nanwatch_run_ends_by_its_exception(tmp_path: Path) -> None:
     assert done.returncode == 1
     (path,) = tmp_path.glob("out/blackbox/*")
     assert read_black_box(path).end == "exception"
-
-
-def test_a_handler_of_the_users_own_is_called(tmp_path: Path) -> None:
-    """Whenever it was set, and Python ends by itself after it."""
-    code = """
-import os, signal
-def handle(number, frame):
-    print("handled", number, flush=True)
-    sys.exit(0)
-"""
-    before = code + "signal.signal(signal.SIGTERM, handle)\n"
-    kill = "os.kill(os.getpid(), signal.SIGTERM)\n"
-    for text in (before + TRAINS + kill, TRAINS + before + kill):
-        done = forked("-c", text, str(tmp_path / str(len(text)) / text[:2].strip()), env=environment())
-        assert (done.returncode, done.stdout) == (0, "handled 15\n")
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_file_that_was_cut_off_harms_no_thread(tmp_path: Path) -> None:

@@ -53,14 +53,3 @@ def test_a_killed_process_leaves_what_was_written(tmp_path: Path) -> None:
     assert max(found) >= 50
     frames = Trace.open(path).frames(50)
     assert [one.name for one in frames] == ["0", "1", ""]
-
-
-@pytest.mark.slow
-def test_a_process_that_ends_without_stop_writes_all(tmp_path: Path) -> None:
-    """At the interpreter's exit the last frames are fetched and the file is made."""
-    path = tmp_path / "run.parquet"
-    with run(path, "120", "0") as process:
-        assert process.wait(60) == 0
-    assert path.is_file()
-    assert Trace.open(path).batches == tuple(range(120))
-    assert [one.name for one in tmp_path.iterdir()] == ["run.parquet"]

@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from nanwatch.numerics import _extension
 from nanwatch.records.record import Frame
 from nanwatch.report.report import NonFiniteError
-from nanwatch.session.options import Check
 from nanwatch.trace import tracer
 from nanwatch.trace.trace_file import Trace
 from support.architectures import built, inputs_of
-from support.stand_in_device import stand_in
 from support.toys import Scale, mlp
 from support.watching import watch
 
@@ -143,24 +141,6 @@ def test_a_disk_that_is_full_from_the_start_is_a_warning(
     w.stop()
     assert w.trace_path is None
     assert len(w.frames) == 4
-
-
-@needs_native
-@pytest.mark.parametrize("check", ["module", "batch"])
-def test_rows_that_come_late_are_written_once(check: Check, tmp_path: Path) -> None:
-    """A trace over a device that delivers when it is told has the rows of one over the host."""
-    written = []
-    for on_device in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
-        path = tmp_path / f"{on_device}.parquet"
-        device = stand_in(place=lambda x, on_device=on_device: 0 if on_device else -1)  # type: ignore[misc]
-        with device, watch(model, trace=path, act_at=check):
-            for batch in range(5):
-                model(torch.full((2, 3), float(batch)))
-        written.append(Trace.open(path).table().to_pylist())
-    assert written[0]
-    assert written[1] == written[0]
 
 
 def test_ranks_write_traces_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
-BENCHMARKS = ROOT / "benchmarks"
 GOLDEN = TESTS / "golden"
 SCRIPTS = TESTS / "support" / "scripts"
 CUDA_HOST = TESTS / "native" / "cuda_host"

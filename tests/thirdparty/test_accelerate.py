@@ -89,8 +89,7 @@ def test_an_overflow_is_found_and_named(precision, half, lr, watch):
     assert finding.transient is False  # the batch could be run again, autocast and all
 
 
-@pytest.mark.parametrize("watch", ["before", "after"])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize(("watch", "precision"), [("before", "bf16"), ("after", "no")])
 def test_gradients_are_watched_bit_equal(precision, watch):
     """gradients=True under `accumulate`: weights of an unwatched training, frames of each backward, no step skipped."""
     plain, watched = net(), net()

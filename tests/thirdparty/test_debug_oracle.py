@@ -98,7 +98,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(name, dtype, training, where, mode, id=label)
 
 
-@pytest.mark.parametrize(("name", "dtype", "training", "where", "mode"), cases())
+@pytest.mark.parametrize(("name", "dtype", "training", "where", "mode"), list(cases()))
 def test_stdout_is_the_same(
     name: str,
     dtype: str,

@@ -67,7 +67,7 @@ class _Step:
 
 
 def owner_of(shares: Sequence[Share], row: int, num_rows: int) -> tuple[Share, int] | None:
-    """Return the request of a row, and the position of the row's token; None for padding and for other tensors.
+    """Return the request of a row, and the position of the row's token; None for padding and without rows of tokens.
 
     A tensor has a row for each token of the batch, and perhaps some as padding, or one for each request.
     """

@@ -98,7 +98,7 @@ def _followed(execute: Callable[..., Any]) -> Callable[..., Any]:
         served = _served(self)
         with suppressing("a step of vLLM could not be followed"):
             served.follow(scheduled)
-            # Not when the model is loaded: vLLM would compile the wrappers into code that it keeps for other processes.
+            # Not when the model is loaded: vLLM would compile the wrappers into code that later processes load.
             if any(not new.req_id.startswith(_WARM_UP) for new in scheduled.scheduled_new_reqs):
                 served.start(self.model_runner.get_model())
             served.step_begins(partial(served.shares, self, scheduled))

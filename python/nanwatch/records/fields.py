@@ -95,7 +95,7 @@ def _spell(value: tuple[Any, ...]) -> str:
 
 
 def sizes(text: str | None, where: str) -> tuple[int, ...] | None:
-    """Return the shape or index that is spelt so; None for None. Raise ValueError for other text."""
+    """Return the shape or index that is spelt so; None for None. Raise ValueError where it is spelt otherwise."""
     return None if text is None else _INDEX(json.loads(text), where)
 
 

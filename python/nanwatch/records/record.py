@@ -54,7 +54,7 @@ class Record(NamedTuple):
 
     @property
     def placement(self) -> Placement | None:
-        """Return the part of a DTensor that was read, as the note has it; None for other tensors."""
+        """Return the part of a DTensor that was read, as the note has it, else None."""
         return None if self.note is None else self.note.placement
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..numerics.formats import limits
@@ -358,7 +359,7 @@ def _narrowest(finding: Finding, record: Record | None) -> tuple[str, float] | N
     """
     records = [*finding.operands, *([] if record is None else [record])]
     ends = {operand.dtype: ends.largest for operand in records if (ends := operand.ends) is not None}
-    return min(ends.items(), key=lambda one: one[1], default=None)
+    return min(ends.items(), key=itemgetter(1), default=None)
 
 
 def _finite_gradients(frame: Frame | None) -> Iterable[float]:

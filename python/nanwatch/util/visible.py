@@ -118,7 +118,7 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-# A run that goes on may fail for ever. After so many failures each kind of work for one, such as a re-run that writes a
+# A run that goes on may fail for ever. After so many failures what is done about each, such as a re-run that writes a
 # folder, gets rarer.
 MANY = 20
 
