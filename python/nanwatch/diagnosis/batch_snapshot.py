@@ -166,14 +166,14 @@ class BatchSnapshot:
 
     def doubts(self) -> list[str]:
         """Return sentences on why a second call may differ from the first; none when nothing speaks against it."""
-        found = [
+        doubts = [
             f"{name} was written to, in place, since the batch began"
             for name, x, version in self.versions
             if x._version != version
         ]
         for label, value in call_leaves(self.args, self.kwargs):
             if isinstance(value, Unwalked) and "belong to the caller" in value:
-                found.append(
+                doubts.append(
                     f"{label} is an iterator, which the first run has consumed ({value.partition(',')[0]})"
                 )
                 continue
@@ -181,8 +181,8 @@ class BatchSnapshot:
                 continue
             if id(value) in self.attributes and self.attributes[id(value)] == attributes_of(value):
                 continue
-            found.append(f"{label} is a {type(value).__name__}, which the first run may have changed")
-        return found
+            doubts.append(f"{label} is a {type(value).__name__}, which the first run may have changed")
+        return doubts
 
 
 def num_processes() -> int:
@@ -278,7 +278,7 @@ def may_be_narrow(snapshot: BatchSnapshot, finding: Finding) -> bool:
     tensors = [*root.parameters(), *root.buffers()]
     tensors += [x for _, x in call_leaves(snapshot.args, snapshot.kwargs) if isinstance(x, Tensor)]
     return (
-        any(one.enabled and one.dtype in NARROW for one in snapshot.autocast)
+        any(mode.enabled and mode.dtype in NARROW for mode in snapshot.autocast)
         or any(is_narrow(str(x.dtype)) for x in tensors)
         or any(is_narrow(record.dtype) for record in finding.operands)
     )
@@ -319,16 +319,16 @@ def open_calls(frame: FrameType | None = None) -> list[LeftCall]:
 def _left_call(frame: FrameType) -> LeftCall:
     values = frame.f_locals
     output = values.get("result")
-    found = LeftCall(values["self"], values["args"], values["kwargs"], () if output is None else output)
+    call = LeftCall(values["self"], values["args"], values["kwargs"], () if output is None else output)
     # Python keeps this copy of the locals with the frame, past `traceback.clear_frames()`. Since 3.13 there is none.
     if type(values) is dict:
         values.clear()
-    return found
+    return call
 
 
 def left_calls(error: BaseException) -> list[LeftCall]:
     """Return the module calls that the exception left, the innermost first."""
-    found = []
+    calls = []
     place = error.__traceback__
     outer: FrameType | None = None
     while place is not None:
@@ -336,9 +336,9 @@ def left_calls(error: BaseException) -> list[LeftCall]:
             if outer is not None and not _is_inside(place.tb_frame, outer):
                 break  # of an exception that is raised once more: these calls are of the time before
             outer = place.tb_frame
-            found.append(_left_call(place.tb_frame))
+            calls.append(_left_call(place.tb_frame))
         place = place.tb_next
-    return found[::-1]
+    return calls[::-1]
 
 
 def _is_inside(frame: FrameType, outer: FrameType) -> bool:

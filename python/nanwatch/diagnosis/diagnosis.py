@@ -104,10 +104,10 @@ def enrich(finding: Finding, diagnosis: Diagnosis) -> Finding:
     """Return the finding with the facts of the diagnosis, and those of its own that the diagnosis has not."""
     holder = diagnosis.holder
     if holder is not None and (record := holder.fault) is not None:
-        held = finding_of(
+        state = finding_of(
             holder, record, "weight" if record.role == "weight" else "buffer", None, finding.rank
         )
-        finding = replace(held, sequence=finding.sequence, remarks=finding.remarks)
+        finding = replace(state, sequence=finding.sequence, remarks=finding.remarks)
     made_in = diagnosis.made_in
     if made_in == finding.module:  # which wrote it into what it was given
         finding = replace(finding, origin="produced", source_module=None)

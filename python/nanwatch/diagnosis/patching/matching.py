@@ -224,8 +224,8 @@ def _match(
                 args = tuple(inner.letters[x.id] for x in spelt.args if isinstance(x, ast.Name))
                 operation = Operation(wanted.name, (*args, *inner.rest[0]), inner.rest[1])
                 seen = replace(binding, nodes=binding.nodes | inner.nodes)
-                if (found := _arguments(site, wanted, operation, seen, depth)) is not None:
-                    return found
+                if (bound := _arguments(site, wanted, operation, seen, depth)) is not None:
+                    return bound
     return None
 
 

@@ -66,10 +66,10 @@ class Program(NamedTuple):
                     node.end_lineno or node.lineno
                 ):
                     return target
-        found = at(place)
-        return next(
-            (x for x in self.targets if not isinstance(found, str) and x.functions == found.functions), found
-        )
+        target_there = at(place)
+        if isinstance(target_there, str):
+            return target_there
+        return next((x for x in self.targets if x.functions == target_there.functions), target_there)
 
 
 class Rounds:
