@@ -1,36 +1,12 @@
 // CallRecorder as Python sees it, with its GradientRecorder.
 #include <torch/csrc/utils/pybind.h>
 
-#include "bindings.h"
 #include "gradients/gradient_recorder.h"
+#include "recorder/watched_call.h"
 
 namespace py = pybind11;
 
 namespace nanwatch {
-namespace {
-
-// CallRecorder takes part in garbage collection: its RecorderEvents usually refer back to it.
-CallRecorder* if_constructed(PyObject* object) {
-  auto* instance = reinterpret_cast<py::detail::instance*>(object);
-  return instance->get_value_and_holder().holder_constructed() ? py::cast<CallRecorder*>(py::handle(object)) : nullptr;
-}
-
-void collect_recorder(PyHeapTypeObject* heap_type) {
-  PyTypeObject* type = &heap_type->ht_type;
-  type->tp_flags |= Py_TPFLAGS_HAVE_GC;
-  type->tp_traverse = [](PyObject* object, visitproc visit, void* arg) {
-    Py_VISIT(Py_TYPE(object));
-    const CallRecorder* recorder = if_constructed(object);
-    return recorder != nullptr ? recorder->traverse(visit, arg) : 0;
-  };
-  type->tp_clear = [](PyObject* object) {
-    if (CallRecorder* recorder = if_constructed(object)) recorder->drop_references();
-    return 0;
-  };
-}
-
-}  // namespace
-
 void bind_recorder(py::module_& m) {
   m.def(
       "set_device_backend",
@@ -62,7 +38,9 @@ void bind_recorder(py::module_& m) {
   py::class_<Subscription>(m, "Subscription", "Some events that a CallRecorder reports until `remove()`.")
       .def_property("active", &Subscription::active, &Subscription::set_active)
       .def("remove", [](Subscription& self) { self.set_active(false); });
-  py::class_<CallRecorder>(m, "CallRecorder", py::custom_type_setup(&collect_recorder),
+  // Its RecorderEvents usually refer back to it.
+  const auto set_up = [](PyHeapTypeObject* heap_type) { collect<CallRecorder>(&heap_type->ht_type); };
+  py::class_<CallRecorder>(m, "CallRecorder", py::custom_type_setup(set_up),
                            "Records the calls of watched modules; see python/nanwatch/instrumentation/calls.py.")
       .def(py::init([](const py::object& settings, py::object events, py::object frame_type, py::object start_type,
                        const py::dict& helpers) {
@@ -81,10 +59,9 @@ void bind_recorder(py::module_& m) {
       .def("add_node", &CallRecorder::add_node, py::arg("name"), py::arg("module"), py::arg("observed"),
            py::arg("allow_inf"))
       .def("set_allow_inf", &CallRecorder::set_allow_inf)
-      .def("frames", &CallRecorder::frames)
+      .def("frames", [](const CallRecorder& self) { return self.frames_since(0).second; })
       .def("frames_since", &CallRecorder::frames_since)
       .def("frames_of_batch", &CallRecorder::frames_of_batch)
-      .def("unconfirmed_calls", &CallRecorder::unconfirmed_calls)
       .def("settle", &CallRecorder::settle)
       .def("begin_compiled", [](CallRecorder& self, int64_t node, std::string_view plan,
                                 const std::vector<at::Tensor>& tensors) { self.begin_compiled(node, plan, tensors); })
@@ -146,7 +123,7 @@ void bind_recorder(py::module_& m) {
         found["cache_hits"] = c.cache_hits;
         found["stale_hits"] = c.stale_hits;
         found["nanoseconds"] = c.nanoseconds;
-        found["labels"] = observer.num_labels();
+        found["labels"] = observer.labels().size();
         found["weights_remembered"] = observer.num_weights();
         return found;
       });

@@ -14,6 +14,7 @@ namespace nanwatch {
 // A view as planes: the two fastest dimensions that coalesce_dims() leaves, and the rest. A transposed dense tensor
 // becomes one run.
 struct HostWalk {
+  static constexpr int64_t kSmall = 1 << 15;  // elements of any format that one thread reads, see `grain`
   const char* data;
   int64_t width;
   int64_t repeats = 1;                 // elements of the tensor that each element of the walk stands for

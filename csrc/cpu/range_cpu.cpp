@@ -89,7 +89,13 @@ const KernelTable& current_kernels() {
 }
 
 RangeRow range_cpu(const View& view) {
-  const RangeBits bits = reduce<RangeBits>(HostWalk(view), current_kernels().range[int(view.format)]);
+  const auto kernel = current_kernels().range[int(view.format)];
+  RangeBits bits;
+  if (view.numel > 0 && view.numel < HostWalk::kSmall && HostWalk::is_contiguous(view)) {  // no walk, no second thread
+    kernel(Plane{static_cast<const char*>(view.data), view.numel, 1, 1, 0}, &bits);
+  } else {
+    bits = reduce<RangeBits>(HostWalk(view), kernel);
+  }
   return with_format(view.format, [&](auto tag) { return bits.narrow<decltype(tag)::format>().row(); });
 }
 

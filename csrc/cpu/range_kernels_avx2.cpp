@@ -43,9 +43,7 @@ struct Avx2 {
     if constexpr (width == 8) return _mm256_set1_epi64x(int64_t(w));
   }
   static V bit_and(V a, V b) { return _mm256_and_si256(a, b); }
-  static V bit_xor(V a, V b) { return _mm256_xor_si256(a, b); }
-  static V min_signed8(V a, V b) { return _mm256_min_epi8(a, b); }
-  static bool any_zero8(V v) { return _mm256_movemask_epi8(_mm256_cmpeq_epi8(v, _mm256_setzero_si256())) != 0; }
+  static V equal8(V a, V b) { return _mm256_cmpeq_epi8(a, b); }
   static V select(V mask, V a, V b) { return _mm256_blendv_epi8(b, a, mask); }
 
   // There is no unsigned 64-bit comparison: flip the top bits and compare as signed.

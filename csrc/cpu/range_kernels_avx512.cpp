@@ -46,9 +46,7 @@ struct Avx512 {
     if constexpr (width == 8) return _mm512_set1_epi64(int64_t(w));
   }
   static V bit_and(V a, V b) { return _mm512_and_si512(a, b); }
-  static V bit_xor(V a, V b) { return _mm512_xor_si512(a, b); }
-  static V min_signed8(V a, V b) { return _mm512_min_epi8(a, b); }
-  static bool any_zero8(V v) { return _mm512_testn_epi8_mask(v, v) != 0; }
+  static V equal8(V a, V b) { return _mm512_movm_epi8(_mm512_cmpeq_epi8_mask(a, b)); }
   static V select(V mask, V a, V b) { return _mm512_ternarylogic_epi32(mask, a, b, 0xca); }
 
   template <int width>

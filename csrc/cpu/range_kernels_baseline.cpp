@@ -45,9 +45,7 @@ struct Baseline {
     return V(U<width>{} + w);
   }
   static V bit_and(V a, V b) { return a & b; }
-  static V bit_xor(V a, V b) { return a ^ b; }
-  static V min_signed8(V a, V b) { return select(V(I<1>(a) < I<1>(b)), a, b); }
-  static bool any_zero8(V v) { return least<1>(v) == 0; }
+  static V equal8(V a, V b) { return V(a == b); }
   static V select(V mask, V a, V b) { return (a & mask) | (b & ~mask); }
   template <int width>
   static V min(V a, V b) {

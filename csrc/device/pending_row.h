@@ -43,7 +43,6 @@ struct PendingRow {
   RangeRow range{};
   double values[kNanwatchRowValues] = {};
   std::unique_ptr<const Layout> layout;  // null: the run is the tensor
-  std::shared_ptr<PendingRow> verifies;  // a row that should be the same; see Options
 
   // Returns whether the row has completed or failed. Takes it out of its slot then, which may be used anew.
   bool poll() {

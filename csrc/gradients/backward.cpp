@@ -81,8 +81,6 @@ std::vector<PendingRowPtr> Backward::pending_rows() const {
   std::vector<PendingRowPtr> rows;
   for (const GradientEvent& event : events)
     if (event.pending != nullptr && !event.pending->poll()) rows.push_back(event.pending);
-  for (const auto& [again, known] : pending_checks)
-    if (!again->poll()) rows.push_back(again);
   return rows;
 }
 

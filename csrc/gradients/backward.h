@@ -8,7 +8,6 @@
 #include <array>
 #include <cstdint>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "ops/plain_view.h"
@@ -65,7 +64,7 @@ struct GradientState {
         has_version(can_be_remembered(x)),
         is_plain(has_only(x, kPlainKeys) || has_only(x, kPlainCudaKeys)) {
     if (has_version) version = uint32_t(x._version());
-    if (is_plain) key = key_of(x);
+    if (is_plain) key = Content::key_of(x);
   }
 
   bool operator==(const GradientState& other) const {
@@ -118,12 +117,9 @@ struct Backward {
   std::vector<GradientEvent> events;
   std::vector<int64_t> shapes;
   std::vector<PyObject*> python_rows;  // owned
-  int64_t arrivals = 0, tensors_read = 0, bytes_read = 0, stale_hits = 0;
+  int64_t arrivals = 0, tensors_read = 0, bytes_read = 0;
   int64_t nanoseconds = 0;  // spent in the hooks; only when asked for
   RecentGradients recent;   // by the number of the event
-
-  // For gradients whose rows are still on a device: rows that should equal others.
-  std::vector<std::pair<PendingRowPtr, PendingRowPtr>> pending_checks;  // (read again, what it should be)
 
   Backward(int64_t its_task, bool alone) : task(its_task), is_alone(alone) {}
   Backward(const Backward&) = delete;

@@ -74,7 +74,6 @@ bool GradientRecorder::report(CallRecorder& recorder, Backward& backward) {
   observer.counters.tensors_read += backward.tensors_read;
   observer.counters.bytes_read += backward.bytes_read;
   observer.counters.cache_hits += int64_t(backward.events.size()) - backward.tensors_read;
-  observer.counters.stale_hits += backward.stale_hits;
   std::vector<const GradientCall*> calls = calls_of(backward);
   observer.counters.frames += int64_t(calls.size());
   if (!backward.has_nonfinite && !recorder.traces() && calls.size() > ring.capacity()) {
@@ -100,7 +99,7 @@ bool GradientRecorder::report(CallRecorder& recorder, Backward& backward) {
     if (row.python == nullptr || row.label == event.user.label) {
       Py_XINCREF(row.python);
     } else {
-      row.python = relabelled(row.python, observer.label_text(event.user.label));
+      row.python = relabelled(row.python, observer.labels().text(event.user.label));
     }
     row.label = event.user.label;
     if (event.pending != nullptr) {
@@ -118,10 +117,6 @@ bool GradientRecorder::report(CallRecorder& recorder, Backward& backward) {
           py::make_tuple(position->second, frame.records.size(), kParts[int(event.user.part)], event.arrival));
     frame.add(row);
   }
-  for (const auto& [again, known] : backward.pending_checks) {
-    again->verifies = known;
-    if (!frames.empty()) frames.front().pending.rows.push_back(again);
-  }
   const Node nobody;
   for (OpenFrame& frame : frames)
     if (!observer.resolve(nobody, &frame)) return false;
@@ -136,7 +131,7 @@ bool GradientRecorder::report(CallRecorder& recorder, Backward& backward) {
     done = !traced || recorder.notify("on_frame", py::make_tuple(seen));
   }
   if (done && backward.has_nonfinite) done = recorder.notify("on_backward_end", py::make_tuple(reported, events));
-  for (OpenFrame& frame : frames) recorder.push(frame);
+  for (OpenFrame& frame : frames) recorder.keep(frame);
   return done;
 }
 

@@ -12,7 +12,6 @@
 
 #include "blackbox/black_box.h"
 #include "gradients/gradient_hooks.h"
-#include "recorder/python_error.h"
 
 namespace py = pybind11;
 namespace autograd = torch::autograd;
@@ -72,15 +71,6 @@ std::vector<Followed> with_gradient(const std::vector<GradientCandidate>& candid
     }
   }
   return followed;
-}
-
-// Returns whether the known row differs from the tensor's content.
-bool is_stale(const at::Tensor& gradient, const RecordData& row) {
-  View view{};
-  if (!plain_view(gradient, &view)) return false;
-  const RangeRow now = range_cpu(view);
-  if (!now.isfinite || !row.range.isfinite) return now.isfinite != row.range.isfinite;
-  return now.abs_min != row.range.abs_min || now.abs_max != row.range.abs_max;
 }
 
 // Returns whether the job has no other process.
@@ -234,7 +224,6 @@ void GradientRecorder::on_gradient(const at::Tensor& gradient, const Place& plac
   if (box::BlackBox* const box = box::BlackBox::active(); box != nullptr && users[0].call->box != box::kUnnamed)
     box->gradient_came(users[0].call->box, uint32_t(users[0].part), users[0].call->batch);
   const GradientState state(gradient);
-  PendingRowPtr known_pending;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     Backward* const backward = find(task);
@@ -243,20 +232,11 @@ void GradientRecorder::on_gradient(const at::Tensor& gradient, const Place& plac
     if (users.size() == 1 && users[0].part == Part::input && users[0].call->task != task) return;
     if (const GradientEvent* const event = backward->find(gradient, state, place)) {
       const GradientEvent known = *event;  // which moves when events are added
-      if (options_.verify_hits && known.pending == nullptr && is_stale(gradient, known.row)) ++backward->stale_hits;
-      backward->add(users, state, place, known);
-      if (known.pending == nullptr || !options_.verify_hits) return;
-      known_pending = known.pending;
+      return backward->add(users, state, place, known);
     }
   }
   const int64_t batch = users[0].call->batch;
   const PendingRowPtr pending = options_.is_pythons(Role::gradient, batch) ? nullptr : enqueue_read(gradient);
-  if (known_pending != nullptr) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    Backward* const backward = find(task);
-    if (pending != nullptr && backward != nullptr) backward->pending_checks.emplace_back(pending, known_pending);
-    return;
-  }
   RecordData row{users[0].label, Role::gradient, NoteKind::none, -1, 0, 0, kNotPending, {}, nullptr};
   int64_t bytes = 0;
   Finite finite = Finite::unknown;
@@ -290,8 +270,7 @@ Finite GradientRecorder::read(const at::Tensor& gradient, int64_t batch, RecordD
     row->range = range_cpu(view);
     row->dtype = int8_t(gradient.scalar_type());
     row->dims = uint8_t(view.dims);
-    const bool is_pythons = options_.is_pythons(Role::gradient, batch) || !options_.may_be_pending();
-    if (row->range.isfinite && !is_pythons) return Finite::yes;
+    if (row->range.isfinite && !options_.is_pythons(Role::gradient, batch)) return Finite::yes;
   }
   row->python = record_from_python(gradient, row->label, batch);
   if (row->python == nullptr) return Finite::unknown;
@@ -304,7 +283,7 @@ PyObject* GradientRecorder::record_from_python(const at::Tensor& gradient, Label
   const py::gil_scoped_acquire lock;
   if (recorder_ == nullptr) return nullptr;
   const OutsideCompiler outside;
-  const std::string text = recorder_->observer().label_text(label);
+  const std::string text = recorder_->observer().labels().text(label);
   const py::object wrapped = wrap(gradient);
   PyObject* row = wrapped ? PyObject_CallFunction(observe_.ptr(), "OssOL", wrapped.ptr(), text.c_str(), "gradient",
                                                   Py_False, static_cast<long long>(batch))
@@ -315,7 +294,7 @@ PyObject* GradientRecorder::record_from_python(const at::Tensor& gradient, Label
 
 PendingRowPtr GradientRecorder::enqueue_read(const at::Tensor& gradient) {
   const NanwatchBackend* const backend = RowTable::backend();
-  if (options_.waits_for_calls || !options_.may_be_pending() || backend == nullptr) return nullptr;
+  if (options_.waits_for_calls || backend == nullptr) return nullptr;
   if (backend->takes_host_memory == 0 && gradient.is_cpu()) return nullptr;
   const py::gil_scoped_acquire lock;
   const py::object keep = kept_owner();

@@ -82,8 +82,19 @@ auto with_format(Format format, Fn&& fn) {
   __builtin_unreachable();
 }
 
+// A table, as a switch is a jump that the CPU must guess.
 inline size_t word_size(Format format) {
-  return with_format(format, [](auto tag) { return sizeof(typename Codes<decltype(tag)::format>::Word); });
+#define NANWATCH_SIZE(name, ...) sizes.of[int(Format::name)] = sizeof(Codes<Format::name>::Word);
+  struct Sizes {
+    uint8_t of[kNumFormats];
+  };
+  static constexpr Sizes table = [] {
+    Sizes sizes{};
+    NANWATCH_FORMATS(NANWATCH_SIZE)
+    return sizes;
+  }();
+#undef NANWATCH_SIZE
+  return table.of[int(format)];
 }
 
 // |x| as an unsigned number with the order of |x|; nan lies above inf, inf above every finite value.

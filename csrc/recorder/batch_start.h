@@ -93,7 +93,7 @@ class BatchStart {
   // Keeps nothing of the call but its place among others.
   void let_go() {
     const auto released = std::make_tuple(std::move(args_), std::move(kwargs_), std::move(module_), std::move(extra_),
-                                          std::move(versions_), std::move(attributes_));
+                                          std::move(versions_));
     weak_module_ = pybind11::object();
   }
 
@@ -106,12 +106,11 @@ class BatchStart {
     for (size_t i = 0; i < kDevices.size(); ++i)
       autocast.append(
           py::make_tuple(c10::DeviceTypeName(kDevices[i], true), py::cast(autocast_[i].dtype), autocast_[i].enabled));
-    py::list versions, attributes;
+    py::list versions;
     for (const auto& [tensor, version] : versions_) versions.append(py::make_tuple(tensor, version));
-    for (const auto& [object, copy] : attributes_) attributes.append(py::make_tuple(object, copy));
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - began_;
     return type(batch_, module, args_ ? args_ : py::tuple(), kwargs_ ? kwargs_ : py::none(), py::cast(random_.state()),
-                py::tuple(autocast), inference_, grad_, versions, attributes, elapsed.count(),
+                py::tuple(autocast), inference_, grad_, versions, elapsed.count(),
                 py::make_tuple(first_node_, end_node_), is_function_, extra_ ? extra_ : py::none());
   }
 
@@ -123,8 +122,8 @@ class BatchStart {
   static constexpr std::array<at::DeviceType, 2> kDevices = {at::DeviceType::CPU, at::DeviceType::CUDA};
   static constexpr Py_ssize_t kMostItems = 1024;  // of a container: longer ones are data
 
-  // Notes the version of a tensor, and the attributes of an object that has plain ones alone: what a second call would
-  // find changed. Goes one level deep: a walk to the end would cost more than all else here.
+  // Notes the version of a tensor, which tells whether a second call would find it changed. Goes one level deep: a walk
+  // to the end would cost more than all else here.
   void note(PyObject* value, bool enters) {
     if (is_tensor(value)) {
       const at::Tensor& x = THPVariable_Unpack(value);
@@ -139,36 +138,13 @@ class BatchStart {
       Py_ssize_t position = 0;
       while (enters && PyDict_GET_SIZE(value) <= kMostItems && PyDict_Next(value, &position, &key, &item))
         note(item, false);
-    } else if (Py_TYPE(value)->tp_dictoffset != 0 && !PyType_Check(value)) {
-      note_attributes(value);
     }
-  }
-
-  void note_attributes(PyObject* value) {
-    // Without asking the object, which may define `__getattribute__`.
-    const auto attributes = pybind11::reinterpret_steal<pybind11::object>(PyObject_GenericGetDict(value, nullptr));
-    if (!attributes) return PyErr_Clear();
-    if (!PyDict_Check(attributes.ptr()) || PyDict_GET_SIZE(attributes.ptr()) == 0) return;
-    PyObject *key, *item;
-    Py_ssize_t position = 0;
-    while (PyDict_Next(attributes.ptr(), &position, &key, &item))
-      if (!is_constant(item)) return;
-    attributes_.emplace_back(pybind11::reinterpret_borrow<pybind11::object>(value),
-                             pybind11::reinterpret_steal<pybind11::object>(PyDict_Copy(attributes.ptr())));
-  }
-
-  // Returns whether the value is a number, text, None or a tuple, which cannot change in its place.
-  static bool is_constant(PyObject* value) {
-    return value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) || PyFloat_CheckExact(value) ||
-           PyComplex_CheckExact(value) || PyUnicode_CheckExact(value) || PyBytes_CheckExact(value) ||
-           PyTuple_CheckExact(value);
   }
 
   int64_t batch_;
   bool is_function_;
   pybind11::object module_, weak_module_, args_, kwargs_, extra_;
   std::vector<std::pair<pybind11::object, uint32_t>> versions_;
-  std::vector<std::pair<pybind11::object, pybind11::object>> attributes_;
   Random random_;
   std::array<Autocast, 2> autocast_{};
   bool inference_ = c10::InferenceMode::is_enabled(), grad_ = c10::GradMode::is_enabled();

@@ -6,23 +6,21 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
-#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "blackbox/layout.h"
 #include "cpu/range_cpu.h"
-#include "recorder/frame.h"
-#include "recorder/outside_compiler.h"
-#include "ops/plain_view.h"
-#include "recorder/record_python.h"
 #include "device/row_table.h"
+#include "ops/plain_view.h"
+#include "recorder/frame.h"
+#include "recorder/python_error.h"
 #include "recorder/read_cache.h"
+#include "recorder/record_python.h"
 
 namespace nanwatch {
 
@@ -62,45 +60,20 @@ struct Options {
   bool reads(Role role) const {
     return role == Role::weight ? weights : role == Role::buffer ? buffers : role == Role::input ? inputs : outputs;
   }
-  // Returns whether Python makes the records of this role in this batch.
+  // Returns whether Python makes the records of this role in this batch: with counts and the like, which neither the
+  // loops here nor a device give.
   bool is_pythons(Role role, int64_t batch) const {
-    return role == Role::output && sketches > 0 && batch % sketches == 0;
+    return counts || fingerprints || (role == Role::output && sketches > 0 && batch % sketches == 0);
   }
-  // A device makes ranges only, and so do the readers here: Python adds counts and fingerprints.
-  bool may_be_pending() const { return !counts && !fingerprints; }
 };
 
 struct Helpers {
-  pybind11::object observe;       // (value, label, role, allow_inf, batch) -> Row
+  pybind11::object observe;       // (value, label, role, allow_inf, batch) -> Record
   pybind11::object leaves;        // (value, label, objects) -> [(label, leaf)]
   pybind11::object is_container;  // (type) -> bool: may `leaves` find anything inside
   pybind11::object spell_key;     // (key) -> str
-  pybind11::object completed;     // (label, role, shape, dtype, values, allow_inf) -> Row
+  pybind11::object completed;     // (label, role, shape, dtype, values, allow_inf) -> Record
   pybind11::object plain_mask;    // the Note of a tensor that is a mask wherever it goes
-};
-
-// A few objects, compared by identity; borrowed. Reused, so that a steady run allocates nothing.
-class ObjectSet {
- public:
-  void clear() {
-    few_.clear();
-    if (!many_.empty()) many_.clear();
-  }
-  // False if it was there.
-  bool add(PyObject* object) {
-    if (few_.size() < kFew) {
-      if (std::find(few_.begin(), few_.end(), object) != few_.end()) return false;
-      few_.push_back(object);
-      return true;
-    }
-    if (many_.empty()) many_.insert(few_.begin(), few_.end());
-    return many_.insert(object).second;
-  }
-
- private:
-  static constexpr size_t kFew = 32;
-  std::vector<PyObject*> few_;
-  std::unordered_set<PyObject*> many_;
 };
 
 // A watched module: its name and what is remembered of the tensors it owns.
@@ -109,18 +82,8 @@ struct Node {
     pybind11::object name;  // the parameter's, as an object
     Labels::Id label = 0;
     std::shared_ptr<WeightEntry> cached;
-    uint64_t key = 0;  // under which `cached` was found
-  };
-  // One way this module is called in compiled code; see call_observer_compiled.cpp.
-  struct Plan {
-    struct Value {
-      Slot slot;  // with the label
-      Role role;
-      char kind;
-      std::string reason;
-    };
-    std::string text, class_name;
-    std::vector<Value> values;
+    uint64_t key = 0;                 // under which `cached` was found
+    const PyObject* value = nullptr;  // only compared: a tensor under two names counts once
   };
   std::string name, class_name;
   PyTypeObject* type = nullptr;  // borrowed and only compared: FSDP gives a module another class
@@ -129,13 +92,41 @@ struct Node {
   pybind11::object allow_inf = pybind11::bool_(false);  // a bool, or a MaskedScores; handed to Python as it is
   uint32_t box = box::kUnnamed;                         // its number in the black box
   std::vector<Slot> weights, buffers;
-  std::deque<std::shared_ptr<Plan>> plans;
   std::shared_ptr<const void> compiled_call;  // its latest call in compiled code, for gradients/
 };
 
-// Between the lines of a plan (call_observer_compiled.cpp). No newline: Inductor writes an operator's arguments into
-// comments of the code that it makes for a GPU, as they are.
+// A call of a module in the interpreter, as it is observed.
+struct ModuleCall {
+  PyObject *module, *args, *kwargs, *output;
+  bool is_outermost;  // of a call that watched code did not make, whose outputs are always read
+};
+
+// Between the lines of a plan. No newline: Inductor writes an operator's arguments into comments of the code that it
+// makes for a GPU, as they are.
 constexpr char kPlanSeparator = '\x1f';
+
+// Calls action(role, kind, label, reason), which may return false to end it, for each value of a plan. A plan is a text
+// made when a call in compiled code was traced: the class, then a line for every value of the frame:
+//   role (w b i o)  kind (t tensor, n None, x no tensor, u unread)  space  label  [tab  why it is not read]
+template <typename Action>
+bool each_planned(std::string_view plan, const Action& action) {
+  for (size_t end = plan.find(kPlanSeparator); end != std::string_view::npos;) {
+    const size_t start = end + 1;
+    end = plan.find(kPlanSeparator, start);
+    const std::string_view line = plan.substr(start, end == std::string_view::npos ? end : end - start);
+    if (line.size() < 3) continue;
+    const Role role = line[0] == 'w'   ? Role::weight
+                      : line[0] == 'b' ? Role::buffer
+                      : line[0] == 'i' ? Role::input
+                                       : Role::output;
+    const size_t tab = line.find('\t');
+    const std::string label(line.substr(3, tab == std::string_view::npos ? tab : tab - 3));
+    if (!action(role, line[1], label,
+                tab == std::string_view::npos ? std::string() : std::string(line.substr(tab + 1))))
+      return false;
+  }
+  return true;
+}
 
 class CallObserver {
  public:
@@ -150,13 +141,10 @@ class CallObserver {
   void prepare(Node& node, PyObject* module);
 
   // Appends the records of a call to `frame`. False with a Python exception set only for what must end the call, such
-  // as KeyboardInterrupt. `outermost`: of a call that watched code did not make, whose outputs are always read.
-  bool observe(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output, bool outermost,
-               OpenFrame* frame);
-
+  // as KeyboardInterrupt.
+  bool observe(Node& node, const ModuleCall& call, OpenFrame* frame);
   // The same for a call in compiled code, whose values come as `plan` says.
-  bool observe_compiled(Node& node, Node::Plan& plan, at::TensorList tensors, OpenFrame* frame);
-  std::shared_ptr<Node::Plan> plan_of(Node& node, std::string_view text);
+  bool observe_compiled(const Node& node, std::string_view plan, at::TensorList tensors, OpenFrame* frame);
 
   // Sends a tensor of a device to be read, in stream order; null where there is nothing to be had so.
   PendingRowPtr enqueue_read(const at::Tensor& x);
@@ -181,18 +169,16 @@ class CallObserver {
     masks_.clear();
     ++epoch_;
   }
-  const std::string& label_text(Labels::Id id) const { return labels_.text(id); }
   Labels& labels() { return labels_; }
+  const Labels& labels() const { return labels_; }
   const pybind11::object& observe_helper() const { return helpers_.observe; }
+  size_t num_weights() const { return weight_cache_.size(); }
 
   Counters counters;
-  size_t num_labels() const { return labels_.size(); }
-  size_t num_weights() const { return weight_cache_.size(); }
 
  private:
   struct Walk;  // one walk over one value or one call
-  struct HostReader;
-  struct DeviceReader;
+  class Attributes;
   enum class Kind : uint8_t { opaque, mapping, container };
   // Where a range may be known from: a batch's activations, or a cache over many batches. `moving` is for what is
   // written past the version counter: it is read within the budget, and nothing is known of it afterwards.
@@ -201,42 +187,59 @@ class CallObserver {
   struct Mask {
     WeightEntry tensor;
     pybind11::object record;
+    Labels::Id label;
+    Role role;
+  };
+  // A tensor that is read here, or by a device.
+  struct Source {
+    PyObject* object;
+    const at::Tensor& x;
+    View view;
+    int device;  // -1: the host
+    int64_t batch;
+    OpenFrame* frame;
+    // The kernels read elements that a view repeats once.
+    int64_t bytes() const {
+      return std::min(view.numel * int64_t(word_size(view.format)),
+                      int64_t(x.unsafeGetTensorImpl()->unsafe_storage().nbytes()));
+    }
+    // Returns whether what the cache knows is of the kind that is asked for.
+    bool is_served_by(const CacheEntry& entry) const {
+      return device < 0 ? !entry.is_pending : entry.is_pending && entry.pending->serves(&frame->pending);
+    }
   };
 
   template <typename Action>  // (PyObject* tensor, Node::Slot&) -> bool: go on
-  bool each_own(Node& node, PyObject* module, Role role, const Action& action);
-  bool own_tensors(Node& node, PyObject* module, Role role, OpenFrame* frame);
+  bool each_own(Node& node, const Attributes& module, Role role, const Action& action);
+  bool own_tensors(Node& node, const Attributes& module, Role role, OpenFrame* frame);
   void find_entry(uint64_t key, Node::Slot* slot);
   bool tensor(PyObject* object, Labels::Id label, Role role, const Node& node, Memory memory, Node::Slot* slot,
               OpenFrame* frame);
-  bool records(Node& node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output, bool outermost,
-               OpenFrame* frame);
-  bool input_records(const Node& node, PyObject* args, PyObject* kwargs, OpenFrame* frame);
-  bool compiled_records(Node& node, Node::Plan& plan, at::TensorList tensors, OpenFrame* frame);
+  bool records(Node& node, const ModuleCall& call, OpenFrame* frame);
+  bool compiled_records(const Node& node, std::string_view plan, at::TensorList tensors, OpenFrame* frame);
   template <typename Make>
   bool fill_frame(const Node& node, OpenFrame* frame, const Make& make);
   template <typename Make>
   bool fill_once(const Node& node, OpenFrame* frame, const Make& make);
-  bool complete(const Node& node, OpenFrame* frame);
-  bool meets_device(PyObject* object);
-  bool device_tensor(PyObject* object, Labels::Id label, Role role, Memory memory, Node::Slot* slot, OpenFrame* frame);
-  bool resolve_record(const Node& node, const PendingRow& pending, const OpenFrame& frame, RecordData* row);
+  bool is_readable(Source* source, Role role);
+  bool find_device(const at::Tensor& x, PendingRows* pending, View* view, int* device);
+  bool resolve_record(const Node& node, const PendingRow& pending, const OpenFrame& frame, RecordData* record);
+  void note(Labels::Id label, Role role, NoteKind kind, OpenFrame* frame) {
+    frame->add({label, role, kind, -1, 0, 0, kNotPending, {}, nullptr});
+  }
   void unread(Labels::Id label, Role role, const std::string& reason, OpenFrame* frame);
   bool excuse(Labels::Id label, Role role, OpenFrame* frame);
   bool record_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, OpenFrame* frame);
-  RangeRow read(const at::Tensor& x, const View& view);
-  template <typename Row, typename Reader>
-  Row range_of(PyObject* object, int64_t batch, Memory memory, Node::Slot* slot, Reader& reader);
-  template <typename Row, typename Reader>
-  Row weight_range(const at::Tensor& x, int64_t batch, bool moves, Node::Slot* slot, Reader& reader);
-  bool not_read_yet(Labels::Id label, Role role, OpenFrame* frame);
+  Reading read(const Source& source);
+  Reading hit(const Source& source, const CacheEntry& entry);
+  Reading range_of(const Source& source, Memory memory, Node::Slot* slot);
+  Reading weight_range(const Source& source, bool moves, bool is_urgent, Node::Slot* slot);
   bool known_mask(const at::Tensor& x, Labels::Id label, Role role, OpenFrame* frame);
-  void remember_mask(const at::Tensor& x, const Content& content, PyObject* record);
-  RangeRow hit(const CacheEntry& entry, const View& view);
+  void remember_mask(const at::Tensor& x, const Content& content, const RecordData& data);
   std::optional<Kind> kind_of(PyTypeObject* type);
 
   const Options options_;
-  const bool may_be_pending_, has_turns_;  // of Python's
+  const bool has_pythons_;  // some records are Python's
   Helpers helpers_;
   Labels labels_;
   ActivationCache activations_;
@@ -245,9 +248,10 @@ class CallObserver {
   std::unordered_map<uint64_t, Mask> masks_;
   std::unordered_map<PyTypeObject*, Kind> kinds_;  // keys owned
   int32_t epoch_ = 0;
-  int64_t first_entries_ = 0;  // of weights
-  RowTable* table_ = nullptr;  // once a tensor of a device was met
-  bool devices_off_ = false;   // their tensors are read like any that is not plain
+  int64_t first_entries_ = 0;   // of weights
+  RowTable* table_ = nullptr;   // once a tensor of a device was met
+  bool devices_first_ = false;  // a device reads the host's memory too
+  bool devices_off_ = false;    // their tensors are read like any that is not plain
 };
 
 }  // namespace nanwatch

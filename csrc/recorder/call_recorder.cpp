@@ -4,15 +4,9 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <atomic>
-#include <list>
-#include <mutex>
-#include <string_view>
 #include <unordered_set>
 
 #include "gradients/gradient_recorder.h"
-#include "recorder/python_error.h"
-#include "recorder/subscriptions.h"
 #include "recorder/watched_call.h"
 
 namespace py = pybind11;
@@ -46,36 +40,15 @@ std::string class_name_of(PyTypeObject* type) {
 
 }  // namespace
 
-// Threads that ended in the middle of a batch, as after an exception in compiled code, which reports no end. A thread
-// ends without the interpreter lock, so the next poll or call ends the batch.
-struct CallRecorder::Unended {
-  std::mutex mutex;
-  std::list<Thread> threads;
-  std::atomic<bool> any{false};
-
-  static Unended& instance() {
-    static auto* const all = new Unended;  // never destroyed: a thread may still end at exit
-    return *all;
-  }
-};
-
 // One thread's calls under way, for each recorder. A list, as a Thread is referred to while others are added.
-class CallRecorder::Threads : public std::list<Thread> {
- public:
-  Threads() = default;
-  Threads(const Threads&) = delete;
-  Threads& operator=(const Threads&) = delete;
+struct CallRecorder::Threads {
+  std::list<Thread> all;
+  Thread* latest = nullptr;
+
+  // A thread ends without the interpreter lock, which a batch that it left open may need: such a batch is never freed.
   ~Threads() {
-    remove_if([](const Thread& thread) { return thread.nodes.empty(); });
-    if (empty()) return;
-    for (Thread& thread : *this) {
-      thread.args = thread.kwargs = nullptr;
-      thread.slot = nullptr;  // the thread's own
-    }
-    Unended& all = Unended::instance();
-    const std::lock_guard<std::mutex> lock(all.mutex);
-    all.threads.splice(all.threads.end(), *this);
-    all.any = true;
+    const auto is_open = [](const Thread& thread) { return !thread.nodes.empty(); };
+    if (std::any_of(all.begin(), all.end(), is_open)) new std::list<Thread>(std::move(all));
   }
 };
 
@@ -97,18 +70,6 @@ CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object e
 CallRecorder::~CallRecorder() {
   if (gradients_ != nullptr) gradients_->leave();
   living().erase(id_);
-}
-
-void CallRecorder::set_gradients(std::shared_ptr<GradientRecorder> gradients) {
-  gradients_ = std::move(gradients);
-}
-
-bool CallRecorder::finish_broken_backwards() {
-  return gradients_ == nullptr || gradients_->finish_broken_backwards();
-}
-
-bool CallRecorder::tracks_gradients() const {
-  return gradients_ != nullptr && gradients_->is_active();
 }
 
 // A module's class, which may change while it is watched: fully_shard() puts another one there.
@@ -134,24 +95,15 @@ int32_t CallRecorder::add_node(const std::string& name, py::handle module, bool 
   return int32_t(nodes_.size() - 1);
 }
 
-int CallRecorder::traverse(visitproc visit, void* arg) const {
-  Py_VISIT(events_.ptr());
-  return 0;
-}
-
-void CallRecorder::drop_references() {
-  events_ = py::none();
-}
-
 CallRecorder::Thread& CallRecorder::this_thread() {
   thread_local Threads threads;
-  thread_local Thread* latest = nullptr;
-  if (latest != nullptr && latest->recorder == id_) return *latest;
-  for (Thread& thread : threads)
-    if (thread.recorder == id_) return *(latest = &thread);
-  threads.remove_if([](const Thread& thread) { return living().count(thread.recorder) == 0; });
-  threads.emplace_front(Thread{id_});
-  return *(latest = &threads.front());
+  if (threads.latest != nullptr && threads.latest->recorder == id_) [[likely]]
+    return *threads.latest;
+  for (Thread& thread : threads.all)
+    if (thread.recorder == id_) return *(threads.latest = &thread);
+  threads.all.remove_if([](const Thread& thread) { return living().count(thread.recorder) == 0; });
+  threads.all.emplace_front(Thread{id_});
+  return *(threads.latest = &threads.all.front());
 }
 
 bool CallRecorder::is_traced(int64_t batch) const {
@@ -160,51 +112,27 @@ bool CallRecorder::is_traced(int64_t batch) const {
 
 // Calls a callback of RecorderEvents. Returns false with the exception set if it raised: the module call raises it.
 bool CallRecorder::notify(const char* method, py::args arguments, py::object* answer) {
+  if (!events_) return true;  // collected
   const OutsideCompiler outside;
   const py::object bound = py::reinterpret_steal<py::object>(PyObject_GetAttrString(events_.ptr(), method));
   if (!bound) return false;
-  auto said = py::reinterpret_steal<py::object>(PyObject_CallObject(bound.ptr(), arguments.ptr()));
-  if (!said) return false;
-  if (answer != nullptr) *answer = std::move(said);
+  auto returned = py::reinterpret_steal<py::object>(PyObject_CallObject(bound.ptr(), arguments.ptr()));
+  if (!returned) return false;
+  if (answer != nullptr) *answer = std::move(returned);
   return true;
 }
 
-// Ends the batches that threads of this recorder left open when they ended. Returns false with an exception set if a
-// callback raised.
-bool CallRecorder::abandon_of_ended_threads() {
-  Unended& all = Unended::instance();
-  if (!all.any) return true;
-  std::list<Thread> own;
-  {
-    const std::lock_guard<std::mutex> lock(all.mutex);
-    for (auto thread = all.threads.begin(); thread != all.threads.end();) {
-      const auto next = std::next(thread);
-      if (thread->recorder == id_ || living().count(thread->recorder) == 0) own.splice(own.end(), all.threads, thread);
-      thread = next;
-    }
-    all.any = !all.threads.empty();
-  }
-  for (; !own.empty(); own.pop_front())
-    if (own.front().recorder == id_ && !abandon(own.front())) {
-      // The next caller ends the remaining ones.
-      own.pop_front();
-      const std::lock_guard<std::mutex> lock(all.mutex);
-      all.threads.splice(all.threads.end(), own);
-      all.any = !all.threads.empty();
-      return false;
-    }
-  return true;
-}
+// ---- batches --------------------------------------------------------------------------------------------------------
 
-bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs) {
-  if (!abandon_of_ended_threads() || !finish_broken_backwards()) return false;
+bool CallRecorder::begin_batch(Thread& thread, int32_t index, PyObject* module, PyObject* args, PyObject* kwargs) {
+  if (gradients_ != nullptr && !gradients_->finish_broken_backwards()) return false;
   // Called from a backward: activation checkpointing runs the forward again. That is no new batch.
   thread.recomputed = torch::autograd::get_current_graph_task_id() != -1;
   if (!thread.recomputed) latest_batch_ = next_batch_++;
   if (!thread.recomputed && gathers_weights) observer_.forget_weights();
   thread.batch = latest_batch_;
   thread.active = thread.batch % every_ == 0;
-  if (!thread.recomputed && !start_batch(thread, module, args, kwargs)) return false;
+  if (!thread.recomputed && !start_batch(thread, index, module, args, kwargs)) return false;
   if (box_.box() != nullptr) thread.slot = box_.box()->slot();
   thread.args = args;
   thread.kwargs = kwargs;
@@ -212,7 +140,7 @@ bool CallRecorder::begin_batch(Thread& thread, PyObject* module, PyObject* args,
 }
 
 // Keeps the start of the batch, and asks Python for its part where that may have changed.
-bool CallRecorder::start_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs) {
+bool CallRecorder::start_batch(Thread& thread, int32_t index, PyObject* module, PyObject* args, PyObject* kwargs) {
   const bool keeps = keeps_starts && module != nullptr;
   // Also of a batch that is not recorded: its thread is inside the model.
   const bool is_asked =
@@ -234,7 +162,7 @@ bool CallRecorder::start_batch(Thread& thread, PyObject* module, PyObject* args,
   if (is_asked) extra_ = py::object();  // it may be another in the next batch
   if (module == nullptr) return true;
   if (keeps) {
-    const bool is_function = nodes_[size_t(thread.entering)]->is_function;
+    const bool is_function = nodes_[size_t(index)]->is_function;
     if (!is_function) let_go_of_starts();
     try {
       thread.start =
@@ -281,13 +209,36 @@ py::list CallRecorder::ended_starts() const {
   return starts;
 }
 
+// Returns false with an exception set: the call's own if it has one, unless a callback raised another from it.
+bool CallRecorder::end_batch(Thread& thread, bool completed) {
+  HeldError error;                     // the call's
+  const Recording recording(&thread);  // the callback may run the model once more
+  bool done = thread.deferred.empty() || survived([&] { return take_deferred(thread); });
+  thread.args = thread.kwargs = nullptr;
+  observer_.end_batch();
+  // Every batch that ends by an exception is reported. The callback may change the subscriptions.
+  const auto tells_end = [&] {
+    return !thread.recomputed && (subscriptions->has(kBatchEnd) || thread.batch >= gathers_from || !completed);
+  };
+  if (!done || tells_end()) {
+    HeldError raised;  // by a callback
+    const bool is_fine = completed && done;
+    const auto tell_end = [&] { return notify("on_batch_end", py::make_tuple(thread.batch, is_fine)); };
+    if (tells_end()) done &= (completed ? raised : error).shown_in([&] { return survived(tell_end); });
+  }
+  leave_start(thread);
+  return completed && done;
+}
+
+// ---- calls ----------------------------------------------------------------------------------------------------------
+
 PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* inner, PyObject* args, PyObject* kwargs) {
   Thread& thread = this_thread();
-  if (thread.compiled && !thread.recording && !abandon(thread)) return nullptr;
+  if (thread.compiled && !thread.recording && !end_compiled(thread, false) && PyErr_Occurred() != nullptr)
+    return nullptr;
   const bool outermost = thread.nodes.empty();
   if (thread.recording || (outermost && paused)) return call_past_wrappers(inner, module, args, kwargs);
-  thread.entering = index;
-  if (outermost && !begin_batch(thread, module, args, kwargs)) return nullptr;
+  if (outermost && !begin_batch(thread, index, module, args, kwargs)) return nullptr;
   thread.nodes.push_back(index);
   Node& node = *nodes_[size_t(index)];
   if (box_.box() != nullptr) [[unlikely]]
@@ -299,106 +250,75 @@ PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* inner, Py
   if (box_.box() != nullptr) [[unlikely]]
     box_.box()->end(thread.slot, !output);
   meet(node, module);
-  if (output && thread.active && !paused && node.observed &&
-      !survived([&] { return record(thread, index, module, args, kwargs, output.ptr()); }))
-    output = py::object();
+  if (output && thread.active && !paused && node.observed) [[likely]] {
+    const ModuleCall call{module, args, kwargs, output.ptr(), outermost};
+    if (!survived([&] { return record(thread, index, call); })) output = py::object();
+  }
   // Those of a call that has raised, before the thread may end without the interpreter lock.
   while (!thread.added.empty() && thread.added.back().depth > thread.nodes.size()) thread.added.pop_back();
   if (outermost && !end_batch(thread, bool(output))) output = py::object();
   return output.release().ptr();
 }
 
-// Begins the thread's frame of a call. The tensors that may get gradients are added to `candidates`.
-OpenFrame& CallRecorder::begin_frame(Thread& thread, int32_t index, std::vector<GradientCandidate>* candidates) {
+// Makes the thread's frame of a call by observe(node, &frame), and keeps and reports it: at the end of the batch, if
+// this frame or one before it waits for a device.
+template <typename Observe>
+bool CallRecorder::record_frame(Thread& thread, int32_t index, int32_t caller, std::shared_ptr<const void>* keep,
+                                const Observe& observe) {
+  std::vector<GradientCandidate> candidates;  // of this call: while it is observed, other threads may make calls
+  const Recording recording(&thread);
   OpenFrame& frame = thread.frame;
+  Node& node = *nodes_[size_t(index)];
   frame.batch = thread.batch;
   frame.node = index;
   frame.recomputed = thread.recomputed;
-  if (tracks_gradients()) frame.candidates = candidates;
-  return frame;
+  if (gradients_ != nullptr && gradients_->is_active()) frame.candidates = &candidates;
+  if (!observe(node, &frame)) return false;
+  if (!candidates.empty() && gradients_ != nullptr)
+    gradients_->follow(candidates, {thread.batch, index, caller, thread.recomputed, thread.start, node.box}, keep);
+  ++observer_.counters.frames;
+  if (frame.pending.empty() && thread.deferred.empty()) [[likely]]
+    return tell(thread, caller, false);
+  if (box_.box() != nullptr) box_.add(frame, node.box, observer_.labels());
+  thread.deferred.emplace_back().frame.swap(frame);
+  thread.deferred.back().caller = caller;
+  return true;
 }
 
-bool CallRecorder::record(Thread& thread, int32_t index, PyObject* module, PyObject* args, PyObject* kwargs,
-                          PyObject* output) {
-  std::vector<GradientCandidate> candidates;  // of this call: while it is observed, other threads may make calls
-  const Recording recording(&thread);
-  OpenFrame& frame = begin_frame(thread, index, &candidates);
+bool CallRecorder::record(Thread& thread, int32_t index, const ModuleCall& call) {
   std::vector<AddedOutput> added;
   for (; !thread.added.empty() && thread.added.back().depth > thread.nodes.size(); thread.added.pop_back())
     added.insert(added.begin(), std::move(thread.added.back()));
-  if (!added.empty()) frame.added = &added;
-  if (!observer_.observe(*nodes_[size_t(index)], module, args, kwargs, output, thread.nodes.empty(), &frame))
-    return false;
   const int32_t caller = thread.nodes.empty() ? int32_t(kNoCaller) : thread.nodes.back();
-  follow_gradients(thread, std::move(candidates), index, caller, nullptr);
-  return finish(thread, caller);
+  return record_frame(thread, index, caller, nullptr, [&](Node& node, OpenFrame* frame) {
+    if (!added.empty()) frame->added = &added;
+    return observer_.observe(node, call, frame);
+  });
 }
 
-void CallRecorder::follow_gradients(const Thread& thread, std::vector<GradientCandidate> candidates, int32_t index,
-                                    int32_t caller, std::shared_ptr<const void>* keep) {
-  if (gradients_ == nullptr || candidates.empty()) return;
-  gradients_->follow(candidates,
-                     {thread.batch, index, caller, thread.recomputed, thread.start, nodes_[size_t(index)]->box}, keep);
+void CallRecorder::forget_weights(const py::list& groups) {
+  bool is_known = false;
+  for (const py::handle group : groups)
+    if (PyList_Check(group.ptr()))
+      for (const py::handle x : py::reinterpret_borrow<py::list>(group))
+        if (THPVariable_Check(x.ptr())) is_known |= observer_.forget_weights(THPVariable_Unpack(x.ptr()));
+  if (!is_known) observer_.forget_weights();
 }
 
-// Returns the positional arguments of the outermost call.
-py::object CallRecorder::given_to(const Thread& thread) const {
-  if (thread.args != nullptr) return py::reinterpret_borrow<py::object>(thread.args);
-  return py::tuple();
+void CallRecorder::settle() {
+  if (gradients_ != nullptr && !gradients_->finish_broken_backwards()) throw py::error_already_set();
 }
 
-// Returns the named arguments of the outermost call; in compiled code all tensors that still live, by their places.
-py::object CallRecorder::named_given_to(const Thread& thread) const {
-  if (thread.kwargs != nullptr) return py::reinterpret_borrow<py::object>(thread.kwargs);
-  if (!thread.given) return py::none();
-  py::dict alive;
-  for (const auto& [place, weak] : py::reinterpret_borrow<py::dict>(thread.given)) {
-    PyObject* object = PyWeakref_GetObject(weak.ptr());
-    if (object != nullptr && object != Py_None) alive[place] = py::handle(object);
-  }
-  return alive;
+std::vector<std::string> CallRecorder::called() const {
+  const auto was_read = [](const Node::Slot& slot) { return slot.cached != nullptr && slot.cached->turn != -1; };
+  std::vector<std::string> names;
+  for (const auto& node : nodes_)
+    if (std::any_of(node->weights.begin(), node->weights.end(), was_read)) names.push_back(node->name);
+  return names;
 }
 
 py::object CallRecorder::name_of(int32_t caller) const {
   return caller == kNoCaller ? py::object(py::none()) : py::object(py::str(nodes_[size_t(caller)]->name));
-}
-
-// Returns false with an exception set: the call's own if it has one, unless a callback raised another from it.
-bool CallRecorder::end_batch(Thread& thread, bool completed) {
-  HeldError own;                       // the call's
-  const Recording recording(&thread);  // the callback may run the model once more
-  bool done = thread.deferred.empty() || survived([&] { return take_deferred(thread); });
-  thread.args = thread.kwargs = nullptr;
-  observer_.end_batch();
-  // Every batch that ends by an exception is reported. The callback may change the subscriptions.
-  const auto tells_end = [&] {
-    return !thread.recomputed && (subscriptions->has(kBatchEnd) || thread.batch >= gathers_from || !completed);
-  };
-  if (done && !tells_end()) {
-    leave_start(thread);
-    return completed;
-  }
-  HeldError raised;  // by a callback
-  if (tells_end()) {
-    const HeldError::Shown shown(completed ? &raised : &own);
-    const bool is_fine = completed && done;
-    done &= survived([&] { return notify("on_batch_end", py::make_tuple(thread.batch, is_fine)); });
-  }
-  leave_start(thread);
-  return completed && done;
-}
-
-void CallRecorder::forget_weights(const py::list& groups) {
-  bool is_own = false;
-  for (const py::handle group : groups)
-    if (PyList_Check(group.ptr()))
-      for (const py::handle x : py::reinterpret_borrow<py::list>(group))
-        if (THPVariable_Check(x.ptr())) is_own |= observer_.forget_weights(THPVariable_Unpack(x.ptr()));
-  if (!is_own) observer_.forget_weights();
-}
-
-void CallRecorder::settle() {
-  if (!abandon_of_ended_threads() || !finish_broken_backwards()) throw py::error_already_set();
 }
 
 py::object CallRecorder::outermost() {

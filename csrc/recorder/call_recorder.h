@@ -2,8 +2,8 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <limits>
+#include <list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -48,9 +48,8 @@ class CallRecorder {
 
   // For gradients/: these make frames of backwards. Functions that return a bool return false with a Python exception
   // set.
-  void set_gradients(std::shared_ptr<GradientRecorder> gradients);
+  void set_gradients(std::shared_ptr<GradientRecorder> gradients) { gradients_ = std::move(gradients); }
   GradientRecorder* gradients() const { return gradients_.get(); }
-  bool finish_broken_backwards();
   // Calls a callback of RecorderEvents.
   bool notify(const char* method, pybind11::args arguments, pybind11::object* answer = nullptr);
   pybind11::object to_python(const FrameData& frame) const;
@@ -58,8 +57,8 @@ class CallRecorder {
   bool is_traced(int64_t batch) const;
   bool traces() const { return !traced_.empty(); }
   FrameRing& ring() { return ring_; }
-  // Puts a frame of a backward or a step into the ring.
-  void push(FrameData& frame) { keep(frame); }
+  // A frame whose ranges are known goes into the ring.
+  void keep(FrameData& frame);
   void add_frame(int64_t batch, int32_t node, const pybind11::list& records);  // of an optimizer's step
 
   // The batch, the name and the class of the module of the innermost call under way on this thread, if it is recorded;
@@ -69,9 +68,10 @@ class CallRecorder {
   pybind11::object outermost();
   void add_output(const std::string& label, pybind11::object tensor);
 
-  pybind11::list frames() const;
-  // How many there have been, and of these the ones after the first `kept`, as far as the ring holds them.
+  // How many frames there have been, and of these the ones after the first `kept`, as far as the ring holds them.
   std::pair<int64_t, pybind11::list> frames_since(int64_t kept) const;
+  std::optional<int64_t> frames_of_batch(int64_t batch) const { return ring_.frames_of(batch); }
+  int64_t frames_kept() const { return ring_.pushed(); }
 
   // (batch, names of places that are new, values by place as float64); see peak_magnitudes.h. What was taken is gone.
   pybind11::tuple take_peaks() { return taken(peaks_); }
@@ -90,22 +90,9 @@ class CallRecorder {
   int64_t num_other_threads() { return num_inside_ - int64_t(this_thread().is_inside); }
 
   // Names of the modules of which a weight was read in a call.
-  std::vector<std::string> called() const {
-    std::vector<std::string> names;
-    for (const auto& node : nodes_)
-      for (const Node::Slot& slot : node->weights)
-        if (slot.cached != nullptr && slot.cached->turn != -1) {
-          names.push_back(node->name);
-          break;
-        }
-    return names;
-  }
-
-  // Ends the batches and backwards that an exception ended without a sign. Throws what a callback raises.
+  std::vector<std::string> called() const;
+  // Ends the backwards that an exception ended without a sign. Throws what a callback raises.
   void settle();
-  // (batch, module, class) of the calls of the latest batch on a device that this device has not confirmed.
-  pybind11::list unconfirmed_calls() const;
-
   // An optimizer of these lists of tensors has made a step, perhaps past the version counter. Without any that is known
   // here, as when it holds copies, all weights may have changed.
   void forget_weights(const pybind11::list& groups);
@@ -113,12 +100,8 @@ class CallRecorder {
   CallObserver& observer() { return observer_; }
   int64_t latest_batch() const { return latest_batch_; }
   bool is_under_way() { return !this_thread().nodes.empty(); }
-  int64_t frames_kept() const { return ring_.pushed(); }
-  std::optional<int64_t> frames_of_batch(int64_t batch) const;
 
-  // For Python's garbage collector: the RecorderEvents refer back to the recorder.
-  int traverse(visitproc visit, void* arg) const;
-  void drop_references();
+  std::array<pybind11::object*, 1> references() { return {&events_}; }  // for Python's garbage collector
 
   int paused = 0;  // nothing is recorded while it is not 0: 1 after pause() or stop(), and 2 for each re-run under way
   const std::shared_ptr<Subscriptions> subscriptions = std::make_shared<Subscriptions>();
@@ -139,46 +122,37 @@ class CallRecorder {
     std::vector<int32_t> nodes = {};
     int64_t batch = 0;
     bool recomputed = false, active = false;
-    std::vector<AddedOutput> added = {};  // to calls under way
-    bool compiled = false;                // the outermost call runs in compiled code, whose end an exception leaves out
+    bool compiled = false;   // the outermost call runs in compiled code, whose end an exception leaves out
     bool recording = false;  // Python code called from here may call a watched module: that call is not recorded
+    bool is_inside = false;  // of the batch under way, which is one of a module
+    std::vector<AddedOutput> added = {};          // to calls under way
     PyObject *args = nullptr, *kwargs = nullptr;  // of the outermost call under way, which keeps them alive
     pybind11::object given = {};                  // weak references to the arguments of a compiled outermost call
     std::shared_ptr<BatchStart> start = {};       // of the batch under way
-    int32_t entering = 0;                         // the node of the outermost call that begins
-    bool is_inside = false;                       // of the batch under way, which is one of a module
-    std::deque<CallFrame> deferred = {};          // frames of the batch under way, since one waits for a device
+    std::vector<CallFrame> deferred = {};         // frames of the batch under way, since one waits for a device
     OpenFrame frame = {};
     box::Slot* slot = nullptr;  // in the black box, for the batch under way
   };
-
+  struct Threads;
   class Recording;
-  class Threads;
-  struct Unended;
 
   Thread& this_thread();
   void meet(Node& node, PyObject* module);
-  bool begin_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs);
-  bool start_batch(Thread& thread, PyObject* module, PyObject* args, PyObject* kwargs);
+  bool begin_batch(Thread& thread, int32_t index, PyObject* module, PyObject* args, PyObject* kwargs);
+  bool start_batch(Thread& thread, int32_t index, PyObject* module, PyObject* args, PyObject* kwargs);
   bool end_batch(Thread& thread, bool completed);
   void leave_start(Thread& thread);
   void let_go_of_starts();
-  OpenFrame& begin_frame(Thread& thread, int32_t index, std::vector<GradientCandidate>* candidates);
-  bool record(Thread& thread, int32_t node, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output);
-  void follow_gradients(const Thread& thread, std::vector<GradientCandidate> candidates, int32_t index, int32_t caller,
-                        std::shared_ptr<const void>* keep);
-  bool finish(Thread& thread, int32_t caller);
-  pybind11::object given_to(const Thread& thread) const;
+  bool record(Thread& thread, int32_t node, const ModuleCall& call);
+  template <typename Observe>
+  bool record_frame(Thread& thread, int32_t index, int32_t caller, std::shared_ptr<const void>* keep,
+                    const Observe& observe);
   pybind11::object named_given_to(const Thread& thread) const;
   bool tell(Thread& thread, int32_t caller, bool is_over);
   bool take_deferred(Thread& thread);
-  bool abandon(Thread& thread);
-  bool abandon_of_ended_threads();
   bool end_compiled(Thread& thread, bool completed);
   bool reports_frames(int64_t batch) const { return subscriptions->has(kFrame) || is_traced(batch); }
-  void keep(FrameData& frame);
   pybind11::tuple taken(PeakMagnitudes& peaks);
-  bool tracks_gradients() const;
 
   CallObserver observer_;
   pybind11::object events_, frame_type_, start_type_;
@@ -188,8 +162,7 @@ class CallRecorder {
   FrameRing ring_;
   PeakMagnitudes peaks_, gradient_peaks_;
   BoxWriter box_;
-  std::shared_ptr<GradientRecorder> gradients_;           // null when nobody asked for gradients
-  std::vector<std::pair<int64_t, int32_t>> unconfirmed_;  // batch and node
+  std::shared_ptr<GradientRecorder> gradients_;  // null when nobody asked for gradients
   int64_t every_;
   std::vector<int64_t> traced_;  // sorted
   std::vector<std::unique_ptr<Node>> nodes_;
@@ -202,10 +175,7 @@ class CallRecorder {
 // interpreter.
 class CallRecorder::Recording {
  public:
-  explicit Recording(Thread* thread) : thread_(thread) {
-    thread_->frame.clear();
-    thread_->recording = true;
-  }
+  explicit Recording(Thread* thread) : thread_(thread) { thread_->recording = true; }
   Recording(const Recording&) = delete;
   Recording& operator=(const Recording&) = delete;
   ~Recording() {

@@ -8,14 +8,13 @@
 // `site` and `caller` hold the addresses of modules. They are inputs of the graph, so that one graph serves every
 // module that Dynamo takes for equal. The wrappers of a module, if there are any, know its recorders.
 //
-// `sequence` is declared as written, so that a compiler keeps the operators and their order. call_observer_compiled.cpp
-// explains plans.
+// `sequence` is declared as written, so that a compiler keeps the operators and their order. call_observer.h explains
+// plans.
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
-#include "recorder/call_recorder.h"
 #include "ops/readable.h"
-#include "recorder/python_error.h"
+#include "recorder/call_recorder.h"
 #include "recorder/watched_call.h"
 
 namespace py = pybind11;
@@ -51,12 +50,7 @@ void record_(const at::Tensor& sequence, const at::Tensor& site, const std::opti
 
 }  // namespace
 
-// Ends the batch of an outermost call in compiled code whose end no operator reported. Returns false with an exception
-// set if a callback raised.
-bool CallRecorder::abandon(Thread& thread) {
-  return end_compiled(thread, false) || PyErr_Occurred() == nullptr;
-}
-
+// Ends the batch of an outermost call in compiled code. Returns false with an exception set if a callback raised.
 bool CallRecorder::end_compiled(Thread& thread, bool completed) {
   for (size_t i = thread.nodes.size(); i > 0 && box_.box() != nullptr; --i) box_.box()->end(thread.slot, !completed);
   thread.nodes.clear();
@@ -66,35 +60,33 @@ bool CallRecorder::end_compiled(Thread& thread, bool completed) {
   return done;
 }
 
-void CallRecorder::begin_compiled(int64_t node, std::string_view text, at::TensorList tensors) {
+void CallRecorder::begin_compiled(int64_t index, std::string_view plan, at::TensorList tensors) {
   Thread& thread = this_thread();
-  if (thread.recording || node < 0 || node >= int64_t(nodes_.size())) return;
-  if (thread.compiled && !abandon(thread)) throw py::error_already_set();
+  if (thread.recording || index < 0 || index >= int64_t(nodes_.size())) return;
+  // No operator reported the end of a call that an exception ended.
+  if (thread.compiled && !end_compiled(thread, false) && PyErr_Occurred() != nullptr) throw py::error_already_set();
   if (!thread.nodes.empty() || paused) return;
   // No tensor lives longer for being watched.
   py::dict given;
-  const std::shared_ptr<Node::Plan> plan = observer_.plan_of(*nodes_[size_t(node)], text);
   size_t next = 0;
-  for (const Node::Plan::Value& value : plan->values) {
-    if (value.kind != 't' || next == tensors.size()) continue;
+  each_planned(plan, [&](Role, char kind, const std::string& label, const std::string&) {
+    if (kind != 't' || next == tensors.size()) return true;
     const py::object object = wrap(tensors[next++]);
-    py::object weak =
-        object ? py::reinterpret_steal<py::object>(PyWeakref_NewRef(object.ptr(), nullptr)) : py::object();
-    if (weak) {
-      const std::string& label = observer_.labels().text(value.slot.label);
-      given[py::str(label.substr(6, label.size() - 7))] = weak;  // `input[0]` without `input[` and `]`
-    } else {
-      PyErr_Clear();
-    }
-  }
-  if (!begin_batch(thread, nullptr, nullptr, nullptr)) throw py::error_already_set();
-  thread.nodes.push_back(int32_t(node));
-  if (box_.box() != nullptr) box_.box()->begin(thread.slot, nodes_[size_t(node)]->box, thread.batch, thread.recomputed);
+    py::object weak;
+    if (object) weak = py::reinterpret_steal<py::object>(PyWeakref_NewRef(object.ptr(), nullptr));
+    if (weak) given[py::str(label.substr(6, label.size() - 7))] = weak;  // `input[0]` without `input[` and `]`
+    if (!weak) PyErr_Clear();
+    return true;
+  });
+  if (!begin_batch(thread, int32_t(index), nullptr, nullptr, nullptr)) throw py::error_already_set();
+  thread.nodes.push_back(int32_t(index));
+  if (box_.box() != nullptr)
+    box_.box()->begin(thread.slot, nodes_[size_t(index)]->box, thread.batch, thread.recomputed);
   thread.compiled = true;
   thread.given = std::move(given);
 }
 
-void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_view text, at::TensorList tensors) {
+void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_view plan, at::TensorList tensors) {
   Thread& thread = this_thread();
   if (thread.recording || index < 0 || index >= int64_t(nodes_.size())) return;
   // The graph was made for another watch, for which this call was no outermost one.
@@ -104,28 +96,23 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
   if (caller >= int64_t(nodes_.size())) caller = kNoCaller;
   if (ends) {
     thread.nodes.pop_back();
-    if (box_.box() != nullptr) box_.box()->end(thread.slot, false);
   } else if (caller == kNoCaller) {
     caller = thread.nodes.back();
   }
   ++observer_.counters.calls;
-  if (!ends && box_.box() != nullptr) box_.box()->ended(thread.slot, nodes_[size_t(index)]->box, thread.batch);
   Node& node = *nodes_[size_t(index)];
-  const auto look = [&] {
-    std::vector<GradientCandidate> candidates;
-    const Recording recording(&thread);
-    OpenFrame& frame = begin_frame(thread, int32_t(index), &candidates);
-    const std::shared_ptr<Node::Plan> plan = observer_.plan_of(node, text);
-    if (node.class_name != plan->class_name) {
-      node.class_name = plan->class_name;
-      node.box = box_.number_of(node.name, node.class_name);
-      node.type = nullptr;
-    }
-    if (!observer_.observe_compiled(node, *plan, tensors, &frame)) return false;
-    follow_gradients(thread, std::move(candidates), int32_t(index), int32_t(caller), &node.compiled_call);
-    return finish(thread, int32_t(caller));
-  };
-  bool done = !thread.active || paused || !node.observed || survived(look);
+  if (box_.box() != nullptr && ends) box_.box()->end(thread.slot, false);
+  if (box_.box() != nullptr && !ends) box_.box()->ended(thread.slot, node.box, thread.batch);
+  if (const std::string_view class_name = plan.substr(0, plan.find(kPlanSeparator)); node.class_name != class_name) {
+    node.class_name = class_name;
+    node.box = box_.number_of(node.name, node.class_name);
+    node.type = nullptr;
+  }
+  bool done = !thread.active || paused || !node.observed || survived([&] {
+    return record_frame(
+        thread, int32_t(index), int32_t(caller), &node.compiled_call,
+        [&](Node& observed, OpenFrame* frame) { return observer_.observe_compiled(observed, plan, tensors, frame); });
+  });
   if (ends || (!done && thread.compiled)) done = end_compiled(thread, done);
   if (!done) throw py::error_already_set();
 }

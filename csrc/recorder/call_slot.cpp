@@ -9,7 +9,9 @@
 // give torch.compile the site, and say whether the module is watched.
 #include <ATen/EmptyTensor.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
 
+#include <array>
 #include <unordered_map>
 
 #include "recorder/watched_call.h"
@@ -19,92 +21,87 @@ namespace py = pybind11;
 namespace nanwatch {
 namespace {
 
+// What stands before the calls of modules, by the addresses `id(module)`. The modules are borrowed.
 class CallSlots {
  public:
-  // Returns a new reference to the wrapper of the module's call, or null.
+  // Returns the wrapper of the module's call, borrowed, or null.
   PyObject* find(PyObject* module) {
-    // nn.Module.__call__ asks twice: for "is not None", and to make the call.
-    if (module == latest_ && module != nullptr) return Py_NewRef(latest_call_);
-    const auto found = calls_.find(module);
-    if (found == calls_.end()) return nullptr;
-    latest_ = module;
-    latest_call_ = found->second;
-    return Py_NewRef(latest_call_);
+    Recent& recent = recent_of(module);
+    if (recent.module == module && module != nullptr) [[likely]]
+      return recent.call;
+    const auto call = calls_.find(module);
+    if (call == calls_.end()) return nullptr;
+    recent = {module, call->second.ptr()};
+    return recent.call;
   }
 
-  void put(PyObject* module, PyObject* call) {
-    latest_ = nullptr;
-    PyObject*& held = calls_[module];
-    PyObject* before = held;
-    held = Py_NewRef(call);
-    Py_XDECREF(before);  // last: it may run any code
+  void put(PyObject* module, py::object call) {
+    recent_of(module) = {};
+    const py::object before = std::exchange(calls_[module], std::move(call));  // freed last: it may run any code
   }
 
   void take(PyObject* module) {
-    latest_ = nullptr;
-    const auto found = calls_.find(module);
-    if (found == calls_.end()) return;
-    PyObject* before = found->second;
-    calls_.erase(found);
-    Py_DECREF(before);
+    recent_of(module) = {};
+    const auto before = calls_.extract(module);
   }
 
   bool has_site(PyObject* module) const { return sites_.count(module) > 0; }
 
-  // Returns a new reference to the module's site, made at its first use, or null with an exception set.
-  PyObject* site(PyObject* module) {
-    const auto found = sites_.find(module);
-    if (found != sites_.end()) return Py_NewRef(found->second);
+  // Returns the module's site, made at its first use; empty with an exception set.
+  py::object site(PyObject* module) {
+    if (const auto site = sites_.find(module); site != sites_.end()) return site->second;
     const c10::InferenceMode no_inference(false);
     at::Tensor address = at::detail::empty_cpu({1}, at::TensorOptions(at::kLong));
     *address.mutable_data_ptr<int64_t>() = reinterpret_cast<int64_t>(module);
     // Calls `forget` when the module is freed.
-    const auto kept = py::reinterpret_steal<py::object>(PyObject_CallOneArg(keep, module));
-    if (!kept) return nullptr;
-    PyObject* site = THPVariable_Wrap(std::move(address));
-    if (site != nullptr) sites_[module] = Py_NewRef(site);
+    const auto kept = py::reinterpret_steal<py::object>(PyObject_CallOneArg(keep.ptr(), module));
+    if (!kept) return {};
+    auto site = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(address)));
+    if (site) sites_[module] = site;
     return site;
   }
 
   // Drops everything of a module that no longer exists.
   void forget(PyObject* module) {
     take(module);
-    const auto found = sites_.find(module);
-    if (found == sites_.end()) return;
-    PyObject* site = found->second;
-    sites_.erase(found);
-    Py_DECREF(site);
+    const auto site = sites_.extract(module);
   }
 
-  PyObject* keep = Py_None;          // owned; the Python function that calls `forget` for a module
-  PyObject* default_call = nullptr;  // owned; makes the calls of all other modules; see ModelFinder in cli/script.py
+  py::object keep = py::none();          // the Python function that calls `forget` for a module
+  py::object default_call = py::none();  // makes the calls of all other modules; see session/model_finder.py
 
  private:
-  std::unordered_map<PyObject*, PyObject*> calls_, sites_;  // the modules are borrowed, the calls and sites owned
-  PyObject *latest_ = nullptr, *latest_call_ = nullptr;     // of the latest find
+  // The latest wrappers that were found: one line of the CPU's cache, where a search takes several.
+  struct Recent {
+    PyObject *module = nullptr, *call = nullptr;
+  };
+  Recent& recent_of(PyObject* module) {
+    return recent_[reinterpret_cast<uintptr_t>(module) * 0x9e3779b97f4a7c15ull >> (64 - kBits)];
+  }
+
+  static constexpr int kBits = 10;
+  std::array<Recent, size_t(1) << kBits> recent_{};
+  std::unordered_map<PyObject*, py::object> calls_, sites_;
 };
 
 // Never destroyed: modules are called until the interpreter ends.
-CallSlots& call_slots() {
-  static CallSlots* const one = new CallSlots;
-  return *one;
-}
+CallSlots* const slots = new CallSlots;
 
 PyObject* get(PyObject*, PyObject* module, PyObject*) {
   if (module == nullptr) Py_RETURN_NONE;  // nn.Module._compiled_call_impl
-  if (PyObject* call = call_slots().find(module)) return call;
+  if (PyObject* const call = slots->find(module)) return Py_NewRef(call);
   static PyObject* const name = PyUnicode_InternFromString("_compiled_call_impl");
   const auto attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module, nullptr));
   if (!attributes) return nullptr;
   // The callable that `module.compile()` has set.
   if (PyObject* own = PyDict_GetItemWithError(attributes.ptr(), name)) return Py_NewRef(own);
   if (PyErr_Occurred() != nullptr) return nullptr;
-  if (call_slots().default_call != nullptr) return PyMethod_New(call_slots().default_call, module);
+  if (!slots->default_call.is_none()) return PyMethod_New(slots->default_call.ptr(), module);
   Py_RETURN_NONE;
 }
 
 PyObject* get_site(PyObject* self, PyObject* module, PyObject*) {
-  return module == nullptr ? Py_NewRef(self) : call_slots().site(module);
+  return module == nullptr ? Py_NewRef(self) : slots->site(module).release().ptr();
 }
 
 PyObject* is_watched(PyObject* self, PyObject* module, PyObject*) {
@@ -113,100 +110,60 @@ PyObject* is_watched(PyObject* self, PyObject* module, PyObject*) {
   return PyBool_FromLong(!find_watched(module, &nodes) || !nodes.empty());
 }
 
-// Returns the module at the address `id(module)`. With an error set, -1 is no module's.
-PyObject* at(PyObject* number) {
-  return static_cast<PyObject*>(PyLong_AsVoidPtr(number));
+// A descriptor without more. No `property`: torch.jit.script compiles the properties of a module's class.
+struct Site {};
+struct IsWatched {};
+template <typename T>
+void bind_descriptor(py::module_& m, const char* name, descrgetfunc function) {
+  py::class_<T>(m, name, py::custom_type_setup([function](PyHeapTypeObject* heap_type) {
+                  heap_type->ht_type.tp_descr_get = function;
+                }))
+      .def(py::init<>());
 }
 
-PyObject* find(PyObject*, PyObject* number) {
-  PyObject* module = at(number);
-  if (PyErr_Occurred() != nullptr) return nullptr;
-  PyObject* call = call_slots().find(module);
-  return call != nullptr ? call : Py_NewRef(Py_None);
+PyObject* at(uintptr_t address) {
+  return reinterpret_cast<PyObject*>(address);
 }
-
-PyObject* set(PyObject*, PyObject* args) {
-  PyObject *number, *call;
-  if (!PyArg_ParseTuple(args, "OO:set", &number, &call)) return nullptr;
-  PyObject* module = at(number);
-  if (PyErr_Occurred() != nullptr) return nullptr;
-  call_slots().put(module, call);
-  Py_RETURN_NONE;
-}
-
-PyObject* remove(PyObject*, PyObject* number) {
-  PyObject* module = at(number);
-  if (PyErr_Occurred() != nullptr) return nullptr;
-  call_slots().take(module);
-  Py_RETURN_NONE;
-}
-
-PyObject* forget(PyObject*, PyObject* number) {
-  PyObject* module = at(number);
-  if (PyErr_Occurred() != nullptr) return nullptr;
-  call_slots().forget(module);
-  Py_RETURN_NONE;
-}
-
-PyObject* has_site(PyObject*, PyObject* number) {
-  PyObject* module = at(number);
-  if (PyErr_Occurred() != nullptr) return nullptr;
-  return PyBool_FromLong(call_slots().has_site(module));
-}
-
-PyObject* keep_sites(PyObject*, PyObject* function) {
-  Py_XSETREF(call_slots().keep, Py_NewRef(function));
-  Py_RETURN_NONE;
-}
-
-PyObject* default_call(PyObject*, void*) {
-  PyObject* function = call_slots().default_call;
-  return Py_NewRef(function != nullptr ? function : Py_None);
-}
-
-int set_default_call(PyObject*, PyObject* function, void*) {
-  Py_XSETREF(call_slots().default_call, function == nullptr || function == Py_None ? nullptr : Py_NewRef(function));
-  return 0;
-}
-
-PyMethodDef slot_methods[] = {
-    {"find", find, METH_O, "The callable before the call of the module at an address, or None."},
-    {"set", set, METH_VARARGS, "Puts a callable before the call of the module at an address."},
-    {"clear", remove, METH_O, "Takes away what stands before the call of the module at an address."},
-    {"forget", forget, METH_O, "Drops everything of the module that was at an address."},
-    {"has_site", has_site, METH_O, "Returns whether the module at an address has a site."},
-    {"keep_sites", keep_sites, METH_O, "Calls the function with each module that gets a site."},
-    {nullptr, nullptr, 0, nullptr}};
-
-PyGetSetDef slot_properties[] = {{"default_call", default_call, set_default_call,
-                                  "Makes the calls of all modules that nothing stands before; or None.", nullptr},
-                                 {nullptr, nullptr, nullptr, nullptr, nullptr}};
-
-PyType_Slot slot_parts[] = {{Py_tp_descr_get, reinterpret_cast<void*>(get)},
-                            {Py_tp_methods, reinterpret_cast<void*>(slot_methods)},
-                            {Py_tp_getset, reinterpret_cast<void*>(slot_properties)},
-                            {Py_tp_doc, const_cast<char*>("Descriptor for nn.Module._compiled_call_impl.")},
-                            {0, nullptr}};
-
-PyType_Spec slot_spec = {"nanwatch._C.CallSlot", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-                         slot_parts};
-
-// No `property`: torch.jit.script compiles the properties of a module's class.
-PyType_Slot site_parts[] = {{Py_tp_descr_get, reinterpret_cast<void*>(get_site)}, {0, nullptr}};
-PyType_Spec site_spec = {"nanwatch._C.CallSite", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT, site_parts};
-PyType_Slot watched_parts[] = {{Py_tp_descr_get, reinterpret_cast<void*>(is_watched)}, {0, nullptr}};
-PyType_Spec watched_spec = {"nanwatch._C.IsWatched", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT, watched_parts};
 
 }  // namespace
 
 PyObject* call_of(PyObject* module) {
-  return call_slots().find(module);
+  return Py_XNewRef(slots->find(module));
 }
 
 void bind_call_slot(py::module_& m) {
-  m.add_object("CallSite", py::reinterpret_steal<py::object>(PyType_FromSpec(&site_spec)));
-  m.add_object("IsWatched", py::reinterpret_steal<py::object>(PyType_FromSpec(&watched_spec)));
-  m.add_object("CallSlot", py::reinterpret_steal<py::object>(PyType_FromSpec(&slot_spec)));
+  struct Slot {};  // all of them are one
+  const auto set_up = [](PyHeapTypeObject* heap_type) { heap_type->ht_type.tp_descr_get = get; };
+  py::class_<Slot>(m, "CallSlot", py::custom_type_setup(set_up), "Descriptor for nn.Module._compiled_call_impl.")
+      .def(py::init<>())
+      .def(
+          "find",
+          [](const Slot&, uintptr_t address) {
+            PyObject* const call = slots->find(at(address));
+            return py::reinterpret_borrow<py::object>(call != nullptr ? call : Py_None);
+          },
+          "The callable before the call of the module at an address, or None.")
+      .def(
+          "set", [](const Slot&, uintptr_t address, py::object call) { slots->put(at(address), std::move(call)); },
+          "Puts a callable before the call of the module at an address.")
+      .def(
+          "clear", [](const Slot&, uintptr_t address) { slots->take(at(address)); },
+          "Takes away what stands before the call of the module at an address.")
+      .def(
+          "forget", [](const Slot&, uintptr_t address) { slots->forget(at(address)); },
+          "Drops everything of the module that was at an address.")
+      .def(
+          "has_site", [](const Slot&, uintptr_t address) { return slots->has_site(at(address)); },
+          "Returns whether the module at an address has a site.")
+      .def(
+          "keep_sites", [](const Slot&, py::object function) { std::swap(slots->keep, function); },
+          "Calls the function with each module that gets a site.")
+      .def_property(
+          "default_call", [](const Slot&) { return slots->default_call; },
+          [](const Slot&, py::object function) { std::swap(slots->default_call, function); },
+          "Makes the calls of all modules that nothing stands before; or None.");
+  bind_descriptor<Site>(m, "CallSite", get_site);
+  bind_descriptor<IsWatched>(m, "IsWatched", is_watched);
 }
 
 }  // namespace nanwatch

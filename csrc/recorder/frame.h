@@ -5,60 +5,19 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <limits>
+#include <optional>
 #include <utility>
 #include <vector>
-#include <array>
-#include <limits>
 
-#include "recorder/labels.h"
 #include "device/pending_row.h"
 #include "numerics/columns.h"
 #include "numerics/range.h"
+#include "recorder/labels.h"
 
 namespace nanwatch {
-
-// Number of frames of each of the latest batches, including those that the ring has dropped. More than one batch is
-// under way where several threads call the model.
-class BatchCounts {
- public:
-  static constexpr int64_t kForgotten = -1;
-
-  void add(int64_t batch) {
-    if (batches_[current_].number == batch || turn_to(batch)) ++batches_[current_].frames;
-  }
-
-  // kForgotten where 16 later ones have come since.
-  int64_t of(int64_t batch) const {
-    for (const Batch& one : batches_)
-      if (one.number == batch) return one.frames;
-    return batch > forgotten_ ? 0 : kForgotten;
-  }
-
- private:
-  static constexpr int64_t kNone = std::numeric_limits<int64_t>::min();
-  struct Batch {
-    int64_t number = kNone, frames = 0;
-  };
-
-  bool turn_to(int64_t batch) {
-    const auto is_it = [batch](const Batch& one) { return one.number == batch; };
-    auto found = std::find_if(batches_.begin(), batches_.end(), is_it);
-    if (found == batches_.end()) {
-      if (batch <= forgotten_) return false;
-      found = std::min_element(batches_.begin(), batches_.end(),
-                               [](const Batch& a, const Batch& b) { return a.number < b.number; });
-      forgotten_ = std::max(forgotten_, found->number);
-      *found = {batch, 0};
-    }
-    current_ = size_t(found - batches_.begin());
-    return true;
-  }
-
-  std::array<Batch, 16> batches_;
-  size_t current_ = 0;
-  int64_t forgotten_ = kNone;
-};
 
 constexpr int32_t kNotPending = -1;
 
@@ -117,7 +76,6 @@ struct FrameData {
   }
 
   void clear() {
-    // The records of the frame that this one takes the place of are in no cache any more.
     if (has_objects) [[unlikely]]
       for (const RecordData& record : records) Py_XDECREF(record.python);
     records.clear();
@@ -198,16 +156,25 @@ class FrameRing {
 
   // Takes the frame's content and leaves it the overwritten frame's memory.
   void push(FrameData& frame) {
-    counts_.add(frame.batch);
+    skip(frame.batch);
     frames_[next_].swap(frame);
     if (++next_ == frames_.size()) next_ = 0;
     if (held_ < frames_.size()) ++held_;
     ++pushed_;
   }
   // Counts a frame that would be overwritten before anybody could see it.
-  void skip(int64_t batch) { counts_.add(batch); }
+  void skip(int64_t batch) {
+    if (counts_[current_].batch != batch && !turn_to(batch)) return;
+    ++counts_[current_].frames;
+  }
   int64_t pushed() const { return pushed_; }  // ever
-  const BatchCounts& counts() const { return counts_; }
+  // Number of frames of a batch, including those that were overwritten. Nothing once 16 later batches have had some:
+  // more than one batch is under way where several threads call the model.
+  std::optional<int64_t> frames_of(int64_t batch) const {
+    for (const Count& count : counts_)
+      if (count.batch == batch) return count.frames;
+    return batch > forgotten_ ? std::optional<int64_t>(0) : std::nullopt;
+  }
   size_t size() const { return held_; }
   size_t capacity() const { return frames_.size(); }
   const FrameData& oldest(size_t position) const {
@@ -217,10 +184,29 @@ class FrameRing {
   const FrameData& latest() const { return oldest(held_ - 1); }
 
  private:
+  static constexpr int64_t kNone = std::numeric_limits<int64_t>::min();
+  struct Count {
+    int64_t batch = kNone, frames = 0;
+  };
+
+  // Makes the count of a batch the current one, in place of the oldest; false for one that was forgotten.
+  bool turn_to(int64_t batch) {
+    auto count = std::find_if(counts_.begin(), counts_.end(), [&](const Count& known) { return known.batch == batch; });
+    if (count == counts_.end()) {
+      if (batch <= forgotten_) return false;
+      const auto is_older = [](const Count& a, const Count& b) { return a.batch < b.batch; };
+      count = std::min_element(counts_.begin(), counts_.end(), is_older);
+      forgotten_ = std::max(forgotten_, count->batch);
+      *count = {batch, 0};
+    }
+    current_ = size_t(count - counts_.begin());
+    return true;
+  }
+
   std::vector<FrameData> frames_;
-  size_t next_ = 0, held_ = 0;
-  int64_t pushed_ = 0;
-  BatchCounts counts_;
+  size_t next_ = 0, held_ = 0, current_ = 0;
+  int64_t pushed_ = 0, forgotten_ = kNone;
+  std::array<Count, 16> counts_;
 };
 
 }  // namespace nanwatch

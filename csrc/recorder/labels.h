@@ -1,10 +1,11 @@
-// Labels as numbers: `input[0][mask]` is made once and then costs a table look-up. Bounded: past the limit (a model
-// whose dictionaries have ever new keys) a label ends in `[...]`.
+// Labels as numbers: `input[0][mask]` is made once and then costs a comparison. Bounded: past the limit (a model whose
+// dictionaries have ever new keys) a label ends in `[...]`.
 #pragma once
 
 #include <Python.h>
 
 #include <cstdint>
+#include <deque>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -18,95 +19,83 @@ class Labels {
   using Id = int32_t;
   static constexpr Id kInput = 0, kOutput = 1;
 
-  Labels() : texts_{"input", "output"} {}
+  Labels() { of_text("input"), of_text("output"); }
   Labels(const Labels&) = delete;
   Labels& operator=(const Labels&) = delete;
-  ~Labels() { forget_keys(); }
+  ~Labels() {
+    for (Label& label : labels_) forget_keys(&label);
+  }
 
-  const std::string& text(Id id) const { return texts_[size_t(id)]; }
+  // The reference stays valid while labels are added.
+  const std::string& text(Id id) const { return labels_[size_t(id)].text; }
+  size_t size() const { return labels_.size(); }
 
   Id of_text(const std::string& text) {
-    const auto found = by_text_.find(text);
-    if (found != by_text_.end()) return found->second;
-    const Id id = add(text, text.substr(0, text.rfind('[')) + "[...]");
-    if (texts_[size_t(id)] == text) by_text_.emplace(text, id);
-    return id;
+    const auto known = ids_.find(text);
+    if (known != ids_.end()) return known->second;
+    if (labels_.size() < kLimit) return add(text);
+    const std::string shortened = text.substr(0, text.rfind('[')) + "[...]";
+    const auto known_short = ids_.find(shortened);
+    if (known_short != ids_.end()) return known_short->second;
+    return labels_.size() < 2 * kLimit ? add(shortened) : kInput;  // as many containers as labels: no model has those
   }
 
+  // The label of an item of a sequence.
   Id item(Id parent, int64_t index) {
-    if (parent == kInput && index < kFewInputs && inputs_[index] != kInput) return inputs_[index];
-    const uint64_t key = (uint64_t(parent) << 32) | uint64_t(uint32_t(index));
-    const auto found = items_.find(key);
-    if (found != items_.end()) return found->second;
-    const Id id = add(texts_[size_t(parent)] + "[" + std::to_string(index) + "]", texts_[size_t(parent)] + "[...]");
-    if (!full()) items_.emplace(key, id);
-    if (parent == kInput && index < kFewInputs) inputs_[index] = id;
+    Label& container = labels_[size_t(parent)];
+    if (size_t(index) < container.items.size()) return container.items[size_t(index)];
+    const Id id = of_text(container.text + "[" + std::to_string(index) + "]");
+    if (size_t(index) == container.items.size()) container.items.push_back(id);
     return id;
   }
 
-  // `key` is a str; `spell` gives the text between the brackets (Python's rule), or nothing with an exception set. A
-  // model may build its keys anew in every call, so what is kept for good is the text; the string objects only save
-  // spelling it, and are let go at times.
+  // The label of an item of a mapping. `key` is a str; `spell` gives the text between the brackets (Python's rule), or
+  // nothing with an exception set. A model may make its keys anew in every call: the string objects are let go at
+  // times, and only the text is kept for good.
   template <typename Spell>
   std::optional<Id> item(Id parent, PyObject* key, const Spell& spell) {
-    const auto found = named_.find({parent, key});
-    if (found != named_.end()) return found->second;
+    Label& container = labels_[size_t(parent)];
+    // Calls name their arguments in the order of the call before.
+    if (container.next < container.keys.size() && container.keys[container.next].first == key) [[likely]]
+      return container.keys[container.next++].second;
+    for (size_t i = 0; i < container.keys.size(); ++i) {
+      if (container.keys[i].first != key) continue;
+      container.next = i + 1;
+      return container.keys[i].second;
+    }
     const std::optional<std::string> spelt = spell(key);
     if (!spelt.has_value()) return std::nullopt;
-    const std::string& stem = texts_[size_t(parent)];
-    const std::string text = stem + "[" + *spelt + "]";
-    const auto known = by_text_.find(text);
-    const Id id = known != by_text_.end() ? known->second : add(text, stem + "[...]");
-    if (known == by_text_.end() && texts_[size_t(id)] == text) by_text_.emplace(text, id);
-    if (named_.size() >= kMaxKeys) forget_keys();
-    // While it is held, no other string can have its address. Another thread may have been first.
-    if (named_.emplace(Named{parent, key}, id).second) Py_INCREF(key);
+    const Id id = of_text(container.text + "[" + *spelt + "]");
+    if (container.keys.size() >= kMostKeys) forget_keys(&container);
+    // While it is held, no other string can have its address.
+    container.keys.emplace_back(Py_NewRef(key), id);
     return id;
   }
 
-  size_t size() const { return texts_.size(); }
-
  private:
-  static constexpr size_t kLimit = 1 << 16;  // texts
-  static constexpr size_t kMaxKeys = 1 << 12;
-  static constexpr int64_t kFewInputs = 8;
+  static constexpr size_t kLimit = 1 << 16;  // labels
+  static constexpr size_t kMostKeys = 256;   // of a container
 
-  struct Named {
-    Id parent;
-    PyObject* key;
-    bool operator==(const Named& other) const { return parent == other.parent && key == other.key; }
-  };
-  struct HashNamed {
-    size_t operator()(const Named& n) const {
-      return size_t((reinterpret_cast<uintptr_t>(n.key) ^ uint64_t(n.parent)) * 0x9e3779b97f4a7c15ull >> 16);
-    }
+  struct Label {
+    std::string text;
+    std::vector<Id> items;
+    std::vector<std::pair<PyObject*, Id>> keys;  // owned
+    size_t next = 0;                             // the key that is expected
   };
 
-  void forget_keys() {
+  static void forget_keys(Label* container) {
     // The destructor of a key, of a subclass of str, may run Python code that calls this function again.
-    const auto forgotten = std::exchange(named_, {});
-    for (const auto& entry : forgotten) Py_DECREF(entry.first.key);
+    const auto forgotten = std::exchange(container->keys, {});
+    for (const auto& [key, id] : forgotten) Py_DECREF(key);
   }
 
-  bool full() const { return texts_.size() >= kLimit; }
-
-  Id add(std::string text, const std::string& when_full) {
-    if (full()) {
-      const auto found = overflow_.find(when_full);
-      if (found != overflow_.end()) return found->second;
-      if (texts_.size() >= 2 * kLimit) return kInput;  // as many stems as labels: no model looks like this
-      texts_.push_back(when_full);
-      return overflow_[when_full] = Id(texts_.size() - 1);
-    }
-    texts_.push_back(std::move(text));
-    return Id(texts_.size() - 1);
+  Id add(const std::string& text) {
+    labels_.push_back({text, {}, {}});
+    return ids_[text] = Id(labels_.size() - 1);
   }
 
-  std::vector<std::string> texts_;
-  Id inputs_[kFewInputs] = {};  // labels of the first positional arguments, once they are made
-  std::unordered_map<uint64_t, Id> items_;
-  std::unordered_map<Named, Id, HashNamed> named_;
-  std::unordered_map<std::string, Id> by_text_, overflow_;
+  std::deque<Label> labels_;
+  std::unordered_map<std::string, Id> ids_;
 };
 
 }  // namespace nanwatch

@@ -1,12 +1,44 @@
-// Python errors on their way through C++: which of them end the user's call, and putting one aside meanwhile.
+// Python code that runs for the recorder: hidden from torch.compile, and its errors on their way through C++.
 #pragma once
 
+#include <pybind11/gil_safe_call_once.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <exception>
+#include <utility>
 
 namespace nanwatch {
+
+// While Python code runs for the recorder. A call may be watched from inside torch.compile, and the compiler would
+// follow any Python code into its own traces.
+class OutsideCompiler {
+ public:
+  OutsideCompiler() : before_(set_compiler(Py_None)) {}
+  OutsideCompiler(const OutsideCompiler&) = delete;
+  OutsideCompiler& operator=(const OutsideCompiler&) = delete;
+  ~OutsideCompiler() {
+    if (before_ != nullptr && before_ != Py_None) Py_XDECREF(set_compiler(before_));
+    Py_XDECREF(before_);
+  }
+
+ private:
+  // Sets the compiler that follows the frames of this thread. Returns the one that was set before, owned. A Python
+  // error that is set stays.
+  static PyObject* set_compiler(PyObject* callback) {
+    // Not a plain static: an import may let another thread in, which would wait for it with the interpreter lock held.
+    PYBIND11_CONSTINIT static pybind11::gil_safe_call_once_and_store<pybind11::object> set;
+    const pybind11::error_scope error;
+    set.call_once_and_store_result([] {
+      return pybind11::object(pybind11::module_::import("torch._C._dynamo.eval_frame").attr("set_eval_frame"));
+    });
+    PyObject* const before = PyObject_CallOneArg(set.get_stored().ptr(), callback);
+    PyErr_Clear();
+    return before;
+  }
+
+  PyObject* before_;  // owned
+};
 
 // Throws the Python error that is set, for code that holds no interpreter lock.
 [[noreturn]] inline void throw_error() {
@@ -51,36 +83,29 @@ class HeldError {
       Py_XDECREF(type_);
       Py_XDECREF(value_);
       Py_XDECREF(traceback_);
-      return;
+    } else {
+      PyErr_Clear();
+      PyErr_Restore(type_, value_, traceback_);
     }
-    PyErr_Clear();
-    PyErr_Restore(type_, value_, traceback_);
   }
 
-  // While this lives, sys.exc_info() is the error.
-  class Shown {
-   public:
-    explicit Shown(HeldError* error) : is_shown_(error->type_ != nullptr) {
-      if (!is_shown_) return;
-      PyErr_NormalizeException(&error->type_, &error->value_, &error->traceback_);
-      if (error->traceback_ != nullptr) PyException_SetTraceback(error->value_, error->traceback_);
-      PyErr_GetExcInfo(&type_, &value_, &traceback_);
-      PyErr_SetExcInfo(Py_XNewRef(error->type_), Py_XNewRef(error->value_), Py_XNewRef(error->traceback_));
-    }
-    Shown(const Shown&) = delete;
-    Shown& operator=(const Shown&) = delete;
-    ~Shown() {
-      if (is_shown_) PyErr_SetExcInfo(type_, value_, traceback_);
-    }
-
-   private:
-    bool is_shown_;
-    PyObject *type_ = nullptr, *value_ = nullptr, *traceback_ = nullptr;  // what it was before
-  };
+  // Returns look() with the error as sys.exc_info().
+  template <typename Look>
+  auto shown_in(const Look& look) {
+    if (type_ == nullptr) return look();
+    PyErr_NormalizeException(&type_, &value_, &traceback_);
+    if (traceback_ != nullptr) PyException_SetTraceback(value_, traceback_);
+    PyObject *type, *value, *traceback;
+    PyErr_GetExcInfo(&type, &value, &traceback);
+    PyErr_SetExcInfo(Py_XNewRef(type_), Py_XNewRef(value_), Py_XNewRef(traceback_));
+    const auto result = look();
+    PyErr_SetExcInfo(type, value, traceback);
+    return result;
+  }
 
  private:
   // Returns whether the exception that is now set takes the place of this one, as one that was raised "from" it does.
-  bool is_explained() const {
+  bool is_explained() {
     if (!PyErr_Occurred()) return false;
     // KeyboardInterrupt and SystemExit end the program, whatever came first.
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return true;
@@ -88,10 +113,10 @@ class HeldError {
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
     PyObject* const cause = PyException_GetCause(value);
-    const bool found = cause != nullptr && cause == value_;
+    const bool is_cause = cause != nullptr && cause == value_;
     Py_XDECREF(cause);
     PyErr_Restore(type, value, traceback);
-    return found;
+    return is_cause;
   }
 
   PyObject *type_, *value_, *traceback_;

@@ -15,13 +15,12 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <memory>
-#include <type_traits>
 #include <unordered_map>
 #include <utility>
 #include <vector>
-#include <cstdint>
 
 #include "device/pending_row.h"
 #include "numerics/range.h"
@@ -69,40 +68,6 @@ class ReadBudget {
   bool is_short_ = false;     // in this turn
 };
 
-// Which part of which storage: storage, offset, dtype, and what else decides which elements belong. Contiguous tensors
-// of another shape over the same elements have the same key.
-inline uint64_t key_of(const at::Tensor& x) {
-  const c10::TensorImpl* impl = x.unsafeGetTensorImpl();
-  uint64_t hash = reinterpret_cast<uintptr_t>(impl->unsafe_storage().unsafeGetStorageImpl());
-  const auto mix = [&hash](uint64_t value) {
-    hash = (hash ^ value) * 0x9e3779b97f4a7c15ull;
-    hash ^= hash >> 29;
-  };
-  mix(uint64_t(x.storage_offset()) * 64 + uint64_t(x.scalar_type()));
-  mix(uint64_t(x.numel()));
-  if (!impl->is_contiguous()) {
-    const at::IntArrayRef sizes = x.sizes(), strides = x.strides();
-    for (size_t d = 0; d < sizes.size(); ++d) {
-      mix(uint64_t(sizes[d]));
-      mix(uint64_t(strides[d]));
-    }
-  }
-  return hash;
-}
-
-// A VariableVersion is one pointer to the counter, and gives it to nobody.
-inline const void* counter_identity(const at::Tensor& x) {
-  const c10::VariableVersion& version = x.unsafeGetTensorImpl()->version_counter();
-  static_assert(sizeof(version) == sizeof(void*));
-  const void* pointer;
-  std::memcpy(&pointer, &version, sizeof pointer);
-  return pointer;
-}
-
-inline const c10::StorageImpl* storage_of(const at::Tensor& x) {
-  return x.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-}
-
 // Tensors made in inference mode have no version counter: nothing tells when they change.
 inline bool can_be_remembered(const at::Tensor& x) {
   return !x.is_inference();
@@ -111,25 +76,68 @@ inline bool can_be_remembered(const at::Tensor& x) {
 // Which content a tensor has: a part of a storage, and the version of it. Taken before the tensor is read: what another
 // thread writes meanwhile then has a later version.
 struct Content {
-  uint64_t key = 0;
   const c10::StorageImpl* storage = nullptr;
   const void* counter = nullptr;
+  uint64_t part = 0;  // offset, dtype, and what else decides which elements belong
   uint32_t version = 0;
   int32_t epoch = -1;  // how often weights had been declared changed by then; below 0 there is nothing
 
   Content() = default;
   Content(const at::Tensor& x, int32_t at_epoch)
-      : key(key_of(x)),
-        storage(storage_of(x)),
-        counter(counter_identity(x)),
+      : storage(storage_of(x)),
+        counter(counter_of(x)),
+        part(part_of(x)),
         version(x.unsafeGetTensorImpl()->version_counter().current_version()),
         epoch(at_epoch) {}
 
-  bool is_over(const at::Tensor& x) const { return storage == storage_of(x) && counter == counter_identity(x); }
+  bool is_over(const at::Tensor& x) const { return storage == storage_of(x) && counter == counter_of(x); }
+  bool is_same_part(const Content& other) const { return storage == other.storage && part == other.part; }
   bool has_same_version(const Content& other) const {
-    return epoch >= 0 && key == other.key && storage == other.storage && counter == other.counter &&
-           version == other.version;
+    return epoch >= 0 && is_same_part(other) && counter == other.counter && version == other.version;
   }
+  // Contiguous tensors of another shape over the same elements have the same key.
+  uint64_t key() const { return (reinterpret_cast<uintptr_t>(storage) ^ part) * kOdd; }
+  static uint64_t key_of(const at::Tensor& x) {
+    return (reinterpret_cast<uintptr_t>(storage_of(x)) ^ part_of(x)) * kOdd;
+  }
+
+ private:
+  static constexpr uint64_t kOdd = 0x9e3779b97f4a7c15ull;
+
+  static const c10::StorageImpl* storage_of(const at::Tensor& x) {
+    return x.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  }
+  // A VariableVersion is one pointer to the counter, and gives it to nobody.
+  static const void* counter_of(const at::Tensor& x) {
+    const c10::VariableVersion& version = x.unsafeGetTensorImpl()->version_counter();
+    static_assert(sizeof(version) == sizeof(void*));
+    const void* pointer;
+    std::memcpy(&pointer, &version, sizeof pointer);
+    return pointer;
+  }
+  static uint64_t part_of(const at::Tensor& x) {
+    const c10::TensorImpl* impl = x.unsafeGetTensorImpl();
+    uint64_t part = uint64_t(impl->storage_offset()) * 64 + uint64_t(x.scalar_type());
+    const auto mix = [&part](int64_t value) {
+      part = (part ^ uint64_t(value)) * kOdd;
+      part ^= part >> 29;
+    };
+    mix(impl->numel());
+    if (impl->is_contiguous()) return part;
+    for (const int64_t size : impl->sizes()) mix(size);
+    for (const int64_t stride : impl->strides()) mix(stride);
+    return part;
+  }
+};
+
+// The range of a tensor; or the row in which a device will put it; or neither, where the budget had no room for it.
+struct Reading {
+  RangeRow range{};
+  PendingRowPtr pending = nullptr;
+  bool is_refused = false;
+
+  // A non-finite tensor is read each time.
+  bool may_be_kept() const { return pending != nullptr || range.isfinite; }
 };
 
 // A range and the tensor content it was read from. The caches know whether its addresses are still valid. What a hit
@@ -142,21 +150,15 @@ struct alignas(64) CacheEntry {
   PyObject* weak = nullptr;         // owned by the ActivationCache; to the tensor object that was read
   PendingRowPtr pending;            // in place of the range where a device was asked for it
 
-  RangeRow range() const { return {abs_min, abs_max, true}; }
+  Reading reading() const { return {{abs_min, abs_max, true}, is_pending ? pending : nullptr}; }
 
-  // `row`: a RangeRow or a PendingRowPtr.
-  template <typename Row>
-  void take(const Content& its_content, const Row& row, int64_t at_batch) {
+  void take(const Content& its_content, const Reading& reading, int64_t at_batch) {
     content = its_content;
     batch = uint32_t(at_batch);
-    if constexpr (std::is_same_v<Row, PendingRowPtr>) {
-      pending = row;
-      is_pending = true;
-    } else {
-      abs_min = row.abs_min;
-      abs_max = row.abs_max;
-      if (std::exchange(is_pending, false)) pending.reset();
-    }
+    abs_min = reading.range.abs_min;
+    abs_max = reading.range.abs_max;
+    const bool was_pending = std::exchange(is_pending, reading.pending != nullptr);
+    if (was_pending || is_pending) pending = reading.pending;
   }
 
   void forget() { content.epoch = -1; }
@@ -174,33 +176,32 @@ class ActivationCache {
 
   // Null if it was not read, or not as it is now.
   const CacheEntry* find(const Content& content) const {
-    const size_t first = first_of(content.key);
+    const size_t first = first_of(content);
     for (size_t index = first; index < first + kWays; ++index) {
       const CacheEntry& entry = entries_[index];
       if (entry.weak == nullptr) return nullptr;
-      if (entry.content.key == content.key)
+      if (entry.content.is_same_part(content))
         return entry.content.has_same_version(content) && is_alive(entry) ? &entry : nullptr;
     }
     return nullptr;
   }
 
-  template <typename Row>
-  void remember(PyObject* object, const Content& content, const Row& row, int64_t batch) {
+  void remember(PyObject* object, const Content& content, const Reading& reading, int64_t batch) {
     // Before a slot is chosen: the garbage collector may run here, and others' code with it.
     PyObject* weak = PyWeakref_NewRef(object, nullptr);
     if (weak == nullptr) {
       PyErr_Clear();
       weak = Py_NewRef(Py_None);  // no weak reference: the slot stays taken and is never alive
     }
-    const size_t first = first_of(content.key);
+    const size_t first = first_of(content);
     size_t index = first;
-    while (index < first + kWays && entries_[index].weak != nullptr && entries_[index].content.key != content.key)
+    while (index < first + kWays && entries_[index].weak != nullptr && !entries_[index].content.is_same_part(content))
       ++index;
     if (index == first + kWays) index = first;
     CacheEntry& entry = entries_[index];
     if (entry.weak == nullptr) used_.push_back(uint32_t(index));
     Py_XSETREF(entry.weak, weak);
-    entry.take(content, row, batch);
+    entry.take(content, reading, batch);
   }
 
   void clear() {
@@ -219,7 +220,7 @@ class ActivationCache {
     if (read == nullptr || read == Py_None) return false;
     return entry.content.is_over(THPVariable_Unpack(read));
   }
-  static size_t first_of(uint64_t key) { return size_t(key >> (64 - kBits)); }
+  static size_t first_of(const Content& content) { return size_t(content.key() >> (64 - kBits)); }
 
   std::vector<CacheEntry> entries_ = std::vector<CacheEntry>((size_t(1) << kBits) + kWays);
   std::vector<uint32_t> used_;
@@ -232,14 +233,13 @@ struct WeightEntry {
   c10::VariableVersion hold_counter;
   int64_t turn = -1;  // of ReadBudget, in which it was read last
 
-  template <typename Row>
-  void take(const at::Tensor& x, const Content& content, const Row& row, int64_t batch) {
+  void take(const at::Tensor& x, const Content& content, const Reading& reading, int64_t batch) {
     // Another thread may have given the tensor another storage while it was read.
     if (!content.is_over(x)) return entry.forget();
     if (entry.content.storage != content.storage || !hold_counter.enabled())
       hold_storage = x.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl();
     hold_counter = x.unsafeGetTensorImpl()->version_counter();
-    entry.take(content, row, batch);
+    entry.take(content, reading, batch);
   }
   bool is_expired() const { return entry.content.storage != nullptr && hold_storage.expired(); }
 };
@@ -249,25 +249,22 @@ struct WeightEntry {
 class WeightCache {
  public:
   std::shared_ptr<WeightEntry> entry(uint64_t key) {
-    if (entries_.size() > sweep_at_) sweep();
-    std::shared_ptr<WeightEntry>& found = entries_[key];
-    if (!found) found = std::make_shared<WeightEntry>();
-    return found;
+    if (entries_.size() > sweep_at_) {
+      std::erase_if(entries_, [](const auto& entry) { return entry.second->is_expired(); });
+      sweep_at_ = std::max<size_t>(1024, 2 * entries_.size());
+    }
+    std::shared_ptr<WeightEntry>& entry = entries_[key];
+    if (!entry) entry = std::make_shared<WeightEntry>();
+    return entry;
   }
   WeightEntry* find(uint64_t key) const {
-    const auto found = entries_.find(key);
-    return found == entries_.end() ? nullptr : found->second.get();
+    const auto entry = entries_.find(key);
+    return entry == entries_.end() ? nullptr : entry->second.get();
   }
   size_t size() const { return entries_.size(); }
   void clear() { entries_.clear(); }
 
  private:
-  void sweep() {
-    for (auto it = entries_.begin(); it != entries_.end();)
-      it = it->second->is_expired() ? entries_.erase(it) : std::next(it);
-    sweep_at_ = std::max<size_t>(1024, 2 * entries_.size());
-  }
-
   std::unordered_map<uint64_t, std::shared_ptr<WeightEntry>> entries_;
   size_t sweep_at_ = 1024;
 };

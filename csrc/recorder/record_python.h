@@ -2,13 +2,13 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -36,24 +36,13 @@ inline std::string dtype_name(const RecordData& record) {
   return dtype_name(static_cast<at::ScalarType>(record.dtype));
 }
 
-// The c10::ScalarType of that name, real or complex; -1 for any other.
-inline int8_t floating_dtype(std::string_view name) {
-  static const auto* const known = [] {
-    auto* const found = new std::vector<std::pair<std::string, int8_t>>;
-    constexpr std::pair<at::ScalarType, bool> types[] = {
-#define NANWATCH_REAL(name, number, scalar_type, ...) {at::ScalarType::scalar_type, Codes<Format::name>::is_float},
-#define NANWATCH_COMPLEX(number, scalar_type) {at::ScalarType::scalar_type, true},
-        NANWATCH_FORMATS(NANWATCH_REAL) NANWATCH_COMPLEX_FORMATS(NANWATCH_COMPLEX)
-#undef NANWATCH_REAL
-#undef NANWATCH_COMPLEX
-    };
-    for (const auto& [type, is_floating] : types)
-      if (is_floating) found->emplace_back(dtype_name(type), int8_t(type));
-    return found;
-  }();
-  for (const auto& [text, type] : *known)
-    if (text == name) return type;
-  return -1;
+// The c10::ScalarType of that name, where its numbers are of floating point; -1 for any other.
+inline int8_t floating_dtype(const std::string& name) {
+  const pybind11::object none = pybind11::none();
+  const pybind11::object dtype = pybind11::getattr(pybind11::module_::import("torch"), name.c_str(), none);
+  if (!THPDtype_Check(dtype.ptr())) return -1;
+  const at::ScalarType type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+  return at::isFloatingType(type) || at::isComplexType(type) ? int8_t(type) : int8_t(-1);
 }
 
 // The named tuples records.record.Record and records.note.Note, which Python sets once.
@@ -140,18 +129,13 @@ inline bool is_meant(PyObject* record) {
 inline std::string to_utf8(PyObject* text) {
   if (text == nullptr || !PyUnicode_Check(text)) return "?";
   Py_ssize_t size;
-  if (const char* const found = PyUnicode_AsUTF8AndSize(text, &size)) return {found, size_t(size)};
+  if (const char* const utf8 = PyUnicode_AsUTF8AndSize(text, &size)) return {utf8, size_t(size)};
   PyErr_Clear();
   const auto bytes =
       pybind11::reinterpret_steal<pybind11::object>(PyUnicode_AsEncodedString(text, "utf-8", "backslashreplace"));
   if (bytes) return {PyBytes_AS_STRING(bytes.ptr()), size_t(PyBytes_GET_SIZE(bytes.ptr()))};
   PyErr_Clear();
   return "?";
-}
-
-// The c10::ScalarType of a record of floating point, -1 for any other.
-inline int8_t floating_dtype(PyObject* record) {
-  return floating_dtype(to_utf8(PyTuple_GET_ITEM(record, record_item::dtype)));
 }
 
 // record.is_fault of a record whose range is known.
@@ -173,9 +157,9 @@ inline std::optional<std::string> excuse_error() {
   const pybind11::error_already_set error;
   std::string reason = reinterpret_cast<PyTypeObject*>(error.type().ptr())->tp_name;
   reason.erase(0, reason.rfind('.') + 1);
-  const auto said = pybind11::reinterpret_steal<pybind11::object>(PyObject_Str(error.value().ptr()));
-  const auto start = said ? pybind11::reinterpret_steal<pybind11::object>(PyUnicode_Substring(said.ptr(), 0, 120))
-                          : pybind11::object();
+  const auto words = pybind11::reinterpret_steal<pybind11::object>(PyObject_Str(error.value().ptr()));
+  const auto start = words ? pybind11::reinterpret_steal<pybind11::object>(PyUnicode_Substring(words.ptr(), 0, 120))
+                           : pybind11::object();
   if (!start) {
     PyErr_Clear();
     return reason;

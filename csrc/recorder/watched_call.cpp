@@ -9,6 +9,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
+#include <array>
 
 #include "recorder/call_recorder.h"
 
@@ -32,11 +33,19 @@ class LevelGivenBack {
 };
 
 struct WatchedCall {
-  PyObject ob_base;
-  PyObject* owner;  // the Python object that owns the recorder
+  WatchedCall(py::object its_recorder, const py::object& its_module, py::object its_inner, int32_t its_node)
+      : owner(std::move(its_recorder)),
+        recorder(owner.cast<CallRecorder*>()),
+        module(py::weakref(its_module)),
+        inner(its_inner.is_none() ? py::object() : std::move(its_inner)),
+        node(its_node) {}
+
+  std::array<py::object*, 2> references() { return {&owner, &inner}; }
+
+  py::object owner;  // the Python object that owns the recorder; empty once it was collected
   CallRecorder* recorder;
-  PyObject* module;  // a weak reference
-  PyObject* inner;   // what stood in this place before, or null
+  py::object module;  // a weak reference
+  py::object inner;   // what stood in this place before, or empty
   int32_t node;
 };
 
@@ -44,14 +53,15 @@ PyObject* call(PyObject* object, PyObject* args, PyObject* kwargs) {
   // Not HANDLE_TH_ERRORS: it would hold back the warnings of the forward, and takes 10 ns.
   const LevelGivenBack level;
   try {
-    auto* self = reinterpret_cast<WatchedCall*>(object);
-    const py::object module = py::reinterpret_borrow<py::object>(PyWeakref_GetObject(self->module));
+    auto* const self =
+        static_cast<WatchedCall*>(reinterpret_cast<py::detail::instance*>(object)->simple_value_holder[0]);
+    const py::object module = py::reinterpret_borrow<py::object>(PyWeakref_GetObject(self->module.ptr()));
     if (module.is_none()) {
       PyErr_SetString(PyExc_ReferenceError, "nanwatch: the watched module of this call no longer exists");
       return nullptr;
     }
-    const py::object inner = py::reinterpret_borrow<py::object>(self->inner);
-    if (self->owner == nullptr) return call_past_wrappers(inner.ptr(), module.ptr(), args, kwargs);
+    const py::object inner = self->inner;
+    if (!self->owner) return call_past_wrappers(inner.ptr(), module.ptr(), args, kwargs);
     const py::object keep = py::reinterpret_borrow<py::object>(object);  // stop() may drop it during the call
     return self->recorder->run(self->node, module.ptr(), inner.ptr(), args, kwargs);
   } catch (py::error_already_set& error) {
@@ -63,90 +73,6 @@ PyObject* call(PyObject* object, PyObject* args, PyObject* kwargs) {
   }
   return nullptr;
 }
-
-int traverse(PyObject* object, visitproc visit, void* arg) {
-  auto* self = reinterpret_cast<WatchedCall*>(object);
-  Py_VISIT(Py_TYPE(object));
-  Py_VISIT(self->owner);
-  Py_VISIT(self->inner);
-  return 0;
-}
-
-int clear(PyObject* object) {
-  auto* self = reinterpret_cast<WatchedCall*>(object);
-  Py_CLEAR(self->owner);
-  Py_CLEAR(self->inner);
-  return 0;
-}
-
-void dealloc(PyObject* object) {
-  PyObject_GC_UnTrack(object);
-  clear(object);
-  Py_CLEAR(reinterpret_cast<WatchedCall*>(object)->module);
-  PyTypeObject* type = Py_TYPE(object);
-  type->tp_free(object);
-  Py_DECREF(type);
-}
-
-PyObject* create(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *recorder, *module, *inner;
-  int node;
-  if (!PyArg_ParseTuple(args, "OOOi:WatchedCall", &recorder, &module, &inner, &node)) return nullptr;
-  if (!py::isinstance<CallRecorder>(recorder)) {
-    PyErr_Format(PyExc_TypeError, "WatchedCall needs a CallRecorder, got %s", Py_TYPE(recorder)->tp_name);
-    return nullptr;
-  }
-  PyObject* weak = PyWeakref_NewRef(module, nullptr);
-  if (weak == nullptr) return nullptr;
-  auto* self = reinterpret_cast<WatchedCall*>(type->tp_alloc(type, 0));
-  if (self == nullptr) {
-    Py_DECREF(weak);
-    return nullptr;
-  }
-  self->owner = Py_NewRef(recorder);
-  self->recorder = py::handle(recorder).cast<CallRecorder*>();
-  self->module = weak;
-  self->inner = inner == Py_None ? nullptr : Py_NewRef(inner);
-  self->node = node;
-  return reinterpret_cast<PyObject*>(self);
-}
-
-PyObject* inner_of(PyObject* object, void*) {
-  PyObject* inner = reinterpret_cast<WatchedCall*>(object)->inner;
-  return Py_NewRef(inner != nullptr ? inner : Py_None);
-}
-
-PyObject* module_of(PyObject* object, void*) {
-  return Py_NewRef(PyWeakref_GetObject(reinterpret_cast<WatchedCall*>(object)->module));
-}
-
-int set_inner(PyObject* object, PyObject* value, void*) {
-  auto* self = reinterpret_cast<WatchedCall*>(object);
-  Py_XSETREF(self->inner, value == nullptr || value == Py_None ? nullptr : Py_NewRef(value));
-  return 0;
-}
-
-PyObject* recorder_of(PyObject* object, void*) {
-  PyObject* owner = reinterpret_cast<WatchedCall*>(object)->owner;
-  return Py_NewRef(owner != nullptr ? owner : Py_None);
-}
-
-PyGetSetDef properties[] = {{"recorder", recorder_of, nullptr, "The CallRecorder.", nullptr},
-                            {"inner", inner_of, set_inner, "What stood in this place before, or None.", nullptr},
-                            {"module", module_of, nullptr, "The module, or None once it is gone.", nullptr},
-                            {nullptr, nullptr, nullptr, nullptr, nullptr}};
-
-PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(create)},
-                       {Py_tp_call, reinterpret_cast<void*>(call)},
-                       {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
-                       {Py_tp_clear, reinterpret_cast<void*>(clear)},
-                       {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
-                       {Py_tp_getset, reinterpret_cast<void*>(properties)},
-                       {Py_tp_doc, const_cast<char*>("WatchedCall(recorder, module, inner, node)")},
-                       {0, nullptr}};
-
-PyType_Spec spec = {"nanwatch._C.WatchedCall", sizeof(WatchedCall), 0,
-                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, slots};
 
 // Gives a subclass of WatchedCall this file's call again, whatever `__call__` its body defines. A compiler that reads
 // Python (Dynamo) then follows that `__call__`, while the interpreter takes the short way.
@@ -167,12 +93,12 @@ PyObject* call_past_wrappers(PyObject* inner, PyObject* module, PyObject* args, 
   const Py_ssize_t count = PyTuple_GET_SIZE(args);
   // Without a bound method where nothing but the class has the name: to make one takes a tenth of a watched call.
   if (attributes && PyDict_Check(attributes.ptr()) && PyDict_GetItemWithError(attributes.ptr(), name) == nullptr &&
-      function && PyFunction_Check(function.ptr()) && count <= kFew &&
-      (kwargs == nullptr || PyDict_GET_SIZE(kwargs) == 0)) [[likely]] {
+      function && PyFunction_Check(function.ptr()) && count <= kFew) [[likely]] {
     PyObject* stack[kFew + 2];  // one before the arguments for whom they are given to
     stack[1] = module;
     std::copy_n(&PyTuple_GET_ITEM(args, 0), count, stack + 2);
-    return PyObject_Vectorcall(function.ptr(), stack + 1, size_t(count + 1) | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+    return PyObject_VectorcallDict(function.ptr(), stack + 1, size_t(count + 1) | PY_VECTORCALL_ARGUMENTS_OFFSET,
+                                   kwargs);
   }
   PyErr_Clear();
   const auto bound = py::reinterpret_steal<py::object>(PyObject_GetAttr(module, name));
@@ -184,9 +110,9 @@ bool find_watched(PyObject* module, std::vector<WatchedNode>* nodes) {
   static PyObject* const inner_name = PyUnicode_InternFromString("inner");
   for (auto wrapper = py::reinterpret_steal<py::object>(call_of(module)); wrapper;) {
     if (Py_TYPE(wrapper.ptr())->tp_call == call) {
-      auto* watched = reinterpret_cast<WatchedCall*>(wrapper.ptr());
-      if (watched->owner != nullptr) nodes->push_back({wrapper, watched->recorder, watched->node});
-      wrapper = py::reinterpret_borrow<py::object>(watched->inner);
+      const auto* const watched = wrapper.cast<WatchedCall*>();
+      if (watched->owner) nodes->push_back({wrapper, watched->recorder, watched->node});
+      wrapper = watched->inner;
       continue;
     }
     const auto recorder = py::reinterpret_steal<py::object>(PyObject_GetAttr(wrapper.ptr(), recorder_name));
@@ -202,7 +128,28 @@ bool find_watched(PyObject* module, std::vector<WatchedNode>* nodes) {
 }
 
 void bind_watched_call(py::module_& m) {
-  m.add_object("WatchedCall", py::reinterpret_steal<py::object>(PyType_FromSpec(&spec)));
+  const auto or_none = [](const py::object& object) { return object ? object : py::object(py::none()); };
+  const auto set_up = [](PyHeapTypeObject* heap_type) {
+    collect<WatchedCall>(&heap_type->ht_type);
+    heap_type->ht_type.tp_call = call;
+  };
+  py::class_<WatchedCall>(m, "WatchedCall", py::custom_type_setup(set_up))
+      .def(py::init<py::object, const py::object&, py::object, int32_t>(), py::arg("recorder"), py::arg("module"),
+           py::arg("inner"), py::arg("node"))
+      .def_property_readonly(
+          "recorder", [=](const WatchedCall& self) { return or_none(self.owner); }, "The CallRecorder.")
+      .def_property_readonly(
+          "module",
+          [](const WatchedCall& self) {
+            return py::reinterpret_borrow<py::object>(PyWeakref_GetObject(self.module.ptr()));
+          },
+          "The module, or None once it is gone.")
+      .def_property(
+          "inner", [=](const WatchedCall& self) { return or_none(self.inner); },
+          [](WatchedCall& self, const py::object& inner) {
+            const py::object before = std::exchange(self.inner, inner.is_none() ? py::object() : inner);
+          },
+          "What stood in this place before, or None.");
   m.def("take_call", &take_call, py::arg("type"), "Lets a subclass of WatchedCall be called as WatchedCall is.");
 }
 

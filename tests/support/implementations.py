@@ -74,7 +74,7 @@ def active(name: str) -> Iterator[Implementation]:
             ),
             mock.patch.object(_extension, "C", None),
         ):
-            yield Implementation(name, ranges._abs_range, ranges.abs_ranges, ranges._tensor_health)
+            yield Implementation(name, ranges._abs_range, ranges.abs_ranges, ranges.tensor_health)
         return
     native = _extension.C
     if name == "cuda" or native is None:

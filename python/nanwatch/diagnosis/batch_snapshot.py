@@ -30,7 +30,7 @@ from ..precision.casting import (
     caches_parametrizations,
     swap_parametrizations,
 )
-from ..recording.events import Start, attributes_of
+from ..recording.events import Start
 from ..recording.walk import Unwalked, call_leaves
 from ..report.finding import Finding
 from ..util.modules import each_module, each_parameter
@@ -64,8 +64,7 @@ _OWN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 class BatchSnapshot:
     """The outermost call of a batch, as it was about to be made: `module(*args, **kwargs)`.
 
-    `buffers` are the values of the model's small buffers. `attributes` are those of the arguments that have plain ones
-    alone, by id. `began` is the time in seconds of `time.monotonic()`.
+    `buffers` are the values of the model's small buffers. `began` is the time in seconds of `time.monotonic()`.
     """
 
     module: nn.Module
@@ -76,7 +75,6 @@ class BatchSnapshot:
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)
     grad: bool = field(default_factory=torch.is_grad_enabled)
     versions: tuple[tuple[str, Tensor, int], ...] = ()
-    attributes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     buffers: BufferValues = field(default_factory=dict)
     cached: ParametrizationCache = field(default_factory=cached_parametrizations)
     began: float = field(default_factory=time.monotonic)
@@ -118,7 +116,6 @@ class BatchSnapshot:
             start.inference,
             start.grad,
             tuple((name, x, versions[id(x)]) for name, x in given if id(x) in versions),
-            {id(x): attributes for x, attributes in start.attributes},
             buffers,
             cached,
             began=time.monotonic() - start.elapsed,
@@ -177,12 +174,22 @@ class BatchSnapshot:
                     f"{label} is an iterator, which the first run has consumed ({value.partition(',')[0]})"
                 )
                 continue
-            if value is None or isinstance(value, (Tensor, *_PLAIN)):
-                continue
-            if id(value) in self.attributes and self.attributes[id(value)] == attributes_of(value):
+            if value is None or isinstance(value, (Tensor, *_PLAIN)) or _is_constant(value):
                 continue
             doubts.append(f"{label} is a {type(value).__name__}, which the first run may have changed")
         return doubts
+
+
+_CONSTANTS = (int, float, complex, str, bytes, bool, tuple, type(None))
+
+
+def _is_constant(value: object) -> bool:
+    """Return whether an object has attributes, and constants alone, as a configuration has."""
+    try:
+        attributes = object.__getattribute__(value, "__dict__")  # the object itself may define another
+    except (AttributeError, TypeError):
+        return False
+    return bool(attributes) and all(type(attribute) in _CONSTANTS for attribute in attributes.values())
 
 
 def num_processes() -> int:

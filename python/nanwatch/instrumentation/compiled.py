@@ -270,7 +270,7 @@ def _put_record(module: Any, tx: Any, site: Any, caller: Any, args: Any, kwargs:
 
 
 class _Plan:
-    """Values of a frame: a line for each (see call_observer_compiled.cpp), and the variables of the tensors to read."""
+    """Values of a frame: a line for each (see `each_planned` in C++), and the variables of the tensors to read."""
 
     def __init__(self, tx: Any, class_name: str) -> None:
         self._tx = tx

@@ -106,12 +106,12 @@ def tensor_health(x: Tensor) -> TensorHealth:
         return health._replace(numel=x.numel(), first_nonfinite=_nested_index(x, int(row[-1])))
 
 
-_abs_range, _tensor_health = abs_range, tensor_health
+_abs_range = abs_range
 
 if not TYPE_CHECKING and _extension.C is not None:
-    # The compiled functions call these two for a tensor that they cannot read, and describe themselves as these do.
-    _extension.C.bind(AbsRange, _abs_range, TensorHealth, _tensor_health)
-    abs_range, tensor_health = _extension.C.abs_range, _extension.C.tensor_health
+    # The compiled function calls this one for a tensor that it cannot read, and describes itself as this does.
+    _extension.C.bind(AbsRange, _abs_range)
+    abs_range = _extension.C.abs_range
 
 
 def range_row(x: Tensor) -> Tensor:

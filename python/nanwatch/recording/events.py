@@ -86,7 +86,7 @@ class Start(NamedTuple):
     """Start of a batch: its outermost call, and the state on which that call depends.
 
     `generator`: the state of the CPU's random numbers. `autocast`: by device. `versions`: of the tensors among the
-    arguments, and `attributes`: of the objects there that have plain ones alone. `elapsed`: seconds since.
+    arguments. `elapsed`: seconds since.
     `nodes`: autograd's sequence numbers of the forward's first node and of the first behind it. `is_function`: the
     call of a watched function, which may be a part of the loss. `extra`: what `on_batch_start` has answered.
     """
@@ -100,7 +100,6 @@ class Start(NamedTuple):
     inference: bool
     grad: bool
     versions: list[tuple[Tensor, int]]
-    attributes: list[tuple[object, dict[str, Any]]]
     elapsed: float
     nodes: tuple[int, int]
     is_function: bool
@@ -125,32 +124,14 @@ class Start(NamedTuple):
         tensors = [x for x in values if issubclass(type(x), Tensor)]
         with torch._C.DisableTorchFunction():  # no function mode of the user sees the reads
             versions = [(x, x._version) for x in tensors if not x.is_inference()]
-        named = [(x, attributes_of(x)) for x in values if not issubclass(type(x), Tensor | type)]
-        attributes = [
-            (x, dict(known))
-            for x, known in named
-            if known and all(type(value) in _CONSTANTS for value in known.values())
-        ]
         autocast = tuple(
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in ("cpu", "cuda")
         )
         is_inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         nodes = (torch._C._autograd._get_sequence_nr(), -1)
-        state = (torch.get_rng_state(), autocast, is_inference, grad, versions, attributes)
+        state = (torch.get_rng_state(), autocast, is_inference, grad, versions)
         return cls(batch, module, args, kwargs, *state, 0.0, nodes, is_function, extra)
-
-
-_CONSTANTS = (int, float, complex, str, bytes, bool, tuple, type(None))
-
-
-def attributes_of(value: object) -> dict[str, Any]:
-    """Return the attributes of an object, without asking the object: it may define `__getattribute__`."""
-    try:
-        attributes: dict[str, Any] = object.__getattribute__(value, "__dict__")
-    except (AttributeError, TypeError):
-        return {}
-    return attributes
 
 
 class RecorderEvents(Protocol):

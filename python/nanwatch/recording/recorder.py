@@ -63,7 +63,7 @@ class _KeptStart:
     def forget_call(self) -> None:
         """Keep nothing of the call but its place among others."""
         self.module = lambda: None
-        self.start = self.start._replace(args=(), kwargs=None, versions=[], attributes=[], extra=None)
+        self.start = self.start._replace(args=(), kwargs=None, versions=[], extra=None)
 
 
 class _Thread(threading.local):
@@ -195,10 +195,6 @@ class PythonRecorder:
     watch_buffers = forget_weights = forget_tensors = _ignore
 
     # What a watch asks for.
-
-    def unconfirmed_calls(self) -> list[tuple[int, str, str]]:
-        """Return the batch, the module and its class of the latest batch's calls that its device has not confirmed."""
-        return []
 
     @property
     def is_under_way(self) -> bool:

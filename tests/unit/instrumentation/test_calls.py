@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -18,12 +17,9 @@ from torch import Tensor, nn
 from nanwatch import watch
 from nanwatch.instrumentation.calls import _watched_call
 from nanwatch.instrumentation.slot import attach
-from nanwatch.numerics import _extension
 from nanwatch.recording.events import Event, Settings
 from nanwatch.recording.recorder import make_recorder
 from support import heap
-
-needs_native = pytest.mark.skipif(_extension.C is None, reason="no compiled part")
 
 
 class Odd(BaseException):
@@ -196,25 +192,6 @@ def in_threads(rounds: int, body: Callable[[], object]) -> None:
         thread = threading.Thread(target=body)
         thread.start()
         thread.join()
-
-
-@needs_native
-def test_a_batch_that_its_thread_left_unended_is_ended() -> None:
-    """Compiled code that raises does not end its batch. If its thread ends too, `settle` ends the batch."""
-    stand = Stand()
-    in_threads(3, lambda: stand.recorder.begin_compiled(stand.model_node, "", [torch.ones(2)]))
-
-    def ended() -> list[int]:
-        stand.recorder.settle()
-        return [batch for method, batch, *_ in stand.listener.told if method == "on_batch_end"]
-
-    until = time.monotonic() + 60
-    while len(ended()) < 3 and time.monotonic() < until:  # join() does not wait for the last of a thread
-        time.sleep(0.001)
-    assert sorted(ended()) == [0, 1, 2]  # in the order in which the threads are gone
-    assert ("on_batch_end", 2, False) in stand.listener.told
-    assert not Held.alive
-    stand.assert_as_ever()
 
 
 @pytest.mark.parametrize("way", ["returns", "raises", "backward"])
