@@ -1,8 +1,6 @@
 // Counts over a plane, beside its range; as in range_loop_impl.h, in an unnamed namespace for each instruction set.
 #pragma once
 
-#include <algorithm>
-
 #include "cpu/range_loop_impl.h"
 
 namespace nanwatch {
@@ -21,14 +19,12 @@ struct HealthLoop {
   static constexpr int kAccumulators = 2;
   static constexpr int64_t kBlockVectors = 128 * kAccumulators, kBlockColumns = kBlockVectors * L::count;
 
-  V lo[kAccumulators], hi[kAccumulators], zeros[kAccumulators];
-  typename S::LessCount smalls[kAccumulators];
+  V lo[kAccumulators], hi[kAccumulators], zeros[kAccumulators], smalls[kAccumulators];
 
   HealthLoop() {
     for (int j = 0; j < kAccumulators; ++j) {
       lo[j] = S::template fill<L::width>(L::greatest);
-      hi[j] = zeros[j] = S::template fill<L::width>(Word(0));
-      smalls[j] = typename S::LessCount{};
+      hi[j] = zeros[j] = smalls[j] = S::template fill<L::width>(Word(0));
     }
   }
 
@@ -90,9 +86,10 @@ struct HealthLoop {
   static void run(HealthBits* out, const char* p, int64_t columns) {
     // Loads should not cross a cache line: the first block ends at one.
     const uintptr_t misaligned = reinterpret_cast<uintptr_t>(p) % S::bytes;
-    int64_t n = misaligned % L::width == 0 && misaligned != 0 ? int64_t(S::bytes - misaligned) / L::width : kBlockColumns;
+    int64_t n =
+        misaligned % L::width == 0 && misaligned != 0 ? int64_t(S::bytes - misaligned) / L::width : kBlockColumns;
     for (; columns > 0; n = kBlockColumns) {
-      n = std::min(n, columns);
+      if (n > columns) n = columns;
       block(out, p, n);
       p += n * L::width;
       columns -= n;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/health_loop_impl.h"
+#include "cpu/vectors_impl.h"
 
 namespace nanwatch {
 namespace {

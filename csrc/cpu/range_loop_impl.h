@@ -33,9 +33,7 @@ struct Lanes {
   static constexpr int count = S::bytes / width;
   static constexpr Word sign_bit = Word(Word(1) << (8 * width - 1));
   // No magnitude has the sign bit: then a set that compares 64 bits as signed only needs not flip it first.
-  static constexpr bool is_signed64 = width == 8 && Codes<F>::sign == Sign::cleared && requires(V v) {
-    S::min_signed64(v, v);
-  };
+  static constexpr bool is_signed64 = width == 8 && Codes<F>::sign == Sign::cleared;
   static constexpr Word greatest = is_signed64 ? Word(~sign_bit) : Word(~Word(0));
 
   static V min(V a, V b) {
@@ -60,8 +58,8 @@ struct Lanes {
     } else if constexpr (Codes<F>::sign == Sign::fnuz_nan) {
       // The sign bit alone is nan, which stays above all numbers.
       x = load_once(x);
-      const V is_nan = S::equal8(x, S::template fill<width>(sign_bit));
-      return S::select(is_nan, x, S::bit_and(x, S::template fill<width>(Word(~sign_bit))));
+      const V nan = S::template fill<width>(sign_bit);
+      return S::if_equal8(x, nan, x, S::bit_and(x, S::template fill<width>(Word(~sign_bit))));
     } else if constexpr (Codes<F>::sign == Sign::twos) {
       return S::template abs<width>(x);
     } else {
