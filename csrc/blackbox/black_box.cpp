@@ -25,7 +25,7 @@ uint32_t thread_id() {
 #endif
 }
 
-constexpr char kMagic[] = "nanwatch black box 1\n";
+constexpr char kMagic[] = "nanwatch black box 2\n";
 constexpr size_t kNameHead = 8;  // of a text among the names: its kind, and its length from the fifth byte on
 
 // The name of a type as numpy has it, such as "u4".
@@ -93,10 +93,8 @@ BlackBox::BlackBox(char* map, size_t bytes, const std::string& path, bool kept)
   facts_ = sections.add<char>("facts", kFacts);
   notes_ = sections.add<char>("notes", kNotes);
   names_ = sections.add<char>("names", kNames);
-  sections.add<Frame>("frame", 0, NANWATCH_BOX_FIELDS(Frame, NANWATCH_BOX_FRAME));
-  sections.add<Row>("row", 0, NANWATCH_BOX_FIELDS(Row, NANWATCH_BOX_ROW));
-  frame_bytes_ = (bytes - sections.end) / 64 * 64;
-  frames_ = sections.add<char>("frames", frame_bytes_);
+  num_records_ = (bytes - sections.end) / sizeof(Record);
+  records_ = sections.add<Record>("records", num_records_, NANWATCH_BOX_FIELDS(Record, NANWATCH_BOX_RECORD));
   begin_life();
   // Last, as a file without it is no black box yet.
   std::memcpy(map, sections.text.data(), sections.text.size());
@@ -183,30 +181,6 @@ Slot* BlackBox::slot() {
 void BlackBox::begin_batch() {
   note_time();
   if (state_->calls > 0) take_pause(state_->ticks - state_->latest);
-}
-
-Frame* BlackBox::new_frame(size_t rows, size_t sizes) {
-  const size_t bytes = sizeof(Frame) + rows * sizeof(Row) + sizes * sizeof(int64_t) + sizeof(uint64_t);
-  if (rows > UINT16_MAX || bytes > frame_bytes_ / 16) return nullptr;
-  const size_t at = state_->frames % frame_bytes_;
-  if (at + bytes > frame_bytes_) {
-    const uint64_t rest = frame_bytes_ - at;
-    if (rest >= sizeof(Frame)) reinterpret_cast<Frame*>(frames_ + at)->phase = kFiller;
-    std::memcpy(frames_ + frame_bytes_ - sizeof(rest), &rest, sizeof(rest));
-    publish(&state_->frames, state_->frames + rest);
-  }
-  auto* const frame = reinterpret_cast<Frame*>(frames_ + state_->frames % frame_bytes_);
-  frame->calls = state_->calls;
-  frame->rows = uint16_t(rows);
-  frame->sizes = sizes;
-  return frame;
-}
-
-void BlackBox::push_frame(const Frame* frame) {
-  const uint64_t bytes = sizeof(Frame) + frame->rows * sizeof(Row) + frame->sizes * sizeof(int64_t) + sizeof(uint64_t);
-  char* const end = frames_ + state_->frames % frame_bytes_ + bytes;
-  std::memcpy(end - sizeof(bytes), &bytes, sizeof(bytes));
-  publish(&state_->frames, state_->frames + bytes);
 }
 
 void BlackBox::gradient_came(uint32_t module, uint32_t part, int64_t batch) {

@@ -84,12 +84,12 @@ class BlackBox {
     if (slot != nullptr) add_call({0, ticks(), batch, module, false});
   }
 
-  // Room for a frame of at most so many rows and sizes; its other members are the caller's to write. Null where it
-  // would take too much of the ring. `push_frame` makes it visible.
-  Frame* new_frame(size_t rows, size_t sizes);
-  void push_frame(const Frame* frame);
-  static Row* rows_of(Frame* frame) { return reinterpret_cast<Row*>(frame + 1); }
-  static int64_t* sizes_of(Frame* frame, size_t rows) { return reinterpret_cast<int64_t*>(rows_of(frame) + rows); }
+  // Returns the number of a frame, whose records follow.
+  uint64_t begin_frame() { return ++state_->frames; }
+  void add_record(const Record& record) {
+    records_[state_->records % num_records_] = record;
+    publish(&state_->records, state_->records + 1);
+  }
 
   // Appends a text, which the file shows as a whole or not at all. False where there is no more room.
   bool add_facts(std::string_view text) { return append(facts_, kFacts, &state_->facts, text); }
@@ -150,8 +150,9 @@ class BlackBox {
   Thread* threads_;
   UnderWay* stacks_;
   Call* calls_;
-  char *samples_, *facts_, *notes_, *names_, *frames_;
-  size_t frame_bytes_;  // of the ring
+  char *samples_, *facts_, *notes_, *names_;
+  Record* records_;
+  size_t num_records_;  // in the ring
   std::unordered_map<std::string, uint32_t> numbers_;
   const std::string path_;
   const bool kept_;

@@ -18,6 +18,7 @@ namespace nanwatch::box {
   X(uint64_t, facts) /* how many bytes were ever written */                \
   X(uint64_t, notes)                                                       \
   X(uint64_t, names)                                                       \
+  X(uint64_t, records)                                                     \
   X(uint64_t, frames)                                                      \
   X(uint64_t, slowest)        /* ticks: the longest time without a call */ \
   X(uint64_t, latest)         /* ticks: a call began or ended */           \
@@ -59,27 +60,28 @@ namespace nanwatch::box {
   X(uint32_t, module)        \
   X(uint32_t, raised)
 
-// A frame in the ring of bytes: this, its rows, the sizes of all their shapes (int64), and the number of bytes of all
-// this once more, with which a reader walks back. `phase` is kFiller in what fills the ring to its end.
-#define NANWATCH_BOX_FRAME(X) \
-  X(uint64_t, calls)          \
-  X(int64_t, batch)           \
-  X(uint32_t, module)         \
-  X(uint16_t, rows)           \
-  X(uint8_t, phase)           \
-  X(uint8_t, recomputed)      \
-  X(uint64_t, sizes)
-
-#define NANWATCH_BOX_ROW(X) \
-  X(double, abs_min)        \
-  X(double, abs_max)        \
-  X(uint32_t, label)        \
-  X(uint32_t, dtype)        \
-  X(uint8_t, role)          \
-  X(uint8_t, note)          \
-  X(uint8_t, isfinite)      \
-  X(uint8_t, dims)          \
-  X(uint32_t, pending)
+// A record of a frame. Those of one frame have its number and lie one after the other.
+#define NANWATCH_BOX_RECORD(X) \
+  X(uint64_t, frame)           \
+  X(int64_t, batch)            \
+  X(double, abs_min)           \
+  X(double, abs_max)           \
+  X(int64_t, size0)            \
+  X(int64_t, size1)            \
+  X(int64_t, size2)            \
+  X(int64_t, size3)            \
+  X(int64_t, size4)            \
+  X(int64_t, size5)            \
+  X(uint32_t, module)          \
+  X(uint32_t, label)           \
+  X(uint32_t, dtype)           \
+  X(uint8_t, role)             \
+  X(uint8_t, note)             \
+  X(uint8_t, isfinite)         \
+  X(uint8_t, dims)             \
+  X(uint8_t, phase)            \
+  X(uint8_t, recomputed)       \
+  X(uint8_t, pending)
 
 #define NANWATCH_BOX_MEMBER(type, name) type name;
 #define NANWATCH_BOX_STRUCT(name, FIELDS) \
@@ -90,14 +92,13 @@ NANWATCH_BOX_STRUCT(State, NANWATCH_BOX_STATE);
 NANWATCH_BOX_STRUCT(Thread, NANWATCH_BOX_THREAD);
 NANWATCH_BOX_STRUCT(UnderWay, NANWATCH_BOX_UNDER_WAY);
 NANWATCH_BOX_STRUCT(Call, NANWATCH_BOX_CALL);
-NANWATCH_BOX_STRUCT(Frame, NANWATCH_BOX_FRAME);
-NANWATCH_BOX_STRUCT(Row, NANWATCH_BOX_ROW);
+NANWATCH_BOX_STRUCT(Record, NANWATCH_BOX_RECORD);
 #undef NANWATCH_BOX_STRUCT
 #undef NANWATCH_BOX_MEMBER
 
 constexpr size_t kPage = 4096, kThreads = 64, kStack = 120, kCalls = 1 << 15;
 constexpr size_t kSample = 2048, kFacts = 1 << 16, kNotes = 1 << 18, kNames = 1 << 21;
-constexpr uint8_t kFiller = 255, kNoShape = 255;  // phase; dims of a row that Python has made
+constexpr uint8_t kMostDims = 6, kNoShape = 255;  // dims of a record whose shape is longer, or that Python has made
 constexpr uint32_t kUnnamed = UINT32_MAX;
 
 }  // namespace nanwatch::box

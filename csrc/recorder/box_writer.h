@@ -25,26 +25,33 @@ class BoxWriter {
     return box() == nullptr ? box::kUnnamed : box_->name('m', (module + "\n").append(class_name));
   }
 
-  // Writes a frame of the module of this number.
+  // Writes the records of a frame of the module of this number.
   void add(const FrameData& frame, uint32_t module, const Labels& labels) {
-    box::Frame* const made = box_->new_frame(frame.records.size(), frame.shapes.size());
-    if (made == nullptr) return;
-    made->batch = frame.batch;
-    made->module = module;
-    made->phase = uint8_t(frame.phase);
-    made->recomputed = frame.recomputed;
-    box::Row* row = box::BlackBox::rows_of(made);
+    const uint64_t number = box_->begin_frame();
     for (const RecordData& from : frame.records) {
+      box::Record record{};
       if (from.python != nullptr) {
-        *row++ = of_python(from.python);
+        record = of_python(from.python);
       } else {
-        *row++ = {from.range.abs_min,  from.range.abs_max, label_of(from.label, labels),
-                  type_of(from.dtype), uint8_t(from.role), uint8_t(from.note),
-                  from.range.isfinite, from.dims,          from.pending != kNotPending};
+        const bool is_long = from.dims > box::kMostDims;
+        record.abs_min = from.range.abs_min;
+        record.abs_max = from.range.abs_max;
+        std::copy_n(frame.shapes.data() + from.shape_at, is_long ? 0 : from.dims, &record.size0);
+        record.label = label_of(from.label, labels);
+        record.dtype = type_of(from.dtype);
+        record.role = uint8_t(from.role);
+        record.note = uint8_t(from.note);
+        record.isfinite = from.range.isfinite;
+        record.dims = is_long ? box::kNoShape : from.dims;
+        record.pending = from.pending != kNotPending;
       }
+      record.frame = number;
+      record.batch = frame.batch;
+      record.module = module;
+      record.phase = uint8_t(frame.phase);
+      record.recomputed = frame.recomputed;
+      box_->add_record(record);
     }
-    std::copy(frame.shapes.begin(), frame.shapes.end(), box::BlackBox::sizes_of(made, frame.records.size()));
-    box_->push_frame(made);
   }
 
  private:
@@ -61,8 +68,12 @@ class BoxWriter {
   }
 
   // A record that Python has made: complex numbers, shards, non-finite values. It has no sizes.
-  box::Row of_python(PyObject* from) {
-    if (!is_record(from)) return {0, 0, box::kUnnamed, box::kUnnamed, 0, 0, 1, box::kNoShape, 0};
+  box::Record of_python(PyObject* from) {
+    box::Record record{};
+    record.label = record.dtype = box::kUnnamed;
+    record.isfinite = 1;
+    record.dims = box::kNoShape;
+    if (!is_record(from)) return record;
     const auto number = [from](int item) {
       PyObject* const value = PyTuple_GET_ITEM(from, item);
       return PyFloat_Check(value) ? PyFloat_AS_DOUBLE(value) : 0.0;
@@ -70,15 +81,14 @@ class BoxWriter {
     const std::string role = to_utf8(PyTuple_GET_ITEM(from, record_item::role));
     const std::string dtype = to_utf8(PyTuple_GET_ITEM(from, record_item::dtype));
     const auto place = size_t(std::find(std::begin(kRoles), std::end(kRoles), role) - std::begin(kRoles));
-    return {number(record_item::abs_min),
-            number(record_item::abs_max),
-            box_->name('l', to_utf8(PyTuple_GET_ITEM(from, record_item::label))),
-            dtype.empty() ? box::kUnnamed : box_->name('d', dtype),
-            uint8_t(place < std::size(kRoles) ? place : 0),
-            uint8_t(is_meant(from) ? NoteKind::allowed : NoteKind::none),
-            PyTuple_GET_ITEM(from, record_item::isfinite) != Py_False,
-            box::kNoShape,
-            0};
+    record.abs_min = number(record_item::abs_min);
+    record.abs_max = number(record_item::abs_max);
+    record.label = box_->name('l', to_utf8(PyTuple_GET_ITEM(from, record_item::label)));
+    if (!dtype.empty()) record.dtype = box_->name('d', dtype);
+    record.role = uint8_t(place < std::size(kRoles) ? place : 0);
+    record.note = uint8_t(is_meant(from) ? NoteKind::allowed : NoteKind::none);
+    record.isfinite = PyTuple_GET_ITEM(from, record_item::isfinite) != Py_False;
+    return record;
   }
 
   box::BlackBox* const box_;

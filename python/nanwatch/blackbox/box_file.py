@@ -15,11 +15,10 @@ import numpy as np
 
 from ..util.visible import spell
 
-MAGIC = b"nanwatch black box 1\n"
+MAGIC = b"nanwatch black box 2\n"
 SUFFIX = ".blackbox"
 _PAGE = 4096
 _MOST_BYTES = 1 << 30
-_FILLER = 255  # phase of what fills the ring of frames to its end
 _HEAD = 8  # bytes before a name: its kind, and its length from the fifth on
 
 Items = np.ndarray[Any, np.dtype[Any]]
@@ -95,31 +94,11 @@ class BoxFile:
         """Return the text of this number, "" where there is none."""
         return self.names[number] if 0 <= number < len(self.names) else ""
 
-    def frames(self, most: int) -> list[tuple[Any, Items, list[int]]]:
-        """Return the latest frames, at most so many, oldest first: head, rows, and the sizes of all rows' shapes."""
-        ring, head_type, row_type = (self._sections[name] for name in ("frames", "frame", "row"))
-        end, head_bytes = self.state["frames"], head_type.itemsize
-        # A sixteenth of the ring, which no frame exceeds, may be being overwritten.
-        least = max(0, self._after["frames"] - len(ring) + len(ring) // 16)
-        frames: list[tuple[Any, Items, list[int]]] = []
-        while end > least and len(frames) < most:
-            size = int.from_bytes(ring[(end - 8) % len(ring) :][:8].tobytes(), "little")
-            if not 8 <= size <= end - least:
-                break
-            end -= size
-            data = ring[end % len(ring) :][:size].tobytes()
-            if size < head_bytes:
-                continue  # fills the ring to its end
-            head = np.frombuffer(data, head_type.dtype, 1)[0]
-            if head["phase"] == _FILLER:
-                continue
-            num_rows, num_sizes = int(head["rows"]), int(head["sizes"])
-            at = head_bytes + num_rows * row_type.itemsize
-            if not len(data) == size == at + num_sizes * 8 + 8:
-                break
-            rows = np.frombuffer(data, row_type.dtype, num_rows, head_bytes)
-            frames.append((head, rows, np.frombuffer(data, "<i8", num_sizes, at).tolist()))
-        return frames[::-1]
+    def frames(self, most: int) -> list[Items]:
+        """Return the records of the latest frames, at most so many frames, oldest first."""
+        records = self._latest("records")
+        frames = np.split(records, np.flatnonzero(np.diff(records["frame"])) + 1)
+        return [frame for frame in frames[-most:] if len(frame)]
 
 
 def _sections(data: bytes) -> tuple[dict[str, int], dict[str, Items]]:

@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -20,7 +20,7 @@ SCHEMA, VERSION = "nanwatch.blackbox", 1
 End: TypeAlias = Literal["runs", "exit", "exception", "signal", "unknown"]
 _MOST_CALLS, _MOST_FRAMES = 64, 21
 _LIFE = 2.0  # seconds: a sign of life that much after a signal says that the process went on
-_NO_SHAPE = 255  # dims of a row that Python has made
+_MOST_DIMS = 6  # of a shape that the file has
 _PARTS = ("output", "input", "weight")
 
 
@@ -169,7 +169,7 @@ class _Reading(BoxFile):
             python_ago=self._between(state["sample_ticks"], ended),
             memory=state["memory"],
             calls=calls,
-            frames=tuple(self._frame(*frame) for frame in frames),
+            frames=tuple(self._frame(frame) for frame in frames),
             pending=tuple(self._pending(frames)),
             facts=facts,
             notes=tuple(_documents(self.text("notes"))),
@@ -220,17 +220,15 @@ class _Reading(BoxFile):
         part = self.state["gradient_part"]
         return self._module(self.state["gradient_module"])[0], _PARTS[part] if part < len(_PARTS) else "?"
 
-    def _frame(self, head: Any, rows: Items, sizes: Sequence[int]) -> Frame:
-        records, at = [], 0
-        for row in rows:
-            dims = int(row["dims"])
-            records.append(self._record(row, None if dims == _NO_SHAPE else tuple(sizes[at : at + dims])))
-            at += dims * (dims != _NO_SHAPE)
-        phase = PHASES[int(head["phase"])] if head["phase"] < len(PHASES) else "forward"
-        names = self._module(int(head["module"]))
-        return Frame(int(head["batch"]), *names, tuple(records), phase, bool(head["recomputed"]))
+    def _frame(self, rows: Items) -> Frame:
+        first = rows[0]
+        phase = PHASES[int(first["phase"])] if first["phase"] < len(PHASES) else "forward"
+        names, records = self._module(int(first["module"])), tuple(map(self._record, rows))
+        return Frame(int(first["batch"]), *names, records, phase, bool(first["recomputed"]))
 
-    def _record(self, row: Any, shape: tuple[int, ...] | None) -> Record:
+    def _record(self, row: Any) -> Record:
+        dims = int(row["dims"])
+        shape = tuple(int(row[f"size{d}"]) for d in range(dims)) if dims <= _MOST_DIMS else None
         label, dtype = (self.name(int(row[field])) for field in ("label", "dtype"))
         kind, role, is_read = int(row["note"]), int(row["role"]), bool(dtype) and not row["pending"]
         note = Note(NOTE_KINDS[kind - 1]) if 0 < kind <= len(NOTE_KINDS) else None
@@ -248,11 +246,11 @@ class _Reading(BoxFile):
             note,
         )
 
-    def _pending(self, frames: Sequence[tuple[Any, Items, list[int]]]) -> list[str]:
+    def _pending(self, frames: list[Items]) -> list[str]:
         """Return the modules whose rows a device had not delivered, the oldest call first."""
         waits: dict[tuple[int, int], bool] = {}
-        for head, rows, _ in frames:
-            waits[int(head["batch"]), int(head["module"])] = bool(rows["pending"].any())
+        for rows in frames:
+            waits[int(rows[0]["batch"]), int(rows[0]["module"])] = bool(rows["pending"].any())
         return [self._module(module)[0] for (_, module), is_pending in waits.items() if is_pending]
 
 
