@@ -49,7 +49,7 @@ int observe(const NanwatchTensor* tensors, int64_t count, NanwatchRow* rows, uin
     if (const int error = nanwatch_cuda_stream(device, stream, &capturing)) return error;
     if (capturing != 0) return kNanwatchCapturing;
     // None is made for the call: that would go through torch's dispatcher, where a mode of the user may be active.
-    void* const workspace = Workspaces::instance().find(device, stream);
+    void* const workspace = workspace_of(device, stream);
     if (workspace == nullptr) return kNanwatchNoWorkspace;
     return nanwatch_cuda_observe(tensors, count, rows, first, workspace, device, stream);
   });

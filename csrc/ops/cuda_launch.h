@@ -11,8 +11,9 @@
 #include <dlfcn.h>
 #endif
 
+#include <map>
 #include <mutex>
-#include <vector>
+#include <utility>
 
 #include "cuda/range_cuda.h"
 
@@ -57,55 +58,22 @@ inline bool launched(int error, const char* op) {
   return false;
 }
 
-// One workspace for each stream that ever needed one: launches on a stream come one after the other and leave it zero,
-// so only the first has to wait for a memset. Not from torch's allocator: what is kept must not lie in the private pool
-// of a graph that happens to be warming up. 768 KiB on each device in use, for good.
-class Workspaces {
- public:
-  static Workspaces& instance() {
-    static auto* const all = new Workspaces;  // never destroyed: at exit the device may be gone before us
-    return *all;
-  }
-
-  // A kept one; null if there is no more room, and then the caller takes one for the call.
-  void* find(int device, void* stream) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    Arena& arena = arena_of(device);
-    for (size_t i = 0; i < arena.streams.size(); ++i)
-      if (arena.streams[i] == stream) return arena.memory + i * nanwatch_cuda_workspace();
-    if (arena.streams.size() == kStreams || arena.exhausted) return nullptr;
-    if (arena.memory == nullptr) {
-      void* memory = nullptr;
-      arena.exhausted = nanwatch_cuda_allocate(device, kStreams * nanwatch_cuda_workspace(), &memory) != 0;
-      if (arena.exhausted) return nullptr;
-      arena.memory = static_cast<char*>(memory);
-    }
-    char* const fresh = arena.memory + arena.streams.size() * nanwatch_cuda_workspace();
-    if (nanwatch_cuda_clear(fresh, device, stream) != 0) return nullptr;
-    arena.streams.push_back(stream);
-    return fresh;
-  }
-
- private:
-  static constexpr size_t kStreams = 64;  // torch's pools have 32 streams of each of two priorities
-
-  struct Arena {
-    int device = -1;
-    char* memory = nullptr;
-    bool exhausted = false;
-    std::vector<void*> streams;
-  };
-
-  Arena& arena_of(int device) {
-    for (Arena& arena : arenas_)
-      if (arena.device == device) return arena;
-    arenas_.emplace_back();
-    arenas_.back().device = device;
-    return arenas_.back();
-  }
-
-  std::mutex mutex_;
-  std::vector<Arena> arenas_;
-};
+// The workspace of a stream: launches on it come one after the other and leave it zero, so only the first has to wait
+// for a memset. Null where there is no memory, or a program makes ever new streams; then the caller takes one for the
+// call. Not from torch's allocator: what is kept must not lie in the private pool of a graph that happens to be warming
+// up.
+inline void* workspace_of(int device, void* stream) {
+  constexpr size_t kMost = 256;  // torch's pools have 32 streams of each of two priorities
+  static std::mutex mutex;
+  static auto* const known = new std::map<std::pair<int, void*>, void*>;  // kept: at exit the device may be gone
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto place = known->find({device, stream});
+  if (place != known->end()) return place->second;
+  void* memory = nullptr;
+  if (known->size() == kMost || nanwatch_cuda_allocate(device, nanwatch_cuda_workspace(), &memory) != 0 ||
+      nanwatch_cuda_clear(memory, device, stream) != 0)
+    return nullptr;
+  return (*known)[{device, stream}] = memory;
+}
 
 }  // namespace nanwatch

@@ -22,7 +22,7 @@ int enqueue(const at::Device& device, const std::vector<NanwatchTensor>& tensors
   void* const stream = current_stream(device);
   int capturing = 0;
   if (const int error = nanwatch_cuda_stream(device.index(), stream, &capturing)) return error;
-  void* workspace = capturing != 0 ? nullptr : Workspaces::instance().find(device.index(), stream);
+  void* workspace = capturing != 0 ? nullptr : workspace_of(device.index(), stream);
   at::Tensor lent;
   if (workspace == nullptr) {
     // A graph is replayed on other streams, and beside this one: its nodes have a workspace, and a memset, of their

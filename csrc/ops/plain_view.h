@@ -36,9 +36,7 @@ inline bool is_plain_cuda(const at::Tensor& x) {
 inline bool plain_view(const at::Tensor& x, View* view) {
   if (!x.defined() || !has_only(x, kPlainKeys)) return false;
   const std::optional<Format> format = format_of(x.scalar_type());
-  if (!format.has_value() || negation_changes_magnitude(x, *format) || !storage_covers(x)) return false;
-  *view = {x.const_data_ptr(), *format, x.numel(), x.dim(), x.sizes().data(), x.strides().data()};
-  return true;
+  return format.has_value() && !negation_changes_magnitude(x, *format) && covered_view(x, *format, view);
 }
 
 inline bool plain_view(PyObject* object, View* view) {

@@ -22,12 +22,13 @@ decltype(auto) call_reference(const char* name, const Arguments&... arguments) {
 // numbers, and dtypes that it refuses in words of its own. Conjugate and negative views do not come here, see `define`
 // in python/nanwatch/numerics/_extension.py.
 inline std::optional<View> readable(const at::Tensor& x, const char* op) {
-  TORCH_CHECK_VALUE(storage_covers(x), "nanwatch.", op, ": the tensor's storage holds ", x.storage().nbytes(),
-                    " bytes, fewer than its shape ", x.sizes(), " and strides ", x.strides(),
-                    " need; it was freed or resized.");
   const std::optional<Format> format = format_of(x.scalar_type());
   if (!format.has_value()) return std::nullopt;
-  return View{x.const_data_ptr(), *format, x.numel(), x.dim(), x.sizes().data(), x.strides().data()};
+  View view;
+  TORCH_CHECK_VALUE(covered_view(x, *format, &view), "nanwatch.", op, ": the tensor's storage holds ",
+                    x.storage().nbytes(), " bytes, fewer than its shape ", x.sizes(), " and strides ", x.strides(),
+                    " need; it was freed or resized.");
+  return view;
 }
 
 inline at::Tensor reference(const char* op, const at::Tensor& x) {

@@ -1,11 +1,11 @@
-// View of an at::Tensor for the reductions: its format, and whether its memory may be read through a pointer.
+// View of an at::Tensor for the reductions.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <optional>
 
-#include "numerics/formats.h"
+#include "cpu/range_cpu.h"
 
 namespace nanwatch {
 
@@ -20,20 +20,25 @@ inline std::optional<Format> format_of(at::ScalarType type) {
   }
 }
 
-// Returns whether the storage really holds the elements that sizes and strides name. A storage resized to nothing (a
-// sharded parameter between uses) does not, and reading it would crash the process.
-inline bool storage_covers(const at::Tensor& x) {
-  const int64_t numel = x.numel();
+// Fills `view`; false where the storage does not hold the elements that sizes and strides name. A storage resized to
+// nothing (a sharded parameter between uses) does not, and reading it would crash the process. Asks the tensor for each
+// thing once, and for none through a call: this is a fifth of a watched call.
+inline bool covered_view(const at::Tensor& x, Format format, View* view) {
+  const c10::TensorImpl* const impl = x.unsafeGetTensorImpl();
+  const at::IntArrayRef sizes = impl->sizes(), strides = impl->strides();
+  const int64_t width = int64_t(word_size(format)), offset = impl->storage_offset(), numel = impl->numel();
+  *view = {nullptr, format, numel, int64_t(sizes.size()), sizes.data(), strides.data()};
   if (numel == 0) return true;
-  int64_t last = x.storage_offset();
-  if (x.unsafeGetTensorImpl()->is_contiguous()) {
+  int64_t last = offset;
+  if (impl->is_contiguous()) {
     last += numel - 1;
   } else {
-    const at::IntArrayRef sizes = x.sizes(), strides = x.strides();
     for (size_t d = 0; d < sizes.size(); ++d) last += (sizes[d] - 1) * strides[d];
   }
-  const c10::Storage& storage = x.unsafeGetTensorImpl()->unsafe_storage();
-  return storage && storage.data() != nullptr && size_t(last + 1) * x.itemsize() <= storage.nbytes();
+  const c10::StorageImpl* const storage = impl->unsafe_storage().unsafeGetStorageImpl();
+  if (storage == nullptr || storage->data() == nullptr || (last + 1) * width > int64_t(storage->nbytes())) return false;
+  view->data = static_cast<const char*>(storage->data()) + offset * width;
+  return true;
 }
 
 // An unsigned number under the lazy negative bit is the one case where the words in memory have another magnitude.

@@ -52,11 +52,10 @@ bool CallObserver::find_device(const at::Tensor& x, PendingRows* pending, View* 
   if (backend == nullptr || devices_off_) return false;
   const int number = backend->device_of(&x);
   const std::optional<Format> format = number < 0 ? std::nullopt : format_of(x.scalar_type());
-  if (!format.has_value() || x.is_neg() || !storage_covers(x)) return false;
+  if (!format.has_value() || x.is_neg() || !covered_view(x, *format, view)) return false;
   const PendingRows::StreamSlot& stream_slot = pending->stream_slot_of(number, *backend);
   if (stream_slot.error != 0 || stream_slot.capturing != 0) return false;
   table_ = RowTable::instance();
-  *view = {x.const_data_ptr(), *format, x.numel(), x.dim(), x.sizes().data(), x.strides().data()};
   *device = number;
   return true;
 }
