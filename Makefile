@@ -136,9 +136,8 @@ lint: $(TOOLS)
 	$(TOOL) mypy
 	$(LINT_IMPORTS)
 	$(CLANG_FORMAT) --dry-run --Werror $(FORMATTED)
-	$(PY_ONLY) csrc/make_formats.py --check
 	$(PY_ONLY) tests/check_sizes.py
-	$(PY_ONLY) csrc/make_columns.py --check
+	$(PY_ONLY) csrc/make_headers.py --check
 
 format: $(TOOLS)
 	$(TOOL) ruff check --fix .

@@ -1,5 +1,5 @@
 // Names for the items of rows, of those of the kernels and those that Python has. Host and device, no torch. Written by
-// csrc/make_columns.py from python/nanwatch/; `make lint` checks that it is not stale.
+// csrc/make_headers.py from python/nanwatch/; `make lint` checks that it is not stale.
 // clang-format off
 #pragma once
 

@@ -1,4 +1,4 @@
-// The number formats as lists of macros: X(...) is called for each. Written by csrc/make_formats.py from
+// The number formats as lists of macros: X(...) is called for each. Written by csrc/make_headers.py from
 // python/nanwatch/numerics/formats.py, which says what the columns mean; `make lint` checks that it is not stale.
 // clang-format off
 #pragma once

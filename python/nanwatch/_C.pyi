@@ -1,6 +1,6 @@
-# A compiled part is not loaded when this file has changed since it was built. csrc/make_columns.py writes the digest of
+# A compiled part is not loaded when this file has changed since it was built. csrc/make_headers.py writes the digest of
 # the headers that are generated from the declarations, so that a new field of a record changes the file too.
-# headers: 3946fb25de751bac
+# headers: be50971dcab90b00
 
 import weakref
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """The number formats, declared once, and the plain results of reading a tensor. Needs no torch.
 
-`NUMBER_FORMATS` is the declaration for Python and C++: `csrc/make_formats.py` writes `csrc/numerics/format_table.h`
+`NUMBER_FORMATS` is the declaration for Python and C++: `csrc/make_headers.py` writes `csrc/numerics/format_table.h`
 from it, and `make lint` fails when that header is stale. The script runs this file alone, so it imports nothing of
 nanwatch.
 """

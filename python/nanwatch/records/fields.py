@@ -1,7 +1,7 @@
 """The fields of a named tuple as columns of a table, by their annotations.
 
 `Record` and `Frame` in record.py are the declarations. From their fields come the order of the items in C++
-(`csrc/make_columns.py` writes `csrc/numerics/columns.h`), the columns of traces and the JSON of reports
+(`csrc/make_headers.py` writes `csrc/numerics/columns.h`), the columns of traces and the JSON of reports
 (`util/reading.py`). A new number in every record is a line there, `median: float | None = None`, and what computes it.
 """
 
