@@ -69,7 +69,7 @@ def test_masks_and_infinities_that_are_meant(dtype: torch.dtype) -> None:
         def forward(self, x: Tensor, *masks: Tensor) -> Tensor:
             return x * 2
 
-    for given_masks, allowed in ((masks, ()), ([spoilt], "0")):
+    for given_masks, allowed in ((masks, ()), ([spoilt], "inf:0")):
         texts = []
         for on_device in (False, True):
             model = nn.ModuleList([Takes()])
