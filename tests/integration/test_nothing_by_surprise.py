@@ -14,6 +14,7 @@ from support.processes import environment, forked
 SCRIPT = """
 import json, os, signal, sys, threading, types
 import torch, torch.distributed, torch.utils.checkpoint, torch.distributed.pipelining
+import torch._subclasses.schema_check_mode  # by torch, where modes are set aside for a read
 from torch import nn
 
 def inventory():
