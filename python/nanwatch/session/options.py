@@ -326,7 +326,9 @@ class Options:
         "VALUE:PATTERN",
     )
     rerun: bool | None = _option(None, flag_or_none, "run a failed batch again to find operation and cure")
-    output_dir: Path | None = _option(None, to_path, "write each failure's report and capsule there", "DIR")
+    output_dir: Path | None = _option(
+        None, to_path, "write each failure's report and capsule into this folder", "DIR"
+    )
     trace: Trace | None = _option(
         None, to_trace, "write the range of every tensor into this Parquet file", "PATH"
     )
