@@ -44,20 +44,10 @@ def frame_values(frame: FrameType) -> dict[str, Any]:
     return copy
 
 
-def _library_folders() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    folders = {
-        paths["stdlib"],
-        paths["platstdlib"],
-        paths["purelib"],
-        paths["platlib"],
-        *site.getsitepackages(),
-    }
-    folders.add(os.path.dirname(os.__file__))
-    return tuple(f"{folder}{os.sep}" for folder in folders)
-
-
-_LIBRARIES = (*_library_folders(), *SKIPPED_FILES, "<frozen ")
+_PATHS = sysconfig.get_paths()
+_FOLDERS = {_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+_FOLDERS |= {os.path.dirname(os.__file__), *site.getsitepackages()}
+_LIBRARIES = (*(f"{folder}{os.sep}" for folder in _FOLDERS), *SKIPPED_FILES, "<frozen ")
 
 
 @functools.lru_cache(1024)

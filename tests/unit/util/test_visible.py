@@ -24,11 +24,12 @@ def _is_broad(kind: ast.expr | None) -> bool:
 
 
 def _tells(handler: ast.ExceptHandler) -> bool:
-    """Return whether it raises, mentions the exception, or counts it."""
+    """Return whether it raises, mentions the exception, prints or counts it."""
     inside = [node for statement in handler.body for node in ast.walk(statement)]
     names = {node.id for node in inside if isinstance(node, ast.Name)}
+    names |= {node.attr for node in inside if isinstance(node, ast.Attribute)}
     return any(isinstance(node, ast.Raise) for node in inside) or bool(
-        names & {handler.name, "suppressed", "counts"}
+        names & {handler.name, "suppressed", "counts", "print_exc"}
     )
 
 
