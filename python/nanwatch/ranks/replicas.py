@@ -1,29 +1,42 @@
-"""Who holds the same: the weights of a model and the states of its optimizers that other ranks hold too.
+"""Replicas: the weights and optimizer states that other ranks hold too, and their comparison while a run goes on.
 
 A DTensor says by its mesh and its placements which ranks hold the same shard. A plain tensor is held by all ranks of
 the process group of the DistributedDataParallel around it. Every other tensor is taken for this rank's own.
+
+A check takes the fingerprints when a batch begins that follows a step of the optimizer: no weight is half written then.
+The first batches after it ask whether another rank had other fingerprints.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
+from ..instrumentation.global_hooks import Handles, after_steps
 from ..instrumentation.wrapped_names import named_modules, parameter_names
 from ..numerics import _extension
 from ..numerics._fingerprint import fingerprint
 from ..numerics.readable import local_shard, only_our_dispatch, unreadable
+from ..recording.events import WatchPart
 from ..recording.optimizer_state import state_tensors
-from .exchange import MOST_RANKS, Ranks, Side, Verdict
+from ..report.events import ReplicaDifference
+from ..util.modules import each_parameter
+from ..util.visible import spell, suppressed, warn_user
+from .exchange import MOST_RANKS, Comparison, Ranks, Side, Verdict
 
 Kind: TypeAlias = Literal["weight", "state"]
+_MOST_NAMES = 100
+_KEPT = 8  # checks, whose batches are known
 
 
 class Held(NamedTuple):
@@ -163,3 +176,128 @@ def judge(sides: list[Side]) -> Verdict:
         "num_ranks": total,
         "is_majority": is_majority,
     }
+
+
+class ReplicaWatch(WatchPart):
+    """Part of a Watch with `replicas`: compares what the ranks should hold alike, every `every` steps.
+
+    `tell(difference)` is called in the thread of the run, when a batch begins or the watch ends. `timeout` are the
+    seconds that a difference waits for ranks that do not answer. No error of this leaves it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int,
+        timeout: float,
+        tell: Callable[[ReplicaDifference], object],
+    ) -> None:
+        self._every, self._timeout, self._tell = every, timeout, tell
+        self.differences: deque[ReplicaDifference] = deque(maxlen=16)
+        self._model = weakref.ref(model)
+        self._replicas = Replicas(model)
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._pid = os.getpid()
+        self._has_stepped = False
+        self._batch = 0
+        self._step = 0  # batches that followed a step of the optimizer
+        self._batches: dict[int, int] = {}  # by check
+        self._is_off = self._has_warned = False
+        self._comparison: Comparison | None = None
+        this = weakref.ref(self)
+
+        def after(optimizer: Optimizer, *_: Any) -> None:
+            if (watch := this()) is not None and not watch._has_stepped:
+                watch._stepped(optimizer)
+
+        self._hooks = Handles(self, [after_steps.add(after)])
+
+    @_disable_dynamo
+    def _stepped(self, optimizer: Optimizer) -> None:
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._optimizers.get(optimizer)
+        if known is None or (known[0] != count and not known[1]):
+            model = self._model()
+            parameters = {id(x) for group in optimizer.param_groups for x in group["params"]}
+            # A float32 copy of the weights does not say which weight it belongs to.
+            is_models = model is not None and any(id(x) in parameters for x in each_parameter(model))
+            known = self._optimizers[optimizer] = count, is_models
+        self._has_stepped = known[1]
+
+    def batch_started(self, batch: int, module: nn.Module | None = None, args: tuple[Any, ...] = ()) -> None:
+        """Take the fingerprints, if a check is due, and tell of differences. Never raises."""
+        if self._is_off or not self._has_stepped or os.getpid() != self._pid or _is_captured():
+            return
+        self._has_stepped, self._batch = False, batch
+        self._step += 1
+        with self._ending_by_an_error():
+            if self._comparison is not None:
+                self._tell_all(self._comparison.look())
+            if self._step % self._every == 0:
+                self._check(batch)
+
+    @contextlib.contextmanager
+    def _ending_by_an_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            suppressed("replicas could not be compared")
+            self._is_off = True
+            warn_user(f"nanwatch compares replicas no more: {spell(error)}", may_raise=False)
+
+    def _check(self, batch: int) -> None:
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            self._warn_of_none("torch.distributed is not initialized in this process")
+            return
+        tensors = self._replicas.held(list(self._optimizers))
+        if not tensors:
+            self._warn_of_none(
+                "neither DistributedDataParallel nor a replicated DTensor says which ranks hold the same"
+            )
+            return
+        if self._comparison is None or (self._comparison.is_over and self._comparison.error is None):
+            self._comparison = Comparison("replicas", judge, self._timeout)
+        number = self._step // self._every
+        self._batches = {number: batch, **dict(list(self._batches.items())[: _KEPT - 1])}
+        for ranks, values in fingerprints(tensors).items():
+            self._comparison.post(ranks, number, values, {})
+        if self._comparison.error is not None:
+            raise self._comparison.error
+
+    def _warn_of_none(self, why: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn_user(f"nanwatch compares no replicas so far, as {why}", may_raise=False)
+
+    def _tell_all(self, verdicts: list[tuple[int, Ranks, Verdict]]) -> None:
+        for number, ranks, verdict in verdicts:
+            if not verdict["names"]:
+                continue
+            difference = ReplicaDifference(
+                step=number * self._every,
+                equal_at=(number - 1) * self._every,
+                tensors=tuple(verdict["names"][:_MOST_NAMES]),
+                num_tensors=len(verdict["names"]),
+                ranks=tuple(verdict["ranks"]),
+                num_odd=verdict["num_odd"],
+                hosts=tuple(verdict["hosts"]),
+                num_ranks=verdict["num_ranks"],
+                size=len(ranks),
+                is_majority=verdict["is_majority"],
+                batch=self._batches.get(number, 0),
+            )
+            self.differences.append(difference)
+            self._tell(difference)
+
+    def remove(self) -> None:
+        """End the comparison. Waits for the other ranks' last check, at most 2 s while nothing differs."""
+        self._hooks.remove()
+        self.batch_started(self._batch)
+        with self._ending_by_an_error():
+            if self._comparison is not None and not self._is_off:
+                self._tell_all(self._comparison.end())
+        self._is_off = True
+
+
+def _is_captured() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -22,7 +22,7 @@ from ..history.spikes import SpikeWatch
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
 from ..instrumentation.calls import Attachment
 from ..instrumentation.global_hooks import GlobalHooks
-from ..ranks.replica_watch import ReplicaWatch
+from ..ranks.replicas import ReplicaWatch
 from ..ranks.step_ranks import StepRanks
 from ..recording.events import Arrival, BackwardCall, Event, Recorder, WatchPart
 from ..recording.recorder import make_recorder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import nanwatch
-from nanwatch.ranks.replicas import Held, Replicas, fingerprints
+from nanwatch.ranks.replicas import Held, Replicas, ReplicaWatch, fingerprints
+from nanwatch.report.events import ReplicaDifference
 
 
 @pytest.fixture
@@ -91,3 +93,24 @@ def test_fingerprints_are_the_public_ones() -> None:
     x, y = torch.randn(5, 3), torch.ones(4, dtype=torch.bfloat16)
     values = fingerprints([Held("x", "weight", x, (0, 1)), Held("y", "state", y, (1, 2))])
     assert values == {(0, 1): {"x": nanwatch.fingerprint(x)}, (1, 2): {"y": nanwatch.fingerprint(y)}}
+
+
+def test_a_watch_outside_a_job_says_so_once_and_lets_go(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """Nothing is compared, and the model may go."""
+    model = torch.nn.Linear(2, 2)
+    told: list[ReplicaDifference] = []
+    watch = ReplicaWatch(model, 1, 5.0, told.append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in range(3):
+        watch.batch_started(batch)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    watch.remove()
+    (warned,) = recwarn
+    assert "compares no replicas so far, as torch.distributed is not initialized" in str(warned.message)
+    assert told == []
+    gone = weakref.ref(model)
+    del model, optimizer
+    assert gone() is None
