@@ -169,6 +169,7 @@ def test_the_error_has_the_report_of_watch() -> None:
 
 
 @pytest.mark.compile
+@pytest.mark.slow
 def test_stdout_is_the_same_in_compiled_code(capsys: pytest.CaptureFixture[str]) -> None:
     """Under torch.compile every hook breaks the graph, the text is the same, and the values are those of each batch."""
     texts = []
