@@ -82,20 +82,19 @@ def scan(
     _extension.explain_once()
     members, problems = _read_all(paths, tell, fingerprints=against is not None)
     changes: list[Change] = []
-    if against is not None:
-        other = str(against)
-        reference, faults = _read_all([against], tell, fingerprints=True)
+    other_path = None if against is None else str(against)
+    if other_path is not None:
+        reference, faults = _read_all([other_path], tell, fingerprints=True)
         if not reference:
             why = "; ".join(fault.text for fault in faults) or "it has no tensor"
-            raise ValueError(f"{other} cannot be compared with: {why}")
-        changes = [Change(other, other, "not compared", fault.text) for fault in faults]
+            raise ValueError(f"{other_path} cannot be compared with: {why}")
+        changes = [Change(other_path, other_path, "not compared", fault.text) for fault in faults]
         changes += compare(members, reference, tell)
     tensors = tuple(tensor for _, tensor in members)
     problems += _problems(tensors)
     for name in formats:
         problems += _tried(members, name, tell)
     problems.sort(key=lambda problem: not problem.is_fault)
-    other_path = None if against is None else str(against)
     return Scan(tuple(map(str, paths)), other_path, tensors, tuple(problems), tuple(changes))
 
 
