@@ -20,6 +20,7 @@ from nanwatch.trace.comparison import diff
 from nanwatch.trace.trace_file import Trace
 from support.html_page import Page
 from support.toys import mlp
+from support.watching import watch as watching
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -122,6 +123,34 @@ def test_two_batches_of_one_trace(tmp_path: Path) -> None:
     assert found.first.label == "weight"
     assert found.grew[0].factor == pytest.approx(3)
     assert found.a.endswith("run.parquet batch 1")
+
+
+@pytest.mark.parametrize("change", ["swap", "ulp"])
+def test_other_bits_in_the_same_range_are_named(tmp_path: Path, change: str) -> None:
+    """Two elements that change places, or one unit in the last place: fingerprints tell, ranges do not."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    traces = []
+    for name in ("a", "again", "b"):
+        path = tmp_path / f"{name}.parquet"
+        with watching(model, trace=path, fingerprints=True), torch.no_grad():
+            model(x)
+            flat = model[2].weight.view(-1)
+        traces.append(path)
+        if name == "again":
+            middle = flat.detach().abs().argsort()[5:7]
+            with torch.no_grad():
+                flat[middle] = (
+                    flat[middle.flip(0)] if change == "swap" else flat[middle].nextafter(torch.ones(2))
+                )
+    again = diff(traces[0], traces[1])
+    assert not again.differs
+    assert again.num_bits == Trace.open(traces[0]).table(["dtype"])["dtype"].is_valid().to_numpy().sum()
+    found = diff(traces[0], traces[2])
+    assert found.first is not None
+    assert (found.first.module, found.first.label, found.first.kind) == ("2", "weight", "bits")
+    by_range = diff(traces[0], traces[2], ignore=["bits"])
+    assert by_range.first is None or by_range.first.label != "weight"
 
 
 # Records that differ
