@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -171,7 +170,7 @@ def twice_main(arguments: list[str]) -> int:
         command = [*(["-m"] if is_module else []), target, *rest]
         with tempfile.TemporaryDirectory(prefix="nanwatch-twice-") as folder:
             file = Path(folder, "recording.json")
-            run = partial(_run, file=file, command=command, limit=options.batches, since=time.time())
+            run = partial(_run, file=file, command=command, limit=options.batches)
             result = examine(run, os.path.basename(target), options.times, TRIALS, tell)
         if result.equal and result.error:
             raise UseError(f"the runs are bit-equal, but each ended by {result.error}")
@@ -181,17 +180,11 @@ def twice_main(arguments: list[str]) -> int:
 
 
 def _run(
-    names: Sequence[str],
-    most_batches: int | None,
-    *,
-    file: Path,
-    command: list[str],
-    limit: int | None,
-    since: float,
+    names: Sequence[str], most_batches: int | None, *, file: Path, command: list[str], limit: int | None
 ) -> Recording:
     """Run the script in a process and return its recording. Raise UseError when its model is never called."""
     limits = [most for most in (most_batches, limit) if most is not None]
-    request = {"trials": names, "most_batches": min(limits, default=None), "file": str(file), "since": since}
+    request = {"trials": names, "most_batches": min(limits, default=None), "file": str(file)}
     file.unlink(missing_ok=True)
     # A watch in the script would be before the calls that are to be recorded.
     environment = {**os.environ, "NANWATCH": "0", _VARIABLE: json.dumps(request)}
@@ -219,23 +212,9 @@ def _record(request: dict[str, Any], target: str, arguments: list[str], *, is_mo
     """Run the script in this process and write its recording."""
     process, status = os.getpid(), 0
     recorder = Recorder(request["most_batches"])
-    notes = recorder.recording.notes
-    start = time.time()
-
-    def note_file(event: str, values: tuple[Any, ...]) -> None:
-        """Note which files this run reads after an earlier run has changed them."""
-        if event != "open" or not isinstance(values[0], str) or len(notes) > 100:
-            return
-        path, flags = values[0], values[2]
-        if flags & (os.O_WRONLY | os.O_TRUNC) or path.endswith((".pyc", ".py")) or not os.path.isfile(path):
-            return
-        if request["since"] <= os.path.getmtime(path) < start:
-            notes.append(f"the script reads a file that the run before it has written: {path}")
-
-    sys.addaudithook(note_file)
     with ExitStack() as trials:
         for name in request["trials"]:
-            trials.enter_context(TRIALS[name].patch(notes.append))
+            trials.enter_context(TRIALS[name].patch(recorder.recording.notes.append))
         with recorder.running() as recording:
             try:
                 run_script(target, arguments, is_module=is_module)

@@ -158,9 +158,7 @@ def innermost(calls: Sequence[ModuleCall], start: int, end: int) -> ModuleCall:
     )
 
 
-def unmatched(
-    calls: Sequence[ModuleCall], pairs: Sequence[CallPair], start: int = -1, end: int = 1 << 62
-) -> str:
+def unmatched(calls: Sequence[ModuleCall], pairs: Sequence[CallPair], start: int, end: int) -> str:
     """Name the modules with parameters that are called between two times and that no pair has."""
     known = {id(call) for pair in pairs for side in pair.sides for call in side}
     alone = [

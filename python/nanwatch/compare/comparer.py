@@ -114,9 +114,9 @@ class Comparer:
         """Return whether neither inputs nor outputs of the pair are above the noise."""
         return not any(self.differs((kind, pair)) for kind in _KINDS)
 
-    def lone_modules(self) -> str:
-        """Name modules with parameters that were called on one side alone."""
-        return "".join(unmatched(calls, self.pairs) for calls in self._calls)
+    def spreads(self) -> bool:
+        """Return whether the input of a leaf is above the noise."""
+        return any(self.differs(("inputs", pair)) for pair in self.pairs if pair.is_leaf)
 
     def module_error(self, pair: CallPair) -> ModuleError:
         """Return the errors of a pair, which need not be one of those that were matched."""

@@ -15,7 +15,7 @@ from torch.utils import _pytree
 from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
 from ..util.modules import each_module, each_parameter, is_in
-from ..util.visible import first_few, module_name, spell, without_wrappers
+from ..util.visible import module_name, spell, without_wrappers
 from .calls import (
     COMPILED,
     FLOATS,
@@ -255,9 +255,9 @@ def _with_parameters(comparer: Comparer, result: Comparison) -> Comparison:
     """Return the result with what modules keep apart: a leaf with another parameter or eps is never equal."""
     pairs = {pair.names: pair for pair in reversed(comparer.pairs)}.values()
     leaves = [(pair, words) for pair in pairs if pair.is_leaf and (words := parameter_differences(pair))]
-    # What makes up for another weight is another module too, which may have no match.
-    is_only = len(leaves) == 1 and not comparer.lone_modules()
-    faults = [(pair, words) for pair, words in leaves[::-1] if is_only or comparer.agrees(pair)]
+    # What makes up for another weight is another weight, or code: then all that follows agrees.
+    is_lost = len(leaves) == 1 and comparer.spreads()
+    faults = [(pair, words) for pair, words in leaves[::-1] if is_lost or comparer.agrees(pair)]
     if result.equal and faults:
         pair, words = faults[0]
         where = (
@@ -266,15 +266,12 @@ def _with_parameters(comparer: Comparer, result: Comparison) -> Comparison:
         result = replace(
             result, equal=False, first=comparer.module_error(pair), where=where, likely=tuple(words)
         )
-    same_names = [pair for pair in pairs if len({*map(without_wrappers, pair.names)}) == 1]
-    stored = [(pair, gap.words) for pair in list(same_names)[::-1] for gap in gaps(pair)]
-    if not stored:
-        return result
-    listed = first_few([f"{module_name(pair.names[0])} ({text})" for pair, text in stored])
-    result = replace(result, remarks=(*result.remarks, f"apart before anything is run: {listed}"))
     if result.equal is False and result.first is None:
-        pair, text = stored[0]
-        return replace(result, first=comparer.module_error(pair), where=result.why, why="", likely=(text,))
+        same_names = [pair for pair in list(pairs)[::-1] if len({*map(without_wrappers, pair.names)}) == 1]
+        stored = next(((pair, gap.words) for pair in same_names for gap in gaps(pair)), None)
+        if stored is not None:
+            first = comparer.module_error(stored[0])
+            return replace(result, first=first, where=result.why, why="", likely=(stored[1],))
     return result
 
 

@@ -60,8 +60,7 @@ class TensorPrint(NamedTuple):
 class Recording:
     """One run: its tensors in order, and what else was noted.
 
-    `error` is the exception that ended the run, in words. `notes` are calls that a trial has replaced, and files that
-    an earlier run has changed.
+    `error` is the exception that ended the run, in words. `notes` are calls that a trial has replaced.
     """
 
     tensors: list[TensorPrint] = field(default_factory=list)
@@ -88,7 +87,6 @@ class Recorder:
         self._most_batches = most_batches
         self._model: nn.Module | None = None
         self._local = threading.local()
-        self._lock = threading.Lock()
         # Path and class of modules; path, class and label of parameters.
         self._names: WeakIdentityDict[tuple[str, ...]] = WeakIdentityDict()
         self._hooks: list[Any] = []
@@ -132,10 +130,9 @@ class Recorder:
         # Threads that only PyTorch knows have a new number in each run.
         name = "" if thread is threading.main_thread() else thread.name.partition("-")[0]
         batch = max(self.recording.batches - 1, 0) if self.batch is None else self.batch
-        with self._lock:
-            if self._is_running:
-                tensor = TensorPrint(batch, kind, module, class_name, label, form, bits, name)
-                self.recording.tensors.append(tensor)
+        if self._is_running:
+            tensor = TensorPrint(batch, kind, module, class_name, label, form, bits, name)
+            self.recording.tensors.append(tensor)
 
     def _default_call(self) -> Callable[..., Any]:
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

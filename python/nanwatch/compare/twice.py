@@ -24,7 +24,7 @@ _CONFIRMING = 2
 _MOST_TRIALS = 5
 _UNKNOWN = (
     "no change that was tried made the runs equal: look at threads that end in any order, other processes, id(),"
-    " listings of files, unwritten memory, and objects that a run leaves changed"
+    " listings of files, unwritten memory, and files and objects that a run leaves changed"
 )
 # Makes a run under some trials, of at most so many batches.
 Run = Callable[[Sequence[str], int | None], Recording]
@@ -184,7 +184,7 @@ def twice(
 
 def examine(run: Run, what: str, times: int, trials: dict[str, Trial], tell: Tell = silent) -> Repetition:
     """Compare `times` runs. Where they part, try the trials."""
-    first, last, parted = _compared(run, (), None, times, lambda i: tell(f"making run {i}"))
+    first, parted = _compared(run, (), None, times, tell)
     remarks = [f"the run ended by {first.error}"] if first.error else []
     if unread := [tensor for tensor in first.tensors if "not compared" in tensor.form]:
         label, form = unread[0].label, unread[0].form
@@ -200,26 +200,21 @@ def examine(run: Run, what: str, times: int, trials: dict[str, Trial], tell: Tel
         cause = f"dropout. {cause}"
     has = "nothing" if counterpart is None else "" if counterpart.where == tensor.where else counterpart.where
     difference = FirstDifference(*tensor[:6], tensor.where, place, has, cause)
-    notes = tuple(dict.fromkeys((*remarks, *last.notes)))
-    return replace(result, difference=difference, tried=tuple(tried), remarks=notes)
+    return replace(result, difference=difference, tried=tuple(tried))
 
 
 def _compared(
-    run: Run,
-    names: Sequence[str],
-    most_batches: int | None,
-    times: int,
-    tell: Callable[[int], object] = lambda i: None,
-) -> tuple[Recording, Recording, _FirstTensor | None]:
-    """Make runs until one differs from the first. Return the first, the last, and the difference."""
-    tell(1)
-    first = last = run(names, most_batches)
+    run: Run, names: Sequence[str], most_batches: int | None, times: int, tell: Tell = silent
+) -> tuple[Recording, _FirstTensor | None]:
+    """Make runs until one differs from the first. Return the first, and the difference."""
+    tell("making run 1")
+    first = run(names, most_batches)
     for number in range(2, times + 1):
-        tell(number)
-        last = run(names, most_batches)
-        if (parted := _first_difference(first, last)) is not None:
-            return first, last, parted
-    return first, last, None
+        tell(f"making run {number}")
+        parted = _first_difference(first, run(names, most_batches))
+        if parted is not None:
+            return first, parted
+    return first, None
 
 
 def _first_difference(a: Recording, b: Recording) -> _FirstTensor | None:
@@ -256,7 +251,7 @@ def _try(run: Run, trials: dict[str, Trial], parted: _FirstTensor, tell: Tell) -
         change = " and ".join(trials[name].change for name in using)
         tell(f"trying {change}")
         try:
-            first, _, remaining = _compared(run, using, batch + 1, 2 + _CONFIRMING)
+            first, remaining = _compared(run, using, batch + 1, 2 + _CONFIRMING)
         except Exception as error:  # torch names operations that have no deterministic kernel in this way
             done.append(Tried(change, "failed", spell(error)))
             continue

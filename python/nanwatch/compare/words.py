@@ -35,14 +35,9 @@ def shape_of_difference(
     varies = float((difference - difference.mean(0)).norm()) / float(difference.norm())
     if len(a) > 1 and varies < max(0.05, 4 * floor / distance):
         words.append("an offset: the same in each token, as of a bias")
-    for dim, permuted in (
-        (-1, "a permutation: the same numbers in another order"),
-        (0, "the same rows in another order"),
-    ):
-        ordered_a, ordered_b = (x.sort(dim)[0] for x in (a, b))
-        if distance > 0.01 and float((ordered_a - ordered_b).norm() / size) < noise:
-            words.append(permuted)
-            break
+    ordered_a, ordered_b = (x.sort(-1)[0] for x in (a, b))
+    if distance > 0.01 and float((ordered_a - ordered_b).norm() / size) < noise:
+        words.append("a permutation: the same numbers in another order")
     columns = difference.norm(dim=0)
     off = columns > max(1e-3 * float(columns.max()), 2 * floor * float(a.norm(dim=0).max()))
     places = off.nonzero().flatten().tolist()
@@ -64,11 +59,7 @@ def _token_words(rows: Tensor, shape: Sequence[int], floor: float) -> list[str]:
         if off[0] == 1:
             return ["all tokens but the first: a mask, positions, or the scale of the attention"]
         return [f"tokens from {off[0]} on only: a mask or positions"]
-    if off and off[-1] < count - 1:
-        return [f"tokens up to {off[-1]} only"]
-    places = torch.arange(count, dtype=torch.float64)
-    grows = float(torch.corrcoef(torch.stack([places, errors]))[0, 1]) if count > 3 else 0.0
-    return ["growing along the sequence: positions, or a state that is carried on"] if grows > 0.9 else []
+    return [f"tokens up to {off[-1]} only"] if off and off[-1] < count - 1 else []
 
 
 class Gap(NamedTuple):
