@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..diagnosis import rerun
-from ..diagnosis.batch_snapshot import BatchSnapshot, draws_outside_torch
+from ..diagnosis.batch_snapshot import BatchSnapshot, BufferHistory, BufferValues, draws_outside_torch
 from ..diagnosis.incident import Incident, write_frames
 from ..diagnosis.isolation import ChildEndedError, NoChildError, clock, run_in_child, why_no_child
 from ..diagnosis.loss_statements import BackwardCall, read_graph
-from ..diagnosis.module_state import BufferHistory, BufferValues
 from ..diagnosis.trials import Conditions
 from ..instrumentation.execution_context import RngState
 from ..precision.casting import ParametrizationCache, cached_parametrizations

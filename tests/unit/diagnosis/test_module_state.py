@@ -10,8 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.diagnosis.batch_snapshot import BatchSnapshot, draws_outside_torch, no_second_run
-from nanwatch.diagnosis.module_state import BufferHistory
+from nanwatch.diagnosis.batch_snapshot import (
+    BatchSnapshot,
+    BufferHistory,
+    draws_outside_torch,
+    no_second_run,
+)
 from support.examined import Does
 
 
