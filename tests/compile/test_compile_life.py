@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import nanwatch
 from nanwatch.instrumentation import compiled
 from support.recorders import needs_native
 from support.toys import Scale, names
@@ -34,7 +33,6 @@ class Model(nn.Module):
 
 
 pytestmark = needs_native
-WHOLE = ["first", "last", ""]
 
 
 @pytest.fixture(autouse=True)
@@ -44,24 +42,7 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def of_batch(w: nanwatch.Watch, batch: int) -> list[str]:
-    return [name for one, name in names(w) if one == batch]
-
-
 # Order
-
-
-@pytest.mark.filterwarnings("error")
-def test_compile_in_place_after_the_watch() -> None:
-    """`model.compile()` goes behind the watch, which sees each batch, and is left as it is by stop()."""
-    model, x = Model(), torch.randn(2, 3)
-    with watch(model) as w:
-        model.compile(backend="aot_eager", fullgraph=True)
-        place = vars(model)["_compiled_call_impl"]
-        for _ in range(3):
-            model(x)
-        assert [of_batch(w, batch) for batch in range(3)] == [WHOLE, WHOLE, WHOLE]
-    assert model._compiled_call_impl is place
 
 
 # Stop
@@ -197,16 +178,3 @@ def test_the_operator_keeps_the_rules(device: str) -> None:
     site = torch.tensor([0])
     torch.library.opcheck(compiled.record_, (sequence, site, None, "", [x]))
     torch.library.opcheck(compiled.record_, (sequence, site, site, "Linear\not output", [x]))
-
-
-def test_two_watches_on_one_compiled_model() -> None:
-    """Each has its own frames, and the one that stays keeps them when the other stops."""
-    model, x = Model(), torch.randn(2, 3)
-    call = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with watch(model) as outer:
-        with watch(model, read="weights buffers outputs") as inner:
-            call(x)
-        call(x)
-    assert names(outer) == [(batch, name) for batch in (0, 1) for name in WHOLE]
-    assert names(inner) == [(0, name) for name in WHOLE]
-    assert {record.role for frame in inner.frames for record in frame.records} == {"weight", "output"}

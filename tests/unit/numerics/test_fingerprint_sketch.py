@@ -74,17 +74,3 @@ def test_the_estimates_are_close_to_the_truth(
     cosine = torch.nn.functional.cosine_similarity(a, b)
     apart = (torch.nn.functional.cosine_similarity(before, after) - cosine).abs()
     assert (apart < 4 * WIDTH**-0.5 * (1 - cosine**2).clamp(min=1e-12)).double().mean() > 0.99
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_layout_autocast_and_the_rows_limit_change_nothing(dtype: torch.dtype) -> None:
-    """Also the first rows alone: a matrix that was made for shorter rows serves them."""
-    x = inputs((3, 5, 7, 40)).to(dtype)
-    expected = sketch(x, max_rows=None)
-    assert expected.shape == (105, WIDTH)
-    strided = x.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0)
-    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
-        assert torch.equal(sketch(strided), expected)
-    for rows in (1, 35, 36, 104, 105, 106):
-        torch.testing.assert_close(sketch(strided, max_rows=rows), expected[:rows], rtol=1e-6, atol=1e-6)
-    assert sketch(x[0, 0, 0, 0]).shape == (1, WIDTH)

@@ -13,7 +13,7 @@ import torch
 
 from nanwatch import would_fit
 from support.implementations import Place
-from support.oracle import FLOATS_8, FLOATS_16, INTEGERS, from_patterns, values_of
+from support.oracle import FLOATS_8, FLOATS_16, from_patterns, values_of
 
 INF, NAN = math.inf, math.nan
 TARGETS = (
@@ -100,18 +100,6 @@ def test_float64_holds_itself_and_its_ends_move_with_the_scale() -> None:
     assert counts_of(x, torch.float64, math.nextafter(0.5, 1)) == (4, 0, 0, 2)
     assert counts_of(x, torch.float64, 2.0) == (4, 1, 0, 1)
     assert counts_of(x, torch.float64, 1e-320) == (4, 0, 2, 1)
-
-
-@pytest.mark.parametrize("dtype", INTEGERS)
-def test_integers_by_their_magnitude(place: Place, dtype: torch.dtype) -> None:
-    """An integer counts as the float64 of its value, the most negative one too."""
-    info = torch.iinfo(dtype)
-    values = [info.min, info.max, 0, 1, min(info.max, 2**53 + 1)]
-    wide = torch.tensor([float(value) for value in values], dtype=torch.float64)
-    for target, scale in ((torch.float16, 1.0), (torch.float8_e4m3fn, 3.0)):
-        assert counts_of(place(torch.tensor(values, dtype=dtype)), target, scale) == counts_of(
-            wide, target, scale
-        )
 
 
 def test_shares_leave_out_zeros_and_what_is_not_finite(place: Place) -> None:

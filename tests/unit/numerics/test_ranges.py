@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from nanwatch.numerics import ranges
 from nanwatch.numerics._fingerprint import BLOCK
 from support.implementations import Implementation
-from support.oracle import DTYPES, FLOATS, expected, from_patterns, random_patterns, same, values_of
+from support.oracle import FLOATS, expected, from_patterns, same, values_of
 from support.strategies import views
 
 INF, NAN = math.inf, math.nan
@@ -37,13 +35,6 @@ def check(implementation: Implementation, x: torch.Tensor) -> None:
 def test_any_tensor(implementation: Implementation, x: torch.Tensor) -> None:
     """Any dtype, shape, strides, offset, overlap and alignment gives the numbers of the decoded bits."""
     check(implementation, x)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype(implementation: Implementation, dtype: torch.dtype) -> None:
-    """Every dtype at 0-d, empty, shorter and longer than a vector and than a block, and shared among threads."""
-    for shape in ((), (0,), (3, 0, 2), (1,), (7,), (63,), (1000,), (3, 5, 7), (16 * 1024 + 1,), (300_001,)):
-        check(implementation, random_patterns(dtype, shape))
 
 
 LITERALS = [
@@ -122,13 +113,6 @@ def test_integer_ends(
         assert same(implementation.abs_range(implementation.place(view)), want)
 
 
-def test_a_bool_of_any_byte_counts_as_one(implementation: Implementation) -> None:
-    """As memory of another library may hold it. What torch's own operations make of it is not defined."""
-    if implementation.is_native:
-        x = torch.tensor([0, 2, 255], dtype=torch.uint8).view(torch.bool)
-        assert implementation.abs_range(x) == (0.0, 1.0, True)
-
-
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.complex64, torch.complex32])
 def test_complex(implementation: Implementation, dtype: torch.dtype) -> None:
@@ -142,17 +126,6 @@ def test_complex(implementation: Implementation, dtype: torch.dtype) -> None:
         cases.append(torch.view_as_complex(torch.tensor([[3.0, 4.0], [real, imaginary]], dtype=part)))
     for x in cases:
         check(implementation, x)
-
-
-def test_negative_bit_views(implementation: Implementation) -> None:
-    """A lazily negated view has the magnitudes of its values."""
-    x = torch.randn(100, dtype=torch.complex64).conj().imag
-    assert x.is_neg()
-    check(implementation, x)
-    for dtype in (torch.uint8, torch.int8, torch.int64):
-        lazy = torch._neg_view(torch.tensor([1, 2, 100], dtype=dtype))
-        want = lazy.clone().resolve_neg().to(torch.float64).abs()
-        assert implementation.abs_range(lazy)[:2] == (want.min().item(), want.max().item())
 
 
 def test_first_nonfinite_follows_the_shape(implementation: Implementation) -> None:
@@ -172,37 +145,6 @@ def test_first_nonfinite_follows_the_shape(implementation: Implementation) -> No
         torch.arange(8.0).as_strided((2, 3), (3, 2)),
     ):
         check(implementation, view)
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=4),
-    st.sampled_from([torch.float32, torch.complex64]),
-    st.integers(0, 2**16),
-)
-def test_any_dimension_may_repeat(
-    implementation: Implementation, dims: list[tuple[int, bool]], dtype: torch.dtype, seed: int
-) -> None:
-    """Counts and the first index are those of a copy that has every element, whichever dimensions have stride 0."""
-    generator = torch.Generator().manual_seed(seed)
-    kept = [1 if repeats else size for size, repeats in dims]
-    few = torch.tensor([0.0, 1.0, 1e-40, NAN, INF, -INF])[torch.randint(6, kept, generator=generator)].to(
-        dtype
-    )
-    x = few.expand([size for size, _ in dims])
-    assert same(implementation.tensor_health(implementation.place(x)), expected(x.clone()))
-
-
-def test_requires_grad_builds_no_graph(implementation: Implementation) -> None:
-    """Reading a leaf or an intermediate leaves it and its graph as they were."""
-    weight = torch.tensor([3.0, -4.0], requires_grad=True)
-    middle = weight * 2
-    version = middle._version
-    assert implementation.abs_range(implementation.place(middle)) == (6.0, 8.0, True)
-    assert implementation.abs_range(implementation.place(weight)) == (3.0, 4.0, True)
-    assert middle._version == version
-    middle.sum().backward()
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -225,22 +167,6 @@ def test_threads(implementation: Implementation, dtype: torch.dtype, threads: in
                     x[position] = NAN
                     assert not implementation.abs_range(implementation.place(x)).isfinite
                 x[position] = old
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_threads_share_rows_with_gaps(implementation: Implementation) -> None:
-    """Each row of a large matrix that lies apart from the next is read to its ends by two threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        whole = torch.full((3, 200_001), 1000.0)
-        whole[:, :-1] = 2.0
-        x = whole[:, :-1]
-        for place in ((0, 0), (1, 0), (1, 99_999), (1, 199_999), (2, 0), (2, 199_999)):
-            x[place] = 90.0
-            assert implementation.abs_range(implementation.place(x)) == (2.0, 90.0, True)
-            x[place] = 2.0
     finally:
         torch.set_num_threads(before)
 
@@ -287,13 +213,6 @@ def test_sparse_layouts(implementation: Implementation, dtype: torch.dtype, layo
         x = implementation.place(SPARSE[layout](dense))
         assert same(implementation.abs_range(x), expected(dense)[:3])
         assert same(implementation.tensor_health(x), expected(dense))
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_uncoalesced_duplicates(implementation: Implementation) -> None:
-    """Entries of one position count as their sum."""
-    x = torch.sparse_coo_tensor([[0, 0, 1]], [60000.0, -60000.0, 1.0], (2,))
-    assert implementation.abs_range(implementation.place(x)) == (0.0, 1.0, True)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -352,18 +271,6 @@ def test_an_expanded_tensor_is_its_few_elements(implementation: Implementation, 
     assert implementation.tensor_health(x).num_zero == 2**40
 
 
-@pytest.mark.parametrize("view", [torch._neg_view, torch.conj, lambda x: x.conj().imag])
-def test_an_expanded_lazy_view_is_never_copied(
-    implementation: Implementation, view: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    """PyTorch's dispatcher resolves a negative or conjugate view at its logical size, here 32 TiB."""
-    x = view(implementation.place(torch.tensor([[3j], [complex(0, math.inf)]]))).expand(2, 2**40)
-    assert implementation.abs_range(x) == (3.0, math.inf, False)
-    assert implementation.abs_ranges([x]) == [(3.0, math.inf, False)]
-    health = implementation.tensor_health(x)
-    assert (health.num_posinf + health.num_neginf, health.first_nonfinite) == (2**40, (1, 0))
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int16, torch.complex64]
 )
@@ -384,7 +291,3 @@ def test_parts_add_up(dtype, bad):
         parts.add_bits(part)
     assert str(parts.health(x.shape)) == str(ranges.tensor_health(x))
     assert parts.fingerprint(str(dtype).removeprefix("torch."), x.shape) == ranges.fingerprint(x)
-
-
-def test_no_part_is_an_empty_tensor():
-    assert ranges.PartialHealth().health((0, 3)) == ranges.tensor_health(torch.empty(0, 3))

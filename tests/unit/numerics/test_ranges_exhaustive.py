@@ -83,26 +83,6 @@ def test_each_8_bit_pattern_at_each_place(implementation: Implementation, dtype:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [0, 1, 5])
-@pytest.mark.parametrize("dtype", FLOATS_16)
-def test_each_16_bit_pattern_in_rolled_blocks(
-    implementation: Implementation, dtype: torch.dtype, start: int
-) -> None:
-    """Among ones, in blocks that begin at any alignment, every pattern is seen; its place goes round the block."""
-    length = 331
-    patterns = all_patterns(dtype)
-    if implementation.name == "reference":
-        patterns = patterns[start::5]
-    blocks = np.full((len(patterns), length + 6), one(dtype), np.uint16)
-    # 7 is prime to 331: neighbouring patterns, which share their class, come to lie in all places.
-    places = (np.arange(len(patterns)) * 7 + start * 101) % length
-    blocks[np.arange(len(patterns)), start + places] = patterns
-    x = implementation.place(from_patterns(blocks, dtype))[:, start : start + length]
-    got = implementation.abs_ranges(list(x.unbind()))
-    assert_rows(got, ranges_with_ones(decode(dtype, patterns)), f"{dtype} from {start}")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", SMALL)
 def test_pairs_of_patterns(implementation: Implementation, dtype: torch.dtype) -> None:
     """Each pattern beside another one (for 8 bits: beside each other one) gives the range of the two."""

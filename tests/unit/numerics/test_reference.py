@@ -26,24 +26,12 @@ VIEWS = {
 
 
 pytestmark = pytest.mark.parametrize("view", VIEWS)
-RUN = 1 << 14
 
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The length of a run grows with the threads."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-
-
-def test_runs_have_each_element_once(view: str) -> None:
-    """Whatever the strides: no run is longer than allowed, and of a dense tensor none is a copy."""
-    x, in_place = VIEWS[view]
-    runs = list(_reference.chunks(x))
-    assert all(run.dim() == 1 and 0 < run.numel() <= RUN for run in runs)
-    together = torch.cat([torch.empty(0, dtype=X.dtype), *runs])
-    assert torch.equal(together.sort().values, x.reshape(-1).sort().values)
-    storage = X.untyped_storage().data_ptr()
-    assert not in_place or all(run.untyped_storage().data_ptr() == storage for run in runs)
 
 
 def test_range_and_health_are_those_of_all_runs(view: str) -> None:

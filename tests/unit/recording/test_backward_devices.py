@@ -16,7 +16,7 @@ from nanwatch.numerics import _extension
 from nanwatch.report.report import Report
 from nanwatch.session.watch import Watch
 from support.gradient_models import Net, Spoil, Spoiling, backward_frames, loss_of
-from support.stand_in_device import BROKEN, StandIn, stand_in
+from support.stand_in_device import StandIn, stand_in
 from support.toys import chain, mlp, text_of
 from support.training import stopped
 from support.watching import watch
@@ -114,15 +114,3 @@ def test_a_forward_and_a_backward_wait_once_each() -> None:
             optimizer.step()
             assert device.waits == count + 2
         assert [frame.name for frame in backward_frames(w)][-4:] == ["2", "1", "0", ""]
-
-
-def test_a_device_that_fails_leaves_the_users_error() -> None:
-    """Rows that have not arrived are marked; the step is made, because torch itself raises the device's error."""
-    model = mlp()
-    with trained(model, on_nonfinite="record") as (device, optimizer, w):
-        model[0].weight.register_hook(lambda _: device.break_down())
-        model(X).sum().backward()
-        optimizer.step()
-        notes = {str(record.note) for frame in backward_frames(w) for record in frame.records}
-        assert any(f"error {BROKEN} of the stand-in" in note for note in notes)
-        assert w.report().finding is None

@@ -32,11 +32,6 @@ def test_what_a_hook_changes_is_read_again(recorder: str, change: Hook, factor: 
     assert gain["tensors_read"] == 2 + 4
 
 
-def writes_data(g: Tensor) -> None:
-    """Doubles it through a tensor of its own version counter."""
-    g.data.mul_(2)
-
-
 @pytest.mark.parametrize("recorder", RECORDERS)
 def test_what_is_not_finite_is_read_at_each_place(recorder: str) -> None:
     """An inf is seen at every place, and is seen to be gone where a write that no version tells of took it out."""
@@ -72,16 +67,3 @@ def test_a_finite_sum_of_sparse_gradients_is_told_from_one_that_is_not(recorder:
         with pytest.raises(NonFiniteError, match=r"weight\.grad"):
             optimizer.step()
     assert torch.equal(model.weight, before)
-
-
-@pytest.mark.parametrize("recorder", CACHED)
-def test_in_a_job_of_several_processes_each_place_is_read(
-    recorder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A collective writes into a gradient in place (Megatron's all-reduce does) and past the version counter."""
-    monkeypatch.setattr("nanwatch.util.job.rank_and_world_size", lambda: (0, 2))
-    gradient = torch.randn(SIDE, SIDE)
-    low, high = range_of(gradient)
-    w, gain = fork_backward(recorder, Fork(second=writes_data), gradient)
-    assert ranges(w) == {"": (low, high), "second": (low, high), "first": (2 * low, 2 * high)}
-    assert gain["tensors_read"] == 3 + 4

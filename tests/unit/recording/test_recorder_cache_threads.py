@@ -48,16 +48,3 @@ def test_a_weight_written_while_it_is_read_is_read_again(write: Callable[[Tensor
         num_batches = model.weight.numel() * 4 >> 20
         batches = (model(torch.ones(1)) for _ in range(num_batches))
         assert any(latest(w, "weight").isfinite is False for _ in batches)
-
-
-def test_a_tensor_resized_while_it_is_read_has_the_sizes_that_were_read() -> None:
-    """Its record has one tensor's shape and range, not a shape from memory that was freed."""
-    model = Own()
-    x = long_to_read()
-    with (
-        watch(model, read="buffers inputs", **QUIET) as w,
-        during_the_read(model, lambda: x.set_(torch.full((5,), 7.0))),
-    ):
-        model(x)
-    record = latest(w, "input[0]")
-    assert (record.shape, record.abs_min, record.abs_max) == ((1 << 14, 1 << 14), 1.0, 1.0)

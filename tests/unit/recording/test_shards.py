@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch.recording.shards import parameter_mesh, shard_note
+from nanwatch.recording.shards import parameter_mesh
 from nanwatch.report.report import Report
 from nanwatch.session.api import watch
 from support.toys import Scale
@@ -41,21 +41,6 @@ def test_report_in_all_forms_says_which_shard(x: Any) -> None:
     assert "the first at [1, 2] of the shard, [1, 2] of the whole" in text
     assert f"the {NOTE} of float32 of shape [2, 3]" in text
     assert Report.from_json(report.to_json()) == report
-
-
-def test_replicated_and_partial_tensors_have_no_start(one_process_mesh: Any) -> None:
-    """A tensor that is no block of the whole does not say where it begins."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    notes = [
-        shard_note(DTensor.from_local(torch.ones(2), one_process_mesh, [placement]))
-        for placement in (Replicate(), Partial(), Partial("avg"))
-    ]
-    assert [str(note.placement) for note in notes] == [
-        "Replicate at mesh[0]=0 of 1",
-        "Partial(sum) at mesh[0]=0 of 1",
-        "Partial(avg) at mesh[0]=0 of 1",
-    ]
 
 
 def test_parameters_say_where_this_process_is_in_their_meshes(x: Any) -> None:
