@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -77,7 +78,8 @@ class RerunPolicy:
         acts = options.on_nonfinite == "raise" or callable(options.on_nonfinite)
         self.keeps_start = recorder.keeps_starts = self._may_keep and (options.rerun is True or acts)
         self._recorder = recorder
-        # For each batch of a model whose code may draw from random or numpy.random.
+        # For each batch of a model whose code may draw from random or numpy.random, and during a re-run in this
+        # process, whose threads then wait in `batch_started`.
         self._entries = recorder.subscribe(Event.BATCH_START)
         self._entries.active = False
         if self.keeps_start:
@@ -88,6 +90,7 @@ class RerunPolicy:
         self._num_failures = 0
         self._buffers = BufferHistory()
         self._draws: bool | None = None
+        self._door = threading.RLock()  # held during a re-run in this process
         self._failed: _Failed | None = None  # until a step was checked: its graph may be gone
         # By batch, the backward that has failed, until a step was checked.
         self._losses: dict[int, BackwardCall] = {}
@@ -98,12 +101,13 @@ class RerunPolicy:
     def batch_started(self, module: nn.Module) -> object:
         """Return what the start of a batch has beside the recorder's part."""
         try:
-            model = self._model() or module
-            if self._draws is None:
-                self._draws = self._entries.active = draws_outside_torch(model)
-            random = RngState.capture(others=self._draws)
-            buffers = self._buffers.note(model)
-            self._recorder.watch_buffers(self._buffers.names())
+            with self._door:
+                model = self._model() or module
+                if self._draws is None:
+                    self._draws = self._entries.active = draws_outside_torch(model)
+                random = RngState.capture(others=self._draws)
+                buffers = self._buffers.note(model)
+                self._recorder.watch_buffers(self._buffers.names())
             return _Extra(buffers, random.cuda, random.others, cached_parametrizations())
         except Exception:
             suppressed("the values of buffers could not be kept for a re-run")
@@ -221,10 +225,14 @@ class RerunPolicy:
                         incident.report = Report.from_json(ended.latest)
                     raise
                 return
-        # Threads that call the model from now on wait for the end of each run; see instrumentation/slot.py.
-        is_shared = self._recorder.num_other_threads > 0
-        with clock(seconds):
-            examine(reason="another thread was inside the model" if is_shared else "")
+        with self._door:  # no other thread enters the model meanwhile
+            self._entries.active = True
+            is_shared = self._recorder.num_other_threads > 0
+            try:
+                with clock(seconds):
+                    examine(reason="another thread was inside the model" if is_shared else "")
+            finally:
+                self._entries.active = bool(self._draws)
 
     def _pass_over(self, incident: Incident) -> None:
         """Remark that the batch was not re-run, and warn at the first such failure."""
