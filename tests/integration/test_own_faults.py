@@ -99,7 +99,7 @@ BROKEN = [
     ("diagnosis.search._of_backward", backward, "the finding could not be examined: RuntimeError: broken"),
     ("diagnosis.search.run_backward", backward, "the backward could not be examined: RuntimeError: broken"),
     ("session.rerun_policy.read_graph", loss, "the graph of the loss could not be read"),
-    ("diagnosis.rerun._examined", loss, "the loss could not be computed again: RuntimeError: broken"),
+    ("diagnosis.rerun._Rerun._run_statements", loss, "the loss could not be computed again: RuntimeError: broken"),
 ]  # fmt: skip
 
 

@@ -108,7 +108,11 @@ class _PythonCallSlot:
         return False
 
 
-_CallSlot: Any = _PythonCallSlot if _extension.C is None else _extension.C.CallSlot
+_CallSlot: Any = _PythonCallSlot
+_SITES: dict[str, Any] = {}  # the descriptors beside the slot
+if _extension.C is not None:
+    _CallSlot = _extension.C.CallSlot
+    _SITES = {SITE: _extension.C.CallSite(), IS_WATCHED: _extension.C.IsWatched()}
 
 
 class _Descriptor(_CallSlot):  # type: ignore[misc]
@@ -139,9 +143,8 @@ _alive: dict[int, weakref.ref[nn.Module]] = {}  # those with a wrapper or a site
 def _install() -> None:
     """Put the descriptors into nn.Module. Each change of a class makes the interpreter forget its lookups."""
     if nn.Module.__dict__[ATTRIBUTE] is not _slot:
-        if _extension.C is not None:
-            setattr(nn.Module, SITE, _extension.C.CallSite())
-            setattr(nn.Module, IS_WATCHED, _extension.C.IsWatched())
+        for name, descriptor in _SITES.items():
+            setattr(nn.Module, name, descriptor)
         nn.Module._compiled_call_impl = _slot
 
 
@@ -155,9 +158,8 @@ def uninstall() -> None:
     with _lock:
         if nn.Module.__dict__[ATTRIBUTE] is _slot:
             nn.Module._compiled_call_impl = None
-            for name in (SITE, IS_WATCHED):
-                if name in vars(nn.Module):
-                    delattr(nn.Module, name)
+            for name in _SITES:
+                delattr(nn.Module, name)
         _shape_inference.record_again()
 
 

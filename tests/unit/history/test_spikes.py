@@ -233,4 +233,4 @@ def test_both_recorders_gather_the_same_gradients() -> None:
         other = model()
         with watching.watch(other, gradients=True) as watch:
             assert isinstance(watch._recorder, PythonRecorder)
-            assert peaks(watch, other) == list(found.items())
+            assert dict(peaks(watch, other)) == found
