@@ -179,7 +179,7 @@ def judge(word: str, sample: int, tensors: int, only: str, seed: int, say: Any) 
             say(f"{', '.join(wrong)}: {words}")
 
     # The cures have their own judge.
-    steps = mock.patch.multiple(rerun, _cure=mock.DEFAULT, _find_samples=mock.DEFAULT)
+    steps = mock.patch.multiple(rerun._Rerun, _cure=mock.DEFAULT, _find_samples=mock.DEFAULT)
     with tempfile.TemporaryDirectory() as folder, steps, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for program in programs() if only != "planted" else ():
