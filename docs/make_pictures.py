@@ -1,26 +1,13 @@
-"""Make the pictures of the documentation, light and dark: the pages of a report, a diff, a merge and a run; the flow.
+"""Draw the flow from a call to a report for the documentation, light and dark.
 
-    python docs/make_pictures.py            all of them, into docs/pictures
-    python docs/make_pictures.py flow       only those named
-
-The pages are of real runs of the tutorials' scripts. Screenshots need Chromium (`apt-get install chromium`) and
-`pip install jinja2 pyarrow`; pngquant and optipng make them smaller where they are installed.
+python docs/make_pictures.py            writes docs/pictures/flow-light.svg and flow-dark.svg
 """
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
-DOCS = Path(__file__).parent
-PICTURES = DOCS / "pictures"
-BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome", "chrome")
-SCHEMES = {"light": 1, "dark": 0}  # the numbers are Blink's
-NANWATCH = [sys.executable, "-m", "nanwatch"]
+PICTURES = Path(__file__).parent / "pictures"
 
 # Boxes of the flow: place, text, and whether it is a result. Arrows: from, to, words above.
 BOXES = {
@@ -45,67 +32,6 @@ COLORS = {
     "light": {"text": "#1f2933", "line": "#64748b", "box": "#eef2f6", "result": "#d7f0ec", "bad": "#c0392b"},
     "dark": {"text": "#e6eaf0", "line": "#94a3b8", "box": "#2b3340", "result": "#1e4b47", "bad": "#ff8a80"},
 }
-
-
-def script(page: str) -> str:
-    """Return the train.py of a tutorial."""
-    text = (DOCS / page).read_text(encoding="utf-8")
-    found = re.search(r'^```python title="train.py"\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
-    assert found is not None, f"{page} has no train.py"
-    return found[1]
-
-
-def run(folder: Path, *command: str) -> None:
-    subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=300)
-
-
-def report(folder: Path) -> Path:
-    (folder / "train.py").write_text(script("getting-started.md"), encoding="utf-8")
-    run(folder, *NANWATCH, "run", "--output-dir", "out", "train.py")
-    return folder / "out" / "batch-2" / "report.html"
-
-
-def diff(folder: Path) -> Path:
-    (folder / "train.py").write_text(script("tutorials/two-runs.md"), encoding="utf-8")
-    for name in ("before", "after"):
-        run(folder, sys.executable, "train.py", name)
-    run(folder, *NANWATCH, "diff", "before.parquet", "after.parquet", "--html", "diff.html")
-    return folder / "diff.html"
-
-
-def whole_run(folder: Path) -> Path:
-    (folder / "train.py").write_text(script("tutorials/slow-divergence.md"), encoding="utf-8")
-    run(folder, *NANWATCH, "run", "--trace", "run.parquet", "train.py")
-    run(folder, *NANWATCH, "show", "run.parquet", "--html", "run.html")
-    return folder / "run.html"
-
-
-PAGES = {
-    "report": (report, 1100, 1250),
-    "diff": (diff, 1100, 1000),
-    "run": (whole_run, 1100, 760),
-}
-
-
-def shoot(page: Path, picture: Path, scheme: int, width: int, height: int) -> None:
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        raise SystemExit(f"none of {', '.join(BROWSERS)} is installed; try apt-get install chromium")
-    with tempfile.TemporaryDirectory() as profile:
-        options = [
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            f"--user-data-dir={profile}",
-        ]
-        options += [f"--blink-settings=preferredColorScheme={scheme}", "--virtual-time-budget=20000"]
-        options += [f"--window-size={width},{height}", f"--screenshot={picture}"]
-        subprocess.run([browser, *options, page.as_uri()], check=True, timeout=300, capture_output=True)
-    if shutil.which("pngquant"):
-        subprocess.run(["pngquant", "--force", "--ext", ".png", "--speed", "1", "96", picture], check=True)
-    if shutil.which("optipng"):
-        subprocess.run(["optipng", "-quiet", "-o5", picture], check=True)
 
 
 def flow(scheme: str) -> str:
@@ -143,20 +69,6 @@ def flow(scheme: str) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def main(names: list[str]) -> None:
-    wanted = names or ["flow", *PAGES]
-    PICTURES.mkdir(exist_ok=True)
-    for name in wanted:
-        if name == "flow":
-            for scheme in SCHEMES:
-                (PICTURES / f"flow-{scheme}.svg").write_text(flow(scheme), encoding="utf-8")
-            continue
-        make, width, height = PAGES[name]
-        with tempfile.TemporaryDirectory() as folder:
-            page = make(Path(folder))
-            for scheme, number in SCHEMES.items():
-                shoot(page, PICTURES / f"{name}-{scheme}.png", number, width, height)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    for scheme in COLORS:
+        (PICTURES / f"flow-{scheme}.svg").write_text(flow(scheme), encoding="utf-8")
