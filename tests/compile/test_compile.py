@@ -321,3 +321,28 @@ def test_training_is_bit_for_bit_that_of_an_unwatched_model(name: str, backend: 
 
     for seen, expected in zip(train(watched=True), train(watched=False), strict=True):
         assert torch.equal(seen, expected)
+
+
+def test_weights_are_read_again_only_when_they_changed() -> None:
+    """In compiled code too: a known weight is not read, and each way to change it is seen in the next batch."""
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    call = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
+    seen = []
+
+    def look() -> None:
+        seen.append(w.frames[-1].records[0].abs_max == model.weight.abs().max().item())
+
+    with watch(model, verify_hits=True) as w:
+        for step in range(6):
+            loss = call(torch.ones(1, 2)).sum()
+            look()
+            if step == 1:
+                loss.backward()
+                optimizer.step()
+            elif step == 3:
+                with torch.no_grad():
+                    model.weight.mul_(2)
+    assert all(seen)
+    assert w.counters["cache_hits"] == 3
+    assert w.counters["stale_hits"] == 0

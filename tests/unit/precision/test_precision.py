@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,9 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import run_in_fp32
-from support.narrow import HALF, NARROW, Block, Frozen, Pair, Take, autocast, both, surroundings
+from support.narrow import HALF, NARROW, Block, Frozen, Pair, Plain, Take, autocast, both, surroundings
 
 # Results of the module
+
+
+@both
+def test_the_whole_subtree_is_in_float32(is_half: bool) -> None:
+    """Weights, buffers, arguments and results inside are float32; the result equals a float32 copy's, given back."""
+    model, x, context = surroundings(is_half)
+    plain = copy.deepcopy(model[1]).float()
+    run_in_fp32(model[1])
+    with context():
+        h = model[0](x)
+        y = model[1](h)
+    assert h.dtype is HALF
+    assert model[1].met == {torch.float32}
+    assert y.dtype is HALF
+    assert torch.equal(y, plain(h.float()).half())
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -35,6 +51,27 @@ def test_gradients_reach_the_half_weights(dtype: torch.dtype) -> None:
     optimizer.step()
     assert not torch.equal(before, block.first.weight)
     assert all(a is b for a, b in zip(own, block.parameters(), strict=True))
+
+
+def test_autocast_is_off_for_every_device() -> None:
+    """Inside a call neither the CPU's nor another device's autocast is on; after it both are as before."""
+    seen = {}
+
+    def look(x: Tensor) -> Tensor:
+        seen.update({kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda", "xpu")})
+        return x
+
+    module = Take(look)
+    run_in_fp32(module)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with autocast():
+            module(torch.ones(1))
+            assert torch.is_autocast_enabled("cpu")
+            assert torch.is_autocast_enabled("cuda")
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert seen == {"cpu": False, "cuda": False, "xpu": False}
 
 
 def containers() -> Iterator[Any]:
@@ -74,6 +111,17 @@ def test_containers_are_walked(given: Any) -> None:
     # A tensor of no dimension is left wide.
     expected = [w if x.ndim == 0 else b for x, w, b in zip(tensors(given), wide, before, strict=True)]
     assert [x.dtype for x in tensors(result)] == expected
+
+
+def test_what_holds_no_half_tensor_is_the_same_object() -> None:
+    """A cache that a module fills, and whatever else needs no cast, is handed on itself."""
+    cache: dict[str, list[Tensor]] = {"keys": []}
+    given = [cache, (torch.ones(2), 1), object(), Plain(torch.ones(2)), MappingProxyType({"a": 1})]
+    module = Take(lambda x, *others: (cache["keys"].append(x), others)[1])
+    with run_in_fp32(module, cast_output=False):
+        result = module(torch.ones(2, dtype=HALF), *given)
+    assert all(a is b for a, b in zip(result, given, strict=True))
+    assert [x.dtype for x in cache["keys"]] == [torch.float32]
 
 
 # Side effects

@@ -117,6 +117,92 @@ def test_a_row_is_of_the_memory_as_it_was() -> None:
     assert ranges == [[(1, 1), (2, 2)], [(7, 7), (21, 21)], [(1, 1), (21, 21)]]
 
 
+def test_after_a_step_weights_are_read_anew() -> None:
+    """The step of an optimizer makes every weight unknown, also one whose row is on the way."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+    with stand_in(), watch(model, verify_hits=True) as w:
+        for _ in range(3):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert w.counters["stale_hits"] == 0
+    weights = [r.abs_max for f in w.frames if f.name == "0" for r in f.records if r.label == "weight"]
+    assert len(set(weights)) == 3
+
+
+@pytest.mark.slow
+def test_a_full_table_makes_the_host_wait_and_loses_nothing() -> None:
+    """With more rows on the way than there are slots the oldest are waited for."""
+
+    class Many(nn.Module):
+        def forward(self, xs: list[Tensor]) -> None:
+            return None
+
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.many = Many()
+
+        def forward(self) -> None:
+            for call in range(9):
+                self.many([torch.tensor(float(call * 10_000 + i)) for i in range(4000)])
+
+    model = Calls()
+    with stand_in() as device, watch(model, max_frames=20) as w:
+        model()
+        assert 1 < device.waits < 9
+    assert [[r.abs_max for r in f.records[:-1]] for f in w.frames[:-1]] == [
+        [call * 10_000 + i for i in range(4000)] for call in range(9)
+    ]
+
+
+def test_a_model_over_several_devices_and_the_host() -> None:
+    """One launch a frame and device; frames of the host keep their place between those of the devices."""
+    where = {torch.float32: 0, torch.float64: 1, torch.float16: -1}
+
+    class Moves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = Scale(), Scale(), Scale()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            x = self.a(x)
+            y = self.b(x.half())
+            z = self.c(y.double())
+            return x, y, z
+
+    model = Moves()
+    with stand_in(place=lambda x: where[x.dtype]) as device, watch(model, act_at="batch") as w:
+        model(torch.ones(3))
+        assert device.launches == [2, 2, 1, 1]
+        assert device.waits == 2
+    assert names(w) == [(0, "a"), (0, "b"), (0, "c"), (0, "")]
+    assert [r.abs_max for r in w.frames[-1].records] == [1, 1, 1, 1]
+
+
+def test_each_stream_that_was_used_is_waited_for() -> None:
+    """A model that changes the stream on its way has its rows, wherever they were enqueued."""
+    with stand_in() as device:
+
+        class Forks(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = Scale(2.0), Scale(3.0)
+
+            def forward(self, x: Tensor) -> Tensor:
+                device.stream = 2
+                y = self.a(x)
+                device.stream = 1
+                return y + self.b(x)
+
+        model = Forks()
+        with watch(model, act_at="batch") as w:
+            model(torch.ones(1))
+            assert device.waits == 2
+        assert [f.records[-1].abs_max for f in w.frames] == [2, 3, 5]
+
+
 def test_an_error_of_the_device_leaves_the_frames_up_to_it() -> None:
     """Rows that the device wrote before it failed are reported; rows that it did not write are not called finite."""
 
