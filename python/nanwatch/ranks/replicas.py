@@ -1,7 +1,8 @@
-"""Replicas: the weights and optimizer states that other ranks hold too, and their comparison while a run goes on.
+"""Replicas: the weights that other ranks hold too, and their comparison while a run goes on.
 
 A DTensor says by its mesh and its placements which ranks hold the same shard. A plain tensor is held by all ranks of
-the process group of the DistributedDataParallel around it. Every other tensor is taken for this rank's own.
+the process group of the DistributedDataParallel around it. Every other tensor is taken for this rank's own. States of
+optimizers are not compared: one that parted shows in the weights after its next step.
 
 A check takes the fingerprints when a batch begins that follows a step of the optimizer: no weight is half written then.
 The first batches after it ask whether another rank had other fingerprints.
@@ -13,8 +14,8 @@ import contextlib
 import os
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,68 +24,52 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.global_hooks import Handles, after_steps
-from ..instrumentation.wrapped_names import named_modules, parameter_names
+from ..instrumentation.wrapped_names import named_modules
 from ..numerics import _extension
 from ..numerics._fingerprint import fingerprint
 from ..numerics.readable import local_shard, only_our_dispatch, unreadable
 from ..recording.events import WatchPart
-from ..recording.optimizer_state import state_tensors
 from ..report.events import ReplicaDifference
 from ..util.modules import each_parameter
 from ..util.visible import spell, suppressed, warn_user
 from .exchange import MOST_RANKS, Comparison, Ranks, Side, Verdict
 
-Kind: TypeAlias = Literal["weight", "state"]
 _MOST_NAMES = 100
 _KEPT = 8  # checks, whose batches are known
 
 
 class Held(NamedTuple):
-    """Tensor that the ranks `ranks` hold alike, and this rank's part of it."""
+    """Weight that the ranks `ranks` hold alike, and this rank's part of it."""
 
     name: str
-    kind: Kind
     tensor: Tensor
     ranks: Ranks
 
 
 class Replicas:
-    """The replicated tensors of one model. Keeps none of them alive."""
+    """The replicated weights of one model. Keeps none of them alive."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._parallel: list[weakref.ref[DistributedDataParallel]] | None = None
 
-    def held(self, optimizers: Iterable[Optimizer] = ()) -> list[Held]:
-        """Return the weights and the states of these optimizers that other ranks hold too, in a fixed order."""
+    def held(self) -> list[Held]:
+        """Return the weights that other ranks hold too, in a fixed order."""
         model = self._model()
         if model is None:
             return []
         groups = self._plain_groups()
-        replicated: list[Held] = []
-
-        def add(name: str, kind: Kind, x: Tensor, owner: Tensor) -> None:
-            for ranks in dict.fromkeys((_mesh_ranks(x), groups.get(id(owner), ()))):
-                local = local_shard(x)
-                if len(ranks) > 1 and not unreadable(x):
-                    replicated.append(Held(name, kind, x if local is None else local, ranks))
-
-        names = parameter_names(model)
-        seen: set[int] = set()
-        for name, _, module in named_modules(model):
+        weights: dict[int, tuple[str, Tensor]] = {}
+        for module_name, _, module in named_modules(model):
             for key, x in list(module._parameters.items()):
-                if x is not None and id(x) not in seen:
-                    seen.add(id(x))
-                    add(f"{name}.{key}" if name else key, "weight", x, x)
-        everywhere = [*dict.fromkeys(groups.values())]
-        for optimizer in _replicated(optimizers):
-            for state in state_tensors(optimizer, names):
-                if id(state.parameter) not in names and len(everywhere) == 1:
-                    groups.setdefault(id(state.parameter), everywhere[0])  # a float32 copy of a weight
-                owners = _mesh_ranks(state.parameter)
-                if owners and not _mesh_ranks(state.tensor):  # a plain count of steps beside a shard
-                    groups.setdefault(id(state.parameter), owners)
-                add(state.label, "state", state.tensor, state.parameter)
+                if x is not None:
+                    weights.setdefault(id(x), (f"{module_name}.{key}" if module_name else key, x))
+        replicated: list[Held] = []
+        for name, x in weights.values():
+            shard = local_shard(x)
+            for ranks in dict.fromkeys((_mesh_ranks(x), groups.get(id(x), ()))):
+                if len(ranks) > 1 and not unreadable(x):
+                    replicated.append(Held(name, x if shard is None else shard, ranks))
         return replicated
 
     def _wrappers(self) -> Iterator[DistributedDataParallel]:
@@ -110,19 +95,6 @@ class Replicas:
                 if name not in parallel.parameters_to_ignore:
                     groups[id(x)] = ranks
         return groups
-
-
-def _replicated(optimizers: Iterable[Optimizer]) -> Iterator[Optimizer]:
-    """Yield the optimizers without those of ZeRO-1, where each rank holds the state of its part of the weights."""
-    several = list(optimizers)
-    # Not imported: where nobody did, there is none.
-    sharded = [
-        optimizer
-        for optimizer in several
-        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
-    ]
-    inner = {id(getattr(optimizer, "optim", None)) for optimizer in sharded}
-    yield from (each for each in several if each not in sharded and id(each) not in inner)
 
 
 def _mesh_ranks(x: Any) -> Ranks:
@@ -196,7 +168,7 @@ class ReplicaWatch(WatchPart):
         self.differences: deque[ReplicaDifference] = deque(maxlen=16)
         self._model = weakref.ref(model)
         self._replicas = Replicas(model)
-        self._optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._pid = os.getpid()
         self._has_stepped = False
         self._batch = 0
@@ -214,15 +186,12 @@ class ReplicaWatch(WatchPart):
 
     @_disable_dynamo
     def _stepped(self, optimizer: Optimizer) -> None:
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._optimizers.get(optimizer)
-        if known is None or (known[0] != count and not known[1]):
+        if optimizer not in self._optimizers:
             model = self._model()
             parameters = {id(x) for group in optimizer.param_groups for x in group["params"]}
-            # A float32 copy of the weights does not say which weight it belongs to.
             is_models = model is not None and any(id(x) in parameters for x in each_parameter(model))
-            known = self._optimizers[optimizer] = count, is_models
-        self._has_stepped = known[1]
+            self._optimizers[optimizer] = is_models
+        self._has_stepped = self._optimizers[optimizer]
 
     def batch_started(self, batch: int, module: nn.Module | None = None, args: tuple[Any, ...] = ()) -> None:
         """Take the fingerprints, if a check is due, and tell of differences. Never raises."""
@@ -249,7 +218,7 @@ class ReplicaWatch(WatchPart):
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             self._warn_of_none("torch.distributed is not initialized in this process")
             return
-        tensors = self._replicas.held(list(self._optimizers))
+        tensors = self._replicas.held()
         if not tensors:
             self._warn_of_none(
                 "neither DistributedDataParallel nor a replicated DTensor says which ranks hold the same"

@@ -163,7 +163,7 @@ class StepRanks:
             return
         self._number += 1
         self._steps[self._number] = step
-        owners = {held.name: held.ranks for held in self._replicas.held() if held.kind == "weight"}
+        owners = {held.name: held.ranks for held in self._replicas.held()}
         world, groups = tuple(range(size)), dict[Ranks, list[StepWeight]]()
         for weight in weights:
             ranks = owners.get(weight.name, world if local_shard(weight.tensor) is None else ())

@@ -97,7 +97,7 @@ def watch(
             though a `nanwatch.Audit` names them as frozen (docs/updates.md). True is every 100th. `Watch.updates` has
             the findings, and a warning tells of the first.
         replicas: in a job of several ranks, compare every n steps of the optimizer the fingerprints of the weights
-            and optimizer states that the ranks should hold alike, to the bit; True is every 100 steps. A warning and
+            that the ranks should hold alike, to the bit; True is every 100 steps. A warning and
             `Watch.replica_differences` name the tensor and the rank (docs/how-to/replicas.md). No collective is
             issued, and the run goes on.
         attention: read the attention logits of `scaled_dot_product_attention`, `flex_attention` and `softmax` in the
