@@ -65,11 +65,11 @@ class Replicas:
                 if x is not None:
                     weights.setdefault(id(x), (f"{module_name}.{key}" if module_name else key, x))
         replicated: list[Held] = []
-        for name, x in weights.values():
-            shard = local_shard(x)
-            for ranks in dict.fromkeys((_mesh_ranks(x), groups.get(id(x), ()))):
-                if len(ranks) > 1 and not unreadable(x):
-                    replicated.append(Held(name, x if shard is None else shard, ranks))
+        for name, weight in weights.values():
+            shard = local_shard(weight)
+            for ranks in dict.fromkeys((_mesh_ranks(weight), groups.get(id(weight), ()))):
+                if len(ranks) > 1 and not unreadable(weight):
+                    replicated.append(Held(name, weight if shard is None else shard, ranks))
         return replicated
 
     def _wrappers(self) -> Iterator[DistributedDataParallel]:
@@ -111,18 +111,13 @@ def _mesh_ranks(x: Any) -> Ranks:
     return tuple(sorted(x.device_mesh.mesh[index].flatten().tolist()))
 
 
-def fingerprints(tensors: list[Held]) -> dict[Ranks, dict[str, int]]:
-    """Return the fingerprints of tensors, by their ranks and names. Waits for a GPU once."""
-    by_device: dict[torch.device, list[tuple[Held, Tensor]]] = {}
+def fingerprints(weights: list[Held]) -> dict[Ranks, dict[str, int]]:
+    """Return the fingerprints of weights, by their ranks and names. Waits for a GPU."""
     with torch.no_grad(), only_our_dispatch():
-        for held in tensors:
-            print_ = fingerprint(held.tensor.detach())
-            by_device.setdefault(held.tensor.device, []).append((held, print_))
-        values: dict[Ranks, dict[str, int]] = {}
-        for pairs in by_device.values():
-            bits = torch.stack([print_ for _, print_ in pairs]).tolist()
-            for (held, _), value in zip(pairs, bits, strict=True):
-                values.setdefault(held.ranks, {})[held.name] = int(value) % 2**64
+        prints = [fingerprint(held.tensor.detach()) for held in weights]
+    values: dict[Ranks, dict[str, int]] = {}
+    for held, print_ in zip(weights, prints, strict=True):
+        values.setdefault(held.ranks, {})[held.name] = int(print_) % 2**64
     return values
 
 
