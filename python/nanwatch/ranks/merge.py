@@ -10,11 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from ..records.headroom import by_module
 from ..report import text
-from ..report.finding import Finding, RankObservation, earliest
+from ..report.finding import Finding
 from ..report.page import TEXT, Table, page
 from ..report.report import Report
 from ..report.spike import SpikeReport, read_saved
@@ -58,8 +57,12 @@ class Digest:
         return cls(report.rank, finding, bits, module, report.attempt)
 
 
-def _observation(digest: Digest, finding: Finding) -> RankObservation:
-    return RankObservation.of(finding, digest.rank, finding.sequence or 0, None, "")
+def _order(digest: Digest) -> tuple[float, int, bool, int]:
+    """Return a key that sorts digests: by batch, by place in it, arguments before outputs, by rank."""
+    finding = digest.finding
+    if finding is None:
+        return inf, 0, False, digest.rank
+    return finding.batch, finding.sequence or 0, finding.origin == "produced", digest.rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,34 +75,25 @@ class Merged:
 
     @property
     def attempt(self) -> Attempt | None:
-        """The attempt of all digests, None where the reports name none."""
-        return self.digests[0].attempt
+        """The attempt as the launcher with the most restarts counts it, None where the reports name none."""
+        attempts = [digest.attempt for digest in self.digests if digest.attempt is not None]
+        return max(attempts, key=lambda attempt: attempt.number, default=None)
 
     @property
     def ranks(self) -> list[int]:
         """The ranks, ascending."""
         return [digest.rank for digest in self.digests]
 
-    def _observed(self) -> list[tuple[RankObservation, Digest]]:
-        observed = [
-            (_observation(each, each.finding), each) for each in self.digests if each.finding is not None
-        ]
-        return sorted(observed, key=lambda pair: pair[0].order)
-
     @property
     def failed(self) -> list[Digest]:
         """The digests with a finding, the earliest first: by batch, by place in it, by rank."""
-        return [digest for _, digest in self._observed()]
+        return [digest for digest in sorted(self.digests, key=_order) if digest.finding is not None]
 
     @property
     def origins(self) -> list[Digest]:
-        """The digests with the earliest finding: by batch, then by the place of the non-finite frame in it.
-
-        Several ranks may have theirs at one place.
-        """
-        observed = self._observed()
-        first = earliest(*(observation for observation, _ in observed)) if observed else None
-        return [digest for each, digest in observed if first is not None and each.place == first.place]
+        """The digests with the earliest finding. Several ranks may have theirs at one place."""
+        failed = self.failed
+        return [digest for digest in failed if _order(digest)[:3] == _order(failed[0])[:3]]
 
     @property
     def headline(self) -> str:
@@ -119,21 +113,18 @@ class Merged:
 
     def _table(self) -> Table:
         """Return the table of ranks: the earliest findings first, then by rank."""
-        rows = [*self.failed, *(digest for digest in self.digests if digest.finding is None)]
-        more = f"and {_count(len(rows) - _MOST_SHOWN)} more" if len(rows) > _MOST_SHOWN else ""
         columns = ("rank", "first non-finite", "batch", "least headroom in bits", "of")
-        cells: list[list[Any]] = []
-        for digest in rows[:_MOST_SHOWN]:
-            seen, batch, room = (
-                "",
-                "",
-                {inf: "all zero", -inf: "not finite"}.get(digest.bits, f"{digest.bits:.1f}"),
-            )
-            if (finding := digest.finding) is not None:
+        rows = []
+        for digest in sorted(self.digests, key=_order)[:_MOST_SHOWN]:
+            room = {inf: "all zero", -inf: "not finite"}.get(digest.bits, f"{digest.bits:.1f}")
+            finding, seen, batch = digest.finding, "", ""
+            if finding is not None:
                 seen = f"{finding.value} in {finding.label} of {module_name(finding.module)}"
                 batch = str(finding.batch)
-            cells.append([str(digest.rank), seen, batch, room, module_name(digest.module)])
-        return Table("ranks", "Ranks, the earliest first", dict.fromkeys(columns, TEXT), cells, after=more)
+            rows.append([str(digest.rank), seen, batch, room, module_name(digest.module)])
+        num_left = len(self.digests) - len(rows)
+        more = f"and {_count(num_left)} more" if num_left else ""
+        return Table("ranks", "Ranks, the earliest first", dict.fromkeys(columns, TEXT), rows, after=more)
 
     def to_text(self) -> str:
         """Return the merge as text, without a newline at its end."""
@@ -213,25 +204,13 @@ def merge(*paths: Path, tell: Tell = silent) -> Merged:
 
 def by_attempt(digests: Iterable[Digest]) -> list[Merged]:
     """Return a merge for each attempt, the earliest first; digests without an attempt come before."""
-
-    def when(digest: Digest) -> tuple[float, int]:
-        finding = digest.finding
-        return (inf, 0) if finding is None else (finding.batch, finding.sequence or 0)
-
     groups: dict[object, dict[int, Digest]] = {}
     for digest in digests:
         ranks = groups.setdefault(digest.attempt and digest.attempt.key, {})
-        ranks[digest.rank] = min(ranks.get(digest.rank, digest), digest, key=when)
-    merges: list[tuple[tuple[float, str], Merged]] = []
-    for ranks in groups.values():
-        members = [ranks[rank] for rank in sorted(ranks)]
-        attempts = [digest.attempt for digest in members if digest.attempt is not None]
-        place: tuple[float, str] = (-inf, "")
-        if attempts:
-            # Each launcher counts by itself, and each process begins at its own moment.
-            number, begun = max(each.number for each in attempts), min(each.begun for each in attempts)
-            attempt = replace(attempts[0], number=number, begun=begun)
-            members = [replace(digest, attempt=attempt) for digest in members]
-            place = (begun, attempt.run_id)
-        merges.append((place, Merged(tuple(members))))
-    return [merged for _, merged in sorted(merges, key=lambda pair: pair[0])]
+        ranks[digest.rank] = min(ranks.get(digest.rank, digest), digest, key=_order)
+    merges = [Merged(tuple(ranks[rank] for rank in sorted(ranks))) for ranks in groups.values()]
+    return sorted(merges, key=_begun)
+
+
+def _begun(merged: Merged) -> float:
+    return min(-inf if digest.attempt is None else digest.attempt.begun for digest in merged.digests)
