@@ -100,26 +100,20 @@ class Suspect:
     num_siblings: int = 0
     median: float | None = None
 
-    @property
-    def growth(self) -> str:
-        """The weight with its first and latest abs max, "" where it has not grown much."""
-        if self.first is None:
-            return ""
-        return f"`{self.label}` of {module_name(self.module)} from {self.first:.3g} to {self.abs_max:.3g}"
-
     def facts(self) -> Iterator[Fact]:
         """Yield the lines of a report."""
-        if self.growth:
+        magnitude = f"abs max of `{self.label}` of {module_name(self.module)}"
+        if self.first is not None:
             yield Fact(
                 "Grew",
-                f"abs max of {self.growth} since the watch began: look at the learning rate, at weight decay and at the"
-                " clipping of gradients.",
+                f"{magnitude} from {self.first:.3g} to {self.abs_max:.3g} since the watch began: look at the learning"
+                " rate, at weight decay and at the clipping of gradients.",
             )
         if self.siblings and self.median is not None:
             yield Fact(
                 "Apart",
-                f"abs max of `{self.label}` of {module_name(self.module)} is {self.abs_max:.3g}, the median of the"
-                f" {self.num_siblings} other {self.siblings} is {self.median:.3g}.",
+                f"{magnitude} is {self.abs_max:.3g}, the median of the {self.num_siblings} other {self.siblings} is"
+                f" {self.median:.3g}.",
             )
 
 

@@ -315,11 +315,6 @@ class RankObservation:
         """
         return f"{'.'.join(map(str, self.clock))}/{self.sequence}/{self.kind}/{self.part}"
 
-    @property
-    def came_with_the_data(self) -> bool:
-        """Return whether the batch was called with the value: from a data loader, or from the rank before this one."""
-        return self.kind == "data"
-
     def to_json(self) -> str:
         """Return one line of less than a kilobyte."""
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -351,11 +346,6 @@ class Origin:
         return self.first.rank
 
     @property
-    def is_shared(self) -> bool:
-        """Return whether more than one rank observed it at once, so that no single one of them is its source."""
-        return self.num_alike > 1
-
-    @property
     def is_complete(self) -> bool:
         """Return whether every rank has answered; one that has not may have observed something earlier."""
         return self.num_reported >= self.world_size
@@ -363,7 +353,7 @@ class Origin:
     def __str__(self) -> str:
         first = self.first
         where = f"`{first.label}` of {module_name(first.module)} ({first.class_name}) in batch {first.batch}"
-        if self.is_shared:
+        if self.num_alike > 1:  # no single one of them is the source
             who = (
                 f"all {self.world_size} ranks"
                 if self.num_alike == self.world_size
@@ -402,6 +392,6 @@ def earliest(first: RankObservation, *more: RankObservation) -> RankObservation:
     for observation in more:
         pair = sorted((first, observation), key=lambda each: each.order)
         if first.clock == observation.clock and first.part != observation.part:
-            pair.sort(key=lambda each: each.came_with_the_data)
+            pair.sort(key=lambda each: each.kind == "data")
         first = pair[0]
     return first

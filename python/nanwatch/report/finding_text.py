@@ -60,7 +60,6 @@ _SPELT: dict[str, Callable[[Any], str]] = {
     "operands": ", with operands up to {:.2e}".format,
     "end": "{:.6g}".format,
     "largest": "{:.2e}".format,
-    "before": "{:.2e}".format,
     "module": module_name,
     "giver": module_name,
 }
@@ -115,9 +114,6 @@ SENTENCES = {
     "apply the cure": "apply the cure if it is what the model should compute: it was tried on this batch only.",
     "square of the input": "a norm squares its input, and the square of {largest} leaves {dtype}, which ends at {end}:"
     " find where the input grew, or divide it before the norm.",
-    "weight that grew": "`{label}` of {module} grew from {before} in batch {first_batch} to {largest} in batch"
-    " {last_batch}, by the steps of the optimizer: lower the learning rate, or clip the gradients before each step with"
-    " torch.nn.utils.clip_grad_norm_.",
     "growth up to the end": "{dtype} ends at {end}; follow the abs max column up to where it began to grow.",
     "inf of moderate values": "{dtype} ends at {end}, and nothing in this frame is above {largest}: look for a division"
     " by zero, a logarithm of zero, an exponential or the like.",
@@ -148,8 +144,6 @@ SENTENCES = {
     "derivative at zero": "look for a root, a norm, a logarithm, a power or a division at zero: its value is finite"
     " there and its derivative is not. A torch.where behind it does not help, as 0 times inf is nan: change what goes"
     " in.",
-    "derivative in float32": "the derivative leaves {dtype}, which ends at {end}{operands}: let this module run in"
-    " float32, as the cure says.",
     "large derivative": "no operand is zero, so the derivative leaves {dtype}, which ends at {end}{operands}: make what"
     " goes in smaller, or take a wider format. The poles of acos, atanh and the like lie at 1.",
 }
@@ -196,8 +190,6 @@ def _next_forward(
     if squared := _squared(finding, frame):
         return squared
     is_cured = any(cure.works for cure in finding.cures)
-    if finding.origin in ("produced", "received") and not is_cured and (grown := _grown(frames)):
-        return grown
     if finding.origin == "produced":
         ends = None if record is None else record.ends
         if "inf" in finding.value and frame is not None and record is not None and ends is not None:
@@ -254,28 +246,6 @@ def _squared(finding: Finding, frame: Frame | None) -> Statement | None:
         ):
             return _of("square of the input", largest=given.abs_max, dtype=dtype, end=ends.largest)
     return None
-
-
-# A weight that grows a hundredfold within the batches of a report does so by its steps.
-_GROWN = 100.0
-
-
-def _grown(frames: Sequence[Frame]) -> Statement | None:
-    """Return the advice if a weight grew with each batch, so that no change of one call is a cure."""
-    weights: dict[tuple[str, str], dict[int, float]] = {}
-    for frame in frames:
-        for record in frame.records:
-            if record.role == "weight" and record.isfinite and record.abs_max:
-                weights.setdefault((frame.name, record.label), {})[frame.batch] = record.abs_max
-    factor, advice = _GROWN, None
-    for (name, label), magnitudes in weights.items():
-        largest = list(magnitudes.values())
-        if len(largest) > 1 and largest == sorted(largest) and largest[-1] / largest[0] >= factor:
-            factor = largest[-1] / largest[0]
-            batches = {"first_batch": min(magnitudes), "last_batch": max(magnitudes)}
-            sizes = {"before": largest[0], "largest": largest[-1]}
-            advice = _of("weight that grew", label=label, module=name, **batches, **sizes)
-    return advice
 
 
 def _largest_finite(frame: Frame, culprit: Record) -> float:
@@ -341,15 +311,16 @@ def _derivative(finding: Finding, narrow: tuple[str, float] | None) -> Statement
         for operand in finding.operands
         if not operand.label.startswith("gradient") and operand.abs_max is not None
     ]
-    is_cured = any(cure.works and "run_in_fp32(" in cure.what for cure in finding.cures)
-    if narrow is None or not (kept or is_cured):
+    if any(cure.works and "run_in_fp32(" in cure.what for cure in finding.cures):
+        return _of("apply the cure")
+    if narrow is None or not kept:
         return _of("unseen derivative")
-    if any(operand.abs_min == 0 for operand in kept) and not is_cured:
+    if any(operand.abs_min == 0 for operand in kept):
         return _of("derivative at zero")
     dtype, end = narrow
-    operands = max((operand.abs_max or 0.0 for operand in kept), default=None)
-    code = "derivative in float32" if is_cured else "large derivative"
-    return _of(code, dtype=dtype, end=end, operands=operands)
+    return _of(
+        "large derivative", dtype=dtype, end=end, operands=max(operand.abs_max or 0.0 for operand in kept)
+    )
 
 
 def _narrowest(finding: Finding, record: Record | None) -> tuple[str, float] | None:
@@ -369,18 +340,3 @@ def _finite_gradients(frame: Frame | None) -> Iterable[float]:
             yield record.abs_max
         elif record.health is not None:
             yield record.health.finite_abs_max
-
-
-# More are counted: a report is no list of a dataset.
-_MOST_SAMPLES = 8
-
-
-def samples_words(samples: Sequence[int]) -> str:
-    """Return one sentence on the samples that carry the failure, "" without any."""
-    if not samples:
-        return ""
-    if len(samples) == 1:
-        return f"sample {samples[0]} of the batch carries it; without it: finite."
-    shown = [str(sample) for sample in samples[:_MOST_SAMPLES]]
-    last = f"{len(samples) - _MOST_SAMPLES:,} more" if len(samples) > _MOST_SAMPLES else shown.pop()
-    return f"samples {', '.join(shown)} and {last} of the batch carry it; without them: finite."

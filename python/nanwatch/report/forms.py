@@ -44,20 +44,17 @@ class Annotation(NamedTuple):
 
 def annotation_of(report: AnyReport) -> Annotation | None:
     """Return the annotation of a failure (an error) or of a spike (a warning), None when all is finite."""
+    level: Literal["error", "warning"] = "error"
+    module, place = "", None
     if isinstance(report, SpikeReport):
+        code, level, words = f"spike {report.cause}", "warning", report.summary
         module = "" if report.first is None else report.first.module
-        return _annotation(f"spike {report.cause}", "warning", report.summary, module, None)
-    finding, explanation = report.finding, report.explanation
-    if finding is None or explanation is None:
-        return None
-    words = f"{summary(finding)}. Why: {explanation.reason} Next: {explanation.advice}"
-    return _annotation(explanation.reason.code, "error", words, finding.module, finding.place)
-
-
-def _annotation(
-    code: str, level: Literal["error", "warning"], words: str, module: str, place: Place | None
-) -> Annotation:
-    """Return the annotation, with the code of the reason spelt as an identifier."""
+    else:
+        finding, explanation = report.finding, report.explanation
+        if finding is None or explanation is None:
+            return None
+        code, module, place = explanation.reason.code, finding.module, finding.place
+        words = f"{summary(finding)}. Why: {explanation.reason} Next: {explanation.advice}"
     rule = code.replace(" ", "-").replace("'", "")
     return Annotation(rule, level, visible(words), module_name(module), place)
 

@@ -82,16 +82,9 @@ def _row(frame: Frame, record: Record, finding: Finding | None) -> list[Any]:
     ends = ["" if value is None else f"{value:.3e}" for value in (record.abs_min, record.abs_max)]
     notes = [*text.frame_words(frame), *text.small_words(record), text.note_words(record)]
     notes += ["first"] * _is_culprit(frame, record, finding)
-    what = (
-        frame.batch,
-        module_name(frame.name),
-        frame.class_name,
-        record.label,
-        record.role,
-        shape,
-        record.dtype,
-    )
-    return [*what, *ends, Level(headroom_bits(record)), ", ".join(filter(None, notes))]
+    call = (frame.batch, module_name(frame.name), frame.class_name)
+    tensor = (record.label, record.role, shape, record.dtype, *ends, Level(headroom_bits(record)))
+    return [*call, *tensor, ", ".join(filter(None, notes))]
 
 
 def _is_culprit(frame: Frame, record: Record, finding: Finding | None) -> bool:

@@ -1,4 +1,4 @@
-"""Page of HTML that shows facts: a headline, lines of facts, tables and charts.
+"""Page of HTML that shows facts: a headline, lines of facts, tables and charts; and the display of it in a notebook.
 
 Everything a page needs is in it, it runs no script, and it asks nobody for anything: its content security policy allows
 no connection. Names of modules, labels and notes are whatever a user's model holds, so jinja2 escapes them in the
@@ -18,19 +18,12 @@ from ..records.headroom import NEAR_FACTOR
 from ..util.imports import needed
 from ..util.visible import visible
 
+_FRAME = "width: 100%; height: 36em; border: 0"  # of a page in a notebook
 LOW_BITS = NEAR_FACTOR.bit_length() - 1  # as text has it
 NEAR_BITS = 2
 TEXT, NUMBER = "", "number"
-COLORS = (
-    "output",
-    "gone",
-    "gradient",
-    "weight",
-    "input",
-    "buffer",
-    "near",
-    "fine",
-)  # of a chart with many lines
+# Of a chart with many lines.
+COLORS = ("output", "gone", "gradient", "weight", "input", "buffer", "near", "fine")
 
 
 class Level(NamedTuple):
@@ -60,13 +53,8 @@ class Table:
     picture: ClassVar = ""
 
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _PLOT = (
-    1100,
-    80,
-    16,
-    12,
-    340,
-)  # of a chart: its size, margins, and the height of its area
+_WIDTH, _LEFT, _RIGHT, _TOP = 1100, 80, 16, 12  # of a chart: its width and margins
+_PLOT = 340  # height of its area
 _MOST_POINTS = 400  # of a line, whose points show their numbers under the pointer
 _DASHES = {"dotted": "2 4", "dashed": "7 5"}
 _LABELS = 8  # names below a chart
@@ -222,3 +210,30 @@ def bits_words(bits: float | None) -> str:
     if bits is None:
         return ""
     return "all zero" if bits == inf else "none left" if bits == -inf else f"{bits:.1f} bits"
+
+
+class InNotebook:
+    """Base of results that a notebook shows as their page, and a console as their text."""
+
+    __slots__ = ()
+
+    def to_text(self) -> str:
+        """Return the result for people."""
+        raise NotImplementedError
+
+    def to_html(self) -> str:
+        """Return the result as one page."""
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        """Return the page in a frame of its own: its style does not reach the notebook."""
+        try:
+            document = self.to_html()
+        except ImportError:  # no jinja2
+            return f"<pre>{escape_html(self.to_text())}</pre>"
+        frame = f'sandbox="" title="nanwatch" style="{_FRAME}"'
+        return f'<iframe {frame} srcdoc="{escape_html(document)}"></iframe>'
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """Return both forms: IPython would take the `repr` of a dataclass for the text."""
+        return {"text/plain": self.to_text(), "text/html": self._repr_html_()}

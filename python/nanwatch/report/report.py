@@ -11,7 +11,6 @@ from typing import Any, Literal, TextIO, TypeAlias
 from ..records.note import CAPTURED
 from ..records.record import Frame
 from ..util import reading
-from ..util.imports import needed
 from ..util.job import Attempt, current_attempt, rank
 from ..util.progress import wants_color
 from ..util.visible import first_few, module_name, suppressed, visible
@@ -19,7 +18,7 @@ from . import text
 from .events import Suspect
 from .finding import Finding, Origin
 from .finding_text import Explanation, explain
-from .notebook import InNotebook
+from .page import InNotebook
 
 SCHEMA = "nanwatch.report"
 VERSION = 1
@@ -103,13 +102,13 @@ class Report(InNotebook):
         return explain(self.finding, *text.culprit(self.finding, self.frames), self.frames)
 
     def to_text(self, color: bool = False, *, whole: bool = False) -> str:
-        """Return the frames in columns and the finding in words; with ANSI colours for `color`, which needs `rich`.
+        """Return the frames in columns and the finding in words; with ANSI colours for `color`.
 
         With a finding the text fits a screen of forty lines: it shows the frames closest to the finding. `whole` shows
         all of `frames`.
         """
         lines = [(style, visible(line)) for style, line in _styled_lines(self, whole=whole)]
-        return _colored(lines) if color else "\n".join(line for _, line in lines)
+        return "\n".join(f"\x1b[{_COLORS[style]}m{line}\x1b[0m" if color else line for style, line in lines)
 
     def __str__(self) -> str:
         return self.to_text()
@@ -258,13 +257,8 @@ _MOST_LINES = 39  # of a report with a finding: one screen
 _HEADER = 3
 
 Style: TypeAlias = Literal["plain", "head", "module", "quiet", "nonfinite"]
-_RICH_STYLES: dict[Style, str] = {
-    "plain": "",
-    "head": "bold",
-    "module": "cyan",
-    "quiet": "dim",
-    "nonfinite": "bold red",
-}
+# Parameters of the escape sequence for each style: normal, bold, cyan, dim, and bold red.
+_COLORS: dict[Style, str] = {"plain": "0", "head": "1", "module": "36", "quiet": "2", "nonfinite": "1;31"}
 _MOST_NAMED = 5
 
 
@@ -365,16 +359,3 @@ def _closest(frames: Sequence[Frame], source: Frame | None, room: int) -> Sequen
 def _height(frames: Sequence[Frame], i: int, beside: int) -> int:
     """Return how many lines the frame takes, with the line between its batch and that of the frame beside it."""
     return 1 + len(frames[i].records) + (frames[i].batch != frames[beside].batch)
-
-
-def _colored(lines: Sequence[tuple[Style, str]]) -> str:
-    instead = "leave color=False"
-    console_kind = needed("rich.console", "color=True", "terminal", instead).Console
-    styled = needed("rich.text", "color=True", "terminal", instead).Text
-    width = max((len(line) for _, line in lines), default=0) + 1
-    console = console_kind(width=width, color_system="standard", force_terminal=True, no_color=False)
-    with console.capture() as capture:
-        for style, line in lines:
-            console.print(styled(line, style=_RICH_STYLES[style]))
-    shown: str = capture.get()
-    return shown.removesuffix("\n")

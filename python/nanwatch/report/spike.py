@@ -12,7 +12,7 @@ from ..records.note import Note
 from ..records.record import Frame, event_frame
 from ..util import reading
 from ..util.visible import module_name, visible
-from .notebook import InNotebook
+from .page import COLORS, NUMBER, TEXT, Chart, InNotebook, Section, Table, page
 from .report import Report, read_report
 from .text import Fact
 
@@ -156,8 +156,6 @@ class SpikeReport(InNotebook):
 
     def to_html(self) -> str:
         """Return the report as one page of HTML without a script. Raises ImportError without jinja2."""
-        from .page import COLORS, NUMBER, TEXT, Chart, Section, Table, page
-
         lines = [
             {
                 "name": f"{curve.label} of {module_name(curve.module)}" if curve.module else curve.label,
@@ -173,21 +171,16 @@ class SpikeReport(InNotebook):
         sections: list[Section] = [
             Chart("curves", "The latest steps", hint, label, "steps before the spike", "value", lines)
         ]
-        columns = {
-            "module": TEXT,
-            "tensor": TEXT,
-            **dict.fromkeys(("abs max", "usually", "deviations"), NUMBER),
-        }
-        for part, departures in (("forward", self.forward), ("backward", self.backward)):
-            rows = [
-                [module_name(x.module), x.label, *(f"{n:.3g}" for n in (x.value, x.usual, x.deviations))]
-                for x in departures[:_SHOWN]
-            ]
-            rest = len(departures) - _SHOWN
-            more = f"and {rest:,} more, which the JSON has" if rest > 0 else ""
-            sections += (
-                [Table(part, f"Left its history in the {part}", columns, rows, after=more)] if rows else []
-            )
+        departures = [("forward", x) for x in self.forward] + [("backward", x) for x in self.backward]
+        rows = [
+            [phase, module_name(x.module), x.label, *(f"{n:.3g}" for n in (x.value, x.usual, x.deviations))]
+            for phase, x in departures[:_SHOWN]
+        ]
+        columns = dict.fromkeys(("phase", "module", "tensor"), TEXT)
+        columns |= dict.fromkeys(("abs max", "usually", "deviations"), NUMBER)
+        rest = len(departures) - _SHOWN
+        more = f"and {rest:,} more, which the JSON has" if rest > 0 else ""
+        sections += [Table("departures", "Left its history", columns, rows, after=more)] if rows else []
         amount = f"batch {self.batch}, rank {self.rank}"
         who, facts = "SpikeReport.to_html()", tuple(self.facts())
         return page(who, self.headline, amount, facts, sections, is_bad=True)

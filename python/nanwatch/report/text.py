@@ -9,11 +9,12 @@ from typing import Literal, NamedTuple, TypeAlias
 from ..records.headroom import has_vanished, shrinking
 from ..records.note import EVENTS
 from ..records.record import Frame, Phase, Record
-from ..util.visible import module_name, visible
+from ..util.visible import first_few, module_name, visible
 from .finding import Cure, Finding
-from .finding_text import explain, samples_words
+from .finding_text import explain
 
 PREFIX = " " * 17
+_MOST_SAMPLES = 8  # more are counted: a report is no list of a dataset
 COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
 
 
@@ -93,7 +94,7 @@ def finding_facts(finding: Finding, frames: Sequence[Frame]) -> list[Fact]:
         Fact("Room", shrinking(frames)),
         *(Fact("Under", words) for words in _vanished(frame)),
         *_by(finding),
-        Fact("Data", samples_words(finding.samples)),
+        Fact("Data", _samples(finding.samples)),
         *(Fact("Cure", str(cure)) for cure in finding.cures),
         Fact("Next", str(explanation.advice)),
         *(Fact("Note", f"{remark}.") for remark in finding.remarks),
@@ -133,6 +134,13 @@ def _by(finding: Finding) -> list[Fact]:
         if operand.abs_min is not None and operand.abs_max is not None
     )
     return [Fact("By", f"{finding.operation}{made}{where}."), Fact("From", f"{given}." if given else "")]
+
+
+def _samples(samples: Sequence[int]) -> str:
+    if len(samples) == 1:
+        return f"sample {samples[0]} of the batch carries it; without it: finite."
+    named = first_few([*map(str, samples)], _MOST_SAMPLES)
+    return f"samples {named} of the batch carry it; without them: finite." if samples else ""
 
 
 def small_words(record: Record) -> list[str]:

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..history.suspicion import apart_from_siblings
 from ..numerics import _extension
 from ..numerics.block_fit import BLOCKS_BY_NAME, BlockFit
 from ..numerics.fit import FORMATS, would_fit
 from ..numerics.formats import BY_NAME, TensorHealth, limits
 from ..numerics.ranges import PartialHealth, health_of, tensor_health
 from ..numerics.readable import dtype_name, type_name, unreadable
-from ..records.siblings import apart_from_siblings
 from ..util.progress import Tell, silent
 from ..util.visible import spell
 from .against import Member, compare

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..report.notebook import InNotebook
-from ..report.page import Section, page
+from ..report.page import InNotebook, Section, page
 from ..util.reading import plain
 from ..util.visible import visible
 

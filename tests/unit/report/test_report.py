@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import copy
 import json
 import pickle
-import sys
 from math import inf, isnan, nan
 from typing import Any
 
@@ -102,20 +100,12 @@ def test_captured_calls_are_named_in_one_line() -> None:
         assert Report((frame, frame), None, 0).to_text().count("captured into a CUDA graph") == count
 
 
-def test_color_without_rich_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the optional package the error names it and the extra that brings it."""
-    real = builtins.__import__
-
-    def without_rich(name: str, *rest: Any, **options: Any) -> Any:
-        if name.split(".")[0] == "rich":
-            raise ImportError(name)
-        return real(name, *rest, **options)
-
-    for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(builtins, "__import__", without_rich)
-    with pytest.raises(ImportError, match=r"rich.*\.\[terminal\]"):
-        REPORT.to_text(color=True)
+def test_color_changes_no_character() -> None:
+    """As rich reads the escape sequences: the same text, and the first non-finite record in red."""
+    shown = pytest.importorskip("rich.text").Text.from_ansi(REPORT.to_text(color=True))
+    assert shown.plain == TEXT
+    red = [TEXT[span.start : span.end] for span in shown.spans if "color(1)" in str(span.style)]
+    assert red == ["5.00e-01      inf output  <-- inf, first"]
 
 
 @given(st.from_type(Report))

@@ -1,10 +1,10 @@
-"""Siblings: the same weight of other layers, and one that is far above them."""
+"""Weights that grew most or are far above their siblings, the same weight of other layers."""
 
 from __future__ import annotations
 
 import pytest
 
-from nanwatch.records.siblings import Key, apart_from_siblings, grown_most
+from nanwatch.history.suspicion import Key, apart_from_siblings, grown_most
 
 LAYERS: dict[Key, float] = {(f"layers.{layer}.mlp", "weight"): 1.0 + layer / 10 for layer in range(5)}
 
