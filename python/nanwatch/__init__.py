@@ -91,7 +91,7 @@ else:
         return sorted({*globals(), *__all__})
 
 
-if os.environ.get("NANWATCH_TRANSFORMERS"):
-    from .integrations.trainer_debug import follow_environment
+if os.environ.get("NANWATCH_TRANSFORMERS") == "1":
+    from .integrations.debug import patch_transformers as _patch_transformers
 
-    follow_environment()
+    _patch_transformers()

@@ -33,7 +33,7 @@ class Spoiled(nn.Module):
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> ServedModel:
     monkeypatch.delenv("NANWATCH_OPTIONS", raising=False)
-    return ServedModel("nanwatch.test")
+    return ServedModel()
 
 
 def model() -> nn.Sequential:

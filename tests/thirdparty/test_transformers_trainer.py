@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.integrations import trainer_debug
+from nanwatch.integrations import debug
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -28,9 +28,9 @@ from support.first_fault import first_fault  # noqa: E402
 @pytest.fixture(autouse=True)
 def _unpatched() -> Iterator[None]:
     """Each test begins and ends with Trainer's own class."""
-    trainer_debug.unpatch_transformers()
+    debug.unpatch_transformers()
     yield
-    trainer_debug.unpatch_transformers()
+    debug.unpatch_transformers()
 
 
 def trainer_of(

@@ -1,14 +1,18 @@
-"""DebugUnderflowOverflow and detect_overflow, with the text that transformers' pair prints."""
+"""DebugUnderflowOverflow and detect_overflow, with the text that transformers' pair prints.
+
+Trainer looks up the name of the class in its own module each time it begins to train. `patch_transformers` replaces
+only that name: `transformers.debug_utils` keeps its class.
+"""
 
 from __future__ import annotations
 
 import copyreg
 import sys
 from collections import deque
-from collections.abc import Collection, Container, Iterator
+from collections.abc import Container, Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
-from weakref import ref
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -24,32 +28,37 @@ from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError
 from ..session.options import MAX_BATCH, Options, whole
 from ..session.watch import EventDispatch, Watch
-from ..util.visible import visible, with_utf8
+from ..util.imports import when_imported
+from ..util.visible import visible, warn_user, with_utf8
 
 _MOST_FRAMES = 100_000  # the recorder reserves 0.2 kB for each
+_TRAINER, _NAME = "transformers.trainer", "DebugUnderflowOverflow"
+
+_is_patched = False
+_original: Any = None  # Trainer's own class, once the other one was put there
 
 
 class _PrintedCall(NamedTuple):
     """A call of a module before it is printed. Nothing is formatted earlier.
 
-    `recorded` is the name of its frame, "(not recorded)" for a call that was read at once into `rows`. `number` is the
-    number of frames that the recorder had kept before. `kinds` are the types of the arguments and of the output, in
-    tuples where the values were: the rows of the recorder do not say what was a tuple, what a list, and what was empty.
+    `recorded` is the name of its frame, None for a call that was read at once into `rows`. `number` is the
+    number of frames that the recorder had kept before. `values` are label, role and type of each value to print: the
+    rows of the recorder do not say what was a tuple, what a list, and what was empty.
     """
 
     header: list[str]
     name: str
     class_name: str
-    recorded: str
+    recorded: str | None
     number: int
-    kinds: tuple[Any, Any]
+    values: list[tuple[str, Role, type]]
     rows: list[Record]
 
     def shown(self, frame: Frame) -> list[Record]:
         """Return the rows that the original prints, of all in the frame."""
         rows = [row for row in frame.records if row.role == "weight"]
         read = {(row.role, row.label): row for row in reversed(frame.records)}
-        for kind, label, role in _values(*self.kinds):
+        for label, role, kind in self.values:
             note = Note("absent" if kind is type(None) else "not_a_tensor")
             row = read.get((role, label)) if issubclass(kind, Tensor) else None
             rows.append(row or Record(label, role, None, "", None, None, None, None, note))
@@ -144,7 +153,11 @@ class DebugUnderflowOverflow:
         if abort_after_batch_num is not None:
             abort_after_batch_num = whole("abort_after_batch_num", abort_after_batch_num, 0, MAX_BATCH)
         self.model = model
-        self.trace_batch_nums: Container[int] = () if trace_batch_nums is None else _batches(trace_batch_nums)
+        batches: Any = () if trace_batch_nums is None else trace_batch_nums
+        if isinstance(batches, str | bytes) or not isinstance(batches, Container):
+            accepted = "a container of batch numbers such as [0, 3]"
+            raise TypeError(f"trace_batch_nums should be {accepted}, got {batches!r}")
+        self.trace_batch_nums: Container[int] = batches
         self.abort_after_batch_num = abort_after_batch_num
         self.batch_number = 0
         self.total_calls = 0
@@ -176,7 +189,7 @@ class DebugUnderflowOverflow:
     def frames(self) -> list[str]:
         """The saved frames as text, oldest first."""
         # A call whose frame is missing was left by an exception from a later hook.
-        found: list[str] = []
+        texts: list[str] = []
         number = self._saved[0].number if self._saved else 0
         kept, frames = self._recorder.frames_since(number)
         first = kept - len(frames)
@@ -185,8 +198,8 @@ class DebugUnderflowOverflow:
                 frame for frame in frames[max(0, call.number - first) :] if frame.name == call.recorded
             )
             rows = call.rows or ((frame := next(frames_of_call, None)) and call.shown(frame))
-            found += [] if rows is None else [call.text(rows)]
-        return found
+            texts += [] if rows is None else [call.text(rows)]
+        return texts
 
     @property
     def frame(self) -> list[str]:
@@ -228,10 +241,10 @@ class DebugUnderflowOverflow:
         if recorded is None:
             rows = [observe(x, name, "weight") for name, x in own_tensors(module._parameters)]
             rows += [observe(x, label, role) for x, label, role in _values(args, output)]
-        name = "(not recorded)" if recorded is None else recorded
-        number, kinds = self._recorder.frames_kept, (_types(args, 1), _types(output, 2))
+        values = [(label, role, type(x)) for x, label, role in _values(args, output)]
+        number = self._recorder.frames_kept
         self._latest = call = _PrintedCall(
-            self._header, self.module_names[module], type(module).__name__, name, number, kinds, rows
+            self._header, self.module_names[module], type(module).__name__, recorded, number, values, rows
         )
         self._header = []
         if is_traced:
@@ -261,18 +274,6 @@ class DebugUnderflowOverflow:
         print(text.COLUMNS, "\n".join(frames), "\n\n", sep="\n")
         self._saved.clear()
         self._latest = None
-
-
-def _batches(value: Container[int]) -> Container[int]:
-    """Return `value` if it can hold batch numbers, and holds nothing else as far as that can be seen."""
-    if isinstance(value, str | bytes) or not isinstance(value, Container):
-        accepted = "a container of batch numbers such as [0, 3]"
-        raise TypeError(f"trace_batch_nums should be {accepted}, got {value!r}")
-    # A range holds integers and may be too long to iterate. A plain container cannot be iterated.
-    if isinstance(value, Collection) and not isinstance(value, range):
-        for batch in value:
-            whole("each of trace_batch_nums", batch, 0, MAX_BATCH)
-    return value
 
 
 def detect_overflow(var: Tensor, ctx: str) -> bool:
@@ -320,11 +321,60 @@ def _outputs(value: Any, label: str, levels: int) -> Iterator[tuple[Any, str, Ro
     if not levels or not isinstance(value, tuple):
         yield value, label, "output"
     else:
-        for position, one in enumerate(value):
-            yield from _outputs(one, f"{label}[{position}]", levels - 1)
+        for position, item in enumerate(value):
+            yield from _outputs(item, f"{label}[{position}]", levels - 1)
 
 
-def _types(value: Any, levels: int) -> Any:
-    """Return the type of a value, or those inside it in so many levels of tuples."""
-    is_tuple = levels and isinstance(value, tuple)
-    return tuple(_types(item, levels - 1) for item in value) if is_tuple else type(value)
+class TrainerDebug(DebugUnderflowOverflow):
+    """DebugUnderflowOverflow that removes the one before it from a model.
+
+    Trainer makes one in each `train()` and keeps none, so the hooks of the last would stay on the model.
+    """
+
+    _of: ClassVar[WeakKeyDictionary[nn.Module, ref[TrainerDebug]]] = WeakKeyDictionary()
+
+    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+        if (last := self._of.get(model, lambda: None)()) is not None:
+            last.stop()
+        self._of[model] = ref(self)
+
+
+def patch_transformers() -> None:
+    """Let nanwatch serve `TrainingArguments(debug="underflow_overflow")`, until `unpatch_transformers()`.
+
+    Prints the same text on stdout as transformers' class. Takes effect when `transformers.trainer` is imported, if it
+    is not yet, and imports nothing itself. Does nothing the second time.
+
+    Examples:
+        >>> from nanwatch.integrations.debug import patch_transformers, unpatch_transformers
+        >>> patch_transformers()  # TrainingArguments(debug="underflow_overflow") now means nanwatch
+        >>> unpatch_transformers()
+    """
+    global _is_patched
+    if not _is_patched:
+        _is_patched = True
+        when_imported(_TRAINER, _swap)
+
+
+def unpatch_transformers() -> None:
+    """Give Trainer its own class back. Hooks on a model stay there. Does nothing the second time."""
+    global _is_patched
+    _is_patched, trainer = False, sys.modules.get(_TRAINER)
+    # A third class that somebody has put there since stays.
+    if getattr(trainer, _NAME, None) is TrainerDebug:
+        setattr(trainer, _NAME, _original)
+
+
+def _swap() -> None:
+    global _original
+    trainer = sys.modules[_TRAINER]
+    current = getattr(trainer, _NAME, None)
+    if current is None:
+        warn_user(
+            f"nanwatch found no {_NAME} in {_TRAINER}, so --debug underflow_overflow stays as it is;"
+            " use nanwatch.integrations.transformers.NanWatchCallback"
+        )
+    elif _is_patched and current is not TrainerDebug:
+        _original = current
+        setattr(trainer, _NAME, TrainerDebug)

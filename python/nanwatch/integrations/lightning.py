@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 from ..report.report import NonFiniteError
@@ -11,24 +12,16 @@ from ..session.watch import Watch
 from ..sinks.trackers import Least, LeastHeadroom
 from ..util.imports import needed
 
-__all__ = ["NanWatchCallback"]
-
 HEADROOM = "nanwatch/headroom_bits"
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _callback_classes() -> tuple[Any, ...]:
     """Return the class Callback of each package that is in use, or else of the first that is installed."""
-    in_use = [name for name in _PACKAGES if sys.modules.get(name) is not None]
-    if in_use:
-        return tuple(needed(name, "nanwatch.integrations.lightning", "lightning").Callback for name in in_use)
-    try:
-        return (needed(_PACKAGES[0], "nanwatch.integrations.lightning", "lightning").Callback,)
-    except ImportError as first:
-        try:
-            return (needed(_PACKAGES[1], "nanwatch.integrations.lightning", "lightning").Callback,)
-        except ImportError:
-            raise first from None
+    names = [name for name in _PACKAGES if sys.modules.get(name) is not None]
+    if not names:
+        names = [name for name in _PACKAGES if find_spec(name.partition(".")[0])][:1] or [_PACKAGES[0]]
+    return tuple(needed(name, "nanwatch.integrations.lightning", "lightning").Callback for name in names)
 
 
 class NanWatchCallback(*_callback_classes()):  # type: ignore[misc]
@@ -59,7 +52,6 @@ class NanWatchCallback(*_callback_classes()):  # type: ignore[misc]
         super().__init__()
         self._headroom = LeastHeadroom()
         self._deferred = DeferredWatch(options, *[self._headroom] * headroom)
-        self._is_watching = False
         self._batches = 0
         self.least: Least | None = None
 
@@ -70,18 +62,16 @@ class NanWatchCallback(*_callback_classes()):  # type: ignore[misc]
 
     def stop(self) -> None:
         """Leave the model as it was found. `watch` and its report stay."""
-        self._is_watching = False
         self._deferred.stop()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to watch: the model is on its device, and the sanity check is still to come."""
         self._deferred.start(pl_module, getattr(trainer.precision_plugin, "scaler", None))
-        self._is_watching = True
         self._batches = 0
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to watch, unless this is a validation within fit."""
-        if not self._is_watching:
+        if trainer.state.fn != "fit":
             self.on_fit_start(trainer, pl_module)
 
     on_test_start = on_predict_start = on_fit_start
@@ -105,11 +95,8 @@ class NanWatchCallback(*_callback_classes()):  # type: ignore[misc]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Add the step to the error, and stop the watch, because no teardown follows."""
-        # Exceptions have add_note from Python 3.11 on.
-        if (
-            isinstance(exception, NonFiniteError)
-            and (add_note := getattr(exception, "add_note", None)) is not None
-        ):
+        add_note = getattr(exception, "add_note", None)  # from Python 3.11 on
+        if isinstance(exception, NonFiniteError) and add_note is not None:
             where = f"epoch {trainer.current_epoch}, global step {trainer.global_step}"
             if trainer.training:
                 where += f", batch_idx {trainer.fit_loop.batch_idx}"

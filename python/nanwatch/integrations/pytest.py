@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,11 @@ MAX_MODELS = 32
 _OPTIONS: dict[str, Any] = {"on_nonfinite": "record", "rerun": True, "forecast": False}
 
 
-class TestedModels:
+class WatchedModels:
     """Watches of the models that one test calls from outside any other module.
 
     A model that the test watches itself is left alone.
     """
-
-    __test__ = False  # pytest
 
     def __init__(self, options: dict[str, Any], **settings: bool) -> None:
         self._options = make_options({**_OPTIONS, **options}, **settings)
@@ -54,12 +52,12 @@ class TestedModels:
         finder = ModelFinder(
             lambda model: self._start(model, folder), accepts=lambda _: True, most=MAX_MODELS
         )
-        others = watch_starts.add(self._watch_started)
+        starts = watch_starts.add(self._watch_started)
         try:
             with finder:
                 yield
         finally:
-            others.remove()
+            starts.remove()
             for watch, _ in self._watches:
                 self._end(watch)
 
@@ -78,7 +76,7 @@ class TestedModels:
         finally:
             self._is_starting = False
 
-    def _watch_started(self, other: Watch, model: nn.Module) -> None:
+    def _watch_started(self, _: Watch, model: nn.Module) -> None:
         if self._is_starting:
             return
         parts = {id(module) for module in model.modules()}
@@ -86,16 +84,16 @@ class TestedModels:
             self._watches.remove(pair)
             self._end(pair[0])
 
-    def _end(self, one: Watch) -> None:
+    def _end(self, watch: Watch) -> None:
         # A warning that becomes an exception by the test's own filter would hide the test's result.
         with warnings.catch_warnings(), suppress(NonFiniteError):
             warnings.simplefilter("ignore")
-            one.stop()
-        report = one.report()
+            watch.stop()
+        report = watch.report()
         if report.finding is not None:
             self.reports.append(report)
-        if one.trace_path is not None:
-            self.traces.append(one.trace_path)
+        if watch.trace_path is not None:
+            self.traces.append(watch.trace_path)
 
 
 class Plugin:
@@ -114,12 +112,9 @@ class Plugin:
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         """Watch while the test runs. Fail it by what was not finite, or differs from the baseline."""
         models = _models_of(item)
-        traces: AbstractContextManager[str | None] = nullcontext()
-        if self._baseline is not None:
-            traces = tempfile.TemporaryDirectory(prefix="nanwatch-")
-        with traces as folder:
+        with tempfile.TemporaryDirectory(prefix="nanwatch-") as folder:
             try:
-                with models.watched(folder):
+                with models.watched(None if self._baseline is None else folder):
                     result = yield
             except BaseException:
                 if models.reports:  # it may be why the test failed
@@ -150,14 +145,13 @@ class Plugin:
         return ""
 
 
-def _models_of(item: pytest.Item) -> TestedModels:
+def _models_of(item: pytest.Item) -> WatchedModels:
     """Return what watches the models of a test, with the options of its marks."""
-    marks = reversed(list(item.iter_markers("nanwatch")))  # that of the test goes before that of its class
+    marks = list(item.iter_markers("nanwatch"))[::-1]  # that of the test goes before that of its class
     try:
         options = {name: value for mark in marks for name, value in mark.kwargs.items()}
-        closest = item.get_closest_marker("nanwatch")
-        is_left_alone = closest is not None and False in closest.args
-        return TestedModels(options, **({"enabled": False} if is_left_alone else {}))
+        is_left_alone = bool(marks) and False in marks[-1].args
+        return WatchedModels(options, **({"enabled": False} if is_left_alone else {}))
     except (TypeError, ValueError, ImportError) as error:
         message = f"options of nanwatch: {error}"
     pytest.fail(message, pytrace=False)

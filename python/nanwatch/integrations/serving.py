@@ -1,13 +1,20 @@
-"""Watch of a model that an inference engine serves: the requests of a batch whose rows were not finite."""
+"""Watch of a model that vLLM or SGLang serves: the requests of a batch whose rows were not finite.
+
+Each engine starts its plugin, `start_in_vllm` or `start_in_sglang`, in every process, without code of a user. vLLM
+calls the `forward` of the decoder inside a model, a class under `support_torch_compile`, past `nn.Module.__call__`, and
+SGLang that of the root. nanwatch does not see these calls, but those of the layers inside.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial, partialmethod
+from importlib import import_module
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -17,12 +24,18 @@ from ..records.record import Record
 from ..report.finding import Finding
 from ..report.text import summary
 from ..session.api import DeferredWatch
+from ..util.imports import when_imported
 from ..util.visible import is_due, module_name, spell, suppressing, visible
 
 Phase: TypeAlias = Literal["prefill", "decode"]
 
 # Limits: requests that went bad, and steps whose rows are still on a device.
 _MOST_REQUESTS, _MOST_STEPS = 1000, 4
+# The workers of GPUs, CPUs and XPUs are this class or inherit from it.
+_VLLM_MODULE, _VLLM_WORKER = "vllm.v1.worker.gpu_worker", "Worker"
+# The requests with which a worker of vLLM warms up are called _warmup_… and _v2_mixed_warmup….
+_WARM_UP = "_"
+_SGLANG_FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 
 
 class Share(NamedTuple):
@@ -89,13 +102,23 @@ class ServedModel:
     `watch` does for options that make no sense.
     """
 
-    def __init__(self, log: str) -> None:
+    log = "sglang.nanwatch"
+
+    def __init__(self) -> None:
         self._deferred = DeferredWatch({"on_nonfinite": "record"})
-        self._log = logging.getLogger(log)
+        self._log = logging.getLogger(self.log)
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._steps: deque[_Step] = deque(maxlen=_MOST_STEPS)
         self.requests: dict[str, BadRequest] = {}
-        self._num_told = 0
+        self._num_messages = 0
+
+    @classmethod
+    def of(cls, host: Any) -> Any:
+        """Return the watched model of a worker or runner, made the first time."""
+        served = vars(host).get("_nanwatch")
+        if served is None:
+            served = host._nanwatch = cls()
+        return served
 
     def start(self, model: nn.Module) -> None:
         """Watch `model`, unless it is watched already or could not be. An error is logged, and serving goes on."""
@@ -163,8 +186,8 @@ class ServedModel:
             self._say(f"{summary(finding)}; the rows of all requests were finite at the end")
 
     def _say(self, message: str) -> None:
-        self._num_told += 1
-        if is_due(self._num_told):
+        self._num_messages += 1
+        if is_due(self._num_messages):
             self._log.warning("nanwatch: %s", visible(message))
 
     def answer(self) -> dict[str, Any]:
@@ -189,3 +212,131 @@ def _counter() -> Any:
     except ImportError:
         return None
     return Counter("nanwatch_bad_requests", "Requests with a row that was not finite", ["phase"])
+
+
+class VllmModel(ServedModel):
+    """The watched model of one worker, with the KV blocks of its requests, of which each step tells the new ones."""
+
+    log = "vllm.nanwatch"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._blocks: dict[str, list[int]] = {}
+
+    def follow(self, scheduled: Any) -> None:
+        """Take the blocks of a step: those of new and resumed requests whole, of others what is added."""
+        for request in scheduled.finished_req_ids:
+            self._blocks.pop(request, None)
+        for new in scheduled.scheduled_new_reqs:
+            self._blocks[new.req_id] = _only(new.block_ids)
+        cached = scheduled.scheduled_cached_reqs
+        for request, blocks in zip(cached.req_ids, cached.new_block_ids, strict=False):
+            if request in cached.resumed_req_ids:
+                self._blocks[request] = _only(blocks)
+            elif blocks is not None:
+                self._blocks.setdefault(request, []).extend(_only(blocks))
+
+    def shares(self, worker: Any, scheduled: Any) -> list[Share]:
+        """Return the shares of a step in the order in which the runner has put the requests."""
+        runner = worker.model_runner
+        batch = getattr(runner.execute_model_state, "input_batch", None) or runner.input_batch
+        cached = scheduled.scheduled_cached_reqs
+        progress = {new.req_id: (new.num_computed_tokens, 0) for new in scheduled.scheduled_new_reqs}
+        progress |= zip(
+            cached.req_ids,
+            zip(cached.num_computed_tokens, cached.num_output_tokens, strict=False),
+            strict=False,
+        )
+        size = worker.vllm_config.cache_config.block_size
+        shares = []
+        for request in batch.req_ids:
+            if (num_tokens := scheduled.num_scheduled_tokens.get(request)) is not None:
+                position, num_outputs = progress[request]
+                phase: Phase = "decode" if num_outputs else "prefill"
+                shares.append(
+                    Share(request, phase, num_tokens, position, self._blocks.get(request, ()), size)
+                )
+        return shares
+
+
+def _only(groups: tuple[list[int], ...]) -> list[int]:
+    """Return the blocks of the only group of a request; none for a hybrid model, whose layers have different ones."""
+    return list(groups[0]) if len(groups) == 1 else []
+
+
+def start_in_vllm() -> None:
+    """Watch the model of each worker of this process from its first request on.
+
+    Raises TypeError or ValueError for options of the environment that make no sense, before a model is loaded.
+    """
+    VllmModel()
+    when_imported(_VLLM_MODULE, _patch_vllm)  # to import it here would choose the platform too early
+
+
+def _patch_vllm() -> None:
+    worker = getattr(sys.modules[_VLLM_MODULE], _VLLM_WORKER)
+    if not hasattr(worker, "nanwatch_report"):
+        worker.execute_model = partialmethod(_step_of_vllm, worker.execute_model)
+        worker.shutdown = partialmethod(_shut_down_vllm, worker.shutdown)
+        # `LLM.collective_rpc("nanwatch_report")` calls it for each worker.
+        worker.nanwatch_report = lambda self: VllmModel.of(self).answer()
+
+
+def _step_of_vllm(worker: Any, execute: Callable[..., Any], scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+    served = VllmModel.of(worker)
+    with suppressing("a step of vLLM could not be followed"):
+        served.follow(scheduled)
+        # Not when the model is loaded: vLLM would compile the wrappers into code that later processes load.
+        if any(not new.req_id.startswith(_WARM_UP) for new in scheduled.scheduled_new_reqs):
+            served.start(worker.model_runner.get_model())
+        served.step_begins(partial(served.shares, worker, scheduled))
+    output = execute(worker, scheduled, *args, **kwargs)
+    with suppressing("the rows of a step of vLLM could not be read"):
+        state = worker.model_runner.execute_model_state
+        served.step_ended(getattr(state, "hidden_states", None), getattr(state, "logits", None))
+    return output
+
+
+def _shut_down_vllm(worker: Any, shut_down: Callable[..., Any]) -> Any:
+    with suppressing("the watch of a worker of vLLM could not be stopped"):
+        VllmModel.of(worker).stop()
+    return shut_down(worker)
+
+
+def start_in_sglang() -> None:
+    """Watch the model of each runner of this process from its first request on.
+
+    Raises TypeError or ValueError for options of the environment that make no sense. SGLang logs it and serves. Written
+    after SGLang's sources, and not run with it.
+    """
+    ServedModel()
+    hooks = import_module("sglang.srt.plugins.hook_registry")
+    hooks.HookRegistry.register(_SGLANG_FORWARD, _forward_in_sglang, hooks.HookType.AROUND)
+
+
+def _forward_in_sglang(
+    forward: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a step of a runner: what HookRegistry calls in the place of `ModelRunner.forward`."""
+    served = ServedModel.of(runner)
+    with suppressing("a step of SGLang could not be followed"):
+        if batch.rids:
+            served.start(runner.model)
+        served.step_begins(partial(_sglang_shares, batch))
+    output = forward(runner, batch, *args, **kwargs)
+    with suppressing("the rows of a step of SGLang could not be read"):
+        served.step_ended(getattr(output.logits_output, "next_token_logits", None))
+    return output
+
+
+def _sglang_shares(batch: Any) -> list[Share]:
+    """Return the shares of a ForwardBatch, in which requests of one prefill have several rows each."""
+    requests = batch.rids or ()
+    if batch.forward_mode.is_extend():
+        rows = zip(requests, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu, strict=False)
+        return [Share(request, "prefill", num_tokens, position) for request, num_tokens, position in rows]
+    lengths = (None,) * len(requests) if batch.seq_lens_cpu is None else batch.seq_lens_cpu.tolist()
+    return [
+        Share(request, "decode", 1, 0 if length is None else length - 1)
+        for request, length in zip(requests, lengths, strict=False)
+    ]

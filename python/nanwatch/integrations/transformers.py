@@ -15,7 +15,7 @@ from ..session.api import DeferredWatch
 from ..session.watch import Watch
 from ..sinks.trackers import LeastHeadroom
 from ..util.imports import needed
-from .trainer_debug import patch_transformers, unpatch_transformers
+from .debug import patch_transformers, unpatch_transformers
 
 __all__ = ["NanWatchCallback", "patch_transformers", "unpatch_transformers"]
 
@@ -53,7 +53,6 @@ class NanWatchCallback(_TrainerCallback):  # type: ignore[misc]
     def __init__(self, *, headroom: bool = True, **options: Any) -> None:
         self._headroom = LeastHeadroom()
         self._deferred = DeferredWatch(options, *[self._headroom] * headroom)
-        self._is_logging = False
         self._trainer: weakref.ref[Any] | None = None
         self._undo: Callable[[], None] = lambda: None
 
@@ -83,23 +82,11 @@ class NanWatchCallback(_TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Log the least headroom since the last log."""
-        if self._is_logging:
-            return
-        least = self._headroom.take()
-        if least is None:
-            return
-        entry = {HEADROOM: least.bits, PLACE: least.place}
         trainer = None if self._trainer is None else self._trainer()
-        if trainer is None:
-            # The caller is no Trainer. The callbacks behind this one still get the numbers.
-            if isinstance(logs, dict):
-                logs.update(entry)
-            return
-        self._is_logging = True
-        try:
-            trainer.log(entry)
-        finally:
-            self._is_logging = False
+        least = self._headroom.take()
+        # The log that this makes comes back here, and finds no headroom since.
+        if trainer is not None and least is not None:
+            trainer.log({HEADROOM: least.bits, PLACE: least.place})
 
 
 def _hand_over_losses(accelerator: Any, watch: Watch) -> Callable[[], None]:
