@@ -135,10 +135,16 @@ def _report_of(
 
 
 def _newest_report(path: Path) -> Path:
-    """Return the report in the folder of a failure, else the newest in the folders below, else the path itself."""
+    """Return the report in the folder of a failure, else the newest in the folders below, else the path itself.
+
+    The last frames of a rank that did not fail, in a folder peer-rank-N, come after every failure.
+    """
     for pattern in ("report.json", "*/report.json"):
-        if reports := sorted(path.glob(pattern), key=lambda file: (file.stat().st_mtime_ns, file)):
-            return reports[-1]
+        reports = [
+            (not x.parent.name.startswith("peer-"), x.stat().st_mtime_ns, x) for x in path.glob(pattern)
+        ]
+        if reports:
+            return max(reports)[-1]
     return path
 
 

@@ -269,7 +269,7 @@ class _ForwardSearch(_Search):
             remarks.append("no operation that goes through PyTorch's dispatcher was seen to make the value")
         elif step.meant and x.numel() > 1:  # a single number is a loss, and no mask
             remarks.append(
-                f"{step.operation} put {step.values} there, on purpose as it seems; if so, watch with"
+                f"{step.operation} put {step.values} there; if that is meant, as in a mask, watch with"
                 f" allow={f'inf:{self.finding.module}'!r}"
             )
         if self.provenance.trouble is not None:

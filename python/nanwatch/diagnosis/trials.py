@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -151,9 +152,17 @@ class Trials:
         return any(bool((x.abs() <= _LARGEST).any()) for x in self._truth or () if x.is_floating_point())
 
     def agreement(
-        self, experiment: Experiment, values: Sequence[Tensor] = (), exact: Sequence[Tensor] = ()
+        self,
+        experiment: Experiment,
+        values: Sequence[Tensor] = (),
+        exact: Sequence[Tensor] = (),
+        *,
+        is_equal: bool = False,
     ) -> Agreement:
         """Compare the results of a trial with those of float64, and tell what it moves.
+
+        `is_equal`: the change claims to compute the same. Then finite results contradict float64 where its own are
+        beyond float32: exp(x - max) without a quotient gives 1 in place of 1e+134.
 
         `values` are those of the changed expression, and `exact` what they are in float64. A guard that moves them by
         the epsilon of a textbook at most is right at a pole where the gradient of float64 fails too, whatever scale the
@@ -161,7 +170,7 @@ class Trials:
         """
         if not self._is_known:
             self.in_float64()
-        is_close, words = agreement(experiment.results, self._truth)
+        is_close, words = agreement(experiment.results, self._truth, inf if is_equal else _LARGEST)
         farthest, effect = _moved(values, exact)
         is_small = not is_close and 0 < farthest <= _MOST_BY_GUARD
         if is_small and self.snapshot.grad and not self.in_float64(backward=True):
@@ -169,8 +178,8 @@ class Trials:
         return Agreement(is_close, "; ".join(filter(None, [words, effect])))
 
 
-def agreement(values: Sequence[Tensor], truth: Sequence[Tensor] | None) -> Agreement:
-    """Compare results with those of float64, at the elements that float64 gives and float32 can hold."""
+def agreement(values: Sequence[Tensor], truth: Sequence[Tensor] | None, most: float = _LARGEST) -> Agreement:
+    """Compare results with those of float64, at the elements that float64 gives as finite and at most `most`."""
     if truth is None or [x.shape for x in values] != [x.shape for x in truth]:
         return Agreement(True, "not compared with float64")
     total = failing = 0
@@ -180,7 +189,7 @@ def agreement(values: Sequence[Tensor], truth: Sequence[Tensor] | None) -> Agree
         if not (value.is_floating_point() or value.is_complex()):
             continue
         new, right = _comparable(value, exact)
-        is_known = right.abs() <= _LARGEST
+        is_known = right.isfinite() & (right.abs() <= most)
         a, b = right[is_known], new[is_known]
         total, failing = total + a.numel(), failing + right.numel() - a.numel()
         if a.numel():

@@ -89,7 +89,8 @@ SENTENCES = {
     " it, or other code.",
     "weight before the call": "the weight was so before this call: an optimizer step wrote it since the watch began, or"
     " a checkpoint did before, if no earlier batch used it.",
-    "buffer": "the buffer was so when the call ended: running statistics that took in this input, or older.",
+    "buffer": "the buffer was so when the call ended: in training mode running statistics take in the input; otherwise"
+    " it was so before, and an initialisation, a checkpoint or other code wrote it.",
     "data": "the batch was called with it, and the model passed it on; or a module wrote it there, in place, as"
     " x.mul_() does to what it is given.",
     "from outside": "it was handed in from outside the modules that are watched.",

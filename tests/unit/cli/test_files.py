@@ -69,15 +69,15 @@ def test_batches_of_one_trace(place: Path, capsys: pytest.CaptureFixture[str]) -
     ("arguments", "words"),
     [
         (("diff", "a.parquet"), "name a second one"),
-        (("diff", "a.parquet", "none.parquet"), "there is no trace at none.parquet"),
+        (("diff", "a.parquet", "none.parquet"), "there is no file or folder at none.parquet"),
         (("diff", "a.parquet", "--batches", "0", "9"), "no batch 9; it has batches 0 to 1"),
         (("diff", "a.parquet", "b.parquet", "--rtol", "2"), "rtol should be"),
         (("diff", "a.parquet", "b.parquet", "--html", "no/such/page.html"), "No such file"),
-        (("show", "none.json"), "there is no trace at none.json"),
+        (("show", "none.json"), "there is no file or folder at none.json"),
         (("show", "a.parquet", "--batch", "7"), "no batch 7"),
         (("show", "words.txt"), "no Parquet file"),
         (("show", "bad.json"), "not a nanwatch report"),
-        (("fits", "none"), "there is no trace"),
+        (("fits", "none"), "there is no file or folder"),
         (("fits", "a.parquet", "--margin-bits", "-1"), "margin_bits"),
     ],
 )
@@ -127,8 +127,10 @@ def test_show_prints_a_saved_spike_and_writes_its_page(
 
 
 def test_show_takes_the_newest_report_of_a_folder(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the time of its file; the name says which it is. The folder's own report goes first."""
-    for name, when in (("batch-9", 2), ("batch-3", 3), ("batch-5", 1)):
+    """By the time of its file; the name says which it is. The folder's own report goes first, and
+    that of a rank that has not failed last.
+    """
+    for name, when in (("batch-9", 2), ("batch-3", 3), ("batch-5", 1), ("peer-rank-2", 4)):
         (place / "out" / name).mkdir(parents=True)
         file = place / "out" / name / "report.json"
         file.write_text(Report((), None, when).to_json())

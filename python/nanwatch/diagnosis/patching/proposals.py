@@ -48,11 +48,15 @@ class Failure(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """A change of the source: its edits, the expression that it changes, and in words what it does."""
+    """A change of the source: its edits, the expression that it changes, and in words what it does.
+
+    `is_equal`: the results are to be the same where float64 gives any, also beyond float32.
+    """
 
     edits: tuple[Edit, ...]
     node: ast.AST
     words: str
+    is_equal: bool = False
 
 
 def failing_nodes(site: Site, failure: Failure) -> list[ast.AST]:
@@ -179,7 +183,8 @@ class Proposer:
         numbers = {**self._numbers, "BOUND": bound}
         words = re.sub(r"\b[A-Z]{3,}\b", lambda name: numbers.get(name[0], name[0]), words)
         proposals = self._written(node, changed, form, binding, words, numbers)
-        return next((proposal for proposal in proposals if len(proposal.edits) == 1), None)
+        single = next((proposal for proposal in proposals if len(proposal.edits) == 1), None)
+        return single and single._replace(is_equal=condition == "compared")
 
     def _written(
         self,

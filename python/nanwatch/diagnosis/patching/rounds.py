@@ -132,7 +132,7 @@ class Rounds:
             self._tried.append(f"`{proposal.edits[-1].text}`")
             if experiment.error is not None or not probe.was_run:
                 continue
-            if self._works(experiment, probe, trial, values.get(proposal.node, [])):
+            if self._works(experiment, probe, trial, values.get(proposal.node, []), proposal.is_equal):
                 return trial, None
             later = _later(experiment, failure)
             if later is None:
@@ -150,14 +150,17 @@ class Rounds:
                 inside = inside or (trial, later)
         return inside or (program, None)
 
-    def _works(self, experiment: Experiment, probe: Probe, trial: Program, exact: Sequence[Any]) -> bool:
+    def _works(
+        self, experiment: Experiment, probe: Probe, trial: Program, exact: Sequence[Any], is_equal: bool
+    ) -> bool:
         """Judge a trial, and keep a change that works. `exact` is what the changed expression is in float64."""
         # Only the changed expression itself shows whether a value that no output has is gone.
         seen = probe.tensors(0)
         is_unseen = self._trials.is_unseen and not all(bool(x.isfinite().all()) for x in seen)
         if is_unseen or not self._trials.is_finite(experiment):
             return False
-        close = self._trials.agreement(experiment, seen, [x for x in exact if isinstance(x, Tensor)])
+        wide = [x for x in exact if isinstance(x, Tensor)]
+        close = self._trials.agreement(experiment, seen, wide, is_equal=is_equal)
         if close.is_close:
             self._trials.cures.append(_cure(trial, close.words))
         elif not self._too_far:
