@@ -88,7 +88,7 @@ class Trace:
             place = beside
         if not place.exists():
             raise FileNotFoundError(
-                f"there is no file or folder at {place}; pass what watch(trace=...) was given"
+                f"there is no trace at {place}; pass what watch(trace=...) was given"
             )
         parts = sorted(place.glob(f"*{SUFFIX}")) if place.is_dir() else [place]
         if not parts:

@@ -69,15 +69,15 @@ def test_batches_of_one_trace(place: Path, capsys: pytest.CaptureFixture[str]) -
     ("arguments", "words"),
     [
         (("diff", "a.parquet"), "name a second one"),
-        (("diff", "a.parquet", "none.parquet"), "there is no file or folder at none.parquet"),
+        (("diff", "a.parquet", "none.parquet"), "there is no trace at none.parquet"),
         (("diff", "a.parquet", "--batches", "0", "9"), "no batch 9; it has batches 0 to 1"),
         (("diff", "a.parquet", "b.parquet", "--rtol", "2"), "rtol should be"),
         (("diff", "a.parquet", "b.parquet", "--html", "no/such/page.html"), "No such file"),
-        (("show", "none.json"), "there is no file or folder at none.json"),
+        (("show", "none.json"), "there is no trace at none.json"),
         (("show", "a.parquet", "--batch", "7"), "no batch 7"),
         (("show", "words.txt"), "no Parquet file"),
         (("show", "bad.json"), "not a nanwatch report"),
-        (("fits", "none"), "there is no file or folder"),
+        (("fits", "none"), "there is no trace"),
         (("fits", "a.parquet", "--margin-bits", "-1"), "margin_bits"),
     ],
 )
