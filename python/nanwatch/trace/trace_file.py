@@ -87,9 +87,7 @@ class Trace:
         if not place.exists() and (beside := parts_beside(place)).is_dir():
             place = beside
         if not place.exists():
-            raise FileNotFoundError(
-                f"there is no trace at {place}; pass what watch(trace=...) was given"
-            )
+            raise FileNotFoundError(f"there is no trace at {place}; pass what watch(trace=...) was given")
         parts = sorted(place.glob(f"*{SUFFIX}")) if place.is_dir() else [place]
         if not parts:
             is_empty = not any(place.iterdir())
