@@ -21,7 +21,7 @@ namespace py = pybind11;
 namespace nanwatch {
 namespace {
 
-// What stands before the calls of modules, by the addresses `id(module)`. The modules are borrowed.
+// Table of the wrappers before the calls of modules, by address, `id(module)`. It owns no module.
 class CallSlots {
  public:
   // Returns the wrapper of the module's call, borrowed, or null.

@@ -150,7 +150,7 @@ struct CallObserver::Walk {
     if (PyTuple_Check(object) || PyList_Check(object)) return sequence(object, label);
     const std::optional<Kind> kind = PyDict_CheckExact(object) ? Kind::mapping : self.kind_of(Py_TYPE(object));
     if (!kind.has_value()) return false;
-    // What an object is given as an argument shows in the module's output. Its own output may be in an object alone.
+    // The output of the module shows what was in an argument. An object that is returned may be all that there is.
     if (kind == Kind::opaque && (role != Role::output || is_argument(object)))
       return note(label, NoteKind::not_a_tensor);
     if (kind == Kind::mapping && has_plain_keys(object)) return mapping(object, label);

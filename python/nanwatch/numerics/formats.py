@@ -8,7 +8,7 @@ nanwatch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import frexp, ldexp
+from math import ldexp
 from typing import Literal, NamedTuple
 
 
@@ -146,11 +146,6 @@ _LIMITS |= {name: _LIMITS[part] for name, part in _PARTS.items()}
 def limits(dtype_name: str) -> Limits | None:
     """Return the limits of a format ("float16"; of its parts for "complex64"); None for one that cannot overflow."""
     return _LIMITS.get(dtype_name)
-
-
-def floor_log2(value: float) -> int:
-    """Return the e of 2^e <= value < 2^(e+1), for a finite value above 0."""
-    return frexp(value)[1] - 1
 
 
 class AbsRange(NamedTuple):

@@ -150,7 +150,7 @@ class PythonRecorder:
         self._ended_starts: list[weakref.ref[_KeptStart]] = []
         self._gradients = PythonGradients(self) if settings.gradients else None
 
-    # What a watch sets.
+    # Settings, which a Watch makes
 
     def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | Excuses) -> int:
         """Return a number for a module, for its WatchedCall; or for an optimizer."""
@@ -194,7 +194,7 @@ class PythonRecorder:
 
     watch_buffers = forget_weights = forget_tensors = _ignore
 
-    # What a watch asks for.
+    # State and frames, which a Watch reads
 
     @property
     def is_under_way(self) -> bool:

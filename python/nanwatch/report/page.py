@@ -22,7 +22,7 @@ _FRAME = "width: 100%; height: 36em; border: 0"  # of a page in a notebook
 LOW_BITS = NEAR_FACTOR.bit_length() - 1  # as text has it
 NEAR_BITS = 2
 TEXT, NUMBER = "", "number"
-# Of a chart with many lines.
+# The colours of the lines of a chart, in this order.
 COLORS = ("output", "gone", "gradient", "weight", "input", "buffer", "near", "fine")
 
 

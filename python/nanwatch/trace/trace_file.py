@@ -17,7 +17,6 @@ from ..numerics.formats import limits
 from ..records.record import Frame
 from ..report.finding import find
 from ..report.report import Report
-from ..util import reading
 from ..util.progress import Tell, silent
 from ..util.visible import spell, visible
 from .columns import (
@@ -99,8 +98,8 @@ class Trace:
             shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
             raise unreadable(f"{place} is a folder with {len(names)} traces: {shown}; name one of them")
         try:
-            for part in parts:
-                reading.check_regular(part)
+            if not all(part.is_file() for part in parts):  # a pipe would never answer
+                raise ValueError("is no regular file")
             options = datasets.ParquetReadOptions(dictionary_columns=STRINGS)
             how = datasets.ParquetFileFormat(read_options=options)
             # The latest part knows best what was lost.

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from math import inf, isfinite, nan
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from .visible import visible
@@ -141,10 +140,3 @@ def shorten(value: object) -> str:
 
 def _fault(where: str, expected: str, value: object) -> ValueError:
     return ValueError(f"{where} should be {expected}, got {shorten(value)}")
-
-
-def check_regular(path: Path, *, follows_links: bool = True) -> None:
-    """Raise ValueError unless `path` is a file: a pipe would never answer, and /dev/zero never end."""
-    if not path.is_file() or (path.is_symlink() and not follows_links):
-        path.stat()  # raises FileNotFoundError where there is none
-        raise ValueError("is no regular file" + ("" if follows_links else " (links are not followed)"))

@@ -68,12 +68,10 @@ def test_reports_are_those_of_the_host(seed: int, spoils: bool, behind: bool, sk
                 on_nonfinite="record",
                 act_at=check,
                 max_skipped_steps=skips,
-                verify_hits=True,
             ) as w:
                 for _ in range(3):
                     loss_of(model(torch.randn(2, 4, requires_grad=True))).backward()
             found[check, place, holds] = text_of(w)
-            assert w.counters["stale_hits"] == 0
     assert len(set(found.values())) == 1
 
 

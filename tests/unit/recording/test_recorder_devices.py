@@ -46,12 +46,11 @@ def test_reports_are_those_of_the_host(seed: int, poison: float, check: Any, hol
         run(model, seed)
     frames, report, finding = repr(w.frames), text_of(w), w.report().finding
     with stand_in(holds=holds):
-        with watch(model, max_frames=1000, on_nonfinite="record", act_at=check, verify_hits=True) as w:
+        with watch(model, max_frames=1000, on_nonfinite="record", act_at=check) as w:
             run(model, seed)
         assert repr(w.frames) == frames
         if finding is None or finding.origin in ("produced", "weight", "buffer"):
             assert text_of(w) == report
-        assert w.counters["stale_hits"] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
