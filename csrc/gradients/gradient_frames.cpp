@@ -38,10 +38,10 @@ std::vector<const GradientCall*> calls_of(const Backward& backward) {
   }
   const auto by_number = [](const GradientCall* a, const GradientCall* b) { return a->number < b->number; };
   std::sort(calls.begin(), calls.end(), by_number);
-  std::unordered_map<int32_t, size_t> of_children;  // by the module that made them, until its own call is met
+  std::unordered_map<int64_t, size_t> of_children;  // by the call that made them, until it is met
   for (const GradientCall* call : calls) {
     size_t& end = done[call];
-    if (const auto children = of_children.find(call->node); children != of_children.end()) {
+    if (const auto children = of_children.find(call->id); children != of_children.end()) {
       end = std::max(end, children->second);
       of_children.erase(children);
     }
@@ -81,8 +81,8 @@ bool GradientRecorder::report(CallRecorder& recorder, Backward& backward) {
     std::for_each(calls.begin(), seen, [&ring](const GradientCall* call) { ring.skip(call->batch); });
     calls.erase(calls.begin(), seen);  // they would be overwritten at once
   }
-  std::unordered_map<const GradientCall*, size_t> positions;
-  for (const GradientCall* call : calls) positions.emplace(call, positions.size());
+  std::unordered_map<int64_t, size_t> positions;  // by the id of the call
+  for (const GradientCall* call : calls) positions.emplace(call->id, positions.size());
   std::vector<OpenFrame> frames(calls.size());
   for (size_t i = 0; i < calls.size(); ++i) {
     frames[i].batch = calls[i]->batch;
@@ -92,7 +92,7 @@ bool GradientRecorder::report(CallRecorder& recorder, Backward& backward) {
   }
   py::list events;
   for (const GradientEvent& event : backward.events) {
-    const auto position = positions.find(event.user.call.get());
+    const auto position = positions.find(event.user.call->id);
     if (position == positions.end()) continue;
     OpenFrame& frame = frames[position->second];
     RecordData row = event.row;
@@ -127,7 +127,9 @@ bool GradientRecorder::report(CallRecorder& recorder, Backward& backward) {
     const bool traced = recorder.is_traced(frames[i].batch);
     if (!backward.has_nonfinite && !traced) continue;
     const py::object seen = recorder.to_python(frames[i]);
-    reported.append(py::make_tuple(seen, recorder.name_of(calls[i]->caller), calls[i]->number));
+    const auto caller = positions.find(calls[i]->caller);
+    reported.append(py::make_tuple(seen, caller == positions.end() ? py::object(py::none()) : py::int_(caller->second),
+                                   calls[i]->number));
     done = !traced || recorder.notify("on_frame", py::make_tuple(seen));
   }
   if (done && backward.has_nonfinite) done = recorder.notify("on_backward_end", py::make_tuple(reported, events));

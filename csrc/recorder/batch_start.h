@@ -154,8 +154,9 @@ class BatchStart {
 
 // A recorded call, as its gradients refer to it.
 struct CallOrigin {
-  int64_t batch = 0;
-  int32_t node = 0, caller = -1;
+  int64_t batch = 0, id = 0;
+  int64_t caller = -1;  // the id of the call that made it
+  int32_t node = 0;
   bool recomputed = false;
   std::shared_ptr<const BatchStart> start = {};  // lives as long as a gradient of the batch can still come
   uint32_t box = box::kUnnamed;                  // the number of the module in the black box

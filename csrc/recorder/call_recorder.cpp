@@ -253,6 +253,8 @@ PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* inner, Py
   if (output && thread.active && !paused && node.observed) [[likely]] {
     const ModuleCall call{module, args, kwargs, output.ptr(), outermost};
     if (!survived([&] { return record(thread, index, call); })) output = py::object();
+  } else if (!output) {
+    thread.call_ids.erase(index);
   }
   // Those of a call that has raised, before the thread may end without the interpreter lock.
   while (!thread.added.empty() && thread.added.back().depth > thread.nodes.size()) thread.added.pop_back();
@@ -274,8 +276,7 @@ bool CallRecorder::record_frame(Thread& thread, int32_t index, int32_t caller, s
   frame.recomputed = thread.recomputed;
   if (gradients_ != nullptr && gradients_->is_active()) frame.candidates = &candidates;
   if (!observe(node, &frame)) return false;
-  if (!candidates.empty() && gradients_ != nullptr)
-    gradients_->follow(candidates, {thread.batch, index, caller, thread.recomputed, thread.start, node.box}, keep);
+  if (frame.candidates != nullptr && gradients_ != nullptr) follow(thread, index, caller, candidates, keep);
   ++observer_.counters.frames;
   if (frame.pending.empty() && thread.deferred.empty()) [[likely]]
     return tell(thread, caller, false);
@@ -283,6 +284,24 @@ bool CallRecorder::record_frame(Thread& thread, int32_t index, int32_t caller, s
   thread.deferred.emplace_back().frame.swap(frame);
   thread.deferred.back().caller = caller;
   return true;
+}
+
+// Leaves hooks for the gradients of a call that has ended. The next call of the caller's node that ends on this thread
+// is the caller.
+void CallRecorder::follow(Thread& thread, int32_t index, int32_t caller,
+                          const std::vector<GradientCandidate>& candidates, std::shared_ptr<const void>* keep) {
+  const auto id_of = [&](int32_t node) {
+    const auto [entry, is_new] = thread.call_ids.try_emplace(node, next_call_id_);
+    next_call_id_ += is_new;
+    return entry->second;
+  };
+  const int64_t id = id_of(index);
+  thread.call_ids.erase(index);
+  if (candidates.empty()) return;
+  const int64_t caller_id = caller == kNoCaller ? -1 : id_of(caller);
+  gradients_->follow(candidates,
+                     {thread.batch, id, caller_id, index, thread.recomputed, thread.start, nodes_[size_t(index)]->box},
+                     keep);
 }
 
 bool CallRecorder::record(Thread& thread, int32_t index, const ModuleCall& call) {

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -130,6 +131,8 @@ class CallRecorder {
     pybind11::object given = {};                  // weak references to the arguments of a compiled outermost call
     std::shared_ptr<BatchStart> start = {};       // of the batch under way
     std::vector<CallFrame> deferred = {};         // frames of the batch under way, since one waits for a device
+    // Ids of calls under way, by their nodes, of those in which a call has left hooks for gradients.
+    std::unordered_map<int32_t, int64_t> call_ids = {};
     OpenFrame frame = {};
     box::Slot* slot = nullptr;  // in the black box, for the batch under way
   };
@@ -147,6 +150,8 @@ class CallRecorder {
   template <typename Observe>
   bool record_frame(Thread& thread, int32_t index, int32_t caller, std::shared_ptr<const void>* keep,
                     const Observe& observe);
+  void follow(Thread& thread, int32_t index, int32_t caller, const std::vector<GradientCandidate>& candidates,
+              std::shared_ptr<const void>* keep);
   pybind11::object named_given_to(const Thread& thread) const;
   bool tell(Thread& thread, int32_t caller, bool is_over);
   bool take_deferred(Thread& thread);
@@ -166,7 +171,7 @@ class CallRecorder {
   int64_t every_;
   std::vector<int64_t> traced_;  // sorted
   std::vector<std::unique_ptr<Node>> nodes_;
-  int64_t next_batch_ = 0, latest_batch_ = -1;
+  int64_t next_batch_ = 0, latest_batch_ = -1, next_call_id_ = 0;
   const uint64_t id_;  // never reused, unlike an address
 };
 

@@ -54,6 +54,7 @@ void record_(const at::Tensor& sequence, const at::Tensor& site, const std::opti
 bool CallRecorder::end_compiled(Thread& thread, bool completed) {
   for (size_t i = thread.nodes.size(); i > 0 && box_.box() != nullptr; --i) box_.box()->end(thread.slot, !completed);
   thread.nodes.clear();
+  thread.call_ids.clear();
   thread.compiled = false;
   const bool done = end_batch(thread, completed);
   thread.given = py::object();

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -141,6 +141,7 @@ def test_the_gradients_are_those_of_autograd(seed: int, leaf: bool) -> None:
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), behind=st.booleans())
+@example(seed=925, behind=True)
 def test_the_module_that_spoils_a_gradient_is_found(seed: int, behind: bool) -> None:
     """One step spoils what goes through it: it produced the value, or its part received it, or both share a tensor."""
     findings = {}

@@ -61,11 +61,7 @@ def _was_reached(arrivals: Sequence[Arrival], call: int, time: int) -> bool:
 def _above(calls: Sequence[BackwardCall], position: int) -> Iterator[int]:
     """Yield the calls around the one at this position, the nearest first."""
     while (caller := calls[position].caller) is not None:
-        number = calls[position].number
-        above = [i for i, x in enumerate(calls) if x.frame.name == caller and x.number > number]
-        if not above:
-            return
-        position = min(above, key=lambda i: calls[i].number)
+        position = caller
         yield position
 
 

@@ -60,13 +60,14 @@ Part: TypeAlias = Literal["output", "input", "weight"]
 
 
 class BackwardCall(NamedTuple):
-    """A call that got gradients: its frame, the watched module that made it, and its number.
+    """A call that got gradients: its frame, the position of the call that made it, and its number.
 
-    Calls are numbered in the order in which they end in the forward, so children come before their parents.
+    `caller` is None where the call that made it got no gradients. Calls are numbered in the order in which they end in
+    the forward, so children come before their parents.
     """
 
     frame: Frame
-    caller: str | None
+    caller: int | None
     number: int
 
 

@@ -25,7 +25,8 @@ class _Call:
     """A call that gradients may come for, and the start of its batch. The hooks in the graph keep both alive."""
 
     frame: Frame
-    caller: str | None
+    identity: object
+    caller: object  # the identity of the call that made it
     start: object
     number: int
     backward: int = -1  # the one that last brought a gradient of its outputs
@@ -61,16 +62,21 @@ class PythonGradients:
         self._num_calls = 0
 
     def follow(
-        self, values: Iterable[tuple[Any, str, Any]], frame: Frame, caller: str | None, start: object
+        self,
+        values: Iterable[tuple[Any, str, Any]],
+        frame: Frame,
+        identity: object,
+        caller: object,
+        start: object,
     ) -> None:
-        """Leave hooks for the gradients of the values of a call."""
+        """Leave hooks for the gradients of the values of a call. `identity` and `caller` are objects of the calls."""
         with torch._C.DisableTorchFunction():
             tensors = [value for value in values if value[0] != "buffer" and _has_gradient(value[2])]
             outputs = [x for part, _, x in tensors if part == "output" and not x.is_leaf]
             if not outputs or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
                 return
             with self._lock:
-                call = _Call(frame, caller, start, self._num_calls)
+                call = _Call(frame, identity, caller, start, self._num_calls)
                 self._num_calls += 1
                 self._calls.add(call)
             places = {_place(x) for x in outputs}
@@ -150,9 +156,9 @@ class PythonGradients:
             return
         # A call is done when it and all calls in it had their last gradient.
         done = {call: position for position, (call, *_) in enumerate(backward.arrivals)}
-        of_children: dict[str | None, int] = {}  # by the module that made them, until its own call is met
+        of_children: dict[object, int] = {}  # by the call that made them, until it is met
         for call in sorted(done, key=lambda call: call.number):
-            done[call] = max(done[call], of_children.pop(call.frame.name, 0))
+            done[call] = max(done[call], of_children.pop(call.identity, 0))
             of_children[call.caller] = max(done[call], of_children.get(call.caller, 0))
         calls = sorted(done, key=lambda call: (done[call], call.number))
         records: dict[_Call, list[Record]] = {call: [] for call in calls}
@@ -161,8 +167,10 @@ class PythonGradients:
             arrivals.append(Arrival(calls.index(call), len(records[call]), part, time))
             records[call].append(record)
         frames = [call.frame._replace(records=tuple(records[call]), phase="backward") for call in calls]
+        positions = {call.identity: position for position, call in enumerate(calls)}
         ended = [
-            BackwardCall(frame, call.caller, call.number) for call, frame in zip(calls, frames, strict=True)
+            BackwardCall(frame, positions.get(call.caller), call.number)
+            for call, frame in zip(calls, frames, strict=True)
         ]
         recorder.keep_backward(ended, arrivals, backward.is_nonfinite)
 

@@ -71,6 +71,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.nodes: list[_Node] = []
+        self.calls: list[object] = []  # an object for each call
         self.batch = 0
         self.recomputed = False
         self.recording = False  # a callback may call other modules: they are not recorded
@@ -291,6 +292,7 @@ class PythonRecorder:
             self._begin_batch(thread, module, args, kwargs)
             thread.given = (args, kwargs or None)
         thread.nodes.append(self._nodes[number])
+        thread.calls.append(object())
         self._count(calls=1)
         return is_outermost
 
@@ -299,10 +301,10 @@ class PythonRecorder:
         thread = self._thread
         completed = False
         try:
-            node = thread.nodes.pop()
+            node, call = thread.nodes.pop(), thread.calls.pop()
             if node.observed and self._is_recorded(thread):
                 with self._recording(thread):
-                    self._record(thread, node, module, args, kwargs, output)
+                    self._record(thread, node, call, module, args, kwargs, output)
             completed = True
         finally:
             if is_outermost:
@@ -311,6 +313,7 @@ class PythonRecorder:
     def left_by(self, is_outermost: bool) -> None:
         """End a call that raised the exception being handled."""
         self._thread.nodes.pop()
+        self._thread.calls.pop()
         self._take_added(self._thread)
         if is_outermost:
             self._end_batch(self._thread, completed=False)
@@ -340,7 +343,14 @@ class PythonRecorder:
             thread.recording = False
 
     def _record(
-        self, thread: _Thread, node: _Node, module: nn.Module, args: Any, kwargs: Any, output: Any
+        self,
+        thread: _Thread,
+        node: _Node,
+        call: object,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        output: Any,
     ) -> None:
         caller = thread.nodes[-1].name if thread.nodes else None
         frame = Frame(thread.batch, node.name, type(module).__name__, (), "forward", thread.recomputed)
@@ -348,7 +358,8 @@ class PythonRecorder:
             values = call_values(self._settings, module, args, kwargs, output) + self._take_added(thread)
             records = [self.observe(x, label, role, node.allow_inf, frame.batch) for role, label, x in values]
             if self._gradients is not None:
-                self._gradients.follow(values, frame, caller, thread.start)
+                outer = thread.calls[-1] if thread.calls else None
+                self._gradients.follow(values, frame, call, outer, thread.start)
         except RecursionError:
             # The call itself was made: it needed less of the stack than its observation.
             records = [_NO_STACK]
