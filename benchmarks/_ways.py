@@ -20,6 +20,7 @@ from torch import nn
 
 import nanwatch
 from nanwatch.instrumentation.slot import attach, detach, wrappers
+from nanwatch.recording.events import Event
 from nanwatch.session.api import start_watch
 from nanwatch.session.options import make_options
 
@@ -94,12 +95,12 @@ class Ways:
             watch.stop()
 
     def _time(self, name: str, **options: Any) -> None:
-        self.by_name[f"timed {name}"] = self._watching(measure_time=True, forecast=False, **options)
-        self.timed[name] = self._watches[-1]
+        self.by_name[f"timed {name}"] = self._watching(forecast=False, **options)
+        self.timed[name] = watch = self._watches[-1]
+        watch._recorder.subscribe(Event.OWN_TIME)
 
     def _watching(self, **options: Any) -> Way:
-        recorder = {name: options.pop(name) for name in ("measure_time",) if name in options}
-        watch = start_watch(self._model, make_options(options), **recorder)
+        watch = start_watch(self._model, make_options(options))
         self._watches.append(watch)
         calls = [(module, wrappers(module)[0]) for module in self._model.modules()]
         for module, call in calls:

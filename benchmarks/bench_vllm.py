@@ -35,6 +35,7 @@ def main() -> None:
     options = parser.parse_args()
     from vllm import LLM, SamplingParams
 
+    from nanwatch.recording.events import Event
     from nanwatch.session.api import start_watch
     from nanwatch.session.options import make_options
 
@@ -85,9 +86,8 @@ def main() -> None:
         times = {step: run(step) for step in order}
         pairs.append((times[watched], times[watched.__wrapped__]))
     run(watched.__wrapped__)
-    with start_watch(
-        worker.get_model(), make_options({"on_nonfinite": "record"}), measure_time=True
-    ) as watch:
+    with start_watch(worker.get_model(), make_options({"on_nonfinite": "record"})) as watch:
+        watch._recorder.subscribe(Event.OWN_TIME)
         before, begun = watch.counters["nanoseconds"], time.perf_counter()
         for _ in range(options.rounds):
             engine.generate(prompts, asked, use_tqdm=False)

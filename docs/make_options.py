@@ -11,15 +11,16 @@ from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
-from nanwatch.session.options import OPTIONS
+from nanwatch.session.options import EARLIER, OPTIONS
 
 PLACE = Path(__file__).with_name("options.md")
 HEAD = """\
 # Options
 
-The options of `nanwatch.watch`, of the [callbacks for trainers](integrations.md), of `nanwatch run` (as
-`--ignore-modules`) and of [`NANWATCH_OPTIONS`](environment.md#options-without-code), which goes before the code. N
-means every N-th: `1` is every one, `True` is 100.
+These are the keyword arguments of `nanwatch.watch` and of the [callbacks for trainers](integrations.md), the flags of
+`nanwatch run` (`ignore_modules` is `--ignore-modules`), and the words of the environment variable
+[`NANWATCH_OPTIONS`](environment.md#options-without-code). What the variable says replaces what the code says. `audit`,
+`replicas` and `attention` take a number N for every N-th step or batch; `True` means every 100th.
 
 | option and default | meaning |
 |---|---|
@@ -27,33 +28,13 @@ means every N-th: `1` is every one, `True` is 100.
 TAIL = """
 `nanwatch.Trace(path, batches=(0, 3), counts=True, fingerprints=True, sketches=N)` says
 [what a trace keeps](traces.md), `nanwatch.Audit(every=100, frozen="backbone.*")` what
-[an audit](updates.md) takes for granted. As text: `run.parquet,fingerprints,batches=0+3` and `100,frozen=backbone.*`.
+[an audit](updates.md) takes for granted. The command line and `NANWATCH_OPTIONS` spell them as text:
+`run.parquet,fingerprints,batches=0+3` and `100,frozen=backbone.*`.
 
 ## Earlier names
 
 | once | now |
 |---|---|
-| `weights=`, `buffers=`, `inputs=`, `outputs=` | `read="weights outputs"`, with the words that are wanted |
-| `include=` | `modules=` |
-| `exclude=` | `ignore_modules=` |
-| `allow_inf="mask.*"` | `allow="inf:mask.*"` |
-| `allow_nan="embed"` | `allow="nan:embed"` |
-| `counts=` | `trace=nanwatch.Trace(path, counts=True)` |
-| `fingerprints=` | `trace=nanwatch.Trace(path, fingerprints=True)` |
-| `sketches=` | `trace=nanwatch.Trace(path, sketches=N)` |
-| `trace_batches=` | `trace=nanwatch.Trace(path, batches=(0, 3))` |
-| `abort_after_batch=` | a `break` in your loop |
-| `enabled=` | NANWATCH=0 in the environment, or no call of watch() |
-| `check=` | the device: at the module on a CPU, at the end of the batch on a GPU; NANWATCH_ACT_AT changes it |
-| `updates=` | `audit=` |
-| `frozen=` | `audit=nanwatch.Audit(frozen=...)` |
-| `max_skipped_steps=` | nothing: the 21st step in a row that a GradScaler skips is a failure |
-| `scaler=` | nothing: the watch finds the GradScaler that is in use |
-| `peer_timeout=` | NANWATCH_PEER_TIMEOUT in the environment |
-| `stall_timeout=` | NANWATCH_STALL_TIMEOUT in the environment |
-| `log_every=` | `every`, an attribute of nanwatch.Sink |
-| `microscope=` | `rerun=` |
-| `log_to=` | `sinks=`, such as "tensorboard:runs/a" |
 """
 
 
@@ -61,7 +42,8 @@ def page() -> str:
     options = "".join(
         f"| `{name}={default(option)}` | {option.metadata['text']} |\n" for name, option in OPTIONS.items()
     )
-    return HEAD + options + TAIL
+    earlier = "".join(f"| `{name}=` | {now} |\n" for name, now in EARLIER.items())
+    return HEAD + options + TAIL + earlier
 
 
 def default(option: Field[Any]) -> str:

@@ -74,8 +74,7 @@ class _PrintedCall(NamedTuple):
 class _DebugEvents(EventDispatch):
     """Dispatch that fails only where DebugUnderflowOverflow looks, once the frames are printed."""
 
-    def __init__(self, options: Options, debug: DebugUnderflowOverflow) -> None:
-        super().__init__(options)
+    def __init__(self, debug: DebugUnderflowOverflow) -> None:
         # Weak: the wrappers in the slot hold this, and must not hold the model.
         self._debug = ref(debug)
 
@@ -174,7 +173,7 @@ class DebugUnderflowOverflow:
         options = Options(
             read=("weights", "inputs", "outputs"), max_frames=room, act_at="module", forecast=False
         )
-        self._watch = DebugWatch(watched, options, events=_DebugEvents(options, self))
+        self._watch = DebugWatch(watched, options, events=_DebugEvents(self))
         self._watch._batch_ends.active = abort_after_batch_num is not None
         self._recorder = self._watch._recorder
         self._recorded = {

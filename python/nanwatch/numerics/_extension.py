@@ -155,15 +155,6 @@ def explain_once() -> None:
     )
 
 
-def missing(what: str) -> RuntimeError:
-    """Return the error that refuses what the fallback cannot do: why there is no compiled part, and how to get it."""
-    if reason.startswith("switched off"):
-        advice = "unset NANWATCH_EXT"
-    else:
-        advice = "`python -m nanwatch` says more, and docs/installing.md how to get it"
-    return RuntimeError(f"{what} needs the compiled part of nanwatch, which is missing: {reason}; {advice}")
-
-
 def versions() -> dict[str, str | None]:
     """Return the versions that a result depends on."""
     return {

@@ -17,7 +17,6 @@ from ..capsule.capsule import Capsule
 from ..capsule.replay import Model, Replayed, call_again
 from ..instrumentation.calls import check_model
 from ..instrumentation.wrapped_names import named_modules, original_module, parameter_names
-from ..numerics import _extension
 from ..report.report import Report
 from ..sinks.sink import Sink
 from ..util.visible import visible
@@ -149,8 +148,6 @@ def start_watch(model: nn.Module, options: Options, *, must_match: bool = True, 
     model = original_module(model)
     names = [named.name for named in named_modules(model)]
     options = options.for_model(names, parameter_names(model).values(), must_match=must_match)
-    if settings.get("measure_time") and _extension.C is None:
-        raise _extension.missing("measuring the time spent in the recorder")
     return Watch(model, options, **settings)
 
 

@@ -1,4 +1,4 @@
-"""Options of `watch`: `Options` declares each once, with its kind, its default and a line of help.
+"""Options of `watch`: `Options` declares each once, with its default, what it accepts and a line of help.
 
 The flags of `nanwatch run`, NANWATCH_OPTIONS and docs/options.md are made from it. A kind is a function that takes the
 option's name and a value, and returns the value to keep, or raises TypeError or ValueError. It takes text too, as the
@@ -13,9 +13,10 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -29,9 +30,10 @@ from ..sinks.trackers import ACCEPTED, FOLDER, factory_of, log_for, sink_for
 from ..trace.columns import arrow
 from ..trace.trace_file import Trace as TraceFile
 from ..util.reading import shorten
-from ..util.visible import close_names
+from ..util.visible import close_names, first_few
 
 OnNonfinite: TypeAlias = "Literal['raise', 'warn', 'record'] | Callable[[Report], object]"
+_T = TypeVar("_T")
 PARTS = ("weights", "buffers", "inputs", "outputs")
 VARIABLE, SWITCH = "NANWATCH_OPTIONS", "NANWATCH"
 # Batches are counted in 64 bits. Sums and differences of two such numbers stay in them.
@@ -41,9 +43,8 @@ _MAX_FRAMES = 1_000_000
 # An exact reading of attention logits takes up to 5 % of its batch, and growth is a matter of thousands of batches.
 # A check of replicas and an audit read the weights once, or twice, which is 0.5 % of a hundred steps.
 _EVERY = 100
-_LOG_EVERY = 50
 _POLICIES = ("raise", "warn", "record")
-_ON_NAMES = ("modules", "ignore_modules", "allow")
+_BOOLS = {"true": True, "false": False}
 
 # Kinds of options
 
@@ -56,10 +57,9 @@ def whole(option: str, value: Any, least: int = 1, most: int = MAX_BATCH) -> int
         number = None
     if number is None or isinstance(value, bool):
         raise TypeError(f"{option} should be a whole number of at least {least}, got {value!r}")
-    if number < least:
-        raise ValueError(f"{option} should be at least {least}, got {number}")
-    if number > most:  # Python refuses to spell an int of more than 4300 digits
-        raise ValueError(f"{option} should be at most {most}, got a number of {number.bit_length()} bits")
+    if not least <= number <= most:
+        limit = f"at least {least}" if number < least else f"at most {most}"
+        raise ValueError(f"{option} should be {limit}, got {shorten(number)}")
     return number
 
 
@@ -67,9 +67,6 @@ def every_nth(option: str, value: Any, default: int = _EVERY) -> int:
     """Return N of an option that means every N-th: `default` for True, 0 for False and 0, which switch it off."""
     value = _BOOLS.get(value.lower(), value) if isinstance(value, str) else value
     return value * default if isinstance(value, bool) else whole(option, value, 0)
-
-
-_BOOLS = {"true": True, "false": False}
 
 
 def flag(option: str, value: Any) -> bool:
@@ -98,8 +95,7 @@ def patterns(option: str, value: Any) -> tuple[str, ...]:
     return several
 
 
-def allowed(option: str, value: Any) -> tuple[str, ...]:
-    """Return patterns that begin with the value which they allow, "inf:" or "nan:"."""
+def _allowed(option: str, value: Any) -> tuple[str, ...]:
     several = patterns(option, value)
     for entry in several:
         if not entry.startswith(("inf:", "nan:")):
@@ -109,7 +105,7 @@ def allowed(option: str, value: Any) -> tuple[str, ...]:
     return several
 
 
-def read_words(option: str, value: Any) -> tuple[str, ...]:
+def _read_words(option: str, value: Any) -> tuple[str, ...]:
     """Return the words of "weights outputs", in the order in which a frame has them."""
     given = value.replace(",", " ").split() if isinstance(value, str) else value
     words = tuple(given) if isinstance(given, Iterable) else ()
@@ -142,21 +138,14 @@ def to_path(option: str, value: Any) -> Path | None:
     return path
 
 
-def to_policy(option: str, value: Any) -> Any:
-    """Return a word for what happens at a non-finite value, or a callable."""
+def _to_policy(option: str, value: Any) -> Any:
     if not callable(value) and value not in _POLICIES:
         accepted = '"raise", "warn", "record" or a callable that takes the Report'
         raise ValueError(f"{option} should be {accepted}, got {value!r}")
     return value
 
 
-def to_max_frames(option: str, value: Any) -> int:
-    """Return the number of frames to keep."""
-    return whole(option, value, most=_MAX_FRAMES)
-
-
-def to_optimizer(option: str, value: Any) -> Optimizer | None:
-    """Return an optimizer or None."""
+def _to_optimizer(option: str, value: Any) -> Optimizer | None:
     if value is not None and not isinstance(value, Optimizer):
         raise TypeError(f"{option} should be a torch.optim.Optimizer or None, got {type(value).__name__}")
     return value
@@ -180,6 +169,20 @@ def to_sinks(option: str, value: Any) -> tuple[Any, ...]:
             target = to_path(option, words or FOLDER if name else target)
         targets.append(target)
     return tuple(targets)
+
+
+def _to_batches(option: str, value: Any) -> frozenset[int]:
+    if not isinstance(numbers := parts(value), Iterable):
+        raise TypeError(f"{option} should be a collection of batch numbers such as (0, 3), got {value!r}")
+    return frozenset(whole(f"each of {option}", batch, 0) for batch in numbers)
+
+
+# Options with arguments of their own
+
+
+def _check_fields(made: Any, owner: str, **kinds: Callable[[str, Any], Any]) -> None:
+    for name, kind in kinds.items():
+        object.__setattr__(made, name, kind(f"{name} of {owner}", getattr(made, name)))
 
 
 @dataclass(frozen=True)
@@ -216,13 +219,8 @@ class Trace:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", to_path("trace", self.path))
-        for kind, names in (
-            (_to_batches, ("batches",)),
-            (flag, ("counts", "fingerprints")),
-            (lambda option, value: every_nth(option, value, 1), ("sketches",)),
-        ):
-            for name in names:
-                object.__setattr__(self, name, kind(f"{name} of a Trace", getattr(self, name)))
+        sketches = partial(every_nth, default=1)
+        _check_fields(self, "a Trace", batches=_to_batches, counts=flag, fingerprints=flag, sketches=sketches)
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> TraceFile:
@@ -250,44 +248,34 @@ class Audit:
     frozen: str | Iterable[str] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "every", whole("every of an Audit", self.every))
-        object.__setattr__(self, "frozen", patterns("frozen of an Audit", self.frozen))
+        _check_fields(self, "an Audit", every=whole, frozen=patterns)
 
 
-def _to_batches(option: str, value: Any) -> frozenset[int]:
-    if not isinstance(numbers := parts(value), Iterable):
-        raise TypeError(f"{option} should be a collection of batch numbers such as (0, 3), got {value!r}")
-    return frozenset(whole(f"each of {option}", batch, 0) for batch in numbers)
-
-
-def to_trace(option: str, value: Any) -> Trace | None:
-    """Return a Trace, made of a path or of text such as "run.parquet,fingerprints,batches=0+3"."""
+def _to_trace(option: str, value: Any) -> Trace | None:
     if value is None or isinstance(value, Trace):
         return value
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{option} should be a path or a nanwatch.Trace, got {value!r}")
-    return _made_of(Trace, value) if isinstance(value, str) and "," in value else Trace(value)
+    return _made_of(Trace, value)
 
 
-def to_audit(option: str, value: Any) -> Audit | None:
-    """Return an Audit, made of a number of steps or of text such as "100,frozen=backbone.*"."""
+def _to_audit(option: str, value: Any) -> Audit | None:
     if value is None or isinstance(value, Audit):
         return value
     if isinstance(value, str) and "," in value:
-        audit: Audit = _made_of(Audit, value)
-        return audit
+        return _made_of(Audit, value)
     every = every_nth(option, value)
     return Audit(every) if every else None
 
 
-def _made_of(kind: Callable[..., Any], text: str) -> Any:
-    """Return the Trace or Audit of "value,name,name=x+y"."""
-    first, *arguments = text.split(",")
+def _made_of(kind: Callable[..., _T], value: Any) -> _T:
+    """Return the Trace or Audit of text such as "run.parquet,fingerprints,batches=0+3", or of a single value."""
+    first, *arguments = value.split(",") if isinstance(value, str) else [value]
     pairs = [argument.partition("=") for argument in arguments]
     try:
         return kind(first, **{name: words.replace("+", ",") or "true" for name, _, words in pairs})
     except TypeError as error:
-        raise ValueError(f"{text!r} is not understood: {error}") from None
+        raise ValueError(f"{value!r} is not understood: {error}") from None
 
 
 # The declaration
@@ -302,9 +290,9 @@ def _option(default: Any, kind: Callable[[str, Any], Any], text: str, metavar: s
 class Options:
     """The options of `watch`, checked."""
 
-    read: tuple[str, ...] = _option(PARTS, read_words, "which tensors to read in the forward", "WORDS")
+    read: tuple[str, ...] = _option(PARTS, _read_words, "which tensors to read in the forward", "WORDS")
     gradients: bool = _option(False, flag, "read gradients too, and stop a step that would take a bad one")
-    optimizer: Optimizer | None = _option(None, to_optimizer, "read this optimizer's state after each step")
+    optimizer: Optimizer | None = _option(None, _to_optimizer, "read this optimizer's state after each step")
     modules: tuple[str, ...] = _option(
         (), patterns, "watch only modules whose name matches: 'encoder.*'", "PATTERN"
     )
@@ -312,16 +300,18 @@ class Options:
         (), patterns, "do not watch modules whose name matches", "PATTERN"
     )
     every: int = _option(1, whole, "read only every n-th batch", "N")
-    max_frames: int = _option(21, to_max_frames, "keep the latest N calls of modules for the report", "N")
+    max_frames: int = _option(
+        21, partial(whole, most=_MAX_FRAMES), "keep the latest N calls of modules for the report", "N"
+    )
     on_nonfinite: OnNonfinite = _option(
         "raise",
-        to_policy,
+        _to_policy,
         "at a nan or an inf: raise, warn, or only record; code may give a function",
         "|".join(_POLICIES),
     )
     allow: tuple[str, ...] = _option(
         (),
-        allowed,
+        _allowed,
         "infinities or nans that are meant, by module: 'inf:mask.*', 'nan:embed'",
         "VALUE:PATTERN",
     )
@@ -330,7 +320,7 @@ class Options:
         None, to_path, "write each failure's report and capsule into this folder", "DIR"
     )
     trace: Trace | None = _option(
-        None, to_trace, "write the range of every tensor into this Parquet file", "PATH"
+        None, _to_trace, "write the range of every tensor into this Parquet file", "PATH"
     )
     sinks: tuple[Any, ...] = _option(
         (), to_sinks, "send what is found to a tracker: tensorboard:runs/a, wandb, slack:URL", "NAME"
@@ -346,7 +336,7 @@ class Options:
     )
     audit: Audit | None = _option(
         None,
-        to_audit,
+        _to_audit,
         "audit steps 1, 2, 3 and every N-th: which weights do not move, or move though frozen",
         "N",
     )
@@ -358,12 +348,11 @@ class Options:
         False, flag, "write a bad checkpoint beside the good one, not in its place"
     )
 
-    # Settings of the environment, of the sinks and of a trainer
+    # Settings of the environment and of a trainer
     enabled: bool = True
     act_at: Check = "auto"
     peer_timeout: float = 30.0
     stall_timeout: float | None = None
-    log_every: int = _LOG_EVERY
     scaler: Any = None
     max_skipped_steps: int = 20
 
@@ -378,7 +367,7 @@ class Options:
 
     def allows(self, value: Literal["inf", "nan"], name: str) -> bool:
         """Return whether this value is meant in the module of this name."""
-        return any(fnmatchcase(f"{value}:{name}", entry) for entry in self.allow)
+        return _matches(f"{value}:{name}", self.allow)
 
     def excuses(self, name: str, module: nn.Module) -> bool | Excuses:
         """Return whether infinities in this module are meant, or the judge of a module that may hold masks or nans."""
@@ -396,6 +385,9 @@ class Options:
 
     def recorder_settings(self, max_frames: int = 1, **more: Any) -> Settings:
         """Return the settings of a recorder for these options; it may hold more frames than are shown."""
+        if self.trace is not None:
+            kept = ("counts", "fingerprints", "sketches")
+            more = {name: getattr(self.trace, name) for name in kept} | more
         settings = Settings(
             max_frames=max_frames,
             every=self.every,
@@ -405,9 +397,6 @@ class Options:
             check=self.act_at,
             **{part: part in self.read for part in PARTS},
         )
-        if self.trace is not None:
-            kept = ("counts", "fingerprints", "sketches")
-            more = {name: getattr(self.trace, name) for name in kept} | more
         return replace(settings, **more)
 
     def for_model(
@@ -418,24 +407,14 @@ class Options:
         Raises ValueError for a pattern that matches nothing, of `modules` only where not `must_match`, and where no
         module is left.
         """
-
-        def matched(option: str, entries: Iterable[str], names: Sequence[str] = names) -> tuple[str, ...]:
-            result = []
-            for entry in entries:
-                value, colon, pattern = entry.partition(":") if option == "allow" else ("", "", entry)
-                pattern = for_names(pattern, names)
-                if (must_match or option == "modules") and not any(fnmatchcase(x, pattern) for x in names):
-                    what = "no module and no weight" if option == "frozen" else "no module"
-                    raise ValueError(
-                        f"{option} pattern {entry!r} matches {what}; {close_names(pattern, names)}"
-                    )
-                result.append(value + colon + pattern)
-            return tuple(result)
-
-        entries: dict[str, Any] = {name: matched(name, getattr(self, name)) for name in _ON_NAMES}
-        options = replace(self, **entries)
+        options = replace(
+            self,
+            modules=_fitted("modules", self.modules, names, must_match=True),
+            ignore_modules=_fitted("ignore_modules", self.ignore_modules, names, must_match=must_match),
+            allow=_fitted("allow", self.allow, names, must_match=must_match),
+        )
         if self.audit is not None:
-            frozen = matched("frozen", self.audit.frozen, [*names, *weights])
+            frozen = _fitted("frozen", self.audit.frozen, [*names, *weights], must_match=must_match)
             options = replace(options, audit=replace(self.audit, frozen=frozen))
         if not any(map(options.observes, names)):
             raise ValueError(
@@ -445,7 +424,56 @@ class Options:
         return options
 
 
+def _matches(name: str, entries: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, entry) for entry in entries)
+
+
+def _fitted(
+    option: str, entries: Iterable[str], names: Sequence[str], *, must_match: bool
+) -> tuple[str, ...]:
+    """Return the patterns without a wrapper's prefix; ValueError for one that matches none of the names."""
+    length, fitted = len("inf:") if option == "allow" else 0, []
+    for entry in entries:
+        pattern = for_names(entry[length:], names)
+        if must_match and not any(fnmatchcase(name, pattern) for name in names):
+            what = "no module and no weight" if option == "frozen" else "no module"
+            raise ValueError(f"{option} pattern {entry!r} matches {what}; {close_names(pattern, names)}")
+        fitted.append(entry[:length] + pattern)
+    return tuple(fitted)
+
+
+def _name_of(target: Any) -> str:
+    """Return the name of a sink or its folder, of a function or the class of an object; not a URL, which is secret."""
+    if isinstance(target, str | Path):
+        return str(target).partition(":")[0] if "://" in str(target) else str(target)
+    return str(getattr(target, "__name__", None) or type(target).__name__)
+
+
 OPTIONS: dict[str, Field[Any]] = {option.name: option for option in fields(Options) if option.metadata}
+# Earlier names of options, and what stands in their place, for the error and for docs/options.md.
+EARLIER = {
+    **dict.fromkeys(PARTS, '`read="weights outputs"`, with the words that are wanted'),
+    "include": "`modules=`",
+    "exclude": "`ignore_modules=`",
+    "allow_inf": '`allow="inf:mask.*"`',
+    "allow_nan": '`allow="nan:embed"`',
+    "counts": "`trace=nanwatch.Trace(path, counts=True)`",
+    "fingerprints": "`trace=nanwatch.Trace(path, fingerprints=True)`",
+    "sketches": "`trace=nanwatch.Trace(path, sketches=N)`",
+    "trace_batches": "`trace=nanwatch.Trace(path, batches=(0, 3))`",
+    "abort_after_batch": "a `break` in your loop",
+    "enabled": "`NANWATCH=0` in the environment, or no call of `watch()`",
+    "check": "`NANWATCH_ACT_AT` in the environment; the default suits the device",
+    "updates": "`audit=`",
+    "frozen": "`audit=nanwatch.Audit(frozen=...)`",
+    "max_skipped_steps": "nothing: the 21st step in a row that a GradScaler skips is a failure",
+    "scaler": "nothing: the watch finds the GradScaler that is in use",
+    "peer_timeout": "`NANWATCH_PEER_TIMEOUT` in the environment",
+    "stall_timeout": "`NANWATCH_STALL_TIMEOUT` in the environment",
+    "log_every": "`every`, an attribute of `nanwatch.Sink`",
+    "microscope": "`rerun=`",
+    "log_to": '`sinks=`, such as `sinks="tensorboard:runs/a"`',
+}
 # Environment variables of settings that one program in a hundred changes, each with its words, or none for seconds.
 _VARIABLES: dict[str, tuple[str, dict[str, Any]]] = {
     SWITCH: ("enabled", {"0": False, "1": True}),
@@ -472,27 +500,27 @@ def make_options(given: Mapping[str, Any], **settings: Any) -> Options:
     values["gradients"] |= values["spikes"]
     if values["black_box"] is None:
         values["black_box"] = values["output_dir"] is not None
-    values["log_every"] = min(
-        (sink.every for sink in values["sinks"] if isinstance(sink, Sink)), default=_LOG_EVERY
-    )
     options = Options(**{**values, **_settings_of_environment(), **settings})
     if "outputs" not in options.read:
         for name in ("gradients", "attention"):
             if getattr(options, name):
                 raise ValueError(f'{name} needs the outputs of modules; add "outputs" to read={options.read}')
     if missed := sorted(batch for batch in options.trace_batches if batch % options.every):
-        listed = ", ".join(map(str, missed[:5])) + (", ..." if len(missed) > 5 else "")
         raise ValueError(
-            f"batches of the Trace has {listed}, and every={options.every} reads only multiples of {options.every};"
-            " trace such batches, or set every=1"
+            f"batches of the Trace has {first_few([*map(str, missed)])}, and every={options.every} reads only multiples"
+            f" of {options.every}; trace such batches, or set every=1"
         )
-    return options
+    return options if options.enabled else Options(enabled=False, on_nonfinite="record", forecast=False)
 
 
 def check_name(name: str) -> None:
     """Raise TypeError for a name that is no option."""
     if name not in OPTIONS:
-        hint = close_names(name, OPTIONS, "docs/options.md has the options, and their earlier names")
+        hint = (
+            f"instead: {EARLIER[name]}"
+            if name in EARLIER
+            else close_names(name, OPTIONS, "see docs/options.md")
+        )
         raise TypeError(f"watch has no option {name!r}; {hint}")
 
 
@@ -522,19 +550,3 @@ def _settings_of_environment() -> dict[str, Any]:
             accepted = " or ".join(words) or "a number of seconds"
             raise ValueError(f"{variable}={text!r} is not understood; set it to {accepted}") from None
     return settings
-
-
-def _matches(name: str, entries: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, entry) for entry in entries)
-
-
-def _name_of(target: Any) -> str:
-    """Return the words that name a sink: the name or folder itself, a function's name, or the class of an object.
-
-    The path of a URL is left out, as that of a webhook is a secret.
-    """
-    if isinstance(target, str) and "://" in target:
-        return target.partition(":")[0]
-    if isinstance(target, str | Path):
-        return str(target)
-    return str(getattr(target, "__name__", None) or type(target).__name__)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +22,7 @@ from ..instrumentation.calls import Attachment
 from ..instrumentation.global_hooks import GlobalHooks
 from ..ranks.replicas import ReplicaWatch
 from ..ranks.step_ranks import StepRanks
-from ..recording.events import Arrival, BackwardCall, Event, Recorder, WatchPart
+from ..recording.events import Arrival, BackwardCall, Event, Recorder
 from ..recording.recorder import make_recorder
 from ..records.record import Frame
 from ..report.events import ReplicaDifference, SkippedStep, UpdateFinding
@@ -73,42 +71,29 @@ class Watch:
         options: Options,
         *,
         events: EventDispatch | None = None,
-        measure_time: bool = False,
         **settings: bool,
     ) -> None:
         self._options = options
-        self._model = weakref.ref(model)
-        is_on = options.enabled
-        ring = options.max_frames
+        self._model = reference = weakref.ref(model)
+        # Frames of chosen batches come one by one. All others are fetched from a recorder that holds enough.
         fetches = options.trace is not None and not options.trace_batches
-        if fetches:
-            # Frames of chosen batches come one by one. All others are fetched from a recorder that holds enough.
-            ring = max(ring, ring_size(model))
-        self._box = (
-            open_box(options.output_dir, options.stall_timeout) if is_on and options.black_box else None
-        )
-        events = events or EventDispatch(options)
+        ring = max(options.max_frames, ring_size(model)) if fetches else options.max_frames
+        self._box = open_box(options.output_dir, options.stall_timeout) if options.black_box else None
+        events = events or EventDispatch()
+        events.watch = self
         self._recorder: Recorder = make_recorder(options.recorder_settings(ring, **settings), events)
-        if measure_time:
-            self._recorder.subscribe(Event.OWN_TIME)
         self._tracer: Tracer | None = None
-        if options.trace is not None and is_on:
+        if options.trace is not None:
             self._tracer = start_tracer(
                 Path(options.trace.path), self._recorder, ring if fetches else 0, options.every
             )
         notes = [] if self._tracer is None else [TraceNotes(self._tracer, options.trace_batches)]
         self._sinks = sinks = SinkStream(
-            self._recorder,
-            options.named_sinks() if is_on else (),
-            [*notes, Warnings()],
-            every=options.every,
-            log_every=options.log_every,
+            self._recorder, options.named_sinks(), [*notes, Warnings()], every=options.every
         )
-        self._monitor = Monitor(
-            self._recorder, model, every=options.every, forecasts=options.forecast and is_on
-        )
+        self._monitor = Monitor(self._recorder, model, every=options.every, forecasts=options.forecast)
         guard: OptimizerGuard | None = None
-        if options.gradients and is_on:
+        if options.gradients:
             guard = OptimizerGuard(self._recorder, options, sinks.on_skipped_step)
         self._reports = Reports(model, self._recorder, options, self._monitor.suspicion)
         rerun = RerunPolicy(model, self._recorder, options)
@@ -116,36 +101,35 @@ class Watch:
         self._batch_ends = self._recorder.subscribe(Event.BATCH_END)
         self._batch_ends.active = sinks.takes_batches or self._tracer is not None or options.spikes
         self._spikes: SpikeWatch | None = None
+        self._backward: BackwardWatch | None = None
         if guard is not None and options.spikes:
-            write = None
-            if options.output_dir is not None:
-                write = partial(_write_spike, rerun, self._model, options.output_dir)
+            folder = options.output_dir
+
+            def write(report: SpikeReport) -> SpikeReport:
+                assert folder is not None
+                return write_spike(report, rerun.kept(report.batch), reference(), folder)
+
+            writes = None if folder is None else write
             self._spikes = SpikeWatch(
-                self._recorder, guard, is_due, rerun.backward_failed, write, sinks.on_spike
+                self._recorder, guard, is_due, rerun.backward_failed, writes, sinks.on_spike
             )
             self._monitor.follow(self._spikes.take)
-        self._backward: BackwardWatch | None = None
         if guard is not None:
             self._backward = BackwardWatch(self._reports, self._failures, guard, self._spikes)
         timeout = options.peer_timeout or 30.0
         self._replicas: ReplicaWatch | None = None
-        if is_on and options.replicas:
+        if options.replicas:
             self._recorder.subscribe(Event.BATCH_START)
             self._replicas = ReplicaWatch(model, options.replicas, timeout, sinks.on_replica_difference)
         self._audit: UpdateAudit | None = None
-        if is_on and options.audit is not None:
+        if options.audit is not None:
             every, ranks = options.audit.every, StepRanks(model, timeout)
             self._audit = UpdateAudit(model, self._recorder, every, sinks.on_update, options.is_frozen, ranks)
-        events.parts = [part for part in (self._replicas, self._audit) if part is not None]
-        events.watch, events.failures, events.sinks = self, self._failures, sinks
-        events.tracer, events.backward = self._tracer, self._backward
-        self._steps: OptimizerSteps | None = None
+        self._attention = AttentionWatch(self._recorder, options.attention) if options.attention else None
         self._checkpoints: CheckpointGuard | None = None
-        self._attention: AttentionWatch | None = None
+        self._steps: OptimizerSteps | None = None
         self._attachment: Attachment | None = None
-        if is_on:
-            if options.attention:
-                self._attention = AttentionWatch(self._recorder, options.attention)
+        if options.enabled:
             self._steps = OptimizerSteps(self._reports, self._failures, self._backward)
             if options.guard_checkpoints:
                 self._checkpoints = CheckpointGuard(self._reports, self._failures)
@@ -306,72 +290,62 @@ class Watch:
             self._backward.settle()
 
 
-def _write_spike(
-    rerun: RerunPolicy, model: Callable[[], nn.Module | None], output_dir: Path, report: SpikeReport
-) -> SpikeReport:
-    return write_spike(report, rerun.kept(report.batch), model(), output_dir)
-
-
-@dataclass(eq=False, repr=False)
 class EventDispatch:
     """RecorderEvents of one Watch. docs/architecture.md has the order of the parts at the end of a batch.
 
     The model's wrappers hold the recorder, the recorder holds this, and this holds the Watch, which so lives as long as
-    the model. The recorder is made with this, and the parts with the recorder: the Watch sets them when they are made.
+    the model.
     """
 
-    options: Options
-    watch: object = None
-    failures: FailureHandler = field(init=False)
-    sinks: SinkStream = field(init=False)
-    tracer: Tracer | None = None
-    backward: BackwardWatch | None = None
-    parts: Sequence[WatchPart] = ()
+    watch: Watch  # which sets it, as the recorder is made with this
 
     def on_batch_start(
         self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
     ) -> object:
         """Return what a re-run needs beside the recorder's part."""
-        for part in self.parts:
-            part.batch_started(batch, module, args or tuple((kwargs or {}).values()))
-        return self.failures.batch_started(batch, module)
+        for part in (self.watch._replicas, self.watch._audit):
+            if part is not None:
+                part.batch_started(batch, module, args or tuple((kwargs or {}).values()))
+        return self.watch._failures.batch_started(batch, module)
 
     def on_frame(self, frame: Frame) -> None:
         """Hand the frame to the sinks, and to the trace if its batch was asked for."""
-        self.sinks.on_frame(frame)
-        for part in self.parts:
-            part.on_frame(frame)
-        if self.tracer is not None and frame.batch in self.options.trace_batches:
-            self.tracer.add(frame)
+        watch = self.watch
+        watch._sinks.on_frame(frame)
+        if watch._audit is not None:
+            watch._audit.on_frame(frame)
+        if watch._tracer is not None and frame.batch in watch._options.trace_batches:
+            watch._tracer.add(frame)
 
     def on_nonfinite(
         self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any, is_over: bool
     ) -> None:
         """Hand the call to the failure handler, which may act on it at once."""
-        self.failures.nonfinite_call(frame, caller, args, kwargs, is_over=is_over)
+        self.watch._failures.nonfinite_call(frame, caller, args, kwargs, is_over=is_over)
 
     def on_batch_end(self, batch: int, completed: bool) -> None:
         """Act on the batch's failure where that was put off."""
-        self.failures.forward_left(batch, completed)
-        if self.tracer is not None:
-            self.tracer.batch_ended()
+        watch = self.watch
+        watch._failures.forward_left(batch, completed)
+        if watch._tracer is not None:
+            watch._tracer.batch_ended()
         try:
-            self.failures.conclude(batch, completed)
+            watch._failures.conclude(batch, completed)
         finally:
-            self.sinks.settle(batch)
+            watch._sinks.settle(batch)
 
     def on_backward_start(self) -> None:
         """Find out whether the gradients of the deferred backward are gone, and look at the loss of this one."""
-        if self.backward is not None:
-            self.backward.guard.settle()
-            if self.backward.spikes is not None:
-                self.backward.spikes.backward_started()
-            self.backward.started()
+        if (backward := self.watch._backward) is not None:
+            backward.guard.settle()
+            if backward.spikes is not None:
+                backward.spikes.backward_started()
+            backward.started()
 
     def on_backward_end(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
         """Defer the failure until a step is about to take it, unless the forward's failure caused it."""
-        if self.backward is not None:
-            self.backward.ended(calls, arrivals)
+        if self.watch._backward is not None:
+            self.watch._backward.ended(calls, arrivals)
 
 
 class TraceNotes(Sink):

@@ -167,8 +167,8 @@ _NO_SUMMARY = BatchSummary(-1)
 class SinkStream(Sink):
     """The events of one Watch, each handed to the sinks that take it.
 
-    `sinks` are the user's, each with its name. `own` are nanwatch's, which come last and may raise. Every
-    `log_every`-th batch of those that are read is summed up.
+    `sinks` are the user's, each with its name. `own` are nanwatch's, which come last and may raise. The
+    smallest `every` of the user's sinks counts for all.
     """
 
     def __init__(
@@ -178,12 +178,11 @@ class SinkStream(Sink):
         own: Sequence[Sink] = (),
         *,
         every: int = 1,
-        log_every: int = 50,
     ) -> None:
         self._receivers = [_Receiver(name, sink) for name, sink in sinks]
         self._own = own
         self._every = every
-        self._log_every = log_every
+        self._log_every = min((sink.every for _, sink in sinks), default=Sink.every)
         self._next = 0  # the batch to sum up
         self._summary = _NO_SUMMARY
         self._last_nonfinite: int | None = None  # the latest batch that was reported
@@ -236,7 +235,7 @@ class SinkStream(Sink):
             self._subscribe(batch + self._every)
 
     def on_nonfinite(self, finding: Finding) -> None:
-        """Report one in `log_every` of the batches that are non-finite."""
+        """Report one in `every` of the batches that are non-finite."""
         last = self._last_nonfinite
         if last is None or not last <= finding.batch < last + self._log_every:
             self._last_nonfinite = finding.batch

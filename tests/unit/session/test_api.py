@@ -40,11 +40,6 @@ class Keep(nn.Module):
         return args[0] if args else next(iter(kwargs.values()), None)
 
 
-def labels(frame: Frame) -> list[str]:
-    """The labels of a frame's records."""
-    return [record.label for record in frame.records]
-
-
 def only(frames: tuple[Frame, ...], name: str) -> Frame:
     """The one frame of that module."""
     (frame,) = [frame for frame in frames if frame.name == name]
@@ -140,33 +135,20 @@ def test_a_batch_is_an_outermost_call() -> None:
         assert w.batch is None
         model(torch.ones(1))
         model[1](torch.ones(1))
-        model(torch.ones(1))
-    assert [frame.batch for frame in w.frames] == [0, 0, 0, 0, 1, 1, 2, 2, 2, 2]
-    assert w.batch == 2
-
-
-class Fails(nn.Module):
-    """Calls its part, then raises, as often as it is told."""
-
-    def __init__(self, part: nn.Module, error: BaseException) -> None:
-        super().__init__()
-        self.part = part
-        self.error: BaseException | None = error
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.part(x)
-        if self.error is not None:
-            raise self.error
-        return x
+    assert [frame.batch for frame in w.frames] == [0, 0, 0, 0, 1, 1]
 
 
 def test_a_caught_error_inside_a_forward_goes_on() -> None:
     """A forward that catches its child's exception, and calls another child while handling it, stays one batch."""
 
+    class Fails(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError(super().forward(x))
+
     class Careful(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.bad, self.good = Fails(Scale(), RuntimeError("boom")), Scale()
+            self.bad, self.good = Fails(Scale()), Scale()
 
         def forward(self, x: Tensor) -> Tensor:
             try:
@@ -176,12 +158,9 @@ def test_a_caught_error_inside_a_forward_goes_on() -> None:
 
     model = Careful()
     with watch(model) as w:
-        model(torch.ones(1))
-        try:
-            raise LookupError
-        except LookupError:
+        for _ in range(2):
             model(torch.ones(1))
-    names = ["bad.part", "good", ""]
+    names = ["bad.0", "good", ""]
     assert [(frame.batch, frame.name) for frame in w.frames] == [(b, name) for b in (0, 1) for name in names]
 
 
@@ -201,7 +180,6 @@ def test_roles_can_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        ({"modules": "0*"}, ["0.0", "0.1", "0"]),
         ({"modules": ["0.?", "1"]}, ["0.0", "0.1", "1"]),
         ({"ignore_modules": "0.*"}, ["0", "1", ""]),
         ({"modules": "0*", "ignore_modules": ("*.1",)}, ["0.0", "0"]),
@@ -223,34 +201,18 @@ def test_patterns_choose_modules(options: dict[str, Any], names: list[str]) -> N
         ("model", {}, TypeError, r"needs a torch.nn.Module, got str"),
         (nn.ReLU, {}, TypeError, r"got the class ReLU; pass ReLU\(...\)"),
         (torch.jit.script(nn.ReLU()), {}, TypeError, r"before torch.jit"),
-        (
-            nn.ReLU(),
-            {"max_frame": 3},
-            TypeError,
-            r"watch has no option 'max_frame'; close names: max_frames",
-        ),
+        (nn.ReLU(), {"max_frame": 3}, TypeError, r"no option 'max_frame'; close names: max_frames"),
         (nn.ReLU(), {"max_frames": 0}, ValueError, r"max_frames should be at least 1, got 0"),
-        (nn.ReLU(), {"max_frames": -2}, ValueError, r"got -2"),
+        (nn.ReLU(), {"max_frames": 10**9}, ValueError, r"max_frames should be at most 1000000"),
         (nn.ReLU(), {"max_frames": 2.0}, TypeError, r"max_frames should be a whole number .* got 2.0"),
         (nn.ReLU(), {"max_frames": True}, TypeError, r"got True"),
-        (nn.ReLU(), {"every": 0}, ValueError, r"every should be at least 1"),
         (nn.ReLU(), {"on_nonfinite": "explode"}, ValueError, r'"raise", "warn", "record" .* got \'explode\''),
         (nn.ReLU(), {"gradients": 1}, TypeError, r"gradients should be True or False, got 1"),
         (nn.ReLU(), {"read": "weight"}, ValueError, r"read should be one or more words of .* got 'weight'"),
-        (nn.ReLU(), {"read": ""}, ValueError, r"read should be one or more words"),
         (nn.ReLU(), {"read": "weights", "gradients": True}, ValueError, r"gradients needs the outputs"),
-        (nn.ReLU(), {"audit": -1}, ValueError, r"audit should be at least 0, got -1"),
         (nn.ReLU(), {"trace": 3}, TypeError, r"trace should be a path or a nanwatch.Trace, got 3"),
-        (nn.ReLU(), {"max_frames": 10**9}, ValueError, r"max_frames should be at most 1000000"),
-        (nn.ReLU(), {"every": 10**9999}, ValueError, r"every should be at most .* bits"),
         (nn.ReLU(), {"modules": 3}, TypeError, r"modules .* got 3"),
         (nn.Sequential(nn.ReLU()), {"modules": "encoder"}, ValueError, r"'encoder' matches no module"),
-        (
-            nn.Sequential(nn.ReLU()),
-            {"ignore_modules": "encoder"},
-            ValueError,
-            r"ignore_modules .* matches no module",
-        ),
         (
             nn.Linear(1, 1),
             {"audit": Audit(frozen="wieght")},
