@@ -13,7 +13,6 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,8 +74,7 @@ class FailureHandler:
         self._warnings = NonFiniteWarnings(patience) if self._action == "warn" else None
         self._exception_batch: int | None = None
         self._ranks: RankCoordinator | None = None
-        raises = self._action == "raise" and options.enabled
-        if (model := reports.model()) is not None and raises and options.peer_timeout:
+        if (model := reports.model()) is not None and self._action == "raise" and options.peer_timeout:
             # Not a bound method: the job would keep this handler alive.
             handler = weakref.ref(self)
             self._ranks = RankCoordinator(
@@ -98,11 +96,16 @@ class FailureHandler:
         """Take a call that holds a non-finite value. Act on it at its batch's end if the forward `is_over`."""
         if self._warnings is not None:
             self._warnings.count(frame.name)
-        if is_over:
-            calls = partial(self._reports.calls_around, frame.name)
-        else:
-            calls = partial(self._reports.calls_to, frame.name, caller, args, kwargs)
-        make = partial(self._reports.of_failure, frame, caller, args, kwargs, calls=calls)
+
+        def make() -> Report:
+            reports = self._reports
+            around = (
+                reports.calls_around(frame.name)
+                if is_over
+                else reports.calls_to(frame.name, caller, args, kwargs)
+            )
+            return reports.of_failure(frame, caller, args, kwargs, around)
+
         if frame.recomputed:
             # A recomputed forward repeats the failure of its batch, or is the first to fail. It has no end of its own.
             if not self.knows(frame.batch):
@@ -386,12 +389,12 @@ class NonFiniteWarnings:
     @property
     def awaits_batches(self) -> bool:
         """True while `end` is to be called after a finite batch."""
-        return bool(self._run.modules)
+        return bool(self._run)
 
     def begin(self, finding: Finding) -> None:
         """Take the first failure of a batch."""
         with self._lock:
-            is_new, self._num_finite = not self._run.modules, 0
+            is_new, self._num_finite = not self._run, 0
             self._num_runs += is_new
             for failures in (self._run, self._all):
                 failures.add(finding)
@@ -407,7 +410,7 @@ class NonFiniteWarnings:
         """Take a finite batch."""
         with self._lock:
             self._num_finite += 1
-            if not self._run.modules or self._num_finite < self._patience:
+            if not self._run or self._num_finite < self._patience:
                 return
             run, self._run = self._run, _Failures()
         if self._num_runs.bit_count() == 1:
@@ -417,29 +420,26 @@ class NonFiniteWarnings:
         """Warn once of the sum over all `batches` watched batches."""
         with self._lock:
             failures, self._all, self._run = self._all, _Failures(), _Failures()
-        if failures.modules:
+        if failures:
             calls = f"; non-finite calls: {_ranked(self._calls)}" if self._calls else ""
             watched = f"{batches:,} batch{'' if batches == 1 else 'es'}"
             warn_user(f"of {watched} watched, {failures}{calls}", may_raise=may_raise)
 
 
-class _Failures:
-    """Count of non-finite batches."""
+class _Failures(Counter[str]):
+    """Numbers of non-finite batches, by the module that was the first to fail in each."""
 
-    def __init__(self) -> None:
-        self.modules: Counter[str] = Counter()
-        self._batches: tuple[int, ...] = ()
+    batches = (sys.maxsize, -1)  # the first and the last; those of several threads come in any order
 
     def add(self, finding: Finding) -> None:
-        self.modules[finding.module] += 1
-        # Batches of several threads come in any order.
-        batches = (*self._batches, finding.batch)
-        self._batches = (min(batches), max(batches))
+        """Count the batch of this finding."""
+        self[finding.module] += 1
+        self.batches = min(self.batches[0], finding.batch), max(self.batches[1], finding.batch)
 
     def __str__(self) -> str:
-        count, (first, last) = self.modules.total(), self._batches
+        count, (first, last) = self.total(), self.batches
         place = f"({first})" if count == 1 else f"(from {first} to {last})"
-        return f"{count:,} non-finite batch{'' if count == 1 else 'es'} {place}, first in {_ranked(self.modules)}"
+        return f"{count:,} non-finite batch{'' if count == 1 else 'es'} {place}, first in {_ranked(self)}"
 
 
 def _ranked(counts: Counter[str]) -> str:

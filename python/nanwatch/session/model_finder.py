@@ -47,15 +47,9 @@ def topmost(module: nn.Module, alive: Iterable[nn.Module]) -> nn.Module:
         inner = ahead.pop()
         if id(inner) not in seen:
             seen.add(id(inner))
-            outer = holders.get(id(inner), [])
-            ahead += outer
-            tops += [] if outer else [inner]
+            ahead += holders.get(id(inner), [])
+            tops += [] if id(inner) in holders else [inner]
     return tops[0] if len(tops) == 1 else module
-
-
-def _living_modules() -> list[nn.Module]:
-    """Return all modules that are fully made: before its __init__, or as a copy under way, one has no parts."""
-    return [module for module in instances_of(nn.Module) if getattr(module, "__dict__", None)]
 
 
 def has_state(module: nn.Module) -> bool:
@@ -134,7 +128,9 @@ class ModelFinder:
         try:
             if is_ours or is_inside_a_call(caller) or not self._accepts(module):
                 return False
-            self._take(module, topmost(module, _living_modules()))
+            # A module without a dict is not made yet: it is before its __init__, or a copy under way.
+            alive = [module for module in instances_of(nn.Module) if getattr(module, "__dict__", None)]
+            self._take(module, topmost(module, alive))
             return True
         except Exception as error:  # an unwatched program is better than one that ends here
             self.stop()

@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -191,12 +192,17 @@ class OptimizerGuard:
     def _scale(self) -> float | None:
         if self._scaler is None:
             self._scaler = find_scaler()
-        scaler = self._scaler()
-        try:
-            return None if scaler is None else float(scaler.get_scale())
-        except Exception:
-            suppressed("a GradScaler of another make did not tell its scale")
-            return None
+        return scale_of(self._scaler())
+
+
+def scale_of(scaler: Any) -> float | None:
+    """Return the present loss scale of a GradScaler, if there is one; None too for 0, inf and nan."""
+    try:
+        scale = 0.0 if scaler is None else float(scaler.get_scale())
+    except Exception:
+        suppressed("a GradScaler of another make did not tell its scale")
+        return None
+    return scale if scale and isfinite(scale) else None
 
 
 def _tensors(weights: set[Weight]) -> list[Tensor]:

@@ -31,9 +31,8 @@ from ..recording.backward import find_in_backward
 from ..recording.events import Arrival, BackwardCall, Event
 from ..recording.observe import Observe, nonfinite, observe, observe_with, read
 from ..recording.optimizer_state import state_tensors
-from ..records.record import Frame, Phase, Record
-from ..report.finding import Finding, OriginKind, find, finding_of
-from ..report.report import Report
+from ..records.record import Frame, Record
+from ..report.finding import Finding, find
 from ..util.job import rank
 from ..util.modules import WeakIdentityDict, each_parameter
 from .optimizer_guard import OptimizerGuard, Weight
@@ -54,18 +53,14 @@ class BackwardWatch:
     """
 
     def __init__(
-        self,
-        reports: Reports,
-        failures: FailureHandler,
-        guard: OptimizerGuard,
-        spikes: SpikeWatch | None = None,
+        self, reports: Reports, failures: FailureHandler, guard: OptimizerGuard, spikes: SpikeWatch | None
     ) -> None:
-        self.spikes = spikes
+        self._reports = reports
         self._model = reports.model
         self._recorder = reports.recorder
-        self._reports = reports
         self._failures = failures
         self.guard = guard
+        self.spikes = spikes
         self._starts = self._recorder.subscribe(Event.BACKWARD_START)
         # The latest loss on a device, and its batch, which nobody waits for before a step.
         self._loss: tuple[Tensor, Numbers, int] | None = None
@@ -116,7 +111,7 @@ class BackwardWatch:
             owner = None if model is None else find_called(model, frame.name)
             if owner is not None and name in owner.module._parameters:
                 weights.add((weakref.ref(owner.module), name))
-        self._defer(report, {frame.batch for frame, _ in faults}, weights)
+        self._defer(Incident(report), {frame.batch for frame, _ in faults}, weights)
 
     def _loss_is_nan(self, loss: Tensor, batch: int) -> None:
         """Act on a loss that is nan. If a gradient is not finite either, leave it to the step, which may be skipped."""
@@ -127,11 +122,10 @@ class BackwardWatch:
             return
         name = type(loss).__name__ if loss.grad_fn is None else loss.grad_fn.name()
         frame = Frame(batch, "(loss)", name, (observe(loss.detach(), "output", "output"),), "backward")
-        sequence = self._recorder.frames_of_batch(batch)
-        finding = finding_of(frame, frame.records[0], "received", None, rank(), sequence)
-        finding = self._failures.rerun.behind_model(finding)
+        incident = self._reports.of_frame(frame, "received")
+        incident.finding = self._failures.rerun.behind_model(incident.finding)
         self._failures.rerun.backward_failed(batch)
-        self._failures.step_follows(Incident(self._reports.latest(finding, batch, [frame])))
+        self._failures.step_follows(incident)
 
     def before_step(self, optimizer: Optimizer, *, takes_ours: bool) -> None:
         """Stop a step that is about to change the weights with a non-finite gradient.
@@ -153,10 +147,11 @@ class BackwardWatch:
             bad_parameters = _nonfinite_parameters(optimizer)
         # The gradients of a non-finite forward are its consequence.
         if bad_parameters and guard.pending is None and not self._failures.knows(batch):
-            self._defer_taken(optimizer, bad_parameters, batch)
+            incident, weights = self._of_taken(optimizer, bad_parameters, batch)
+            self._defer(incident, {batch}, weights)
         loss, self._loss = self._loss, None
         is_nan = loss is not None and not bad_parameters and any(map(isnan, loss[1].wait()))
-        if is_nan and loss is not None and guard.pending is None:
+        if loss is not None and is_nan and guard.pending is None:
             self._loss_is_nan(loss[0], loss[2])
         # The gradients of weights may be finite behind a bad one, as where a ReLU lets nothing through.
         due = guard.check_step(optimizer, is_nonfinite=bool(bad_parameters) or is_nan)
@@ -170,41 +165,34 @@ class BackwardWatch:
             if takes_ours:
                 self._failures.rerun.let_go()
 
-    def _defer_taken(self, optimizer: Optimizer, parameters: list[Tensor], batch: int) -> None:
-        """Defer the failure of these parameters' gradients, which were finite or unseen in the backward."""
+    def _of_taken(
+        self, optimizer: Optimizer, parameters: list[Tensor], batch: int
+    ) -> tuple[Incident, set[Weight]]:
+        """Return the failure of these parameters, whose gradients were finite or unseen in the backward."""
         model, is_never_called = self._model(), self._reports.is_never_called
         owners = {} if model is None else parameter_owners(model)
         owned = [x for x in parameters if id(x) in owners]
         called = [x for x in owned if not is_never_called(owners[id(x)][0].name)]
         parameter = (called or owned or parameters)[0]
         if model is not None and owned:
-            path = ".".join(filter(None, (owners[id(parameter)][0].name, owners[id(parameter)][1])))
-            name, _, label = path.rpartition(".")
+            owner, label = owners[id(parameter)]
+            name = owner.name
             while name and is_never_called(
                 name
             ):  # the nearest module around it that is called has the weight
-                name = name.rpartition(".")[0]
-                label = path[len(name) :].removeprefix(".")
-            owner = find_module(model, name)
-            class_name = type(owners[id(parameter)][0].module if owner is None else owner.module).__name__
+                name, _, inner = name.rpartition(".")
+                label = f"{inner}.{label}"
+            class_name = type((find_module(model, name) or owner).module).__name__
         else:  # it is beside the model
             name, class_name = _OPTIMIZER, type(optimizer).__name__
             label = next(state.label for state in state_tensors(optimizer, {}) if state.tensor is parameter)
         record = observe(parameter.grad, f"{label}.grad", "gradient")
         is_unseen = bool(owned) and not called  # no hook has seen the gradient that the backward made
-        phase: Phase = "backward" if is_unseen else "step"
-        origin: OriginKind = "produced" if is_unseen else "received"
-        frames = self._reports.latest(None, batch).frames
-        earlier = [x for x in frames if (x.batch, x.name, x.phase) == (batch, name, phase)][-1:]
-        records = (*(record for frame in earlier for record in frame.records), record)
-        frame = Frame(batch, name, class_name, records, phase)
-        finding = finding_of(frame, record, origin, None, rank(), self._recorder.frames_of_batch(batch))
-        report = self._reports.of((*(x for x in frames if x not in earlier), frame), finding, batch)
-        weights = {(weakref.ref(owners[id(x)][0].module), owners[id(x)][1]) for x in owned}
-        self._defer(report, {batch}, weights)
+        frame = Frame(batch, name, class_name, (record,), "backward" if is_unseen else "step")
+        incident = self._reports.of_frame(frame, "produced" if is_unseen else "received")
+        return incident, {(weakref.ref(owners[id(x)][0].module), owners[id(x)][1]) for x in owned}
 
-    def _defer(self, report: Report, batches: set[int], weights: set[Weight]) -> None:
-        incident = Incident(report)
+    def _defer(self, incident: Incident, batches: set[int], weights: set[Weight]) -> None:
         self._failures.rerun.backward_failed(incident.finding.batch)
         due = self.guard.defer(incident, batches, weights)
         if due is not None:
@@ -325,9 +313,8 @@ class OptimizerSteps:
             record = observe(x, label, "weight", self._options.excuses(name, module))
             if record.is_fault:
                 frame = Frame(batch, name, type(module).__name__, (record,), "step")
-                sequence = self._recorder.frames_of_batch(batch)
-                finding = self._explain_weight(finding_of(frame, record, "weight", None, rank(), sequence))
-                self._last_step = Incident(self._reports.latest(finding, batch, [frame]))
+                self._last_step = self._reports.of_frame(frame, "weight")
+                self._last_step.finding = self._explain_weight(self._last_step.finding)
                 break
         return self._last_step
 
@@ -368,10 +355,9 @@ class OptimizerSteps:
 
 def state_rows(optimizer: Optimizer, names: dict[int, str], observe: Observe = observe) -> list[Record]:
     """Return the records of an optimizer's state, named as `state_tensors` names them. Step counts are left out."""
-    records: list[Record] = []
-    for state in state_tensors(optimizer, names):
-        if state.is_parameter:
-            records.append(observe(state.tensor, state.label, "weight"))
-        elif state.tensor.ndim and state.tensor.is_floating_point():
-            records.append(observe(state.tensor, state.label, "buffer"))
-    return records
+    states = (x for x in state_tensors(optimizer, names) if x.is_parameter or _is_moment(x.tensor))
+    return [observe(x.tensor, x.label, "weight" if x.is_parameter else "buffer") for x in states]
+
+
+def _is_moment(x: Tensor) -> bool:
+    return bool(x.ndim) and x.is_floating_point()

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from ..diagnosis.batch_snapshot import LeftCall, left_calls, open_calls
+from ..diagnosis.incident import Incident
 from ..history.suspicion import Suspicion
 from ..instrumentation.functions import Function
 from ..instrumentation.wrapped_names import is_recorded, named_modules, unwrapped
@@ -19,7 +20,7 @@ from ..recording.observe import call_values, observe, observe_with, state_of
 from ..recording.shards import parameter_mesh
 from ..recording.walk import call_leaves
 from ..records.record import Frame, Record
-from ..report.finding import Finding, find, with_earlier
+from ..report.finding import Finding, OriginKind, find, finding_of, with_earlier
 from ..report.report import Report, report_of
 from ..report.text import culprit
 from ..util.job import rank
@@ -45,20 +46,16 @@ class ModelRef:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._children = {
-            name: weakref.ref(child) for name, child in model._modules.items() if child is not None
-        }
+        self._children = {key: weakref.ref(x) for key, x in model._modules.items() if x is not None}
 
     def __call__(self) -> nn.Module | None:
         """Return the model or what is left of it; None once all is gone."""
         if (model := self._model()) is not None:
             return model
-        left = {
-            name: child for name, reference in self._children.items() if (child := reference()) is not None
-        }
         rest = nn.Module()
-        rest._modules.update(left)
-        return rest if left else None
+        children = ((key, reference()) for key, reference in self._children.items())
+        rest._modules.update({key: child for key, child in children if child is not None})
+        return rest if rest._modules else None
 
 
 class Reports:
@@ -101,19 +98,26 @@ class Reports:
         """Return a report of the recorder's frames, and of `more` that it has not kept."""
         return self.of((*self.recorder.frames(), *more), finding, batch)
 
+    def of_frame(self, frame: Frame, origin: OriginKind) -> Incident:
+        """Return the failure of a frame that no forward has made, by its first fault."""
+        record = frame.fault
+        assert record is not None, "a failure has a fault"
+        num_frames = self.recorder.frames_of_batch(frame.batch)
+        finding = finding_of(frame, record, origin, None, rank(), num_frames)
+        return Incident(self.latest(finding, frame.batch, [frame]))
+
     def of_failure(
         self,
         nonfinite: Frame,
         caller: str | None,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any] | None,
-        *,
-        calls: Callable[[], Sequence[LeftCall]] = list,
+        calls: Sequence[LeftCall],
         more: Sequence[Frame] = (),
     ) -> Report:
         """Return the report of the first non-finite call of a batch whose outermost call got `args` and `kwargs`.
 
-        `caller` is the module that made that call, and `calls()` are those under way, the innermost first. `nonfinite`
+        `caller` is the module that made that call, and `calls` are those under way, the innermost first. `nonfinite`
         is the call's frame: frames of other threads may have pushed it out of the recorder since. `more` are frames
         that the recorder has not kept.
         """
@@ -125,7 +129,7 @@ class Reports:
         num_frames = None if kept is None else kept + len(more)
         # No data loader made what a call inside the model got, or what was written to since.
         written = self.find_written()
-        leaves = [] if self._is_inside(calls()) else list(call_leaves(args, kwargs or {}))
+        leaves = [] if self._is_inside(calls) else list(call_leaves(args, kwargs or {}))
         given = [observe(x, label, "input") for label, x in leaves if id(x) not in written]
         outer = self._first_nonfinite(batch, calls)
         if outer is not None:
@@ -152,9 +156,9 @@ class Reports:
         """
         # Without calls the exception ended something else, such as a call in compiled code.
         calls = left_calls(error)
-        if (outer := self._first_nonfinite(batch, lambda: calls)) is None:
+        if (outer := self._first_nonfinite(batch, calls)) is None:
             return None
-        return self.of_failure(*outer, *calls[-1][1:3], more=outer[:1])
+        return self.of_failure(*outer, *calls[-1][1:3], (), more=outer[:1])
 
     def calls_around(self, name: str) -> list[LeftCall]:
         """Return calls without arguments of the module of this name and of those around it, the innermost first."""
@@ -202,24 +206,21 @@ class Reports:
         stacks = list(sys._current_frames().values())
         return any(unwrapped(call.module) is root for stack in stacks for call in open_calls(stack))
 
-    def _first_nonfinite(
-        self, batch: int, find_calls: Callable[[], Sequence[LeftCall]]
-    ) -> tuple[Frame, str | None] | None:
+    def _first_nonfinite(self, batch: int, calls: Sequence[LeftCall]) -> tuple[Frame, str | None] | None:
         """Return the frame of the outermost of these calls that holds a non-finite value, and the name of its caller.
 
         Weights of modules that cannot be called belong to the module that holds them. The calls come innermost first.
         """
+        model = self.model()
         try:
-            calls, model = find_calls(), self.model()
-            return None if model is None else self._read_inward(batch, calls[::-1], model)
+            return None if model is None else self._read_inward(batch, calls[::-1], _recorded_names(model))
         except Exception:
             suppressed("the calls around a non-finite one could not be read")
             return None
 
     def _read_inward(
-        self, batch: int, calls: Sequence[LeftCall], model: nn.Module
+        self, batch: int, calls: Sequence[LeftCall], names: Mapping[int, str]
     ) -> tuple[Frame, str | None] | None:
-        names = _recorded_names(model)
         settings, caller = self.options.recorder_settings(), None
         roles = ["weight"] * settings.weights + ["buffer"] * settings.buffers
         settings = replace(settings, weights=False, buffers=False)
@@ -242,11 +243,8 @@ class Reports:
     def is_never_called(self, module: str) -> bool:
         """Return whether batches have ended and none of them called the module, as far as is known."""
         called = self._suspicion.called
-        return (
-            bool(called)
-            and module not in called
-            and all(frame.name != module for frame in self.recorder.frames())
-        )
+        frames = self.recorder.frames()
+        return bool(called) and module not in called and all(frame.name != module for frame in frames)
 
 
 def _recorded_names(model: nn.Module) -> dict[int, str]:

@@ -11,25 +11,24 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from math import isfinite
-from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 from ..diagnosis import rerun
-from ..diagnosis.batch_snapshot import BatchSnapshot, BufferHistory, BufferValues, draws_outside_torch
+from ..diagnosis.batch_snapshot import BatchSnapshot, BufferHistory, draws_outside_torch
 from ..diagnosis.incident import Incident, write_frames
 from ..diagnosis.isolation import ChildEndedError, NoChildError, clock, run_in_child, why_no_child
 from ..diagnosis.loss_statements import BackwardCall, read_graph
 from ..diagnosis.trials import Conditions
 from ..instrumentation.execution_context import RngState
-from ..precision.casting import ParametrizationCache, cached_parametrizations
+from ..precision.casting import cached_parametrizations
 from ..recording.events import Event, Recorder, Start
 from ..report.finding import Finding
 from ..report.report import Report
 from ..util.visible import MANY, is_due, spell, suppressed, warn_user
+from .optimizer_guard import scale_of
 from .options import Options
 from .reports import ModelRef
 
@@ -38,32 +37,7 @@ _GOES_ON = "no re-run was made, as the run goes on: rerun=True (--rerun) finds t
 LEAST_SECONDS, TIMES_BATCH = 5.0, 20.0
 
 
-class _Extra(NamedTuple):
-    """Part of a start that Python keeps: small buffers, further random states, the cache of parametrizations."""
-
-    buffers: BufferValues
-    cuda: tuple[Tensor, ...]
-    others: tuple[Any, ...]
-    cached: ParametrizationCache
-
-
 _NO_MODULE = nn.Module()
-
-
-class _Failed(NamedTuple):
-    """Start of a batch whose backward has failed.
-
-    `snapshot` refers to `_NO_MODULE`: a model that keeps this would keep itself.
-    """
-
-    batch: int
-    module: weakref.ref[nn.Module]
-    snapshot: BatchSnapshot
-
-    def start(self) -> BatchSnapshot | None:
-        """Return the start of the batch, or None once its module is gone."""
-        module = self.module()
-        return None if module is None else replace(self.snapshot, module=module)
 
 
 class RerunPolicy:
@@ -91,7 +65,9 @@ class RerunPolicy:
         self._buffers = BufferHistory()
         self._draws: bool | None = None
         self._door = threading.RLock()  # held during a re-run in this process
-        self._failed: _Failed | None = None  # until a step was checked: its graph may be gone
+        # The start of the batch whose backward has failed, until a step was checked: its graph may be gone. It refers
+        # to `_NO_MODULE`, as a model that keeps this would keep itself.
+        self._failed: tuple[int, weakref.ref[nn.Module], BatchSnapshot] | None = None
         # By batch, the backward that has failed, until a step was checked.
         self._losses: dict[int, BackwardCall] = {}
         self._scaler = options.scaler
@@ -108,7 +84,7 @@ class RerunPolicy:
                 random = RngState.capture(others=self._draws)
                 buffers = self._buffers.note(model)
                 self._recorder.watch_buffers(self._buffers.names())
-            return _Extra(buffers, random.cuda, random.others, cached_parametrizations())
+            return buffers, random.cuda, random.others, cached_parametrizations()
         except Exception:
             suppressed("the values of buffers could not be kept for a re-run")
             return None
@@ -152,15 +128,19 @@ class RerunPolicy:
         """Keep the start of the batch also when its graph is gone, until a step takes the gradients."""
         start = self.kept(batch)
         if start is not None:
-            self._failed = _Failed(batch, weakref.ref(start.module), replace(start, module=_NO_MODULE))
+            self._failed = batch, weakref.ref(start.module), replace(start, module=_NO_MODULE)
 
     def kept(self, batch: int) -> BatchSnapshot | None:
         """Return the start of the batch, if it is kept for the batch's backward."""
         starts = [_snapshot(start) for start in self._recorder.ended_starts() if start.batch == batch]
-        if starts and starts[0] is not None:
-            return starts[0]
-        failed = self._failed
-        return failed.start() if failed is not None and failed.batch == batch else None
+        return next(filter(None, starts), None) or self._start_of_failed(batch)
+
+    def _start_of_failed(self, batch: int) -> BatchSnapshot | None:
+        if self._failed is None or self._failed[0] != batch:
+            return None
+        _, reference, snapshot = self._failed
+        module = reference()
+        return None if module is None else replace(snapshot, module=module)
 
     # A failure is examined.
 
@@ -178,16 +158,17 @@ class RerunPolicy:
         # What wrote a weight before it was saved, or a gradient before a step, lies behind the batch.
         examines = self.keeps_start and finding.phase not in ("save", "step")
         start = self._start_of(finding) if examines else None
+        loss = self._losses.get(finding.batch) if examines and finding.phase == "backward" else None
         examine = partial(
             rerun.examine,
             incident,
             model=model,
             output_dir=self._output_dir,
-            conditions=Conditions(self._loss_scale(), self._allows),
-            loss=self._losses.get(finding.batch) if examines and finding.phase == "backward" else None,
+            conditions=Conditions(scale_of(self._scaler), self._allows),
+            loss=loss,
         )
         try:
-            if start is None and examine.keywords["loss"] is None:
+            if start is None and loss is None:
                 examine(start, examines=examines)
             else:
                 self._run_again(incident, start, partial(examine, start, examines=True))
@@ -238,27 +219,13 @@ class RerunPolicy:
         """Remark that the batch was not re-run, and warn at the first such failure."""
         rule = f"after {MANY} failures only the {2 * MANY}th, {4 * MANY}th, {8 * MANY}th ... are re-run and written"
         if self._num_failures == MANY + 1:
-            warn_user(
-                f"nanwatch: {rule}; the first report has the cause, Watch.stop() ends them", may_raise=False
-            )
+            cause = "the first report has the cause, Watch.stop() ends them"
+            warn_user(f"nanwatch: {rule}; {cause}", may_raise=False)
         incident.remark(f"no re-run was made: this is failure {self._num_failures} of the watch, and {rule}")
-
-    def _loss_scale(self) -> float | None:
-        """Return the present scale of the loss, if the user named the GradScaler.
-
-        A scaler that is found in the process may have no part in this batch.
-        """
-        try:
-            scale = None if self._scaler is None else float(self._scaler.get_scale())
-        except Exception:
-            suppressed("a GradScaler of another make did not tell its scale")
-            return None
-        return scale if scale and isfinite(scale) else None
 
     def _start_of(self, finding: Finding) -> BatchSnapshot | None:
         if finding.phase == "backward":
-            failed = self._failed
-            return failed.start() if failed is not None and failed.batch == finding.batch else None
+            return self._start_of_failed(finding.batch)
         start = self._recorder.start()
         return None if start is None else _snapshot(start)
 
@@ -276,7 +243,5 @@ def _snapshot(start: Start) -> BatchSnapshot | None:
     """Return the start as a re-run takes it; None once its module is gone or it is not kept."""
     if start.module is None:
         return None
-    extra: _Extra = start.extra or _Extra({}, (), (), {})
-    return BatchSnapshot.of(
-        start, extra.buffers, RngState(start.generator, extra.cuda, extra.others), extra.cached
-    )
+    buffers, cuda, others, cached = start.extra or ({}, (), (), {})
+    return BatchSnapshot.of(start, buffers, RngState(start.generator, cuda, others), cached)
