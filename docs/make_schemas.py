@@ -18,11 +18,10 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from nanwatch.blackbox import story
-from nanwatch.compare import comparison, twice
 from nanwatch.report import report, spike
 from nanwatch.report.finding_text import Explanation
 from nanwatch.scan import result as scans
-from nanwatch.trace import difference, result
+from nanwatch.trace import result
 
 PLACE = Path(__file__).with_name("schemas")
 # Each document: its class, its name and version, and the members that are no fields: those it may have, and must have.
@@ -30,9 +29,7 @@ DOCUMENTS: dict[str, tuple[type, str, int, dict[str, Any], dict[str, Any]]] = {
     "report": (report.Report, report.SCHEMA, report.VERSION, {"explanation": Explanation}, {}),
     "spike": (spike.SpikeReport, spike.SCHEMA, spike.VERSION, {}, {}),
     "blackbox": (story.BlackBoxReport, story.SCHEMA, story.VERSION, {}, {}),
-    "comparison": (comparison.Comparison, "nanwatch.comparison", result.VERSION, {}, {}),
-    "difference": (difference.Difference, "nanwatch.difference", result.VERSION, {}, {"equal": bool}),
-    "repetition": (twice.Repetition, "nanwatch.repetition", result.VERSION, {}, {"equal": bool}),
+    "comparison": (result.Comparison, result.SCHEMA, result.VERSION, {}, {}),
     "scan": (scans.Scan, scans.SCHEMA, scans.VERSION, {"is_faithful": bool}, {"is_sound": bool}),
 }
 _PLAIN = {str: "string", int: "integer", bool: "boolean", type(None): "null"}
@@ -62,14 +59,17 @@ def schema(name: str) -> str:
 
 
 def _members(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a dataclass or NamedTuple. A member with a default may be missing."""
+    """Return the schema of a dataclass or NamedTuple. A member with a default may be missing.
+
+    A field that is left out of comparisons is left out of documents.
+    """
     hints: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         space = vars(sys.modules[base.__module__])
         for name, words in get_annotations(base).items():
             hints[name] = eval(str(getattr(words, "__forward_arg__", words)), space)
     fields = getattr(kind, "__dataclass_fields__", None)
-    names = kind._fields if fields is None else [*fields]
+    names = kind._fields if fields is None else [name for name in fields if fields[name].compare]
     optional = (
         {*kind._field_defaults}
         if fields is None

@@ -29,7 +29,6 @@ NEEDS = {
     "Trace": "pyarrow",
     "TraceError": "pyarrow",
     "diff": "pyarrow",
-    "Difference": "pyarrow",
     "Report": "plotly",
 }
 # A trainer or a recorder calls these, and nobody else.

@@ -63,7 +63,6 @@ def test_the_files_are_what_the_script_writes() -> None:
     ("name", "document"),
     [
         ("comparison", lambda: nanwatch.compare(nn.Linear(4, 4), nn.Linear(4, 4), X)),
-        ("repetition", lambda: nanwatch.twice(lambda: torch.rand(2))),
         ("spike", lambda: SPIKE),
         ("report", lambda: failed()),
     ],

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import tempfile
-import traceback
-from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..compare.models import compare
-from ..compare.recording import EnoughError, Recorder, Recording, TensorPrint
 from ..compare.traces import compare_traces
-from ..compare.trials import TRIALS
-from ..compare.twice import examine
-from ..trace.comparison import RTOL, diff
-from ..trace.difference import KINDS
+from ..compare.twice import VARIABLE, record, twice
+from ..trace.comparison import KINDS, RTOL, diff
 from ..trace.trace_file import Trace
 from ..util.progress import Tell
-from ..util.visible import spell
 from .commands import EQUAL_STATUS, UseError, answered, command_parser, imported, rendered
 from .script import add_script, check_script, run_script
 
-# Has the request in a process that makes one of the runs of `twice`.
-_VARIABLE = "NANWATCH_TWICE"
 _STATUS = "exit status: 0 when they are equal, 1 when they are not, 2 when they cannot be compared\n"
 _COMPARE = f"""\
 A, B and INPUTS are PKG.MOD:NAME: an object, or what makes it when called without arguments. INPUTS is a dict by name, a
@@ -160,75 +146,13 @@ def twice_main(arguments: list[str]) -> int:
     )
     options = parser.parse_args(arguments)
     target, rest, is_module = options.target, options.arguments, options.m
-    if request := os.environ.pop(_VARIABLE, ""):
-        return _record(json.loads(request), target, rest, is_module=is_module)
+    if request := os.environ.pop(VARIABLE, ""):
+        return record(request, lambda: run_script(target, rest, is_module=is_module))
 
     def find(tell: Tell) -> tuple[str, int]:
         check_script(target, is_module=is_module)
-        if options.times < 2 or (options.batches is not None and options.batches < 1):
-            raise ValueError("--times should be at least 2 and --batches at least 1")
-        command = [*(["-m"] if is_module else []), target, *rest]
-        with tempfile.TemporaryDirectory(prefix="nanwatch-twice-") as folder:
-            file = Path(folder, "recording.json")
-            run = partial(_run, file=file, command=command, limit=options.batches)
-            result = examine(run, os.path.basename(target), options.times, TRIALS, tell)
-        if result.equal and result.error:
-            raise UseError(f"the runs are bit-equal, but each ended by {result.error}")
+        how = {"batches": options.batches, "times": options.times}
+        result = twice(target, rest, is_module=is_module, tell=tell, **how)
         return rendered(result, options, tell), EQUAL_STATUS[result.equal]
 
-    return answered("twice", find)
-
-
-def _run(
-    names: Sequence[str], most_batches: int | None, *, file: Path, command: list[str], limit: int | None
-) -> Recording:
-    """Run the script in a process and return its recording. Raise UseError when its model is never called."""
-    limits = [most for most in (most_batches, limit) if most is not None]
-    request = {"trials": names, "most_batches": min(limits, default=None), "file": str(file)}
-    file.unlink(missing_ok=True)
-    # A watch in the script would be before the calls that are to be recorded.
-    environment = {**os.environ, "NANWATCH": "0", _VARIABLE: json.dumps(request)}
-    for name in names:
-        environment |= TRIALS[name].environment
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    interpreter = [sys.executable, *flags, "-m", "nanwatch", "twice", *command]
-    done = subprocess.run(
-        interpreter, env=environment, capture_output=True, text=True, errors="replace", check=False
-    )
-    if not file.exists():
-        last = done.stderr.strip().rpartition("\n")[2] or "it printed nothing on stderr"
-        raise UseError(f"the script ended by status {done.returncode}: {last}")
-    recording = Recording(**json.loads(file.read_text(encoding="utf-8")))
-    recording.tensors = [TensorPrint(*values) for values in recording.tensors]
-    if len(recording.tensors) == bool(recording.error):
-        why = recording.error or "it called no module and made no optimizer step in its own process"
-        raise UseError(f"there is nothing to compare in {command[-1]}: {why}")
-    if recording.error and names:
-        raise RuntimeError(recording.error)
-    return recording
-
-
-def _record(request: dict[str, Any], target: str, arguments: list[str], *, is_module: bool) -> int:
-    """Run the script in this process and write its recording."""
-    process, status = os.getpid(), 0
-    recorder = Recorder(request["most_batches"])
-    with ExitStack() as trials:
-        for name in request["trials"]:
-            trials.enter_context(TRIALS[name].patch(recorder.recording.notes.append))
-        with recorder.running() as recording:
-            try:
-                run_script(target, arguments, is_module=is_module)
-            except EnoughError:
-                pass
-            except SystemExit as error:
-                if error.code not in (None, 0):
-                    recording.error = f"exit status {error.code}"
-            except BaseException as error:
-                traceback.print_exc()
-                recording.error, status = spell(error), 1
-    if recording.error:
-        batch = max(recording.batches - 1, 0)
-        recording.tensors.append(TensorPrint(batch, "result", "", "", "exception", recording.error, bits=0))
-    if os.getpid() == process:  # else a forked child that has come to the script's end
-        Path(request["file"]).write_text(json.dumps(vars(recording)), encoding="utf-8")
-    return status
+    return answered("twice", find, errors=(RuntimeError,))

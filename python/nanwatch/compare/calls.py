@@ -1,32 +1,27 @@
-"""Module calls of a run with copies of their tensors, and the pairs of calls that two runs have in common."""
+"""Module calls of a run with copies of their tensors, the pairs that two runs have in common, and their distance."""
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
-from ..instrumentation.slot import TemporaryWrapper, attached
-from ..recording.walk import Leaf, call_leaves, leaves
-from ..util.modules import WeakIdentityDict, each_module, has_parameters, is_in
+from ..util.modules import has_parameters
 from ..util.visible import first_few, module_name
 
 # By precision.
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-COMPILED = "_orig_mod"  # the part of a path that torch.compile adds
-# Attributes of a module in which a compiled function takes the place of its own.
-IN_PLACE = ("_compiled_call_impl", "forward")
 SUM = -1  # index of the sum of the first two values of a call
 # Values of a call's inputs or outputs that are tried against those of the other side.
 _VALUES = 4
+# Rows with less than this share of the mean norm are compared by that share: padding may be all but zero.
+_LEAST_ROW = 0.1
+# Masks hold -inf or the least number of a dtype, whose squares have no norm.
+_LARGEST = 1e30
 # Path of the module, and which of its calls it is.
 Key = tuple[str, int]
 
@@ -76,6 +71,39 @@ class Tokens:
         if rows_a.numel() != rows_b.numel() or not rows_a.numel() or rows_a.numel() % width:
             return None
         return rows_a.reshape(-1, width).to(torch.float64), rows_b.reshape(-1, width).to(torch.float64)
+
+
+class Errors(NamedTuple):
+    """Distance of two tensors: relative error of all and of each row, cosine, and largest difference of an element."""
+
+    total: float
+    rows: Tensor
+    cosine: float
+    largest_difference: float
+
+    @property
+    def worst_row(self) -> float:
+        """The relative error of the worst row."""
+        return float(self.rows.max()) if len(self.rows) else 0.0
+
+
+def errors_between(a: Tensor, b: Tensor) -> Errors:
+    """Return how far the rows of `b` are from those of `a`. The same non-finite number on both sides is no error."""
+    same = ~a.isfinite() & ((a == b) | (a.isnan() & b.isnan()))
+    apart = (~a.isfinite() | ~b.isfinite()) & ~same
+    a, b = (x.masked_fill(same, 0).nan_to_num(0.0).clamp(-_LARGEST, _LARGEST) for x in (a, b))
+    difference = a - b
+    norms = a.norm(dim=-1)
+    distances = difference.norm(dim=-1).masked_fill(apart.any(-1), float("inf"))
+    whole, overall = float(norms.norm()), float(distances.norm())
+    least = max(_LEAST_ROW * whole / max(len(norms), 1) ** 0.5, 1e-300)
+    both = whole * float(b.norm())
+    return Errors(
+        overall / whole if whole else (0.0 if overall == 0 else float("inf")),
+        distances / norms.clamp(min=least),
+        float((a * b).sum()) / both if both else 1.0,
+        float("inf") if bool(apart.any()) else float(difference.abs().max()) if difference.numel() else 0.0,
+    )
 
 
 @dataclass(eq=False)
@@ -193,22 +221,6 @@ def num_values(calls: Sequence[ModuleCall], kind: str) -> int:
     return min(len(getattr(calls[0], kind)), _VALUES)
 
 
-def compiled_in_place(module: nn.Module) -> dict[str, Any]:
-    """Return the compiled functions that `module.compile()`, or an assignment, has put into a module."""
-    space = vars(module)
-    return {name: space[name] for name in IN_PLACE if hasattr(space.get(name), "_torchdynamo_orig_callable")}
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile made the module, or compiled its call or its forward."""
-    return COMPILED in module._modules or bool(compiled_in_place(module))
-
-
-def plain_path(path: str) -> str:
-    """Return the path of a module without the parts that torch.compile adds."""
-    return ".".join(part for part in path.split(".") if part != COMPILED)
-
-
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the floating-point parameters and buffers, the weight with a row for each output."""
     kept = {**module._parameters, **module._buffers}
@@ -221,91 +233,3 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _is_read(x: Tensor) -> bool:
     return x.is_floating_point() and x.layout is torch.strided and not x.is_meta and x.numel() > 0
-
-
-@contextmanager
-def recorded(model: nn.Module, most_bytes: int) -> Iterator[list[ModuleCall]]:
-    """Record the calls that this thread makes of the model and its parts, in the order in which they end.
-
-    Compiled modules are left as they are: only calls of the compiled module itself are recorded. Raise ValueError where
-    the copies of tensors need more memory.
-    """
-    log = _CallLog(most_bytes)
-    compiled: list[str] = []
-    wrappers = []
-    for path, module in each_module(model):
-        if any(is_in(path, outer) for outer in compiled):
-            continue
-        if is_compiled(module):
-            compiled.append(path)
-        wrappers.append(_Wrapper(module, plain_path(path), log))
-    with attached(wrappers):
-        yield log.calls
-
-
-class _CallLog:
-    """Calls of one run, and copies of their tensors."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self.calls: list[ModuleCall] = []
-        self.inside: list[ModuleCall] = []
-        self.thread = threading.get_ident()
-        self.clock = itertools.count()
-        self.occurrences: Counter[str] = Counter()
-        self._most_bytes = self._left = most_bytes
-        self._copies: WeakIdentityDict[tuple[int, Tensor]] = WeakIdentityDict()
-
-    def kept(self, values: list[Leaf]) -> list[Tensor]:
-        """Return copies of the tensors among the values; that of a tensor, unchanged since, is one object."""
-        copies = []
-        for _, x in values:
-            if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_meta:
-                continue
-            if x.dtype is torch.bool or not x.numel():
-                continue
-            version = -1 if x.is_inference() else x._version
-            known = self._copies.get(x)
-            if known is None or known[0] != version or version == -1:
-                flat = torch.view_as_real(x.detach()).flatten(-2) if x.is_complex() else x.detach()
-                known = self._copies[x] = version, flat.to("cpu", copy=True)
-                self._left -= known[1].nbytes
-            if self._left < 0:
-                raise ValueError(
-                    f"the tensors of a run take more than most_bytes={self._most_bytes:,}; pass fewer tokens, a part of"
-                    " the model, or a larger most_bytes"
-                )
-            copies.append(known[1])
-        return copies
-
-
-class _Wrapper(TemporaryWrapper):
-    """Wrapper that records the calls of its module."""
-
-    def __init__(self, module: nn.Module, path: str, log: _CallLog) -> None:
-        super().__init__(module)
-        self._path = path
-        self._log = log
-
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the call."""
-        log = self._log
-        if is_compiling() or threading.get_ident() != log.thread:
-            return self.run_inner(module, args, kwargs)
-        parent = log.inside[-1] if log.inside else None
-        if parent is not None:
-            parent.is_leaf = False
-        key = (self._path, log.occurrences[self._path])
-        log.occurrences[self._path] += 1
-        call = ModuleCall(key, type(module).__name__, module, parent, next(log.clock))
-        call.inputs = log.kept(call_leaves(args, kwargs))
-        weight = module._parameters.get("weight")
-        call.weight_shape = () if weight is None else tuple(weight.shape)
-        log.inside.append(call)
-        try:
-            result = self.run_inner(module, args, kwargs)
-        finally:
-            log.inside.pop()
-        call.end = next(log.clock)
-        call.outputs = [x for x in log.kept(leaves(result, "output")) if x.is_floating_point()]
-        log.calls.append(call)
-        return result

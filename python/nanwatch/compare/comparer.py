@@ -13,10 +13,22 @@ import torch
 from torch import Tensor
 
 from ..numerics.readable import dtype_name
-from ..trace.result import Errors, errors_between
+from ..report.page import Chart
+from ..trace.result import Comparison, Place, line, plural
 from ..util.visible import module_name
-from .calls import SUM, CallPair, ModuleCall, Run, Tokens, innermost, num_values, unmatched, value
-from .comparison import Comparison, ModuleError
+from .calls import (
+    SUM,
+    CallPair,
+    Errors,
+    ModuleCall,
+    Run,
+    Tokens,
+    errors_between,
+    innermost,
+    num_values,
+    unmatched,
+    value,
+)
 from .words import module_differences, shape_of_difference
 
 # A difference that is this many times larger than what is left of it after the module is one of convention.
@@ -66,6 +78,27 @@ class EventErrors(NamedTuple):
     values: tuple[int, int]
 
 
+class Verdict(NamedTuple):
+    """Whether two runs are equal, and the first module whose inputs agree and whose outputs do not.
+
+    `first` is None where there is none, with the reason in `why`. `where` says where in it the difference begins,
+    `likely` what it looks like. `hidden_by` is the 16-bit dtype whose rounding hides a difference of float32 copies.
+    """
+
+    comparer: Comparer
+    equal: bool | None
+    first: Place | None = None
+    where: str = ""
+    likely: Sequence[str] = ()
+    why: str = ""
+    remarks: Sequence[str] = ()
+    hidden_by: str = ""
+
+    def result(self) -> Comparison:
+        """Return the verdict for users."""
+        return self.comparer.result(self)
+
+
 class Comparer:
     """Comparison of the events of two runs, in the order of A, and the search for the first difference.
 
@@ -91,19 +124,37 @@ class Comparer:
         events = [(kind, pair) for pair in self.pairs for kind in _KINDS]
         self._events = {event: self._compare(event) for event in events}
 
-    def compare(self) -> Comparison:
-        """Return the result."""
+    def compare(self) -> Verdict:
+        """Search for the first module that differs."""
         equal, event, last, why = self._first()
         first, where, likely = None, "", list[str]()
         if event is not None and last is not None:
             pair, where = self._blame(event, last)
-            first, likely = self.module_error(pair), self._looks_like(event, pair)
-        errors = tuple(row for pair in self.pairs if (row := self.module_error(pair)).error is not None)
+            first, likely = self.place(pair), self._looks_like(event, pair)
+        remarks = [*dict.fromkeys(self.remarks)][:_MOST_REMARKS]
+        return Verdict(self, equal, first, where, likely, why, remarks)
+
+    def result(self, verdict: Verdict) -> Comparison:
+        """Return a verdict with the errors of all modules."""
+        first, facts = verdict.first, list[tuple[str, str]]()
+        headline = (
+            "Equal within the noise floor" if verdict.equal else f"No module can be named: {verdict.why}"
+        )
+        if first is not None:
+            size = _spell_error(first.error)
+            copies = f"Equal in {verdict.hidden_by}; the float32 copies differ first in {first.name}, {size}"
+            headline = copies if verdict.hidden_by else f"Differ first in {first.name}"
+            if first.error is not None and first.limit is not None:
+                side = "above" if first.error > first.limit else "within"
+                size += f", {side} {self._factor:g} x the floor of {first.limit / self._factor:.2g}"
+            facts = [("Input", _spell_error(first.input_error)), ("Output", size), ("Where", verdict.where)]
+        facts += [("Looks like", words) for words in verdict.likely]
+        facts = [(head, words) for head, words in (*facts, ("Noise", self._noise.words)) if words]
+        places = tuple(place for pair in self.pairs if (place := self.place(pair)).error is not None)
         calls_a, calls_b = (len(calls) for calls in self._calls)
-        return Comparison(
-            equal, first, where, tuple(likely), why, self._noise.words, self._factor, calls_a, calls_b, errors,
-            tuple(dict.fromkeys(self.remarks))[:_MOST_REMARKS],
-        )  # fmt: skip
+        compared = f"{plural(len(places), 'pair')} of module calls (A made {calls_a:,} calls, B {calls_b:,})"
+        chart, remarks = _chart(places, first), tuple(verdict.remarks)
+        return Comparison(verdict.equal, headline, first, tuple(facts), compared, remarks, places, chart)
 
     def differs(self, event: Event) -> bool:
         """Return whether an event is above the noise."""
@@ -118,18 +169,20 @@ class Comparer:
         """Return whether the input of a leaf is above the noise."""
         return any(self.differs(("inputs", pair)) for pair in self.pairs if pair.is_leaf)
 
-    def module_error(self, pair: CallPair) -> ModuleError:
+    def place(self, pair: CallPair) -> Place:
         """Return the errors of a pair, which need not be one of those that were matched."""
         before, after = (self._events.get((kind, pair)) or self._compare((kind, pair)) for kind in _KINDS)
-        return ModuleError(
-            *pair.names,
-            pair.a[0].class_name,
-            pair.b[0].class_name,
-            None if before is None else before.errors.total,
-            None if after is None else after.errors.total,
-            0.0 if after is None else after.floor,
-            None if after is None else after.errors.cosine,
-            None if after is None else after.errors.largest_difference,
+        place = Place(*pair.names, pair.a[0].class_name, pair.b[0].class_name)
+        if before is not None:
+            place = place._replace(input_error=before.errors.total)
+        if after is None:
+            return place
+        total, _, cosine, largest_difference = after.errors
+        return place._replace(
+            error=total,
+            limit=self._factor * after.floor,
+            cosine=cosine,
+            largest_difference=largest_difference,
         )
 
     # The search.
@@ -283,3 +336,26 @@ def _part_of_difference(parts: Sequence[ModuleCall], a: Tensor, b: Tensor, limit
 
 def _spell(event: Event) -> str:
     return f"the {event[0][:-1]} of {event[1].name}"
+
+
+def _spell_error(error: float | None) -> str:
+    return "not comparable" if error is None else f"{error:.2g}"
+
+
+def _chart(places: Sequence[Place], first: Place | None) -> Chart | None:
+    """Return a chart of the error over depth."""
+    names = [place.name for place in places]
+    lines = [
+        line("error", "output", "", names, [place.error for place in places]),
+        line("error of the input", "input", "dotted", names, [place.input_error for place in places]),
+        line("limit", "near", "dashed", names, [place.limit for place in places]),
+    ]
+    if first is not None and first in places:
+        mark = line("first", "gone", "", [first.name], [first.error])
+        lines.append({**mark, "isMark": True, "x": [places.index(first)]})
+    hint = "Relative error of every compared module's output, in the order of the calls in A. Zeros are gaps."
+    label = "relative error and limit of each module's output, on a logarithmic scale"
+    chart = Chart(
+        "depth", "Error over depth", hint, label, "call of a module, in order", "relative error", lines
+    )
+    return chart if places else None

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ..trace.align import align_calls
-from ..trace.result import errors_between
 from ..util.visible import without_wrappers
-from .calls import SUM, CallPair, ModuleCall, Tokens, own_tensors, value
+from .calls import SUM, CallPair, ModuleCall, Tokens, errors_between, own_tensors, value
 
 _PROJECTIONS = 8
 # Weights in bfloat16 are within 0.4 % of those in float32.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -27,7 +27,7 @@ _AT = {
     "buffer": "before the call of {}",
     "gradient": "of {}, its gradient",
     "step": "of {}, after the optimizer's step",
-    "result": "of the step",
+    "end": "of the script",
 }
 
 
@@ -35,7 +35,8 @@ class TensorPrint(NamedTuple):
     """Tensor or number of a run with the fingerprint of its bits, and the thread that passed it on.
 
     `form` is its dtype and shape. `kind` is "weight" or "buffer" (before the call of its module), "input", "output",
-    "gradient" (of an output, or of a weight before the step), "step" (a weight after the optimizer's step) or "result".
+    "gradient" (of an output, or of a weight before the step), "step" (a weight after the optimizer's step) or "end"
+    (the exception that ended the run).
     """
 
     batch: int
@@ -77,13 +78,11 @@ class Recorder:
     """Context that records the calls of all modules, the gradients of their outputs, and all optimizer steps.
 
     With `most_batches` a further call of the first model ends the run by EnoughError. The first model is the first
-    module with parameters that is called from outside any other; its calls are the batches, unless `batch` is set from
-    outside.
+    module with parameters that is called from outside any other; its calls are the batches.
     """
 
-    def __init__(self, most_batches: int | None = None, roots: Sequence[nn.Module] = ()) -> None:
+    def __init__(self, most_batches: int | None = None) -> None:
         self.recording = Recording()
-        self.batch: int | None = None
         self._most_batches = most_batches
         self._model: nn.Module | None = None
         self._local = threading.local()
@@ -91,8 +90,6 @@ class Recorder:
         self._names: WeakIdentityDict[tuple[str, ...]] = WeakIdentityDict()
         self._hooks: list[Any] = []
         self._is_running = False
-        for root in roots:
-            self._name_parts(root)
 
     @contextmanager
     def running(self) -> Iterator[Recording]:
@@ -113,11 +110,6 @@ class Recorder:
             finally:
                 self._is_running = False
 
-    def add(self, value: Any, kind: str, label: str, module: str = "", class_name: str = "") -> None:
-        """Record the tensors and numbers in a value."""
-        for name, leaf in leaves(value, label):
-            self._add_leaf(leaf, kind, module, class_name, name)
-
     def _add_leaf(self, leaf: Any, kind: str, module: str, class_name: str, label: str) -> None:
         if isinstance(leaf, Tensor):
             form, bits = _read(leaf)
@@ -129,8 +121,8 @@ class Recorder:
         thread = threading.current_thread()
         # Threads that only PyTorch knows have a new number in each run.
         name = "" if thread is threading.main_thread() else thread.name.partition("-")[0]
-        batch = max(self.recording.batches - 1, 0) if self.batch is None else self.batch
         if self._is_running:
+            batch = max(self.recording.batches - 1, 0)
             tensor = TensorPrint(batch, kind, module, class_name, label, form, bits, name)
             self.recording.tensors.append(tensor)
 

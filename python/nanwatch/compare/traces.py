@@ -6,7 +6,6 @@ A trace has sketches of outputs. Of inputs and weights it has ranges, which are 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from itertools import groupby
 from math import prod
 
@@ -14,11 +13,11 @@ import torch
 
 from ..numerics.readable import dtype_name
 from ..records.fields import sizes
+from ..trace.result import Comparison
 from ..trace.trace_file import Trace, in_order, sketches
 from ..util.modules import is_in
 from .calls import FLOATS, ModuleCall, Tokens, coarsest, most_common
 from .comparer import Comparer, Noise
-from .comparison import Comparison
 from .matching import match_calls
 from .models import check_factor
 
@@ -80,12 +79,11 @@ def compare_traces(
     noise = Noise(coarse, coarse, runs, words)
     tokens = Tokens(None)
     pairs = match_calls(calls_a, calls_b, tokens)
-    result = Comparer((calls_a, calls_b), pairs, tokens, factor, noise, {}).compare()
-    if result.first is None or result.where:
-        return result
-    return replace(
-        result, where="in it, or in the code that makes its input, of which a trace has the range alone"
-    )
+    verdict = Comparer((calls_a, calls_b), pairs, tokens, factor, noise, {}).compare()
+    if verdict.first is not None and not verdict.where:
+        where = "in it, or in the code that makes its input, of which a trace has the range alone"
+        verdict = verdict._replace(where=where)
+    return verdict.result()
 
 
 def _calls_of(trace: Trace, batch: int) -> tuple[list[ModuleCall], torch.dtype]:

@@ -38,14 +38,13 @@ class Trial:
 
     `change` is what to write into the program, as code where that is possible. `cause` is what it shows when the runs
     become equal, with the noted calls behind it. `patch(note)` is the context of the run, and `environment` that of its
-    process. `for_scripts`: it makes sense for runs in processes of their own alone.
+    process.
     """
 
     change: str
     cause: str
     patch: Callable[[Note], AbstractContextManager[Any]] = lambda note: nullcontext()
     environment: dict[str, str] = field(default_factory=dict)
-    for_scripts: bool = False
 
 
 @contextmanager
@@ -188,7 +187,6 @@ TRIALS = {
         "the order of the data: a data loader, its workers, or a set, which Python orders anew in each process",
         _ordered,
         {"PYTHONHASHSEED": "0"},
-        for_scripts=True,
     ),
     "time": Trial(
         "the clocks of the module time moved on by 1 ms a call",

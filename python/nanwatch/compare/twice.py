@@ -1,217 +1,157 @@
-"""`nanwatch.twice`: run a step twice from the same state, compare bit for bit, and try what makes the runs equal."""
+"""`nanwatch.twice`: run a script twice, compare bit for bit, and try what makes the runs equal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
+from pathlib import Path
 
-from torch import nn
-
-from ..instrumentation.slot import wrappers
-from ..trace.result import Result, plural
-from ..util.modules import each_module
+from ..trace.result import Comparison, Place, plural
 from ..util.progress import Tell, silent
-from ..util.visible import first_few, module_name, spell
-from .recording import Recorder, Recording, TensorPrint
-from .snapshot import Snapshot, stateful
-from .trials import TRIALS, Trial
+from ..util.visible import first_few, spell
+from .recording import EnoughError, Recorder, Recording, TensorPrint
+from .trials import TRIALS
 
+# Has the request in a process that makes one of the runs.
+VARIABLE = "NANWATCH_TWICE"
 # Runs beside the first two that have to be equal too before a change is said to make the runs equal.
 _CONFIRMING = 2
 _MOST_TRIALS = 5
 _UNKNOWN = (
     "no change that was tried made the runs equal: look at threads that end in any order, other processes, id(),"
-    " listings of files, unwritten memory, and files and objects that a run leaves changed"
+    " listings of files, unwritten memory, and files that a run leaves changed"
 )
-# Makes a run under some trials, of at most so many batches.
-Run = Callable[[Sequence[str], int | None], Recording]
 # Place in the first run, and the tensor in both.
 _FirstTensor = tuple[int, TensorPrint, "TensorPrint | None"]
-
-
-@dataclass(frozen=True, slots=True)
-class FirstDifference:
-    """First tensor that two runs do not have alike.
-
-    `where` is the tensor in words. `kind`, `module`, `class_name`, `label` and `form` are those of TensorPrint.
-    `equal_before` counts the tensors that were equal up to there. `other` is what the other run has in its place, ""
-    for the same tensor with other bits. `cause` is what made the difference, in words.
-    """
-
-    batch: int
-    kind: str
-    module: str
-    class_name: str
-    label: str
-    form: str
-    where: str
-    equal_before: int
-    other: str
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """A change that was tried, and how the runs came out: "equal", "differ", or "failed" with the reason.
-
-    `change` is code or words; `where` is the first difference that is left, or the error.
-    """
-
-    change: str
-    outcome: str
-    where: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Repetition(Result):
-    """Result of `nanwatch.twice`.
-
-    `difference` has the first tensor that was not bit-equal in all runs, with its cause, and `tried`
-    the changes that were tried; those that made the runs bit-equal have the outcome "equal". `tensors` counts the
-    compared tensors and numbers of a run. `error` is the exception that ended the runs, in words.
-    """
-
-    what: str
-    runs: int
-    batches: int
-    tensors: int
-    difference: FirstDifference | None = None
-    tried: tuple[Tried, ...] = ()
-    remarks: tuple[str, ...] = ()
-    error: str = ""
-
-    @property
-    def equal(self) -> bool:
-        """True when all runs were bit-equal."""
-        return self.difference is None
-
-    @property
-    def headline(self) -> str:
-        """The result in a line."""
-        if self.difference is None:
-            return f"Repeatable: {self.runs} runs of {self.what} are bit-equal"
-        return f"Not repeatable: the runs of {self.what} part in batch {self.difference.batch}"
-
-    @property
-    def amount(self) -> str:
-        """The number of compared tensors."""
-        return f"{plural(self.batches, 'batch', 'batches')}, {plural(self.tensors, 'tensor')} in each run"
-
-    @property
-    def facts(self) -> list[tuple[str, str]]:
-        """The first difference, its cause, and what was tried."""
-        first = self.difference
-        if first is None:
-            return []
-        before = f"after {first.equal_before:,} equal ones" if first.equal_before else "the first of all"
-        facts = [("First", f"{first.where}, {first.form}, {before}")]
-        if first.other:
-            facts.append(("", f"where the other run has {first.other}"))
-        facts.append(("Cause", first.cause))
-        outcomes = {"equal": "bit-equal with", "differ": "no help:", "failed": "failed:"}
-        for trial in self.tried:
-            why = f" ({trial.where})" if trial.outcome == "failed" else ""
-            facts.append(("Tried", f"{outcomes[trial.outcome]} {trial.change}{why}"))
-        return facts
+# Makes a run under some trials, of at most so many batches.
+_Run = Callable[[Sequence[str], int | None], Recording]
 
 
 def twice(
-    step: Callable[..., Any],
+    script: str | os.PathLike[str],
+    arguments: Sequence[str] = (),
     *,
-    batches: Iterable[Any] | None = None,
-    state: Sequence[object] | None = None,
+    is_module: bool = False,
+    batches: int | None = None,
     times: int = 2,
-) -> Repetition:
-    """Run a step twice from the same state and random numbers, and say whether it computes the same, bit for bit.
+    tell: Tell = silent,
+) -> Comparison:
+    """Run a script twice, say whether it computes the same, bit for bit, and where and why it does not.
 
     Args:
-        step: a function that trains or evaluates: forward, and where wanted backward and optimizer step.
-        batches: call `step(batch)` for each of these, in both runs; without it `step()` is called once.
-        state: modules, optimizers, schedulers, scalers, generators and tensors to put back before each run. By default
-            the modules, optimizers and objects with `state_dict()` that `step` refers to: in its closure, its globals,
-            the object that it is a method of.
-        times: number of runs to compare.
+        script: a Python file, or with `is_module` the name of a module, which runs as `python -m` does.
+        arguments: the script's own arguments.
+        is_module: whether `script` is the name of a module.
+        batches: end each run after so many calls of the model; None runs to the end.
+        times: number of runs to compare, at least 2.
+        tell: called with the progress.
 
-    Modules' weights, buffers, inputs, outputs and gradients, the weights after each optimizer step and what `step`
-    returns are compared by `nanwatch.fingerprint`. Where the runs part, the first tensor that differs names the module,
-    and changes are tried, at most five, that take one source of chance away each (seeds, a clock, threads, ...), until
-    the runs are equal.
+    Each run is a process of its own with the same arguments and environment. Modules' weights, buffers, inputs, outputs
+    and gradients, and the weights after each optimizer step, are compared by `nanwatch.fingerprint`. Where the runs
+    part, the result names the first tensor that differs, and changes are tried, at most five, that take one source of
+    chance away each (seeds, the order of the data, a clock, threads, ...), until the runs are equal.
 
-    Afterwards the state, with the attributes of modules, and random states are as before the call. Other objects of the
-    program that `step` changes are as the runs leave them. Takes 2 runs of the step when it is repeatable, some 6 to 14
-    when it is not. Raises what `step` raises.
+    Takes 2 runs of a script that is repeatable, some 6 to 14 of one that is not. Raises RuntimeError for a script that
+    fails or calls no module.
 
-    >>> import nanwatch, torch
-    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout())
-    >>> print(nanwatch.twice(lambda: model(torch.ones(2, 4)).sum()).headline)
-    Repeatable: 2 runs of the step are bit-equal
+    >>> import nanwatch
+    >>> result = nanwatch.twice("train.py", ["--lr", "0.1"], batches=10)  # doctest: +SKIP
+    >>> print(result.to_text())  # doctest: +SKIP
+    Repeatable: 2 runs of train.py are bit-equal.
     """
-    if not callable(step):
-        raise TypeError(
-            f"step should be a function that runs what is to be compared, got {type(step).__name__}"
-        )
-    if times < 2:
-        raise ValueError(f"times should be at least 2, the number of runs that are compared, got {times}")
-    arguments = [()] if batches is None else [(batch,) for batch in batches]
-    objects = stateful(step) if state is None else state
-    for root in objects:
-        for name, module in each_module(root) if isinstance(root, nn.Module) else ():
-            if wrappers(module):
-                watched = f"{module_name(name)} is watched"
-                raise ValueError(f"{watched}, so its calls cannot be followed; stop the watch before")
-    snapshot = Snapshot(objects)
+    if times < 2 or (batches is not None and batches < 1):
+        raise ValueError("times should be at least 2 and batches at least 1")
+    command = [*(["-m"] if is_module else []), os.fspath(script), *arguments]
+    name = os.path.basename(script)
+    with tempfile.TemporaryDirectory(prefix="nanwatch-twice-") as folder:
+        file = Path(folder, "recording.json")
 
-    def run(names: Sequence[str], most_batches: int | None) -> Recording:
-        snapshot.restore()
-        recorder = Recorder(roots=snapshot.modules)
-        calls = arguments[:most_batches]
-        with ExitStack() as patches:
-            for name in names:
-                patches.enter_context(TRIALS[name].patch(recorder.recording.notes.append))
-            with recorder.running() as recording:
-                for recorder.batch, values in enumerate(calls):
-                    recorder.add(step(*values), "result", "result")
-        recording.batches = len(calls)
-        return recording
+        def run(trials: Sequence[str], most_batches: int | None) -> Recording:
+            limits = [limit for limit in (most_batches, batches) if limit is not None]
+            return _run(command, name, file, trials, min(limits, default=None))
 
-    with snapshot.kept():
-        trials = {name: trial for name, trial in TRIALS.items() if not trial.for_scripts}
-        return examine(run, "the step", times, trials)
-
-
-def examine(run: Run, what: str, times: int, trials: dict[str, Trial], tell: Tell = silent) -> Repetition:
-    """Compare `times` runs. Where they part, try the trials."""
-    first, parted = _compared(run, (), None, times, tell)
+        first, parted = _compared(run, (), None, times, tell)
+        if parted is None and first.error:
+            raise RuntimeError(f"the runs are bit-equal, but each ended by {first.error}")
+        facts = [] if parted is None else _facts(run, parted, tell)
     remarks = [f"the run ended by {first.error}"] if first.error else []
     if unread := [tensor for tensor in first.tensors if "not compared" in tensor.form]:
         label, form = unread[0].label, unread[0].form
         remarks.insert(0, f"{len(unread):,} tensors could not be compared, the first {label}: {form}")
-    result = Repetition(
-        what, times, first.batches, len(first.tensors), remarks=tuple(remarks), error=first.error
+    headline, place = f"Repeatable: {times} runs of {name} are bit-equal", None
+    if parted is not None:
+        tensor = parted[1]
+        headline = f"Not repeatable: the runs of {name} part in batch {tensor.batch}"
+        names = tensor.module, tensor.module, tensor.class_name, tensor.class_name
+        place = Place(*names, tensor.label, tensor.batch, tensor.kind)
+    compared = (
+        f"{plural(first.batches, 'batch', 'batches')}, {plural(len(first.tensors), 'tensor')} in each run"
     )
-    if parted is None:
-        return result
-    tried, cause = _try(run, trials, parted, tell)
+    return Comparison(parted is None, headline, place, tuple(facts), compared, tuple(remarks))
+
+
+def _facts(run: _Run, parted: _FirstTensor, tell: Tell) -> list[tuple[str, str]]:
+    """Return the first difference in words, its cause and what was tried."""
     place, tensor, counterpart = parted
-    if "Dropout" in tensor.class_name and tensor.kind == "output":
-        cause = f"dropout. {cause}"
-    has = "nothing" if counterpart is None else "" if counterpart.where == tensor.where else counterpart.where
-    difference = FirstDifference(*tensor[:6], tensor.where, place, has, cause)
-    return replace(result, difference=difference, tried=tuple(tried))
+    before = f"after {place:,} equal ones" if place else "the first of all"
+    facts = [("First", f"{tensor.where}, {tensor.form}, {before}")]
+    if counterpart is None or counterpart.where != tensor.where:
+        has = "nothing" if counterpart is None else counterpart.where
+        facts.append(("", f"where the other run has {has}"))
+    tried, cause = _try(run, parted, tell)
+    is_dropout = "Dropout" in tensor.class_name and tensor.kind == "output"
+    facts.append(("Cause", f"dropout. {cause}" if is_dropout else cause))
+    return facts + [("Tried", words) for words in tried]
+
+
+def _try(run: _Run, parted: _FirstTensor, tell: Tell) -> tuple[list[str], str]:
+    """Make runs under trials until one makes them equal. Return what was tried, and the cause, in words.
+
+    A trial after which the runs part later has cured one cause of several, so it stays for the trials behind it.
+    """
+    place, batch = parted[0], parted[1].batch
+    tried: list[str] = []
+    kept: tuple[str, ...] = ()
+    left = list(TRIALS)
+    while left and len(tried) < _MOST_TRIALS:
+        using = (*kept, left.pop(0))
+        change = " and ".join(TRIALS[name].change for name in using)
+        tell(f"trying {change}")
+        try:
+            first, remaining = _compared(run, using, batch + 1, 2 + _CONFIRMING, tell)
+        except Exception as error:  # torch names operations that have no deterministic kernel in this way
+            tried.append(f"failed: {change} ({spell(error)})")
+            continue
+        if remaining is None:
+            tried.append(f"bit-equal with {change}")
+            causes = "; ".join(TRIALS[name].cause for name in using)
+            calls = first_few(list(dict.fromkeys(first.notes)), 3)
+            many = f"{len(using)} causes: " if len(using) > 1 else ""
+            return tried, f"A trial shows {many}{causes}{calls and f': {calls}'}"
+        tried.append(f"no help: {change}")
+        if remaining[0] > place:
+            place, kept = remaining[0], using
+            left = [name for name in TRIALS if name not in kept]
+    return tried, _UNKNOWN
 
 
 def _compared(
-    run: Run, names: Sequence[str], most_batches: int | None, times: int, tell: Tell = silent
+    run: _Run, trials: Sequence[str], most_batches: int | None, times: int, tell: Tell
 ) -> tuple[Recording, _FirstTensor | None]:
     """Make runs until one differs from the first. Return the first, and the difference."""
-    tell("making run 1")
-    first = run(names, most_batches)
+    under = " under a trial" if trials else ""
+    tell(f"making run 1{under}")
+    first = run(trials, most_batches)
     for number in range(2, times + 1):
-        tell(f"making run {number}")
-        parted = _first_difference(first, run(names, most_batches))
+        tell(f"making run {number}{under}")
+        parted = _first_difference(first, run(trials, most_batches))
         if parted is not None:
             return first, parted
     return first, None
@@ -237,32 +177,58 @@ def _first_difference(a: Recording, b: Recording) -> _FirstTensor | None:
     return min(firsts, key=lambda first: first[0], default=None)
 
 
-def _try(run: Run, trials: dict[str, Trial], parted: _FirstTensor, tell: Tell) -> tuple[list[Tried], str]:
-    """Make runs under trials until one makes them equal. Return what was tried, and the cause in words.
+# A run, and its process.
 
-    A trial after which the runs part later has cured one cause of several, so it stays for the trials behind it.
-    """
-    place, batch = parted[0], parted[1].batch
-    done: list[Tried] = []
-    kept: tuple[str, ...] = ()
-    left = list(trials)
-    while left and len(done) < _MOST_TRIALS:
-        using = (*kept, left.pop(0))
-        change = " and ".join(trials[name].change for name in using)
-        tell(f"trying {change}")
-        try:
-            first, remaining = _compared(run, using, batch + 1, 2 + _CONFIRMING)
-        except Exception as error:  # torch names operations that have no deterministic kernel in this way
-            done.append(Tried(change, "failed", spell(error)))
-            continue
-        if remaining is None:
-            done.append(Tried(change, "equal"))
-            causes = "; ".join(trials[name].cause for name in using)
-            calls = first_few(list(dict.fromkeys(first.notes)), 3)
-            many = f"{len(using)} causes: " if len(using) > 1 else ""
-            return done, f"A trial shows {many}{causes}{calls and f': {calls}'}"
-        done.append(Tried(change, "differ", remaining[1].where))
-        if remaining[0] > place:
-            place, kept = remaining[0], using
-            left = [name for name in trials if name not in kept]
-    return done, _UNKNOWN
+
+def _run(
+    command: Sequence[str], name: str, file: Path, trials: Sequence[str], most_batches: int | None
+) -> Recording:
+    """Run the script in a process and return its recording. Raise RuntimeError where there is nothing to compare."""
+    file.unlink(missing_ok=True)
+    request = json.dumps({"trials": trials, "most_batches": most_batches, "file": str(file)})
+    # A watch in the script would be before the calls that are to be recorded.
+    environment = {**os.environ, "NANWATCH": "0", VARIABLE: request}
+    for trial in trials:
+        environment |= TRIALS[trial].environment
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    interpreter = [sys.executable, *flags, "-m", "nanwatch", "twice", *command]
+    done = subprocess.run(
+        interpreter, env=environment, capture_output=True, text=True, errors="replace", check=False
+    )
+    if not file.exists():
+        last = done.stderr.strip().rpartition("\n")[2] or "it printed nothing on stderr"
+        raise RuntimeError(f"the script ended by status {done.returncode}: {last}")
+    recording = Recording(**json.loads(file.read_text(encoding="utf-8")))
+    recording.tensors = [TensorPrint(*values) for values in recording.tensors]
+    if len(recording.tensors) == bool(recording.error):
+        why = recording.error or "it called no module and made no optimizer step in its own process"
+        raise RuntimeError(f"there is nothing to compare in {name}: {why}")
+    if recording.error and trials:
+        raise RuntimeError(recording.error)
+    return recording
+
+
+def record(request: str, run_script: Callable[[], object]) -> int:
+    """Run the script in this process, as the request of VARIABLE says, write its recording and return a status."""
+    wanted, process, status = json.loads(request), os.getpid(), 0
+    recorder = Recorder(wanted["most_batches"])
+    with ExitStack() as trials:
+        for name in wanted["trials"]:
+            trials.enter_context(TRIALS[name].patch(recorder.recording.notes.append))
+        with recorder.running() as recording:
+            try:
+                run_script()
+            except EnoughError:
+                pass
+            except SystemExit as error:
+                if error.code not in (None, 0):
+                    recording.error = f"exit status {error.code}"
+            except BaseException as error:
+                traceback.print_exc()
+                recording.error, status = spell(error), 1
+    if recording.error:
+        batch = max(recording.batches - 1, 0)
+        recording.tensors.append(TensorPrint(batch, "end", "", "", "exception", recording.error, bits=0))
+    if os.getpid() == process:  # else a forked child that has come to the script's end
+        Path(wanted["file"]).write_text(json.dumps(vars(recording)), encoding="utf-8")
+    return status

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..numerics.readable import dtype_name
-from ..trace.result import Errors, errors_between
-from .calls import CallPair, coarsest, own_tensors
+from .calls import CallPair, Errors, coarsest, errors_between, own_tensors
 
 
 def shape_of_difference(

@@ -140,7 +140,7 @@ class Plugin:
                 difference = diff(stored, trace)
             except (TraceError, ValueError) as error:
                 return f"the baseline {stored} is of other calls: {error}; --nanwatch-update writes it anew"
-            if difference.differs:
+            if not difference.equal:
                 return f"differs from its baseline\n\n{difference.to_text()}"
         return ""
 

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
+from ..report.page import Chart
 from ..util.visible import module_name, without_wrappers
 from .align import Ints, Rows, align
 from .columns import arrow
-from .difference import KINDS, Difference, Growth, Kind, RecordPair
+from .result import Comparison, Place, line, plural
 from .trace_file import Trace, batch_words, ends_of, in_order, strings
 
 _Number = TypeVar("_Number", bound=np.generic)
 Column: TypeAlias = "np.ndarray[Any, np.dtype[_Number]]"
 Flags: TypeAlias = "Column[np.bool_]"
+Kind: TypeAlias = Literal["isfinite", "shape", "dtype", "range", "bits"]
+# In one record the first of these that differs is named.
+KINDS: tuple[Kind, ...] = ("isfinite", "shape", "dtype", "range", "bits")
 RTOL = 1e-3
 # An element near zero is what is left of larger ones, so a small change of these moves the smallest magnitude by any
 # factor, and rounding alone by some units in the last place of the largest.
 _ROUNDING = 4.0
 _GREW = 10
+_LISTED = 5  # modules that one side lacks
 _POINTS = 2000
 
 _TEXTS = ("module", "class", "label", "role", "shape", "dtype")
@@ -35,7 +40,7 @@ def diff(
     batches: tuple[int, int] | None = None,
     rtol: float = RTOL,
     ignore: Sequence[Kind] = (),
-) -> Difference:
+) -> Comparison:
     """Compare two traces, or two batches, and find the first place where they part.
 
     Calls are aligned by module, order and class; calls and records that one side lacks are passed over. Two records
@@ -45,7 +50,7 @@ def diff(
     the two. A tensor that was not read on either side equals anything.
 
     With `Trace(fingerprints=True)` on both sides records of one shape and dtype also part when their bits differ,
-    unless `batches` names two different batches.
+    unless `batches` names two different batches. The result also names the weights, buffers and outputs that grew most.
 
     Args:
         a, b: traces, or their paths. Without `b`, two batches of `a` are compared. A Trace that was opened with `tell`
@@ -63,10 +68,10 @@ def diff(
         >>> with nanwatch.watch(model, trace="run.parquet"):
         ...     for scale in (1.0, 1.0, 2.0):
         ...         output = model(torch.tensor([scale]))
-        >>> nanwatch.diff("run.parquet", batches=(0, 1)).differs
-        False
-        >>> nanwatch.diff("run.parquet", batches=(0, 2)).first.what
-        'abs_max 1 against 2 (relative difference 0.5)'
+        >>> nanwatch.diff("run.parquet", batches=(0, 1)).equal
+        True
+        >>> nanwatch.diff("run.parquet", batches=(0, 2)).headline
+        'They part at input[0] of the root module'
     """
     if not 0 <= rtol < 1:
         raise ValueError(f"rtol should be at least 0 and below 1, got {rtol!r}")
@@ -87,25 +92,20 @@ def diff(
     records = _Records((trace_a, trace_b), pairs, rtol)
     apart = {kind: flags for kind, flags in records.apart().items() if kind not in ignored}
     is_apart = np.logical_or.reduce([*apart.values(), np.zeros(len(records.a), np.bool_)])
-    first = None
+    facts, first, headline = [("A", names[0]), ("B", names[1])], None, "No difference"
     if is_apart.any():
         at = int(is_apart.argmax())
-        first = records.pair(next(kind for kind in KINDS if kind in apart and apart[kind][at]), at)
-    return Difference(
-        a=names[0],
-        b=names[1],
-        rtol=rtol,
-        first=first,
-        grew=records.grew(),
-        num_records=len(records.a),
-        num_apart=int(is_apart.sum()),
-        num_bits=int(records.both_have_bits.sum()) if "bits" in apart else 0,
-        batches=tuple(pairs),
-        only_a=records.modules_of(records.lone[0]),
-        only_b=records.modules_of(records.lone[1]),
-        remarks=remarks,
-        outputs=records.outputs(int(records.batch[records.a[-1]]) if first is None else first.batch),
-    )
+        first, words = records.place(next(kind for kind in KINDS if kind in apart and apart[kind][at]), at)
+        facts.append(("First", words))
+        headline = f"They part at {first.label} of {module_name(first.module_a)}"
+    facts += [("Grew", words) for words in records.grew()]
+    facts += [(f"Only in {side}", words) for side, words in zip("AB", records.only(), strict=True) if words]
+    bits = f", {int(records.both_have_bits.sum()):,} of them bit by bit" if "bits" in apart else ""
+    compared = f"{plural(len(records.a), 'record')} of {plural(len(pairs), 'batch', 'batches')}"
+    compared += f", {int(is_apart.sum()):,} apart (rtol {rtol:g}{bits})"
+    batch = int(records.batch[records.a[-1]]) if first is None else first.batch
+    chart = records.chart(batch)
+    return Comparison(first is None, headline, first, tuple(facts), compared, remarks, chart=chart)
 
 
 def _batches(
@@ -176,11 +176,8 @@ class _Records:
         self.a, self.b = align(rows_a, rows_b, batches, traces[0].tell)
         if len(self.a) == 0:
             raise ValueError("the two have no call of a module in common; are they of the same model?")
-        self.b = self.b + num_a
+        self.b, self.num_a = self.b + num_a, num_a
         self.both_have_bits: Flags = np.logical_and(*self.pairs(table["fingerprint"].is_valid().to_numpy()))
-        lone = np.ones(len(self.batch), np.bool_)
-        lone[self.a] = lone[self.b] = False
-        self.lone = np.flatnonzero(lone[:num_a]), num_a + np.flatnonzero(lone[num_a:])
 
     def pairs(self, column: Column[_Number]) -> tuple[Column[_Number], Column[_Number]]:
         """Return the values of a column in the rows of A and of B, pair by pair."""
@@ -216,17 +213,16 @@ class _Records:
         apart["bits"] = self.both_have_bits & np.not_equal(*self.pairs(self.bits)) & ~known
         return apart
 
-    def pair(self, kind: Kind, at: int) -> RecordPair:
-        """Return the records of a pair of rows."""
+    def place(self, kind: Kind, at: int) -> tuple[Place, str]:
+        """Return the records of a pair of rows, which differ, and the difference in words."""
         a, b = int(self.a[at]), int(self.b[at])
-        texts = self.texts
-        module, class_name, label, role = (
-            texts[name].text(a) for name in ("module", "class", "label", "role")
-        )
-        there = int(self.batch[b]), texts["module"].text(b), texts["class"].text(b)
-        return RecordPair(
-            int(self.batch[a]), module, class_name, label, role, kind, self._what(kind, a, b), *there
-        )
+        batch_a, batch_b = int(self.batch[a]), int(self.batch[b])
+        module, class_name, label = (self.texts[name] for name in ("module", "class", "label"))
+        names = module.text(a), module.text(b), class_name.text(a), class_name.text(b)
+        place = Place(*names, label.text(a), batch_a, kind)
+        where = place.name.replace(" | ", ", in B ")
+        batches = f"batch {batch_a}" + ("" if batch_b == batch_a else f" and batch {batch_b}")
+        return place, f"`{place.label}` of {where} in {batches}: {self._what(kind, a, b)}"
 
     def _what(self, kind: Kind, a: int, b: int) -> str:
         """Return in words how two rows differ."""
@@ -249,8 +245,8 @@ class _Records:
         words = f"{name} {x:.6g} against {y:.6g} (relative difference {difference:.2g})"
         return words if kind == "range" else f"other bits, {words}"
 
-    def grew(self) -> tuple[Growth, ...]:
-        """Return the records that grew most, each once, in the batch where it grew most."""
+    def grew(self) -> list[str]:
+        """Return the records that grew most in words, each once, in the batch where it grew most."""
         high_a, high_b = self.pairs(self.high)
         with np.errstate(divide="ignore", invalid="ignore"):
             factors = high_b / high_a
@@ -259,34 +255,51 @@ class _Records:
         places = places[np.argsort(-factors[places], kind="stable")]
         keys = self.module[self.a] * (1 + int(self.record.max())) + self.record[self.a]
         _, firsts = np.unique(keys[places], return_index=True)
-        chosen = places[np.sort(firsts)][:_GREW]
-        numbers = zip(chosen.tolist(), self.a[chosen].tolist(), strict=True)
-        module, label = self.texts["module"], self.texts["label"]
-        return tuple(
-            Growth(
-                module.text(i),
-                label.text(i),
-                int(self.batch[i]),
-                *map(float, (high_a[at], high_b[at], factors[at])),
-            )
-            for at, i in numbers
-        )
+        words = []
+        for at in places[np.sort(firsts)][:_GREW].tolist():
+            factor = f"{factors[at]:.2f}" if factors[at] < 1e5 else f"{factors[at]:.1e}"
+            sizes = f"{high_a[at]:.2e} -> {high_b[at]:.2e}"
+            words.append(f"x {factor}, {sizes}, {self._name(at)} in batch {self.batch[self.a[at]]}")
+        return words
 
-    def modules_of(self, rows: Ints) -> tuple[tuple[str, int], ...]:
-        """Return the modules of some rows, with the number of rows of each."""
+    def only(self) -> tuple[str, str]:
+        """Return the modules in words whose records one side has alone: those of A, and those of B."""
+        is_alone = np.ones(len(self.batch), np.bool_)
+        is_alone[self.a] = is_alone[self.b] = False
+        alone = np.flatnonzero(is_alone)
+        in_a, in_b = (self._listed(rows) for rows in (alone[alone < self.num_a], alone[alone >= self.num_a]))
+        return in_a, in_b
+
+    def _listed(self, rows: Ints) -> str:
         modules, at, counts = np.unique(self.module[rows], return_index=True, return_counts=True)
-        return tuple((self.names[int(modules[i])], int(counts[i])) for i in np.argsort(at))
+        order = np.argsort(at)
+        names = [
+            f"{module_name(self.names[modules[i]])} ({plural(int(counts[i]), 'record')})"
+            for i in order[:_LISTED]
+        ]
+        more = [f"{len(order) - _LISTED} modules more"] if len(order) > _LISTED else []
+        return ", ".join(names + more)
 
-    def outputs(self, batch: int) -> tuple[tuple[str, float, float], ...]:
-        """Return the outputs of one batch in the order of their calls."""
+    def _name(self, at: int) -> str:
+        """Return the record of A in a pair in words, such as "output of fc1"."""
+        row = int(self.a[at])
+        return f"{self.texts['label'].text(row)} of {module_name(self.texts['module'].text(row))}"
+
+    def chart(self, batch: int | None) -> Chart | None:
+        """Return a chart of the outputs of one batch in the order of their calls."""
         high_a, high_b = self.pairs(self.high)
-        is_shown = (
-            self.is_role("output") & (self.batch[self.a] == batch) & ~(np.isnan(high_a) & np.isnan(high_b))
-        )
-        places = np.flatnonzero(is_shown)[:_POINTS]
-        module, label = self.texts["module"], self.texts["label"]
-        names = [f"{module_name(module.text(i))} {label.text(i)}" for i in self.a[places].tolist()]
-        return tuple(zip(names, high_a[places].tolist(), high_b[places].tolist(), strict=True))
+        is_known = ~(np.isnan(high_a) & np.isnan(high_b))
+        places = np.flatnonzero(self.is_role("output") & (self.batch[self.a] == batch) & is_known)[:_POINTS]
+        names = [self._name(at) for at in places.tolist()]
+        lines = [
+            line("A", "output", "", names, high_a[places].tolist()),
+            line("B", "near", "dotted", names, high_b[places].tolist()),
+        ]
+        title = "Largest magnitude of every output, in the order of the calls"
+        label = "abs max of every output in A and in B, on a logarithmic scale"
+        hint = f"Batch {batch}; a nan or an inf is a gap."
+        chart = Chart("calls", title, hint, label, "call of a module, in order", "largest magnitude", lines)
+        return chart if names else None
 
 
 def _relative(a: float, b: float) -> float:

@@ -1,101 +1,103 @@
-"""Comparisons: the distance of two tensors, and the form of every result, as text, JSON and a page."""
+"""Result of `nanwatch.compare`, `diff` and `twice`, as text, JSON and a page."""
 
 from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from ..report.page import InNotebook, Section, page
+from ..report.page import Chart, InNotebook, page
 from ..util.reading import plain
-from ..util.visible import visible
+from ..util.visible import module_name, visible
 
-VERSION = 1
+SCHEMA, VERSION = "nanwatch.comparison", 2
 # Columns before the words of a fact, and of a whole line.
 _INDENT, _WIDTH = 12, 100
-# Rows with less than this share of the mean norm are compared by that share: padding may be all but zero.
-_LEAST_ROW = 0.1
-# Masks hold -inf or the least number of a dtype, whose squares have no norm.
-_LARGEST = 1e30
 
 
-class Errors(NamedTuple):
-    """Distance of two tensors: relative error of all and of each row, cosine, and largest difference of an element."""
+class Place(NamedTuple):
+    """Module of A and the one of B that it was compared with, or a tensor of both, and how far they are apart.
 
-    total: float
-    rows: Tensor
-    cosine: float
-    largest_difference: float
+    `module_a` or `module_b` names several where the other is their fused projection. `label` is the tensor, as
+    "output[0]", "" for the whole call. `batch` is that of A, None for `compare`. `kind` is how a tensor differs in a
+    trace ("isfinite", "shape", "dtype", "range", "bits"), or what it is in a run of a script ("weight", "buffer",
+    "input", "output", "gradient", "step", "end").
 
-    @property
-    def worst_row(self) -> float:
-        """The relative error of the worst row."""
-        return float(self.rows.max()) if len(self.rows) else 0.0
-
-
-def errors_between(a: Tensor, b: Tensor) -> Errors:
-    """Return how far the rows of `b` are from those of `a`. The same non-finite number on both sides is no error."""
-    same = ~a.isfinite() & ((a == b) | (a.isnan() & b.isnan()))
-    apart = (~a.isfinite() | ~b.isfinite()) & ~same
-    a, b = (x.masked_fill(same, 0).nan_to_num(0.0).clamp(-_LARGEST, _LARGEST) for x in (a, b))
-    difference = a - b
-    norms = a.norm(dim=-1)
-    distances = difference.norm(dim=-1).masked_fill(apart.any(-1), float("inf"))
-    whole, overall = float(norms.norm()), float(distances.norm())
-    least = max(_LEAST_ROW * whole / max(len(norms), 1) ** 0.5, 1e-300)
-    both = whole * float(b.norm())
-    return Errors(
-        overall / whole if whole else (0.0 if overall == 0 else float("inf")),
-        distances / norms.clamp(min=least),
-        float((a * b).sum()) / both if both else 1.0,
-        float("inf") if bool(apart.any()) else float(difference.abs().max()) if difference.numel() else 0.0,
-    )
-
-
-class Result(InNotebook):
-    """Base of the results of `diff`, `compare` and `twice`, which are dataclasses.
-
-    `equal` is None where nothing can be said. `facts` are (head, words). `remarks` say what was not compared.
+    `error` is the relative error of the output, which differs above `limit`. `input_error` is that of the input,
+    `cosine` and `largest_difference` are those of the output. They are None where nothing could be compared.
     """
 
-    __slots__ = ()
-    remarks: tuple[str, ...]
-    equal: Any  # bool, or None
+    module_a: str
+    module_b: str
+    class_a: str
+    class_b: str
+    label: str = ""
+    batch: int | None = None
+    kind: str = ""
+    input_error: float | None = None
+    error: float | None = None
+    limit: float | None = None
+    cosine: float | None = None
+    largest_difference: float | None = None
 
     @property
-    def headline(self) -> str:
-        """The result in a line."""
-        raise NotImplementedError
+    def name(self) -> str:
+        """The modules and classes of both sides in words."""
+        a = f"{module_name(self.module_a)} ({self.class_a})"
+        b = f"{module_name(self.module_b)} ({self.class_b})"
+        return a if a == b else f"{a} | {b}"
 
-    @property
-    def amount(self) -> str:
-        """The number of what was compared, in words."""
-        raise NotImplementedError
 
-    @property
-    def facts(self) -> list[tuple[str, str]]:
-        """The facts in words, in the order in which a reader needs them."""
-        raise NotImplementedError
+@dataclass(frozen=True, slots=True)
+class Comparison(InNotebook):
+    """Result of `nanwatch.compare`, `diff` and `twice`.
 
-    def sections(self) -> list[Section]:
-        """Return the charts and tables of the page."""
-        return []
+    `equal` is None where nothing can be said. `first` is the first place where the two differ. `facts` are (head,
+    words) in the order in which a reader needs them, and `compared` counts what was compared. `remarks` say what was
+    not compared, and what may mislead. `modules` has every module that `compare` has compared, in the order of the
+    calls in A.
+
+    Examples:
+        >>> import json, nanwatch, pathlib, torch
+        >>> model = torch.nn.ReLU()
+        >>> with nanwatch.watch(model, trace="run.parquet"):
+        ...     for scale in (1.0, 2.0):
+        ...         output = model(torch.tensor([scale]))
+        >>> difference = nanwatch.diff("run.parquet", batches=(0, 1))
+        >>> difference.equal, difference.first.label, difference.first.kind
+        (False, 'input[0]', 'range')
+        >>> difference.words("Grew")
+        ['x 2.00, 1.00e+00 -> 2.00e+00, output of the root module in batch 0']
+        >>> json.loads(difference.to_json())["first"]["label"]
+        'input[0]'
+        >>> size = pathlib.Path("diff.html").write_text(difference.to_html(), encoding="utf-8")
+    """
+
+    equal: bool | None
+    headline: str
+    first: Place | None
+    facts: tuple[tuple[str, str], ...]
+    compared: str
+    remarks: tuple[str, ...] = ()
+    modules: tuple[Place, ...] = ()
+    chart: Chart | None = field(default=None, repr=False, compare=False)
+
+    def words(self, head: str) -> list[str]:
+        """Return the words of the facts with this head."""
+        return [words for name, words in self.facts if name == head]
 
     def to_json(self) -> str:
-        """Return the result as one JSON document."""
-        head = {
-            "schema": f"nanwatch.{type(self).__name__.lower()}",
-            "version": VERSION,
-            "equal": self.equal,
-        }
-        return json.dumps({**head, **plain(self)}, allow_nan=False, indent=2)
+        """Return the result, without its chart, as one JSON document."""
+        document = {"schema": SCHEMA, "version": VERSION, **plain(self)}
+        del document["chart"]
+        return json.dumps(document, allow_nan=False, indent=2)
 
     def to_text(self) -> str:
         """Return the result for people, without a newline at its end."""
         lines = [f"{self.headline}.", ""]
-        for head, words in [*self.facts, ("Compared", self.amount)]:
+        for head, words in (*self.facts, ("Compared", self.compared)):
             lines += _wrapped(head, words)
         notes = [line for remark in self.remarks for line in _wrapped("Note", remark)]
         return "\n".join(map(visible, [*lines, *([""] if notes else []), *notes]))
@@ -103,13 +105,9 @@ class Result(InNotebook):
     def to_html(self) -> str:
         """Return a page that opens offline. Needs `jinja2`; write it as UTF-8."""
         facts = [*self.facts, *(("Note", remark) for remark in self.remarks)]
+        charts = [] if self.chart is None else [self.chart]
         return page(
-            f"{type(self).__name__}.to_html()",
-            self.headline,
-            self.amount,
-            facts,
-            self.sections(),
-            is_bad=not self.equal,
+            "Comparison.to_html()", self.headline, self.compared, facts, charts, is_bad=not self.equal
         )
 
 
@@ -117,6 +115,12 @@ def _wrapped(head: str, words: str) -> list[str]:
     line = f"{head + ':' if head else '':<{_INDENT - 1}} {words}"
     indent = " " * _INDENT
     return textwrap.wrap(line, _WIDTH, subsequent_indent=indent, break_long_words=False)
+
+
+def line(name: str, color: str, dash: str, names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
+    """Return a line of a chart, with a value for each of the names."""
+    y = [plain(number) for number in values]
+    return {"name": name, "color": color, "dash": dash, "at": names, "x": [*range(len(names))], "y": y}
 
 
 def plural(count: int, singular: str, more: str = "") -> str:

@@ -80,7 +80,7 @@ def test_two_traces_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     )
     found = json.loads(capsys.readouterr().out)
     assert found["first"]["module_a"] == "1"
-    assert found["floor"] == "rounding error of A, against c.parquet"
+    assert dict(found["facts"])["Noise"] == "rounding error of A, against c.parquet"
     assert command.main(["compare", "a.parquet", "missing.parquet"]) == 2
     assert "should be two traces that exist, or two models with INPUTS" in capsys.readouterr().err
 

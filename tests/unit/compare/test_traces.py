@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.compare.comparison import Comparison
 from nanwatch.compare.traces import compare_traces
+from nanwatch.trace.result import Comparison
 from nanwatch.trace.trace_file import Trace
 from support.watching import watch
 
@@ -94,7 +94,7 @@ def test_the_first_module_is_named(
     assert found.equal is False
     assert found.first is not None
     assert found.first.module_a == first
-    assert found.where.startswith(words)
+    assert found.words("Where")[0].startswith(words)
 
 
 def test_modules_of_other_names_are_matched(tmp_path: Path) -> None:

@@ -1,175 +1,192 @@
-"""`nanwatch.twice`: sources of chance are named, repeatable trainings are called so, and nothing is left behind."""
+"""`nanwatch twice`: sources of chance are named, repeatable scripts are called so; exit status and bad use."""
 
 from __future__ import annotations
 
-import copy
-import random
-from collections.abc import Callable
-from typing import Any
+import json
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
-import numpy as np
 import pytest
-import torch
-from torch import nn
 
 import nanwatch
-from support.chance_sources import SOURCES, Source, training, wrong
+from nanwatch import __main__ as command
+from nanwatch.compare import twice
+from support.processes import forked
+
+# An optimizer imports a compiler, in 1 s of each run.
+OPTIMIZER = """
+optimizer = torch.optim.Adam(model.parameters())
+for x in data:
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+CALLS = """
+for x in data:
+    model(x).square().mean().backward()
+"""
+MODEL = "model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1))\n"
+PART = """
+import os, time, numpy, torch
+torch.manual_seed(0)
+race = os.getpid() % 1000 / 1000  # as races of threads and atomics, which no trial touches
+class Part(torch.nn.Module):
+    def forward(self, x):
+        return {}
+data = torch.ones(1, 2, 4)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), Part(), torch.nn.Linear(4, 1))
+"""
 
 
-@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
-def test_a_source_of_chance_is_named(source: Source) -> None:
-    """Module, cause and cure."""
-    assert not list(wrong(source))
+class Source(NamedTuple):
+    """Script without its training, the first tensor that differs, words of the cause, and those of the cures."""
+
+    script: str
+    tensor: str
+    cause: str
+    cures: tuple[str, ...]
 
 
-def batch_norm() -> Callable[..., Any]:
-    model = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.Flatten())
-    return training(model, torch.optim.Adam(model.parameters()))
+def in_part(expression: str, cause: str, *cures: str) -> Source:
+    """Return a model whose middle module returns the expression."""
+    return Source(PART.format(expression), "1 output", cause, cures)
 
 
-def scheduled_dropout() -> Callable[..., Any]:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    inner = training(model, optimizer)
-
-    def step(x: torch.Tensor) -> float:
-        inner(x)
-        scheduler.step()
-        return scheduler.get_last_lr()[0]
-
-    return step
-
-
-class Trainer:
-    """Training by a method, with augmentation by the global generators, hand-made parameters and a scaler."""
-
-    def __init__(self) -> None:
-        self.weight = torch.randn(4, 1, requires_grad=True)
-        self.optimizer = torch.optim.Adam([self.weight])
-
-    def step(self, x: torch.Tensor) -> float:
-        x = x * random.random() + float(np.random.rand())
-        loss = (x @ self.weight).square().mean()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item()
-
-
-REPEATABLE = {make.__name__: make for make in (batch_norm, scheduled_dropout)} | {
-    "trainer": lambda: Trainer().step
+SOURCES = {
+    "unseeded": Source(
+        f"import torch\ndata = torch.ones(3, 2, 4)\n{MODEL}", "0 weight", "does not seed", ("manual_seed(0)",)
+    ),
+    "loader": Source(
+        "import os, torch\ntorch.manual_seed(0)\nitems = torch.arange(80.0).reshape(20, 4)\n"
+        "generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), 'little'))\n"
+        f"data = torch.utils.data.DataLoader(items, 2, shuffle=True, generator=generator)\n{MODEL}",
+        " input[0]",
+        "os.urandom()",
+        ("manual_seed(0)",),
+    ),
+    "dropout": Source(
+        f"import torch\ntorch.manual_seed(0)\ndata = torch.ones(1, 2, 4)\n{MODEL}torch.seed()\n",
+        "1 output",
+        "dropout. A trial shows random numbers",
+        ("manual_seed(0)",),
+    ),
+    "clock": in_part("x * (1 + time.time() % 1)", "time.time()", "clocks"),
+    "numpy": in_part(
+        "x + torch.from_numpy(numpy.random.default_rng().standard_normal(4, dtype='float32'))",
+        "numpy.random.default_rng()",
+        "manual_seed(0)",
+    ),
+    "both": Source(
+        PART.format("x + float(numpy.random.default_rng().random())") + "data = data * (time.time() % 1)\n",
+        " input[0]",
+        "2 causes",
+        ("manual_seed(0)", "clocks"),
+    ),
+    "threads": in_part(
+        "x + race * (os.environ['OMP_NUM_THREADS'] != '1')", "threads split", "set_num_threads(1)"
+    ),
+    "atomics": in_part(
+        "x + race * (not torch.are_deterministic_algorithms_enabled())", "atomic", "deterministic"
+    ),
+    "unknown": in_part("x + race", "no change that was tried"),
+    "set_order": Source(
+        "import torch\ntorch.manual_seed(0)\nnames = {'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h'}\n"
+        f"data = torch.tensor([ord(name) / 100 for name in names]).reshape(1, 2, 4)\n{MODEL}",
+        " input[0]",
+        "or a set",
+        ("PYTHONHASHSEED=0",),
+    ),
 }
 
 
-@pytest.mark.parametrize("make", REPEATABLE.values(), ids=REPEATABLE)
-def test_a_repeatable_training_is_called_so(make: Callable[[], Callable[..., Any]]) -> None:
-    """Also with random numbers, and with state of any kind: gradients, moments, statistics, averages, schedules."""
-    step = make()
-    batches = [torch.randn(3, 4) for _ in range(3)]
-    step(batches[0])  # optimizers have a state before
-    found = nanwatch.twice(step, batches=batches, times=3)
-    assert found.equal, found.to_text()
-    assert (found.batches, found.runs) == (3, 3)
-    assert found.tensors > 3
-    assert not found.remarks
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run scripts in processes that need not import torch, as 3 s of each run are its imports."""
 
+    def start(command: list[str], *, env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
+        return forked(*command[1:], env=env)
 
-def test_nothing_is_left_behind() -> None:
-    """The run after it continues as it would without it; contents, tensors and random states are the same."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step = training(model, optimizer)
-    batch = torch.randn(3, 4)
-    step(batch)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    gradients = {name: (one.grad, one.grad.clone()) for name, one in model.named_parameters()}
-    tensors = [id(one) for one in (*model.parameters(), *model.buffers())]
-    versions = [one._version for one in (*model.parameters(), *model.buffers())]
-    moments = [id(one["exp_avg"]) for one in optimizer.state.values()]
-    random_states = torch.get_rng_state(), random.getstate()
-    assert nanwatch.twice(step, batches=[batch] * 2).equal
-    torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), saved, rtol=0, atol=0)
-    for name, one in model.named_parameters():
-        assert one.grad is gradients[name][0]
-        assert torch.equal(one.grad, gradients[name][1])
-    assert [id(one) for one in (*model.parameters(), *model.buffers())] == tensors
-    assert [one._version for one in (*model.parameters(), *model.buffers())] == versions
-    assert [id(one["exp_avg"]) for one in optimizer.state.values()] == moments
-    assert torch.equal(torch.get_rng_state(), random_states[0])
-    assert random.getstate() == random_states[1]
-
-
-class Keeps(nn.Module):
-    """Module that keeps a count, a list, a tensor and a generator in plain attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.seen, self.memory = 0, [], torch.zeros(4)
-        self.generator = torch.Generator().manual_seed(0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls, self.extra = self.calls + 1, 1
-        self.seen.append(0)
-        self.memory += x.mean(0)
-        noise = torch.rand(4, generator=self.generator)
-        return x * self.calls * len(self.seen) + self.memory * noise
-
-
-def test_attributes_of_modules_are_put_back() -> None:
-    """The same objects with the same contents, before each run and afterwards; those that a run makes are gone."""
-    model = Keeps()
-    objects, state = (model.seen, model.memory, model.generator), model.generator.get_state()
-    assert nanwatch.twice(lambda: model(torch.ones(3, 4))).equal
-    assert model.calls == 0
-    assert all(a is b for a, b in zip(objects, (model.seen, model.memory, model.generator), strict=True))
-    assert model.seen == []
-    assert not model.memory.any()
-    assert torch.equal(model.generator.get_state(), state)
-    assert not hasattr(model, "extra")
-
-
-def test_an_error_of_the_step_is_the_callers() -> None:
-    """State is put back, and no hook stays."""
-    model = nn.Linear(2, 2)
-    before = model.weight.clone()
-
-    def step() -> None:
-        with torch.no_grad():
-            model.weight.zero_()
-        raise KeyError("of the user's")
-
-    with pytest.raises(KeyError, match="of the user's"):
-        nanwatch.twice(step)
-    assert torch.equal(model.weight, before)
-    assert nanwatch.twice(lambda: model(torch.ones(1, 2))).equal
-
-
-def test_two_causes_are_both_found() -> None:
-    """Neither cure alone is enough."""
-    model = nn.Sequential(SOURCES["clock"].part(), SOURCES["numpy_generator"].part())
-    found = nanwatch.twice(lambda: model(torch.ones(3, 4)))
-    assert found.tried[-1].outcome == "equal"
-    assert "clocks" in found.tried[-1].change
-    assert "manual_seed" in found.tried[-1].change
+    # The interpreter's flags are those of the process that is forked.
+    stand_in = SimpleNamespace(run=start, _args_from_interpreter_flags=list)
+    monkeypatch.setattr(twice, "subprocess", stand_in)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "words"),
+    "name", [name if name == "clock" else pytest.param(name, marks=pytest.mark.slow) for name in SOURCES]
+)
+def test_a_source_of_chance_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Tensor, cause, and the changes that cure it."""
+    source = SOURCES[name]
+    if name == "set_order":  # an interpreter draws it when it starts: 3 s a run
+        monkeypatch.setattr(twice, "TRIALS", {"order": twice.TRIALS["order"]})
+    else:
+        request.getfixturevalue("forks")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    Path("train.py").write_text(source.script + (OPTIMIZER if name == "unseeded" else CALLS))
+    found = nanwatch.twice("train.py", batches=1)
+    assert found.first is not None
+    assert f"{found.first.module_a} {found.first.label}" == source.tensor
+    assert source.cause in found.words("Cause")[0], found.to_text()
+    cured = [words for words in found.words("Tried") if words.startswith("bit-equal with")]
+    assert len(cured) == bool(source.cures), found.to_text()
+    assert all(cure in cured[0] for cure in source.cures)
+
+
+@pytest.mark.usefixtures("forks")
+def test_a_repeatable_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Status 0; its arguments are its own, its output is not shown, and the environment stays."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(
+        "import sys, torch\nassert sys.argv == ['train.py', '--json', '3']\nprint('noise')\ntorch.manual_seed(0)\n"
+        f"data = torch.utils.data.DataLoader(torch.randn(8, 4), 2, shuffle=True)\n{MODEL}{OPTIMIZER}"
+    )
+    before = dict(os.environ)
+    status = command.main(["twice", "--json", "train.py", "--json", "3"])
+    out, err = capfd.readouterr()
+    assert (status, err) == (0, "")
+    found = json.loads(out)
+    assert (found["equal"], found["headline"]) == (True, "Repeatable: 2 runs of train.py are bit-equal")
+    assert found["compared"].startswith("4 batches, ")
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
     [
-        ({"step": 3}, TypeError, "should be a function"),
-        ({"step": lambda: None, "times": 1}, ValueError, "at least 2"),
-        ({"step": lambda: None, "state": [3]}, TypeError, "modules, optimizers, tensors"),
+        (("missing.py",), "there is no script 'missing.py'"),
+        (("--batches", "0", "raises.py"), "batches at least 1"),
+        (("raises.py",), "there is nothing to compare in raises.py: KeyError: 'mine'"),
+        (("later.py",), "the runs are bit-equal, but each ended by KeyError: 'mine'"),
+        (("leaves.py",), "the runs are bit-equal, but each ended by exit status 4"),
+        (("gone.py",), "the script ended by status 3: it printed nothing on stderr"),
     ],
 )
-def test_bad_use(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
-    """The error says what came and what is accepted."""
-    with pytest.raises(error, match=words):
-        nanwatch.twice(**arguments)
-
-
-def test_a_watched_model_is_refused() -> None:
-    """The watch is before the calls."""
-    model = nn.Linear(2, 2)
-    with nanwatch.watch(model), pytest.raises(ValueError, match="root module is watched"):
-        nanwatch.twice(lambda: model(torch.ones(1, 2)))
+@pytest.mark.usefixtures("forks")
+def test_bad_use(
+    arguments: tuple[str, ...],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Status 2, one line on stderr, nothing on stdout."""
+    monkeypatch.chdir(tmp_path)
+    Path("raises.py").write_text("raise KeyError('mine')\n")
+    Path("later.py").write_text("import torch\ntorch.nn.ReLU()(torch.ones(2))\nraise KeyError('mine')\n")
+    Path("leaves.py").write_text("import sys, torch\ntorch.nn.ReLU()(torch.ones(2))\nsys.exit(4)\n")
+    Path("gone.py").write_text("import os\nos._exit(3)\n")
+    status = command.main(["twice", *arguments])
+    out, err = capfd.readouterr()
+    assert (status, out) == (2, "")
+    assert words in err
+    assert len(err.splitlines()) == 1

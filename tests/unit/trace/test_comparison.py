@@ -88,7 +88,7 @@ def test_a_changed_module_is_named(tmp_path: Path, change: Change) -> None:
     change(model[2])
     found = diff(before, run(tmp_path / "b.parquet", model, x, x))
     assert found.first is not None
-    assert (found.first.batch, found.first.module, found.first.label) == (0, "2", "weight")
+    assert (found.first.batch, found.first.module_a, found.first.label) == (0, "2", "weight")
     assert found.first.kind == ("range" if change is scaled else "dtype")
 
 
@@ -99,11 +99,12 @@ def test_an_inserted_module_is_no_difference_and_is_listed(tmp_path: Path) -> No
     before = run(tmp_path / "a.parquet", model, x)
     longer = nn.Sequential(model[0], nn.Identity(), model[1], model[2])
     found = diff(before, run(tmp_path / "b.parquet", longer, x))
-    assert not found.differs
-    assert found.only_a == ()
-    assert found.only_b == (("1", 2),)
-    assert "Only in B:  1 (2 records)" in found.to_text()
-    assert found.num_records == Trace.open(before.path).table(["batch"]).num_rows
+    assert found.equal
+    assert found.words("Only in A") == []
+    assert found.words("Only in B") == ["1 (2 records)"]
+    assert found.compared.startswith(
+        f"{Trace.open(before.path).table(['batch']).num_rows} records of 1 batch"
+    )
 
 
 def test_two_batches_of_one_trace(tmp_path: Path) -> None:
@@ -116,13 +117,13 @@ def test_two_batches_of_one_trace(tmp_path: Path) -> None:
                 with torch.no_grad():
                     model[2].weight.mul_(3)
     path = tmp_path / "run.parquet"
-    assert not diff(path, batches=(0, 1)).differs
+    assert diff(path, batches=(0, 1)).equal
     found = diff(path, batches=(1, 3))
     assert found.first is not None
-    assert (found.first.batch, found.first.batch_b, found.first.module) == (1, 3, "2")
-    assert found.first.label == "weight"
-    assert found.grew[0].factor == pytest.approx(3)
-    assert found.a.endswith("run.parquet batch 1")
+    assert (found.first.batch, found.first.module_a, found.first.label) == (1, "2", "weight")
+    assert "in batch 1 and batch 3:" in found.words("First")[0]
+    assert found.words("Grew")[0].startswith("x 3.00, ")
+    assert found.words("A")[0].endswith("run.parquet batch 1")
 
 
 @pytest.mark.parametrize("change", ["swap", "ulp"])
@@ -144,11 +145,12 @@ def test_other_bits_in_the_same_range_are_named(tmp_path: Path, change: str) -> 
                     flat[middle.flip(0)] if change == "swap" else flat[middle].nextafter(torch.ones(2))
                 )
     again = diff(traces[0], traces[1])
-    assert not again.differs
-    assert again.num_bits == Trace.open(traces[0]).table(["dtype"])["dtype"].is_valid().to_numpy().sum()
+    assert again.equal
+    with_bits = Trace.open(traces[0]).table(["dtype"])["dtype"].is_valid().to_numpy().sum()
+    assert f"{with_bits} of them bit by bit" in again.compared
     found = diff(traces[0], traces[2])
     assert found.first is not None
-    assert (found.first.module, found.first.label, found.first.kind) == ("2", "weight", "bits")
+    assert (found.first.module_a, found.first.label, found.first.kind) == ("2", "weight", "bits")
     by_range = diff(traces[0], traces[2], ignore=["bits"])
     assert by_range.first is None or by_range.first.label != "weight"
 
@@ -179,8 +181,7 @@ def test_two_records(tmp_path: Path, a: Record, b: Record, what: str | None) -> 
     if what is None:
         assert found.first is None
     else:
-        assert found.first is not None
-        assert found.first.what.startswith(what)
+        assert f": {what}" in found.words("First")[0]
 
 
 def test_what_grew_is_sorted_and_leaves_out_inputs_zeros_and_nan(tmp_path: Path) -> None:
@@ -202,14 +203,17 @@ def test_what_grew_is_sorted_and_leaves_out_inputs_zeros_and_nan(tmp_path: Path)
     a = written(tmp_path / "a.parquet", *frames(1, 1, 1))
     b = written(tmp_path / "b.parquet", *frames(2, 8, 4))
     found = diff(a, b)
-    assert [(g.label, g.batch, round(g.factor, 6)) for g in found.grew] == [
-        ("output", 1, 8.0),
-        ("weight", 1, round(1.8 / 1.1, 6)),
+    assert found.words("Grew") == [
+        "x 8.00, 1.00e+00 -> 8.00e+00, output of m in batch 1",
+        "x 1.64, 1.10e+00 -> 1.80e+00, weight of m in batch 1",
     ]
-    assert diff(b, a).grew == ()
+    assert diff(b, a).words("Grew") == []
     document = json.loads(found.to_json())
-    assert (document["equal"], document["first"]["label"]) == (False, "input[0]")
-    assert document["grew"][0] == {"module": "m", "label": "output", "batch": 1, "a": 1, "b": 8, "factor": 8}
+    assert (document["equal"], document["first"]["label"], document["first"]["kind"]) == (
+        False,
+        "input[0]",
+        "range",
+    )
 
 
 def test_the_page_has_every_output_of_the_batch(tmp_path: Path) -> None:
@@ -222,8 +226,8 @@ def test_the_page_has_every_output_of_the_batch(tmp_path: Path) -> None:
     found = diff(a, run(tmp_path / "b.parquet", model, x, x))
     page = Page(found.to_html())
     values = {title.partition(":")[0]: title.rpartition(" ")[2] for title in page.titles}
-    assert {"A, 0 output", "B, the root module output"} <= values.keys()
+    assert {"A, output of 0", "B, output of the root module"} <= values.keys()
     table = a.table(["module", "label", "abs_max"], [0]).to_pylist()
     (expected,) = (line["abs_max"] for line in table if (line["module"], line["label"]) == ("1", "output"))
-    assert float(values["A, 1 output"]) == pytest.approx(expected, rel=1e-3)
+    assert float(values["A, output of 1"]) == pytest.approx(expected, rel=1e-3)
     assert page.headline == ["They part at weight of 0"]

@@ -1,0 +1,327 @@
+"""Runs of a model: the calls of its modules, in its own precision and in others, from the same state each time."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.utils import _pytree
+
+from ..instrumentation.execution_context import RngState
+from ..instrumentation.slot import TemporaryWrapper, attached
+from ..numerics.readable import dtype_name
+from ..recording.walk import Leaf, call_leaves, leaves
+from ..util.modules import WeakIdentityDict, each_module, each_parameter, is_in
+from .calls import ModuleCall, Run, coarsest, most_common, own_tensors
+
+# How to call a model on the inputs.
+Caller = Callable[[nn.Module, Any], Any]
+# Path of a module, and name of its parameter or buffer.
+TensorKey = tuple[str, str]
+_COMPILED = "_orig_mod"  # the part of a path that torch.compile adds
+# Attributes of a module in which a compiled function takes the place of its own.
+_IN_PLACE = ("_compiled_call_impl", "forward")
+# Attributes that stay as they are: a module's parts, and the functions that torch.compile puts there.
+_LEFT_ALONE = frozenset({"_modules", *_IN_PLACE})
+_GENERATORS = (torch.Generator, random.Random)
+
+
+class Snapshot:
+    """State of models, and all global random states, at one moment. `restore()` puts it back, as often as is wanted.
+
+    It has the attributes of all modules, with the values and gradients of tensors.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._tensors: dict[int, Tensor] = {}
+        spaces = [vars(module) for model in models for _, module in each_module(model)]
+        self._restores = [self._saved_space(space) for space in spaces]
+        self._rng = RngState.capture(others=True)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restore at the end of the block, with the version counters of the tensors as they were."""
+        tensors = tuple(x for x in self._tensors.values() if not x.is_inference())
+        versions = tuple(x._version for x in tensors)
+        try:
+            yield
+        finally:
+            self.restore()
+            torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        with torch.no_grad():
+            for restore in self._restores:
+                restore()
+        self._rng.restore()
+
+    def _saved_space(self, space: dict[str, Any]) -> Callable[[], object]:
+        """Return a function that gives an object the attributes that it has now."""
+        known = {*space, *_LEFT_ALONE}
+        kept = {name: self._saved(space[name]) for name in space if name not in _LEFT_ALONE}
+
+        def restore() -> None:
+            for name in space.keys() - known:
+                del space[name]
+            space.update({name: value() for name, value in kept.items()})
+
+        return restore
+
+    def _saved(self, value: Any) -> Callable[[], Any]:
+        """Return a function that returns `value` as it is now: the same objects, with the same contents."""
+        if isinstance(value, Tensor):
+            return self._saved_tensor(value)
+        if isinstance(value, dict):
+            items = {key: self._saved(item) for key, item in value.items()}
+            return lambda: _refill(value, {key: item() for key, item in items.items()})
+        if isinstance(value, list | set):
+            parts = [self._saved(item) for item in value]
+            return lambda: _refill(value, [part() for part in parts])
+        if isinstance(value, _GENERATORS):
+            write = value.set_state if isinstance(value, torch.Generator) else value.setstate
+            state: Any = value.get_state() if isinstance(value, torch.Generator) else value.getstate()
+            return lambda: (write(state), value)[1]
+        return lambda: value
+
+    def _saved_tensor(self, x: Tensor) -> Callable[[], Tensor]:
+        if id(x) in self._tensors or nn.parameter.is_lazy(x):
+            return lambda: x
+        self._tensors[id(x)] = x
+        content = x.detach().clone()
+        gradient = None if not x.is_leaf or x.grad is None else self._saved_tensor(x.grad)
+
+        def restore() -> Tensor:
+            with torch.inference_mode(x.is_inference()):
+                x.detach().copy_(content)
+            if x.is_leaf and (x.requires_grad or x.grad is not None):
+                x.grad = None if gradient is None else gradient()
+            return x
+
+        return restore
+
+
+def _refill(value: Any, content: Any) -> Any:
+    """Put these items into a dict, list or set in place of its own, and return it."""
+    value.clear()
+    (value.extend if isinstance(value, list) else value.update)(content)
+    return value
+
+
+class ModelRuns:
+    """One of two models, and how to run it. `dtype` is that of most outputs, `stored` that of most parameters."""
+
+    def __init__(
+        self, model: nn.Module, call: Caller | None, inputs: Any, snapshot: Snapshot, most_bytes: int
+    ) -> None:
+        # A compiled module is behind its path, the module that it was made of is the last there.
+        self._modules: dict[str, list[nn.Module]] = {}
+        for path, module in each_module(model):
+            self._modules.setdefault(_plain_path(path), []).append(module)
+        self._plain = self._modules[""][-1]
+        self._call = call
+        self._inputs = inputs
+        self._snapshot = snapshot
+        self._most_bytes = most_bytes
+        self._rounding: torch.dtype | None = None
+        self._take(self._run(model, None))
+        self.stored = most_common((x.dtype for x in each_parameter(model)), self.dtype)
+        self._runs = {self.dtype: {call.key: call for call in self.calls}}
+
+    def _take(self, calls: list[ModuleCall]) -> None:
+        self.calls = calls
+        self.dtype = most_common((x.dtype for call in calls for x in call.outputs), torch.float32)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether any of its modules is."""
+        return any(map(self.is_compiled_at, self._modules))
+
+    def is_compiled_at(self, path: str) -> bool:
+        """Return whether the module of this path is compiled."""
+        return any(map(_is_compiled, self._modules.get(path, ())))
+
+    def tensors(self) -> dict[TensorKey, Tensor]:
+        """Return parameters and buffers of floating-point dtypes by module and name, rounded where the copies' are."""
+        return {
+            (path, name): x if self._rounding is None else x.to(self._rounding)
+            for path, modules in self._modules.items()
+            for name, x in own_tensors(modules[-1]).items()
+        }
+
+    def run_in(self, dtype: torch.dtype) -> Run:
+        """Return the calls of a copy in this dtype, or of the model itself where that is its own."""
+        if dtype not in self._runs:
+            self._runs[dtype] = self.run_copy(dtype)
+        return self._runs[dtype]
+
+    def copied(self, dtype: torch.dtype, stored: torch.dtype) -> ModelRuns:
+        """Return the model as a copy in `dtype`, with weights that are rounded to `stored` before."""
+        copied = copy.copy(self)
+        if coarsest(stored, self.stored) is not self.stored:
+            copied._rounding, copied.stored, copied._runs = stored, stored, {}
+        copied._take(list(copied.run_in(dtype).values()))
+        if copied.dtype is not dtype:
+            raise ValueError(f"it computes in {dtype_name(copied.dtype)} there too")
+        return copied
+
+    def run_copy(self, dtype: torch.dtype, shaken: Sequence[TensorKey] = ()) -> Run:
+        """Return the calls of a copy, with these tensors as far from their values as rounding may have put them."""
+        model = copy.deepcopy(self._plain)
+        for _, module in each_module(model):
+            for name, child in module._modules.items():
+                if child is not None and _COMPILED in child._modules:
+                    module._modules[name] = child._modules[_COMPILED]
+            for name in _compiled_in_place(module):
+                del vars(module)[name]
+        if self._rounding is not None:
+            model.to(self._rounding)
+        modules = dict(each_module(model))
+        steps = [torch.finfo(own_tensors(modules[path])[name].dtype).eps / 2 for path, name in shaken]
+        model.to(dtype)
+        generator = torch.Generator().manual_seed(0)
+        for (path, name), step in zip(shaken, steps, strict=True):
+            x = own_tensors(modules[path])[name]
+            x.mul_(1 + step * (torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1))
+        if self.dtype is not self.stored:  # the call makes it compute under autocast
+            device = next((x.device.type for x in each_parameter(model)), "cpu")
+            model.forward = torch.autocast(device, enabled=False)(model.forward)
+        calls = self._run(model, dtype)
+        for call in calls:
+            call.module = self._modules[call.path][-1]  # so that the copy is freed
+        return {call.key: call for call in calls}
+
+    def _run(self, model: nn.Module, dtype: torch.dtype | None) -> list[ModuleCall]:
+        """Run a model on the inputs, cast to this dtype, and return the calls in the order of their starts."""
+        self._snapshot.restore()
+        device = next((x.device for x in each_parameter(model)), None)
+
+        def moved(x: Tensor) -> Tensor:
+            return x.detach().clone().to(device, dtype if x.is_floating_point() else None)
+
+        inputs = _pytree.tree_map_only(Tensor, moved, self._inputs)
+        with torch.no_grad(), _recorded(model, self._most_bytes) as calls:
+            if self._call is not None:
+                self._call(model, inputs)
+            elif isinstance(inputs, Mapping):
+                model(**inputs)
+            else:
+                model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+        root = next((call for call in reversed(calls) if call.parent is None), None)
+        if root is None:
+            raise ValueError(f"no module of the {type(model).__name__} was called: see call_a and call_b")
+        inside = [call for call in calls if call is root or root.holds(call)]  # a warm-up comes before
+        return sorted(inside, key=lambda call: call.start)
+
+
+def _compiled_in_place(module: nn.Module) -> dict[str, Any]:
+    """Return the compiled functions that `module.compile()`, or an assignment, has put into a module."""
+    space = vars(module)
+    return {name: space[name] for name in _IN_PLACE if hasattr(space.get(name), "_torchdynamo_orig_callable")}
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile made the module, or compiled its call or its forward."""
+    return _COMPILED in module._modules or bool(_compiled_in_place(module))
+
+
+def _plain_path(path: str) -> str:
+    """Return the path of a module without the parts that torch.compile adds."""
+    return ".".join(part for part in path.split(".") if part != _COMPILED)
+
+
+@contextmanager
+def _recorded(model: nn.Module, most_bytes: int) -> Iterator[list[ModuleCall]]:
+    """Record the calls that this thread makes of the model and its parts, in the order in which they end.
+
+    Compiled modules are left as they are: only calls of the compiled module itself are recorded. Raise ValueError where
+    the copies of tensors need more memory.
+    """
+    log = _CallLog(most_bytes)
+    compiled: list[str] = []
+    wrappers = []
+    for path, module in each_module(model):
+        if any(is_in(path, outer) for outer in compiled):
+            continue
+        if _is_compiled(module):
+            compiled.append(path)
+        wrappers.append(_Wrapper(module, _plain_path(path), log))
+    with attached(wrappers):
+        yield log.calls
+
+
+class _CallLog:
+    """Calls of one run, and copies of their tensors."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.calls: list[ModuleCall] = []
+        self.inside: list[ModuleCall] = []
+        self.thread = threading.get_ident()
+        self.clock = itertools.count()
+        self.occurrences: Counter[str] = Counter()
+        self._most_bytes = self._left = most_bytes
+        self._copies: WeakIdentityDict[tuple[int, Tensor]] = WeakIdentityDict()
+
+    def kept(self, values: list[Leaf]) -> list[Tensor]:
+        """Return copies of the tensors among the values; that of a tensor, unchanged since, is one object."""
+        copies = []
+        for _, x in values:
+            if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_meta:
+                continue
+            if x.dtype is torch.bool or not x.numel():
+                continue
+            version = -1 if x.is_inference() else x._version
+            known = self._copies.get(x)
+            if known is None or known[0] != version or version == -1:
+                flat = torch.view_as_real(x.detach()).flatten(-2) if x.is_complex() else x.detach()
+                known = self._copies[x] = version, flat.to("cpu", copy=True)
+                self._left -= known[1].nbytes
+            if self._left < 0:
+                raise ValueError(
+                    f"the tensors of a run take more than most_bytes={self._most_bytes:,}; pass fewer tokens, a part of"
+                    " the model, or a larger most_bytes"
+                )
+            copies.append(known[1])
+        return copies
+
+
+class _Wrapper(TemporaryWrapper):
+    """Wrapper that records the calls of its module."""
+
+    def __init__(self, module: nn.Module, path: str, log: _CallLog) -> None:
+        super().__init__(module)
+        self._path = path
+        self._log = log
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the call."""
+        log = self._log
+        if is_compiling() or threading.get_ident() != log.thread:
+            return self.run_inner(module, args, kwargs)
+        parent = log.inside[-1] if log.inside else None
+        if parent is not None:
+            parent.is_leaf = False
+        key = (self._path, log.occurrences[self._path])
+        log.occurrences[self._path] += 1
+        call = ModuleCall(key, type(module).__name__, module, parent, next(log.clock))
+        call.inputs = log.kept(call_leaves(args, kwargs))
+        weight = module._parameters.get("weight")
+        call.weight_shape = () if weight is None else tuple(weight.shape)
+        log.inside.append(call)
+        try:
+            result = self.run_inner(module, args, kwargs)
+        finally:
+            log.inside.pop()
+        call.end = next(log.clock)
+        call.outputs = [x for x in log.kept(leaves(result, "output")) if x.is_floating_point()]
+        log.calls.append(call)
+        return result
