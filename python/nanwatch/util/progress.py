@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from typing import Protocol, TextIO
+from collections.abc import Callable, Iterator
+from typing import TextIO, TypeAlias
 
 from .visible import visible
 
-
-class Tell(Protocol):
-    """Callback for progress: what is being done, such as "reading a.parquet", and how much of it.
-
-    `done` of `total` such `unit`s are done. `total` is None where it is not known.
-    """
-
-    def __call__(self, what: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
-        """Store the progress."""
+# Callback for progress: what is being done, such as "reading a.parquet", and how much of it: `done` of `total` such
+# units. `total` is None where it is not known.
+Tell: TypeAlias = Callable[..., object]
 
 
 def silent(what: str, done: int = 0, total: int | None = None, unit: str = "") -> None:

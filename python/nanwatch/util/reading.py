@@ -65,50 +65,45 @@ def read(kind: Any, value: Any, where: str) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
-    if origin is Annotated:
+    if type(None) in arguments and value is None:
+        return None
+    if origin is Annotated or type(None) in arguments:
         return read(arguments[0], value, where)
-    if type(None) in arguments:
-        return None if value is None else read(arguments[0], value, where)
     if origin is Literal:
-        if value not in arguments:
-            raise _fault(where, f"one of {', '.join(map(repr, arguments))}", value)
+        _check(value in arguments, where, f"one of {', '.join(map(repr, arguments))}", value)
         return value
     if origin in (tuple, list):
-        return _items(origin, arguments, value, where)
+        size = None if origin is list or arguments[-1] is Ellipsis else len(arguments)
+        is_right = isinstance(value, list) and size in (None, len(value))
+        _check(is_right, where, "a list" if size is None else f"a list of {size}", value)
+        kinds = arguments if size else arguments[:1] * len(value)
+        return origin(read(kinds[i], item, f"{where}[{i}]") for i, item in enumerate(value))
     if origin in (dict, Mapping):
-        if not isinstance(value, dict):
-            raise _fault(where, "an object", value)
+        _check(isinstance(value, dict), where, "an object", value)
         return {key: read(arguments[1], item, f"{where}[{shorten(key)}]") for key, item in value.items()}
     if kind is float:
-        return _number(value, where)
+        number = _SPECIAL.get(value, value) if isinstance(value, str) else value
+        is_right = isinstance(number, int | float) and not isinstance(number, bool)
+        # An int beyond a float's range, or a nan that is no string, comes from no writer of ours.
+        is_right = is_right and (number is not value or abs(number) <= sys.float_info.max)
+        _check(is_right, where, 'a number, "nan", "inf" or "-inf"', value)
+        return float(number)
     if kind in _PLAIN:
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise _fault(where, _PLAIN[kind], value)
+        is_right = isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
+        _check(is_right, where, _PLAIN[kind], value)
         return value
     return _object(kind, value, where)
 
 
-def _items(origin: Any, arguments: tuple[Any, ...], value: Any, where: str) -> Any:
-    size = None if origin is list or arguments[-1] is Ellipsis else len(arguments)
-    if not isinstance(value, list) or size not in (None, len(value)):
-        raise _fault(where, "a list" if size is None else f"a list of {size}", value)
-    kinds = [arguments[0]] * len(value) if size is None else arguments
-    return origin(read(kinds[i], item, f"{where}[{i}]") for i, item in enumerate(value))
-
-
-def _number(value: Any, where: str) -> float:
-    if isinstance(value, str) and value in _SPECIAL:
-        return _SPECIAL[value]
-    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
-        return float(value)
-    raise _fault(where, 'a number, "nan", "inf" or "-inf"', value)
+def _check(is_right: bool, where: str, expected: str, value: object) -> None:
+    if not is_right:
+        raise ValueError(f"{where} should be {expected}, got {shorten(value)}")
 
 
 def _object(kind: Any, value: Any, where: str) -> Any:
     """Read a dataclass or NamedTuple. A field with a default may be missing."""
+    _check(isinstance(value, dict), where, "an object", value)
     hints, optional = _fields(kind)
-    if not isinstance(value, dict):
-        raise _fault(where, "an object", value)
     # A name that Python reserves has an underscore behind it: `class_` is "class".
     names = {name.removesuffix("_"): name for name in hints}
     if missing := [name for name in names if name not in value and names[name] not in optional]:
@@ -136,7 +131,3 @@ def shorten(value: object) -> str:
     """Return `repr(value)`, cut to 60 characters."""
     shown = f"{type(value).__name__} of {len(value)}" if isinstance(value, list | dict) else repr(value)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
-
-
-def _fault(where: str, expected: str, value: object) -> ValueError:
-    return ValueError(f"{where} should be {expected}, got {shorten(value)}")

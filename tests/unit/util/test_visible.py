@@ -13,6 +13,7 @@ from torch import nn
 import nanwatch
 from nanwatch.session.api import watch
 from nanwatch.util import visible
+from nanwatch.util.visible import MANY
 
 PACKAGE = Path(nanwatch.__file__).parent
 
@@ -53,27 +54,12 @@ class Shapeless(torch.Tensor):
         raise RuntimeError("no shape today")
 
 
-class Given(nn.Module):
-    """Hands on what it gets."""
-
-    def forward(self, x: object) -> object:
-        return x
-
-
-def _call() -> int:
-    """Call a watched model with such a tensor; return how often its shape was suppressed."""
-    model = Given()
-    before = visible.counts.total()
-    with watch(model, rerun=False, forecast=False):
-        model(torch.ones(2).as_subclass(Shapeless))
-    return visible.counts.total() - before
-
-
 def test_what_is_suppressed_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     """The logger "nanwatch" gets a line at debug level for each count."""
-    with caplog.at_level(logging.DEBUG, logger="nanwatch"):
-        count = _call()
-    assert count == len(caplog.records) > 0
+    model, before = nn.Identity(), visible.counts.total()
+    with caplog.at_level(logging.DEBUG, logger="nanwatch"), watch(model, rerun=False, forecast=False):
+        model(torch.ones(2).as_subclass(Shapeless))
+    assert visible.counts.total() - before == len(caplog.records) > 0
     assert "no shape today" in caplog.text
     assert caplog.records[0].levelno == logging.DEBUG
 
@@ -86,3 +72,9 @@ def test_an_outer_exception_stays_the_context() -> None:
     with pytest.raises(KeyboardInterrupt), visible.suppressing("a test"):
         raise KeyboardInterrupt
     assert visible.counts["a test"] == 1
+
+
+def test_failures_that_never_end_are_worked_on_ever_less() -> None:
+    """All of the first MANY, then MANY times a power of two."""
+    due = [number for number in range(1, 10 * MANY) if visible.is_due(number)]
+    assert due == [*range(1, MANY + 1), 2 * MANY, 4 * MANY, 8 * MANY]
