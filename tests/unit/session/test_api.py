@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nanwatch.records.note import Note
 from nanwatch.records.record import Frame, Record
 from nanwatch.report.report import NonFiniteError, Report
-from nanwatch.session.api import watch
+from nanwatch.session.api import DeferredWatch, watch
 from nanwatch.session.options import Audit
 from support.architectures import built, inputs_of
 from support.toys import Scale
@@ -321,3 +321,31 @@ def test_a_class_that_hides_the_calls_of_its_modules_is_named() -> None:
 
     with pytest.warns(RuntimeWarning, match="calls of Shadow are not recorded"):
         watch(nn.Sequential(Shadow()))
+
+
+# The watch of a trainer's callback
+
+
+def test_a_deferred_watch_checks_its_options_first():
+    """Options are refused when they are given, patterns when there is a model."""
+    with pytest.raises(TypeError, match="'max_frame'"):
+        DeferredWatch({"max_frame": 1})
+    deferred = DeferredWatch({"modules": "encoder"})
+    with pytest.raises(ValueError, match="matches no module"):
+        deferred.start(nn.Linear(2, 2))
+    assert deferred.watch is None
+
+
+def test_a_deferred_watch_watches_one_model_at_a_time():
+    """To start again is to leave the model before. A trainer's scaler is taken only with gradients."""
+    first, second, scaler = nn.Linear(2, 2), nn.Linear(2, 2), torch.amp.GradScaler("cpu")
+    deferred = DeferredWatch({"gradients": True})
+    deferred.stop()
+    watches = [deferred.start(first, scaler), deferred.start(second, scaler)]
+    first(torch.ones(1, 2))
+    second(torch.ones(1, 2))
+    deferred.stop()
+    assert [watch.batch for watch in watches] == [None, 0]
+    assert all(module._compiled_call_impl is None for module in (first, second))
+    assert watches[0]._options.scaler is scaler
+    assert DeferredWatch({}).start(nn.ReLU(), scaler)._options.scaler is None

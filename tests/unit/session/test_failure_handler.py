@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,16 +39,6 @@ class InThread(Parts):
             return executor.submit(self.second, self.bad(x)).result()
 
 
-class Coroutine(Parts):
-    async def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.bad(x))
-
-
-class Generator(Parts):
-    def forward(self, x: Tensor) -> Iterator[Tensor]:
-        yield self.second(self.bad(x))
-
-
 class InBackward(Parts):
     def forward(self, x: Tensor) -> Tensor:
         second = self.second
@@ -78,8 +66,6 @@ class NeverCalled(Parts):
     ("kind", "run", "origin"),
     [
         (InThread, lambda model: model(torch.ones(2)), "received"),
-        (Coroutine, lambda model: asyncio.run(model(torch.ones(2))), "received"),
-        (Generator, lambda model: list(model(torch.ones(2))), "received"),
         (InBackward, lambda model: model(torch.ones(2)).sum().backward(), "received"),
         (NeverCalled, lambda model: model.fit(torch.tensor([INF, 1.0])), "data"),
     ],
@@ -173,11 +159,9 @@ def test_a_hook_that_raises_is_told_what_its_module_made(action: str, tmp_path: 
     assert note.startswith("nanwatch: nan first seen in `output` of b (LayerNorm) in batch 1\n")
     assert w.report().to_text() in note
     assert [frame.name for frame in w.report().frames] == ["a", "b", "c", "", "a", "b"]
-    written = json.loads((tmp_path / "batch-1" / "report.json").read_text())
-    assert written["finding"]["module"] == "b"
+    assert "b (LayerNorm)" in (tmp_path / "batch-1" / "report.txt").read_text()
     assert [report.batch for report in reports] == [1] * (action == "call")
-    begun = [one for one in warned if "in batch 1" in str(one.message)]
-    assert len(begun) == (action == "warn")
+    assert sum("in batch 1" in str(warning.message) for warning in warned) == (action == "warn")
 
 
 class Asserting(nn.Module):
@@ -225,7 +209,7 @@ def test_an_assertion_is_told_what_it_was_given(model: nn.Module, x: float, foun
     assert len(notes_of(error)) == 1
 
 
-@pytest.mark.parametrize("error", [Refused("mine"), KeyboardInterrupt(), StopIteration()])
+@pytest.mark.parametrize("error", [Refused("mine"), KeyboardInterrupt()])
 def test_an_exception_without_a_fault_is_left_alone(error: BaseException) -> None:
     """Nothing is noted, nothing found, and the watch knows how its latest batch ended."""
 

@@ -66,15 +66,22 @@ def test_the_inputs_of_an_evaluation_go_with_its_outputs(observed: str) -> None:
         assert not is_alive(alive)
 
 
-def test_the_inputs_go_with_a_backward_that_is_fine() -> None:
-    """Nothing is left for a step where no gradient was bad."""
+def test_the_inputs_go_with_a_backward_that_is_fine_and_with_the_next_batch() -> None:
+    """Nothing is left for a step where no gradient was bad. At most one batch is kept, while the graphs of two live."""
     model = Root()
-    x = given() + 1
-    alive = weakref.ref(x)
     with watch(model, gradients=True):
+        x = given() + 1
+        alive = weakref.ref(x)
         model(x).sum().backward()
         del x
         assert not is_alive(alive)
+        x = given()
+        alive = weakref.ref(x)
+        first = model(x)
+        del x
+        second = model(given())
+        assert not is_alive(alive)
+        del first, second
 
 
 def test_nothing_is_kept_after_stop() -> None:
@@ -107,22 +114,13 @@ def backward_of_all_that_is_left(model: nn.Module) -> None:
     model(given()).sum().backward()
 
 
-def backward_with_a_loss(model: nn.Module) -> Tensor:
-    """The usual way; the loss keeps the graph until the step has come."""
-    loss: Tensor = model(given()).sum()
-    loss.backward()
-    return loss
-
-
 def backward_through_a_checkpoint(model: nn.Module) -> None:
     """The forward is run again in the backward."""
     x = given().requires_grad_()
     checkpoint(model, x, use_reentrant=False).sum().backward()
 
 
-@pytest.mark.parametrize(
-    "way", [backward_of_all_that_is_left, backward_with_a_loss, backward_through_a_checkpoint]
-)
+@pytest.mark.parametrize("way", [backward_of_all_that_is_left, backward_through_a_checkpoint])
 def test_the_rerun_has_what_it_needs_when_a_step_takes_a_bad_backward(
     way: Callable[[nn.Module], Any],
 ) -> None:
@@ -137,16 +135,3 @@ def test_the_rerun_has_what_it_needs_when_a_step_takes_a_bad_backward(
         assert finding is not None
         assert finding.operation == "SqrtBackward0"
         assert w.report().finding is not None
-
-
-def test_the_next_batch_takes_its_place() -> None:
-    """At most one batch is kept, even while the graphs of two live."""
-    model = Root()
-    x = given()
-    alive = weakref.ref(x)
-    with watch(model, gradients=True):
-        first = model(x)
-        del x
-        second = model(given())
-        assert not is_alive(alive)
-        del first, second

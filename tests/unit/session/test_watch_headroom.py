@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from math import inf
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,28 +52,3 @@ def test_zeros_and_integers_have_no_room_to_speak_of():
     assert found is not None
     assert found.place == "0 output, float32"
     deferred.stop()
-
-
-def test_a_deferred_watch_checks_its_options_first():
-    """Options are refused when they are given, patterns when there is a model."""
-    with pytest.raises(ValueError, match="every"):
-        DeferredWatch({"every": 0})
-    with pytest.raises(TypeError, match="'max_frame'"):
-        DeferredWatch({"max_frame": 1})
-    deferred = DeferredWatch({"modules": "encoder"})
-    with pytest.raises(ValueError, match="matches no module"):
-        deferred.start(nn.Linear(2, 2))
-    assert deferred.watch is None
-
-
-def test_a_deferred_watch_watches_one_model_at_a_time():
-    """To start again is to leave the model before; the options count for each."""
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    deferred = DeferredWatch({"every": 1})
-    deferred.stop()
-    watches = [deferred.start(first), deferred.start(second)]
-    first(torch.ones(1, 2))
-    second(torch.ones(1, 2))
-    deferred.stop()
-    assert [watch.batch for watch in watches] == [None, 0]
-    assert all(module._compiled_call_impl is None for module in (first, second))
