@@ -7,7 +7,8 @@
 range: the time of kernels as the profiler reads it on the device, over buffers that rotate so that none is in L2.
 nanwatch, the fastest plain read that we know (floor_cuda.cu), CUB's reduction, and torch.amax of the same bytes.
 train, decode, compile: seconds of a step until the device has done it, in rounds over all ways; a ratio is taken within
-a round, and its median counts. Each row is printed and written as soon as it is there.
+a round, and its median counts. The profiler counts how often the host waits in a step, and sums the time of our kernels.
+Each row is printed and written as soon as it is there.
 """
 
 from __future__ import annotations
@@ -37,6 +38,13 @@ DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 NBYTES = tuple(1 << power for power in (10, 14, 18, 20, 22, 24, 26, 28, 30, 32))
 # Several times the L2 of an H200: a buffer is evicted before it is read again.
 ROTATION_BYTES = 512 << 20
+# What a watch is given in each way; transformers has a class of its own.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "watch": {},
+    "outputs": {"read": "outputs"},
+    "every 16": {"every": 16},
+    "gradients": {"gradients": True},
+}
 WAITS = {"cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
 Row = dict[str, Any]
 Step = Callable[[], object]
@@ -206,12 +214,17 @@ def ratios(times: dict[str, list[float]]) -> Row:
     }
 
 
-def waits_of(step: Step) -> int:
-    """Count how often the host waits for the device in a step."""
+def profiled(step: Step) -> Row:
+    """Count how often the host waits for the device in a step; sum the seconds of our kernels."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         step()
-    return sum(event.name in WAITS for event in profile.events())
+    kernels = [event for event in profile.events() if "range_kernel" in event.name]
+    return {
+        "waits": sum(event.name in WAITS for event in profile.events()),
+        "kernels": len(kernels),
+        "kernel_s": sum(event.time_range.elapsed_us() for event in kernels) * 1e-6,
+    }
 
 
 def llama(rehearse: bool, layers: int = 16) -> nn.Module:
@@ -266,7 +279,7 @@ def watched_steps(
         if way == "transformers":
             DebugUnderflowOverflow(model)
         elif way != "plain":
-            nanwatch.watch(model, gradients=way == "gradients")
+            nanwatch.watch(model, **OPTIONS[way])
     return steps
 
 
@@ -274,19 +287,19 @@ def row_of(name: str, steps: dict[str, Step], count: int) -> Row:
     times = rounds(steps, {"transformers"}, count)
     row = {"part": name, **ratios(times)}
     if torch.cuda.is_available():
-        row["waits"] = {way: waits_of(step) for way, step in steps.items() if way != "transformers"}
+        row["profile"] = {way: profiled(step) for way, step in steps.items() if way != "transformers"}
     return row
 
 
 def train_rows(rehearse: bool) -> Iterator[Row]:
     model = llama(rehearse).train()
-    steps = watched_steps(model, lambda m: training(m, m, rehearse), ("watch", "gradients", "transformers"))
+    steps = watched_steps(model, lambda m: training(m, m, rehearse), (*OPTIONS, "transformers"))
     yield row_of("train", steps, 3 if rehearse else 25)
 
 
 def decode_rows(rehearse: bool) -> Iterator[Row]:
     model = llama(rehearse).eval()
-    steps = watched_steps(model, lambda m: decode(m, m), ("watch", "transformers"))
+    steps = watched_steps(model, lambda m: decode(m, m), ("watch", "outputs", "every 16", "transformers"))
     yield row_of("decode", steps, 3 if rehearse else 60)
 
 
@@ -310,7 +323,7 @@ def told(row: Row) -> str:
         calls = "  ".join(f"{name} {value * 1e6:.1f} us" for name, value in row.get("call_s", {}).items())
         return f"{row['dtype']:14} {row['nbytes']:>10}  TB/s {rates}  of fastest {row['of_fastest']:.3f}  call: {calls}"
     values = "  ".join(f"{name} {value:.4f}" for name, value in row["ratio"].items())
-    return f"{row['part']:16} plain {row['plain_s'] * 1e3:.3f} ms  {values}  waits {row.get('waits')}"
+    return f"{row['part']:16} plain {row['plain_s'] * 1e3:.3f} ms  {values}  {row.get('profile', '')}"
 
 
 def main() -> None:

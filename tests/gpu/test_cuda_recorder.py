@@ -144,6 +144,8 @@ ASSERTION = """
 import torch
 from torch import nn
 
+import nanwatch
+
 class Index(nn.Module):
     def forward(self, x):
         y = x[torch.tensor([99], device="cuda")]
@@ -151,7 +153,7 @@ class Index(nn.Module):
         return y
 
 model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Index()).cuda()
-w = watch(model)
+w = nanwatch.watch(model)
 try:
     model(torch.ones(2, 4, device="cuda"))
 except RuntimeError as error:
