@@ -41,17 +41,14 @@ py::object CallRecorder::named_given_to(const Thread& thread) const {
   return alive;
 }
 
-// Waits for the records of the frames that the batch has deferred, once for each stream, and reports the frames. Each
-// goes into the ring before the next, so that a report ends at the first non-finite one. Returns false with an
-// exception set if a callback raised.
+// Reports the frames that the batch has deferred. Each goes into the ring before the next, so that a report ends at the
+// first non-finite one. Those whose records have come are reported while the device still works; then it waits, once for
+// each stream. Returns false with an exception set if a callback raised.
 bool CallRecorder::take_deferred(Thread& thread) {
   std::vector<CallFrame> deferred = std::exchange(thread.deferred, {});
-  std::vector<PendingRowPtr> rows;
-  for (const CallFrame& entry : deferred)
-    rows.insert(rows.end(), entry.frame.pending.rows.begin(), entry.frame.pending.rows.end());
-  RowTable::instance()->wait(rows);
   std::optional<HeldError> first;  // of what was raised
   for (CallFrame& entry : deferred) {
+    RowTable::instance()->wait(entry.frame.pending.rows);
     bool done = observer_.resolve(*nodes_[size_t(entry.frame.node)], &entry.frame);
     thread.frame.swap(entry.frame);
     if (first) {
