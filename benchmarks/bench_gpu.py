@@ -7,7 +7,7 @@
 range: the time of kernels as the profiler reads it on the device, over buffers that rotate so that none is in L2.
 nanwatch, the fastest plain read that we know (floor_cuda.cu), CUB's reduction, and torch.amax of the same bytes.
 train, decode, compile: seconds of a step until the device has done it, in rounds over all ways; a ratio is taken within
-a round, and its median counts. The profiler counts how often the host waits in a step, and sums the time of our kernels.
+a round, and its median counts. The profiler counts how often the host waits in a step and sums our kernels' time.
 Each row is printed and written as soon as it is there.
 """
 
