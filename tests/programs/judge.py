@@ -50,17 +50,35 @@ from programs.healthy import HEALTHY
 from programs.reported import table
 from programs.stateful import case as stateful
 from programs.stateful import forwards, losses  # noqa: F401
-from programs.threads import attention, batches, classification, empty_targets, geometry, likelihoods  # noqa: F401
+from programs.threads import (  # noqa: F401
+    attention,
+    batches,
+    classification,
+    empty_targets,
+    geometry,
+    likelihoods,
+    small_constants,
+)
 
 COLUMNS = "sound", "module", "operation", "line", "cure", "state", "quiet", "audit"
 # A cure may move a result by this part of its norm from that of float64. Formats of 16 bits have 2 to 3 digits.
 _MOST_CHANGE = 0.01
 _LIMIT = 120  # seconds for a program that takes less than two
 SILENT = (
-    "zero_grad_missing", "decayed_twice", "eval_left_on", "freeze_undone", "tie_lost_on_meta",
-    "every_step_skipped", "bf16_small_rate", "adapter_not_in_optimizer", "encoder_without_gradient",
-    "optimizer_made_each_epoch", "forward_around_ddp", "sequence_parallel_norms", "reduced_over_one_rank",
-)  # fmt: skip
+    "zero_grad_missing",
+    "decayed_twice",
+    "eval_left_on",
+    "freeze_undone",
+    "tie_lost_on_meta",
+    "every_step_skipped",
+    "bf16_small_rate",
+    "adapter_not_in_optimizer",
+    "encoder_without_gradient",
+    "optimizer_made_each_epoch",
+    "forward_around_ddp",
+    "sequence_parallel_norms",
+    "reduced_over_one_rank",
+)
 Verdict = dict[str, Any]
 
 

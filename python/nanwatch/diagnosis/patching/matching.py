@@ -7,7 +7,6 @@ import copy
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -19,13 +18,18 @@ from .table import ALIASES, LIKE, SPELLINGS
 _OPERATORS: dict[type[ast.AST], str] = {
     ast.Div: "div", ast.Pow: "pow", ast.Mult: "mul", ast.Add: "add", ast.Sub: "sub", ast.MatMult: "matmul",
 }  # fmt: skip
-_COMMUTATIVE = ("add", "mul")
 _SAME_ARGUMENT = {"axis": "dim", "keepdims": "keepdim"}
 _OF_NUMBERS = (
     ast.Constant | ast.UnaryOp | ast.BinOp | ast.operator | ast.unaryop
     | ast.Name | ast.Attribute | ast.expr_context | ast.Call
 )  # fmt: skip
 _DEPTH = 6  # of names that are followed to what made them
+# How a file may write a module of torch.
+_MODULES = {
+    "torch": ((torch, ""),),
+    "math": ((math, ""),),
+    "F": ((torch.nn.functional, ""), (torch.nn, ".functional"), (torch, ".nn.functional")),
+}
 
 
 class Operation(NamedTuple):
@@ -36,14 +40,13 @@ class Operation(NamedTuple):
     keywords: Mapping[str, ast.expr] = {}
 
 
-@dataclass(frozen=True)
-class Binding:
+class Binding(NamedTuple):
     """The source that each letter of a pattern stands for, and all nodes that the pattern took in.
 
     `rest` are the arguments for `...`.
     """
 
-    letters: Mapping[str, ast.expr] = field(default_factory=dict)
+    letters: Mapping[str, ast.expr] = {}
     rest: tuple[tuple[ast.expr, ...], Mapping[str, ast.expr]] = (), {}
     nodes: frozenset[ast.AST] = frozenset()
 
@@ -92,9 +95,8 @@ class Site:
 
     def constant(self, node: ast.AST) -> Any:
         """Return the module or number that a node stands for, by the globals of the function; else None."""
-        inner = list(ast.walk(node))
         names: dict[str, Any] = {"float": float}
-        for part in inner:
+        for part in ast.walk(node):
             if isinstance(part, ast.Name) and part.id != "float":
                 names[part.id] = self.target.names.get(part.id) if part.id not in self._bound else None
             if not isinstance(part, _OF_NUMBERS) or (isinstance(part, ast.Call) and not self._is_math(part)):
@@ -115,16 +117,21 @@ class Site:
         """Return the operation that the node is, None where it is none."""
         return _operation(node, self)
 
-    def definition(self, node: ast.AST) -> ast.Assign | None:
-        """Return the plain assignment that made a local name, if it ran before and nothing in it has changed since."""
+    def definition(self, node: ast.AST) -> ast.expr | None:
+        """Return what made a local name by a plain assignment, if it ran before and nothing in it has changed since."""
         if not isinstance(node, ast.Name) or node not in self.parents:
             return None
-        made, assignment = self._last(node.id, self.file.span(self.statement(node)).start)
+        start = self.file.span(self.statement(node)).start
+        made, assignment = self._last(node.id, start)
         if assignment is None or self.parents.get(assignment) not in (self.node, *self.ancestors(node)):
             return None
-        names, start = all_names(assignment.value), self.file.span(self.statement(node)).start
+        names = all_names(assignment.value)
         is_same = node.id not in names and all(self._last(name, start)[0] < made for name in names)
-        return assignment if is_same else None
+        return assignment.value if is_same else None
+
+    def defined(self, node: ast.expr) -> ast.expr:
+        """Return what made the name that the node is, or the node."""
+        return self.definition(node) or node
 
     def _last(self, name: str, start: int) -> tuple[int, ast.Assign | None]:
         bindings = self._bound.get(name, ())
@@ -132,13 +139,7 @@ class Site:
 
     def module(self, name: str) -> str:
         """Return how this file writes `torch`, `F` or `math`. Raise NoFormError where it does not import it."""
-        functional = torch.nn.functional
-        ways = {
-            "torch": ((torch, ""),),
-            "math": ((math, ""),),
-            "F": ((functional, ""), (torch.nn, ".functional"), (torch, ".nn.functional")),
-        }
-        for module, rest in ways[name]:
+        for module, rest in _MODULES[name]:
             for alias, value in self.target.names.items():
                 if value is module:
                     return alias + rest
@@ -158,11 +159,9 @@ def _operation(node: ast.AST, site: Site | None) -> Operation | None:
         return Operation(_OPERATORS[type(node.op)], (node.target, node.value))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return Operation("neg", (node.operand,))
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute):
+        return Operation("size", (node.value.value, node.slice)) if node.value.attr == "shape" else None
     if not isinstance(node, ast.Call) or any(isinstance(x, ast.Starred) for x in node.args):
-        # `x.shape[0]` is `x.size(0)`
-        if isinstance(node, ast.Subscript) and getattr(node.value, "attr", "") == "shape":
-            assert isinstance(node.value, ast.Attribute)
-            return Operation("size", (node.value.value, node.slice))
         return None
     name, args = "", tuple(node.args)
     if isinstance(node.func, ast.Attribute):
@@ -172,10 +171,9 @@ def _operation(node: ast.AST, site: Site | None) -> Operation | None:
             args = (owner, *args)
     elif isinstance(node.func, ast.Name):
         function = None if site is None else site.target.names.get(node.func.id)
-        is_torch = isinstance(function, FunctionType | BuiltinFunctionType) and "torch" in str(
-            function.__module__ or "torch"
-        )
-        name = node.func.id if is_torch or site is None else ""
+        is_function = isinstance(function, FunctionType | BuiltinFunctionType)
+        if site is None or (is_function and "torch" in str(function.__module__ or "torch")):
+            name = node.func.id
     keywords = {_SAME_ARGUMENT.get(x.arg or "**", x.arg or "**"): x.value for x in node.keywords}
     if not args and "input" in keywords:
         args = (keywords.pop("input"),)
@@ -190,9 +188,20 @@ def _operation(node: ast.AST, site: Site | None) -> Operation | None:
     return Operation(name, args, keywords) if name and args else None
 
 
-def match(site: Site, pattern: str, node: ast.AST, *, alike: bool = False) -> Binding | None:
-    """Return the first way in which the pattern stands for the node; with `alike` for a function like its own."""
-    return _match(site, parsed(pattern), node, Binding(), _DEPTH, alike)
+def match(
+    site: Site,
+    pattern: str,
+    node: ast.AST,
+    *,
+    alike: bool = False,
+    binding: Binding | None = None,
+    depth: int = _DEPTH,
+) -> Binding | None:
+    """Return the first way in which the pattern stands for the node; with `alike` for a function like its own.
+
+    `binding` has what is bound already; names are followed `depth` times to what made them.
+    """
+    return _match(site, parsed(pattern), node, binding or Binding(), depth, alike)
 
 
 def _match(
@@ -201,15 +210,12 @@ def _match(
     if isinstance(pattern, ast.Name):
         return _letter(site, pattern.id, node, binding)
     if isinstance(pattern, ast.Constant):
-        if isinstance(pattern.value, bool):
-            is_same = isinstance(node, ast.Constant) and node.value is pattern.value
-        else:
-            value = site.constant(node)
-            is_same = isinstance(value, int | float) and math.isclose(value, pattern.value, rel_tol=1e-6)  # type: ignore[arg-type]
+        value = getattr(node, "value", None) if isinstance(pattern.value, bool) else site.constant(node)
+        is_same = isinstance(value, int | float) and math.isclose(value, pattern.value, rel_tol=1e-6)  # type: ignore[arg-type]
         return binding if is_same else None
-    seen = replace(binding, nodes=binding.nodes | {node})
-    if depth and (assignment := site.definition(node)) is not None:
-        return _match(site, pattern, assignment.value, seen, depth - 1)
+    seen = binding._replace(nodes=binding.nodes | {node})
+    if depth and (made := site.definition(node)) is not None:
+        return _match(site, pattern, made, seen, depth - 1)
     wanted, operation = _operation(pattern, None), site.operation(node)
     assert wanted is not None
     if operation is None:
@@ -218,45 +224,43 @@ def _match(
         return _arguments(site, wanted, operation, seen, depth)
     for spelling, form in SPELLINGS:
         spelt = _operation(parsed(form), None)
-        if spelt is not None and spelt.name == wanted.name:
-            inner = _match(site, parsed(spelling), node, Binding(nodes=binding.nodes), depth)
-            if inner is not None:
-                args = tuple(inner.letters[x.id] for x in spelt.args if isinstance(x, ast.Name))
-                operation = Operation(wanted.name, (*args, *inner.rest[0]), inner.rest[1])
-                seen = replace(binding, nodes=binding.nodes | inner.nodes)
-                if (bound := _arguments(site, wanted, operation, seen, depth)) is not None:
-                    return bound
+        if spelt is None or spelt.name != wanted.name:
+            continue
+        inner = match(site, spelling, node, depth=depth)
+        if inner is not None:
+            args = tuple(inner.letters[x.id] for x in spelt.args if isinstance(x, ast.Name))
+            operation = Operation(wanted.name, (*args, *inner.rest[0]), inner.rest[1])
+            seen = binding._replace(nodes=binding.nodes | inner.nodes)
+            if (bound := _arguments(site, wanted, operation, seen, depth)) is not None:
+                return bound
     return None
 
 
 def _letter(site: Site, letter: str, node: ast.AST, binding: Binding) -> Binding | None:
     bound = binding.letters.get(letter)
-    if not isinstance(node, ast.expr) or (bound is not None and not _is_same(site, bound, node)):
+    if not isinstance(node, ast.expr):
+        return None
+    made = site.defined(node)
+    if (
+        bound is not None
+        and ast.dump(bound) != ast.dump(node)
+        and ast.dump(site.defined(bound)) != ast.dump(made)
+    ):
         return None
     if letter == "N" and not isinstance(site.constant(node), int | float):
         return None
     if letter == "S":
-        assignment = site.definition(node)
-        value = node if assignment is None else assignment.value
-        names = {getattr(x, "attr", "") for x in ast.walk(value)}
-        is_attribute = isinstance(value, ast.Attribute) and is_self(value.value)
-        if not (is_attribute or site.constant(value) is not None or names & {"shape", "size"}):
+        names = {getattr(x, "attr", "") for x in ast.walk(made)}
+        is_attribute = isinstance(made, ast.Attribute) and is_self(made.value)
+        if not (is_attribute or site.constant(made) is not None or names & {"shape", "size"}):
             return None
-    return replace(binding, letters={letter: node, **binding.letters})
-
-
-def _is_same(site: Site, left: ast.expr, right: ast.expr) -> bool:
-    if ast.dump(left) == ast.dump(right):
-        return True
-    values = [made.value if (made := site.definition(node)) else node for node in (left, right)]
-    return values != [left, right] and ast.dump(values[0]) == ast.dump(values[1])
+    return binding._replace(letters={letter: node, **binding.letters})
 
 
 def _arguments(
     site: Site, wanted: Operation, operation: Operation, binding: Binding, depth: int
 ) -> Binding | None:
     patterns = [x for x in wanted.args if not _is_rest(x)]
-    takes_rest = len(patterns) < len(wanted.args)
     args, keywords = list(operation.args), dict(operation.keywords)
     if len(args) < len(patterns):
         return None
@@ -266,16 +270,17 @@ def _arguments(
         if name not in keywords and not args:
             return None
         pairs.append((pattern, keywords.pop(name) if name in keywords else args.pop(0)))
-    if takes_rest:
-        rest = tuple(args), keywords
-        # A row without `...` is for a call without further arguments. A second `...` is the same as the first.
-        if not (args or keywords) or (any(binding.rest) and _dump(binding.rest) != _dump(rest)):
+    rest = tuple(args), keywords
+    # A row without `...` is for a call without further arguments. A second `...` is the same as the first.
+    if len(patterns) == len(wanted.args):
+        if any(rest):
             return None
-        binding = replace(binding, rest=rest)
-    elif args or keywords:
+    elif not any(rest) or (any(binding.rest) and _dump(binding.rest) != _dump(rest)):
         return None
+    else:
+        binding = binding._replace(rest=rest)
     orders = [pairs]
-    if wanted.name in _COMMUTATIVE:
+    if wanted.name in ("add", "mul"):
         orders.append([(pairs[0][0], pairs[1][1]), (pairs[1][0], pairs[0][1])])
     for order in orders:
         inner: Binding | None = binding
@@ -308,13 +313,14 @@ class Writer(ast.NodeTransformer):
         """Return the edits that write the form. Raises NoFormError."""
         tree = ast.fix_missing_locations(self.visit(copy.deepcopy(parsed(form))))
         text = ast.unparse(tree)
-        edit = _placed(self._site, self._node, tree, text if '"' in text else text.replace("'", '"'))
-        return *self.hoists, edit
+        return *self.hoists, _placed(
+            self._site, self._node, tree, text if '"' in text else text.replace("'", '"')
+        )
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         """Return what a letter, a module or a number stands for."""
-        if node.id in ("torch", "F", "math"):
-            return ast.parse(self._site.module(node.id), mode="eval").body
+        if node.id in _MODULES:
+            return parsed(self._site.module(node.id))
         if node.id in self._numbers:
             return ast.Name(self._numbers[node.id])
         value = self._binding.letters.get(node.id)
@@ -327,19 +333,12 @@ class Writer(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         """Write a call, with its further arguments in the place of `...`."""
-        rest: Mapping[str, ast.expr] = {}
-        args: list[ast.expr] = []
-        for argument in node.args:
-            if _is_rest(argument):
-                args += copy.deepcopy(self._binding.rest[0])
-                rest = self._binding.rest[1]
-            else:
-                args.append(self.visit(argument))
-        keywords = {x.arg: self.visit(x.value) for x in node.keywords if x.arg}
-        taken = keywords.keys() | ({"correction"} if "unbiased" in keywords else set())
-        kept = {name: copy.deepcopy(value) for name, value in rest.items() if name not in taken}
-        names = {**kept, **keywords}
-        return ast.Call(self.visit(node.func), args, [ast.keyword(name, x) for name, x in names.items()])
+        args, rest = self._binding.rest if any(map(_is_rest, node.args)) else ((), {})
+        names = {x.arg: self.visit(x.value) for x in node.keywords if x.arg}
+        taken = names.keys() | ({"correction"} if "unbiased" in names else set())
+        names = {**{name: copy.deepcopy(x) for name, x in rest.items() if name not in taken}, **names}
+        given = [y for x in node.args for y in (copy.deepcopy(args) if _is_rest(x) else [self.visit(x)])]
+        return ast.Call(self.visit(node.func), given, [ast.keyword(name, x) for name, x in names.items()])
 
     def _hoisted(self, value: ast.expr) -> str:
         """Give the expression a name on a line of its own, before the assignment that computes it."""

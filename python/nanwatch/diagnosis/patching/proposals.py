@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import ast
-import copy
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..diagnosis import Expression
-from .matching import Binding, NoFormError, Site, Writer, match
+from .matching import Binding, NoFormError, Site, Writer, match, parsed
 from .source import Edit
 from .table import CALLS, GUARDS, MASK, POLES, STABLE, names_that_run, numbers_of
 
 _MOST_STABLE = 5
-_SMALL = 1e-2
 # Whole words in the name of a value that counts something, without the `s` of a plural, and what counts are computed
 # from: `num_tokens` and `n_valid` are counts, `numerator` and `discount` are not.
 _COUNTS = re.compile(
@@ -78,9 +77,30 @@ def failing_nodes(site: Site, failure: Failure) -> list[ast.AST]:
 
 
 def operands(site: Site, failing: Sequence[ast.AST]) -> list[ast.expr]:
-    """Return the operands of the failing operations whose values the guards depend on."""
+    """Return the expressions whose values the guards depend on: operands of the failing operations, and any eps."""
     operations = (operation for node in failing if (operation := site.operation(node)) is not None)
-    return [x for operation in operations for x in operation.args if site.constant(x) is None]
+    nodes = [*(x for operation in operations for x in operation.args), *added_names(site, failing)]
+    return [x for x in nodes if site.constant(x) is None]
+
+
+def parts(site: Site, failing: Sequence[ast.AST]) -> list[ast.AST]:
+    """Return the nodes inside the likeliest failing operation, and inside what made its names."""
+    inner = [node for top in failing[:1] for node in ast.walk(top) if node is not top]
+    made = [value for node in inner if (value := site.definition(node)) is not None]
+    return [*inner, *(node for value in made for node in ast.walk(value))]
+
+
+def added_names(site: Site, failing: Sequence[ast.AST]) -> list[ast.expr]:
+    """Return the numbers and names in the failing operation that are added to something, or given to a call."""
+    adding = ast.BinOp | ast.Call | ast.keyword
+    return [
+        node
+        for node in parts(site, failing)
+        if isinstance(node, ast.Constant | ast.Name | ast.Attribute)
+        and isinstance(above := site.parents.get(node), adding)
+        and not (isinstance(above, ast.BinOp) and not isinstance(above.op, ast.Add))
+        and not (isinstance(above, ast.Call) and above.func is node)
+    ]
 
 
 def narrowest(dtypes: Sequence[str]) -> str:
@@ -110,6 +130,20 @@ class Proposer:
         self._values = values
         self._is_compared = is_compared
         self._numbers = numbers_of(failure.dtype)
+        # Numbers of the source that are not 0, and are 0 in the format of the failing operation.
+        self._vanished = [x for x in added_names(site, failing) if self._vanishes(x)]
+
+    def _vanishes(self, node: ast.expr) -> bool:
+        """Return whether the format of the failing operation rounds a number to 0, as float16 does 1e-8."""
+        constant = self._site.constant(node)
+        values = self._values.get(node, []) if constant is None else [constant]
+        number = next((x for x in values if isinstance(x, float)), 0.0)
+        return number > 0 and float(torch.tensor(number, dtype=getattr(torch, self._failure.dtype))) == 0
+
+    def causes(self) -> list[str]:
+        """Return a sentence for each number of the source that is 0 in the format of the failing operation."""
+        names = dict.fromkeys(self._site.file.part(self._site.file.span(node)) for node in self._vanished)
+        return [f"`{name}` is 0 in {self._failure.dtype}, so it keeps nothing away from 0" for name in names]
 
     def proposals(self) -> Iterator[Proposal]:
         """Yield the changes, stable forms before guards, each once."""
@@ -122,6 +156,10 @@ class Proposer:
 
     def _in_order(self) -> Iterator[Proposal]:
         sources = self._sources()
+        for number in self._vanished:
+            form = "EPS" if isinstance(number, ast.Constant) else "max(X, EPS)"
+            binding = Binding({"X": number})
+            yield from self._written(number, number, form, binding, "give it an eps that the format has")
         yield from self._stable(sources)
         for node in self._failing:
             yield from self._untaken(node)
@@ -134,11 +172,7 @@ class Proposer:
 
     def _sources(self) -> list[ast.AST]:
         """Return the operations that made the operands of the likeliest node, where one of these was not finite."""
-        nodes: list[ast.AST] = []
-        for failing in [] if self._failure.is_finite else self._failing[:1]:
-            inner = [node for node in ast.walk(failing) if node is not failing]
-            made = [binding.value for node in inner if (binding := self._site.definition(node)) is not None]
-            nodes += [*inner, *(node for value in made for node in ast.walk(value))]
+        nodes = [] if self._failure.is_finite else parts(self._site, self._failing)
         return [x for x in nodes if (operation := self._site.operation(x)) and operation.name in POLES]
 
     def _stable(self, sources: Sequence[ast.AST]) -> Iterator[Proposal]:
@@ -175,7 +209,7 @@ class Proposer:
             return None
         changed = binding.letters[part] if part else node
         is_target = isinstance(node, ast.AugAssign) and changed in (node, node.target)
-        if is_target or (part not in ("", "N") and self._site.constant(changed) is not None):
+        if is_target or (part and self._site.constant(changed) is not None):
             return None
         bound = self._bound(binding)
         if condition and not (condition in self._facts(binding, bound) if holds is None else holds):
@@ -221,9 +255,6 @@ class Proposer:
             facts.add("positive")
             if all(bool((x == x.round()).all()) for x in tensors) and self._says_count(operand):
                 facts.add("count")
-        small = binding.letters.get("N")
-        if small is not None and 0 <= self._site.constant(small) <= _SMALL:
-            facts.add("small")
         exponent = binding.letters.get("P")
         power = None if exponent is None else self._site.constant(exponent)
         if exponent is not None and power is None:
@@ -233,12 +264,12 @@ class Proposer:
         return facts | ({"bound"} if bound else set())
 
     def _says_count(self, operand: ast.expr | None) -> bool:
-        texts = [] if operand is None else [ast.unparse(operand)]
-        while operand is not None and len(texts) < 3:
-            assignment = self._site.definition(operand)
-            operand = None if assignment is None else assignment.value
-            texts += [] if operand is None else [ast.unparse(operand)]
-        return any(map(says_count, texts))
+        nodes = (
+            []
+            if operand is None
+            else [operand, made := self._site.defined(operand), self._site.defined(made)]
+        )
+        return any(says_count(ast.unparse(node)) for node in nodes)
 
     def _bound(self, binding: Binding) -> str:
         """Return the bound of an exponent that float64 shows: "" where it goes past the end of the format there too."""
@@ -307,22 +338,10 @@ class Proposer:
         names = {x.id for x in call.args if isinstance(x, ast.Name)}
         if isinstance(call.func, ast.Attribute) and not names and isinstance(call.func.value, ast.Name):
             names = {call.func.value.id}
-        if not names or not isinstance(whole.slice, ast.Name):
-            return
-        tree = copy.deepcopy(call)
-        for parent in list(ast.walk(tree)):
-            for name, value in ast.iter_fields(parent):
-                parts = value if isinstance(value, list) else [value]
-                taken = [
-                    ast.Subscript(x, whole.slice, ast.Load())
-                    if isinstance(x, ast.Name) and x.id in names
-                    else x
-                    for x in parts
-                ]
-                setattr(parent, name, taken if isinstance(value, list) else taken[0])
-        words = f"compute the elements that `{whole.slice.id}` takes, and no others"
-        binding = Binding({"W": ast.fix_missing_locations(tree)})
-        yield from self._written(whole, whole, "W", binding, words)
+        if names and isinstance(whole.slice, ast.Name):
+            text = re.sub(rf"\b({'|'.join(names)})\b", rf"\1[{whole.slice.id}]", ast.unparse(call))
+            words = f"compute the elements that `{whole.slice.id}` takes, and no others"
+            yield from self._written(whole, whole, "W", Binding({"W": parsed(text)}), words)
 
     def _infinities(self) -> Iterator[Proposal]:
         """Propose finite numbers for the infinities that the function writes, as in a mask."""

@@ -113,9 +113,9 @@ class Rounds:
         failing = failing_nodes(site, failure)
         inside: tuple[Program, Failure | None] | None = None
         values = self._values(program, site, [*operands(site, failing), *failing])
-        for proposal in Proposer(
-            site, failure, failing, values, is_compared=self._trials.is_compared
-        ).proposals():
+        proposer = Proposer(site, failure, failing, values, is_compared=self._trials.is_compared)
+        self._trials.remarks += proposer.causes()
+        for proposal in proposer.proposals():
             if self._trials.runs >= _MOST_RUNS or time.monotonic() > self._end:
                 break
             try:

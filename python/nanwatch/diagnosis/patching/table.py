@@ -49,6 +49,7 @@ STABLE = (
     ("log(1 - sigmoid(X) + N)", "F.logsigmoid(-X)"),
     ("log(softmax(X, ...))", "F.log_softmax(X, ...)"),
     ("log(gather(softmax(X, dim=D), ...))", "F.log_softmax(X, dim=D).gather(...)"),
+    ("log(T * softmax(A, ...) + Q * softmax(B, ...))", "torch.logaddexp(torch.log(T) + F.log_softmax(A, ...), torch.log(Q) + F.log_softmax(B, ...))"),
     ("log1p(exp(X))", "F.softplus(X)"),
     ("log(exp(A) + exp(B))", "torch.logaddexp(A, B)"),
     ("log(expm1(X))", "X + torch.log(-torch.expm1(-X))"),
@@ -124,14 +125,13 @@ _ROOT = "keep what the root is taken of away from 0"
 _LOG = "keep what the logarithm is taken of away from 0"
 # Guards of the operation that failed: (pattern, the part of it that is written anew, its new form, condition, words);
 # "" is the whole of the pattern. Conditions: the operand is a Python `number`, an `int`, a `tensor`, a `count` (whole
-# numbers, and its source says that they count), `positive` (float64 shows nothing below 0); the number is `small`; the
+# numbers, and its source says that they count), `positive` (float64 shows nothing below 0); the
 # exponent has a `pole` at 0, or a `bound` that float64 shows; the failure is in the `forward`, in the `backward`, or
 # began with what was `nonfinite` before; the results can be `compared` with those of float64.
 GUARDS = (
     ("A / B", "B", "max(B, 1)", "int", "divide by at least 1"),
     ("A / B", "B", "max(B, EPS)", "number", "divide by at least EPS"),
     ("A / B", "B", "B.clamp(min=1)", "count", "divide by at least 1"),
-    ("A / (B + N)", "N", "EPS", "small", "give it an eps that the format has"),
     ("A / B", "B", "B.clamp(min=EPS)", "positive", "keep the divisor away from 0"),
     ("A / B", "B", "torch.where(B.abs() < EPS, EPS, B)", "tensor", "keep the divisor away from 0"),
     ("A / B", "", "torch.where(B == 0, 0.0, A / torch.where(B == 0, 1.0, B))", "tensor", "take 0 where the divisor is 0"),

@@ -104,6 +104,24 @@ def test_healthy_negative_values_forbid_a_clamp() -> None:
     ]
 
 
+class Unit(nn.Module):
+    """Divides by a norm and an eps that float16 rounds to 0."""
+
+    def __init__(self, eps: float = 1e-8) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.norm(dim=-1, keepdim=True) + self.eps
+        return x / length
+
+
+def test_an_eps_that_the_format_rounds_to_zero_is_the_cause_and_made_larger() -> None:
+    finding = failed(Unit(), HEALTHY_AND_ZERO.half())
+    assert new_lines(works(finding)) == ["length = x.norm(dim=-1, keepdim=True) + max(self.eps, 1e-4)"]
+    assert any("`self.eps` is 0 in float16" in remark for remark in finding.remarks)
+
+
 class Spread(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + x.exp()

@@ -1,0 +1,211 @@
+"""Small constants, squared lengths and mixtures."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from programs.case import thread
+from programs.threads import encoder, zero_head
+
+BASE = "https://github.com/"
+
+
+class Distillation(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.eps = model, 1e-8
+
+    def forward(self, queries: Tensor, documents: Tensor, labels: Tensor) -> Tensor:
+        scores = torch.einsum("qd,qkd->qk", self.model(queries), self.model(documents))
+        lowest = scores.min(-1, keepdim=True).values
+        highest = scores.max(-1, keepdim=True).values
+        scores = (scores - lowest) / (highest - lowest + self.eps)  # culprit: equal_scores
+        return F.kl_div(scores.float().log_softmax(-1), labels.float(), reduction="batchmean")
+
+
+@thread(BASE + "lightonai/pylate/issues/239")
+def equal_scores():
+    documents = torch.randn(2, 1, 6).expand(2, 4, 6).clone().half()
+    batch = torch.randn(2, 6).half(), documents, torch.full((2, 4), 0.25).half()
+    model = Distillation(encoder().half())
+    return model, batch, lambda model, *batch: model(*batch)
+
+
+class ContrastiveHead(nn.Module):
+    def __init__(self, temperature: float = 0.5) -> None:
+        super().__init__()
+        self.projection, self.temperature = nn.Linear(6, 4, bias=False), temperature
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.normalize(self.projection(x), dim=1)  # culprit: dead_projection
+        logits = out @ out.T / self.temperature
+        return F.cross_entropy(logits.float(), torch.arange(len(x)))
+
+
+@thread(BASE + "lightly-ai/lightly/issues/1259")
+def dead_projection():
+    x = torch.randn(4, 6)
+    x[2] = 0
+    return ContrastiveHead().half(), (x.half(),), lambda model, x: model(x)
+
+
+def binary_focal_loss(logits: Tensor, target: Tensor, alpha=0.25, gamma=0.5, eps=1e-8) -> Tensor:
+    probs = torch.sigmoid(logits)
+    loss = -alpha * torch.pow(1.0 - probs, gamma) * target * torch.log(probs + eps)
+    negative = torch.pow(probs, gamma) * (1.0 - target)  # culprit: fractional_focus
+    loss = loss - (1 - alpha) * negative * torch.log(1.0 - probs + eps)
+    return loss.mean()
+
+
+@thread(BASE + "kornia/kornia/issues/918")
+def fractional_focus():
+    target = torch.tensor([[0.0, 1.0, 0.0, 1.0]]).expand(3, 4)
+    return (
+        encoder(gain=900.0),
+        (torch.randn(3, 6), target),
+        lambda model, x, y: binary_focal_loss(model(x), y),
+    )
+
+
+def normalize_tensor(in_feat: Tensor, eps: float = 1e-10) -> Tensor:
+    norm_factor = torch.sqrt(torch.sum(in_feat**2, dim=1, keepdim=True))  # culprit: perceptual_distance
+    return in_feat / (norm_factor + eps)
+
+
+@thread(BASE + "richzhang/PerceptualSimilarity/issues/69")
+def perceptual_distance():
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return (normalize_tensor(model(x)) - normalize_tensor(y)).square().mean()
+
+    return zero_head(), (torch.randn(3, 6), torch.randn(3, 4)), loss
+
+
+def bures_distance(pred: Tensor, target: Tensor) -> Tensor:
+    trace = (pred + target).sum(-1)
+    determinant = (pred.prod(-1) * target.prod(-1)).sqrt()  # culprit: flat_box
+    whole = trace - 2 * (trace + 2 * determinant).sqrt()
+    return torch.log1p(whole.clamp(min=0)).mean()
+
+
+@thread(BASE + "open-mmlab/mmrotate/issues/205")
+def flat_box():
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return bures_distance(model(x).abs(), y)
+
+    return zero_head(outputs=2), (torch.randn(4, 6), torch.rand(4, 2)), loss
+
+
+def edge_lengths(corners: Tensor) -> Tensor:
+    x1, y1, x2, y2 = corners.unbind(-1)
+    num = torch.sqrt((y2 - y1).square() + (x2 - x1).square()) + 1e-8  # culprit: enclosing_box
+    return (y2 * x1 - x2 * y1).abs() / num
+
+
+@thread(BASE + "lilanxiao/Rotated_IoU/issues/20")
+def enclosing_box():
+    return zero_head(), (torch.randn(3, 6),), lambda model, x: edge_lengths(model(x)).sum()
+
+
+class PointerGenerator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.copy, self.vocabulary, self.gate = encoder(gain=900.0), encoder(gain=900.0), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = torch.sigmoid(self.gate(x))
+        mixture = p * F.softmax(self.copy(x), -1) + (1 - p) * F.softmax(self.vocabulary(x), -1)
+        return torch.log(mixture)  # culprit: pointer_mixture
+
+
+@thread(BASE + "pytorch/pytorch/issues/1620")
+def pointer_mixture():
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.nll_loss(model(x), y)
+
+    return PointerGenerator(), (torch.randn(8, 6), torch.arange(8) % 4), loss
+
+
+EPS = torch.finfo(torch.float32).eps
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = encoder(gain=600.0)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return self._nll_bernoulli(torch.sigmoid(self.net(z)), x)
+
+    def _nll_bernoulli(self, theta: Tensor, x: Tensor) -> Tensor:
+        empty = torch.log(1 - theta - EPS)  # culprit: saturated_pixels
+        return -torch.sum(x * torch.log(theta + EPS) + (1 - x) * empty)
+
+
+@thread(BASE + "emited/VariationalRecurrentNeuralNetwork/issues/10")
+def saturated_pixels():
+    return Decoder(), (torch.randn(3, 6), torch.rand(3, 4)), lambda model, z, x: model(z, x)
+
+
+class Sobel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Conv2d(1, 2, 3, bias=False)
+        across = torch.tensor([[1.0, 0, -1], [2, 0, -2], [1, 0, -1]])
+        self.filter.weight = nn.Parameter(torch.stack([across, across.T])[:, None], requires_grad=False)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.filter(image)
+        x = torch.mul(x, x)
+        x = torch.sum(x, dim=1, keepdim=True)
+        return torch.sqrt(x)  # culprit: flat_image
+
+
+@thread(BASE + "chaddy1004/sobel-operator-pytorch/issues/1")
+def flat_image():
+    sobel = Sobel()
+
+    def loss(model: nn.Module, x: Tensor, edges: Tensor) -> Tensor:
+        return F.l1_loss(sobel(model(x)), edges)
+
+    model = nn.Conv2d(1, 1, 3, padding=1)
+    nn.init.zeros_(model.weight)
+    image = torch.rand(2, 1, 8, 8)
+    return nn.Sequential(model, nn.Sigmoid()), (image, torch.rand(2, 1, 6, 6)), loss
+
+
+def safe_softmax(scores: Tensor, mask: Tensor) -> Tensor:
+    scores = scores.masked_fill(mask, -torch.inf)
+    weights = torch.exp(scores - scores.max(-1, keepdim=True).values)  # culprit: masked_everywhere
+    return weights / weights.sum(-1, keepdim=True)
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.out = nn.Linear(6, 4), nn.Linear(6, 4), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        scores = self.query(x) @ self.key(x).transpose(-2, -1)
+        return self.out(safe_softmax(scores, padding[:, None]) @ x)
+
+
+@thread(BASE + "tracel-ai/burn/pull/4697")
+def masked_everywhere():
+    padding = torch.tensor([[False, False, True], [True, True, True]])
+    return Reader(), (torch.randn(2, 3, 6), padding), lambda model, x, p: model(x, p).square().mean()
+
+
+def inner_gradient_direction(old: Tensor, new: Tensor) -> Tensor:
+    step = new - old
+    return step / step.norm(p=2)  # culprit: sharpness_direction
+
+
+@thread(BASE + "rollovd/LookSAM/issues/1")
+def sharpness_direction():
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        features = model(x)
+        return (features + 0.05 * inner_gradient_direction(features.detach(), features)).square().mean()
+
+    return encoder(), (torch.randn(3, 6),), loss
