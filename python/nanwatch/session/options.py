@@ -7,6 +7,7 @@ command line and the environment have nothing else, so that an option is spelt a
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import shlex
@@ -14,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -127,14 +129,18 @@ def to_path(option: str, value: Any) -> Path | None:
         raise TypeError(f"{option} should be a path or None, got {value!r}")
     folder = path = Path(text).expanduser().absolute()  # the run may change its folder
     try:
-        if option == "trace" and path.is_file():
-            folder = path.parent  # in which the trace gets a name of its own
+        if option == "trace":  # which gets a name of its own in its folder
+            folder = path.parent
         folder = next(above for above in (folder, *folder.parents) if above.exists())
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:
         why = f"nothing can be written in {str(folder)!r} ({error.strerror}); give another path"
         raise ValueError(f"{option} is {str(value)!r}, and {why}") from error
+    if option == "trace" and folder != path.parent:
+        raise ValueError(
+            f"{option} is {str(value)!r}, and there is no folder {str(path.parent)!r}; make it first"
+        )
     return path
 
 
@@ -185,13 +191,31 @@ def _check_fields(made: Any, owner: str, **kinds: Callable[[str, Any], Any]) -> 
         object.__setattr__(made, name, kind(f"{name} of {owner}", getattr(made, name)))
 
 
+def _names_arguments(kind: type[_T]) -> type[_T]:
+    """Let the constructor of a dataclass name close arguments where it does not know one."""
+    init: Any = kind.__init__
+    names = [name for name in signature(init).parameters if name != "self"]
+
+    @functools.wraps(init)
+    def checked(self: Any, *values: Any, **arguments: Any) -> None:
+        for name in arguments:
+            if name not in names:
+                hint = close_names(name, names, f"accepted are {', '.join(names)}")
+                raise TypeError(f"{kind.__name__} has no argument {name!r}; {hint}")
+        init(self, *values, **arguments)
+
+    kind.__init__ = checked  # type: ignore[assignment, method-assign]
+    return kind
+
+
+@_names_arguments
 @dataclass(frozen=True)
 class Trace:
     """File that `watch(trace=...)` writes, with what is kept beside the range of each tensor. `Trace.open` reads one.
 
     Args:
-        path: a Parquet file ("run.parquet") or a folder. A path that is taken gets a number, and with several processes
-            the rank: see `Watch.trace_path`.
+        path: a Parquet file ("run.parquet") in a folder that exists. A path that is taken gets a number, and with
+            several processes the rank: see `Watch.trace_path`.
         batches: numbers of the batches to write, from 0; () is every batch.
         counts: count zeros, subnormals, nans, infinities and elements by power of two in each tensor. Reads each
             tensor three times more.
@@ -228,6 +252,7 @@ class Trace:
         return TraceFile.open(path)
 
 
+@_names_arguments
 @dataclass(frozen=True)
 class Audit:
     """Audit of the optimizer's steps 1, 2, 3 and every n-th, for `watch(audit=...)`.

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,11 +68,6 @@ class TraceError(ValueError):
 def unreadable(message: str) -> TraceError:
     """Return a TraceError. Its message may quote a file from a stranger."""
     return TraceError(visible(message))
-
-
-def parts_beside(path: Path) -> Path:
-    """Return where the parts are while the one file takes their place."""
-    return path.with_name(f"{path.name}.parts")
 
 
 def arrow(name: str, what: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,12 +27,9 @@ from .columns import (
     errors,
     facts_of,
     frames_of,
-    parts_beside,
     unreadable,
 )
 
-# End of the name of a file that is a trace together with others: a part, or what one rank wrote.
-_PART_OR_RANK = re.compile(r"^part\D?\d+$|-rank\d+(?=$|-\d+$)")
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 Sketches: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.float64]]"
 
@@ -82,21 +78,13 @@ class Trace:
         """
         place = Path(path)
         datasets = arrow("pyarrow.dataset", "reading a trace")
-        # Killed in the moment when the file took the place of the parts.
-        if not place.exists() and (beside := parts_beside(place)).is_dir():
-            place = beside
         if not place.exists():
             raise FileNotFoundError(f"there is no trace at {place}; pass what watch(trace=...) was given")
-        parts = sorted(place.glob(f"*{SUFFIX}")) if place.is_dir() else [place]
+        parts = sorted(place.glob(f"part-*{SUFFIX}")) if place.is_dir() else [place]
         if not parts:
             is_empty = not any(place.iterdir())
             why = "nothing was written to it yet" if is_empty else "pass what watch(trace=...) was given"
-            raise unreadable(f"{place} is a folder without parts (*{SUFFIX}); {why}")
-        traces = {_PART_OR_RANK.sub("", part.stem): part.name for part in reversed(parts)}
-        if len(traces) > 1:
-            names = sorted(traces.values())
-            shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-            raise unreadable(f"{place} is a folder with {len(names)} traces: {shown}; name one of them")
+            raise unreadable(f"{place} is a folder without parts (part-*{SUFFIX}); {why}")
         try:
             if not all(part.is_file() for part in parts):  # a pipe would never answer
                 raise ValueError("is no regular file")

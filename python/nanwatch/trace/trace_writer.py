@@ -3,7 +3,7 @@
 A Parquet file has its index at its end. One that is not closed cannot be read. So while a run lasts, its trace is a
 folder of whole files: the writer writes the latest part anew, with what has come since, to a file beside the folder,
 and renames it over the part before. A part with PART_ROWS rows is final, and the next begins. pandas, polars and
-pyarrow read such a folder as they read one file. At the end it becomes one file, where a file was asked for.
+pyarrow read such a folder as they read one file. At the end it becomes one file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ..recording.observe import sketch_bytes, take_sketch
 from ..util.visible import spell, warn_user
 from . import columns
-from .columns import SUFFIX, parts_beside
+from .columns import SUFFIX
 
 if TYPE_CHECKING:
     from ..records.record import Frame
@@ -44,19 +44,14 @@ _MAX_NUMBERED = 10_000
 
 
 def claim(path: Path) -> Path:
-    """Make a folder at `path`; where that is taken, at the first free of `name-1`, `name-2` and so on.
-
-    An empty folder that exists is taken as it is, unless it is named like a file. Raises OSError.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    stem, suffix = (path.stem, SUFFIX) if path.suffix == SUFFIX else (path.name, "")
+    """Make a folder at `path`, named like the file; where that is taken, at the first free of `name-1`, `name-2`."""
+    stem = path.name.removesuffix(SUFFIX)
     for number in range(_MAX_NUMBERED):
-        place = path.with_name(f"{stem}-{number}{suffix}") if number else path
+        place = path.with_name(f"{stem}-{number}{SUFFIX}" if number else f"{stem}{SUFFIX}")
         try:
             place.mkdir()
         except FileExistsError:
-            if suffix or not place.is_dir() or any(place.iterdir()):
-                continue
+            continue
         return place
     raise FileExistsError(f"{path} and {_MAX_NUMBERED - 1} numbered after it are taken")
 
@@ -64,24 +59,15 @@ def claim(path: Path) -> Path:
 class TraceWriter:
     """Takes frames and writes them, in a thread of its own. `put` and `close` never raise and never wait for long.
 
-    `folder` is as `claim` left it; with `becomes_file` it is one file after `close`. `facts` are those of the
-    format. `tick` is called by the thread, to hand over what is not handed over yet, and says in how many seconds to
-    call it again.
+    `folder` is as `claim` left it, and one file after `close`. `facts` are those of the format. The thread calls
+    `tick` to be handed what is not handed over yet; it returns in how many seconds to call it again.
     What goes wrong is one warning, and the end of the trace; what is on disk by then stays.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        facts: dict[str, Any],
-        tick: Callable[[], float],
-        *,
-        becomes_file: bool,
-    ) -> None:
+    def __init__(self, folder: Path, facts: dict[str, Any], tick: Callable[[], float]) -> None:
         self.path = folder
         self._facts = facts
         self._tick = tick
-        self._becomes_file = becomes_file
         self._temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
         self._tabulator = columns.Tabulator(facts["rank"])
         self._waiting: deque[list[Frame]] = deque()
@@ -154,8 +140,7 @@ class TraceWriter:
             if self._part == 0 and not self._tables:
                 self._tables.append(columns.schema().empty_table())
             self._flush()
-            if self._becomes_file:
-                self._become_file()
+            self._become_file()
         except BaseException as error:  # not one line of it may reach the run
             self._failed = True
             with self._condition:
@@ -238,7 +223,7 @@ class TraceWriter:
         if parts:
             self._temporary.unlink()
             return
-        aside = parts_beside(self.path)
+        aside = self.path.with_name(f"{self.path.name}.parts")
         self.path.rename(aside)
         self._temporary.rename(self.path)
         shutil.rmtree(aside, ignore_errors=True)

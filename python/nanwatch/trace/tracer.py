@@ -20,7 +20,6 @@ from ..util.job import rank_and_world_size
 from ..util.modules import each_module
 from ..util.visible import warn_user
 from . import columns
-from .columns import SUFFIX
 from .trace_writer import TraceWriter, claim
 
 if TYPE_CHECKING:
@@ -66,10 +65,9 @@ class Tracer:
             "every": every,
             "lost_frames": 0,
         }
-        becomes_file = path.suffix == SUFFIX
         # Weakly: the thread must not keep the watch.
         tick = partial(_tick, weakref.ref(self))
-        self.writer = TraceWriter(claim(path), facts, tick, becomes_file=becomes_file)
+        self.writer = TraceWriter(claim(path), facts, tick)
         self._at_exit = partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
 

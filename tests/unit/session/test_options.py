@@ -312,6 +312,17 @@ def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path, option:
     assert [written.name for written in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_trace_needs_a_folder_and_names_close_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "run.parquet"
+    with pytest.raises(
+        ValueError, match=rf"trace is '{path}', and there is no folder '{path.parent}'; make it"
+    ):
+        watch(nn.ReLU(), trace=path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(TypeError, match="Trace has no argument 'fingerprint'; close names: fingerprints"):
+        Trace(tmp_path / "run.parquet", fingerprint=True)  # type: ignore[call-arg]
+
+
 def test_a_place_that_can_be_written_is_left_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

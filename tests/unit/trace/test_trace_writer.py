@@ -35,9 +35,8 @@ def frame(batch: int, rows: int = 1) -> Frame:
     )
 
 
-def writer(path: Path, **options: Any) -> TraceWriter:
-    options.setdefault("becomes_file", path.suffix == ".parquet")
-    return TraceWriter(claim(path), dict(FACTS), lambda: 1.0, **options)
+def writer(path: Path) -> TraceWriter:
+    return TraceWriter(claim(path), dict(FACTS), lambda: 1.0)
 
 
 @pytest.fixture
@@ -55,49 +54,37 @@ def held_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     release.set()
 
 
-@pytest.mark.parametrize("name", ["run.parquet", "folder"])
-def test_many_parts_are_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A part ends when it is full; a folder keeps its parts, a file is made of them, with a row group each."""
+def test_many_parts_are_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part ends when it is full; the file is made of them, with a row group each."""
     monkeypatch.setattr(trace_writer, "PART_ROWS", 10)
-    one = writer(tmp_path / name)
+    place = tmp_path / "run.parquet"
+    trace = writer(place)
     for batch in range(35):
-        one.put([frame(batch)])
+        trace.put([frame(batch)])
         if batch % 5 == 4:  # let the thread take them before the next come
-            deadline = time.monotonic() + 20
-            while one._waiting and time.monotonic() < deadline:
-                time.sleep(0.002)
-    one.close()
-    place = tmp_path / name
+            until(lambda: not trace._waiting)
+    trace.close()
     assert batches(place) == list(range(35))
-    if name == "folder":
-        assert len(list(place.glob("part-*.parquet"))) > 1
-    else:
-        assert parquet.ParquetFile(place).num_row_groups > 1
+    assert parquet.ParquetFile(place).num_row_groups > 1
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_no_earlier_trace_is_touched(tmp_path: Path) -> None:
-    """A path that is taken, by a file, a folder or a killed run, gets the next number; an empty folder is used."""
-    assert claim(tmp_path / "deep" / "run.parquet") == tmp_path / "deep" / "run.parquet"
-    assert claim(tmp_path / "deep" / "run.parquet") == tmp_path / "deep" / "run-1.parquet"
+    """A path that is taken, by a file, a folder or a killed run, gets the next number."""
+    assert claim(tmp_path / "killed") == tmp_path / "killed.parquet"
+    assert claim(tmp_path / "killed.parquet") == tmp_path / "killed-1.parquet"
     (tmp_path / "run.parquet").write_text("mine")
     assert claim(tmp_path / "run.parquet") == tmp_path / "run-1.parquet"
-    assert claim(tmp_path / "run.parquet") == tmp_path / "run-2.parquet"
-    (tmp_path / "folder").mkdir()
-    assert claim(tmp_path / "folder") == tmp_path / "folder"
-    (tmp_path / "folder" / "x").write_text("mine")
-    assert claim(tmp_path / "folder") == tmp_path / "folder-1"
     assert (tmp_path / "run.parquet").read_text() == "mine"
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_fails_is_one_warning_and_the_parts_before_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Puts go on without an error; what was written before is readable; no half file is left."""
     monkeypatch.setattr(trace_writer, "_LEAST_SECONDS", 0.0)
-    one = writer(tmp_path / "run.parquet")
-    one.put([frame(0)])
+    trace = writer(tmp_path / "run.parquet")
+    trace.put([frame(0)])
     part = tmp_path / "run.parquet" / "part-00000.parquet"
     until(part.exists)
     write = trace_writer.write_table
@@ -105,20 +92,20 @@ def test_a_disk_that_fails_is_one_warning_and_the_parts_before_stay(
     def full(table: Any, path: Path) -> None:
         write(table, path)
         path.write_bytes(path.read_bytes()[:10])
-        raise OSError(number, os.strerror(number), str(path))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr(trace_writer, "write_table", full)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for batch in range(1, 20):
-            one.put([frame(batch)])
+            trace.put([frame(batch)])
             time.sleep(0.002)
-        until(lambda: not one.is_open)
-        one.put([frame(20)])
-        one.close()
-    assert len(told) == 1
-    assert os.strerror(number) in str(told[0].message)
-    assert "the run goes on" in str(told[0].message)
+        until(lambda: not trace.is_open)
+        trace.put([frame(20)])
+        trace.close()
+    assert len(caught) == 1
+    assert os.strerror(errno.ENOSPC) in str(caught[0].message)
+    assert "the run goes on" in str(caught[0].message)
     assert batches(tmp_path / "run.parquet") == [0]
     assert [path.name for path in tmp_path.iterdir()] == ["run.parquet"]
 
@@ -128,36 +115,36 @@ def test_a_slow_disk_costs_frames_and_no_time(
 ) -> None:
     """While the disk takes nothing, puts beyond the limit return at once and are counted, with one warning."""
     monkeypatch.setattr(trace_writer, "MAX_WAITING_ROWS", 100)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        one = writer(tmp_path / "run.parquet")
-        one.put([frame(0)])
-        until(lambda: not one._waiting)  # taken, and stuck in the write from here on
+        trace = writer(tmp_path / "run.parquet")
+        trace.put([frame(0)])
+        until(lambda: not trace._waiting)  # taken, and stuck in the write from here on
         for batch in range(1, 300):
-            one.put([frame(batch, 2)])
-        assert one._waiting_rows <= 100
+            trace.put([frame(batch, 2)])
+        assert trace._waiting_rows <= 100
         held_disk.set()
-        one.close()
+        trace.close()
     written = Trace.open(tmp_path / "run.parquet")
     assert written.batches == tuple(range(51))
     assert written.lost_frames == 300 - 51
-    assert len(told) == 1
-    assert "lacks frames" in str(told[0].message)
+    assert len(caught) == 1
+    assert "lacks frames" in str(caught[0].message)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     """A forked child can put frames and close without effect or hang; the parent's trace is its own."""
-    one = writer(tmp_path / "run.parquet")
-    one.put([frame(0)])
-    with one._condition:  # as a fork may catch it
+    trace = writer(tmp_path / "run.parquet")
+    trace.put([frame(0)])
+    with trace._condition:  # as a fork may catch it
         child = os.fork()
         if child == 0:
-            one.put([frame(1)])
-            one.lose(5)
-            one.close()
-            os._exit(0 if not one.is_open else 1)
+            trace.put([frame(1)])
+            trace.lose(5)
+            trace.close()
+            os._exit(0 if not trace.is_open else 1)
     deadline = time.monotonic() + 20
     ended = (0, 0)
     while ended[0] == 0 and time.monotonic() < deadline:
@@ -167,6 +154,6 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert ended == (child, 0)
-    one.close()
+    trace.close()
     written = Trace.open(tmp_path / "run.parquet")
     assert (written.batches, written.lost_frames) == ((0,), 0)
