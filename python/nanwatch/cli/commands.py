@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..util.progress import Tell, shown
-from ..util.visible import visible
+from ..util.visible import close_names, visible
 
 # Exit status that a shell gives to a program ended by SIGPIPE.
 _CUT = 128 + 13
@@ -150,14 +150,28 @@ def failed(name: str, error: BaseException) -> int:
     return 2
 
 
+class Parser(argparse.ArgumentParser):
+    """Parser of a command. Its error for an unknown flag names close ones."""
+
+    def __init__(self, name: str, description: str, notes: str) -> None:
+        super().__init__(
+            prog=f"nanwatch {name}".rstrip(),
+            description=description,
+            epilog=notes,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the message, and exit with status 2."""
+        flag = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
+        if flag.startswith("--"):
+            message += f"; {close_names(flag, list(self._option_string_actions), '--help lists the options')}"
+        super().error(message)
+
+
 def command_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
     """Return the parser of a command that prints for people, or with --json for programs."""
-    parser = argparse.ArgumentParser(
-        prog=f"nanwatch {name}".rstrip(),
-        description=description,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(name, description, examples)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON document on stdout and nothing else"
     )

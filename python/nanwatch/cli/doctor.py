@@ -62,7 +62,10 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
         "--version", action="version", version=f"nanwatch {__version__}", help="print the version and exit"
     )
     commands = parser.add_subparsers(
-        title="commands, each with a --help of its own", metavar="COMMAND", dest="command"
+        title="commands, each with a --help of its own",
+        metavar="COMMAND",
+        dest="command",
+        parser_class=argparse.ArgumentParser,
     )
     for name, command in COMMANDS.items():
         commands.add_parser(name, help=command.summary, add_help=False)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import json
-import sys
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,9 +14,9 @@ from ..capsule.capsule import FILE, Capsule
 from ..capsule.replay import Replayed
 from ..report import text
 from ..session.api import rerun
-from ..util.progress import shown, wants_color
+from ..util.progress import Tell
 from ..util.visible import module_name, spell, visible
-from .commands import UseError, command_parser, failed, imported
+from .commands import UseError, answered, command_parser, imported
 
 _RECORDED = "as recorded"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -29,18 +29,6 @@ examples:
   nanwatch replay run/capsule --model train:make_model --dtype float32 bfloat16
   nanwatch replay run/capsule --model train:make_model --device cpu --json
 """
-
-
-class _Run(NamedTuple):
-    """One call: its dtype, its result or None, the verdict, and the verdict in words.
-
-    `verdict` is "non-finite", "finite", "not seen" or "failed".
-    """
-
-    dtype: str
-    result: Replayed | None
-    verdict: str
-    words: str
 
 
 def main(arguments: list[str]) -> int:
@@ -70,79 +58,76 @@ def main(arguments: list[str]) -> int:
         help="after the capsule's own, with weights and inputs cast to it and autocast off",
     )
     options = parser.parse_args(arguments)
-    # The user's own code, which is imported and run, must not print on this command's stdout.
-    with shown() as tell, contextlib.redirect_stdout(sys.stderr):
+    return answered("replay", partial(_replay, options))
+
+
+def _replay(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
+    tell(f"reading {options.capsule}")
+    folder = Path(options.capsule)
+    inside = folder / "capsule"  # in the folder of a failure, which `output_dir` holds
+    capsule = Capsule.open(inside if inside.is_dir() and not (folder / FILE).exists() else folder)
+    tell(f"importing {options.model}")
+    model = imported(options.model, "--model")
+    if not isinstance(model, torch.nn.Module):
+        raise UseError(
+            f"--model {options.model} should be a torch.nn.Module or make one, got {type(model).__name__}"
+        )
+    results: dict[str, Replayed | Exception] = {}
+    for dtype in (_RECORDED, *options.dtype):
+        tell(f"replaying {dtype}")
         try:
-            tell(f"reading {options.capsule}")
-            folder = Path(options.capsule)
-            inside = folder / "capsule"  # in the folder of a failure, which `output_dir` holds
-            capsule = Capsule.open(inside if inside.is_dir() and not (folder / FILE).exists() else folder)
-            tell(f"importing {options.model}")
-            model = imported(options.model, "--model")
-            if not isinstance(model, torch.nn.Module):
-                raise UseError(
-                    f"--model {options.model} should be a torch.nn.Module or make one, got {type(model).__name__}"
-                )
-        except (UseError, ValueError, ImportError) as error:
-            return failed("replay", error)
-        runs = []
-        for dtype in (_RECORDED, *options.dtype):
-            tell(f"replaying {dtype}")
-            runs.append(_run(capsule, model, dtype, options.device))
-    print(_document(capsule, runs) if options.json else "\n".join(_lines(capsule, runs)))
-    verdicts = {run.verdict for run in runs}
-    if "non-finite" in verdicts:
-        return _NONFINITE
-    return 0 if verdicts == {"finite"} else _FAILED
+            results[dtype] = rerun(
+                capsule, model, None if dtype == _RECORDED else getattr(torch, dtype), options.device
+            )
+        except Exception as error:  # other dtypes may work
+            results[dtype] = error
+    verdicts = {_verdict(result)[0] for result in results.values()}
+    status = _NONFINITE if "non-finite" in verdicts else 0 if verdicts == {"finite"} else _FAILED
+    return (_document if options.json else _text)(capsule, results), status
 
 
-def _run(capsule: Capsule, model: torch.nn.Module, dtype: str, device: str | None) -> _Run:
-    try:
-        result = rerun(capsule, model, None if dtype == _RECORDED else getattr(torch, dtype), device)
-    except Exception as error:  # other dtypes may work
-        return _Run(dtype, None, "failed", f"could not be run: {spell(error)}")
+def _verdict(result: Replayed | Exception) -> tuple[str, str]:
+    """Return what came of a call: "non-finite", "finite", "not seen" or "failed"; and the same in words."""
+    if isinstance(result, Exception):
+        return "failed", f"could not be run: {spell(result)}"
     if result.report.finding is not None:
-        return _Run(dtype, result, "non-finite", text.summary(result.report.finding))
+        return "non-finite", text.summary(result.report.finding)
     if any(record.isfinite for frame in result.report.frames for record in frame.records):
-        return _Run(dtype, result, "finite", "all finite")
-    return _Run(dtype, result, "not seen", "nothing could be looked at")
+        return "finite", "all finite"
+    return "not seen", "nothing could be looked at"
 
 
-def _lines(capsule: Capsule, runs: list[_Run]) -> list[str]:
-    name = module_name(capsule.module)
+def _text(capsule: Capsule, results: dict[str, Replayed | Exception]) -> str:
     versions = f"torch {capsule.versions.get('torch')}, nanwatch {capsule.versions.get('nanwatch')}"
-    lines = [
-        f"{capsule.folder}: {name} ({capsule.class_name}) on {capsule.device}, {versions}",
-        *(f"{run.dtype:<13}{run.words}" for run in runs),
-    ]
-    results = [run.result for run in runs if run.result is not None]
-    remarks = dict.fromkeys(f"Note:  {remark}" for result in results for remark in result.remarks)
-    report = next((result.report for result in results if result.report.finding is not None), None)
-    return [
-        *map(visible, lines),
-        *([] if report is None else ["", report.to_text(color=wants_color(sys.stdout))]),
-        *(["", *map(visible, remarks)] if remarks else []),
-    ]
+    name = f"{module_name(capsule.module)} ({capsule.class_name})"
+    lines = [f"{capsule.folder}: {name} on {capsule.device}, {versions}"]
+    lines += [f"{dtype:<13}{_verdict(result)[1]}" for dtype, result in results.items()]
+    replayed = [result for result in results.values() if isinstance(result, Replayed)]
+    remarks = dict.fromkeys(f"Note:  {remark}" for result in replayed for remark in result.remarks)
+    reports = [result.report for result in replayed if result.report.finding is not None]
+    shown = ["", reports[0].to_text()] if reports else []
+    return "\n".join([*map(visible, lines), *shown, *(["", *map(visible, remarks)] if remarks else [])])
 
 
-def _document(capsule: Capsule, runs: list[_Run]) -> str:
-    described = [
-        {
-            "dtype": run.dtype,
-            "device": None if run.result is None else str(run.result.device),
-            "verdict": run.verdict,
-            "error": run.words.partition(": ")[2] if run.result is None else None,
-            "remarks": [] if run.result is None else list(run.result.remarks),
-            "report": None if run.result is None else json.loads(run.result.report.to_json()),
+def _document(capsule: Capsule, results: dict[str, Replayed | Exception]) -> str:
+    runs = []
+    for dtype, result in results.items():
+        replayed = None if isinstance(result, Exception) else result
+        run = {
+            "dtype": dtype,
+            "device": replayed and str(replayed.device),
+            "verdict": _verdict(result)[0],
+            "error": spell(result) if isinstance(result, Exception) else None,
+            "remarks": list(replayed.remarks) if replayed else [],
+            "report": replayed and json.loads(replayed.report.to_json()),
         }
-        for run in runs
-    ]
+        runs.append(run)
     document: dict[str, Any] = {
         "capsule": str(capsule.folder),
         "module": capsule.module,
         "class": capsule.class_name,
         "versions": dict(capsule.versions),
         "left_out": list(capsule.left_out),
-        "runs": described,
+        "runs": runs,
     }
     return json.dumps(document, indent=2)

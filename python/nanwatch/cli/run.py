@@ -23,6 +23,7 @@ from ..session.api import Watch, start_watch
 from ..session.model_finder import MAX_MODELS, ModelFinder
 from ..session.options import OPTIONS, Options, flag, flag_or_none, make_options, parts
 from ..util.visible import spell, visible
+from .commands import Parser
 from .script import FILES, add_script, check_script, run_script, run_with_parent
 
 _NAME = "nanwatch run"
@@ -74,12 +75,8 @@ def main(arguments: list[str]) -> int:
 
 def run_parser() -> argparse.ArgumentParser:
     """Return the parser of `nanwatch run`."""
-    parser = argparse.ArgumentParser(
-        prog=_NAME,
-        description="Run an unchanged training script and watch its model. Options go before the script.",
-        epilog=_NOTES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "Run an unchanged training script and watch its model. Options go before the script."
+    parser = Parser("run", what, _NOTES)
     add_script(parser)
     parser.add_argument(
         "--json",

@@ -109,6 +109,19 @@ def test_the_usage_names_the_program(name: str, capsys: pytest.CaptureFixture[st
     assert "python -m nanwatch" not in shown
 
 
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [(["scan", "--agianst=b", "a"], "--against"), (["run", "--moduls", "x", "train.py"], "--modules")],
+)
+def test_an_unknown_flag_names_close_ones(
+    arguments: list[str], flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    assert f"close names: {flag}" in capsys.readouterr().err
+
+
 def test_a_missing_package_is_named_with_what_can_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """nanwatch is on no index: the package itself, or the extra of a clone."""
     monkeypatch.setitem(sys.modules, "pyarrow", None)
