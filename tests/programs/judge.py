@@ -44,41 +44,23 @@ import nanwatch
 import nanwatch.capsule.capsule
 import nanwatch.diagnosis.rerun
 from nanwatch.report.finding import Cure, Finding
-from programs import failing, shapes  # noqa: F401 - enter their programs
+from programs import failing, reported, shapes  # noqa: F401 - enter their programs
 from programs.case import CASES, THREADS, Case, Setup, finite
 from programs.healthy import HEALTHY
-from programs.reported import table
 from programs.stateful import case as stateful
-from programs.stateful import forwards, losses  # noqa: F401
 from programs.threads import (  # noqa: F401
-    attention,
-    batches,
-    classification,
-    empty_targets,
-    geometry,
-    likelihoods,
-    small_constants,
-)
+    attention, batches, classification, empty_targets, geometry, likelihoods, small_constants,
+)  # fmt: skip
 
 COLUMNS = "sound", "module", "operation", "line", "cure", "state", "quiet", "audit"
 # A cure may move a result by this part of its norm from that of float64. Formats of 16 bits have 2 to 3 digits.
 _MOST_CHANGE = 0.01
 _LIMIT = 120  # seconds for a program that takes less than two
 SILENT = (
-    "zero_grad_missing",
-    "decayed_twice",
-    "eval_left_on",
-    "freeze_undone",
-    "tie_lost_on_meta",
-    "every_step_skipped",
-    "bf16_small_rate",
-    "adapter_not_in_optimizer",
-    "encoder_without_gradient",
-    "optimizer_made_each_epoch",
-    "forward_around_ddp",
-    "sequence_parallel_norms",
-    "reduced_over_one_rank",
-)
+    "zero_grad_missing", "decayed_twice", "eval_left_on", "freeze_undone", "tie_lost_on_meta",
+    "every_step_skipped", "bf16_small_rate", "adapter_not_in_optimizer", "encoder_without_gradient",
+    "optimizer_made_each_epoch", "forward_around_ddp", "sequence_parallel_norms", "reduced_over_one_rank",
+)  # fmt: skip
 Verdict = dict[str, Any]
 
 
@@ -136,10 +118,7 @@ def _fault_of(case: Case, cure: Cure) -> str:
     if cure.patch:
         names = _patched(case.file, cure.patch)
         torch.manual_seed(0)
-        if case.file.parent == table.HERE:
-            setup = table.setup_of(names, setup.steps)
-        else:
-            setup = names.__dict__[case.name]()
+        setup = names.__dict__[case.name]()
     elif not _follow(cure.what, setup):
         return f"nobody knows how to apply it: {cure.what}"
     results = setup.run()
@@ -162,7 +141,16 @@ def _patched(file: Path, patch: str) -> ModuleType:
         copied.write_text(file.read_text())
         command = ["git", "apply", "--whitespace=nowarn", "-"]
         subprocess.run(command, cwd=folder, input=patch, text=True, check=True, capture_output=True)
-        return table.load(file, copied.read_text())
+        return _loaded(file, copied.read_text())
+
+
+def _loaded(path: Path, text: str) -> ModuleType:
+    """Return source text as a module of its own. Relative imports in it are those of `programs`."""
+    names = ModuleType(f"text of {path.stem}")
+    names.__package__ = "programs"
+    sys.modules[names.__name__] = names  # where dataclasses look for annotations
+    exec(compile(text, str(path), "exec"), names.__dict__)
+    return names
 
 
 def _follow(what: str, setup: Setup) -> bool:

@@ -20,12 +20,14 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the judge forks
 
 # How many programs have the column. A program that goes takes its number along, and says why in its commit.
 COUNTS = {
-    "module": 97, "operation": 112, "line": 99, "cure": 103, "state": 15, "quiet": 32, "audit": 13,
+    "module": 89, "operation": 103, "line": 91, "cure": 94, "state": 14, "quiet": 32, "audit": 13,
 }  # fmt: skip
 # They fail by a count of their own in Python, which the failed run has moved on. A re-run starts from what it left.
 _COUNTED = {
-    "forward_counts_its_calls", "forward_prints", "forward_writes_its_own_weight", "function_of_autograd_counts",
-}  # fmt: skip
+    "forward_counts_its_calls",
+    "forward_writes_its_own_weight",
+    "function_of_autograd_counts",
+}
 MISSES = {
     "module": {
         "scores_that_overflow", "mse_missing_targets",
@@ -42,7 +44,7 @@ MISSES = {
         *_COUNTED, "loss_moves_its_own_threshold",
         # Nothing works, or no statement of the program would.
         "cumprod", "weight_norm_of_zero", "recurrence", "own_input", "data_in_place",
-        "negative_running_var", "learning_rate", "learning_rate_quality",
+        "negative_running_var", "learning_rate_quality",
         "given_to_a_nested_container", "scores_that_overflow",
     },
     "state": set(),
@@ -55,7 +57,7 @@ MISSES = {
 
 
 # The trainings of public threads: what is not reached.
-THREADS = 82
+THREADS = 72
 THREAD_MISSES = {
     "line": {"blank_image"},  # made before the model is called
     "cure": {
@@ -92,6 +94,7 @@ def test_programs(column: str) -> None:
     assert MISSES[column] == missed, "these are reached now: take them out of MISSES"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", THREAD_MISSES)
 def test_threads(column: str) -> None:
     """The same of the trainings of public threads."""

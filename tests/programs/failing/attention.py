@@ -10,7 +10,7 @@ from programs.case import PRODUCTS, Setup, failure
 
 
 class Attention(nn.Module):
-    """One head by hand, with an optional mask that is True where to look."""
+    """One head by hand."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -19,13 +19,10 @@ class Attention(nn.Module):
         self.v = nn.Linear(width, width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.q(x), self.k(x), self.v(x)
         scores = q @ k.transpose(-2, -1)  # culprit: attention_logits
-        scores = scores * q.shape[-1] ** -0.5
-        if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf"))
-        probs = scores.softmax(dim=-1)  # culprit: masked_row
+        probs = (scores * q.shape[-1] ** -0.5).softmax(dim=-1)
         return self.out(probs @ v)
 
 
@@ -37,8 +34,8 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.attn = Attention(width)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return x + self.attn(self.norm(x), mask)
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attn(self.norm(x))
 
 
 @failure(
@@ -56,20 +53,6 @@ def attention_logits() -> Setup:
         model.attn.q.weight.mul_(200)
         model.attn.k.weight.mul_(200)
     return Setup(model.half(), (torch.randn(2, 6, 64).half(),))
-
-
-@failure(
-    "a softmax over a row in which everything is masked, in code of one's own",
-    module="attn.out",
-    label="input[0]",
-    origin="received",
-    source_module="attn",
-    operations="_softmax softmax",
-)
-def masked_row() -> Setup:
-    mask = torch.ones(2, 6, 6, dtype=torch.bool).tril()
-    mask[1, :, 0] = False  # padded on the left: the first token may look at nothing
-    return Setup(Block(16), (torch.randn(2, 6, 16), mask))
 
 
 class Encoder(nn.Module):
@@ -189,32 +172,6 @@ def temperature_zero() -> Setup:
     model.add_module("head", nn.Linear(8, 30))
     model.add_module("sampler", Sampler(0.0))
     return Setup(model, (torch.randn(2, 8),))
-
-
-class MeanPool(nn.Module):
-    """The mean of the tokens that are no padding."""
-
-    def forward(self, h: Tensor, mask: Tensor) -> Tensor:
-        total = (h * mask[..., None]).sum(dim=1)
-        return total / mask.sum(dim=1, keepdim=True)  # culprit: empty_text
-
-
-class SentenceEncoder(nn.Module):
-    """One vector for each text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(20, 16)
-        self.pool = MeanPool()
-        self.out = nn.Linear(16, 8)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.out(self.pool(self.embed(ids), (ids != 0).float()))
-
-
-@failure("mean pooling of a text without a token", module="pool", operations="div")
-def empty_text() -> Setup:
-    return Setup(SentenceEncoder(), (torch.tensor([[5, 6, 0], [0, 0, 0]]),))
 
 
 class Experts(nn.Module):

@@ -49,21 +49,6 @@ def logsumexp() -> Setup:
     return Setup(model, (torch.randn(4, 8) * 300, torch.tensor([1, 2, 3, 4])))
 
 
-class Softplus(nn.Module):
-    """log(1 + exp(x))."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.log(1 + x.exp())  # culprit: softplus
-
-
-@failure("softplus by hand", module="scale", value="inf", operations="exp")
-def softplus() -> Setup:
-    model = nn.Sequential()
-    model.add_module("hidden", nn.Linear(8, 4))
-    model.add_module("scale", Softplus())
-    return Setup(model, (torch.randn(16, 8) * 200,))
-
-
 class Diffusion(nn.Module):
     """Noisy samples back to clean ones by the product of 1 / (1 - beta)."""
 

@@ -94,19 +94,6 @@ def pairwise_distance() -> Setup:
     return Setup(after_linear(16, distances=Distances()), (torch.randn(200, 16) + 5,))
 
 
-class MinibatchDeviation(nn.Module):
-    """The spread over the batch as one more feature, as in a GAN's discriminator."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        spread = x.var(dim=0)  # culprit: variance_of_one
-        return torch.cat([x, spread.mean().expand(len(x), 1)], dim=1)
-
-
-@failure("the unbiased variance of the last batch, which has one sample", module="spread", operations="var")
-def variance_of_one() -> Setup:
-    return Setup(after_linear(8, spread=MinibatchDeviation()), (torch.randn(1, 8),))
-
-
 class Advantage(nn.Module):
     """Rewards relative to their group."""
 
@@ -212,22 +199,6 @@ def cosine_of_zero() -> Setup:
     b = torch.randn(4, 8)
     b[2] = 0.0
     return Setup(Matcher(), (torch.randn(4, 8), b))
-
-
-class FakeQuantise(nn.Module):
-    """To 8 bits and back, a scale for each row."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = x.abs().amax(dim=-1, keepdim=True) / 127
-        q = torch.round(x / scale)  # culprit: quantisation_scale
-        return q * scale
-
-
-@failure("the quantisation scale of a row of zeros", module="quantise", operations="div")
-def quantisation_scale() -> Setup:
-    x = torch.randn(4, 8)
-    x[3] = 0.0
-    return Setup(after_linear(8, quantise=FakeQuantise()), (x,))
 
 
 class LogMel(nn.Module):

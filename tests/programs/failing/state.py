@@ -62,20 +62,6 @@ def poisoned_running_mean() -> Setup:
     return Setup(model, (torch.randn(4, 8),))
 
 
-@failure(
-    "bfloat16 weights above 65504 converted to float16",
-    module="decoder",
-    label="weight",
-    origin="weight",
-    value="inf",
-)
-def bfloat16_to_float16() -> Setup:
-    model = Autoencoder().eval().bfloat16()
-    with torch.no_grad():
-        model.decoder.weight[0, 1] = 1e5
-    return Setup(model.half(), (torch.randn(4, 8).half(),))
-
-
 class Tabular(nn.Module):
     """Numbers and a category, given as a dict."""
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from programs.case import PRODUCTS, Setup, failure
+from programs.case import Setup, failure
 
 
 class Regressor(nn.Module):
@@ -18,7 +18,7 @@ class Regressor(nn.Module):
         self.out = nn.Linear(inner, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(F.silu(self.hidden(x)))  # culprit: learning_rate
+        return self.out(F.silu(self.hidden(x)))
 
 
 def fit(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, steps: int) -> None:
@@ -28,19 +28,6 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor
         loss = F.mse_loss(model(x).squeeze(-1), y)
         loss.backward()
         optimizer.step()
-
-
-@failure(
-    "a learning rate that is too high: the output of the fifth step overflows",
-    module="out",
-    value="inf",
-    operations=PRODUCTS,
-)
-def learning_rate() -> Setup:
-    model = Regressor(8, 16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
-    x = torch.randn(32, 8)
-    return Setup(model, loop=lambda: fit(model, optimizer, x, x.sum(-1), 20))
 
 
 @failure(

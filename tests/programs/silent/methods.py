@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_, prune
 from torch.utils.checkpoint import checkpoint
 
@@ -57,30 +57,6 @@ def low_rank_adapters(watch: Watching) -> None:
 
 
 @unusual
-def bottleneck_adapters(watch: Watching) -> None:
-    model = Layers(drop=0.1).requires_grad_(False)
-    model.adapter = nn.Sequential(nn.Linear(16, 4), nn.GELU(), nn.Linear(4, 16))
-    for weight in (*model.adapter[2].parameters(), model.adapter[0].bias):
-        nn.init.zeros_(weight)
-
-    def call(x: Tensor) -> Tensor:
-        hidden = model.features(x)
-        return model.head(hidden + model.adapter(hidden))
-
-    with watch(model):
-        train(model, AdamW(model.adapter.parameters(), lr=1e-3), call)
-
-
-@unusual
-def biases_alone(watch: Watching) -> None:
-    model = Layers()
-    for name, weight in model.named_parameters():
-        weight.requires_grad = "bias" in name
-    with watch(model):
-        train(model, AdamW(filter(lambda p: p.requires_grad, model.parameters()), lr=1e-3))
-
-
-@unusual
 def soft_prompt(watch: Watching) -> None:
     model = nn.ModuleDict(
         {"body": nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), "head": nn.Linear(8, 4)}
@@ -107,19 +83,6 @@ def fine_tuning_with_resting_norms(watch: Watching) -> None:
             model.norm.eval()
             train(model, optimizer, steps=4)
             validate(model.eval())
-
-
-@unusual
-def distillation(watch: Watching) -> None:
-    teacher, student = Layers(drop=0.1).eval(), mlp(8, 4, 4)
-    with watch(nn.ModuleDict({"teacher": teacher, "student": student})):
-        optimizer = AdamW(student.parameters(), lr=1e-3)
-        for _, x, y in batches():
-            with torch.no_grad():
-                soft = (teacher(x) / 2).softmax(1)
-            output = student(x)
-            distance = nn.functional.kl_div((output / 2).log_softmax(1), soft, reduction="batchmean")
-            update(optimizer, mse(output, y) + 4 * distance)
 
 
 @unusual
@@ -180,32 +143,6 @@ def tasks_in_a_row(watch: Watching) -> None:
 
 
 @unusual
-def quasi_newton_with_line_search(watch: Watching) -> None:
-    model = mlp(8, 8, 4)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
-    with watch(model):
-        for _, x, y in batches(6):
-
-            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-                optimizer.zero_grad()
-                loss = mse(model(x), y)
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
-
-
-@unusual
-def resilient_propagation(watch: Watching) -> None:
-    model = Layers()
-    optimizer = torch.optim.Rprop(model.parameters(), lr=1e-3)
-    _, x, y = next(batches())
-    with watch(model):
-        for _ in range(12):
-            update(optimizer, mse(model(x), y))
-
-
-@unusual
 def physics_informed(watch: Watching) -> None:
     model = mlp(2, 16, 16, 1)
     points = torch.rand(32, 2, requires_grad=True)
@@ -259,27 +196,6 @@ def reptile(watch: Watching) -> None:
             model.load_state_dict(
                 {name: before[name] + 0.3 * (after[name] - before[name]) for name in before}
             )
-
-
-@unusual
-def private_gradients(watch: Watching) -> None:
-    model = mlp(8, 16, 4)
-    optimizer = SGD(model.parameters(), lr=0.05)
-
-    def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return mse(functional_call(model, weights, (x[None],))[0], y)
-
-    with watch(model):
-        for _, x, y in batches():
-            weights = {name: p.detach() for name, p in model.named_parameters()}
-            each = vmap(grad(loss), (None, 0, 0))(weights, x, y)
-            norms = torch.stack([g.flatten(1).norm(dim=1) for g in each.values()]).norm(dim=0)
-            shares = (1.0 / (norms + 1e-6)).clamp(max=1)
-            for name, p in model.named_parameters():
-                clipped = torch.einsum("n,n...->...", shares, each[name])
-                p.grad = (clipped + 0.1 * torch.randn_like(p)) / len(x)
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 @unusual
@@ -443,41 +359,6 @@ def deep_equilibrium(watch: Watching) -> None:
         train(model, Adam(model.parameters(), lr=1e-3))
 
 
-class Adjoint(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, field: nn.Module, x: Tensor, *weights: Tensor) -> Tensor:
-        for _ in range(4):
-            x = x + 0.25 * field(x)
-        ctx.field, ctx.weights = field, weights
-        ctx.save_for_backward(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        sums = [torch.zeros_like(weight) for weight in ctx.weights]
-        for _ in range(4):
-            with torch.enable_grad():
-                x = x.detach().requires_grad_(True)
-                moved = ctx.field(x)
-                of_x, *of_weights = torch.autograd.grad(moved, (x, *ctx.weights), slope)
-            x, slope = x - 0.25 * moved.detach(), slope + 0.25 * of_x
-            sums = [total + 0.25 * part for total, part in zip(sums, of_weights, strict=True)]
-        return (None, slope, *sums)
-
-
-@unusual
-def differential_equation_with_an_adjoint(watch: Watching) -> None:
-    field, head = mlp(8, 16, 8), nn.Linear(8, 4)
-    model = nn.ModuleDict({"field": field, "head": head})
-    with watch(model):
-        train(
-            model,
-            Adam(model.parameters(), lr=1e-3),
-            lambda x: head(Adjoint.apply(field, x, *field.parameters())),
-        )
-
-
 class Reversed(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -509,20 +390,6 @@ def reversible_layers(watch: Watching) -> None:
 
     def call(x: Tensor) -> Tensor:
         return head(torch.cat(Reversed.apply(first, second, *stem(x).chunk(2, 1)), 1))
-
-    with watch(model):
-        train(model, Adam(model.parameters(), lr=1e-3), call)
-
-
-@unusual
-def hard_samples_of_a_gumbel_softmax(watch: Watching) -> None:
-    encoder, decoder, turn = nn.Linear(8, 12), nn.Linear(12, 4), iter(range(12))
-    model = nn.ModuleDict({"encoder": encoder, "decoder": decoder})
-
-    def call(x: Tensor) -> Tensor:
-        scores = encoder(x).view(-1, 3, 4)
-        sample = nn.functional.gumbel_softmax(scores, tau=0.8 ** next(turn), hard=True)
-        return decoder(sample.flatten(1))
 
     with watch(model):
         train(model, Adam(model.parameters(), lr=1e-3), call)

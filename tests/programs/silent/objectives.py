@@ -50,20 +50,6 @@ def critic_frozen_in_the_other_turn(watch: Watching) -> None:
 
 
 @unusual
-def lazy_penalty(watch: Watching) -> None:
-    generator, critic = mlp(8, 16, 4), mlp(4, 16, 1)
-    of_generator, of_critic = Adam(generator.parameters(), lr=2e-4), Adam(critic.parameters(), lr=2e-4)
-    with watch(nn.ModuleDict({"generator": generator, "critic": critic})):
-        for step, x, real in batches():
-            update(of_critic, softplus(critic(generator(x).detach())).mean() + softplus(-critic(real)).mean())
-            if step % 4 == 0:
-                real = real.clone().requires_grad_(True)
-                (slope,) = torch.autograd.grad(critic(real).sum(), real, create_graph=True)
-                update(of_critic, 4 * 5 * slope.square().sum(1).mean())
-            update(of_generator, softplus(-critic(generator(x))).mean())
-
-
-@unusual
 def spectral_norm_and_a_hinge(watch: Watching) -> None:
     generator, norm = mlp(8, 16, 4), parametrizations.spectral_norm
     critic = nn.Sequential(norm(nn.Linear(4, 16)), nn.LeakyReLU(0.1), norm(nn.Linear(16, 1)))
@@ -144,24 +130,6 @@ def soft_actor_and_critics(watch: Watching) -> None:
             follow(targets, critics)
 
 
-@unusual
-def value_network_with_a_late_copy(watch: Watching) -> None:
-    policy = mlp(8, 16, 4)
-    target, optimizer = copy.deepcopy(policy), AdamW(policy.parameters(), lr=1e-3, amsgrad=True)
-    with watch(nn.ModuleDict({"policy": policy, "target": target})):
-        for step, x, y in batches():
-            with torch.no_grad():
-                action = torch.cat([policy(row[None]).argmax(1) for row in x])
-                goal = y[:, 0] + 0.9 * target(x.roll(1, 0)).max(1).values
-            value = policy(x).gather(1, action[:, None])[:, 0]
-            optimizer.zero_grad()
-            nn.functional.smooth_l1_loss(value, goal).backward()
-            torch.nn.utils.clip_grad_value_(policy.parameters(), 100)
-            optimizer.step()
-            if step % 5 == 4:
-                target.load_state_dict(policy.state_dict())
-
-
 # Several views.
 
 
@@ -181,25 +149,6 @@ def queue_of_keys(watch: Watching) -> None:
             scores = torch.cat([(left * right).sum(1, keepdim=True), left @ model.queue.T], 1) / 0.07
             update(optimizer, cross_entropy(scores, torch.zeros(16, dtype=torch.long)))
             model.queue = torch.cat([model.queue[16:], right])
-
-
-@unusual
-def predictor_without_negatives(watch: Watching) -> None:
-    online, predictor = Layers(norm=nn.BatchNorm1d(16)), mlp(4, 8, 4)
-    target = copy.deepcopy(online)
-    for p in target.parameters():
-        p.requires_grad = False
-    optimizer = AdamW([*online.parameters(), *predictor.parameters()], lr=1e-3)
-    with watch(nn.ModuleDict({"online": online, "predictor": predictor, "target": target})):
-        for _, x, _ in batches():
-            views = [x + 0.1 * torch.randn_like(x) for _ in range(2)]
-            with torch.no_grad():
-                goals = [normalize(target(view)) for view in reversed(views)]
-            pairs = zip(views, goals, strict=True)
-            update(
-                optimizer, sum((2 - 2 * normalize(predictor(online(v))) * g).sum(1).mean() for v, g in pairs)
-            )
-            follow(target, online, 0.01)
 
 
 @unusual
@@ -232,110 +181,7 @@ def triplets_of_one_encoder(watch: Watching) -> None:
             update(optimizer, triplet(model(x), model(x + 0.05), model(x.roll(1, 0) * (1 + step % 3))))
 
 
-@unusual
-def centers_with_a_rate_of_their_own(watch: Watching) -> None:
-    model, centers = Layers(), nn.Parameter(torch.randn(4, 16))
-    model.register_parameter("centers", centers)
-    weights = [p for p in model.parameters() if p is not centers]
-    of_model, of_centers = SGD(weights, lr=0.05), SGD([centers], lr=0.5)
-    with watch(model):
-        for _, x, y in batches():
-            features, labels = model.features(x), y.argmax(1)
-            of_model.zero_grad()
-            of_centers.zero_grad()
-            (cross_entropy(model.head(features), labels) + 0.01 * mse(features, centers[labels])).backward()
-            of_model.step()
-            centers.grad.data *= 1 / 0.01
-            of_centers.step()
-
-
-@unusual
-def losses_weighted_by_their_uncertainty(watch: Watching) -> None:
-    model = Layers()
-    model.register_parameter("log_variances", nn.Parameter(torch.zeros(2)))
-    optimizer = Adam(model.parameters(), lr=1e-3)
-    with watch(model):
-        for _, x, y in batches():
-            output = model(x)
-            losses = torch.stack([mse(output[:, :2], y[:, :2]), mse(output[:, 2:], y[:, 2:])])
-            update(optimizer, (losses * (-model.log_variances).exp() + model.log_variances).sum())
-
-
-@unusual
-def reversed_gradient_of_a_domain(watch: Watching) -> None:
-    body, labels, domains = mlp(8, 16, 8), nn.Linear(8, 4), nn.Linear(8, 2)
-    model = nn.ModuleDict({"body": body, "labels": labels, "domains": domains})
-    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
-    with watch(model):
-        for step, x, y in batches():
-            features, share = body(x), step / 12  # 0 in the first step
-            flipped = (1 + share) * features.detach() - share * features
-            domain = cross_entropy(domains(flipped), (torch.arange(16) >= 8).long())
-            update(optimizer, mse(labels(features[:8]), y[:8]) + domain)
-
-
 # Distributions.
-
-
-class Coupling(nn.Module):
-    def __init__(self, flip: bool) -> None:
-        super().__init__()
-        self.net, self.flip = mlp(4, 16, 8), flip
-        nn.init.zeros_(self.net[-1].weight)
-        nn.init.zeros_(self.net[-1].bias)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        kept, moved = x.chunk(2, 1)[:: -1 if self.flip else 1]
-        scale, shift = self.net(kept).chunk(2, 1)
-        moved = moved * torch.tanh(scale).exp() + shift
-        return torch.cat([moved, kept] if self.flip else [kept, moved], 1), torch.tanh(scale).sum(1)
-
-
-@unusual
-def normalizing_flow(watch: Watching) -> None:
-    model = nn.ModuleList(Coupling(bool(number % 2)) for number in range(4))
-    optimizer = Adam(model.parameters(), lr=1e-3)
-    with watch(model):
-        for _, x, _ in batches():
-            volume = torch.zeros(16)
-            for layer in model:
-                x, change = layer(x)
-                volume = volume + change
-            update(optimizer, (0.5 * x.square().sum(1) - volume).mean())
-
-
-@unusual
-def variational_with_a_warm_up(watch: Watching) -> None:
-    encoder, decoder = nn.Linear(8, 8), mlp(4, 8, 8)
-    model = nn.ModuleDict({"encoder": encoder, "decoder": decoder})
-    optimizer = Adam(model.parameters(), lr=1e-3)
-    with watch(model):
-        for step, x, _ in batches():
-            mean, log_variance = encoder(x).chunk(2, 1)
-            output = decoder(mean + (0.5 * log_variance).exp() * torch.randn_like(mean))
-            divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(1).mean()
-            update(optimizer, mse(output, x) + min(1.0, step / 6) * divergence)
-
-
-@unusual
-def diffusion_with_averaged_weights(watch: Watching) -> None:
-    model = nn.Sequential(nn.Linear(9, 32), nn.SiLU(), nn.Dropout(0.1), nn.Linear(32, 8))
-    averaged = copy.deepcopy(model).eval().requires_grad_(False)
-    optimizer = AdamW(model.parameters(), lr=1e-3)
-    with watch(nn.ModuleDict({"model": model, "averaged": averaged})):
-        for step, x, _ in batches():
-            time, noise = torch.rand(16, 1), torch.randn_like(x)
-            noisy = time.cos() * x + time.sin() * noise
-            optimizer.zero_grad()
-            mse(model(torch.cat([noisy, time], 1)), noise).backward()
-            clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            follow(averaged, model, 0.1)
-            if step % 4 == 3:
-                sample = torch.randn(4, 8)
-                with torch.no_grad():
-                    for time in torch.linspace(1, 0, 5):
-                        sample = sample - 0.2 * averaged(torch.cat([sample, time.expand(4, 1)], 1))
 
 
 @unusual

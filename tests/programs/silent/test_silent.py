@@ -48,7 +48,9 @@ def as_rank(rank: int, port: int, name: str) -> None:
     assert not kinds_of(FAULTS[name].train, False)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (FAULTS[name].ranks > 1)) for name in FAULTS]
+)
 def test_a_fault_is_named_and_its_twin_is_not(name: str) -> None:
     case = FAULTS[name]
     if case.ranks > 1:

@@ -57,27 +57,6 @@ def domains_in_turn(watch: Watching) -> None:
 
 
 @unusual
-def entropy_temperature(watch: Watching) -> None:
-    agent = nn.ModuleDict({"actor": nn.Linear(8, 4), "critic": nn.Linear(12, 1)})
-    agent.register_parameter("log_alpha", nn.Parameter(torch.tensor(0.0)))
-    optimizers = [Adam(part.parameters(), 1e-3) for part in (agent["critic"], agent["actor"])]
-    optimizers.append(Adam([agent.log_alpha], 1e-3))
-    with watch(agent):
-        for _, x, y in batches():
-            for turn, optimizer in enumerate(optimizers):
-                action = torch.tanh(agent["actor"](x)) if turn else y
-                value, entropy = agent["critic"](torch.cat([x, action], 1)), -action.square().mean()
-                loss = mse(value, y.sum(1, keepdim=True)) if turn == 0 else -value.mean()
-                if turn == 1:
-                    loss = loss - agent.log_alpha.exp().detach() * entropy
-                elif turn == 2:
-                    loss = (agent.log_alpha * (entropy + 0.5).detach()).sum()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-
-
-@unusual
 def resting_last_layer(watch: Watching) -> None:
     model = Layers()
 

@@ -7,8 +7,9 @@ raises before the step. So both runs skip the same steps.
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,9 +56,6 @@ class PlainNonFiniteError(ArithmeticError):
     """Raised by the user's own check."""
 
 
-NonFinite = (PlainNonFiniteError, nanwatch.NonFiniteError)
-
-
 class Run:
     """The present run: whether it is watched, its findings, and how often the user's own check has raised."""
 
@@ -93,10 +91,14 @@ def _check(values: Iterable[Any]) -> None:
         raise PlainNonFiniteError
 
 
-def tell(error: BaseException) -> None:
-    """Keep the finding of an error, as a user writes it to a log."""
-    if isinstance(error, nanwatch.NonFiniteError):
-        Run.findings.append(error.report.finding)
+@contextlib.contextmanager
+def skipped() -> Iterator[None]:
+    """Go on after a non-finite step and keep its finding, as a user writes it to a log."""
+    try:
+        yield
+    except (PlainNonFiniteError, nanwatch.NonFiniteError) as error:
+        if isinstance(error, nanwatch.NonFiniteError):
+            Run.findings.append(error.report.finding)
 
 
 def ends(model: nn.Module) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from programs.stateful.case import NonFinite, case, ends, tell, watch
+from programs.stateful.case import case, ends, skipped, watch
 
 HISTORY = []
 STATS = {"calls": 0}
@@ -33,11 +33,9 @@ def loss_is_a_function_with_history():
         target = out.detach().clone() if i == 2 else torch.randn(3, 4)
         loss = tracked_loss(out, target, running)
         optimizer.zero_grad()
-        try:
+        with skipped():
             loss.backward()
             optimizer.step()
-        except NonFinite as error:
-            tell(error)
     return {"history": HISTORY, "stats": STATS, "running": running.tolist(), **ends(model)}
 
 
@@ -58,11 +56,9 @@ def loss_is_a_closure_with_a_counter():
         mask = torch.full((3,), float(i != 3))
         loss = masked(model(torch.randn(3, 4)), mask)
         optimizer.zero_grad()
-        try:
+        with skipped():
             loss.backward()
             optimizer.step()
-        except NonFinite as error:
-            tell(error)
     return {"calls": calls, "norms": norms, **ends(model)}
 
 
@@ -91,11 +87,9 @@ def loss_is_a_module_with_a_running_mean():
         keep[2] = float(i != 2)
         optimizer.zero_grad()
         loss = criterion(model(torch.randn(3, 4)), keep)
-        try:
+        with skipped():
             loss.backward()
             optimizer.step()
-        except NonFinite as error:
-            tell(error)
     state = {"calls": criterion.calls, "mean": criterion.mean.item(), "recent": list(criterion.recent)}
     return {**state, **ends(model)}
 
@@ -129,11 +123,9 @@ def loss_is_a_callable_object():
             terms["new"] = (out - out).sum()
         loss = balance(**terms)
         optimizer.zero_grad()
-        try:
+        with skipped():
             loss.backward()
             optimizer.step()
-        except NonFinite as error:
-            tell(error)
     sizes = {name: size.item() for name, size in balance.sizes.items()}
     return {"sizes": sizes, "order": balance.order, **ends(model)}
 
@@ -154,11 +146,9 @@ def loss_is_a_partial_with_a_dict():
         out = model(torch.randn(3, 4))
         loss = loss_of(out, out.detach().clone() if i == 1 else torch.zeros(3, 4))
         optimizer.zero_grad()
-        try:
+        with skipped():
             loss.backward()
             optimizer.step()
-        except NonFinite as error:
-            tell(error)
     return {"log": log, **ends(model)}
 
 
@@ -187,11 +177,10 @@ class Trainer:
     def fit(self, batches):
         for batch in batches:
             self.optimizer.zero_grad()
-            try:
+            self.skipped.append(self.step + 1)
+            with skipped():
                 self.training_step(batch)
-            except NonFinite as error:
-                self.skipped.append(self.step)
-                tell(error)
+                self.skipped.pop()
 
 
 @case("div", cure=True)
@@ -235,11 +224,9 @@ def function_of_autograd_counts():
     watch(model, gradients=True)
     for _ in range(5):
         optimizer.zero_grad()
-        try:
+        with skipped():
             model(torch.randn(3, 4)).sum().backward()
             optimizer.step()
-        except NonFinite as error:
-            tell(error)
     return {"forwards": Scale.forwards, "backwards": Scale.backwards, **ends(model)}
 
 
@@ -265,13 +252,11 @@ def function_of_autograd_keeps_a_tensor():
     watch(model, gradients=True)
     for i in range(5):
         optimizer.zero_grad()
-        try:
+        with skipped():
             out = Clip.apply(model(torch.randn(3, 4)))  # FAULT
             loss = (out * float(i != 2)).sum()
             loss.backward()
             optimizer.step()
-        except NonFinite as error:
-            tell(error)
     return {"norm": Clip.norm.item(), **ends(model)}
 
 
@@ -297,9 +282,7 @@ def loss_moves_its_own_threshold():
         out = model(torch.randn(3, 4))
         loss = criterion(out.square().sum(-1) + 9)
         optimizer.zero_grad()
-        try:
+        with skipped():
             loss.backward()
             optimizer.step()
-        except NonFinite as error:
-            tell(error)
     return {"threshold": criterion.threshold, **ends(model)}

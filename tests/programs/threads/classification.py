@@ -146,23 +146,6 @@ def detector_without_targets():
     return encoder(), (torch.randn(5, 6), torch.zeros(5, dtype=torch.long)), loss
 
 
-class MaskedCrossEntropy(nn.Module):
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-        num_label_tokens = (labels != -100).sum()
-        return total / num_label_tokens  # culprit: no_supervised_token
-
-
-@thread(BASE + "NVIDIA-NeMo/Automodel/issues/3796")
-def no_supervised_token():
-    criterion = MaskedCrossEntropy()
-
-    def loss(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
-        return criterion(model(x), labels)
-
-    return encoder(), (torch.randn(2, 3, 6), torch.full((2, 3), -100)), loss
-
-
 @thread(BASE + "unslothai/unsloth-zoo/pull/1286")
 def truncated_completions():
     def loss(model: nn.Module, x: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -188,25 +171,6 @@ def distillation_mask():
         return distill(model(x), teacher_logits, label)
 
     return encoder(), (torch.randn(2, 6), torch.randn(2, 4), torch.full((2,), -100)), loss
-
-
-def supervised_contrast(features: Tensor, labels: Tensor, temperature: float = 0.1) -> Tensor:
-    mask = torch.eq(labels[:, None], labels[None, :]).to(features.dtype)
-    logits = features @ features.T / temperature
-    logits = logits - logits.max(dim=1, keepdim=True).values.detach()
-    others = 1 - torch.eye(len(labels), dtype=features.dtype)
-    mask = mask * others
-    log_prob = logits - torch.log((torch.exp(logits) * others).sum(1, keepdim=True))
-    mean_log_prob = (mask * log_prob).sum(1) / mask.sum(1)  # culprit: no_positive
-    return -mean_log_prob.mean()
-
-
-@thread(BASE + "HobbitLong/SupContrast/issues/123")
-def no_positive():
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return supervised_contrast(F.normalize(model(x), dim=1), y)
-
-    return encoder(), (torch.randn(4, 6), torch.tensor([0, 0, 1, 2])), loss
 
 
 def complete_iou(pred: Tensor, target: Tensor) -> Tensor:
@@ -280,15 +244,3 @@ def contig_depths():
         return cross_entropy.mean()
 
     return Decoder(), (torch.randn(3, 6), F.one_hot(torch.tensor([0, 1, 2]), 4).float()), loss
-
-
-@thread(BASE + "liupei101/TFDeepSurv/issues/15")
-def no_observed_event():
-    def partial_likelihood(risk: Tensor, events: Tensor) -> Tensor:
-        log_risk = torch.logcumsumexp(risk, 0)
-        return -((risk - log_risk) * events).sum() / events.sum()  # culprit: no_observed_event
-
-    def loss(model: nn.Module, x: Tensor, events: Tensor) -> Tensor:
-        return partial_likelihood(model(x).squeeze(1), events)
-
-    return encoder(outputs=1), (torch.randn(4, 6), torch.zeros(4)), loss

@@ -7,22 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from programs.case import thread
-from programs.threads import encoder, zero_head
+from programs.threads import encoder
 
 BASE = "https://github.com/"
-
-
-@thread(BASE + "Zhen-Dong/Magic-Me/issues/14")
-def clip_without_subject():
-    masks = torch.ones(2, 1, 2, 3, 3)
-    masks[1] = 0
-
-    def loss(model: nn.Module, noisy: Tensor, noise: Tensor) -> Tensor:
-        error = F.mse_loss(model(noisy), noise, reduction="none") * masks
-        return (error.sum([1, 2, 3, 4]) / masks.sum([1, 2, 3, 4])).mean()  # culprit: clip_without_subject
-
-    model = nn.Sequential(nn.Conv3d(1, 4, 1), nn.SiLU(), nn.Conv3d(4, 1, 1))
-    return model, (torch.randn(2, 1, 2, 3, 3), torch.randn(2, 1, 2, 3, 3)), loss
 
 
 class EdgeLoss(nn.Module):
@@ -42,22 +29,6 @@ def image_without_edges():
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         dilated = F.max_pool2d(target[None, None], 3, 1, 1)[0, 0]
         return criterion(model(x), target, dilated - target)
-
-    return encoder(), (torch.randn(4, 6),), loss
-
-
-class MaskL1Loss(nn.Module):
-    def forward(self, pred: Tensor, gt: Tensor, mask: Tensor) -> Tensor:
-        return (torch.abs(pred - gt) * mask).sum() / mask.sum()  # culprit: page_without_text
-
-
-@thread(BASE + "MhLiao/DB/issues/14")
-def page_without_text():
-    criterion = MaskL1Loss()
-
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        thresholds = torch.sigmoid(model(x))
-        return criterion(thresholds, torch.full_like(thresholds, 0.3), torch.zeros(4, 4)) * 10
 
     return encoder(), (torch.randn(4, 6),), loss
 
@@ -141,18 +112,3 @@ def empty_ground_truth():
     model = encoder()
     nn.init.constant_(model[2].bias, -120.0)
     return model, (torch.randn(3, 6),), lambda m, x: iou(torch.sigmoid(m(x)), target)
-
-
-class PearsonLoss(nn.Module):
-    def forward(self, signal: Tensor, target: Tensor) -> Tensor:
-        signal = signal - signal.mean(1, keepdim=True)
-        target = target - target.mean(1, keepdim=True)
-        product = (signal * target).sum(1)
-        scale = torch.sqrt((signal**2).sum(1)) * torch.sqrt((target**2).sum(1))
-        return (1 - product / scale).mean()  # culprit: flat_track
-
-
-@thread(BASE + "NVIDIA-Genomics-Research/AtacWorks/pull/104")
-def flat_track():
-    criterion = PearsonLoss()
-    return zero_head(), (torch.randn(4, 6), torch.rand(4, 4)), lambda m, x, y: criterion(m(x), y)

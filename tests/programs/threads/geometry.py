@@ -58,21 +58,6 @@ def illuminant():
     return Estimator(), (light, light.clone()), lambda model, x, y: criterion(model(x), y)
 
 
-@thread(BASE + "facebookresearch/fairchem/pull/1574")
-def edge_rotation():
-    def angles(vectors: Tensor) -> Tensor:
-        x, y, z = F.normalize(vectors, dim=-1).unbind(-1)
-        beta = torch.acos(y.clamp(-1, 1))  # culprit: edge_rotation
-        return torch.stack([torch.atan2(x + 1e-3, z), beta], -1)
-
-    def loss(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(angles(model(x)), target)
-
-    net = nn.Linear(3, 3, bias=False)
-    nn.init.eye_(net.weight)
-    return net, (torch.tensor([[0.0, 1.0, 0.0], [1.0, 1.0, 0.0]]), torch.ones(2, 2)), loss
-
-
 def euclidean_sim(a: Tensor, b: Tensor) -> Tensor:
     return -torch.sqrt(torch.sum((a - b) ** 2, dim=-1))  # culprit: same_embeddings
 
@@ -292,20 +277,6 @@ def gradient_penalty():
         return model(fake).mean() - model(real).mean() + penalty(model, real)
 
     return critic, (torch.randn(5, 4), torch.randn(5, 4)), loss
-
-
-@thread(BASE + "Ciela-Institute/caustics/pull/83")
-def lens_profile():
-    class Profile(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.log_scale = nn.Parameter(torch.zeros(()))
-
-        def forward(self, radius: Tensor) -> Tensor:
-            x = radius * self.log_scale.exp()
-            return torch.where(x < 1, torch.sqrt(1 - x**2), x - 1)  # culprit: lens_profile
-
-    return Profile(), (torch.tensor([0.3, 0.8, 1.5, 2.0]),), lambda model, r: model(r).sum()
 
 
 @thread(BASE + "KinglittleQ/torch-batch-svd/issues/5")

@@ -34,27 +34,6 @@ def poisson_counts():
     return zero_head(), (torch.randn(3, 6), counts), lambda model, x, y: criterion(model(x), y)
 
 
-class Autoencoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = encoder(outputs=8, gain=500.0), encoder(4, 6)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mu, logvar = self.encoder(x).chunk(2, -1)
-        std = torch.exp(logvar / 2)
-        return self.decoder(mu + 0.1 * torch.tanh(std)), mu, logvar
-
-
-@thread(BASE + "vanderschaarlab/synthcity/issues/331")
-def unbounded_logvar():
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        reconstruction, mu, logvar = model(x)
-        divergence = -0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())  # culprit: unbounded_logvar
-        return F.mse_loss(reconstruction, x) + divergence
-
-    return Autoencoder(), (torch.randn(4, 6),), loss
-
-
 class Club(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -144,20 +123,6 @@ def unsquashed_action():
         return -policy.log_prob(atanh(torch.tanh(mean * 9) * 0.5 + action * 0.5)).mean()
 
     return encoder(outputs=2, gain=300.0), (torch.randn(4, 6), torch.ones(4, 2)), loss
-
-
-@thread(BASE + "radixark/miles/pull/1363")
-def importance_ratio():
-    def policy_loss(log_probs: Tensor, old: Tensor, advantages: Tensor, clip: float = 0.2) -> Tensor:
-        ratio = (log_probs - old).exp()  # culprit: importance_ratio
-        clipped = ratio.clamp(1 - clip, 1 + clip)
-        return torch.max(-advantages * ratio, -advantages * clipped).mean()
-
-    def loss(model: nn.Module, x: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
-        return policy_loss(F.log_softmax(model(x), -1)[:, 0], old, advantages)
-
-    old = torch.tensor([-1.0, -120.0, -2.0])
-    return encoder(), (torch.randn(3, 6), old, torch.tensor([1.0, -1.0, 0.0])), loss
 
 
 @thread(BASE + "huggingface/trl/pull/6550")
