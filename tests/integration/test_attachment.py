@@ -84,12 +84,6 @@ def test_pickles_and_copies_are_those_of_the_unwatched_model(make: Callable[[], 
     assert saved(model) == expected
 
 
-# Attributes of modules
-
-
-# Tools that read modules
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -123,9 +117,6 @@ def test_scripts_and_exports_are_those_of_the_unwatched_model(
         assert read(model, x) == expected
         model(x)
         assert names(w)[-2:] == [(w.batch, "linear"), (w.batch, "")]
-
-
-# The life of what is attached
 
 
 def test_compile_and_its_end_behind_a_watch() -> None:

@@ -16,6 +16,7 @@ DOCS = ROOT / "docs"
 TRANSLATIONS = sorted(DOCS.glob("getting-started.*.md"))
 PAGES = [ROOT / "README.md", *sorted(set(DOCS.rglob("*.md")) - set(TRANSLATIONS))]
 SLOW = {
+    "slow-divergence.md",
     "t5-overflow.md",
     "two-runs.md",
     "four-ranks.md",

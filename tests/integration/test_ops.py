@@ -78,6 +78,7 @@ def test_opcheck(name: str) -> None:
         torch.library.opcheck(getattr(ops, name).default, (x,), test_utils=utils)
 
 
+@pytest.mark.slow
 def test_torch_sample_inputs(implementation: Implementation, torch_samples: list[torch.Tensor]) -> None:
     """On torch's own sample inputs the public functions give what the bits say."""
     for x in torch_samples:

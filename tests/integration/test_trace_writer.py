@@ -34,6 +34,7 @@ def run(path: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_what_was_written(tmp_path: Path) -> None:
     """After a SIGKILL in the middle of a run the path is a folder that pyarrow reads: whole calls, in order."""
     path = tmp_path / "run.parquet"

@@ -55,178 +55,96 @@ def _encoder_text() -> dict[str, Any]:
     return {"input_ids": _ids(), "attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.long)}
 
 
-def _t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    return T5ForConditionalGeneration(_t5_config(T5Config, "relu"))
-
-
-def _mt5() -> nn.Module:
-    from transformers import MT5Config, MT5ForConditionalGeneration
-
-    return MT5ForConditionalGeneration(_t5_config(MT5Config, "gated-gelu"))
-
-
-def _t5_config(kind: Any, feed_forward: str) -> Any:
-    return kind(
-        vocab_size=VOCABULARY,
-        d_model=8,
-        d_kv=4,
-        d_ff=16,
-        num_layers=2,
-        num_decoder_layers=1,
-        num_heads=2,
-        feed_forward_proj=feed_forward,
-        decoder_start_token_id=0,
-    )
-
-
-def _gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=16,
-            n_embd=8,
-            n_layer=2,
-            n_head=2,
-            bos_token_id=0,
-            eos_token_id=1,
-            tie_word_embeddings=False,
-        )
-    )
-
-
-def _llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=8,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=16,
-        )
-    )
-
-
-def _bert() -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=8,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=16,
-            max_position_embeddings=16,
-        )
-    )
-
-
-def _vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(
-        ViTConfig(
-            hidden_size=8,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=16,
-            image_size=8,
-            patch_size=4,
-            num_labels=3,
-        )
-    )
-
-
-def _resnet() -> nn.Module:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    return ResNetForImageClassification(
-        ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type="basic", num_labels=3)
-    )
-
-
 def _image() -> dict[str, Any]:
     return {"pixel_values": torch.randn(BATCH, 3, 8, 8)}
-
-
-def _whisper() -> nn.Module:
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    return WhisperForConditionalGeneration(
-        WhisperConfig(
-            vocab_size=VOCABULARY,
-            num_mel_bins=4,
-            d_model=8,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=16,
-            decoder_ffn_dim=16,
-            max_source_positions=8,
-            max_target_positions=16,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=1,
-            decoder_start_token_id=1,
-            tie_word_embeddings=False,
-        )
-    )
 
 
 def _speech() -> dict[str, Any]:
     return {"input_features": torch.randn(BATCH, 4, 16), "decoder_input_ids": _ids()}
 
 
-def _mamba() -> nn.Module:
-    from transformers import MambaConfig, MambaForCausalLM
+def _model(family: str, kind: str, **sizes: Any) -> Callable[[], nn.Module]:
+    """Return a function that builds a model of transformers from the configuration of its family."""
 
-    return MambaForCausalLM(
-        MambaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=8,
-            state_size=4,
-            num_hidden_layers=2,
-            conv_kernel=2,
-            time_step_rank=2,
-            tie_word_embeddings=False,
-        )
-    )
+    def build() -> nn.Module:
+        import transformers
+
+        config = getattr(transformers, f"{family}Config")(**sizes)
+        return getattr(transformers, f"{family}{kind}")(config)
+
+    return build
 
 
-def _clip() -> nn.Module:
-    from transformers import CLIPConfig, CLIPModel
-
-    tower = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    return CLIPModel(
-        CLIPConfig(
-            text_config={**tower, "vocab_size": VOCABULARY, "max_position_embeddings": 16, "eos_token_id": 1},
-            vision_config={**tower, "image_size": 8, "patch_size": 4},
-            projection_dim=4,
-        )
-    )
-
+_LAYERS = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+_TEXT = {"vocab_size": VOCABULARY, "max_position_embeddings": 16}
+_TOWER = _LAYERS | {"num_hidden_layers": 1}
+_UNTIED = {"tie_word_embeddings": False}
+_T5: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_decoder_layers": 1,
+    "num_heads": 2, "decoder_start_token_id": 0,
+}  # fmt: skip
+_GPT2 = {"n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 1}
+_WHISPER = {
+    "num_mel_bins": 4, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_source_positions": 8,
+    "max_target_positions": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 1,
+}  # fmt: skip
+_CLIP = {
+    "text_config": {**_TOWER, **_TEXT, "eos_token_id": 1},
+    "vision_config": {**_TOWER, "image_size": 8, "patch_size": 4},
+    "projection_dim": 4,
+}
 
 ARCHITECTURES = {
     architecture.name: architecture
     for architecture in (
-        Architecture("t5", _t5, _text),
-        Architecture("mt5", _mt5, _text),
-        Architecture("gpt2", _gpt2, _text),
-        Architecture("llama", _llama, _text),
-        Architecture("bert", _bert, _encoder_text),
-        Architecture("vit", _vit, _image),
-        Architecture("resnet", _resnet, lambda: {"pixel_values": torch.randn(BATCH, 3, 32, 32)}),
-        Architecture("whisper", _whisper, _speech),
-        Architecture("mamba", _mamba, _text),
-        Architecture("clip", _clip, lambda: {**_encoder_text(), **_image()}),
+        Architecture("t5", _model("T5", "ForConditionalGeneration", **_T5, feed_forward_proj="relu"), _text),
+        Architecture(
+            "mt5", _model("MT5", "ForConditionalGeneration", **_T5, feed_forward_proj="gated-gelu"), _text
+        ),
+        Architecture("gpt2", _model("GPT2", "LMHeadModel", vocab_size=VOCABULARY, **_GPT2, **_UNTIED), _text),
+        Architecture(
+            "llama", _model("Llama", "ForCausalLM", **_LAYERS, **_TEXT, num_key_value_heads=1), _text
+        ),
+        Architecture("bert", _model("Bert", "ForSequenceClassification", **_LAYERS, **_TEXT), _encoder_text),
+        Architecture(
+            "vit",
+            _model("ViT", "ForImageClassification", **_LAYERS, image_size=8, patch_size=4, num_labels=3),
+            _image,
+        ),
+        Architecture(
+            "resnet",
+            _model(
+                "ResNet",
+                "ForImageClassification",
+                embedding_size=8,
+                hidden_sizes=[8, 16],
+                depths=[1, 2],
+                layer_type="basic",
+                num_labels=3,
+            ),
+            lambda: {"pixel_values": torch.randn(BATCH, 3, 32, 32)},
+        ),
+        Architecture(
+            "whisper",
+            _model("Whisper", "ForConditionalGeneration", vocab_size=VOCABULARY, **_WHISPER, **_UNTIED),
+            _speech,
+        ),
+        Architecture(
+            "mamba",
+            _model(
+                "Mamba",
+                "ForCausalLM",
+                vocab_size=VOCABULARY,
+                hidden_size=8,
+                state_size=4,
+                num_hidden_layers=2,
+                conv_kernel=2,
+                time_step_rank=2,
+                **_UNTIED,
+            ),
+            _text,
+        ),
+        Architecture("clip", _model("CLIP", "Model", **_CLIP), lambda: {**_encoder_text(), **_image()}),
     )
 }

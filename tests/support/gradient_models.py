@@ -151,22 +151,3 @@ def dead(last: nn.Module) -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), last, nn.Linear(3, 2))
     nn.init.zeros_(model[0].weight)
     return model
-
-
-def freeze(*modules: nn.Module) -> None:
-    for module in modules:
-        module.requires_grad_(False)
-
-
-class Adapted(nn.Module):
-    """A frozen layer beside one of low rank, as LoRA has it."""
-
-    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))

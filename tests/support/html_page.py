@@ -69,13 +69,18 @@ class Page(HTMLParser):
         return policy
 
 
-def record(label: str, role: Any, abs_max: float, abs_min: float = 0.5, dtype: str = "float16") -> Record:
-    """A record of four elements; with a health when its abs_max is not finite."""
-    if abs_max < inf:
-        return Record(label, role, (2, 2), dtype, abs_min, abs_max, True, None)
-    counts = (int(isnan(abs_max)), int(abs_max == inf), 0, 0, 0, 4, (1, 0))
-    health = TensorHealth(abs_min, abs_max, False, abs_min, 2.0, *counts)
-    return Record(label, role, (2, 2), dtype, nan if isnan(abs_max) else abs_min, abs_max, False, health)
+def record(label: str, role: Any, abs_max: float = 1.0, abs_min: float = 0.5, **changes: Any) -> Record:
+    """A float16 record of four elements; non-finite, with a health, when its abs_max is."""
+    health = None
+    if not (is_finite := abs_max < inf):
+        counts = (int(isnan(abs_max)), int(abs_max == inf), 0, 0, 0, 4, (1, 0))
+        health = TensorHealth(abs_min, abs_max, False, abs_min, 2.0, *counts)
+        abs_min = nan if isnan(abs_max) else abs_min
+    return Record(label, role, (2, 2), "float16", abs_min, abs_max, is_finite, health)._replace(**changes)
+
+
+def frame(name: str, *records: Record, batch: int = 0, class_name: str = "Linear") -> Frame:
+    return Frame(batch, name, class_name, records)
 
 
 def growing(*, hostile: str = "") -> Report:

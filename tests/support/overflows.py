@@ -77,31 +77,6 @@ def outlier(value: float) -> Tensor:
     return x
 
 
-def t5() -> tuple[nn.Module, dict[str, Tensor]]:
-    """A tiny T5 whose second layer's `wo` leaves float16's range."""
-    from transformers import T5Config, T5Model
-
-    torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=30,
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=2,
-        num_heads=2,
-        feed_forward_proj="gated-gelu",
-        dropout_rate=0.0,
-    )
-    model = T5Model(config).eval()
-    feed = model.encoder.block[0].layer[1].DenseReluDense
-    with torch.no_grad():
-        feed.wi_0.weight.abs_().mul_(3)
-        feed.wi_1.weight.mul_(3)
-        feed.wo.weight.fill_(300)
-    ids = torch.arange(8)[None]
-    return model, {"input_ids": ids, "decoder_input_ids": ids}
-
-
 def context_of(autocast: torch.dtype | None) -> AbstractContextManager[Any]:
     return nullcontext() if autocast is None else torch.autocast("cpu", autocast)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -79,32 +77,6 @@ def fault_of(model: nn.Module, *args: Any, **kwargs: Any) -> Report:
     with pytest.raises(NonFiniteError) as error:
         model(*args, **kwargs)
     return error.value.report
-
-
-def in_threads(count: int, work: Callable[[int], object]) -> None:
-    """`work(number)` in so many threads at once, until all are done."""
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-class Plant(nn.Module):
-    """Hands its input on, with one element replaced in the batches named."""
-
-    def __init__(self, **values: float) -> None:
-        super().__init__()
-        self.values, self.calls = {int(key[1:]): value for key, value in values.items()}, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        value = self.values.get(self.calls)
-        self.calls += 1
-        if value is None:
-            return x + 0
-        x = x.clone()
-        x.view(-1)[-1] = value
-        return x
 
 
 def chain(*parts: nn.Module) -> nn.Sequential:

@@ -64,15 +64,11 @@ def accelerate_loop(
     return watched
 
 
-CASES = [
-    pytest.param("no", False, 1e3, id="fp32"),
-    pytest.param("bf16", False, 1e3, id="bf16"),
-    pytest.param("no", True, 30.0, id="fp16-weights"),
-]
-
-
-@pytest.mark.parametrize("watch", ["before", "after"])
-@pytest.mark.parametrize(("precision", "half", "lr"), CASES)
+@pytest.mark.parametrize(
+    ("precision", "half", "lr", "watch"),
+    [("no", False, 1e3, "after"), ("bf16", False, 1e3, "before"), ("no", True, 30.0, "after")],
+    ids=["fp32", "bf16", "fp16-weights"],
+)
 def test_an_overflow_is_found_and_named(precision, half, lr, watch):
     """A learning rate that is too high makes the forward leave the format; the module is the one that hooks find."""
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
+from support.processes import environment, forked
+
+SCRIPT = """
 import sys
-
-import pytest
-
-from support.processes import environment
-
-PARTS = ("nanwatch.session", "nanwatch.instrumentation", "sglang", "vllm")
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_without_the_switch_no_part_of_a_watch_is_imported(engine: str) -> None:
-    """Neither engine is installed here, so that the plugin itself could not start."""
-    script = f"""
-import sys
-from nanwatch.integrations import start_in_{engine}
-start_in_{engine}()
-assert not any(name.startswith({PARTS!r}) for name in sys.modules)
+from nanwatch.integrations import start_in_sglang, start_in_vllm
+start_in_sglang()
+start_in_vllm()
+parts = "nanwatch.session", "nanwatch.instrumentation", "sglang", "vllm"
+assert not any(name.startswith(parts) for name in sys.modules)
 """
-    subprocess.run([sys.executable, "-c", script], check=True, env=environment(NANWATCH=""))
+
+
+def test_without_the_switch_no_part_of_a_watch_is_imported() -> None:
+    """Neither engine is installed here, so that the plugin itself could not start."""
+    done = forked("-c", SCRIPT, env=environment(NANWATCH=""), imported=False)
+    assert done.returncode == 0, done.stderr

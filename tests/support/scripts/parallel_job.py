@@ -1,6 +1,6 @@
 """One rank of a job in which many kinds of parallel training run one after the other, each unwatched and watched.
 
-`RANK=0 WORLD_SIZE=2 python parallel_job.py STORE SCENARIO...` prints a JSON object: what each scenario saw, or the
+`RANK=0 WORLD_SIZE=2 python parallel_job.py STORE SCENARIO...` prints a JSON object: for each scenario "", or the
 traceback that ended it.
 """
 
@@ -25,6 +25,7 @@ import nanwatch
 from nanwatch.report.report import Report
 from support import watching
 from support.parallel_models import (
+    NAMES,
     Net,
     WithStatistics,
     mesh_of,
@@ -117,37 +118,45 @@ def train(model: nn.Module, step: Callable[[int], object], watch: nanwatch.Watch
     return Trained(kept, counted, watch)
 
 
-def difference(plain: Trained, watched: Trained) -> dict[str, Any]:
-    """Return the differences to the unwatched training, and facts from the watch."""
+def check(
+    plain: Trained,
+    watched: Trained,
+    *,
+    batches: int,
+    names: list[str],
+    has_gradients: bool,
+    mesh: list[str] | None = None,
+) -> None:
+    """Hold a watched training against the unwatched one: the same bits and traffic, and the user's names."""
     watch = watched.watch
     assert watch is not None
     report = watch.report()
-    then, now = plain.counted, watched.counted
-    records = [r for f in report.frames for r in f.records]
-    return {
-        "equal": equal_bits(plain.weights, watched.weights),
-        "more": [b - a for a, b in zip(then.collectives, now.collectives, strict=True)],
-        "same events": now.events == then.events,
-        "batches": watch.batch,
-        "stale": watch.counters.get("stale_hits", 0),
-        "finding": report.finding is not None,
-        "names": sorted({f.name for f in report.frames}),
-        "backward names": sorted({f.name for f in report.frames if f.phase == "backward"}),
-        "notes": sorted({str(r.note or "") for r in records}),
-        "read": sorted({r.isfinite for r in records if r.role == "output"}, key=str),
-        "roles of shards": sorted({r.role for r in records if r.is_shard}),
-        "mesh": report.mesh,
-        "rank": report.rank,
-        "same report": Report.from_json(report.to_json()) == report,
+    assert equal_bits(plain.weights, watched.weights)
+    assert watched.counted.collectives == plain.counted.collectives
+    assert watched.counted.events == plain.counted.events
+    assert watch.batch == batches - 1
+    assert watch.counters.get("stale_hits", 0) == 0
+    assert report.finding is None
+    assert {record.isfinite for f in report.frames for record in f.records if record.role == "output"} == {
+        True
     }
+    assert sorted({frame.name for frame in report.frames}) == names
+    backward_names = {frame.name for frame in report.frames if frame.phase == "backward"}
+    assert sorted(backward_names) == (names if has_gradients else [])
+    assert mesh is None or list(report.mesh) == mesh
+    assert Report.from_json(report.to_json()) == report
 
 
 def compare(
-    build: Callable[[], nn.Module], parallelize: Parallelize, give: Callable[[int], Tensor] = data
-) -> dict[str, Any]:
-    """Watched before and after the model is made parallel, with gradients and without.
+    build: Callable[[], nn.Module],
+    parallelize: Parallelize,
+    mesh: list[str],
+    give: Callable[[int], Tensor] = data,
+    names: list[str] = NAMES,
+) -> None:
+    """Watch before and after the model is made parallel, with gradients and without. With them replicas are compared.
 
-    Beside gradients replicas are compared.
+    The names are the user's, whatever was put around or into the model. `mesh` is the place of this rank.
     """
 
     def run(when: str, **options: Any) -> Trained:
@@ -160,22 +169,17 @@ def compare(
         return train(model, lambda number: model(give(number)).square().sum().backward(), watch)
 
     plain = run("never")
-    seen: dict[str, Any] = {
-        "collectives": sum(plain.counted.collectives),
-        "events": dict(plain.counted.events),
-    }
-    for when in ("before", "after"):
-        for gradients in (False, True):
-            seen[f"{when}, gradients={gradients}"] = difference(
-                plain, run(when, gradients=gradients, replicas=gradients)
-            )
-    return seen
+    assert sum(plain.counted.collectives) > 0  # or the counting would see nothing
+    assert sum(plain.counted.events.values()) > 0
+    for when, gradients in product(("before", "after"), (False, True)):
+        watched = run(when, gradients=gradients, replicas=gradients)
+        check(plain, watched, batches=3, names=names, has_gradients=gradients, mesh=mesh)
 
 
-SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {}
+SCENARIOS: dict[str, Callable[[], None]] = {}
 
 
-def scenario(function: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+def scenario(function: Callable[[], None]) -> Callable[[], None]:
     SCENARIOS[function.__name__] = function
     return function
 
@@ -184,8 +188,10 @@ def scenario(function: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, A
 
 
 @scenario
-def ddp() -> dict[str, Any]:
-    return compare(WithStatistics, nn.parallel.DistributedDataParallel)
+def ddp() -> None:
+    """It has no mesh of its own."""
+    names = sorted([*(f"net.{part}" if part else "net" for part in NAMES), "norm", ""])
+    compare(WithStatistics, nn.parallel.DistributedDataParallel, [], names=names)
 
 
 def sharded(model: nn.Module, **options: Any) -> nn.Module:
@@ -193,13 +199,16 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
 
 
 @scenario
-def fsdp2() -> dict[str, Any]:
-    return compare(Net, sharded)
+def fsdp2() -> None:
+    compare(Net, sharded, [f"dp={dist.get_rank()} of 2"])
 
 
 @scenario
-def fsdp2_written() -> dict[str, Any]:
-    """The weights of a sharded model written between two forwards, in place and from a checkpoint: seen at once."""
+def fsdp2_written() -> None:
+    """The weights of a sharded model are written between two forwards, in place and from a checkpoint.
+
+    FSDP gathers into the same storage past the version counter: the next batch reads what is there.
+    """
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_model_state_dict,
@@ -208,7 +217,6 @@ def fsdp2_written() -> dict[str, Any]:
 
     torch.manual_seed(0)
     model = sharded(Net())
-    seen = []
     with (
         watching.watch(model, max_frames=1000, on_nonfinite="record", verify_hits=True) as watch,
         torch.no_grad(),
@@ -225,14 +233,14 @@ def fsdp2_written() -> dict[str, Any]:
                 set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True))
             model(data(0))
         for name in ("blocks.0.up", "head"):
-            seen.append(
-                [r.abs_max for f in watch.frames if f.name == name for r in f.records if r.label == "weight"]
-            )
-    return {"seen": seen, "stale": watch.counters["stale_hits"], "hits": watch.counters["cache_hits"]}
+            records = [record for frame in watch.frames if frame.name == name for record in frame.records]
+            first, second, third = (record.abs_max for record in records if record.label == "weight")
+            assert (second, third) == (2 * first, 4 * first)
+    assert watch.counters["stale_hits"] == 0
 
 
 @scenario
-def fsdp2_bad_gradient() -> dict[str, Any]:
+def fsdp2_bad_gradient() -> None:
     """The gradient of one weight overflows on one rank, where nothing else does: no rank takes the step."""
     torch.manual_seed(0)
     model = Net()
@@ -243,7 +251,7 @@ def fsdp2_bad_gradient() -> dict[str, Any]:
     factor = 1.0
     model.head.register_forward_pre_hook(lambda _, args: (args[0].detach() * factor,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen = []
+    seen: list[Any] = []
     with watching.watch(model, gradients=True) as watch:
         for step in range(2):
             factor = 1e25 if step == 1 and is_guilty else 1.0
@@ -263,23 +271,24 @@ def fsdp2_bad_gradient() -> dict[str, Any]:
         labels = {
             r.label for f in watch.frames if f.phase == "backward" and f.name == "head" for r in f.records
         }
-    return {"seen": seen, "labels": sorted(labels)}
+    assert labels == {"output.grad"}  # the hooks did not see what FSDP reduced
+    assert seen == ["stepped", ["head", "weight.grad", "step", 1, True]]
 
 
 # Tensor parallel
 
 
 @scenario
-def tensor_parallel() -> dict[str, Any]:
+def tensor_parallel() -> None:
     def parallelize(model: nn.Module) -> nn.Module:
         split(model.blocks, mesh_of("tp"))
         return model
 
-    return compare(Net, parallelize, same_data)
+    compare(Net, parallelize, [f"tp={dist.get_rank()} of 2"], same_data)
 
 
 @scenario
-def both() -> dict[str, Any]:
+def both() -> None:
     """Sharded over one dimension of a mesh and tensor parallel over the other."""
 
     def parallelize(model: nn.Module) -> nn.Module:
@@ -291,19 +300,19 @@ def both() -> dict[str, Any]:
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank() // 2)
         return torch.randn(4, 8, generator=generator)
 
-    return compare(Net, parallelize, give)
+    compare(Net, parallelize, [f"dp={dist.get_rank() // 2} of 2", f"tp={dist.get_rank() % 2} of 2"], give)
 
 
 # Pipeline parallel
 
 
 @scenario
-def pipeline() -> dict[str, Any]:
-    return two_stages(dist.get_rank(), None, lambda part: part)
+def pipeline() -> None:
+    """Each rank has the frames of its own stage, watched before it is made a stage and after.
 
-
-def two_stages(number: int, group: Any, parallelize: Parallelize) -> dict[str, Any]:
-    """The stage of this number, in a group with one rank of each; watched before it is made a stage and after."""
+    The call on memory that was never written, here filled with nan, by which a stage learns its shapes is no batch.
+    """
+    number = dist.get_rank()
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     def run(when: str, **options: Any) -> Trained:
@@ -313,8 +322,7 @@ def two_stages(number: int, group: Any, parallelize: Parallelize) -> dict[str, A
             nn.Sequential(net.blocks[0]) if number == 0 else nn.Sequential(net.blocks[1], net.head)
         )
         watch = start_watch(part, **options) if when == "before" else None
-        part = parallelize(part)
-        stage = PipelineStage(part, number, 2, torch.device("cpu"), group=group)
+        stage = PipelineStage(part, number, 2, torch.device("cpu"))
         schedule = Schedule1F1B(
             stage, n_microbatches=2, loss_fn=lambda y, target: (y - target).square().sum()
         )
@@ -335,60 +343,56 @@ def two_stages(number: int, group: Any, parallelize: Parallelize) -> dict[str, A
         return trained
 
     plain = run("never")
-    seen: dict[str, Any] = {"stage": number, "events": dict(plain.counted.events)}
-    for when in ("before", "after"):
-        for gradients in (False, True):
-            seen[f"{when}, gradients={gradients}"] = difference(plain, run(when, gradients=gradients))
-    return seen
+    assert plain.counted.events["gloo:send"] == plain.counted.events["gloo:recv"] > 0
+    names = ["", "0", "0.down", "0.norm", "0.up"] + ["1"] * number
+    for when, gradients in product(("before", "after"), (False, True)):
+        watched = run(when, gradients=gradients)
+        # two microbatches a step
+        check(plain, watched, batches=6, names=names, has_gradients=gradients)
 
 
 # Where in the whole tensor
 
 
 @scenario
-def places() -> dict[str, Any]:
-    """One bad element in each shard, of tensors that do and do not divide evenly: its place, and that by a gather."""
+def places() -> None:
+    """One bad element in each shard, of tensors that do and do not divide evenly: the report names its place in the
+    whole, where a gather of the shards has the value.
+    """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     meshes = [mesh_of("dp")] + ([mesh_of("dp", "tp")] if dist.get_world_size() == 4 else [])
-    seen = []
+    num_placed = 0
     for mesh in meshes:
-        chosen = list(product((Shard(0), Shard(1), Replicate()), repeat=mesh.ndim))
-        for shape in ((8, 6), (7, 5), (3, 1), (1, 9)):
-            for placements in chosen:
-                whole = torch.arange(1.0, 1.0 + shape[0] * shape[1]).reshape(shape)
-                x = distribute_tensor(whole, mesh, placements)
-                if x.to_local().numel():
-                    x.to_local().view(-1)[-1] = INF
-                module = nn.Identity()
-                with watching.watch(module, on_nonfinite="record", read="weights buffers inputs") as watch:
-                    module(x)
-                report = watch.report()
-                record = report.frames[0].records[0]
-                assert record.placement is not None
-                index = report.finding.index if report.finding is not None else None
-                found = None if index is None else record.placement.in_whole(index)
-                _, start = compute_local_shape_and_global_offset(x.shape, mesh, placements)
-                gathered = x.full_tensor()
-                cut = any(isinstance(one, Shard) for one in placements)
-                seen.append(
-                    {
-                        "empty": x.to_local().numel() == 0,
-                        "cut": cut,
-                        "bad in the whole": found is not None and gathered[found].item() == INF,
-                        "value there": None if found is None else whole[found].item(),
-                        "last of the shard": distribute_tensor(whole, mesh, placements)
-                        .to_local()
-                        .view(-1)[-1:]
-                        .tolist(),
-                        "start": None if record.placement.start is None else list(record.placement.start),
-                        "start by torch": list(start),
-                        "says so": found is not None and f"{list(found)} of the whole" in report.to_text(),
-                        "shape": list(record.shape or ()) == list(shape),
-                    }
-                )
-    return {"seen": seen}
+        chosen = product((Shard(0), Shard(1), Replicate()), repeat=mesh.ndim)
+        for placements, shape in product(chosen, ((8, 6), (7, 5), (3, 1), (1, 9))):
+            whole = torch.arange(1.0, 1.0 + shape[0] * shape[1]).reshape(shape)
+            x = distribute_tensor(whole, mesh, placements)
+            if x.to_local().numel():
+                x.to_local().view(-1)[-1] = INF
+            module = nn.Identity()
+            with watching.watch(module, on_nonfinite="record", read="weights buffers inputs") as watch:
+                module(x)
+            report = watch.report()
+            placement = report.frames[0].records[0].placement
+            assert placement is not None
+            is_cut = any(isinstance(part, Shard) for part in placements)
+            assert is_cut or placement.start is None
+            gathered, original = x.full_tensor(), distribute_tensor(whole, mesh, placements).to_local()
+            if not is_cut or not x.to_local().numel():
+                continue
+            num_placed += 1
+            assert report.finding is not None
+            assert report.finding.index is not None
+            place = placement.in_whole(report.finding.index)
+            assert gathered[place].item() == INF
+            assert whole[place] == original.view(-1)[-1]
+            assert f"{list(place)} of the whole" in report.to_text()
+            _, start = compute_local_shape_and_global_offset(x.shape, mesh, placements)
+            assert list(placement.start) == list(start)
+            assert report.frames[0].records[0].shape == shape
+    assert num_placed >= 6 * dist.get_world_size() // 2
 
 
 def main() -> None:
@@ -396,14 +400,15 @@ def main() -> None:
     path, *wanted = sys.argv[1:]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
-    seen = {}
+    errors = {}
     for name in wanted:
+        errors[name] = ""
         try:
-            seen[name] = SCENARIOS[name]()
+            SCENARIOS[name]()
         except Exception:
-            seen[name] = {"error": traceback.format_exc()}
+            errors[name] = traceback.format_exc()
             break  # the other ranks may be in a collective that this one never comes to
-    sys.stdout.write(f"{json.dumps(seen)}\n")
+    sys.stdout.write(f"{json.dumps(errors)}\n")
     sys.stdout.flush()
     dist.destroy_process_group()
 

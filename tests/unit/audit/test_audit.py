@@ -17,13 +17,6 @@ from nanwatch.report.events import UpdateFinding
 pytestmark = pytest.mark.filterwarnings("ignore:the optimizer's step", "ignore:.*more finding")
 
 
-class Detach(nn.Module):
-    """Cuts off what it gets."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.detach().relu()
-
-
 class Forked(nn.Module):
     """Gives the outputs of a model, and those of a head of its own."""
 
@@ -111,43 +104,9 @@ def _clip_nothing(training: Training) -> None:
     training.put(before_step=lambda: nn.utils.clip_grad_norm_(parameters, 0.1))
 
 
-def _unequal_means(training: Training) -> None:
-    """Every other micro-batch has a quarter of the labels."""
-    training.backwards, training.factor, whole, part = 2, 0.5, training.y, training.y.clone()
-    part[8:] = -100
-
-    def forward() -> Tensor:
-        training.y = part if training.y is whole else whole
-        return training.model(training.x)
-
-    training.put(forward=forward)
-
-
 def _all_frozen(training: Training) -> None:
     training.model.requires_grad_(False)
     training.put(forward=lambda: training.model(training.x).requires_grad_())
-
-
-def _evaluated_in_training_mode(training: Training) -> None:
-    def validate() -> None:
-        with torch.no_grad():
-            for x in training.x.chunk(3):
-                training.model(x)
-
-    training.put(after_step=validate)
-
-
-def _frozen_norm(training: Training) -> None:
-    training.model[1].requires_grad_(False)
-    training.optimizer = torch.optim.AdamW(
-        [x for x in training.model.parameters() if x.requires_grad], lr=1e-3
-    )
-
-
-def _compiled(training: Training) -> None:
-    training.model = nn.Sequential(training.model[0], Detach(), training.model[4])
-    compiled = torch.compile(training.model, backend="aot_eager")
-    training.put(forward=lambda: compiled(training.x))
 
 
 def _closure(training: Training) -> None:
@@ -163,12 +122,6 @@ def _closure(training: Training) -> None:
     training.put(step=lambda: training.optimizer.step(closure))
 
 
-def _argmax(training: Training) -> None:
-    training.model = nn.Sequential(nn.Linear(8, 16), nn.Embedding(16, 16), nn.Linear(16, 4))
-    training.hold(training.model)
-    training.put(forward=lambda: training.model[1:](training.model[0](training.x).argmax(-1)))
-
-
 def _straight_through(training: Training) -> None:
     training.model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 4), nn.Linear(4, 16))
     training.hold(training.model)
@@ -178,21 +131,6 @@ def _straight_through(training: Training) -> None:
         return training.model[1](codes + (training.model[3](training.model[2](codes)) - codes).detach())
 
     training.put(forward=forward)
-
-
-def _left_by_another(training: Training) -> None:
-    """The backward of a generator leaves gradients in the discriminator, which is not emptied before its own."""
-    generator = nn.Linear(8, 8)
-    optimizer = torch.optim.AdamW(generator.parameters(), lr=1e-3)
-    empty = training.optimizer.zero_grad
-
-    def generator_steps() -> None:
-        empty()
-        training.model(generator(training.x)).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    training.put(zero=lambda: None, after_step=generator_steps)
 
 
 def _auxiliary_loss_detached(training: Training) -> None:
@@ -239,14 +177,8 @@ FAULTS: dict[str, tuple[str, str, Callable[[Training], object]]] = {
     "frozen_late": ("frozen-moved", "4", _frozen_late),
     "copied": ("other-module-trained", "", lambda training: training.hold(copy.deepcopy(training.model))),
     "clip_nothing": ("clipping", "", _clip_nothing),
-    "unequal_means": ("accumulation", "", _unequal_means),
     "all_frozen": ("no-gradient", "", _all_frozen),
-    "evaluation_mode": ("train-mode-wrong", "", lambda training: training.model.eval()),
-    "evaluated_in_training_mode": ("eval-mode-wrong", "", _evaluated_in_training_mode),
-    "frozen_norm": ("frozen-moved", "1", _frozen_norm),
-    "argmax": ("no-gradient", "0", _argmax),
     "straight_through": ("no-gradient", "2", _straight_through),
-    "compiled": ("no-gradient", "0", _compiled),
     "closure": ("not-in-optimizer", "0", _closure),
     "evaluation_mode_later": (
         "train-mode-wrong",
@@ -263,7 +195,6 @@ FAULTS: dict[str, tuple[str, str, Callable[[Training], object]]] = {
         "",
         lambda training: training.put(before_step=lambda: training.clip(1e-9)),
     ),
-    "left_by_another": ("missing-zero-grad", "", _left_by_another),
     "auxiliary_loss_detached": ("no-gradient", "head", _auxiliary_loss_detached),
     "clipped_at_each_backward": ("clipping", "", _clipped_at_each_backward),
 }
@@ -346,15 +277,3 @@ def test_a_weight_that_is_meant_to_stay() -> None:
     training = Training()
     training.model[0].requires_grad = False
     assert {(finding.kind, finding.module) for finding in training.run()} == {("frozen-moved", "0")}
-
-
-def test_the_audit_goes_on_past_a_script_module() -> None:
-    """It still finds the weight that should stay."""
-    training = Training()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript
-        scripted = torch.jit.script(nn.Linear(4, 4))
-    training.model.append(scripted)
-    assert {(finding.kind, finding.module) for finding in training.run(audit=Audit(frozen="4"))} >= {
-        ("frozen-moved", "4")
-    }

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -51,9 +50,7 @@ def reason_in(place: Path) -> str:
 
 def test_json_is_one_document_and_nothing_else():
     """A program can read stdout as it is; it holds what the text shows."""
-    command = [sys.executable, "-m", "nanwatch", "--json"]
-    env = environment(NANWATCH_EXT=os.environ.get("NANWATCH_EXT", ""))
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = run("-m", "nanwatch", "--json", NANWATCH_EXT=os.environ.get("NANWATCH_EXT", ""))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["torch"]["version"] == torch.__version__

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 import nanwatch
 from nanwatch import __main__ as command
 from nanwatch import write_capsule
-from support.processes import environment
+from support.processes import forked
 
 X = torch.full((2, 4), 3.0)
 
@@ -110,11 +109,7 @@ def test_command_bad_use(place, capsys):
 def test_command_in_a_process_of_its_own(place):
     """--json is one document on stdout whatever the user's code prints; the current directory is found."""
     arguments = ["replay", "bad", "--model", "zoo:make", "--dtype", "float32", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "nanwatch", *arguments] if sys.version_info >= (3, 11)
-        else [sys.executable, "-m", "nanwatch", *arguments],
-        env=environment(), cwd=place, capture_output=True, text=True,
-    )  # fmt: skip
+    done = forked("-m", "nanwatch", *arguments, cwd=place)
     assert done.returncode == 1, done.stderr
     document = json.loads(done.stdout)
     assert "from the user's own code" in done.stderr

@@ -143,6 +143,7 @@ def test_bad_use_is_status_2_and_one_line(tmp_path: Path, capsys: pytest.Capture
     assert "above 0, got '0'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_live_view(tmp_path: Path) -> None:
     """It shows a part that comes later and a name as text, and ends at Ctrl-C with the terminal whole."""
     folder = tmp_path / "run"

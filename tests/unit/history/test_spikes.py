@@ -79,7 +79,7 @@ def test_sample_with_a_bad_target_is_named_with_its_share(tmp_path: Path) -> Non
     assert nanwatch.replay(folder / "capsule", model()).finding is None
 
 
-@pytest.mark.parametrize("chosen", [(), (3, AT), (3,)])
+@pytest.mark.parametrize("chosen", [(), (3,)])
 def test_trace_has_the_spike_at_the_tensor_that_shows_it(tmp_path: Path, chosen: tuple[int, ...]) -> None:
     """In a row without a range, in the batch of the spike; not in a trace of other batches."""
     path = tmp_path / "run.parquet"

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from math import inf, isnan, nan
-from typing import Any
+from math import inf, nan
 
 import pytest
 
 from nanwatch.numerics.formats import TensorHealth
 from nanwatch.records.note import Note
-from nanwatch.records.record import Frame, Record, Role
+from nanwatch.records.record import Record
 from nanwatch.report.finding import Cure, find, working_first
-
-
-def record(label: str, role: Role, abs_max: float = 1.0, **changes: Any) -> Record:
-    """A float16 record of four elements; non-finite when its abs_max is."""
-    isfinite = abs_max < inf
-    health = None
-    if not isfinite:
-        health = TensorHealth(
-            0.5, abs_max, False, 0.5, 2.0, int(isnan(abs_max)), int(abs_max == inf), 0, 0, 0, 4, (1, 0)
-        )
-    plain = Record(label, role, (2, 2), "float16", nan if isnan(abs_max) else 0.5, abs_max, isfinite, health)
-    return plain._replace(**changes)
-
-
-def frame(name: str, *records: Record) -> Frame:
-    """A frame of the given records."""
-    return Frame(0, name, "Linear", records)
+from support.html_page import frame, record
 
 
 @pytest.mark.parametrize(

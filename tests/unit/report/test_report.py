@@ -5,36 +5,18 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from math import inf, isnan, nan
+from math import inf
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanwatch.numerics.formats import TensorHealth
 from nanwatch.records.note import CAPTURED, Note
-from nanwatch.records.record import Frame, Record, Role
+from nanwatch.records.record import Frame, Record
 from nanwatch.report.finding import find
 from nanwatch.report.report import BatchLimitError, NonFiniteError, Report
-
-
-def record(label: str, role: Role, abs_max: float = 1.0, **changes: Any) -> Record:
-    """A float16 record of four elements; non-finite when its abs_max is."""
-    isfinite = abs_max < inf
-    health = None
-    if not isfinite:
-        health = TensorHealth(
-            0.5, abs_max, False, 0.5, 2.0, int(isnan(abs_max)), int(abs_max == inf), 0, 0, 0, 4, (1, 0)
-        )
-    plain = Record(label, role, (2, 2), "float16", nan if isnan(abs_max) else 0.5, abs_max, isfinite, health)
-    return plain._replace(**changes)
-
-
-def frame(name: str, *records: Record, batch: int = 0, class_name: str = "Linear") -> Frame:
-    """A frame of the given records."""
-    return Frame(batch, name, class_name, records)
-
+from support.html_page import frame, record
 
 GROWING = (
     frame("up", record("weight", "weight"), record("input[0]", "input"), record("output", "output", 6e4)),

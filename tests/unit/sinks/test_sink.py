@@ -155,7 +155,7 @@ def test_a_sink_that_raises_is_dropped(event: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         broken_sink = type("Slack", (Sink,), {event: broken})()
-        with watch(model, sinks=[broken_sink, behind], log_every=1):
+        with watch(model, sinks=[broken_sink, behind], log_every=1, rerun=False):
             run(model, 3)
             model[0].factor = float("inf")
             for _ in range(2):
