@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, parametrizations
+from torch import nn
+from torch.nn.utils import parametrizations
 
 from .kit import SGD, Adam, AdamW, Layers, Watching, batches, cross_entropy, mse, train, unusual, validate
-from .methods import follow, mlp, normalize, update
+from .methods import mlp, normalize, update
 
 logits_loss, softplus = nn.functional.binary_cross_entropy_with_logits, nn.functional.softplus
 ONES, ZEROS = torch.ones(16, 1), torch.zeros(16, 1)
@@ -76,79 +76,7 @@ def factors_in_turn(watch: Watching) -> None:
             (of_users if step % 2 else of_items).step()
 
 
-@unusual
-def search_of_an_architecture(watch: Watching) -> None:
-    layers, head = nn.ModuleList([mlp(8, 8, 8), nn.Identity(), nn.Linear(8, 8)]), nn.Linear(8, 4)
-    model = nn.ModuleDict({"layers": layers, "head": head})
-    model.register_parameter("alphas", nn.Parameter(1e-3 * torch.randn(3)))
-    weights = [p for p in model.parameters() if p is not model.alphas]
-    of_alphas, of_weights = Adam([model.alphas], lr=3e-4), SGD(weights, lr=0.025, momentum=0.9)
-
-    def call(x: Tensor) -> Tensor:
-        return head(
-            sum(share * layer(x) for share, layer in zip(model.alphas.softmax(0), layers, strict=True))
-        )
-
-    with watch(model):
-        for _, x, y in batches():
-            update(of_alphas, mse(call(x[:8]), y[:8]))
-            of_weights.zero_grad()
-            mse(call(x[8:]), y[8:]).backward()
-            clip_grad_norm_(weights, 5.0)
-            of_weights.step()
-
-
-@unusual
-def soft_actor_and_critics(watch: Watching) -> None:
-    actor, critics = nn.Linear(8, 8), nn.ModuleList(mlp(12, 16, 1) for _ in range(2))
-    targets, log_alpha = copy.deepcopy(critics), nn.Parameter(torch.zeros(()))
-    model = nn.ModuleDict({"actor": actor, "critics": critics, "targets": targets})
-    model.register_parameter("log_alpha", log_alpha)
-    of_critics, of_actor = Adam(critics.parameters(), lr=1e-3), Adam(actor.parameters(), lr=1e-3)
-    of_alpha = Adam([log_alpha], lr=1e-3)
-
-    def act(x: Tensor) -> tuple[Tensor, Tensor]:
-        mean, spread = actor(x).chunk(2, 1)
-        action = torch.distributions.Normal(mean, softplus(spread) + 0.01).rsample()
-        chance = -0.5 * ((action - mean) / (softplus(spread) + 0.01)).square().sum(1)
-        return torch.tanh(action), chance
-
-    def worst(judges: nn.ModuleList, x: Tensor, action: Tensor) -> Tensor:
-        return torch.min(*(judge(torch.cat([x, action], 1)) for judge in judges))[:, 0]
-
-    with watch(model):
-        for _, x, y in batches():
-            with torch.no_grad():
-                action, chance = act(x.roll(1, 0))
-                goal = y.sum(1) + 0.9 * (worst(targets, x.roll(1, 0), action) - log_alpha.exp() * chance)
-            update(of_critics, sum(mse(critic(torch.cat([x, y], 1))[:, 0], goal) for critic in critics))
-            critics.requires_grad_(False)
-            action, chance = act(x)
-            update(of_actor, (log_alpha.exp().detach() * chance - worst(critics, x, action)).mean())
-            critics.requires_grad_(True)
-            update(of_alpha, -(log_alpha * (chance.detach() - 4)).mean())
-            follow(targets, critics)
-
-
 # Several views.
-
-
-@unusual
-def queue_of_keys(watch: Watching) -> None:
-    query = Layers(norm=nn.BatchNorm1d(16))
-    key, queue = copy.deepcopy(query).requires_grad_(False), normalize(torch.randn(32, 4))
-    model = nn.ModuleDict({"query": query, "key": key})
-    model.register_buffer("queue", queue)
-    optimizer = SGD(query.parameters(), lr=0.03, momentum=0.9)
-    with watch(model):
-        for _, x, _ in batches():
-            left = normalize(query(x + 0.1 * torch.randn_like(x)))
-            with torch.no_grad():
-                follow(key, query, 0.01)
-                right = normalize(key(x))
-            scores = torch.cat([(left * right).sum(1, keepdim=True), left @ model.queue.T], 1) / 0.07
-            update(optimizer, cross_entropy(scores, torch.zeros(16, dtype=torch.long)))
-            model.queue = torch.cat([model.queue[16:], right])
 
 
 @unusual

@@ -226,6 +226,7 @@ COMPILED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*empty generator")
 def test_faults_are_found_in_compiled_trainings() -> None:
     """As without torch.compile, and none in the healthy training."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nanwatch.blackbox.story import read as read_black_box
-from nanwatch.cli.script import add_script, check_script, run_script
+from nanwatch.cli.script import add_script
 from support.black_boxes import needs_box
 from support.processes import environment
 
@@ -29,23 +29,6 @@ def test_all_behind_the_script_is_its_own() -> None:
         False,
         ["--every", "5", "-m", "x"],
     )
-
-
-def test_a_script_that_is_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match=r"there is no script 'train'; a module is run with -m"):
-        check_script("train", is_module=False)
-    check_script("train", is_module=True)
-
-
-def test_a_script_finds_itself_as_main(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With its arguments and its folder, and also after it has raised, as its threads and atexit functions need it."""
-    script = tmp_path / "train.py"
-    script.write_text("import sys\nprint(__name__, sys.argv[1:], sys.path[0])\nraise KeyError('mine')\n")
-    with pytest.raises(KeyError, match="mine"):
-        run_script(str(script), ["--lr", "1"], is_module=False)
-    assert capsys.readouterr().out == f"__main__ ['--lr', '1'] {tmp_path}\n"
-    assert (sys.argv[1:], sys.path[0]) == (["--lr", "1"], str(tmp_path))
-    assert sys.modules["__main__"].__file__ == str(script)
 
 
 # Below a parent

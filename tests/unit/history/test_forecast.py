@@ -6,7 +6,6 @@ import re
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ import nanwatch
 from nanwatch.history.forecast import Forecast, Forecaster
 from nanwatch.recording.recorder import PeakMagnitudes
 from nanwatch.records.record import Frame, Record
-from nanwatch.trace.picture import Mark, draw
 
 END = 65504.0
 
@@ -161,21 +159,3 @@ def test_watch_warns(implementation: str, monkeypatch: pytest.MonkeyPatch) -> No
     batch, margin = interval(told[0])
     assert abs(batch - end) <= margin
     assert warned(forecast=False) == ([], end)
-
-
-def test_trace_has_the_forecast_in_its_batch(tmp_path: Path) -> None:
-    """At the module that it names, in the words of the warning."""
-    pytest.importorskip("pyarrow")
-    model = nn.Sequential(Growing())
-    told = []
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        nanwatch.watch(model, trace=tmp_path / "run.parquet") as watch,
-    ):
-        warnings.simplefilter("always")
-        while not told:
-            model(torch.ones(3, dtype=torch.float16))
-            told = [(watch.batch, str(one.message)) for one in caught]
-    marks = draw(nanwatch.Trace.open(tmp_path / "run.parquet")).marks
-    ((batch, line),) = told
-    assert marks == (Mark("forecast", batch, "0", "output", f"forecast: {line}"),)

@@ -60,12 +60,6 @@ def test_the_earliest_batch_is_the_origin(tmp_path, capsys):
     assert [line.split()[0] for line in lines[-3:]] == ["2", "0", "1"]
 
 
-def test_within_a_batch_the_earlier_frame_is_the_origin(tmp_path):
-    """Bad data is there when the model is called, a bad weight when the last layer is."""
-    merged = merge(written(tmp_path, ran(0, 2, "weight", 1), ran(1, 2, "data", 1)))
-    assert [digest.rank for digest in merged.origins] == [1]
-
-
 def test_the_table_has_the_earliest_rank_first_and_the_least_headroom_of_each(tmp_path):
     """Rank 1 failed, rank 2 holds a weight 1,024 times as large."""
     reports = [ran(0, 2), ran(1, 2, "data", 1), ran(2, 2, factor=1024.0)]

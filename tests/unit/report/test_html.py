@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
 from dataclasses import replace
 from math import inf, log2, nan
-from typing import Any
 
 import pytest
 
@@ -101,23 +98,6 @@ def test_the_policy_allows_no_script_and_no_connection() -> None:
     }
     # Only a policy that stands before them binds the elements of the page.
     assert [tag for tag, _ in page.tags][:4] == ["html", "head", "meta", "meta"]
-
-
-def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the optional package the error names it and the extra that brings it."""
-    from nanwatch.util import imports
-
-    for name in [name for name in sys.modules if name.split(".")[0] == "jinja2"]:
-        monkeypatch.delitem(sys.modules, name)
-
-    def without(name: str, package: str | None = None) -> Any:
-        if name.split(".")[0] == "jinja2":
-            raise ImportError(name)
-        return importlib.import_module(name, package)
-
-    monkeypatch.setattr(imports, "import_module", without)
-    with pytest.raises(ImportError, match=r"`jinja2`.*\.\[report\]"):
-        growing().to_html()
 
 
 def test_a_chart_is_logarithmic_and_has_gaps() -> None:
