@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -22,6 +23,11 @@ PRODUCTS = "addmm mm bmm baddbmm matmul linear"  # the ways to one matrix produc
 def finite(value: Any) -> bool:
     """Return whether all tensors in a value are finite."""
     return all(bool(x.isfinite().all()) for x in _pytree.tree_leaves(value) if isinstance(x, Tensor))
+
+
+def sequence(**modules: nn.Module) -> nn.Sequential:
+    """Return the modules one after the other, under these names."""
+    return nn.Sequential(OrderedDict(modules))
 
 
 def summed(output: Tensor) -> Tensor:

@@ -64,25 +64,35 @@ SILENT = (
 Verdict = dict[str, Any]
 
 
-def judge_failure(case: Case) -> Verdict:
-    """Judge the finding of a program that fails."""
-    setup = case.build()
-    with nanwatch.watch(setup.model, gradients=setup.loss is not None):
+def _finding_of(setup: Setup) -> tuple[Finding | None, str]:
+    """Return what nanwatch says of a run: the finding and the report."""
+    with nanwatch.watch(setup.model, gradients=setup.loss is not None or setup.objective is not None):
         try:
             setup.run()
         except nanwatch.NonFiniteError as error:
-            finding, text = error.report.finding, error.report.to_text()
-        else:
-            return {"module": False, "operation": False, "line": False, "cure": False, "text": "says nothing"}
-    assert finding is not None
+            return error.report.finding, error.report.to_text()
+    return None, "says nothing"
+
+
+def _judge_cures(case: Case, finding: Finding) -> tuple[bool, list[str]]:
+    """Return whether a cure works and all that are said to work do, and what is wrong with those that do not."""
+    faults = [_fault_of(case, cure) for cure in finding.cures if cure.works]
+    return bool(faults) and not any(faults), [fault for fault in faults if fault]
+
+
+def judge_failure(case: Case) -> Verdict:
+    """Judge the finding of a program that fails."""
+    setup = case.build()
+    finding, text = _finding_of(setup)
+    if finding is None:
+        return {"module": False, "operation": False, "line": False, "cure": False, "text": text}
     verdict: Verdict = {"module": _has_place(case, finding), "text": text}
     if case.operations:
         name = _aten(finding.operation or "")
         verdict["operation"] = name in case.operations or f"{name}_" in case.operations
         verdict["line"] = (finding.source or "").endswith(f"{case.file.name}:{case.line}")
-        faults = [_fault_of(case, cure) for cure in finding.cures if cure.works]
-        verdict["cure"] = bool(faults) and not any(faults)
-        verdict["text"] += "".join(f"\nFAULT of a cure: {fault}" for fault in faults if fault)
+        verdict["cure"], faults = _judge_cures(case, finding)
+        verdict["text"] += "".join(f"\nFAULT of a cure: {fault}" for fault in faults)
     else:
         # For bad data the finding names the operation that hands it on. No cure may hide a bad weight.
         # A weight that a training spoils is made by the step, which has cures of its own.
@@ -93,6 +103,17 @@ def judge_failure(case: Case) -> Verdict:
         if case.transient:
             verdict["operation"] &= finding.transient is True
     return verdict
+
+
+def judge_thread(case: Case) -> Verdict:
+    """Judge the line that is named of a training of a public thread, and the cures."""
+    finding, text = _finding_of(case.build())
+    if finding is None:
+        return {"line": False, "cure": False, "sound": True, "text": text}
+    line = (finding.source or "").endswith(f"{case.file.name}:{case.line}")
+    is_cured, faults = _judge_cures(case, finding)
+    text += "".join(f"\nFAULT of a cure: {fault}" for fault in faults)
+    return {"line": line, "cure": is_cured, "sound": not faults, "text": text}
 
 
 def _has_place(case: Case, finding: Finding) -> bool:
@@ -206,23 +227,6 @@ def _distance(results: Any, exact: Any) -> float:
             norm = max(float(truth.norm()), 1e-6)
             distance = max(distance, float((result.double() - truth).norm()) / norm)
     return distance
-
-
-def judge_thread(case: Case) -> Verdict:
-    """Judge the line that is named of a training of a public thread, and the cures."""
-    setup = case.build()
-    with nanwatch.watch(setup.model, gradients=True):
-        try:
-            setup.run()
-        except nanwatch.NonFiniteError as error:
-            finding, text = error.report.finding, error.report.to_text()
-        else:
-            return {"line": False, "cure": False, "sound": True, "text": "says nothing"}
-    assert finding is not None
-    line = (finding.source or "").endswith(f"{case.file.name}:{case.line}")
-    faults = [_fault_of(case, cure) for cure in finding.cures if cure.works]
-    text += "".join(f"\nFAULT of a cure: {fault}" for fault in faults if fault)
-    return {"line": line, "cure": bool(faults) and not any(faults), "sound": not any(faults), "text": text}
 
 
 def judge_healthy(name: str) -> Verdict:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from programs.case import PRODUCTS, Setup, failure
+from programs.case import PRODUCTS, Setup, failure, sequence
 
 
 class Attention(nn.Module):
@@ -168,9 +168,7 @@ class Sampler(nn.Module):
 
 @failure("sampling at temperature 0", module="sampler", operations="div")
 def temperature_zero() -> Setup:
-    model = nn.Sequential()
-    model.add_module("head", nn.Linear(8, 30))
-    model.add_module("sampler", Sampler(0.0))
+    model = sequence(head=nn.Linear(8, 30), sampler=Sampler(0.0))
     return Setup(model, (torch.randn(2, 8),))
 
 
@@ -194,8 +192,7 @@ class Experts(nn.Module):
 
 @failure("an expert to which no token went: 0 / 0", module="moe", label="output[1]", operations="div")
 def idle_expert() -> Setup:
-    model = nn.Sequential()
-    model.add_module("moe", Experts(8, 4))
+    model = sequence(moe=Experts(8, 4))
     with torch.no_grad():
         model.moe.router.bias[2] = -50.0
     return Setup(model, (torch.randn(12, 8),))

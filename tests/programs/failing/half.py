@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from programs.case import PRODUCTS, Setup, failure
+from programs.case import PRODUCTS, Setup, failure, sequence
 
 
 class DenseReluDense(nn.Module):
@@ -99,9 +99,7 @@ class MomentNorm(nn.Module):
     format_cause=True,
 )
 def layer_norm_square() -> Setup:
-    model = nn.Sequential()
-    model.add_module("proj", nn.Linear(16, 64))
-    model.add_module("norm", MomentNorm())
+    model = sequence(proj=nn.Linear(16, 64), norm=MomentNorm())
     with torch.no_grad():
         model.proj.bias.fill_(400.0)
         model.proj.weight.mul_(80)
@@ -135,8 +133,7 @@ class CausalLinearAttention(nn.Module):
 )
 def cumsum() -> Setup:
     model = CausalLinearAttention(16)
-    with torch.no_grad():
-        model.qkv.bias.fill_(12.0)
+    nn.init.constant_(model.qkv.bias, 12.0)
     return Setup(model.half(), (torch.randn(1, 600, 16).half(),))
 
 
@@ -156,11 +153,8 @@ class SumPool(nn.Module):
     format_cause=True,
 )
 def sum_pool() -> Setup:
-    model = nn.Sequential()
-    model.add_module("proj", nn.Linear(8, 8))
-    model.add_module("pool", SumPool())
-    with torch.no_grad():
-        model.proj.bias.fill_(90.0)
+    model = sequence(proj=nn.Linear(8, 8), pool=SumPool())
+    nn.init.constant_(model.proj.bias, 90.0)
     return Setup(model.half(), (torch.randn(2, 1000, 8).half(),))
 
 

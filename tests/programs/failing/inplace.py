@@ -38,8 +38,7 @@ class Tagger(nn.Module):
 )
 def own_input() -> Setup:
     model = Tagger()
-    with torch.no_grad():
-        model.features.bias.fill_(-0.3)
+    nn.init.constant_(model.features.bias, -0.3)
     x = torch.randn(6, 8)
     x[4] = 0.0
     return Setup(model, (x,))

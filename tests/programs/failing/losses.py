@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from programs.case import Setup, failure
+from programs.case import Setup, failure, sequence
 
 
 class Scored(nn.Module):
@@ -86,8 +86,7 @@ class MarginLoss(nn.Module):
 @failure("the mean over a selection that is empty", module="loss", operations="mean")
 def empty_selection() -> Setup:
     model = Scored(8, 1, MarginLoss())
-    with torch.no_grad():
-        model.head.bias.fill_(100.0)
+    nn.init.constant_(model.head.bias, 100.0)
     return Setup(model, (torch.randn(6, 8), torch.ones(6)))
 
 
@@ -104,8 +103,7 @@ class BinaryCrossEntropy(nn.Module):
 @failure("binary cross entropy by hand of a probability of 1: 0 × log(0)", module="loss", operations="log")
 def binary_cross_entropy() -> Setup:
     model = Scored(8, 1, BinaryCrossEntropy())
-    with torch.no_grad():
-        model.head.bias.fill_(40.0)
+    nn.init.constant_(model.head.bias, 40.0)
     return Setup(model, (torch.randn(6, 8), torch.ones(6)))
 
 
@@ -187,9 +185,7 @@ class Mixture(nn.Module):
 
 @failure("a torch.autograd.Function whose forward overflows", module="mixture", operations="exp")
 def custom_function() -> Setup:
-    model = nn.Sequential()
-    model.add_module("head", nn.Linear(8, 4))
-    model.add_module("mixture", Mixture())
+    model = sequence(head=nn.Linear(8, 4), mixture=Mixture())
     return Setup(model, (torch.randn(4, 8) * 400,))
 
 
@@ -218,9 +214,7 @@ class BilinearPool(nn.Module):
 
 @failure("a torch.autograd.Function that divides by its own root at 0", module="pool", operations="div")
 def signed_sqrt() -> Setup:
-    model = nn.Sequential()
-    model.add_module("features", nn.Sequential(nn.Linear(8, 6), nn.ReLU()))
-    model.add_module("pool", BilinearPool())
+    model = sequence(features=nn.Sequential(nn.Linear(8, 6), nn.ReLU()), pool=BilinearPool())
     with torch.no_grad():
         model.features[0].bias[2] = -100.0  # a dead channel
     return Setup(model, (torch.randn(3, 5, 8),))

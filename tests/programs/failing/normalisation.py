@@ -5,16 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from programs.case import Setup, failure
+from programs.case import Setup, failure, sequence
 
 
 def after_linear(width: int, **last: nn.Module) -> nn.Sequential:
     """A linear layer, then the modules named."""
-    model = nn.Sequential()
-    model.add_module("proj", nn.Linear(width, width, bias=False))
-    for name, module in last.items():
-        model.add_module(name, module)
-    return model
+    return sequence(proj=nn.Linear(width, width, bias=False), **last)
 
 
 class UnitNorm(nn.Module):
@@ -69,9 +65,7 @@ class Spread(nn.Module):
 
 @failure("sqrt of a variance that rounding made negative", module="spread", operations="sqrt")
 def negative_variance() -> Setup:
-    model = nn.Sequential()
-    model.add_module("shift", nn.Identity())
-    model.add_module("spread", Spread())
+    model = sequence(shift=nn.Identity(), spread=Spread())
     # 512 rows: whatever the order of the sums, rounding takes many of them below zero.
     return Setup(model, (1000 + 1e-3 * torch.randn(512, 33),))
 
@@ -215,9 +209,7 @@ class LogMel(nn.Module):
 
 @failure("the log spectrum of silence", module="features", value="inf", operations="log")
 def log_of_silence() -> Setup:
-    model = nn.Sequential()
-    model.add_module("features", LogMel())
-    model.add_module("head", nn.Linear(8, 2))
+    model = sequence(features=LogMel(), head=nn.Linear(8, 2))
     audio = torch.randn(2, 64)
     audio[0] = 0.0
     return Setup(model, (audio,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from programs.case import Setup, failure
+from programs.case import Setup, failure, sequence
 
 
 class FastWeights(nn.Module):
@@ -33,8 +33,7 @@ class FastWeights(nn.Module):
     format_cause=True,
 )
 def adam_eps() -> Setup:
-    model = nn.Sequential()
-    model.add_module("inner", FastWeights(16))
+    model = sequence(inner=FastWeights(16))
     return Setup(model.half(), (torch.linspace(0, 1e-4, 16).half(),))
 
 
@@ -91,9 +90,7 @@ class Gumbel(nn.Module):
     format_cause=True,
 )
 def gumbel() -> Setup:
-    model = nn.Sequential()
-    model.add_module("logits", nn.Linear(8, 256))
-    model.add_module("noise", Gumbel())
+    model = sequence(logits=nn.Linear(8, 256), noise=Gumbel())
     return Setup(model.half(), (torch.randn(128, 8).half(),))
 
 
@@ -113,9 +110,6 @@ class Rounded(nn.Module):
     format_cause=True,
 )
 def bfloat16_rounding() -> Setup:
-    model = nn.Sequential()
-    model.add_module("score", nn.Linear(8, 1))
-    model.add_module("loss", Rounded())
-    with torch.no_grad():
-        model.score.bias.fill_(7.0)
+    model = sequence(score=nn.Linear(8, 1), loss=Rounded())
+    nn.init.constant_(model.score.bias, 7.0)
     return Setup(model.bfloat16(), (torch.randn(16, 8).bfloat16(),))

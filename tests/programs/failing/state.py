@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from programs.case import Setup, failure
+from programs.case import Setup, failure, sequence
 from support.spy import Spy
 
 
@@ -172,9 +172,7 @@ class SplitReduce(nn.Module):
     transient=True,
 )
 def uninitialised_workspace() -> Setup:
-    model = nn.Sequential()
-    model.add_module("proj", nn.Linear(8, 8))
-    model.add_module("reduce", SplitReduce())
+    model = sequence(proj=nn.Linear(8, 8), reduce=SplitReduce())
     return Setup(model, (torch.randn(16, 8),))
 
 
