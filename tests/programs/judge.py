@@ -43,14 +43,12 @@ from torch.utils import _pytree
 import nanwatch
 import nanwatch.capsule.capsule
 import nanwatch.diagnosis.rerun
+import programs.threads  # noqa: F401 - enters its programs
 from nanwatch.report.finding import Cure, Finding
 from programs import failing, reported, shapes  # noqa: F401 - enter their programs
 from programs.case import CASES, THREADS, Case, Setup, finite
 from programs.healthy import HEALTHY
 from programs.stateful import case as stateful
-from programs.threads import (  # noqa: F401
-    attention, batches, classification, empty_targets, geometry, likelihoods, small_constants,
-)  # fmt: skip
 
 COLUMNS = "sound", "module", "operation", "line", "cure", "state", "quiet", "audit"
 # A cure may move a result by this part of its norm from that of float64. Formats of 16 bits have 2 to 3 digits.

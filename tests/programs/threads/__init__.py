@@ -21,3 +21,7 @@ def zero_head(inputs: int = 6, outputs: int = 4) -> nn.Sequential:
     net = encoder(inputs, outputs, gain=0.0)
     nn.init.zeros_(net[2].bias)
     return net
+
+
+# These enter their programs.
+from . import attention, batches, classification, empty_targets, geometry, likelihoods, small_constants  # noqa: F401
