@@ -11,11 +11,12 @@ from operator import itemgetter
 from statistics import median
 from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from ..instrumentation.wrapped_names import is_recorded, named_modules
 from ..recording.events import Recorder
-from ..recording.observe import may_be_called, observe, past_torch_function
+from ..recording.observe import may_be_called, observe
 from ..records.record import Frame
 from ..report.events import Suspect
 from ..util.modules import each_parameter
@@ -43,7 +44,7 @@ class Suspicion:
         self._recorder = recorder
         self._versions: dict[int, int] = {}
         try:
-            with past_torch_function():
+            with torch._C.DisableTorchFunction():
                 self._versions = {id(x): _version(x) for x in each_parameter(model)}
         except Exception:
             suppressed("the versions of weights could not be noted")
@@ -107,7 +108,7 @@ class Suspicion:
         if model is None or not called:
             return ()
         try:
-            with past_torch_function():
+            with torch._C.DisableTorchFunction():
                 called |= {frame.name for frame in frames}
                 return tuple(self._never_called(model, called, observes))
         except Exception:

@@ -5,8 +5,9 @@ A recorded call leaves a hook on each of its tensors. csrc/gradients/gradient_re
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,23 +17,25 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..numerics.readable import unreadable
-from ..records.record import Frame, Record
+from ..records.record import Frame, Record, Role
 from .events import Arrival, BackwardCall, Event, Part
 
 
 @dataclass(eq=False)
-class _Call:
-    """A call that gradients may come for, and the start of its batch. The hooks in the graph keep both alive."""
+class Call:
+    """A call under way, and then one that gradients may come for. The hooks in the graph keep it."""
 
-    frame: Frame
-    identity: object
-    caller: object  # the identity of the call that made it
-    start: object
-    number: int
+    node: Any
+    caller: Call | None
+    added: list[tuple[Role, str, Any]] = field(default_factory=list)  # outputs that `add_output` gave it
+    frame: Frame = field(init=False)
+    start: object = None  # of its batch
+    number: int = 0
     backward: int = -1  # the one that last brought a gradient of its outputs
     handles: list[Any] = field(default_factory=list)  # of the hooks on leaves, which outlive the graph
 
     def remove_hooks(self) -> None:
+        """Take the hooks off the leaves."""
         for handle in self.handles:
             handle.remove()
 
@@ -43,7 +46,7 @@ class _Call:
 class _Backward:
     """Gradients that came in one run of the autograd engine."""
 
-    arrivals: list[tuple[_Call, Part, int, Record]] = field(default_factory=list)
+    arrivals: list[tuple[Call, Part, int, Record]] = field(default_factory=list)
     latest: object = None  # place, tensor and version of the latest gradient, which may come to several calls
     time: int = 0
     weights: set[object] = field(default_factory=set)
@@ -55,52 +58,54 @@ class PythonGradients:
     """Follows the tensors of recorded calls into their backward, for a PythonRecorder."""
 
     def __init__(self, recorder: Any) -> None:
-        self._recorder = weakref.ref(recorder)
+        self._recorder = weakref.ref(recorder)  # the hooks keep this object
         self._lock = recorder.lock  # backwards of several threads, and of several devices, meet here
         self._backwards: dict[int, _Backward] = {}
-        self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
-        self._num_calls = 0
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._numbers = itertools.count()
 
-    def follow(
-        self,
-        values: Iterable[tuple[Any, str, Any]],
-        frame: Frame,
-        identity: object,
-        caller: object,
-        start: object,
-    ) -> None:
-        """Leave hooks for the gradients of the values of a call. `identity` and `caller` are objects of the calls."""
+    def follow(self, call: Call, values: Iterable[tuple[Role, str, Any]]) -> None:
+        """Leave hooks for the gradients of the values of a call."""
         with torch._C.DisableTorchFunction():
             tensors = [value for value in values if value[0] != "buffer" and _has_gradient(value[2])]
-            outputs = [x for part, _, x in tensors if part == "output" and not x.is_leaf]
+            outputs = {_place(x) for part, _, x in tensors if part == "output" and not x.is_leaf}
             if not outputs or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
                 return
+            call.number = next(self._numbers)
             with self._lock:
-                call = _Call(frame, identity, caller, start, self._num_calls)
-                self._num_calls += 1
                 self._calls.add(call)
-            places = {_place(x) for x in outputs}
             for part, label, x in tensors:
                 # An output that is a leaf is handed through. An input that the module writes into is its output.
-                if part == "output" if x.is_leaf else part == "input" and _place(x) in places:
+                if part == "output" if x.is_leaf else part == "input" and _place(x) in outputs:
                     continue
-                reference: Callable[[], _Call | None] = weakref.ref(call) if x.is_leaf else lambda: call
-                hook = partial(_arrive, weakref.ref(self), _place(x), reference, part, label)
-                handle = x.register_hook(hook)
+                reference: Callable[[], Call | None] = weakref.ref(call) if x.is_leaf else lambda: call
+                handle = x.register_hook(partial(self._arrive, _place(x), reference, part, label))
                 if x.is_leaf:
                     call.handles.append(handle)
 
-    def release(self) -> None:
-        """Remove the hooks from all leaves."""
+    def release(self, leaves: Sequence[Tensor]) -> None:
+        """Remove the hooks from all leaves, and look at no gradient any more."""
+        self._recorder = lambda: None  # type: ignore[assignment]
         for call in list(self._calls):
             call.remove_hooks()
 
-    def arrived(self, gradient: Tensor, place: tuple[Any, ...], call: _Call, part: Part, label: str) -> None:
+    def _arrive(
+        self,
+        place: tuple[Any, ...],
+        call_of: Callable[[], Call | None],
+        part: Part,
+        label: str,
+        gradient: Tensor | None,
+    ) -> None:
         """Take a gradient that came at a place of the graph, of a tensor that the call has used."""
-        task, recorder = torch._C._current_graph_task_id(), self._recorder()
+        # None comes for results of an operation that nobody used, as all parts of unbind but one, and from a Function
+        # whose backward gives none. Compiled autograd follows hooks, and this leads nowhere that it could.
+        if gradient is None or is_compiling():
+            return
+        call, recorder, task = call_of(), self._recorder(), torch._C._current_graph_task_id()
         # An argument or a weight may get its gradient from elsewhere, too: a call whose outputs had none has no part in
         # this backward.
-        if task == -1 or recorder is None or (part != "output" and call.backward != task):
+        if call is None or recorder is None or task == -1 or (part != "output" and call.backward != task):
             return
         backward = self._open(task, recorder)
         # The gradient of a weight is the sum over all calls of its module. It belongs to the first, which the backward
@@ -124,7 +129,7 @@ class PythonGradients:
             if task in self._backwards:
                 return self._backwards[task]
             backward = self._backwards[task] = _Backward()
-        end = partial(_end, weakref.ref(self), task)
+        end = partial(self._finish, task)
         # The engine drops the callback when an exception ends the run. The garbage collector may do that anywhere, so
         # this takes no lock.
         weakref.finalize(end, setattr, backward, "is_over", True).atexit = False
@@ -134,20 +139,20 @@ class PythonGradients:
         return backward
 
     def finish_broken(self) -> None:
-        """Make frames of the backwards that ended by an exception."""
+        """Make frames of the backwards that an exception ended without a sign."""
         with self._lock:
             broken = [task for task, backward in self._backwards.items() if backward.is_over]
         for task in broken:
-            self.finish(task)
+            self._finish(task)
 
     def finish_nonfinite(self) -> None:
-        """Make frames of the backward under way, as far as it has come, if a gradient in it is not finite."""
+        """Make frames of this thread's backward, as far as it has come, if a gradient in it is not finite."""
         task = torch._C._current_graph_task_id()
         backward = self._backwards.get(task)
         if backward is not None and backward.is_nonfinite:
-            self.finish(task)
+            self._finish(task)
 
-    def finish(self, task: int) -> None:
+    def _finish(self, task: int) -> None:
         """Make frames of a backward. A parent comes after its children, as in the forward."""
         with self._lock:
             backward = self._backwards.pop(task, None)
@@ -156,44 +161,23 @@ class PythonGradients:
             return
         # A call is done when it and all calls in it had their last gradient.
         done = {call: position for position, (call, *_) in enumerate(backward.arrivals)}
-        of_children: dict[object, int] = {}  # by the call that made them, until it is met
+        of_children: dict[Call | None, int] = {}  # by the call that made them, until it is met
         for call in sorted(done, key=lambda call: call.number):
-            done[call] = max(done[call], of_children.pop(call.identity, 0))
+            done[call] = max(done[call], of_children.pop(call, 0))
             of_children[call.caller] = max(done[call], of_children.get(call.caller, 0))
         calls = sorted(done, key=lambda call: (done[call], call.number))
-        records: dict[_Call, list[Record]] = {call: [] for call in calls}
+        positions: dict[Call | None, int] = {call: position for position, call in enumerate(calls)}
+        records: dict[Call, list[Record]] = {call: [] for call in calls}
         arrivals = []
         for call, part, time, record in backward.arrivals:
-            arrivals.append(Arrival(calls.index(call), len(records[call]), part, time))
+            arrivals.append(Arrival(positions[call], len(records[call]), part, time))
             records[call].append(record)
         frames = [call.frame._replace(records=tuple(records[call]), phase="backward") for call in calls]
-        positions = {call.identity: position for position, call in enumerate(calls)}
         ended = [
             BackwardCall(frame, positions.get(call.caller), call.number)
             for call, frame in zip(calls, frames, strict=True)
         ]
         recorder.keep_backward(ended, arrivals, backward.is_nonfinite)
-
-
-def _end(gradients: Callable[[], PythonGradients | None], task: int) -> None:
-    if (log := gradients()) is not None:
-        log.finish(task)
-
-
-def _arrive(
-    gradients: Callable[[], PythonGradients | None],
-    place: tuple[Any, ...],
-    call: Callable[[], _Call | None],
-    part: Part,
-    label: str,
-    gradient: Tensor | None,
-) -> None:
-    # None comes for results of an operation that nobody used, as all parts of unbind but one, and from a Function whose
-    # backward gives none. Compiled autograd follows hooks, and this leads nowhere that it could.
-    if gradient is None or is_compiling():
-        return
-    if (log := gradients()) is not None and (user := call()) is not None:
-        log.arrived(gradient, place, user, part, label)
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache, partial
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,24 +95,6 @@ def state_of(module: nn.Module, path: str = "") -> list[tuple[Role, str, Tensor]
         if child is not None and not may_be_called(child):
             values += state_of(child, f"{path}{key}.")
     return values
-
-
-class Observe(Protocol):
-    """`observe` with the extras that somebody asked for, some of them in certain batches."""
-
-    def __call__(  # noqa: D102
-        self,
-        value: Any,
-        label: str,
-        role: Role,
-        allow_inf: bool | Excuses = False,
-        batch: int | None = None,
-    ) -> Record: ...
-
-
-def observe_with(wanted: Settings) -> Observe:
-    """Return `observe` for these settings."""
-    return partial(observe, wanted=wanted)
 
 
 def observe(
@@ -303,17 +284,10 @@ def sketch_bytes(record: Record) -> int:
     return len(vars(record).get("sketch", b"")) if isinstance(record, _SketchedRecord) else 0
 
 
-@contextmanager
-def past_torch_function() -> Iterator[None]:
-    """Ask tensors directly, not the `__torch_function__` of a subclass or of an active mode."""
-    with torch._C.DisableTorchFunction():
-        yield
-
-
-@past_torch_function()
 def holds_fractions(x: Tensor) -> bool:
-    """Return whether the dtype is a floating-point or a complex one."""
-    return Tensor.is_floating_point(x) or Tensor.is_complex(x)
+    """Return whether the dtype is a floating-point or a complex one. Asks the tensor past `__torch_function__`."""
+    with torch._C.DisableTorchFunction():
+        return x.is_floating_point() or x.is_complex()
 
 
 _spelled = cache(readable.dtype_name)  # making the name takes as long as reading a small tensor

@@ -14,6 +14,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -21,11 +22,11 @@ from torch import Tensor, nn
 
 from ..numerics import _extension
 from ..records.note import PLAIN_MASK, Note
-from ..records.record import Frame, Record, Role
+from ..records.record import Frame, Record
 from .events import Arrival, BackwardCall, Event, PeakName, Recorder, RecorderEvents, Settings, Start
-from .gradients import PythonGradients
+from .gradients import Call, PythonGradients
 from .masks import Excuses
-from .observe import call_values, completed_record, observe_with
+from .observe import call_values, completed_record, observe
 from .walk import is_container, leaves, spell_key
 
 if TYPE_CHECKING:
@@ -70,42 +71,50 @@ class _Thread(threading.local):
     """The calls under way in one thread, outermost first, and their batch."""
 
     def __init__(self) -> None:
-        self.nodes: list[_Node] = []
-        self.calls: list[object] = []  # an object for each call
+        self.calls: list[Call] = []
         self.batch = 0
         self.recomputed = False
         self.recording = False  # a callback may call other modules: they are not recorded
         self.given: tuple[tuple[Any, ...], Any] = ((), None)
         self.start: _KeptStart | None = None
-        self.added: list[tuple[int, str, Tensor]] = []  # outputs to add to calls, which their depths name
 
 
 class PeakMagnitudes:
-    """The largest magnitude of each tensor of a batch, or of each gradient. A name keeps its position."""
+    """The largest magnitude of each tensor of a batch, or of each gradient of several backwards."""
 
-    def __init__(self) -> None:
-        self.batch = -1
-        self._values: dict[PeakName, float] = {}
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+        self._batch = -1
+        self._values: dict[PeakName, float] = {}  # a name keeps its position
         self._num_taken = 0  # names that were returned before
 
-    def add(self, module_name: str, record: Record) -> None:
-        """Take a record that is finite: reports have the others."""
-        if record.abs_max is not None and record.isfinite and not record.is_excused:
-            name = (module_name, record.label, record.dtype)
-            if name in self._values or (len(self._values) < MAX_PEAKS and record.ends is not None):
-                self._values[name] = max(self._values.get(name, 0.0), record.abs_max)
+    def add(self, frame: Frame, with_inputs: bool = True) -> None:
+        """Take the finite records of a frame: reports have the others. The forward of another batch begins anew."""
+        with self._lock:
+            if frame.phase == "forward" and frame.batch != self._batch:
+                self._begin(frame.batch)
+            self._batch = max(self._batch, frame.batch)
+            for record in frame.records:
+                if not record.isfinite or record.is_excused or (record.role == "input" and not with_inputs):
+                    continue
+                name = (frame.name, record.label, record.dtype)
+                if name in self._values or (len(self._values) < MAX_PEAKS and record.ends is not None):
+                    self._values[name] = max(self._values.get(name, 0.0), record.abs_max or 0.0)
 
     def take(self) -> tuple[int, list[PeakName], bytes]:
-        """Return and forget the peaks, as `Recorder.take_peaks`."""
-        taken = self.batch, list(self._values)[self._num_taken :], array("d", self._values.values()).tobytes()
-        self._num_taken = len(self._values)
-        self.begin(-1)
-        return taken
+        """Return `(batch, new, values)`, and forget the peaks: `new` are the names that were not returned before.
 
-    def begin(self, batch: int) -> None:
-        """Forget the peaks of another batch."""
-        if batch != self.batch:
-            self.batch, self._values = batch, dict.fromkeys(self._values, 0.0)
+        `values` are float64 by name, in the order in which the names came, 0 for a name that the batch did not have.
+        The batch of gradients is the latest of theirs.
+        """
+        with self._lock:
+            batch, names, values = self._batch, list(self._values), array("d", self._values.values())
+            new, self._num_taken = names[self._num_taken :], len(names)
+            self._begin(-1)
+            return batch, new, values.tobytes()
+
+    def _begin(self, batch: int) -> None:
+        self._batch, self._values = batch, dict.fromkeys(self._values, 0.0)
 
 
 class _Subscription:
@@ -123,6 +132,7 @@ class PythonRecorder:
     peaks are gathered for `take_peaks`, `gathers_inputs` among these, `gathers_gradient_peaks` for
     `take_gradient_peaks`, and `gathers_weights` for weights that are gathered from shards anew in each batch.
     `latest_batch` is -1 before the first. `counters` are numbers of calls, frames, tensors, reads, bytes and hits.
+    `paused`, set by pause(), resume() and stop() of a Watch: nothing is recorded.
     """
 
     def __init__(self, settings: Settings, events: RecorderEvents) -> None:
@@ -135,21 +145,23 @@ class PythonRecorder:
         # report at any moment.
         self.lock = threading.RLock()
         self.events = events
-        self.observe = observe_with(settings)
+        self.observe = partial(observe, wanted=settings)
         self._settings = settings
         self._is_paused = False
         self._num_suspended = 0
         self._threads_inside: set[int] = set()  # of a batch
         self._subscriptions: list[_Subscription] = []
-        self._watched_names: list[tuple[dict[str, Any], str]] = []
         self._nodes: list[_Node] = []
         self._frames: deque[Frame] = deque(maxlen=settings.max_frames)
         self._num_frames: dict[int, int] = {}  # by batch, of the latest ones
         self._called: set[str] = set()
-        self._peaks, self._gradient_peaks = PeakMagnitudes(), PeakMagnitudes()
+        self._peaks, self._gradient_peaks = PeakMagnitudes(self.lock), PeakMagnitudes(self.lock)
         self._thread = _Thread()
         self._ended_starts: list[weakref.ref[_KeptStart]] = []
-        self._gradients = PythonGradients(self) if settings.gradients else None
+        self._gradients = gradients = PythonGradients(self)
+        self.settle, self.forget_gradients = gradients.finish_broken, gradients.release
+        self.finish_nonfinite_backward = gradients.finish_nonfinite
+        self.take_peaks, self.take_gradient_peaks = self._peaks.take, self._gradient_peaks.take
 
     # Settings, which a Watch makes
 
@@ -164,8 +176,7 @@ class PythonRecorder:
         self._nodes[node] = self._nodes[node]._replace(allow_inf=allow_inf)
 
     @property
-    def paused(self) -> bool:
-        """Return whether nothing is recorded. Set by pause(), resume() and stop() of a Watch."""
+    def paused(self) -> bool:  # noqa: D102
         return self._is_paused or self._num_suspended > 0
 
     @paused.setter
@@ -186,21 +197,17 @@ class PythonRecorder:
         """Return whether somebody subscribes to the event."""
         return any(known.active and known.events & event for known in self._subscriptions)
 
-    def watch_name(self, names: dict[str, Any], name: str, /) -> None:
-        """Call `on_batch_start` while the name is true."""
-        self._watched_names.append((names, name))
-
     def _ignore(self, *_: object) -> None:
-        """Do nothing: this recorder asks for each start that it keeps, and has no cache."""
+        """Do nothing: this recorder has no cache, and calls `on_batch_start` for each batch."""
 
-    watch_buffers = forget_weights = forget_tensors = _ignore
+    watch_buffers = watch_name = forget_weights = forget_tensors = _ignore
 
     # State and frames, which a Watch reads
 
     @property
     def is_under_way(self) -> bool:
         """Return whether this thread is inside a watched call."""
-        return bool(self._thread.nodes)
+        return bool(self._thread.calls)
 
     @property
     def num_other_threads(self) -> int:
@@ -233,19 +240,6 @@ class PythonRecorder:
         """Return the names of the modules that were called and have weights."""
         return self._called.copy()
 
-    def take_peaks(self) -> tuple[int, list[PeakName], bytes]:
-        """Return `(batch, new, values)`: the peak magnitudes of a batch, and the names that were not returned before.
-
-        `values` are float64 by name, in the order in which the names came, 0 for a name that the batch did not have.
-        """
-        with self.lock:
-            return self._peaks.take()
-
-    def take_gradient_peaks(self) -> tuple[int, list[PeakName], bytes]:
-        """Return the same of the gradients of all backwards since the last time; the batch is the latest of theirs."""
-        with self.lock:
-            return self._gradient_peaks.take()
-
     def start(self) -> Start | None:
         """Return the start of the batch under way in this thread."""
         return None if self._thread.start is None else self._thread.start.present()
@@ -268,43 +262,38 @@ class PythonRecorder:
 
     def call_under_way(self) -> tuple[int, str, str] | None:
         """Return the batch, and name and class of the module, of this thread's innermost call if it is recorded."""
-        if not self._thread.nodes or not self._is_recorded(self._thread):
-            return None
-        return self._thread.batch, *self._thread.nodes[-1][:2]
+        thread = self._thread
+        return (thread.batch, *thread.calls[-1].node[:2]) if thread.calls and self._records(thread) else None
 
     def outermost(self) -> str | None:
         """Return the name of the module of this thread's outermost call."""
-        return self._thread.nodes[0].name if self._thread.nodes else None
+        return self._thread.calls[0].node.name if self._thread.calls else None
 
-    # Calls.
+    # Calls. The wrapper of a module makes the call itself: through here it would take a level of recursion more.
 
     def enter(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> bool | None:
-        """Begin a call of a module. Return whether it begins a batch, None for a call that is not recorded.
-
-        The wrapper makes the call itself, and passes the answer to `leave`: a call through here would take a level of
-        recursion more than a hook does.
-        """
+        """Begin a call of a module. Return whether it begins a batch, None for a call that is not recorded."""
         thread = self._thread
-        is_outermost = not thread.nodes
+        is_outermost = not thread.calls
         if thread.recording or (is_outermost and self.paused):
             return None
         if is_outermost:
-            self._begin_batch(thread, module, args, kwargs)
+            self._begin_batch(thread, module, args, kwargs or None)
             thread.given = (args, kwargs or None)
-        thread.nodes.append(self._nodes[number])
-        thread.calls.append(object())
-        self._count(calls=1)
+        thread.calls.append(Call(self._nodes[number], thread.calls[-1] if thread.calls else None))
+        with self.lock:
+            self.counters["calls"] += 1
         return is_outermost
 
     def leave(self, is_outermost: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Record a call that has returned `output`."""
         thread = self._thread
+        call = thread.calls.pop()
         completed = False
         try:
-            node, call = thread.nodes.pop(), thread.calls.pop()
-            if node.observed and self._is_recorded(thread):
+            if call.node.observed and self._records(thread):
                 with self._recording(thread):
-                    self._record(thread, node, call, module, args, kwargs, output)
+                    self._record(thread, call, module, args, kwargs, output)
             completed = True
         finally:
             if is_outermost:
@@ -312,25 +301,17 @@ class PythonRecorder:
 
     def left_by(self, is_outermost: bool) -> None:
         """End a call that raised the exception being handled."""
-        self._thread.nodes.pop()
         self._thread.calls.pop()
-        self._take_added(self._thread)
         if is_outermost:
             self._end_batch(self._thread, completed=False)
 
     def add_output(self, label: str, tensor: Tensor) -> None:
         """Give the innermost observed call under way in this thread one more output."""
-        observed = [depth for depth, node in enumerate(self._thread.nodes, 1) if node.observed]
-        if observed and self._settings.outputs:
-            self._thread.added.append((observed[-1], label, tensor))
+        call = next((call for call in reversed(self._thread.calls) if call.node.observed), None)
+        if call is not None and self._settings.outputs:
+            call.added.append(("output", label, tensor))
 
-    def _take_added(self, thread: _Thread) -> list[tuple[Role, str, Any]]:
-        """Return the outputs that were added to the call that has just ended."""
-        depth, added = len(thread.nodes), thread.added
-        thread.added = [output for output in added if output[0] <= depth]
-        return [("output", label, x) for at, label, x in added if at > depth]
-
-    def _is_recorded(self, thread: _Thread) -> bool:
+    def _records(self, thread: _Thread) -> bool:
         return not (self.paused or thread.recording) and thread.batch % self._settings.every == 0
 
     @contextmanager
@@ -343,23 +324,17 @@ class PythonRecorder:
             thread.recording = False
 
     def _record(
-        self,
-        thread: _Thread,
-        node: _Node,
-        call: object,
-        module: nn.Module,
-        args: Any,
-        kwargs: Any,
-        output: Any,
+        self, thread: _Thread, call: Call, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        caller = thread.nodes[-1].name if thread.nodes else None
+        node, call.start = call.node, thread.start
         frame = Frame(thread.batch, node.name, type(module).__name__, (), "forward", thread.recomputed)
+        call.frame = frame
         try:
-            values = call_values(self._settings, module, args, kwargs, output) + self._take_added(thread)
+            values = call_values(self._settings, module, args, kwargs, output) + call.added
+            call.added.clear()
             records = [self.observe(x, label, role, node.allow_inf, frame.batch) for role, label, x in values]
-            if self._gradients is not None:
-                outer = thread.calls[-1] if thread.calls else None
-                self._gradients.follow(values, frame, call, outer, thread.start)
+            if self._settings.gradients:
+                self._gradients.follow(call, values)
         except RecursionError:
             # The call itself was made: it needed less of the stack than its observation.
             records = [_NO_STACK]
@@ -367,31 +342,26 @@ class PythonRecorder:
         num_read = sum(record.isfinite is not None for record in records)
         with self.lock:
             self._append(frame)
-            self._count(tensors=num_read, tensors_read=num_read)
+            self._count(num_read)
             self._called.add(frame.name)
             if frame.batch >= self.gathers_from and not frame.recomputed:
-                self._peaks.begin(frame.batch)
-                for record in records:
-                    if (
-                        self.gathers_inputs or record.role != "input"
-                    ):  # an input counts at the module that made it
-                        self._peaks.add(frame.name, record)
+                self._peaks.add(frame, self.gathers_inputs)  # an input counts at the module that made it
         if self.has_subscription(Event.FRAME) or frame.batch in self._settings.traced:
             self.events.on_frame(frame)
         if any(record.is_fault for record in records):
+            caller = None if call.caller is None else call.caller.node.name
             self.events.on_nonfinite(frame, caller, *thread.given, False)
+
+    def _count(self, num_read: int) -> None:
+        self.counters["tensors"] += num_read
+        self.counters["tensors_read"] += num_read
 
     def _append(self, frame: Frame) -> None:
         self._frames.append(frame)
-        self._count(frames=1)
+        self.counters["frames"] += 1
         self._num_frames[frame.batch] = self._num_frames.get(frame.batch, 0) + 1
         if len(self._num_frames) > _COUNTED_BATCHES:
             del self._num_frames[min(self._num_frames)]
-
-    def _count(self, **amounts: int) -> None:
-        with self.lock:
-            for name, amount in amounts.items():
-                self.counters[name] += amount
 
     def _begin_batch(self, thread: _Thread, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.settle()
@@ -403,22 +373,17 @@ class PythonRecorder:
         if thread.recomputed:
             return
         # Also of a batch that is not recorded: its thread is inside the model.
-        traced = thread.batch in self._settings.traced
-        is_asked = traced or self.keeps_starts or self.has_subscription(Event.BATCH_START)
-        extra = None
-        if is_asked or any(names.get(name) for names, name in self._watched_names):
-            extra = self.events.on_batch_start(thread.batch, traced, module, args, kwargs or None)
+        is_traced = thread.batch in self._settings.traced
+        extra = self.events.on_batch_start(thread.batch, is_traced, module, args, kwargs)
         if self.keeps_starts:
             is_function = hasattr(type(module), "is_watched_function")
             for kept in () if is_function else self._kept_starts():
                 kept.forget_call()
-            start = Start.capture(thread.batch, is_function, module, args, kwargs or None, extra)
-            thread.start = _KeptStart(start)
+            thread.start = _KeptStart(Start.capture(thread.batch, is_function, module, args, kwargs, extra))
         self._threads_inside.add(threading.get_ident())
 
     def _end_batch(self, thread: _Thread, completed: bool) -> None:
         thread.given = ((), None)
-        thread.added.clear()
         is_reported = self.has_subscription(Event.BATCH_END) or thread.batch >= self.gathers_from
         error = None if completed else sys.exc_info()[1]
         try:
@@ -438,44 +403,27 @@ class PythonRecorder:
                 if kept.start.grad:
                     self._ended_starts = [*map(weakref.ref, self._kept_starts()), weakref.ref(kept)]
 
-    # Backwards and steps.
-
-    def settle(self) -> None:
-        """End the batches, and make frames of the backwards, that an exception ended without a sign."""
-        if self._gradients is not None:
-            self._gradients.finish_broken()
-
-    def finish_nonfinite_backward(self) -> None:
-        """Make frames of the backward under way in this thread, as far as it has come, if it is non-finite."""
-        if self._gradients is not None:
-            self._gradients.finish_nonfinite()
-
-    def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
-        """Look at no more gradients, and take the hooks off the leaves."""
-        if self._gradients is not None:
-            self._gradients.release()
-            self._gradients = None
+    # Backwards and steps
 
     def keep_backward(self, calls: list[BackwardCall], arrivals: list[Arrival], is_nonfinite: bool) -> None:
         """Keep the frames of a backward that is over."""
         if self.paused:
             return
+        frames = [call.frame for call in calls]
         with self.lock:
-            self._count(tensors=len(arrivals), tensors_read=len(arrivals))
-            for frame in (call.frame for call in calls if self.gathers_gradient_peaks):
-                self._gradient_peaks.batch = max(self._gradient_peaks.batch, frame.batch)
-                for record in frame.records:
-                    self._gradient_peaks.add(frame.name, record)
+            self._count(len(arrivals))
+            for frame in frames if self.gathers_gradient_peaks else ():
+                self._gradient_peaks.add(frame)
         try:
-            for call in calls:
-                if call.frame.batch in self._settings.traced:
-                    self.events.on_frame(call.frame)
+            for frame in frames:
+                if frame.batch in self._settings.traced:
+                    self.events.on_frame(frame)
             if is_nonfinite:
                 self.events.on_backward_end(calls, arrivals)
         finally:
             with self.lock:
-                for call in calls:
-                    self._append(call.frame)
+                for frame in frames:
+                    self._append(frame)
 
     def add_frame(self, batch: int, node: int, records: list[Record]) -> None:
         """Keep a frame of an optimizer's step."""
@@ -500,7 +448,7 @@ def make_recorder(settings: Settings, events: RecorderEvents) -> Recorder:
     if _extension.C is None:
         return cast(Recorder, PythonRecorder(settings, events))
     helpers: dict[str, Any] = {
-        "observe": observe_with(settings),
+        "observe": partial(observe, wanted=settings),
         "leaves": leaves,
         "is_container": is_container,
         "spell_key": spell_key,

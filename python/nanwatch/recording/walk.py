@@ -84,7 +84,7 @@ class _Walk:
         if not isinstance(value, (torch.Tensor, *SCALARS)):
             try:
                 leaf = _tensor_of(value)
-                children = self._attributes(value) or _children(value)
+                children = self._children(value) if leaf is value else None
             except Exception as error:
                 # A container of the user's own may do anything when asked for its items.
                 leaf = Unwalked(f"{type(value).__name__} raised {type(error).__name__}")
@@ -103,16 +103,18 @@ class _Walk:
                 return
             self.enter(child, f"{label}[{key}]", (*inside, id(value)))
 
-    def _attributes(self, value: Any) -> list[tuple[object, Any]] | Unwalked | None:
-        """Return the attributes of an object that may hold tensors, or why it is not entered."""
-        attributes = _attributes(value) if self._objects and id(value) not in self._given else None
-        self._num_objects += attributes is not None
-        if attributes is not None and self._num_objects > MAX_OBJECTS:
-            return Unwalked(f"more than {MAX_OBJECTS} objects")
-        return attributes
+    def _children(self, value: Any) -> list[tuple[object, Any]] | Unwalked | None:
+        """Return the items of a container, or the attributes of an object; None for a leaf."""
+        children = _items(value)
+        if children is None and self._objects and id(value) not in self._given:
+            children = _attributes(value)
+            self._num_objects += children is not None
+            if children is not None and self._num_objects > MAX_OBJECTS:
+                return Unwalked(f"more than {MAX_OBJECTS} objects")
+        return children
 
 
-def _children(value: Any) -> list[tuple[object, Any]] | None:
+def _items(value: Any) -> list[tuple[object, Any]] | None:
     """Return `(key, child)` pairs of a container, or None for any other value."""
     if isinstance(value, tuple | list):
         if len(value) > MAX_SCALARS and all(isinstance(item, SCALARS) for item in value):
@@ -159,9 +161,9 @@ _NEVER_ENTERED = (type, ModuleType, torch.nn.Module, torch.optim.Optimizer)
 
 
 def _attributes(value: Any) -> list[tuple[object, Any]] | None:
-    """Return the attributes of an object that may hold tensors; None for a container, and where there are none."""
+    """Return the attributes of an object that may hold tensors; None where there are none."""
     kind = type(value)
-    if isinstance(value, (torch.Tensor, *SCALARS, *_NEVER_ENTERED)) or callable(value) or is_container(kind):
+    if isinstance(value, _NEVER_ENTERED) or callable(value) or is_container(kind):
         return None
     try:
         named = {name: getattr(value, name) for name in copyreg._slotnames(kind) if hasattr(value, name)}  # type: ignore[attr-defined]

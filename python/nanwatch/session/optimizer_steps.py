@@ -8,6 +8,7 @@ optimizer's state.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import isnan
@@ -29,7 +30,7 @@ from ..instrumentation.wrapped_names import find_module, parameter_names, parame
 from ..numerics.readable import Numbers, is_plain
 from ..recording.backward import find_in_backward
 from ..recording.events import Arrival, BackwardCall, Event
-from ..recording.observe import Observe, nonfinite, observe, observe_with, read
+from ..recording.observe import nonfinite, observe, read
 from ..recording.optimizer_state import state_tensors
 from ..records.record import Frame, Record
 from ..report.finding import Finding, find
@@ -343,7 +344,7 @@ class OptimizerSteps:
             return
         model = self._model()
         names = {} if model is None else parameter_names(model)
-        records = state_rows(optimizer, names, observe_with(self._options.recorder_settings()))
+        records = state_rows(optimizer, names, partial(observe, wanted=self._options.recorder_settings()))
         self._recorder.add_frame(batch, self._node, records)
         if not any(record.is_fault for record in records):
             self.act()
@@ -353,7 +354,9 @@ class OptimizerSteps:
         self._failures.step_follows(Incident(replace(report, finding=finding)))
 
 
-def state_rows(optimizer: Optimizer, names: dict[int, str], observe: Observe = observe) -> list[Record]:
+def state_rows(
+    optimizer: Optimizer, names: dict[int, str], observe: Callable[..., Record] = observe
+) -> list[Record]:
     """Return the records of an optimizer's state, named as `state_tensors` names them. Step counts are left out."""
     states = (x for x in state_tensors(optimizer, names) if x.is_parameter or _is_moment(x.tensor))
     return [observe(x.tensor, x.label, "weight" if x.is_parameter else "buffer") for x in states]

@@ -16,7 +16,7 @@ from ..history.suspicion import Suspicion
 from ..instrumentation.functions import Function
 from ..instrumentation.wrapped_names import is_recorded, named_modules, unwrapped
 from ..recording.events import Recorder
-from ..recording.observe import call_values, observe, observe_with, state_of
+from ..recording.observe import call_values, observe, state_of
 from ..recording.shards import parameter_mesh
 from ..recording.walk import call_leaves
 from ..records.record import Frame, Record
@@ -224,7 +224,6 @@ class Reports:
         settings, caller = self.options.recorder_settings(), None
         roles = ["weight"] * settings.weights + ["buffer"] * settings.buffers
         settings = replace(settings, weights=False, buffers=False)
-        observe_value = observe_with(settings)
         for call in calls:
             name = call.module.name if isinstance(call.module, Function) else names.get(id(call.module))
             if name is None:
@@ -233,7 +232,7 @@ class Reports:
                 allowed = self.options.excuses(name, call.module)
                 state = [value for value in state_of(call.module) if value[0] in roles]
                 values = [*state, *call_values(settings, *call, objects=True)]
-                records = [observe_value(x, label, role, allowed) for role, label, x in values]
+                records = [observe(x, label, role, allowed, wanted=settings) for role, label, x in values]
                 frame = Frame(batch, name, type(call.module).__name__, tuple(records))
                 if frame.fault is not None:
                     return frame, caller

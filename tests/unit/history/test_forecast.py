@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
@@ -24,13 +25,11 @@ class Fed:
     """A forecaster that gets the peaks of a recorder."""
 
     def __init__(self) -> None:
-        self.forecaster, self.largest = Forecaster(), PeakMagnitudes()
+        self.forecaster, self.largest = Forecaster(), PeakMagnitudes(threading.RLock())
         self.is_due = self.forecaster.is_due
 
     def add(self, frame: Frame) -> None:
-        self.largest.begin(frame.batch)
-        for record in frame.records:
-            self.largest.add(frame.name, record)
+        self.largest.add(frame)
 
     def end(self, batch: int) -> list[Forecast]:
         gathered, names, values = self.largest.take()
