@@ -42,12 +42,6 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-# Order
-
-
-# Stop
-
-
 def test_a_compiled_model_and_its_watch_are_freed() -> None:
     """The compiler keeps neither the model nor the recorder."""
     model = Model()
@@ -60,12 +54,6 @@ def test_a_compiled_model_and_its_watch_are_freed() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert [reference() for reference in references] == [None, None]
-
-
-# Several, seldom, paused
-
-
-# The rest of the program
 
 
 def test_what_the_model_does_not_use_is_not_guarded_on() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling
 
 from ..numerics import _extension
 from ..recording.masks import Excuses
@@ -27,50 +26,15 @@ from .global_hooks import Handles, after_steps, children
 from .slot import (
     ATTRIBUTE,
     CallWrapper,
+    PythonWatchedCall,
     attach,
     detach,
     is_in_use,
-    skip_shape_inference,
+    shape_inference,
     uninstall,
     wrappers,
 )
 from .wrapped_names import child_name, is_recorded, named_modules
-
-
-class PythonWatchedCall(CallWrapper):
-    """Wrapper of a module's call while a PythonRecorder watches it."""
-
-    def __init__(self, recorder: PythonRecorder, module: nn.Module, inner: Any, node: int) -> None:
-        self.recorder = recorder
-        self.inner = inner
-        self.node = node
-        self._module = weakref.ref(module)
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The module, or None once it is gone."""
-        return self._module()
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Make the module's call, and record it."""
-        if is_compiling():
-            return self.module._call_impl(*args, **kwargs)  # type: ignore[union-attr]
-        module = self._module()  # not the property: torch.compile, which skips this frame, would follow it
-        if module is None:
-            raise ReferenceError("nanwatch: the watched module of this call no longer exists")
-        target = module._call_impl if self.inner is None else self.inner
-        recorder = self.recorder
-        is_outermost = recorder.enter(self.node, module, args, kwargs)
-        if is_outermost is None:
-            return target(*args, **kwargs)
-        try:
-            output = target(*args, **kwargs)
-        except BaseException:
-            recorder.left_by(is_outermost)
-            raise
-        recorder.leave(is_outermost, module, args, kwargs, output)
-        return output
-
 
 if _extension.C is not None:
     _Native: Any = _extension.C.WatchedCall
@@ -125,17 +89,17 @@ class Attachment:
     ) -> None:
         self.is_attached = True
         self._recorder = recorder
-        skip_shape_inference()
+        shape_inference.make()
         self._observed = observed
         self._allow_inf = allow_inf
         self._names: WeakIdentityDict[str] = WeakIdentityDict()
-        self._nodes: dict[tuple[str, type], list[tuple[weakref.ref[nn.Module], int]]] = {}
+        self._nodes: dict[tuple[str, type], int] = {}
         # The recorder knows FSDP's own classes, but the model may be a part of a module that was sharded as a whole.
         if parameter_mesh(model):
             recorder.gathers_weights = True
         for named in named_modules(model):
             self.add(named.name, named.module)
-        compiled.follow_watched_calls(PythonWatchedCall, PythonRecorder)
+        compiled.dynamo.make()
         # torch's registries are global and outlive this: the hooks must keep neither it nor the model alive.
         this = weakref.ref(self)
 
@@ -168,21 +132,14 @@ class Attachment:
         self._names[module] = name
 
     def _node_of(self, name: str, module: nn.Module) -> int:
-        """Return a node for the module: that of a freed module of this name and class, or a new one.
-
-        A forward that registers a module in each batch would else make a node for each, and a recorder keeps them.
-        """
-        allow_inf = self._allow_inf(name, module)
-        nodes = self._nodes.setdefault((name, type(module)), [])
-        for place, (reference, node) in enumerate(nodes):
-            if reference() is None:
-                nodes[place] = (weakref.ref(module), node)
-                self._recorder.set_allow_inf(node, allow_inf)
-                return node
-        records = is_recorded(module) and self._observed(name)
-        number: int = self._recorder.add_node(with_utf8(name), module, records, allow_inf)
-        nodes.append((weakref.ref(module), number))
-        return number
+        """Return the node of this name and class. A recorder keeps each, and a forward may register modules."""
+        key, allow_inf = (name, type(module)), self._allow_inf(name, module)
+        if key in self._nodes:
+            self._recorder.set_allow_inf(self._nodes[key], allow_inf)
+        else:
+            records = is_recorded(module) and self._observed(name)
+            self._nodes[key] = self._recorder.add_node(with_utf8(name), module, records, allow_inf)
+        return self._nodes[key]
 
     def _registered(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         if (known := self._names.get(parent)) is None:

@@ -33,9 +33,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from ..numerics import _extension
-from ..util.imports import WhenImported, when_imported
+from ..util.imports import when_imported
 from ..util.modules import each_module
 from .global_hooks import is_inside
 
@@ -56,6 +57,33 @@ class CallWrapper(ABC):
     recorder: Any = None
 
 
+class Changes:
+    """Changes of a module of PyTorch, made as soon as it is imported, until `undo`."""
+
+    def __init__(self, module_name: str, change: Callable[[], object]) -> None:
+        self._module_name, self._change = module_name, change
+        self._is_made = False
+        self._undo: list[Callable[[], object]] = []
+
+    def make(self) -> None:
+        """Make the changes now, or when the module is imported. Does nothing the second time."""
+        if not self._is_made:
+            self._is_made = True
+            waiting = when_imported(self._module_name, self._change)
+            self._undo += [] if waiting is None else [waiting.cancel]
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Give a class another attribute of this name."""
+        self._undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Leave the module as it was found."""
+        while self._undo:
+            self._undo.pop()()
+        self._is_made = False
+
+
 class _PythonCallSlot:
     """The slot without the compiled part, which knows no sites: compiled code is not watched then."""
 
@@ -71,9 +99,7 @@ class _PythonCallSlot:
     def _get(self, module: nn.Module | None, kind: type | None = None) -> Any:
         if module is None:
             return None
-        call = self._calls.get(id(module))
-        if call is None:
-            call = module.__dict__.get(ATTRIBUTE)
+        call = self._calls.get(id(module)) or module.__dict__.get(ATTRIBUTE)
         if call is None and self.default_call is not None:
             return self.default_call.__get__(module)
         if call is None:
@@ -160,7 +186,7 @@ def uninstall() -> None:
             nn.Module._compiled_call_impl = None
             for name in _SITES:
                 delattr(nn.Module, name)
-        _shape_inference.record_again()
+        shape_inference.undo()
 
 
 def set_default_call(function: Callable[..., Any] | None) -> None:
@@ -248,6 +274,41 @@ def _forget(key: int, _: object) -> None:
 
 
 _slot.keep_sites(_keep)
+
+
+class PythonWatchedCall(CallWrapper):
+    """Wrapper of a module's call while a PythonRecorder watches it."""
+
+    def __init__(self, recorder: Any, module: nn.Module, inner: Any, node: int) -> None:
+        self.recorder = recorder
+        self.inner = inner
+        self.node = node
+        self._module = weakref.ref(module)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, or None once it is gone."""
+        return self._module()
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Make the module's call, and record it."""
+        if is_compiling():
+            return self.module._call_impl(*args, **kwargs)  # type: ignore[union-attr]
+        module = self._module()  # not the property: torch.compile, which skips this frame, would follow it
+        if module is None:
+            raise ReferenceError("nanwatch: the watched module of this call no longer exists")
+        target = module._call_impl if self.inner is None else self.inner
+        recorder = self.recorder
+        is_outermost = recorder.enter(self.node, module, args, kwargs)
+        if is_outermost is None:
+            return target(*args, **kwargs)
+        try:
+            output = target(*args, **kwargs)
+        except BaseException:
+            recorder.left_by(is_outermost)
+            raise
+        recorder.leave(is_outermost, module, args, kwargs, output)
+        return output
 
 
 class TemporaryWrapper(CallWrapper):
@@ -368,33 +429,11 @@ _STAGE = "torch.distributed.pipelining.stage"
 _SHAPE_INFERENCE = ("_shape_inference", "_forward_metadata_inference", "_backward_metadata_inference")
 
 
-class _ShapeInference:
-    """Change of pipelining that leaves its shape inference unrecorded."""
-
-    def __init__(self) -> None:
-        self._waiting: WhenImported | None = None
-        self._originals: dict[str, Any] = {}
-
-    def skip(self) -> None:
-        """Leave it unrecorded: from now, or from when pipelining is imported."""
-        if self._waiting is None and not self._originals:
-            self._waiting = when_imported(_STAGE, self._change)
-
-    def record_again(self) -> None:
-        """Leave pipelining as it was found."""
-        if self._waiting is not None:
-            self._waiting.cancel()
-        self._waiting = None
-        for name, original in self._originals.items():
-            setattr(sys.modules[_STAGE].PipelineStage, name, original)
-        self._originals.clear()
-
-    def _change(self) -> None:
-        stage = getattr(sys.modules[_STAGE], "PipelineStage", None)
-        for name in _SHAPE_INFERENCE:
-            if (original := vars(stage).get(name) if stage else None) is not None:
-                self._originals[name] = original
-                setattr(stage, name, _unrecorded(original))
+def _leave_unrecorded() -> None:
+    stage = getattr(sys.modules[_STAGE], "PipelineStage", None)
+    for name in _SHAPE_INFERENCE:
+        if (infer := vars(stage).get(name) if stage else None) is not None:
+            shape_inference.replace(stage, name, _unrecorded(infer))
 
 
 def _unrecorded(infer: Any) -> Any:
@@ -407,5 +446,4 @@ def _unrecorded(infer: Any) -> Any:
     return unrecorded
 
 
-_shape_inference = _ShapeInference()
-skip_shape_inference = _shape_inference.skip
+shape_inference = Changes(_STAGE, _leave_unrecorded)
