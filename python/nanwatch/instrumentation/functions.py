@@ -16,16 +16,12 @@ from typing import Any, ParamSpec, TypeVar, overload
 from torch import nn
 from torch.compiler import is_compiling
 
-from ..util.visible import warn_user
 from .slot import detach, watching_at, wrappers
 from .wrapped_names import Named, find_module
 
 P = ParamSpec("P")
 R = TypeVar("R")
 V = TypeVar("V")
-
-# Each name is a node in the recorders that see it, for good.
-MAX_SPANS = 1000
 
 # Attachments of running watches, the oldest first.
 _running: list[weakref.ref[Any]] = []
@@ -138,10 +134,7 @@ class span:  # noqa: N801  (used like a function)
         if not _running or is_compiling():
             return value
         module = _spans.get(self.name)
-        if module is None:
-            if len(_spans) == MAX_SPANS:
-                _warn_of_spans()
-                return value
+        if module is None:  # for good, as a node in each recorder that sees it
             module = _spans.setdefault(self.name, Function(self.name, _opened))
         _attach(module)
         # Within a call of the model the value is an input, so a re-run looks for its cause in the code around. Outside,
@@ -172,13 +165,6 @@ def _opened(value: Any) -> Any:
 def _check_name(name: object) -> None:
     if name is not None and (not isinstance(name, str) or not name):
         raise TypeError(f'name should be text such as "loss", got {name!r}')
-
-
-@functools.cache
-def _warn_of_spans() -> None:
-    warn_user(
-        f"nanwatch records {MAX_SPANS:,} names of spans and no more; give spans a name without a number"
-    )
 
 
 def _attach(module: Function) -> None:
