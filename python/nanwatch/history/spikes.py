@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from ..instrumentation.attention import BOUND, LARGEST
+from ..instrumentation.attention import LARGEST
 from ..numerics.readable import Numbers, is_plain
 from ..recording.events import Event, PeakName, Recorder
 from ..report.spike import Cause, Curve, Departure, SpikeReport
@@ -298,7 +298,7 @@ def cause_of(
         label = forward[0].label
         if label.startswith("input"):
             return "input", forward[0]
-        is_own = OF_CALL.match(label) is None and label not in (LARGEST, BOUND)
+        is_own = OF_CALL.match(label) is None and label != LARGEST
         return "weight" if is_own else "module", forward[0]
     if backward and all(jump.label != "loss" for jump in jumps):
         return "gradient", backward[0]

@@ -21,39 +21,32 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..numerics._reference import without_repeats
 from ..numerics.readable import is_captured, is_plain, only_our_dispatch, unreadable
 from ..recording.events import Recorder
 from ..util.visible import suppressing
 from .global_hooks import Handles
 
-BOUND = "attention logits (bound)"
 LARGEST = "attention logits"
 # The exact reading makes this many logits of a head at a time: 1 MiB of float32.
 _TILE = 1 << 18
 
-Reader = Callable[[Any, Any, Any], None]
+# A weak reference to a method that gets the description of a function, and the arguments of a call of it.
+Reader = weakref.WeakMethod[Callable[..., None]]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLogits:
-    """Largest attention logits of one module by head, 0 for a head whose logits are all negative.
-
-    `largest` comes from the latest exact reading, in batch `batch`; both are empty where there was none. `bound` is at
-    least as large, and comes from the norms of queries and keys in batch `bound_batch`.
-    """
+    """Largest attention logits of one module by head, in batch `batch`; 0 for a head whose logits are all negative."""
 
     largest: tuple[float, ...]
-    batch: int | None
-    bound: tuple[float, ...]
-    bound_batch: int | None
+    batch: int
 
     def qk_clip(self, threshold: float = 100.0) -> tuple[float, ...]:
         """Return the factor by head that brings the largest logit down to `threshold`; 1 for a head below it.
 
         QK-clip multiplies the weights of queries and keys by the square root of this factor.
         """
-        return tuple(1.0 if x <= threshold else threshold / x for x in self.largest or self.bound)
+        return tuple(1.0 if x <= threshold else threshold / x for x in self.largest)
 
 
 class Scores(NamedTuple):
@@ -64,12 +57,6 @@ class Scores(NamedTuple):
     mask: Tensor | None
     is_causal: bool
     scale: float
-    has_exact: bool  # False where a function of the user's may change the logits
-
-    @property
-    def heads_per_key(self) -> int:
-        """Return how many heads share a head of the key: 1 without grouped queries."""
-        return self.query.shape[1] // self.key.shape[1]
 
 
 def _sdpa_scores(
@@ -82,7 +69,7 @@ def _sdpa_scores(
     scale: float | None = None,
     enable_gqa: object = False,
 ) -> Scores | None:
-    return _scores(query, key, attn_mask, is_causal, scale, has_exact=True)
+    return _scores(query, key, attn_mask, is_causal, scale)
 
 
 def _flex_scores(
@@ -95,8 +82,8 @@ def _flex_scores(
     *_: object,
     **__: object,
 ) -> Scores | None:
-    # A score_mod may make any logit larger. Then the bound is one on its argument.
-    return _scores(query, key, None, False, scale, has_exact=score_mod is None and block_mask is None)
+    # A function of the user's may change any logit.
+    return _scores(query, key, None, False, scale) if score_mod is None and block_mask is None else None
 
 
 def _softmax_scores(input: Tensor, dim: int | None = None, *_: object, **__: object) -> Tensor | None:
@@ -106,7 +93,7 @@ def _softmax_scores(input: Tensor, dim: int | None = None, *_: object, **__: obj
 
 
 def _scores(
-    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, *, has_exact: bool
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> Scores | None:
     given = (query, key) if mask is None else (query, key, mask)
     if not all(map(_is_readable, given)) or not 2 <= query.ndim <= 4 or not query.numel() or not key.numel():
@@ -117,7 +104,7 @@ def _scores(
         query, key = query.expand(batch, -1, -1, -1), key.expand(batch, -1, -1, -1)
     mask = None if mask is None else mask.detach()
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
-    return Scores(query, key, mask, is_causal, scale, has_exact)
+    return Scores(query, key, mask, is_causal, scale)
 
 
 def _is_readable(x: Any) -> bool:
@@ -131,36 +118,6 @@ def _four_dims(x: Tensor) -> Tensor:
     return x if x.ndim == 4 else x.unsqueeze(1) if x.ndim == 3 else x[None, None]
 
 
-def bound_logits(scores: Scores) -> Tensor:
-    """Return a number for each head that no logit exceeds: the largest norms of query and key, times the scale.
-
-    An additive mask adds its largest element. The result is float32, or float64 for such queries.
-    """
-    query, key = scores.query, scores.key
-    autocast = torch.is_autocast_enabled(query.device.type)
-    is_rounded = autocast or query.element_size() < 4
-    # Norms are sums of `width` squares, each rounded. Results of 8 bits of mantissa are 2**-9 off, twice.
-    slack = 2.0**-6 if is_rounded else (query.shape[-1] + 16) * torch.finfo(query.dtype).eps
-    keys = _largest_norms(key) * (abs(scores.scale) * (1 + slack))
-    if scores.heads_per_key > 1:
-        keys = keys.repeat_interleave(scores.heads_per_key)
-    bound = _largest_norms(query) * keys
-    if scores.mask is not None and scores.mask.is_floating_point():
-        bound += without_repeats(scores.mask)[0].amax().clamp(min=0)
-    return bound
-
-
-def _largest_norms(x: Tensor) -> Tensor:
-    """Return the largest norm of a row in each head, over the batch."""
-    x = without_repeats(x)[0] if x.stride(0) == 0 else x
-    norms: Tensor = torch.linalg.vector_norm(x, dim=-1)
-    return norms.amax(dim=(0, 2)).to(_accumulator(x))
-
-
-def _accumulator(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
-
-
 def largest_logits(scores: Scores) -> Tensor:
     """Return the largest logit of each head that no mask takes away; 0 where all are negative.
 
@@ -169,16 +126,18 @@ def largest_logits(scores: Scores) -> Tensor:
     query, key, mask = scores.query, scores.key, scores.mask
     batch, heads, num_rows, _ = query.shape
     num_columns = key.shape[2]
-    kind, given, dtype = query.device.type, query.dtype, _accumulator(query)
+    kind, given = query.device.type, query.dtype
+    dtype = torch.float64 if given is torch.float64 else torch.float32
     if torch.is_autocast_enabled(kind) and dtype is torch.float32:
         given = torch.get_autocast_dtype(kind)  # the user's call has rounded its arguments to this
     if mask is not None:
         mask = mask.expand(batch, heads, num_rows, num_columns)
     rows = max(1, _TILE // num_columns)
     largest = torch.zeros(heads, dtype=dtype, device=query.device)
+    heads_per_key = heads // key.shape[1]  # 1 without grouped queries
     with torch.autocast(kind, enabled=False):
         for item, head in itertools.product(range(batch), range(heads)):
-            keys = key[item, head // scores.heads_per_key].to(given).to(dtype).mT * scores.scale
+            keys = key[item, head // heads_per_key].to(given).to(dtype).mT * scores.scale
             for row in range(0, num_rows, rows):
                 end = min(num_columns, row + rows) if scores.is_causal else num_columns
                 logits = query[item, head, row : row + rows].to(given).to(dtype) @ keys[:, :end]
@@ -206,14 +165,10 @@ class _Replacement:
         @functools.wraps(original)
         def watched(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
-            if not is_compiling():
-                for reader in tuple(readers):
-                    with (
-                        suppressing(f"a call of {name} could not be read"),
-                        torch.no_grad(),
-                        only_our_dispatch(),
-                    ):
-                        reader(describe, args, kwargs)
+            for reader in () if is_compiling() else tuple(readers):
+                with suppressing(f"a call of {name} could not be read"), torch.no_grad(), only_our_dispatch():
+                    if (read := reader()) is not None:
+                        read(describe, args, kwargs)
             return output
 
         self.function = watched
@@ -247,33 +202,20 @@ class _CallReader:
 
 
 class AttentionWatch:
-    """Reader of the attention logits in a recorder's batches, until `remove`.
-
-    The bound is read in every batch, the exact value in batches 0, `every`, 2 `every`, ...
-    """
+    """Reader of the attention logits in a recorder's batches 0, `every`, 2 `every`, ..., until `remove`."""
 
     def __init__(self, recorder: Recorder, every: int) -> None:
         self._recorder = recorder
         self._every = every
-        self._latest: dict[tuple[str, str], tuple[int, Tensor]] = {}  # by module and label
-        reference = weakref.ref(self)
-
-        def reader_of(method: Callable[..., None]) -> Reader:
-            def reader(describe: Any, args: Any, kwargs: Any) -> None:
-                if (attention := reference()) is not None:
-                    method(attention, describe, args, kwargs)
-
-            return reader
-
-        functional = torch.nn.functional
-        scores, softmax = reader_of(AttentionWatch._read_scores), reader_of(AttentionWatch._read_softmax)
+        self._latest: dict[str, tuple[Tensor, int]] = {}  # by module
+        functional, read = torch.nn.functional, weakref.WeakMethod(self._read)
         readers = [
-            _CallReader(functional, "scaled_dot_product_attention", _sdpa_scores, scores),
-            _CallReader(functional, "softmax", _softmax_scores, softmax),
+            _CallReader(functional, "scaled_dot_product_attention", _sdpa_scores, read),
+            _CallReader(functional, "softmax", _softmax_scores, read),
         ]
         # Importing flex attention takes a second: nobody calls it before an import.
         if (flex := sys.modules.get("torch.nn.attention.flex_attention")) is not None:
-            readers.append(_CallReader(flex, "flex_attention", _flex_scores, scores))
+            readers.append(_CallReader(flex, "flex_attention", _flex_scores, read))
         self._handles = Handles(self, readers)
 
     def remove(self) -> None:
@@ -283,44 +225,29 @@ class AttentionWatch:
     def found(self) -> dict[str, AttentionLogits]:
         """Return the latest logits by the name of the module."""
         latest = dict(self._latest)
-        logits = {}
-        for name in dict.fromkeys(name for name, _ in latest):
-            batch, largest = latest.get((name, LARGEST), (None, None))
-            bound_batch, bound = latest.get((name, BOUND), (None, None))
-            logits[name] = AttentionLogits(_numbers(largest), batch, _numbers(bound), bound_batch)
-        return logits
+        return {name: AttentionLogits(tuple(x.tolist()), batch) for name, (x, batch) in latest.items()}
 
-    def _read_scores(self, scores_of: Callable[..., Scores | None], args: Any, kwargs: Any) -> None:
-        call = self._recorder.call_under_way()
-        if call is None or (scores := scores_of(*args, **kwargs)) is None:
-            return
-        batch, name, _ = call
-        self._add(batch, name, BOUND, bound_logits(scores))
-        if scores.has_exact and batch % self._every == 0:
-            self._add(batch, name, LARGEST, largest_logits(scores))
-
-    def _read_softmax(self, scores_of: Callable[..., Tensor | None], args: Any, kwargs: Any) -> None:
+    def _read(self, describe: Callable[..., Scores | Tensor | None], args: Any, kwargs: Any) -> None:
         call = self._recorder.call_under_way()
         if call is None or call[0] % self._every:
             return
         batch, name, class_name = call
-        x = scores_of(*args, **kwargs)
-        # Three dimensions may hold batch and heads in one, as in nn.MultiheadAttention.
-        if x is not None and x.ndim == 4:
-            self._add(batch, name, LARGEST, x.amax(dim=(0, 2, 3)).clamp(min=0))
+        x = describe(*args, **kwargs)
+        if isinstance(x, Scores):
+            logits = largest_logits(x)
+        elif x is not None and x.ndim == 4:
+            logits = x.amax(dim=(0, 2, 3)).clamp(min=0)
         elif x is not None and x.ndim == 3 and "attention" in class_name.lower():
-            self._add(batch, name, LARGEST, x.amax().reshape(1).clamp(min=0))
-
-    def _add(self, batch: int, name: str, label: str, logits: Tensor) -> None:
+            logits = (
+                x.amax().reshape(1).clamp(min=0)
+            )  # the first may be batch and heads, as in nn.MultiheadAttention
+        else:
+            return
         # A value that is not finite shows as the largest number: the rows of the module tell where it came from.
         most = torch.finfo(logits.dtype).max
         logits = logits.nan_to_num(nan=most, posinf=most)
-        self._recorder.add_output(label, logits)
-        known = self._latest.get((name, label))
-        if known is not None and known[0] == batch and known[1].shape == logits.shape:
-            logits = torch.maximum(known[1], logits)
-        self._latest[name, label] = batch, logits
-
-
-def _numbers(logits: Tensor | None) -> tuple[float, ...]:
-    return () if logits is None else tuple(logits.tolist())
+        self._recorder.add_output(LARGEST, logits)
+        known, known_batch = self._latest.get(name, (logits, -1))
+        if known_batch == batch and known.shape == logits.shape:
+            logits = torch.maximum(known, logits)
+        self._latest[name] = logits, batch

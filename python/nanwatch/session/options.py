@@ -367,7 +367,7 @@ class Options:
     )
     replicas: int = _option(False, every_nth, "every N steps compare to the bit what ranks hold alike", "N")
     attention: int = _option(
-        False, every_nth, "bound attention logits, and every N batches read the largest of each head", "N"
+        False, every_nth, "every N batches read the largest attention logit of each head", "N"
     )
     guard_checkpoints: bool = _option(
         False, flag, "write a bad checkpoint beside the good one, not in its place"
