@@ -16,7 +16,8 @@ from .commands import answered, command_parser
 _HELP = """\
 A format "fits" when nothing overflows in it, though the largest value doubles once for each bit of the margin, and each
 element that may become zero is below 1/4096 of the largest element of its tensor. It "holds all" when, with the margin
-at both ends, nothing overflows and nothing is below its smallest normal number.
+at both ends, nothing overflows and nothing is below its smallest normal number. Values are judged as they are: neither
+the scale of a loss nor that of a float8 recipe is counted.
 
 exit status: 0, 1 when the format of --for does not fit, or 2 when there is no trace to read
 
@@ -73,28 +74,28 @@ def main(arguments: list[str]) -> int:
 
 def _narrowest(needs: tuple[Need, ...], margin_bits: float) -> list[str]:
     wide = max(map(len, FORMATS))
-    lines = [f"{'abs min':>9} {'abs max':>8}  {'fits':<{wide}}  {'holds all':<{wide}}  of"]
+    lines = [f"{'least > 0':>9} {'largest':>8}  {'fits':<{wide}}  {'holds all':<{wide}}  module"]
     for need in needs:
         least = "-" if need.abs_min is None else f"{need.abs_min:.2e}"
         lines.append(
-            f"{'~' * need.has_zero + least:>9} {need.abs_max:8.2e}"
+            f"{least:>9} {need.abs_max:8.2e}"
             f"  {need.fits or 'none':<{wide}}  {need.holds_all or 'none':<{wide}}  {_of(need)}"
         )
     counts = Counter(need.fits for need in needs)
     listed = ", ".join(f"{name or 'none'} {counts[name]}" for name in (*FORMATS, None) if counts[name])
-    return [*lines, "", f"Narrowest that fits, with {margin_bits:g} bits to spare: {listed}."]
+    return [*lines, "", f"Narrowest that fits {2**margin_bits:g} times these values: {listed}."]
 
 
 def _verdicts(needs: tuple[Need, ...], bad: list[Need], name: str, margin_bits: float) -> list[str]:
     if not bad:
         return [
-            f"{name}: fits all {len(needs)} outputs and weights of modules. Nothing overflows, with"
-            f" {margin_bits:g} bits to spare."
+            f"{name}: fits all {len(needs)} outputs and weights of modules. Nothing overflows, even"
+            f" {2**margin_bits:g} times as large."
         ]
     head = f"{name}: does not fit {len(bad)} of {len(needs)} outputs and weights of modules."
     rows = [f"{need.abs_max:8.2e}  {need.verdicts[name]:<12}  {_of(need)}" for need in bad]
-    return [head, "", f"{'abs max':>8}  {'verdict':<12}  of", *rows]
+    return [head, "", f"{'largest':>8}  {'verdict':<12}  module", *rows]
 
 
 def _of(need: Need) -> str:
-    return f"{need.part} of {module_name(need.module)} ({', '.join(need.dtypes)})"
+    return f"{module_name(need.module)} ({need.part}, {', '.join(need.dtypes)})"

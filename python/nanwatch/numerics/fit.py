@@ -169,7 +169,8 @@ def would_fit(x: Tensor, dtype: torch.dtype | str, *, scale: float = 1.0, dim: i
     """Count the elements of `x` that would overflow, or become zero or subnormal, in `(x * scale).to(dtype)`.
 
     `x`: a tensor of any real dtype, shape and layout, in one pass over it and with one sync. `dtype`: a floating-point
-    format, or its name. `scale`: above zero. The product is rounded to float64 before the cast.
+    format, or its name. `scale`: above zero, 1.0 for a cast of the elements as they are, without the scale of a loss or
+    of a float8 recipe. The product is rounded to float64 before the cast.
 
     With the name of a block format, such as "mxfp8", "mxfp4", "nvfp4" or "float8_rowwise", return a BlockFit: the ratio
     of signal to quantization noise, and the elements that saturate or become zero. `dim`: the axis along which blocks

@@ -15,8 +15,12 @@ from ..records.note import EXCUSES
 from ..util.visible import without_wrappers
 from .trace_file import Trace, ends_of, strings
 
-# The narrowest first, and among formats of one width the more precise one.
-FORMATS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32")
+# The narrowest first, and among formats of one width the more precise one. None is wider than float64, so those behind
+# it are judged and never proposed.
+FORMATS = (
+    *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"),
+    *("float8_e4m3fnuz", "float8_e5m2fnuz"),
+)
 Part: TypeAlias = Literal["outputs", "weights"]
 Verdict: TypeAlias = Literal["fits", "overflows", "no room", "becomes zero", "not finite"]
 _PARTS: dict[str, Part] = {"output": "outputs", "weight": "weights", "buffer": "weights"}
