@@ -115,15 +115,10 @@ class GlobalHook:
 
 
 class Handles:
-    """Handles of registered hooks, which are removed by `remove` or when `owner` is collected."""
+    """Handles of registered hooks, which are removed by `remove()` or when `owner` is collected, once."""
 
     def __init__(self, owner: object, handles: Iterable[Any]) -> None:
-        self._handles = list(handles)
-        weakref.finalize(owner, _remove, self._handles)
-
-    def remove(self) -> None:
-        """Remove the hooks. Does nothing the second time."""
-        _remove(self._handles)
+        self.remove = weakref.finalize(owner, _remove, list(handles))
 
 
 def _remove(handles: Iterable[Any]) -> None:

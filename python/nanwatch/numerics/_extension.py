@@ -24,6 +24,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -135,18 +136,15 @@ if C is None and (_level := os.environ.get("NANWATCH_CPU")):
         stacklevel=2,
     )
 
-_explained = C is not None or reason.startswith("switched off")  # who switched it off needs no explanation
 
-
+@cache
 def explain_once() -> None:
     """Warn at the first use of the fallback that the compiled part is missing, why, and how to get it.
 
     Silent when the compiled part is there, when NANWATCH_EXT=0 asked for its absence, and from the second call on.
     """
-    global _explained
-    if _explained:
+    if C is not None or reason.startswith("switched off"):
         return
-    _explained = True
     warnings.warn(
         f"nanwatch runs without its compiled part: every answer is the same, each takes 10 to 100 times longer. "
         f"Reason: {reason}. `python -m nanwatch` says more; NANWATCH_EXT=0 silences this.",

@@ -19,16 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ._reference import row_dtype
 from .formats import BY_NAME
-
-if TYPE_CHECKING:
-    pass
 
 _WORDS = 1024
 BLOCK = 8 * _WORDS  # bytes
@@ -50,11 +46,23 @@ def _split_mix(i: int) -> int:
     return x ^ (x >> 31)
 
 
+def _split_mixes(count: int, seed: int, device: torch.device) -> Tensor:
+    """Return the numbers of the generator for the first places, as torch.int64."""
+    x = torch.arange(1, count + 1, device=device) * _signed(_STEP) + seed
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        x = (x ^ _shifted(x, shift)) * _signed(factor)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Shift right and fill with zeros."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
 @cache
 def _keys(device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        keys = torch.tensor([_signed(_split_mix(i) | 1) for i in range(_WORDS)])
-        return keys.to(device, non_blocking=True)  # or the host would wait for a GPU
+        return _split_mixes(_WORDS, 0, device) | 1
 
 
 def _hashed(data: Tensor) -> Tensor:
@@ -132,18 +140,10 @@ def _signs(width: int, device: torch.device) -> Tensor:
     known = _known.get(device)
     if known is None or len(known) < width:
         with torch.inference_mode(False):
-            x = torch.arange(1, width + 1, device=device) * _signed(_STEP) + _SEED
-            for shift, factor in zip((30, 27), _FACTORS, strict=True):
-                x = (x ^ _shifted(x, shift)) * _signed(factor)
-            x = x ^ _shifted(x, 31)
+            x = _split_mixes(width, _SEED, device)
             bits = (x[:, None] >> torch.arange(WIDTH, device=device)) & 1
             known = _known[device] = (1 - 2 * bits).to(row_dtype(device))
     return known[:width]
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shift right and fill with zeros."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def sketch(x: Tensor, *, max_rows: int | None = MAX_ROWS, wide: bool = False) -> Tensor:
