@@ -17,10 +17,8 @@ from nanwatch.instrumentation.wrapped_names import (
     find_module,
     name_of,
     named_modules,
-    parameter_names,
     unwrapped,
 )
-from nanwatch.session.optimizer_steps import state_rows
 from support.toys import Scale, mlp, names
 from support.watching import watch
 
@@ -106,15 +104,3 @@ def test_patterns_with_and_without_the_prefix(options: dict[str, Any], expected:
     with watch(model, **options) as w:
         model(torch.randn(2, 3))
     assert [name for _, name in names(w)] == expected
-
-
-def test_parameters_and_optimizer_state_have_the_users_names() -> None:
-    """The names are those of the plain model, with tied parameters once."""
-    plain = mlp()
-    expected = {id(x): name for name, x in plain.named_parameters()}
-    model = nn.DataParallel(nn.Sequential(*map(checkpoint_wrapper, plain)))
-    assert parameter_names(model) == expected
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(2, 3)).sum().backward()
-    optimizer.step()
-    assert state_rows(optimizer, parameter_names(model))[0][0] == "exp_avg[0.weight]"

@@ -49,19 +49,6 @@ def test_every_pattern(place: Place, dtype: torch.dtype) -> None:
         check_histogram(place, x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_exponent_of_a_wide_format(place: Place, dtype: torch.dtype) -> None:
-    """The first, the last and a middle number of every power of two, subnormal ones too, with either sign."""
-    form = FORMATS[dtype]
-    ends = [1 << width for width in range(form.fraction_bits)]
-    ends += [field << form.fraction_bits for field in range(1, 1 << form.exponent_bits)]
-    sign = 1 << (form.width - 1)
-    middle = 1 << (form.fraction_bits - 1)
-    codes = [code + more for code in ends for more in (0, -1, 1, middle)]
-    patterns = np.array([0, sign, *codes, *(code | sign for code in codes)], f"u{dtype.itemsize}")
-    check_histogram(place, from_patterns(patterns, dtype))
-
-
 @given(x=views())
 def test_any_tensor(place: Place, x: Tensor) -> None:
     """Any dtype, shape, strides, offset, overlap and alignment gives the counts of the decoded bits."""

@@ -82,24 +82,6 @@ def test_each_8_bit_pattern_at_each_place(implementation: Implementation, dtype:
         assert_rows(got, want, f"{dtype} at {place}")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", SMALL)
-def test_pairs_of_patterns(implementation: Implementation, dtype: torch.dtype) -> None:
-    """Each pattern beside another one (for 8 bits: beside each other one) gives the range of the two."""
-    patterns = all_patterns(dtype)
-    if dtype.itemsize == 1:
-        first, second = (grid.reshape(-1) for grid in np.meshgrid(patterns, patterns))
-    else:
-        # An odd multiplier visits every pattern once, so each one meets a far one.
-        first, second = patterns, (patterns.astype(np.uint32) * 40503 + 12345).astype(np.uint16)
-    if implementation.name == "reference":
-        first, second = first[::7], second[::7]
-    a, b = np.abs(decode(dtype, first)), np.abs(decode(dtype, second))
-    want = np.stack([np.minimum(a, b), np.maximum(a, b), np.isfinite(a) & np.isfinite(b)], axis=1)
-    x = implementation.place(from_patterns(np.ascontiguousarray(np.stack([first, second], axis=1)), dtype))
-    assert_rows(implementation.abs_ranges(list(x.unbind())), want, str(dtype))
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_boundary_patterns_of_wide_formats(implementation: Implementation, dtype: torch.dtype) -> None:
     """Patterns round each power of two, where a compare could be off by one, in each place of a block."""
@@ -124,18 +106,3 @@ def test_boundary_patterns_of_wide_formats(implementation: Implementation, dtype
             got.append(implementation.abs_range(implementation.place(x)))
         block[place] = one(dtype)
         assert_rows(got, want, f"{dtype} at {place}")
-
-
-def test_the_decoder_against_numpy() -> None:
-    """The oracle's arithmetic is numpy's own reading of the formats that numpy has."""
-    for dtype, numpy_type in (
-        (torch.float16, np.float16),
-        (torch.float32, np.float32),
-        (torch.float64, np.float64),
-    ):
-        raw = np.random.default_rng(0).integers(0, 256, 200_000, dtype=np.uint8)
-        raw = raw if dtype is not torch.float16 else all_patterns(dtype).view(np.uint8)
-        with np.errstate(invalid="ignore"):
-            want = raw.view(numpy_type).astype(np.float64)
-        got = decode(dtype, raw.view(f"u{dtype.itemsize}"))
-        np.testing.assert_array_equal(got, want)

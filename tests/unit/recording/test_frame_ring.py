@@ -33,9 +33,9 @@ def finding_of(watch: Watch) -> Finding:
 
 
 @pytest.mark.usefixtures("each_recorder")
-@pytest.mark.parametrize("max_frames", [1, 3, 100])
-@pytest.mark.parametrize("place", [0, 4, 29])
-@pytest.mark.parametrize("batches", [0, 3, 20])
+@pytest.mark.parametrize(
+    ("max_frames", "place", "batches"), [(1, 0, 0), (3, 4, 3), (3, 29, 20), (100, 4, 20)]
+)
 def test_the_place_counts_what_the_ring_has_dropped(max_frames: int, place: int, batches: int) -> None:
     """The place is the number of calls that ended before in the batch, for any size of the ring and in any batch."""
     model = chain(30)

@@ -7,29 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch.report.report import NonFiniteError
-from support.forks import SIDE, Fork, Hook, doubles, fork_backward, range_of, ranges
+from support.forks import SIDE, Fork, fork_backward, range_of, ranges
 from support.recorders import RECORDERS, WITH_DEVICE, watched
-
-# The Python recorder reads at each place.
-CACHED = [recorder for recorder in WITH_DEVICE if recorder != "python"]
-
-
-def other_memory(g: Tensor) -> None:
-    """Gives a tensor other elements, in the memory of those that it had before last."""
-    for _ in range(3):
-        g.data = g.data * 2
-
-
-@pytest.mark.parametrize(("change", "factor"), [(doubles, 2), (other_memory, 8)])
-@pytest.mark.parametrize("recorder", CACHED)
-def test_what_a_hook_changes_is_read_again(recorder: str, change: Hook, factor: int) -> None:
-    """In place between the two places, which raises the version; by assigning to `.data`, where the storage is another:
-    the second place has what is there then."""
-    gradient = torch.randn(SIDE, SIDE)
-    low, high = range_of(gradient)
-    w, gain = fork_backward(recorder, Fork(second=change), gradient)
-    assert ranges(w) == {"": (low, high), "second": (low, high), "first": (factor * low, factor * high)}
-    assert gain["tensors_read"] == 2 + 4
 
 
 @pytest.mark.parametrize("recorder", RECORDERS)

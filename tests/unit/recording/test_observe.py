@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -54,17 +53,6 @@ def test_nothing_is_read_while_a_cuda_graph_is_captured(monkeypatch: pytest.Monk
         assert row[2:8] == ((2, 3), "float32", None, None, None, None)
         assert note in str(row.note)
         assert observe(torch.tensor([2.0]), "input", "input")[4:7] == (2.0, 2.0, True)
-
-
-class Gives(nn.Module):
-    """Gives what `make` makes of the input."""
-
-    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.make = make
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.make(x)
 
 
 class Asks(TorchFunctionMode):

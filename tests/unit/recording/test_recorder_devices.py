@@ -116,20 +116,6 @@ def test_a_row_is_of_the_memory_as_it_was() -> None:
     assert ranges == [[(1, 1), (2, 2)], [(7, 7), (21, 21)], [(1, 1), (21, 21)]]
 
 
-def test_after_a_step_weights_are_read_anew() -> None:
-    """The step of an optimizer makes every weight unknown, also one whose row is on the way."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
-    with stand_in(), watch(model, verify_hits=True) as w:
-        for _ in range(3):
-            model(torch.ones(2, 3)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert w.counters["stale_hits"] == 0
-    weights = [r.abs_max for f in w.frames if f.name == "0" for r in f.records if r.label == "weight"]
-    assert len(set(weights)) == 3
-
-
 @pytest.mark.slow
 def test_a_full_table_makes_the_host_wait_and_loses_nothing() -> None:
     """With more rows on the way than there are slots the oldest are waited for."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.recording.walk import MAX_DEPTH
 
 pytestmark = pytest.mark.usefixtures("each_recorder", "switching")
 
@@ -59,53 +56,3 @@ def test_trainings_in_threads_are_counted_once() -> None:
     assert Counter(one.batch for one in frames if one.phase == "forward") == dict.fromkeys(range(batches), 4)
     assert sum(one.phase == "backward" for one in frames) == 4 * batches
     assert counters["frames"] == len(frames) == 8 * batches
-
-
-class Passes(nn.Module):
-    """Returns what it was given."""
-
-    def forward(self, x: Any) -> Any:
-        return x
-
-
-def test_a_call_near_the_end_of_the_stack_returns() -> None:
-    """A look needs more of the stack than the call itself; where there is no room for it, the call returns as ever."""
-    inner = Passes()
-    value: Any = [torch.ones(2)]
-    for _ in range(MAX_DEPTH + 10):
-        value = [value]
-
-    def at(depth: int) -> object:
-        return inner(value) if depth == 0 else at(depth - 1)
-
-    def deepest() -> int:
-        depth = sys.getrecursionlimit()
-        while True:
-            try:
-                at(depth)
-            except RecursionError:
-                depth -= 1
-            else:
-                return depth
-
-    class Digs(nn.Module):
-        """Calls its submodule far down the stack."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = inner
-            self.reached: list[int] = []
-
-        def forward(self, x: Any) -> Any:
-            self.reached.append(deepest())
-            return x
-
-    digs = Digs()
-    digs(value)
-    with nanwatch.watch(digs, on_nonfinite="record", rerun=False, forecast=False) as watch:
-        digs(value)
-    unwatched, watched = digs.reached
-    # Those of the wrappers of both calls, and of what keeps a frame. The look itself takes 30 more.
-    assert unwatched - watched <= 10
-    notes = {record.note for frame in watch.frames for record in frame.records if frame.name == "inner"}
-    assert any(note is not None and note.kind == "not_checked" for note in notes)

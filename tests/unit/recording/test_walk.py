@@ -118,25 +118,6 @@ def test_objects_are_entered_for_their_tensors() -> None:
     assert [type(leaf) for _, leaf in leaves([Lazy(ids=X)], "input", False)] == [Lazy]
 
 
-def test_cycles_end() -> None:
-    """A list that contains itself is entered once, and the rest is said not to be."""
-    value: list[Any] = [X]
-    value.append(value)
-    found = leaves(value, "output")
-    assert found[0] == ("output[0]", X)
-    assert found[1] == ("output[1]", "contains itself")
-    assert isinstance(found[1][1], Unwalked)
-
-
-def test_width_is_bounded() -> None:
-    """A huge list gives its first leaves, then one leaf that says that there are more."""
-    found = leaves([[X] * 1000] * 100, "output")
-    assert len(found) == MAX_LEAVES + 1
-    assert isinstance(found[-1][1], Unwalked)
-    assert not any(isinstance(leaf, Unwalked) for _, leaf in found[:-1])
-    assert not any(isinstance(leaf, Unwalked) for _, leaf in leaves([X] * MAX_LEAVES, "output"))
-
-
 class Hostile(Mapping[str, Any]):
     """A mapping that fails when it is read."""
 
@@ -150,8 +131,12 @@ class Hostile(Mapping[str, Any]):
         return 1
 
 
-def test_a_container_that_raises_is_noted() -> None:
-    """An exception from a user's container becomes a leaf with the reason, and the rest is still walked."""
-    found = leaves((Hostile(), X), "output")
-    assert found[0] == ("output[0]", "Hostile raised KeyError")
-    assert found[1][1] is X
+def test_what_is_not_entered_is_a_leaf_that_says_why() -> None:
+    """A cycle, a container that raises, and the first leaf beyond the limit; the rest is still walked."""
+    value: list[Any] = [X]
+    value.append(value)
+    assert leaves(value, "output") == [("output[0]", X), ("output[1]", "contains itself")]
+    assert leaves((Hostile(), X), "output") == [("output[0]", "Hostile raised KeyError"), ("output[1]", X)]
+    for width, is_bounded in ((MAX_LEAVES, False), (100_000, True)):
+        is_unwalked = [isinstance(leaf, Unwalked) for _, leaf in leaves([[X] * (width // 16)] * 16, "output")]
+        assert is_unwalked == [False] * MAX_LEAVES + [True] * is_bounded
