@@ -64,7 +64,7 @@ class PythonGradients:
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._numbers = itertools.count()
 
-    def follow(self, call: Call, values: Iterable[tuple[Role, str, Any]]) -> None:
+    def follow(self, call: Call, values: Iterable[tuple[Any, str, Any]]) -> None:
         """Leave hooks for the gradients of the values of a call."""
         with torch._C.DisableTorchFunction():
             tensors = [value for value in values if value[0] != "buffer" and _has_gradient(value[2])]
