@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from nanwatch.report.report import NonFiniteError
-from support.forks import SIDE, Fork, fork_backward, range_of, ranges
-from support.recorders import RECORDERS, WITH_DEVICE, watched
+from support.recorders import WITH_DEVICE, watched
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
-def test_what_is_not_finite_is_read_at_each_place(recorder: str) -> None:
-    """An inf is seen at every place, and is seen to be gone where a write that no version tells of took it out."""
-    gradient = torch.randn(SIDE, SIDE)
-    gradient[3, 5] = float("inf")
-    w, gain = fork_backward(recorder, Fork(), gradient.clone())
-    assert [high for _, high in ranges(w).values()] == [float("inf")] * 3
-    assert gain["tensors_read"] == 3 + 4
-    finding = w.report().finding
-    assert finding is not None
-    assert (finding.origin, finding.label, finding.index) == ("received", "output.grad", (3, 5))
+class Fork(nn.Module):
+    """The sum of two layers, to both of which its backward hands the same gradient; a hook writes into it between."""
 
-    def mends(g: Tensor) -> None:
-        g.data.nan_to_num_(posinf=1.0)
+    def __init__(self, hook: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.hook = nn.Linear(4, 4), nn.Linear(4, 4), hook
 
-    w, _ = fork_backward(recorder, Fork(second=mends), gradient.clone())
-    found = ranges(w)
-    assert found["second"][1] == float("inf")
-    assert found["first"] == range_of(gradient.nan_to_num(posinf=1.0))
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.first(x), self.second(x)
+        second.register_hook(self.hook)
+        return first + second
+
+
+def doubles(g: Tensor) -> None:
+    g.mul_(2)
+
+
+def doubles_elsewhere(g: Tensor) -> None:
+    g.data = g.data * 2
+
+
+@pytest.mark.parametrize("hook", [doubles, doubles_elsewhere])
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_what_a_hook_changes_is_read_again(recorder: str, hook: Callable[[Tensor], Any]) -> None:
+    """In place, which raises the version, or in another storage: the place behind the hook has what is there then."""
+    model = Fork(hook)
+    with watched(model, recorder, gradients=True) as w:
+        model(torch.ones(2, 4)).backward(torch.full((2, 4), 3.0))
+    found = {f.name: r.abs_max for f in w.frames for r in f.records if r.label == "output.grad"}
+    assert found == {"": 3.0, "second": 3.0, "first": 6.0}
 
 
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
