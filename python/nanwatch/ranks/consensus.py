@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _INTERVAL = 1.0  # seconds between two looks while all is well
 _SETTLING = (0.05, 0.5)  # the first and the longest pause while ranks report
-_MOST_QUESTIONS = 20_000.0  # a second, from all ranks; a store answers 55,000 from one connection
 _STOPPING = 2.0  # seconds that stop() waits for the thread, which may hang in the store
 # Seconds that a rank with the consensus waits at most until the others have it too. When one process of a job has
 # ended, its launcher ends the others, and the store goes with the process that holds it.
@@ -46,11 +45,11 @@ class PeerNonFiniteError(NonFiniteError):
 class OriginConsensus:
     """One rank's part in the consensus, from its construction to `stop()`.
 
-    `store` is any torch.distributed Store that all ranks share, by default that of the default process group. `part`
-    names the part of the model that this rank holds, `name` distinguishes consensuses of one job. `publish` and
-    `settle` together wait at most `peer_timeout` seconds. `on_stuck` is called in the thread, with the Origin as far as
-    it is known, when another rank has failed and this one waits in a collective: after a third of `peer_timeout`
-    without a call, by two thirds at the latest. An exception of it is a warning.
+    `store` is any torch.distributed Store that all ranks share, by default that of the default process group. `name`
+    distinguishes consensuses of one job. `publish` and `settle` together wait at most `peer_timeout` seconds.
+    `on_stuck` is called in the thread, with the Origin as far as it is known, when another rank has failed and this one
+    waits in a collective: after a third of `peer_timeout` without a call, by two thirds at the latest. An exception of
+    it is a warning.
     """
 
     def __init__(
@@ -60,11 +59,10 @@ class OriginConsensus:
         world_size: int,
         peer_timeout: float = 30.0,
         *,
-        part: str = "",
         name: str = "",
         on_stuck: Callable[[Origin], object] | None = None,
     ) -> None:
-        self.rank, self.world_size, self.peer_timeout, self.part = rank, world_size, peer_timeout, part
+        self.rank, self.world_size, self.peer_timeout = rank, world_size, peer_timeout
         self._on_stuck = on_stuck
         self._store: Store | None = default_store() if store is None else store
         self._prefix = f"nanwatch/consensus/{store_key(os.environ)}/{name}"
@@ -86,7 +84,7 @@ class OriginConsensus:
 
     def own_store(self) -> Store:
         """Return a connection of the caller's own to the keys of this consensus."""
-        return own_store(default_store(), self._prefix)
+        return own_store(self._prefix)
 
     def stop(self) -> None:
         """End the thread. Does nothing the second time."""
@@ -106,37 +104,34 @@ class OriginConsensus:
         return self._news is not None
 
     def publish(
-        self, finding: Finding, sequence: int, clock: Sequence[int] | None = None, part: str | None = None
+        self, finding: Finding, sequence: int, clock: Sequence[int] | None = None, part: str = ""
     ) -> bool:
         """Publish this rank's finding to the others, only the first time. Return whether the store has it.
 
         `sequence` is the place of the non-finite frame in its batch. `clock` counts alike on all ranks, such as steps
-        and batches since the last of them. `part` replaces the consensus's. Errors of the store are not raised.
+        and batches since the last of them. `part` names the part of the model that this rank holds. Errors of the store
+        are not raised.
         """
         if self._mine is None:
-            part = self.part if part is None else part
             self._mine = RankObservation.of(finding, self.rank, sequence, clock, part)
             self._await(lambda: self._is_published)
         return self._is_published and not self.trouble
 
-    def settle(self, own: Finding | None = None) -> Origin:
+    def settle(self) -> Origin:
         """Return the origin, once all ranks have reported and know it, or `peer_timeout` is over.
 
-        `own` is the finding that this rank has published, if any. It is the origin where the store cannot be asked.
-        Raises RuntimeError when nothing has failed, here or elsewhere.
+        It is this rank's own finding where the store cannot be asked. Raises RuntimeError when nothing has failed, here
+        or elsewhere.
         """
         before, self._settles = self._num_looks, True
         # A look under way may have begun before a rank failed, so it is no answer.
         self._await(lambda: self._is_settled or (self._news is None and self._num_looks > before + 1))
-        if self._known is None and own is not None:
-            mine = self._mine or RankObservation.of(own, self.rank, 0, None, self.part)
-            return Origin(mine, num_alike=1, num_failed=1, num_reported=1, world_size=self.world_size)
-        if self._known is None:
-            raise RuntimeError(
-                "there is nothing to settle: no rank has failed as far as this one knows"
-                + (f" ({self.trouble})" if self.trouble else "; ask pending() first")
-            )
-        return self._known
+        if self._known is not None:
+            return self._known
+        if self._mine is not None:
+            return Origin(self._mine, num_alike=1, num_failed=1, num_reported=1, world_size=self.world_size)
+        why = f" ({self.trouble})" if self.trouble else "; ask pending() first"
+        raise RuntimeError(f"there is nothing to settle: no rank has failed as far as this one knows{why}")
 
     def _await(self, is_over: Callable[[], bool]) -> None:
         """Wait until the thread has come to that, at most the rest of `peer_timeout`."""
@@ -155,7 +150,7 @@ class OriginConsensus:
         try:
             store, self._store = self._store, None
             assert store is not None
-            protocol = StoreProtocol(own_store(store, self._prefix), self.world_size)
+            protocol = StoreProtocol(own_store(self._prefix, store), self.world_size)
             # A reference would keep the job's server alive, and its port taken, beyond destroy_process_group.
             del store
             self._watch(protocol)
@@ -167,13 +162,12 @@ class OriginConsensus:
 
     def _watch(self, protocol: StoreProtocol) -> None:
         chance = random.Random(self.rank)  # not the one that a training run draws from
-        least = self.world_size / _MOST_QUESTIONS
         settling = _SETTLING[0]
         while not self._is_stopping:
             # Not all ranks of a job at the same moment.
-            pause = max(_INTERVAL, least) * chance.uniform(0.75, 1.25)
+            pause = _INTERVAL * chance.uniform(0.75, 1.25)
             if (self._settles and not self._is_settled) or (self._is_stuck and not self._has_left):
-                pause, settling = max(settling, least), min(2 * settling, _SETTLING[1])
+                pause, settling = settling, min(2 * settling, _SETTLING[1])
             elif self._news is not None and not self._is_reported:
                 pause = min(pause, max(_SETTLING[0], self._news + self.peer_timeout / 3 - time.monotonic()))
             self._wake.wait(pause)
@@ -208,8 +202,7 @@ class OriginConsensus:
         is_settling = self._settles and not self._is_settled
         if not is_settling and self._known is not None and (self._has_left or not self._is_stuck):
             return
-        if self._known is None or self._known.num_reported != protocol.num_reported():
-            self._known = protocol.origin()
+        self._known = protocol.origin()
         is_complete = self._known is not None and self._known.is_complete
         if self._is_stuck and not self._has_left and (is_complete or waited > self.peer_timeout * 2 / 3):
             try:
@@ -237,10 +230,11 @@ def default_store() -> Store:
     return _get_default_store()
 
 
-def own_store(store: Store, prefix: str) -> Store:
-    """Return a connection of the caller's own to the keys with this prefix."""
+def own_store(prefix: str, store: Store | None = None) -> Store:
+    """Return a connection of the caller's own to the keys with this prefix, by default of the default group's store."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+    store = default_store() if store is None else store
     # A connection of its own where there is such a thing: on a shared one a rank that waits for a key holds up all.
     clone = getattr(store, "clone", None)
     return PrefixStore(prefix, store if clone is None else clone())
@@ -276,10 +270,6 @@ class StoreProtocol:
         """Count this rank as one that has reported, with or without an observation; once per rank."""
         self._store.add(_NUM_REPORTED, 1)
 
-    def num_reported(self) -> int:
-        """Return how many ranks have reported."""
-        return int(self._store.add(_NUM_REPORTED, 0))
-
     def leave(self) -> None:
         """Count this rank as one that needs the store and the other ranks no longer; once per rank."""
         self._store.add(_NUM_LEFT, 1)
@@ -290,7 +280,7 @@ class StoreProtocol:
 
     def origin(self) -> Origin | None:
         """Return the origin as far as it is known now, None when no rank has failed."""
-        num_reported = self.num_reported()
+        num_reported = self._store.add(_NUM_REPORTED, 0)  # before the rest, which those ranks have sent
         if not self.has_news():
             return None
         first = RankObservation.from_json(self._store.get(_FIRST))

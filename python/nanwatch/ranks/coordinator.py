@@ -31,9 +31,8 @@ from .consensus import OriginConsensus, PeerNonFiniteError, StoreProtocol
 # Seconds until this rank knows of a failure elsewhere: it looks at the store about once a second.
 _NEWS = 2.0
 # gloo raises RuntimeError, as nearly everything in PyTorch does. So an error of a collective is recognised by words of
-# its message, or by the file of PyTorch that raised it.
+# its message.
 _WORDS = ("gloo", "by peer", "NCCL", "ProcessGroup", "c10d", "Timed out waiting", "Socket closed")
-_FILES = ("distributed_c10d.py", "_functional_collectives.py")
 # A meeting before a step sends three short messages a rank, and the store answers 55,000 a second.
 _MOST_RANKS = 1024
 
@@ -53,7 +52,7 @@ class RankCoordinator:
         self._firsts: deque[tuple[int, int]] = deque([(0, 0)], maxlen=64)
         self.is_sharded = False  # each rank steps a part of the model, and reads a part of the gradients
         self._is_open = True
-        self._began = 0  # number of the count of steps that `_firsts` belongs to
+        self._counted: OriginConsensus | None = None  # whose steps `_firsts` counts
         self._published: OriginConsensus | None = None
         weakref.finalize(self, _job.leave_if_last)
 
@@ -67,10 +66,12 @@ class RankCoordinator:
 
     def check(self) -> None:
         """Raise PeerNonFiniteError when another rank failed a second ago, unless this watch has left the job."""
-        if self in _job.coordinators and _job.is_pending():
-            error = _job.failed_elsewhere(self)
-            if error is not None:
-                raise error
+        consensus = _job.consensus
+        if consensus is None or not consensus.pending() or self not in _job.coordinators:
+            return
+        error = _job.failed_elsewhere(self)
+        if error is not None:
+            raise error
 
     def publish(self, finding: Finding) -> None:
         """Publish this rank's finding, before anything slow."""
@@ -87,15 +88,13 @@ class RankCoordinator:
         if meeting is not None and meeting.wait() and (error := _job.failed_elsewhere(self)) is not None:
             raise error
 
-    def settle(self, finding: Finding | None) -> Origin | None:
+    def settle(self) -> Origin | None:
         """Return the origin on which the ranks agree, and end the consensus.
 
-        Returns None without other ranks, and for a finding that was not published since the latest agreement.
+        Returns None without other ranks, and when no finding was published since the latest agreement.
         """
         published, self._published = self._published, None
-        if not self._is_open or published is None:
-            return None
-        return _job.settle(finding, published)
+        return _job.settle(published) if self._is_open and published is not None else None
 
     def explain(self, error: BaseException | None) -> PeerNonFiniteError | None:
         """Return the other rank's failure behind an error that ends a batch or a run, if there is one.
@@ -103,7 +102,15 @@ class RankCoordinator:
         A collective whose peer has gone fails before this rank knows why. Only after such an error this waits up to 2 s
         for news.
         """
-        return _job.explain(error, self)
+        consensus = _job.consensus
+        if consensus is None or error is None or isinstance(error, NonFiniteError):
+            return None
+        if id(error) != _job.waited_for and _is_of_collective(error):
+            _job.waited_for = id(error)
+            until = time.monotonic() + _NEWS
+            while not consensus.pending() and not consensus.trouble and time.monotonic() < until:
+                time.sleep(0.05)
+        return _job.failed_elsewhere(self) if consensus.pending() else None
 
     def close(self) -> None:
         """Leave the job for good. The last one ends the consensus."""
@@ -113,9 +120,9 @@ class RankCoordinator:
 
     def _connect(self, batch: int) -> OriginConsensus | None:
         consensus = _job.connect(self, self._peer_timeout)
-        if self._began != _job.num_begun:
+        if self._counted is not consensus:
             # Count from here on all ranks: at a failure that raises, one stopped before a step that others had made.
-            self._began = _job.num_begun
+            self._counted = consensus
             self._firsts.clear()
             self._firsts.append((batch, _job.steps))
         return consensus
@@ -171,12 +178,11 @@ class _Job:
 
     def __init__(self) -> None:
         self.steps = 0
-        self.num_begun = 0  # how often the count of steps has begun
         self._peer_timeout = 0.0
         # Those that have joined, and not left.
         self.coordinators: weakref.WeakSet[RankCoordinator] = weakref.WeakSet()
         self._reports: weakref.WeakKeyDictionary[RankCoordinator, Report] = weakref.WeakKeyDictionary()
-        self._consensus: OriginConsensus | None = None
+        self.consensus: OriginConsensus | None = None
         self._meeting: StepMeeting | None = None
         self._group: Callable[[], Any] = lambda: None
         # Number of consensuses that have ended by a failure. It is equal on all ranks, because each of them settles.
@@ -184,33 +190,32 @@ class _Job:
         self._lock = threading.RLock()
         self._handle: Any = None
         # Id of the latest error, which may end a batch and then the `with`.
-        self._waited_for: int | None = None
+        self.waited_for: int | None = None
 
     def connect(self, coordinator: RankCoordinator, peer_timeout: float) -> OriginConsensus | None:
         """Return the consensus of the present process group; None without one, or in a group of one rank."""
-        self._waited_for = None  # the next error may have its id
+        self.waited_for = None  # the next error may have its id
         group = _group()
         if group is None:
-            if self._consensus is not None:
+            if self.consensus is not None:
                 self._end()
             return None
         # Add it first: otherwise the last of the watches before, when it is collected now, would end the consensus that
         # begins here, and would wait for the lock in the thread that is being started.
         self.coordinators.add(coordinator)
-        if self._consensus is None or self._group() is not group:
+        if self.consensus is None or self._group() is not group:
             with self._lock:
-                if self._consensus is None or self._group() is not group:  # no other thread was first
+                if self.consensus is None or self._group() is not group:  # no other thread was first
                     self._begin(group, peer_timeout)
-        return self._consensus
+        return self.consensus
 
     def _begin(self, group: Any, peer_timeout: float) -> None:
         self._end()
         self.steps = 0
-        self.num_begun += 1
         self._peer_timeout = peer_timeout
         self._group = weakref.ref(group)
         name = str(self._num_settled)
-        self._consensus = OriginConsensus(
+        self.consensus = OriginConsensus(
             None, *rank_and_world_size(), peer_timeout, name=name, on_stuck=self._stuck
         )
         self._handle = after_steps.add(self._stepped)
@@ -218,8 +223,8 @@ class _Job:
     def arrive(self, *, begins: bool) -> StepMeeting | None:
         """Come to the next meeting before a step, and return it. `begins`: where there was none yet, too."""
         is_sharded = any(coordinator.is_sharded for coordinator in self.coordinators)
-        if self._consensus is not None and self._meeting is None and begins and is_sharded:
-            self._meeting = StepMeeting(self._consensus, self._peer_timeout / 3)
+        if self.consensus is not None and self._meeting is None and begins and is_sharded:
+            self._meeting = StepMeeting(self.consensus, self._peer_timeout / 3)
         if self._meeting is not None:
             self._meeting.arrive()
         return self._meeting
@@ -229,14 +234,14 @@ class _Job:
         if not self.coordinators:
             self._end()
 
-    def settle(self, finding: Finding | None, published: OriginConsensus | None = None) -> Origin | None:
+    def settle(self, published: OriginConsensus | None = None) -> Origin | None:
         """Return the origin once the ranks agree, None if another watch has settled `published`."""
         with self._lock:
-            consensus = self._consensus
+            consensus = self.consensus
             if consensus is None or published not in (None, consensus):
                 return None
             try:
-                return consensus.settle(finding)
+                return consensus.settle()
             except RuntimeError as error:  # the store has gone, and nobody knows whose failure it was
                 warn_user(f"nanwatch: {spell(error)}", may_raise=False)
                 return None
@@ -244,30 +249,12 @@ class _Job:
                 self._num_settled += 1
                 self._end()
 
-    def explain(self, error: BaseException | None, coordinator: RankCoordinator) -> PeerNonFiniteError | None:
-        """Return the other rank's failure behind an error; see RankCoordinator."""
-        consensus = self._consensus
-        if consensus is None or error is None or isinstance(error, NonFiniteError):
-            return None
-        if id(error) != self._waited_for and _is_of_collective(error):
-            self._waited_for = id(error)
-            until = time.monotonic() + _NEWS
-            while not consensus.pending() and not consensus.trouble and time.monotonic() < until:
-                time.sleep(0.05)
-        return self.failed_elsewhere(coordinator) if consensus.pending() else None
-
-    def is_pending(self) -> bool:
-        """Return whether another rank had failed a second ago."""
-        consensus = self._consensus
-        return consensus is not None and consensus.pending()
-
     def failed_elsewhere(self, coordinator: RankCoordinator) -> PeerNonFiniteError | None:
         """Write this rank's last frames, and return the error of the other rank."""
         self._write_last_frames()
-        report = self._reports.get(coordinator) or report_of(
-            ()
-        )  # before the end of the consensus lets go of it
-        origin = self.settle(None)
+        # Before the end of the consensus lets go of it.
+        report = self._reports.get(coordinator) or report_of(())
+        origin = self.settle()
         return None if origin is None else PeerNonFiniteError(report, origin)
 
     def _write_last_frames(self) -> None:
@@ -289,9 +276,9 @@ class _Job:
 
     def _end(self) -> None:
         with self._lock:
-            if self._consensus is None:
+            if self.consensus is None:
                 return
-            consensus, self._consensus, self._meeting = self._consensus, None, None
+            consensus, self.consensus, self._meeting = self.consensus, None, None
             self._handle.remove()
             self._group = lambda: None
             self._reports.clear()
@@ -302,15 +289,8 @@ _job = _Job()
 
 
 def _is_of_collective(error: BaseException) -> bool:
-    """Return whether a collective raised the error, by its class, its text, or the frame that raised it."""
-    if not isinstance(error, RuntimeError):
-        return False
-    if isinstance(error, torch.distributed.DistError) or any(word in str(error) for word in _WORDS):
-        return True
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    return place is not None and place.tb_frame.f_code.co_filename.endswith(_FILES)
+    is_distributed = isinstance(error, torch.distributed.DistError)
+    return is_distributed or (isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS))
 
 
 def _group() -> Any:

@@ -23,7 +23,7 @@ import torch
 
 from ..util.job import rank_and_world_size, store_key
 from ..util.visible import suppressed
-from .consensus import default_store, own_store
+from .consensus import own_store
 
 Ranks: TypeAlias = tuple[int, ...]
 Verdict: TypeAlias = dict[str, Any]
@@ -71,7 +71,7 @@ class Comparison:
         self.error: Exception | None = None
         self._job, self._process = _named[0], os.getpid()
         self._prefix = f"nanwatch/{kind}/{store_key(os.environ)}/{_named[1]}"
-        self._store = own_store(default_store(), self._prefix)
+        self._store = own_store(self._prefix)
         self._judge, self._timeout = judge, timeout
         self._groups: dict[Ranks, _Group] = {}
         self._looks = 0

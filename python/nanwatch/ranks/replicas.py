@@ -35,7 +35,6 @@ from ..util.visible import spell, suppressed, warn_user
 from .exchange import MOST_RANKS, Comparison, Ranks, Side, Verdict
 
 _MOST_NAMES = 100
-_KEPT = 8  # checks, whose batches are known
 
 
 class Held(NamedTuple):
@@ -168,7 +167,6 @@ class ReplicaWatch(WatchPart):
         self._has_stepped = False
         self._batch = 0
         self._step = 0  # batches that followed a step of the optimizer
-        self._batches: dict[int, int] = {}  # by check
         self._is_off = self._has_warned = False
         self._comparison: Comparison | None = None
         this = weakref.ref(self)
@@ -198,7 +196,7 @@ class ReplicaWatch(WatchPart):
             if self._comparison is not None:
                 self._tell_all(self._comparison.look())
             if self._step % self._every == 0:
-                self._check(batch)
+                self._check()
 
     @contextlib.contextmanager
     def _ending_by_an_error(self) -> Iterator[None]:
@@ -209,7 +207,7 @@ class ReplicaWatch(WatchPart):
             self._is_off = True
             warn_user(f"nanwatch compares replicas no more: {spell(error)}", may_raise=False)
 
-    def _check(self, batch: int) -> None:
+    def _check(self) -> None:
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             self._warn_of_none("torch.distributed is not initialized in this process")
             return
@@ -222,7 +220,6 @@ class ReplicaWatch(WatchPart):
         if self._comparison is None or (self._comparison.is_over and self._comparison.error is None):
             self._comparison = Comparison("replicas", judge, self._timeout)
         number = self._step // self._every
-        self._batches = {number: batch, **dict(list(self._batches.items())[: _KEPT - 1])}
         for ranks, values in fingerprints(tensors).items():
             self._comparison.post(ranks, number, values, {})
         if self._comparison.error is not None:
@@ -248,7 +245,7 @@ class ReplicaWatch(WatchPart):
                 num_ranks=verdict["num_ranks"],
                 size=len(ranks),
                 is_majority=verdict["is_majority"],
-                batch=self._batches.get(number, 0),
+                batch=self._batch,
             )
             self.differences.append(difference)
             self._tell(difference)

@@ -49,9 +49,9 @@ class ReplicaDifference:
     """Tensors that ranks should hold alike to the bit, and do not, as found at a check.
 
     `step` is the check's, in batches that followed a step of the optimizer, `equal_at` the step of the check before
-    it, and `batch` the batch that it began. `tensors` has the first hundred names of `num_tensors`. `ranks` are the
-    first odd ones of `num_odd`, by majority of `num_ranks` that answered of `size`; where there `is_majority` is False,
-    they are all candidates. `hosts` are theirs.
+    it, and `batch` the batch in which it was told. `tensors` has the first hundred names of `num_tensors`. `ranks` are
+    the first odd ones of `num_odd`, by majority of `num_ranks` that answered of `size`; where there `is_majority` is
+    False, they are all candidates. `hosts` are theirs.
     """
 
     step: int

@@ -253,7 +253,7 @@ class FailureHandler:
                 warn_user(f"{cause}", may_raise=False)
                 raise interrupt from cause
         if agrees and self._ranks is not None:
-            origin = self._ranks.settle(incident.report.finding)
+            origin = self._ranks.settle()
             if origin is not None:
                 incident.report = replace(incident.report, origin=origin)
         report = incident.report

@@ -102,18 +102,18 @@ def play(server: Any, played: Scenario) -> list[Origin | None]:
 
     def live(rank: int) -> None:
         seen = played.ranks[rank]
-        verdict = OriginConsensus(connect(server), rank, world, played.peer_timeout, part=seen.part)
+        verdict = OriginConsensus(connect(server), rank, world, played.peer_timeout)
         try:
             time.sleep(seen.delay)
             if seen.finding is not None:
-                assert verdict.publish(seen.finding, seen.sequence, seen.clock)
+                assert verdict.publish(seen.finding, seen.sequence, seen.clock, seen.part)
                 if seen.dies:
                     return
             else:
                 until = time.monotonic() + 30
                 while not verdict.pending() and time.monotonic() < until:
                     time.sleep(0.01)
-            named[rank] = verdict.settle(seen.finding)
+            named[rank] = verdict.settle()
         finally:
             verdict.stop()
 
@@ -144,7 +144,7 @@ def test_nobody_waits_longer_than_peer_timeout_for_a_rank_that_never_answers(ser
     verdict = OriginConsensus(connect(server), 0, 2, peer_timeout=1.5)
     start = time.monotonic()
     verdict.publish(finding(), 3)
-    origin = verdict.settle(finding())
+    origin = verdict.settle()
     waited = time.monotonic() - start
     verdict.stop()
     assert waited < 60  # on a busy machine; without an end it would be for good
@@ -159,7 +159,7 @@ def test_a_rank_that_is_stuck_writes_down_what_it_knows_and_holds_up_nobody(serv
     stuck = OriginConsensus(connect(server), 1, 2, peer_timeout=6.0, on_stuck=told.append)
     failing = OriginConsensus(connect(server), 0, 2, peer_timeout=60.0)
     failing.publish(finding(), 3)
-    origin = failing.settle(finding())
+    origin = failing.settle()
     assert origin.is_complete
     for _ in range(300):
         if told:
@@ -180,7 +180,7 @@ def test_a_store_that_has_gone_leaves_a_rank_with_its_own_finding(is_connected):
     del server
     start = time.monotonic()
     assert verdict.publish(finding(rank=1), 3) is False
-    origin = verdict.settle(finding(rank=1))
+    origin = verdict.settle()
     assert time.monotonic() - start < 60  # on a busy machine; without an end it would be for good
     assert (origin.rank, origin.num_reported) == (1, 1)
     assert re.match("the store (cannot be asked|does not answer)", verdict.trouble)
