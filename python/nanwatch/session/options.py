@@ -204,7 +204,7 @@ def _names_arguments(kind: type[_T]) -> type[_T]:
                 raise TypeError(f"{kind.__name__} has no argument {name!r}; {hint}")
         init(self, *values, **arguments)
 
-    kind.__init__ = checked  # type: ignore[assignment, method-assign]
+    kind.__init__ = checked  # type: ignore[method-assign]
     return kind
 
 
