@@ -79,7 +79,9 @@ class Step:
     @property
     def made(self) -> Value | None:
         """The value that it made, None for memory that it left as it was."""
-        return None if self.unwritten else "nan" if self.nan else "inf"
+        if self.unwritten:
+            return None
+        return "nan" if self.nan else "-inf" if self.neginf and not self.posinf else "inf"
 
 
 class Site(NamedTuple):

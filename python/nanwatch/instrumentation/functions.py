@@ -112,7 +112,7 @@ class span:  # noqa: N801  (used like a function)
         ...             loss = seen(torch.zeros(2).log().mean())
         ...     except nanwatch.NonFiniteError as error:
         ...         print(str(error).splitlines()[0])
-        inf first seen in `output` of loss (Function) in batch 0
+        -inf first seen in `output` of loss (Function) in batch 0
     """
 
     def __init__(self, name: str) -> None:

@@ -15,7 +15,7 @@ from ..records.record import Frame, Phase, Record
 from ..util import reading
 from ..util.visible import module_name, visible
 
-Value: TypeAlias = Literal["nan", "inf", "nan+inf"]
+Value: TypeAlias = Literal["nan", "inf", "-inf", "nan+inf"]
 OriginKind: TypeAlias = Literal["produced", "received", "weight", "buffer", "data"]
 
 
@@ -226,7 +226,7 @@ def value_of(record: Record) -> Value:
         has_inf = record.health.num_posinf + record.health.num_neginf > 0
         if record.health.num_nan:
             return "nan+inf" if has_inf else "nan"
-        return "inf"
+        return "inf" if record.health.num_posinf else "-inf"
     return "nan" if record.abs_max is None or isnan(record.abs_max) else "inf"
 
 

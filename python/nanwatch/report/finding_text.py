@@ -292,10 +292,10 @@ def _next_backward(finding: Finding, frame: Frame | None, record: Record | None)
         return _of("apply the cure")
     if is_behind:
         return _of("loss")
-    if finding.origin == "received" and finding.value == "inf":
+    if finding.origin == "received" and finding.value in ("inf", "-inf"):
         return _of("short format")
     narrow = _narrowest(finding, record)
-    if finding.value == "inf" and narrow is not None:
+    if finding.value in ("inf", "-inf") and narrow is not None:
         dtype, end = narrow
         if is_near_end(max(_finite_gradients(frame), default=0.0), end):
             return _of("loss scale", dtype=dtype, end=end)

@@ -85,7 +85,7 @@ class Gumbel(nn.Module):
 @failure(
     "Gumbel noise of a random number that is exactly zero, which float16 draws once in 2048",
     module="noise",
-    value="inf",
+    value="-inf",
     operations="log",
     format_cause=True,
 )

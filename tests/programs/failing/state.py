@@ -135,7 +135,7 @@ class Attend(nn.Module):
     module="",
     label="input[1]",
     origin="data",
-    value="inf",
+    value="-inf",
 )
 def mask_in_data() -> Setup:
     mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), float("-inf"))

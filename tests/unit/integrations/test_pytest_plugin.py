@@ -82,12 +82,12 @@ def test_expected(net):
     result.assert_outcomes(passed=1, failed=4, xfailed=1)
     result.stdout.fnmatch_lines(
         [
-            "inf first seen in `output` of 1 (Log) in batch 0",
+            "-inf first seen in `output` of 1 (Log) in batch 0",
             "By: *aten.log.default at *test_it.py:8.",
             "*- Captured nanwatch call -*",
-            "FAILED test_it.py::test_bad - Failed: inf first seen in `output` of 1 (Log) in batch 0",
-            "FAILED test_it.py::test_part - Failed: inf first seen in `output` of 1 (Log) in batch 0",
-            "FAILED test_it.py::test_value_error - Failed: inf first seen *",
+            "FAILED test_it.py::test_bad - Failed: -inf first seen in `output` of 1 (Log) in batch 0",
+            "FAILED test_it.py::test_part - Failed: -inf first seen in `output` of 1 (Log) in batch 0",
+            "FAILED test_it.py::test_value_error - Failed: -inf first seen *",
             "FAILED test_it.py::test_own_failure - assert *",
         ]
     )
@@ -132,7 +132,7 @@ def test_no_such_module():
     result.assert_outcomes(passed=3, failed=4)
     result.stdout.fnmatch_lines(
         [
-            "FAILED *::test_not_meant - Failed: inf first seen in `output` of 1 (Masked) in batch 0",
+            "FAILED *::test_not_meant - Failed: -inf first seen in `output` of 1 (Masked) in batch 0",
             "FAILED *::test_backward - Failed: *.grad* in the backward of batch 0",
             "FAILED *::test_typo - Failed: options of nanwatch: watch has no option 'alow_inf'; *",
             "FAILED *::test_no_such_module - Failed: nanwatch watches no model: Sequential: modules *",
