@@ -20,7 +20,7 @@ from ..records.headroom import least_bits
 from ..records.record import Record
 from ..report.finding import Cure, Finding, working_first
 from ..util.visible import spell
-from .batch_snapshot import BatchSnapshot, is_narrow, may_be_narrow, no_second_run
+from .batch_snapshot import BatchSnapshot, is_narrow, no_second_run
 from .diagnosis import BackwardStart, Diagnosis
 from .experiment import Experiment, MakeCall, gradient_record, make_call
 from .patching.code_swap import TargetFinder, find_target
@@ -152,23 +152,17 @@ class _Formats:
     def of_forward(self) -> None:
         """Try float32 for the guilty module, bfloat16, larger modules, and the ends of float16."""
         trials = self._trials
-        if trials.finding.transient is None or not may_be_narrow(trials.snapshot, trials.finding):
-            self._seen = self._run()
-            if not any(record.is_fault for record in self._failing(self._seen)):
-                error = self._seen.error
-                reason = _NOT_BACK
-                if error is not None:
-                    reason = f"no cure was tried: the batch, run again, raised {spell(error)}"
-                trials.remarks.append(reason)
-                return
-            if not self._is_narrow():
-                return
+        self._seen = self._run()
+        error = self._seen.error
+        if trials.finding.transient is None and not any(x.is_fault for x in self._failing(self._seen)):
+            raised = error and f"no cure was tried: the batch, run again, raised {spell(error)}"
+            trials.remarks.append(raised or _NOT_BACK)
+            return
+        if not self._is_narrow():
+            return
         alone = self._run(lambda: run_in_fp32(self._modules[self._guilty]))
-        if not self._seen.calls:
-            # A trial that raised has not seen the guilty call to its end.
-            self._seen = alone if alone.error is None else self._run()
-            if not self._is_narrow():
-                return
+        if error is not None and alone.error is None:
+            self._seen = alone  # a check of the program's own ended the first run before the guilty call did
         words = in_float32(trials.model, self._guilty)
         works = self._judge(words, alone, changed=self._guilty, expected=True)
         is_wide_enough = self._bfloat16()

@@ -160,14 +160,13 @@ def _functions_with(code: CodeType, filename: str) -> list[FunctionType]:
     modules = (x for x in list(sys.modules.values()) if getattr(x, "__file__", None) == filename)
     members = [value for module in modules for value in vars(module).values()]
     members += [value for kind in members if isinstance(kind, type) for value in vars(kind).values()]
-    # First those that the module and its classes name: the garbage collector does not know objects after gc.freeze().
-    for known in (members, instances_of(FunctionType)):
-        functions = [x for x in known if type(x) is FunctionType and x.__code__.co_filename == filename]
-        functions = [x for x in functions if code in _codes(x.__code__)]
-        innermost = max((x.__code__ for x in functions), key=lambda x: x.co_firstlineno, default=None)
-        if functions and (known is not members or innermost is code):
-            return [x for x in functions if x.__code__ is innermost]
-    return []
+    # The garbage collector does not know objects after gc.freeze(): a module and its classes name most of these.
+    known = {id(x): x for x in (*members, *instances_of(FunctionType)) if type(x) is FunctionType}
+    functions = [
+        x for x in known.values() if x.__code__.co_filename == filename and code in _codes(x.__code__)
+    ]
+    innermost = max((x.__code__ for x in functions), key=lambda x: x.co_firstlineno, default=None)
+    return [x for x in functions if x.__code__ is innermost]
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -179,22 +178,13 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def node_of(tree: ast.Module, code: CodeType) -> FunctionNode | None:
-    """Return the only node that the code can be compiled from, by name, line, and columns where Python has any."""
+    """Return the only node that the code can be compiled from, by its name and line."""
     nodes = [
         node
         for node in functions_in(tree)
         if first_line(node) == code.co_firstlineno and getattr(node, "name", "<lambda>") == code.co_name
     ]
-    if len(nodes) > 1 and sys.version_info >= (3, 11):
-        # The first instruction has the place of the line.
-        places = [place for place in code.co_positions() if None not in place and place[2:] != (0, 0)]
-        nodes = [node for node in nodes if all(_covers(node, *place) for place in places)]
     return nodes[0] if len(nodes) == 1 else None
-
-
-def _covers(node: FunctionNode, line: int, end_line: int, column: int, end_column: int) -> bool:
-    start, end = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
-    return start <= (line, column) and (end_line, end_column) <= end
 
 
 def _compiled(tree: ast.Module, file: SourceFile, name: str, line: int) -> Iterator[CodeType]:

@@ -272,12 +272,10 @@ def _arguments(
         pairs.append((pattern, keywords.pop(name) if name in keywords else args.pop(0)))
     rest = tuple(args), keywords
     # A row without `...` is for a call without further arguments. A second `...` is the same as the first.
-    if len(patterns) == len(wanted.args):
-        if any(rest):
+    if any(rest):
+        is_other = any(binding.rest) and _dump(binding.rest) != _dump(rest)
+        if is_other or len(patterns) == len(wanted.args):
             return None
-    elif not any(rest) or (any(binding.rest) and _dump(binding.rest) != _dump(rest)):
-        return None
-    else:
         binding = binding._replace(rest=rest)
     orders = [pairs]
     if wanted.name in ("add", "mul"):

@@ -1,7 +1,7 @@
 """The table of patches: spellings of a formula that fails, and the form or the guard that takes its place.
 
 Rows are Python. A single capital letter stands for any expression, `N` for a number, `S` for what looks like a number
-(a size, an attribute), `...` for further arguments, which the form gets as they were. Functions stand for every
+(a size, an attribute), `...` for further arguments, if any, which the form gets as they were. Functions stand for every
 spelling: `log(X)` is `torch.log(X)`, `X.log()` and `X.log_()`, `A / B` is also `torch.div(A, B)`, `size(X, D)` is also
 `X.shape[D]`. A name in the source is followed to the assignment that made it.
 
@@ -70,7 +70,6 @@ STABLE = (
     ("log(det(X))", "torch.linalg.slogdet(X)[1]"),
     ("log(abs(det(X)))", "torch.linalg.slogdet(X)[1]"),
     ("logdet(X)", "torch.linalg.slogdet(X)[1]"),
-    ("log(prod(X))", "torch.log(X).sum()"),
     ("log(prod(X, ...))", "torch.log(X).sum(...)"),
     ("log(cumprod(X, ...))", "torch.log(X).cumsum(...)"),
     ("log(ndtr(X))", "torch.special.log_ndtr(X)"),
@@ -167,7 +166,6 @@ GUARDS = (
     ("asin(X)", "X", "X.clamp(-1 + NEAR, 1 - NEAR)", "", "keep the operand of asin inside -1 to 1"),
     ("atanh(X)", "X", "X.clamp(-1 + NEAR, 1 - NEAR)", "", "keep the operand of atanh inside -1 to 1"),
     ("erfinv(X)", "X", "X.clamp(-1 + NEAR, 1 - NEAR)", "", "keep the operand of erfinv inside -1 to 1"),
-    ("logit(X)", "", "torch.logit(X, eps=NEAR)", "", "give logit an eps that the format has"),
     ("logit(X, ...)", "", "torch.logit(X, eps=NEAR)", "", "give logit an eps that the format has"),
     ("atan2(Y, X)", "X", "torch.where((X == 0) & (Y == 0), EPS, X)", "", "take no angle of (0, 0)"),
     ("hypot(A, B)", "", "torch.sqrt(A**2 + B**2 + TINY)", "", "add an eps inside the root"),
@@ -181,14 +179,11 @@ GUARDS = (
     ("A - B", "B", "B.clamp(min=LOWEST)", "nonfinite", "keep the operand from being -inf"),
     ("A * B", "B", "torch.where(A == 0, 0.0, B)", "nonfinite", "take 0 where the other factor is 0"),
     ("A * B", "A", "torch.where(B == 0, 0.0, A)", "nonfinite", "take 0 where the other factor is 0"),
-    ("std(X)", "", "X.std(unbiased=False)", "", _UNBIASED),
     ("std(X, ...)", "", "X.std(..., unbiased=False)", "", _UNBIASED),
-    ("var(X)", "", "X.var(unbiased=False)", "", _UNBIASED),
     ("var(X, ...)", "", "X.var(..., unbiased=False)", "", _UNBIASED),
     ("std(X, ...)", "", "torch.sqrt(X.var(..., unbiased=False) + EPS)", "", "add an eps inside the root"),
     ("mean(X)", "", "X.sum() / max(X.numel(), 1)", "", "take 0 for the mean of nothing"),
     ("mean(X, dim=D)", "", "X.sum(D) / max(X.shape[D], 1)", "", "take 0 for the mean of nothing"),
-    ("normalize(X)", "", "F.normalize(X, eps=EPS)", "", "give it an eps that the format has"),
     ("normalize(X, ...)", "", "F.normalize(X, ..., eps=EPS)", "", "give it an eps that the format has"),
     ("cosine_similarity(A, B, ...)", "", "F.cosine_similarity(A, B, ..., eps=LARGER)", "", "give it an eps that the format has"),
     ("layer_norm(X, ...)", "", "F.layer_norm(X, ..., eps=1e-5)", "", "give it an eps that the format has"),
@@ -197,7 +192,6 @@ GUARDS = (
     ("poisson_nll_loss(X, Y)", "X", "X.clamp(max=SAFE)", "", "keep the exponent at SAFE or less"),
     ("eigh(X)", "X", "X + torch.diag(torch.linspace(0, 1e-4, X.shape[-1]).to(X))", "", "move equal eigenvalues apart, whose gradient is infinite"),
     ("svd(X, ...)", "X", "X + torch.eye(*X.shape[-2:]).to(X) * torch.linspace(0, 1e-4, X.shape[-1]).to(X)", "", "move equal singular values apart, whose gradient is infinite"),
-    ("svd(X)", "X", "X + torch.eye(*X.shape[-2:]).to(X) * torch.linspace(0, 1e-4, X.shape[-1]).to(X)", "", "move equal singular values apart, whose gradient is infinite"),
 )  # fmt: skip
 # Functions for which a guard of another one's operand stands.
 LIKE = {
