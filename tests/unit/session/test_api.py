@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.records.note import Note
-from nanwatch.records.record import Frame, Record
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import DeferredWatch, watch
 from nanwatch.session.options import Audit
@@ -19,56 +17,6 @@ from support.architectures import built, inputs_of
 from support.toys import Scale
 
 INF = float("inf")
-
-
-class Call(nn.Module):
-    """Calls its part with whatever it is given, and returns what `answer` makes of the result."""
-
-    def __init__(self, part: nn.Module, answer: Any = lambda x: x) -> None:
-        super().__init__()
-        self.part = part
-        self.answer = answer
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.answer(self.part(*args, **kwargs))
-
-
-class Keep(nn.Module):
-    """Takes anything, returns the first positional argument or the first keyword argument."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if args else next(iter(kwargs.values()), None)
-
-
-def only(frames: tuple[Frame, ...], name: str) -> Frame:
-    """The one frame of that module."""
-    (frame,) = [frame for frame in frames if frame.name == name]
-    return frame
-
-
-def by_label(frame: Frame) -> dict[str, Record]:
-    """A frame's records by their labels."""
-    return {record.label: record for record in frame.records}
-
-
-# Calls that a watch sees
-
-
-def test_what_is_no_tensor_is_noted() -> None:
-    """None, numbers and caches are noted, integers have a range, and what has no data is not called finite."""
-    model = Call(Keep(), lambda _: torch.empty(2, device="meta"))
-    with watch(model) as w:
-        model(None, 3, torch.tensor([5, -7]), torch.empty(2, device="meta"))
-    records = by_label(only(w.frames, "part"))
-    assert (records["input[0]"].note, records["input[1]"].note) == (Note("absent"), Note("not_a_tensor"))
-    assert (records["input[2]"].abs_min, records["input[2]"].abs_max, records["input[2]"].dtype) == (
-        5,
-        7,
-        "int64",
-    )
-    for record in (records["input[3]"], w.frames[-1].records[-1]):
-        assert (record.isfinite, record.abs_min, record.shape) == (None, None, (2,))
-        assert str(record.note).startswith("not checked: meta")
 
 
 # When something is not finite

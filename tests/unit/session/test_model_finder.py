@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.session.model_finder import ModelFinder, is_inside_a_call
+from nanwatch.session.model_finder import ModelFinder
 
 X = torch.ones(2, 3)
 
@@ -27,23 +27,17 @@ class Hidden(nn.Module):
         return self.hidden[0](self.own(x))
 
 
-def frozen(module: nn.Module) -> nn.Module:
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
-    return module
-
-
 def found_in(program):
     found: list[nn.Module] = []
-    with ModelFinder(found.append) as finder:
+    with ModelFinder(found.append):
         program()
     assert nn.Module._compiled_call_impl is None
-    return found, finder
+    return found
 
 
 def test_models_are_what_has_weights_or_buffers():
-    """In training or not: a teacher, a model, a loss with a buffer; no loss and no activation without."""
-    net, teacher = nn.Linear(3, 3), frozen(nn.Linear(3, 3)).eval()
+    """A teacher in evaluation, a model, a loss with a buffer; no loss without."""
+    net, teacher = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False).eval()
     plain, weighted = nn.MSELoss(), nn.CrossEntropyLoss(weight=torch.ones(3))
 
     def program():
@@ -52,28 +46,24 @@ def test_models_are_what_has_weights_or_buffers():
         for _ in range(2):
             weighted(net(X), torch.tensor([0, 1]))
 
-    found, finder = found_in(program)
-    assert found == [teacher, net, weighted]
-    assert not finder.is_full
+    assert found_in(program) == [teacher, net, weighted]
 
 
 def test_the_holder_is_the_model():
     """Parts that are called one by one belong to the module that holds them, as with a LightningModule."""
     whole = nn.ModuleDict({"encoder": nn.Linear(3, 3), "head": nn.Linear(3, 3)})
-    found, _ = found_in(lambda: whole["head"](whole["encoder"](X)))
-    assert found[0] is whole
+    assert found_in(lambda: whole["head"](whole["encoder"](X)))[0] is whole
 
 
 def test_what_is_called_inside_is_not_the_model():
     """A hidden part of a model is no model of its own, and the model is watched whole from its first call on."""
     model = Hidden()
     watches = []
-    with ModelFinder(lambda one: watches.append(nanwatch.watch(one))):
+    with ModelFinder(lambda found: watches.append(nanwatch.watch(found))):
         model(X)
         model(X)
     (watch,) = watches
     assert [frame.name for frame in watch.frames] == ["own", ""] * 2
-    assert not is_inside_a_call(None)
 
 
 @pytest.mark.compile
