@@ -54,63 +54,47 @@ def watch(
 ) -> Watch:
     """Start to watch `model` and return the Watch, which is also a context manager.
 
-    What NANWATCH_OPTIONS says goes before these arguments. NANWATCH=0 makes a Watch that watches nothing.
+    NANWATCH_OPTIONS goes before these arguments (docs/options.md). NANWATCH=0 makes a Watch that watches nothing.
 
     Args:
         model: any nn.Module, also a compiled one. Modules that it gets later are watched too.
         read: which tensors to read in the forward. Integer buffers are skipped.
-        gradients: in every backward, read the gradients of the tensors that are read in the forward. Act on a failure
-            when an optimizer's step is about to take it, before any weight changes (docs/gradients.md). On a GPU that
-            step waits for them once, unless a GradScaler has.
+        gradients: in every backward, read the gradients of the tensors that are read in the forward. A step that is
+            about to take a non-finite one is a failure, before any weight changes (docs/gradients.md).
         optimizer: read the state of this optimizer after each of its steps: moments, weights of its own.
         modules, ignore_modules: glob patterns on the names of modules, such as "encoder.block.*"; `*` crosses dots.
-            Names may have or lack what DistributedDataParallel and other wrappers put before them. A pattern that
-            matches nothing is an error.
+            Names may have or lack what DistributedDataParallel and other wrappers put before them.
         every: read only every n-th batch.
         max_frames: keep this many of the latest frames, calls of modules.
-        on_nonfinite: "raise" a NonFiniteError; "warn" when non-finite values begin, change or end, and in sum at
-            `stop()` (docs/watching.md); only "record"; or a callable that gets the Report of each non-finite batch. A
-            callable lives until the model is freed or `stop()`. If it refers to the model, it keeps the model alive.
-        allow: values that are meant, with glob patterns on the names of the modules that may hold them: "inf:mask.*"
-            for infinities, where a nan still counts, and "nan:embed" for nans, such as missing values in the data.
-            The model itself has the name "": "nan:". Masks are recognised without it (docs/watching.md).
-        rerun: after a failure run the batch once more to find the operation and the line that made the first
-            non-finite value, and to try cures. None does so if the failure ends the batch ("raise") or a function gets
-            it. True does so also if the run goes on; a model with state may notice the second forward.
+        on_nonfinite: "raise" a NonFiniteError; "warn" when non-finite values begin and end, and in sum at `stop()`;
+            only "record"; or a callable that gets the Report of each non-finite batch (docs/watching.md).
+        allow: values that are meant, with patterns on the names of the modules that may hold them: "inf:mask.*",
+            "nan:embed". The model itself is "nan:". Masks are recognised without it (docs/watching.md).
+        rerun: after a failure run the batch once more to find operation, line and cures. None does so if the failure
+            ends the batch or a function gets it, True also if the run goes on (docs/rerun.md).
         output_dir: a folder into which each failure's report (text, JSON, HTML) and capsule are written.
-        trace: a file (`run.parquet`) or a folder to write the range of every tensor into while the run lasts, or a
-            `nanwatch.Trace` with what else to keep. Needs `pyarrow` (docs/traces.md).
-        sinks: what gets headroom, failures, forecasts, spikes and skipped steps beside `on_nonfinite`
-            (docs/trackers.md): a SummaryWriter of TensorBoard, a `pathlib.Path` of a folder for TensorBoard, a run of
-            wandb, a function that takes a dict and the number of the batch, a `nanwatch.Sink`, a name such as
-            "tensorboard:runs/a", or several of these. One that raises is dropped with a warning.
-        black_box: write the beginnings and ends of calls, the latest frames and the least headroom of each batch into a
-            file of 8 MiB that can be read after the process was killed, and while it runs (docs/blackbox.md). It is in
-            `output_dir`, else in `~/.local/state/nanwatch`. None is True with `output_dir`. Needs the compiled part.
-        forecast: warn of the module that will overflow first, when its headroom shrinks so steadily that the batch can
-            be predicted; at most three lines in 10,000 batches (docs/forecasts.md).
-        spikes: keep histories of all magnitudes, and when the loss or the gradients jump, report the first module that
-            left its own history (docs/spikes.md). The loss is what `Watch.note_loss` gets, or an output called `loss`.
-            Reads gradients as `gradients` does.
+        trace: a file (`run.parquet`) or a folder to write the range of every tensor into, or a `nanwatch.Trace` with
+            what else to keep. Needs `pyarrow` (docs/traces.md).
+        sinks: what gets headroom, failures, forecasts and spikes: a name such as "tensorboard:runs/a", an object of a
+            tracker, a function, a `nanwatch.Sink`, or several of these (docs/trackers.md).
+        black_box: keep the latest calls in a file of 8 MiB that outlives a killed process, in `output_dir`, else in
+            `~/.local/state/nanwatch` (docs/blackbox.md). None is True with `output_dir`. Needs the compiled part.
+        forecast: warn of the module that will overflow first, at most three times in 10,000 batches
+            (docs/forecasts.md).
+        spikes: when the loss or the gradients jump, report the first module that left its own history. Reads gradients
+            as `gradients` does (docs/spikes.md).
         audit: audit the optimizer's steps 1, 2, 3 and every n-th: which weights get no gradient, do not move, or move
-            though a `nanwatch.Audit` names them as frozen (docs/updates.md). True is every 100th. `Watch.updates` has
-            the findings, and a warning tells of the first.
-        replicas: in a job of several ranks, compare every n steps of the optimizer the fingerprints of the weights
-            that the ranks should hold alike, to the bit; True is every 100 steps. A warning and
-            `Watch.replica_differences` name the tensor and the rank (docs/how-to/replicas.md). No collective is
-            issued, and the run goes on.
-        attention: read the attention logits of `scaled_dot_product_attention`, `flex_attention` and `softmax` in the
-            watched model: in every batch a bound, and every n-th batch the largest logit of each head; True is every
-            100th. They are outputs of the module that calls attention, and `Watch.attention` (docs/attention.md).
-        guard_checkpoints: read what `torch.save`, safetensors, `save_pretrained`, `torch.distributed.checkpoint`, and
-            Lightning's and transformers' Trainer are about to save. A non-finite weight of the model, or state of its
-            optimizer, is then a failure, before the old file is touched: the checkpoint goes beside it, as in
-            `model.nonfinite.safetensors` (docs/how-to/good-checkpoint.md).
+            though a `nanwatch.Audit` names them as frozen. True is every 100th (docs/updates.md).
+        replicas: every n steps compare, to the bit, the weights that the ranks of a job should hold alike. True is
+            every 100 steps (docs/how-to/replicas.md).
+        attention: bound the attention logits of every batch, and in every n-th read the largest of each head. True is
+            every 100th (docs/attention.md).
+        guard_checkpoints: save a checkpoint with a non-finite weight or optimizer state beside the good one, and act on
+            the failure (docs/how-to/good-checkpoint.md).
 
     Raises TypeError or ValueError, naming the given and the accepted values, for a `model` whose calls cannot be seen,
-    an option with a wrong value, an earlier name of an option (docs/options.md has the present ones), and an
-    `output_dir` or `trace` where nothing can be written; ImportError, naming the package, where `trace` or `sinks`
-    needs one that is not installed.
+    an option with a wrong value or an earlier name, a pattern that matches nothing, and a place where nothing can be
+    written; ImportError, naming the package, where `trace` or `sinks` needs one that is not installed.
 
     Examples:
         >>> import nanwatch, torch

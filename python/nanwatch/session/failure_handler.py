@@ -27,7 +27,7 @@ from ..report import text
 from ..report.finding import Finding
 from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
 from ..sinks.sink import SinkStream
-from ..util.visible import module_name, suppressed, warn_user
+from ..util.visible import first_few, module_name, suppressed, warn_user
 from .optimizer_guard import OptimizerGuard
 from .reports import Reports
 
@@ -94,8 +94,6 @@ class FailureHandler:
         self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any, *, is_over: bool
     ) -> None:
         """Take a call that holds a non-finite value. Act on it at its batch's end if the forward `is_over`."""
-        if self._warnings is not None:
-            self._warnings.count(frame.name)
 
         def make() -> Report:
             reports = self._reports
@@ -381,8 +379,7 @@ class NonFiniteWarnings:
         self._patience = patience
         # Reentrant, because the garbage collector or a signal's handler may call the model.
         self._lock = threading.RLock()
-        # Failures of the run and of all, by the module that was the first to fail; and all non-finite calls.
-        self._run, self._all, self._calls = _Failures(), _Failures(), Counter[str]()
+        self._run, self._all = _Failures(), _Failures()
         self._num_runs = 0
         self._num_finite = 0  # batches in a row since the latest failure
 
@@ -401,11 +398,6 @@ class NonFiniteWarnings:
         if is_new and self._num_runs.bit_count() == 1:
             warn_user(f"{text.summary(finding)}; {_WHERE}")
 
-    def count(self, module: str) -> None:
-        """Take a non-finite call of the module."""
-        with self._lock:
-            self._calls[module] += 1
-
     def end(self, batch: int) -> None:
         """Take a finite batch."""
         with self._lock:
@@ -421,9 +413,8 @@ class NonFiniteWarnings:
         with self._lock:
             failures, self._all, self._run = self._all, _Failures(), _Failures()
         if failures:
-            calls = f"; non-finite calls: {_ranked(self._calls)}" if self._calls else ""
             watched = f"{batches:,} batch{'' if batches == 1 else 'es'}"
-            warn_user(f"of {watched} watched, {failures}{calls}", may_raise=may_raise)
+            warn_user(f"of {watched} watched, {failures}", may_raise=may_raise)
 
 
 class _Failures(Counter[str]):
@@ -443,9 +434,8 @@ class _Failures(Counter[str]):
 
 
 def _ranked(counts: Counter[str]) -> str:
-    """Return `'0' 45x, '1' 45x, '2' 45x and 57 more modules`, the most frequent first."""
+    """Return `'0' 45x, '1' 45x, '2' 45x and 57 more`, the most frequent first."""
     words = [
-        f"{repr(name) if name else module_name(name)} {count:,}x" for name, count in counts.most_common(3)
+        f"{repr(name) if name else module_name(name)} {count:,}x" for name, count in counts.most_common()
     ]
-    more = len(counts) - len(words)
-    return ", ".join(words) + (f" and {more} more module{'' if more == 1 else 's'}" if more else "")
+    return first_few(words, 3)

@@ -292,9 +292,7 @@ class OptimizerSteps:
         The step of a wrapper, such as Accelerate's, calls no hooks itself.
         """
         given = None if self._given is None else self._given()
-        if given is None or stepping is given:
-            return given is not None
-        return stepping.param_groups is given.param_groups and not getattr(type(given).step, "hooked", False)
+        return given is not None and stepping.param_groups is given.param_groups
 
     def look(self) -> Incident | None:
         """Return the failure of steps since the latest forward that have left a weight non-finite, if there is one."""

@@ -35,8 +35,6 @@ from .reports import ModelRef
 _GOES_ON = "no re-run was made, as the run goes on: rerun=True (--rerun) finds the operation"
 # Seconds that each run may take: at least these, and these times the batch's own.
 LEAST_SECONDS, TIMES_BATCH = 5.0, 20.0
-
-
 _NO_MODULE = nn.Module()
 
 
@@ -78,7 +76,8 @@ class RerunPolicy:
         """Return what the start of a batch has beside the recorder's part."""
         try:
             with self._door:
-                model = self._model() or module
+                watched = self._model()
+                model = module if watched is None else watched  # a module's truth is its own
                 if self._draws is None:
                     self._draws = self._entries.active = draws_outside_torch(model)
                 random = RngState.capture(others=self._draws)
