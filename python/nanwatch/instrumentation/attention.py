@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +29,6 @@ from .global_hooks import Handles
 LARGEST = "attention logits"
 # The exact reading makes this many logits of a head at a time: 1 MiB of float32.
 _TILE = 1 << 18
-
-# A weak reference to a method that gets the description of a function, and the arguments of a call of it.
-Reader = weakref.WeakMethod[Callable[..., None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,52 +150,44 @@ def _masked(logits: Tensor, mask: Tensor) -> Tensor:
     return logits.masked_fill_(~mask, 0.0) if mask.dtype is torch.bool else logits.add_(mask)
 
 
-class _Replacement:
-    """A function to put in the place of a module's own, and the readers of its calls."""
+class _CallReader:
+    """Calls a method after each call of a function of a module, until `remove()`."""
 
-    def __init__(self, place: ModuleType, name: str, describe: Any) -> None:
-        self.place, self.name = place, name
-        self.original = original = getattr(place, name)
-        self.readers: list[Reader] = []
-        readers = self.readers
+    _lock = threading.RLock()  # reentrant: the garbage collector may remove a reader anywhere
+
+    def __init__(
+        self, place: ModuleType, name: str, describe: Any, method: weakref.WeakMethod[Callable[..., None]]
+    ) -> None:
+        self._place, self._name = place, name
+        self._is_over = False
+        original = getattr(place, name)
 
         @functools.wraps(original)
         def watched(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
-            for reader in () if is_compiling() else tuple(readers):
+            if not is_compiling() and not self._is_over and (read := method()) is not None:
                 with suppressing(f"a call of {name} could not be read"), torch.no_grad(), only_our_dispatch():
-                    if (read := reader()) is not None:
-                        read(describe, args, kwargs)
+                    read(describe, args, kwargs)
             return output
 
         self.function = watched
-
-
-class _CallReader:
-    """Calls `reader` after each call of a function of a module, until `remove()`."""
-
-    _replacements: ClassVar[dict[str, _Replacement]] = {}
-    _lock = threading.RLock()  # reentrant: the garbage collector may remove a reader anywhere
-
-    def __init__(self, place: ModuleType, name: str, describe: Any, reader: Reader) -> None:
-        self._reader = reader
         with self._lock:
-            known = self._replacements.get(name)
-            if known is None or getattr(place, name) not in (known.function, known.original):
-                known = self._replacements[name] = _Replacement(place, name, describe)
-            self._replacement = known
-            known.readers.append(reader)
-            setattr(place, name, known.function)
+            vars(watched)["_nanwatch"] = self
+            setattr(place, name, watched)
 
     def remove(self) -> None:
-        """Remove the reader, and put the function back after the last one. Does nothing the second time."""
-        known = self._replacement
+        """Put the function back, once all readers that came later are removed. Does nothing the second time.
+
+        Another library may have put its own function over this one, which then stays and reads nothing.
+        """
+        self._is_over = True
         with self._lock:
-            if self._reader in known.readers:
-                known.readers.remove(self._reader)
-            # Another library may have put its own function over this one, which then stays and reads nothing.
-            if not known.readers and getattr(known.place, known.name) is known.function:
-                setattr(known.place, known.name, known.original)
+            while True:
+                function = getattr(self._place, self._name)
+                reader = getattr(function, "_nanwatch", self)
+                if reader.function is not function or not reader._is_over:
+                    return
+                setattr(self._place, self._name, function.__wrapped__)
 
 
 class AttentionWatch:
