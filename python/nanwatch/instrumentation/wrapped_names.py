@@ -16,24 +16,17 @@ from torch import nn
 from ..util.modules import each_module
 from ..util.visible import without_wrappers
 
-# Classes by name, because most are in parts of torch that only their users import. A module of the user's own with a
+# Classes by name, because most are in parts of packages that only their users import. A module of the user's own with a
 # child called `module` is none of these.
+_PACKAGES = ("torch", "lightning", "lightning_fabric", "deepspeed")
 _HELD = {
-    ("torch.nn.parallel.distributed", "DistributedDataParallel"): "module",
-    ("torch.nn.parallel.data_parallel", "DataParallel"): "module",
-    (
-        "torch.distributed.fsdp.fully_sharded_data_parallel",
-        "FullyShardedDataParallel",
-    ): "_fsdp_wrapped_module",
-    (
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "ActivationWrapper",
-    ): "_checkpoint_wrapped_module",
-    ("torch._dynamo.eval_frame", "OptimizedModule"): "_orig_mod",
-    ("torch.optim.swa_utils", "AveragedModel"): "module",
-    ("lightning.fabric.wrappers", "_FabricModule"): "_forward_module",
-    ("lightning_fabric.wrappers", "_FabricModule"): "_forward_module",
-    ("deepspeed.runtime.engine", "DeepSpeedEngine"): "module",
+    **dict.fromkeys(
+        ("DistributedDataParallel", "DataParallel", "AveragedModel", "DeepSpeedEngine"), "module"
+    ),
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "ActivationWrapper": "_checkpoint_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+    "_FabricModule": "_forward_module",
 }
 
 
@@ -48,8 +41,8 @@ class Named(NamedTuple):
 def held_key(module: nn.Module) -> str | None:
     """Return the key under which a wrapper holds its module, or None for a module that is no wrapper."""
     for kind in type(module).__mro__:
-        key = _HELD.get((kind.__module__, kind.__name__))
-        if key is not None and module._modules.get(key) is not None:
+        key = _HELD.get(kind.__name__)
+        if key and module._modules.get(key) is not None and kind.__module__.split(".")[0] in _PACKAGES:
             return key
     return None
 

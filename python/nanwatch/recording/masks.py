@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -41,14 +41,7 @@ _PADDINGS = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)
 _MASK_WORDS = ("mask", "bias", "alibi")
 
 
-class _Known(NamedTuple):
-    """An excused tensor as it was: a module may hand it on, and the model return it."""
-
-    version: int
-    counts: tuple[int, int, int]
-    kind: NoteKind
-
-
+# Version, counts and note of an excused tensor as it was: a module may hand it on, and the model return it.
 _excused = WeakIdKeyDictionary()
 
 
@@ -166,15 +159,16 @@ def excuse(x: Tensor, record: Record, health: TensorHealth, allowed: bool | Excu
     if isinstance(allowed, Excuses):
         kind = allowed.kind(x, record.role, record.label, health)
         if kind is not None and version is not None:
-            _excused[x] = _Known(version, counts, kind)
+            _excused[x] = version, counts, kind
         if kind is not None:
             return kind
     elif allowed and not health.num_nan:
         return "allowed"
-    known = None
-    if version is not None:
-        known = _excused.get(x) or (None if x._base is None else _excused.get(x._base))
-    return known.kind if known is not None and known[:2] == (version, counts) else None
+    if version is None:
+        return None
+    base = x if x._base is None else x._base
+    *known, kind = _excused.get(x) or _excused.get(base) or (None, None, None)
+    return kind if known == [version, counts] else None
 
 
 def may_be_finite_mask(x: Tensor, record: Record) -> bool:

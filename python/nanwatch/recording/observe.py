@@ -195,18 +195,13 @@ def _examine(x: Tensor, record: Record, allow_inf: bool | Excuses, counts: bool)
                 note = None if kind is None else Note(kind)
             record = _with_health(record, health, note)
         if counts and record.isfinite:
-            record = record._replace(health=_health_with_exponents(x))
+            health = HealthWithExponents(*tensor_health(x))
+            health.exponents = exponent_histogram(x).counts if x.is_floating_point() else None
+            record = record._replace(health=health)
     except Exception:
         # The range already says what matters; the counts are an extra.
         suppressed("the elements of a tensor could not be counted")
     return record
-
-
-def _health_with_exponents(x: Tensor) -> TensorHealth:
-    health = HealthWithExponents(*tensor_health(x))
-    if x.is_floating_point():
-        health.exponents = exponent_histogram(x).counts
-    return health
 
 
 def _with_health(record: Record, health: TensorHealth, excused: Note | None) -> Record:
