@@ -56,6 +56,18 @@ def test_a_compiled_model_and_its_watch_are_freed() -> None:
     assert [reference() for reference in references] == [None, None]
 
 
+def test_a_model_that_was_called_before_is_watched() -> None:
+    """While another model was watched: its graph is made anew at the first watch, and serves the next one."""
+    model, x = Model(), torch.randn(2, 3)
+    call = torch.compile(model, backend="eager", fullgraph=True)
+    with watch(nn.ReLU()):
+        call(x)
+    for may_compile in (True, False):
+        with watch(model) as w, torch._dynamo.config.patch(error_on_recompile=not may_compile):
+            call(x)
+        assert names(w) == [(0, "first"), (0, "last"), (0, "")]
+
+
 def test_what_the_model_does_not_use_is_not_guarded_on() -> None:
     """Numbers and objects that a module is only given make no new graph when they change."""
 

@@ -50,7 +50,7 @@ def _change_dynamo() -> None:
     try:
         from torch._dynamo import reset_code_caches
         from torch._dynamo.convert_frame import input_codes
-        from torch._dynamo.eval_frame import skip_code
+        from torch._dynamo.eval_frame import _stance, skip_code
         from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
         for function in (slot._PythonCallSlot._get, slot.PythonWatchedCall.__call__):
@@ -61,7 +61,10 @@ def _change_dynamo() -> None:
         dynamo.replace(UnspecializedNNModuleVariable, "call_function", _following(original))
         if _extension.C is not None and input_codes.seen:
             _is_needed = True  # without this, each further watch would have all code compiled again
-            reset_code_caches()
+            if _stance.stance == "fail_on_recompile":
+                _warn("code that was compiled before is not watched, as it may not be compiled again")
+            else:
+                reset_code_caches()
     except Exception as error:
         _warn(f"nothing inside torch.compile is seen with torch {torch.__version__}", error)
 
@@ -125,7 +128,7 @@ def _variable(tx: Any, value: Any, source: Any = None, name: str = "") -> Any:
 
     if source is None:
         return VariableTracker.build(tx, value)
-    return VariableTracker.build(tx, value, AttrSource(source, name), realize=True)
+    return VariableTracker.build(tx, value, AttrSource(source, name)).realize()
 
 
 def _site(variable: Any, tx: Any) -> Any:

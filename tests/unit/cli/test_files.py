@@ -44,7 +44,11 @@ def test_traces_that_differ(place: Path, capsys: pytest.CaptureFixture[str]) -> 
     status, out, err = run(capsys, "diff", "a.parquet", "b.parquet", "--json")
     found = json.loads(out)
     assert (status, err, found["equal"]) == (1, "", False)
-    assert (found["first"]["batch"], found["first"]["module_a"], found["first"]["label"]) == (0, "2", "weight")
+    assert (found["first"]["batch"], found["first"]["module_a"], found["first"]["label"]) == (
+        0,
+        "2",
+        "weight",
+    )
 
 
 def test_traces_that_do_not_differ(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
