@@ -20,28 +20,22 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the judge forks
 
 # How many programs have the column. A program that goes takes its number along, and says why in its commit.
 COUNTS = {
-    "module": 89, "operation": 103, "line": 91, "cure": 94, "state": 14, "quiet": 32, "audit": 13,
+    "module": 89, "operation": 101, "line": 89, "cure": 92, "state": 12, "quiet": 32, "audit": 13,
 }  # fmt: skip
-# They fail by a count of their own in Python, which the failed run has moved on. A re-run starts from what it left.
-_COUNTED = {
-    "forward_counts_its_calls",
-    "forward_writes_its_own_weight",
-    "function_of_autograd_counts",
-}
 MISSES = {
     "module": {
         "scores_that_overflow", "mse_missing_targets",
     },
     "operation": {
         "entropy_bonus", "poisoned_running_mean", "scores_that_overflow", "causal_sign",
-        "function_of_autograd_keeps_a_tensor", *_COUNTED,
+        "function_of_autograd_keeps_a_tensor", "forward_counts_its_calls",
     },
     "line": {
-        "scores_that_overflow", "causal_sign", *_COUNTED, "loss_moves_its_own_threshold",
+        "scores_that_overflow", "causal_sign", "forward_counts_its_calls", "loss_moves_its_own_threshold",
     },
     "cure": {
-        # Runs differ by the state that each of them moves.
-        *_COUNTED, "loss_moves_its_own_threshold",
+        # Runs differ by the state that each of them moves: a re-run starts from what the failed run has left.
+        "forward_counts_its_calls", "loss_moves_its_own_threshold",
         # Nothing works, or no statement of the program would.
         "cumprod", "weight_norm_of_zero", "recurrence", "own_input", "data_in_place",
         "negative_running_var", "learning_rate_quality",

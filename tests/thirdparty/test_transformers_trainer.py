@@ -80,7 +80,7 @@ OVERFLOWS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", ["bf16 autocast", pytest.param("fp16 weights", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", OVERFLOWS)
 def test_an_overflow_is_found_and_named(case, tmp_path):
     """A learning rate that is too high makes the forward leave the format; the module is the one that hooks find."""
     plain = trainer_of(tmp_path, **OVERFLOWS[case])
@@ -123,7 +123,7 @@ class _Weighted(Trainer):
         return 100 * loss if self.state.global_step == 50 else loss
 
 
-@pytest.mark.parametrize("is_subclass", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_subclass", [False, True])
 def test_spike_is_told_with_the_loss_of_the_trainer(is_subclass, tmp_path):
     """The model itself returns no loss, or a usual one. Trainer gets its own `backward` back, and the same weights."""
     calls = []

@@ -136,24 +136,3 @@ def forward_writes_tensors_of_the_program():
             optimizer.step()
         optimizer.zero_grad()
     return {"memory": memory.tolist(), "inputs": [x.tolist() for x in inputs], **ends(model)}
-
-
-class ClampsItsWeight(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4))
-        self.decays = 0
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.weight.mul_(0.9).clamp_(-1, 1)
-        self.decays += 1
-        h = x * self.weight
-        return h.sum(-1) / h.sum(-1).sub(h.sum(-1) if self.decays == 3 else 9.0)  # FAULT
-
-
-@case("div", cure=True)
-def forward_writes_its_own_weight():
-    model = ClampsItsWeight()
-    train(model)
-    return {"decays": model.decays, **ends(model)}

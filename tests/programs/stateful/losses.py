@@ -206,30 +206,6 @@ class Scale(torch.autograd.Function):
         return gradient * ctx.number
 
 
-class UsesScale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        h = Scale.apply(self.linear(x))
-        d = h.square().sum(-1) * (Scale.forwards != 3)
-        return d.sqrt()  # FAULT
-
-
-@case("sqrt", cure=True)
-def function_of_autograd_counts():
-    model = UsesScale()
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    watch(model, gradients=True)
-    for _ in range(5):
-        optimizer.zero_grad()
-        with skipped():
-            model(torch.randn(3, 4)).sum().backward()
-            optimizer.step()
-    return {"forwards": Scale.forwards, "backwards": Scale.backwards, **ends(model)}
-
-
 class Clip(torch.autograd.Function):
     """Divides the gradient by a running norm, which its backward updates in place."""
 

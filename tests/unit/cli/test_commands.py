@@ -15,7 +15,6 @@ from torch import nn
 import nanwatch
 from nanwatch.__main__ import main
 from nanwatch.cli.commands import COMMANDS
-from nanwatch.util.imports import needed
 from support.processes import PYTHONPATH, environment, forked
 
 CUT = 141  # 128 + SIGPIPE: what a shell says of a filter that was cut
@@ -85,16 +84,3 @@ def test_an_unknown_flag_names_close_ones(
         main(arguments)
     assert left.value.code == 2
     assert f"close names: {flag}" in capsys.readouterr().err
-
-
-def test_a_missing_package_is_named_with_what_can_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """nanwatch is on no index: the package itself, or the extra of a clone."""
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ImportError) as error:
-        needed("pyarrow.parquet", "trace=", "trace")
-    told = str(error.value)
-    assert (
-        "pip install pyarrow, or in a clone of nanwatch pip install --no-build-isolation '.[trace]'" in told
-    )
-    assert "'nanwatch[" not in told
