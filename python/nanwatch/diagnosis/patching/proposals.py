@@ -135,9 +135,7 @@ class Proposer:
 
     def _vanishes(self, node: ast.expr) -> bool:
         """Return whether the format of the failing operation rounds a number to 0, as float16 does 1e-8."""
-        constant = self._site.constant(node)
-        values = self._values.get(node, []) if constant is None else [constant]
-        number = next((x for x in values if isinstance(x, float)), 0.0)
+        number = self._number(node) or 0
         return number > 0 and float(torch.tensor(number, dtype=getattr(torch, self._failure.dtype))) == 0
 
     def causes(self) -> list[str]:
@@ -211,10 +209,9 @@ class Proposer:
         is_target = isinstance(node, ast.AugAssign) and changed in (node, node.target)
         if is_target or (part and self._site.constant(changed) is not None):
             return None
-        bound = self._bound(binding)
-        if condition and not (condition in self._facts(binding, bound) if holds is None else holds):
+        if condition and not (self._holds(condition, binding) if holds is None else holds):
             return None
-        numbers = {**self._numbers, "BOUND": bound}
+        numbers = {**self._numbers, "BOUND": self._bound(binding)}
         words = re.sub(r"\b[A-Z]{3,}\b", lambda name: numbers.get(name[0], name[0]), words)
         proposals = self._written(node, changed, form, binding, words, numbers)
         single = next((proposal for proposal in proposals if len(proposal.edits) == 1), None)
@@ -236,48 +233,38 @@ class Proposer:
             return
         yield Proposal(edits, node, words)
 
-    def _facts(self, binding: Binding, bound: str) -> set[str]:
-        """Return the conditions that hold for the operand that a guard is for."""
+    def _holds(self, condition: str, binding: Binding) -> bool:
+        """Return whether the condition of a guard holds for its operand."""
+        if condition == "compared":
+            return self._is_compared
+        if condition == "bound":
+            return self._bound(binding) != ""
+        if condition == "pole":
+            power = self._number(binding.letters["P"])
+            return power is None or power < 1 or power != int(power)
         operand = binding.letters.get("B", binding.letters.get("X"))
-        values = [] if operand is None else self._values.get(operand, [])
-        numbers = [x for x in values if not isinstance(x, Tensor)]
-        tensors = [x for x in values if isinstance(x, Tensor) and not x.is_complex()]
-        facts = {"backward" if self._failure.is_backward else "forward"}
-        if self._is_compared:
-            facts.add("compared")
-        if self._failure.is_backward or not self._failure.is_finite:
-            facts.add("nonfinite")
-        if numbers:
-            facts |= {"number"} | ({"int"} if isinstance(numbers[0], int) else set())
-        else:
-            facts.add("tensor")
-        if tensors and not any(bool((x < 0).any()) for x in tensors):
-            facts.add("positive")
-            if all(bool((x == x.round()).all()) for x in tensors) and self._says_count(operand):
-                facts.add("count")
-        exponent = binding.letters.get("P")
-        power = None if exponent is None else self._site.constant(exponent)
-        if exponent is not None and power is None:
-            power = next((x for x in self._values.get(exponent, []) if not isinstance(x, Tensor)), None)
-        if not (isinstance(power, int | float) and power >= 1 and power == int(power)):
-            facts.add("pole")
-        return facts | ({"bound"} if bound else set())
-
-    def _says_count(self, operand: ast.expr | None) -> bool:
-        nodes = (
-            []
-            if operand is None
-            else [operand, made := self._site.defined(operand), self._site.defined(made)]
+        assert operand is not None
+        if condition in ("int", "number"):
+            return isinstance(self._number(operand), int if condition == "int" else int | float)
+        tensors = [x for x in self._values.get(operand, []) if isinstance(x, Tensor) and not x.is_complex()]
+        if not tensors or any(bool((x < 0).any()) for x in tensors):
+            return False
+        made = self._site.defined(operand)
+        return condition == "positive" or (
+            all(bool((x == x.round()).all()) for x in tensors)
+            and any(says_count(ast.unparse(x)) for x in (operand, made, self._site.defined(made)))
         )
-        return any(says_count(ast.unparse(node)) for node in nodes)
+
+    def _number(self, node: ast.expr) -> float | None:
+        """Return the number that a node is or was, None where it is none."""
+        constant = self._site.constant(node)
+        values = self._values.get(node, []) if constant is None else [constant]
+        return next((x for x in values if isinstance(x, int | float)), None)
 
     def _bound(self, binding: Binding) -> str:
         """Return the bound of an exponent that float64 shows: "" where it goes past the end of the format there too."""
-        values = [
-            x
-            for x in self._values.get(binding.letters.get("X", self._site.node), [])
-            if isinstance(x, Tensor)
-        ]
+        seen = self._values.get(binding.letters.get("X", self._site.node), [])
+        values = [x for x in seen if isinstance(x, Tensor)]
         if not values or any(x.is_complex() or not bool(x.isfinite().all()) for x in values):
             return ""
         largest = max((float(x.max()) for x in values if x.numel()), default=math.inf)
@@ -317,19 +304,13 @@ class Proposer:
                 return
             where = self._site.operation(above)
             if where is not None and where.name == "where" and len(where.args) == 3 and variables:
-                condition, yes, no = where.args
-                form = (
-                    "torch.where(C, X, 1.0)"
-                    if inner is yes
-                    else "torch.where(C, 1.0, X)"
-                    if inner is no
-                    else ""
-                )
+                forms = "torch.where(C, X, 1.0)", "torch.where(C, 1.0, X)"
                 operand = variables[-1 if operation is not None and operation.name == "div" else 0]
                 words = "give the branch that `where` does not take a safe operand"
-                if form:
-                    binding = Binding({"C": condition, "X": operand})
-                    yield from self._written(node, operand, form, binding, words)
+                binding = Binding({"C": where.args[0], "X": operand})
+                for form, branch in zip(forms, where.args[1:], strict=True):
+                    if branch is inner:
+                        yield from self._written(node, operand, form, binding, words)
                 return
             inner = above
 

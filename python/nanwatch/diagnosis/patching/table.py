@@ -123,22 +123,21 @@ _MASKED = "mask with a finite score, so that a row masked everywhere becomes uni
 _ROOT = "keep what the root is taken of away from 0"
 _LOG = "keep what the logarithm is taken of away from 0"
 # Guards of the operation that failed: (pattern, the part of it that is written anew, its new form, condition, words);
-# "" is the whole of the pattern. Conditions: the operand is a Python `number`, an `int`, a `tensor`, a `count` (whole
-# numbers, and its source says that they count), `positive` (float64 shows nothing below 0); the
-# exponent has a `pole` at 0, or a `bound` that float64 shows; the failure is in the `forward`, in the `backward`, or
-# began with what was `nonfinite` before; the results can be `compared` with those of float64.
+# "" is the whole of the pattern. Conditions: the operand is a Python `number`, an `int`, a `count` (whole numbers, and its
+# source says that they count), `positive` (float64 shows nothing below 0); the exponent has a `pole` at 0, or a `bound`
+# that float64 shows; the results can be `compared` with those of float64.
 GUARDS = (
     ("A / B", "B", "max(B, 1)", "int", "divide by at least 1"),
     ("A / B", "B", "max(B, EPS)", "number", "divide by at least EPS"),
     ("A / B", "B", "B.clamp(min=1)", "count", "divide by at least 1"),
     ("A / B", "B", "B.clamp(min=EPS)", "positive", "keep the divisor away from 0"),
-    ("A / B", "B", "torch.where(B.abs() < EPS, EPS, B)", "tensor", "keep the divisor away from 0"),
-    ("A / B", "", "torch.where(B == 0, 0.0, A / torch.where(B == 0, 1.0, B))", "tensor", "take 0 where the divisor is 0"),
+    ("A / B", "B", "torch.where(B.abs() < EPS, EPS, B)", "", "keep the divisor away from 0"),
+    ("A / B", "", "torch.where(B == 0, 0.0, A / torch.where(B == 0, 1.0, B))", "", "take 0 where the divisor is 0"),
     ("A / B", "B", "B + LARGER", "positive", "add an eps to the divisor"),
     ("reciprocal(X)", "X", "X.clamp(min=1)", "count", "divide by at least 1"),
     ("reciprocal(X)", "X", "X.clamp(min=EPS)", "positive", "keep the divisor away from 0"),
     ("reciprocal(X)", "X", "torch.where(X.abs() < EPS, EPS, X)", "", "keep the divisor away from 0"),
-    ("sqrt(X)", "X", "X.clamp(min=0)", "forward", "keep what the root is taken of from being negative"),
+    ("sqrt(X)", "X", "X.clamp(min=0)", "", "keep what the root is taken of from being negative"),
     ("sqrt(X)", "X", "X.clamp(min=TINY)", "", _ROOT),
     ("sqrt(X)", "X", "X.clamp(min=EPS)", "", _ROOT),
     ("sqrt(X)", "X", "X + EPS", "", "add an eps inside the root"),
@@ -160,9 +159,9 @@ GUARDS = (
     ("exp(X)", "X", "X.clamp(max=MOST)", "", "keep the exponent at MOST or less"),
     ("exp(X)", "X", "X.clamp(max=SAFE)", "", "keep the exponent at SAFE or less"),
     ("acosh(X)", "X", "X.clamp(min=1 + NEAR)", "", "keep the operand of acosh above 1"),
-    ("acos(X)", "X", "X.clamp(-1, 1)", "forward", "keep the operand of acos inside -1 to 1"),
+    ("acos(X)", "X", "X.clamp(-1, 1)", "", "keep the operand of acos inside -1 to 1"),
     ("acos(X)", "X", "X.clamp(-1 + NEAR, 1 - NEAR)", "", "keep the operand of acos inside -1 to 1"),
-    ("asin(X)", "X", "X.clamp(-1, 1)", "forward", "keep the operand of asin inside -1 to 1"),
+    ("asin(X)", "X", "X.clamp(-1, 1)", "", "keep the operand of asin inside -1 to 1"),
     ("asin(X)", "X", "X.clamp(-1 + NEAR, 1 - NEAR)", "", "keep the operand of asin inside -1 to 1"),
     ("atanh(X)", "X", "X.clamp(-1 + NEAR, 1 - NEAR)", "", "keep the operand of atanh inside -1 to 1"),
     ("erfinv(X)", "X", "X.clamp(-1 + NEAR, 1 - NEAR)", "", "keep the operand of erfinv inside -1 to 1"),
@@ -170,15 +169,15 @@ GUARDS = (
     ("atan2(Y, X)", "X", "torch.where((X == 0) & (Y == 0), EPS, X)", "", "take no angle of (0, 0)"),
     ("hypot(A, B)", "", "torch.sqrt(A**2 + B**2 + TINY)", "", "add an eps inside the root"),
     ("angle(X)", "", "torch.atan2(X.imag, X.real)", "", "take the angle by atan2, whose gradient at 0 is 0"),
-    ("norm(X, dim=D)", "", "torch.sqrt((X**2).sum(D) + TINY)", "backward", "add an eps inside the root"),
-    ("norm(X, dim=D, keepdim=True)", "", "torch.sqrt((X**2).sum(D, keepdim=True) + TINY)", "backward", "add an eps inside the root"),
-    ("norm(X)", "", "torch.sqrt((X**2).sum() + TINY)", "backward", "add an eps inside the root"),
+    ("norm(X, dim=D)", "", "torch.sqrt((X**2).sum(D) + TINY)", "", "add an eps inside the root"),
+    ("norm(X, dim=D, keepdim=True)", "", "torch.sqrt((X**2).sum(D, keepdim=True) + TINY)", "", "add an eps inside the root"),
+    ("norm(X)", "", "torch.sqrt((X**2).sum() + TINY)", "", "add an eps inside the root"),
     ("softmax(X, ...)", "X", "X.clamp(min=LOWEST)", "", _MASKED),
     ("log_softmax(X, ...)", "X", "X.clamp(min=LOWEST)", "", _MASKED),
     ("logsumexp(X, ...)", "X", "X.clamp(min=LOWEST)", "", _MASKED),
-    ("A - B", "B", "B.clamp(min=LOWEST)", "nonfinite", "keep the operand from being -inf"),
-    ("A * B", "B", "torch.where(A == 0, 0.0, B)", "nonfinite", "take 0 where the other factor is 0"),
-    ("A * B", "A", "torch.where(B == 0, 0.0, A)", "nonfinite", "take 0 where the other factor is 0"),
+    ("A - B", "B", "B.clamp(min=LOWEST)", "", "keep the operand from being -inf"),
+    ("A * B", "B", "torch.where(A == 0, 0.0, B)", "", "take 0 where the other factor is 0"),
+    ("A * B", "A", "torch.where(B == 0, 0.0, A)", "", "take 0 where the other factor is 0"),
     ("std(X, ...)", "", "X.std(..., unbiased=False)", "", _UNBIASED),
     ("var(X, ...)", "", "X.var(..., unbiased=False)", "", _UNBIASED),
     ("std(X, ...)", "", "torch.sqrt(X.var(..., unbiased=False) + EPS)", "", "add an eps inside the root"),

@@ -194,5 +194,7 @@ def test_a_guard_is_finite_at_the_pole_and_moves_no_healthy_value(row: Any, tmp_
         edited
     )
     (gradient,) = torch.autograd.grad(result.abs().sum(), values[hit], allow_unused=True)
-    is_forward = condition == "forward" or name in ("eigh", "svd", "mean", "std", "softmax")
+    is_forward = (
+        "clamp(min=0)" in form or "clamp(-1, 1)" in form or name in ("eigh", "svd", "mean", "std", "softmax")
+    )
     assert is_forward or gradient is None or gradient.isfinite().all(), edited
