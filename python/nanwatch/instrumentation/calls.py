@@ -150,7 +150,7 @@ class Attachment:
     def remove(self) -> None:
         """Leave every module as it was found. Does nothing the second time."""
         self.is_attached = False
-        watch_ends(self)
+        watch_ends(weakref.ref(self))
         self._recorder.paused = True
         self._recorder.forget_tensors()
         self._hooks.remove()

@@ -175,17 +175,12 @@ def _attach(module: Function) -> None:
 
 def watch_begins(attachment: Any, model: nn.Module) -> None:
     """Attach the functions that no watch has to this one, which takes new ones too from now on."""
-    reference = weakref.ref(attachment, _forget)
+    reference = weakref.ref(attachment, watch_ends)
     _running.append(reference)
     # The wrappers of functions keep the recorder, and would keep it after the model is gone.
     weakref.finalize(model, _detach, reference).atexit = False
     for module in list(_functions):
         _attach(module)
-
-
-def watch_ends(attachment: Any) -> None:
-    """Take no more functions. Does nothing the second time."""
-    _detach(weakref.ref(attachment))
 
 
 def _detach(reference: weakref.ref[Any]) -> None:
@@ -194,10 +189,11 @@ def _detach(reference: weakref.ref[Any]) -> None:
         for wrapper in watching_at(id(module)):
             if wrapper.attachment() is attachment:
                 detach(module, wrapper)
-    _forget(reference)
+    watch_ends(reference)
 
 
-def _forget(reference: weakref.ref[Any]) -> None:
+def watch_ends(reference: weakref.ref[Any]) -> None:
+    """Attach no more functions to the attachment. Does nothing the second time."""
     if reference in _running:  # references to one object are equal while it lives
         _running.remove(reference)
 

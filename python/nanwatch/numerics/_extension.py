@@ -137,13 +137,18 @@ if C is None and (_level := os.environ.get("NANWATCH_CPU")):
     )
 
 
+_is_unexplained = C is None and not reason.startswith(
+    "switched off"
+)  # who switched it off needs no explanation
+
+
 @cache
 def explain_once() -> None:
     """Warn at the first use of the fallback that the compiled part is missing, why, and how to get it.
 
     Silent when the compiled part is there, when NANWATCH_EXT=0 asked for its absence, and from the second call on.
     """
-    if C is not None or reason.startswith("switched off"):
+    if not _is_unexplained:
         return
     warnings.warn(
         f"nanwatch runs without its compiled part: every answer is the same, each takes 10 to 100 times longer. "

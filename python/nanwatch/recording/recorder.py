@@ -70,13 +70,14 @@ class _KeptStart:
 class _Thread(threading.local):
     """The calls under way in one thread, outermost first, and their batch."""
 
+    batch = 0
+    recomputed = False
+    recording = False  # a callback may call other modules: they are not recorded
+    given: tuple[tuple[Any, ...], Any] = ((), None)
+    start: _KeptStart | None = None
+
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self.batch = 0
-        self.recomputed = False
-        self.recording = False  # a callback may call other modules: they are not recorded
-        self.given: tuple[tuple[Any, ...], Any] = ((), None)
-        self.start: _KeptStart | None = None
 
 
 class PeakMagnitudes:

@@ -1,12 +1,10 @@
-"""Every way out of a watched call: the user's exception, the listener's, Ctrl-C, a thread that ends."""
+"""Every way out of a watched call: the user's exception, the listener's, Ctrl-C."""
 
 from __future__ import annotations
 
 import gc
 import sys
-import threading
 import weakref
-from collections.abc import Callable
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -19,7 +17,6 @@ from nanwatch.instrumentation.calls import _watched_call
 from nanwatch.instrumentation.slot import attach
 from nanwatch.recording.events import Event, Settings
 from nanwatch.recording.recorder import make_recorder
-from support import heap
 
 
 class Odd(BaseException):
@@ -184,30 +181,3 @@ def test_ctrl_c_in_a_backward_ends_it() -> None:
         model(torch.ones(2)).sum().backward()
         starts.remove()
         assert [frame.phase for frame in w.frames][-1] == "backward"
-
-
-def in_threads(rounds: int, body: Callable[[], object]) -> None:
-    """Run it in so many threads, one after the other."""
-    for _ in range(rounds):
-        thread = threading.Thread(target=body)
-        thread.start()
-        thread.join()
-
-
-@pytest.mark.parametrize("way", ["returns", "raises", "backward"])
-@pytest.mark.usefixtures("each_recorder")
-def test_threads_that_end_leave_nothing(way: str) -> None:
-    """A thousand threads that call a watched model one after the other: the process holds what it held before."""
-    stand = Stand(gradients=way == "backward")
-    x = torch.ones(2, requires_grad=True)
-
-    def body() -> None:
-        if way == "backward":
-            stand.model(x).sum().backward()
-        else:
-            stand.part.error = ValueError() if way == "raises" else None
-            stand.outcome(x)
-        stand.listener.told.clear()
-
-    # A thread's state takes 400 bytes: a Thread, the list of its calls and that of what a compiled one was given.
-    heap.assert_no_growth(lambda rounds: in_threads(rounds, body), rounds=150, least=100)
