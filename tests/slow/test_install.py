@@ -181,12 +181,11 @@ def test_a_build_that_cannot_compile_gives_a_pure_wheel_that_works_and_says_why(
     assert reason in compiled["reason"]
 
 
-@pytest.mark.parametrize(("spoil", "reason"), FAILURES)
-def test_require_ext_makes_a_failed_build_an_error(source, tmp_path, spoil, reason):
+def test_require_ext_makes_a_failed_build_an_error(source):
     """With NANWATCH_REQUIRE_EXT=1 there is no wheel, and the reason is in the output."""
-    done = pip_wheel(source, NANWATCH_REQUIRE_EXT="1", **spoil(source, tmp_path))
+    done = pip_wheel(source, NANWATCH_REQUIRE_EXT="1", CXX="/bin/false", CC="/bin/false")
     assert done.returncode != 0
-    assert reason in done.stdout + done.stderr
+    assert "no working C++ compiler" in done.stdout + done.stderr
     assert not list((source / "wheels").glob("*.whl"))
 
 

@@ -1,4 +1,4 @@
-"""24 faults that users report, each in a training of ordinary shape; `wrong` is False for its healthy twin."""
+"""21 faults that users report, each in a training of ordinary shape; `wrong` is False for its healthy twin."""
 
 from __future__ import annotations
 
@@ -11,14 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from .kit import SGD, Adam, AdamW, Layers, Watching, batches, cross_entropy, fault, mse, train, validate
-
-
-@fault("missing-zero-grad")
-def zero_grad_once_an_epoch(watch: Watching, wrong: bool) -> None:
-    model = Layers()
-    with watch(model):
-        optimizer = SGD(model.parameters(), lr=0.05)
-        train(model, optimizer, steps=15, zero=lambda step: not wrong or step % 5 == 0)
 
 
 @fault("missing-zero-grad")
@@ -102,16 +94,6 @@ def embedding_from_pretrained_is_frozen(watch: Watching, wrong: bool) -> None:
         train(model, Adam(model.parameters(), lr=1e-2), lambda x: model((x * 8).long() % 32), inputs=4)
 
 
-@fault("not-in-optimizer")
-def norms_in_no_group(watch: Watching, wrong: bool) -> None:
-    model = Layers()
-    named = dict(model.named_parameters())
-    decayed = [p for name, p in named.items() if name.endswith("weight") and "norm" not in name]
-    rest = [p for name, p in named.items() if name.endswith("bias") or ("norm" in name and not wrong)]
-    with watch(model):
-        train(model, AdamW([{"params": decayed}, {"params": rest, "weight_decay": 0.0}], lr=1e-3))
-
-
 @fault("not-in-optimizer", "other-module-trained")
 def optimizer_before_the_new_head(watch: Watching, wrong: bool) -> None:
     model = Layers()
@@ -163,17 +145,6 @@ def schedule_counted_in_epochs_stepped_by_batch(watch: Watching, wrong: bool) ->
     schedule = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=4 if wrong else 24)
     with watch(model):
         train(model, optimizer, steps=24, after=lambda step: schedule.step())
-
-
-@fault("eval-mode-wrong", "train-mode-wrong")
-def eval_left_on_after_validation(watch: Watching, wrong: bool) -> None:
-    model = Layers(drop=0.3)
-    optimizer = AdamW(model.parameters(), lr=1e-3)
-    with watch(model):
-        for epoch in range(3):
-            model.train(epoch == 0 or not wrong)
-            train(model, optimizer, steps=5)
-            validate(model.eval())
 
 
 @fault("eval-mode-wrong", "train-mode-wrong")

@@ -160,19 +160,6 @@ def test_main_stays_until_the_process_ends(tmp_path):
     assert (done.stdout, done.returncode) == ("thread True\natexit True\n", 0), done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("redirection", [">&-", "2>&-"])
-def test_closed_streams(redirection, tmp_path):
-    """Status, closing line and document come as ever, and stdout stays the script's."""
-    path = script(tmp_path, "net(x)\nprint('the script')")
-    command = f"{sys.executable} -m nanwatch run --json document {path} {redirection}"
-    done = subprocess.run(command, shell=True, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0
-    assert done.stdout == ("" if ">&-" in redirection.split() else "the script\n")
-    assert ("all that was read is finite" in done.stderr) == ("2>&-" not in redirection)
-    assert nanwatch.Report.from_json((tmp_path / "document").read_text()).finding is None
-
-
 @pytest.fixture(autouse=True)
 def _plain_hook(monkeypatch):
     """Without the hooks that process groups of other tests have left in this process."""
