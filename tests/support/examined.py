@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.diagnosis import Diagnosis
 from nanwatch.diagnosis.search import find_operation
+from nanwatch.instrumentation.execution_context import RngState
+from nanwatch.precision.casting import cached_parametrizations
+from nanwatch.recording.events import Start
 from nanwatch.report.finding import Finding
 from nanwatch.session.api import watch
 
@@ -28,10 +32,18 @@ class Does(nn.Module):
         return self.function(*self.parts, *args, **kwargs)
 
 
+def snapshot_of(
+    module: nn.Module, args: Any, kwargs: Any, buffers: Any = MappingProxyType({}), *, draws: bool = False
+) -> BatchSnapshot:
+    """The start of a batch, as a recorder keeps it, with the states of random and numpy.random for `draws`."""
+    start = Start.capture(0, False, module, args, kwargs, None)
+    return BatchSnapshot.of(start, buffers, RngState.capture(others=draws), cached_parametrizations())
+
+
 def look(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Finding, Diagnosis]:
     """Watch one batch, then examine what was found."""
     torch.manual_seed(5)
-    start = BatchSnapshot.capture(model, args, kwargs)
+    start = snapshot_of(model, args, kwargs)
     with watch(model, on_nonfinite="record") as w:
         model(*args, **kwargs)
     finding = w.report().finding

@@ -20,6 +20,7 @@ import nanwatch
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.cures import try_formats
 from nanwatch.report.finding import Finding
+from support.examined import snapshot_of
 
 HALF = torch.float16
 
@@ -86,7 +87,7 @@ def failed(
 ) -> tuple[BatchSnapshot, Finding]:
     """Return the start of the batch and the finding of the failing call, without what a re-run may have found."""
     with context_of(autocast), nanwatch.watch(model), torch.set_grad_enabled(grad):
-        start = BatchSnapshot.capture(model, args, kwargs)
+        start = snapshot_of(model, args, kwargs)
         try:
             model(*args, **kwargs)
         except nanwatch.NonFiniteError as error:

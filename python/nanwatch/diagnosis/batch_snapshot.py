@@ -89,57 +89,41 @@ class BufferHistory:
         self._values: dict[int, BufferValue] = {}
 
     def note(self, root: nn.Module) -> BufferValues:
-        """Return the present values. The mapping never changes: batches share it until a buffer is written to."""
+        """Return the present values, in a mapping that never changes."""
         self._num_batches += 1
         if self._num_batches & (self._num_batches - 1) == 0:  # modules may have come meanwhile
             self._modules = [
                 weakref.ref(module)
                 for _, module in each_module(root)
-                if not isinstance(module, _NormBase) and any(True for _ in module._buffers)
+                if not isinstance(module, _NormBase) and module._buffers
             ]
-        changed = []
-        with torch._C.DisableTorchFunction():  # no subclass and no function mode sees the reads
-            for reference in self._modules:
-                module = reference()
-                for x in () if module is None else module._buffers.values():
-                    if x is None:
-                        continue
-                    known = self._values.get(id(x))
-                    if (
-                        known is None
-                        or known.buffer() is not x
-                        or (known.value is not None and known.version != x._version)
-                    ):
-                        changed.append(x)
-        if changed and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-            self._copy(changed)
+        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            with torch._C.DisableTorchFunction():  # no subclass and no function mode sees the reads
+                self._values = {id(x): self._value_of(x) for _, _, x in self._buffers() if x is not None}
         return self._values
 
     def names(self) -> list[tuple[weakref.ref[nn.Module], str]]:
         """Return the buffers whose changes count, each by its module and name. Large ones are not copied."""
-        buffers = []
-        for reference in self._modules:
-            module = reference()
-            for name, x in () if module is None else module._buffers.items():
-                known = self._values.get(id(x))
-                if known is None or known.value is not None:
-                    buffers.append((reference, name))
-        return buffers
+        values = self._values
+        return [
+            (module, name)
+            for module, name, x in self._buffers()
+            if (known := values.get(id(x))) is None or known.value is not None
+        ]
 
-    def _copy(self, changed: list[Tensor]) -> None:
+    def _buffers(self) -> Iterator[tuple[weakref.ref[nn.Module], str, Tensor | None]]:
+        for reference in self._modules:
+            if (module := reference()) is not None:
+                yield from ((reference, name, x) for name, x in module._buffers.items())
+
+    def _value_of(self, x: Tensor) -> BufferValue:
+        known = self._values.get(id(x))
+        if known is not None and known.buffer() is x and (known.value is None or known.version == x._version):
+            return known
         with only_our_dispatch(), torch.no_grad():
-            values = {key: known for key, known in self._values.items() if known.buffer() is not None}
-            small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-            for x in changed:
-                if not is_plain(x) or x.is_inference() or unreadable(x) or x.nbytes > _MOST_BYTES:
-                    values[id(x)] = BufferValue(weakref.ref(x), 0, None)
-                else:
-                    small.setdefault((x.dtype, x.device), []).append(x)
-            for buffers in small.values():
-                copies = torch.cat([x.reshape(-1) for x in buffers])  # one kernel for all of them
-                for x, copied in zip(buffers, copies.split([x.numel() for x in buffers]), strict=True):
-                    values[id(x)] = BufferValue(weakref.ref(x), x._version, copied.view(x.shape))
-            self._values = values
+            if not is_plain(x) or x.is_inference() or unreadable(x) or x.nbytes > _MOST_BYTES:
+                return BufferValue(weakref.ref(x), 0, None)
+            return BufferValue(weakref.ref(x), x._version, x.clone())
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,20 +144,6 @@ class BatchSnapshot:
     buffers: BufferValues = field(default_factory=dict)
     cached: ParametrizationCache = field(default_factory=cached_parametrizations)
     began: float = field(default_factory=time.monotonic)
-
-    @classmethod
-    def capture(
-        cls,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        *,
-        buffers: BufferValues = MappingProxyType({}),
-        draws: bool = False,
-    ) -> BatchSnapshot:
-        """Return the state at the start of a batch, which is now; with that of random and numpy.random for `draws`."""
-        start = Start.capture(0, False, module, args, kwargs, None)
-        return cls.of(start, buffers, RngState.capture(others=draws), cached_parametrizations())
 
     @classmethod
     def of(

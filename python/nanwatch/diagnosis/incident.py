@@ -123,31 +123,19 @@ class _Folder:
         self._path = attempt("making the folder", lambda: _new_folder(path), self.remarks.append)
 
     def write(self, what: str, write: Callable[[Path], Path]) -> bool:
-        """Note the path that is written. Return whether it was."""
-        folder = self._path
-        if folder is None:
+        """Write a file into the folder, and note its path. Return whether it was written."""
+        if (folder := self._path) is None:
             return False
-        made = attempt(f"writing {what}", lambda: write(folder), self.remarks.append)
-        self.files += [] if made is None else [str(made)]
-        return made is not None
+        path = attempt(f"writing {what}", lambda: write(folder), self.remarks.append)
+        self.files += [] if path is None else [str(path)]
+        return path is not None
 
     def capsule(self, call: ModuleCall, snapshot: BatchSnapshot, finding: Finding | None) -> None:
         """Write a capsule of the call."""
-
-        def write(folder: Path) -> Path:
-            return write_capsule(
-                folder / "capsule",
-                call.module,
-                call.name,
-                call.args,
-                call.kwargs,
-                finding=finding,
-                rank=self._rank,
-                rng=call.rng or snapshot.rng,
-                autocast=call.autocast or snapshot.autocast,
-            )
-
-        self.write("the capsule", write)
+        rng, autocast = call.rng or snapshot.rng, call.autocast or snapshot.autocast
+        facts: dict[str, Any] = {"finding": finding, "rank": self._rank, "rng": rng, "autocast": autocast}
+        given = call.module, call.name, call.args, call.kwargs
+        self.write("the capsule", lambda folder: write_capsule(folder / "capsule", *given, **facts))
 
     def forms(self, report: Callable[[], _Told]) -> _Told:
         """Write the forms of what `report` returns, each naming all files; again, should one not be written."""
@@ -156,17 +144,19 @@ class _Folder:
             del self.remarks[1:]  # nothing else was tried
             return report()
         files: list[str] = self.files
-        left = sorted((form for form in FORMS.values() if form.in_folder), key=lambda form: form.name)
+        forms: list[Form] = sorted(
+            (form for form in FORMS.values() if form.in_folder), key=lambda form: form.name
+        )
         while True:
-            self.files = files + [str(folder / f"report.{form.suffix}") for form in left]
+            self.files = files + [str(folder / f"report.{form.suffix}") for form in forms]
             complete = report()
-            done: list[Form] = []
-            for form in left:
+            written: list[Form] = []
+            for form in forms:
                 if self.write(f"report.{form.suffix}", partial(_write_form, complete, form)):
-                    done.append(form)
-            if len(done) == len(left):
+                    written.append(form)
+            if written == forms:
                 return complete
-            left = done
+            forms = written
 
 
 def _write_form(report: AnyReport, form: Form, folder: Path) -> Path:

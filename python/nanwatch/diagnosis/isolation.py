@@ -39,19 +39,10 @@ _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGPIPE")
 _ENDS_RUN = getattr(signal, "SIGURG", None)  # Windows has none
 
 
-def why_no_child() -> str:
-    """Return in words why a re-run cannot have a process of its own, "" where it can."""
-    if os.environ.get("NANWATCH_RERUN") == "in-process":
-        return "NANWATCH_RERUN=in-process"
-    if sys.platform != "linux":
-        return f"{sys.platform} has no safe fork"
-    if torch.cuda.is_initialized():
-        return "CUDA does not survive a fork"
-    return ""
-
-
-class NoChildError(RuntimeError):
-    """No process could be had."""
+def can_fork() -> bool:
+    """Return whether a re-run can have a process of its own."""
+    is_refused = os.environ.get("NANWATCH_RERUN") == "in-process"
+    return sys.platform == "linux" and not is_refused and not torch.cuda.is_initialized()
 
 
 class ChildEndedError(RuntimeError):
@@ -77,8 +68,8 @@ def run_in_child(work: Callable[[], Any], seconds: float) -> Any:
 
     seconds: how long the child may go without a call of `send`.
 
-    Raises ChildEndedError where it takes longer or ends without a result, NoChildError where no process can be had, and
-    what a signal handler of the program raises meanwhile, after the child has been ended.
+    Raises ChildEndedError where no process can be had, or it takes longer or ends without a result, and what a signal
+    handler of the program raises meanwhile, after the child has been ended.
     """
     drawn = random.getstate()  # which Python seeds anew in a child
     has_threads = _pause_openmp()
@@ -91,7 +82,7 @@ def run_in_child(work: Callable[[], Any], seconds: float) -> Any:
         except OSError as error:
             os.close(reading)
             os.close(writing)
-            raise NoChildError(str(error)) from None
+            raise ChildEndedError(f"no process could be had: {error}", None) from None
     if child == 0:
         _be_child(work, parent, writing, drawn, has_threads)
     # A number may be another process's by now, where the program's own handler of SIGCHLD takes the status.

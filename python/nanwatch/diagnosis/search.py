@@ -12,7 +12,7 @@ overflow with those as large as the largest, and one in a weight's gradient with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -87,11 +87,8 @@ def find_operation(
 def _of_tensor(x: Tensor, **facts: Any) -> Diagnosis:
     """Return the diagnosis with what is known of the non-finite tensor itself."""
     health = observe(x, "", "output").health
-    return Diagnosis(
-        extent=describe(x),
-        index=None if health is None else health.first_nonfinite,
-        **facts,
-    )
+    index = None if health is None else health.first_nonfinite
+    return Diagnosis(extent=describe(x), index=index, **facts)
 
 
 def _of_data(snapshot: BatchSnapshot, finding: Finding) -> Diagnosis:
@@ -144,12 +141,11 @@ class _Search:
         self.open_calls: list[ModuleCall] = []
         self.provenance = ProvenanceMode(_Search.run.__code__, self.open_calls)
 
-    def run(self, snapshot: BatchSnapshot, *, builds_graph: bool) -> None:
-        """Make the outermost call of the batch again, and examine the calls in it."""
-        graph = torch.enable_grad() if builds_graph else nullcontext()
+    def run(self, snapshot: BatchSnapshot) -> None:
+        """Make the outermost call of the batch again, with its graph, and examine the calls in it."""
         wrapped = wrap_calls([*self.names, self.suspect], self.call)
         try:
-            with snapshot.again() as call, graph, wrapped, self.provenance:
+            with snapshot.again() as call, torch.set_grad_enabled(snapshot.grad), wrapped, self.provenance:
                 self.finish(call())
         finally:
             self.provenance.active = False
@@ -170,27 +166,21 @@ class _Search:
             self.open_calls.pop()
 
 
-def _of_step(step: Step, **facts: Any) -> Diagnosis:
-    """Return the diagnosis of an operation that began a bad value."""
-    return Diagnosis(
-        operation=step.operation, made=step.made, place=step.place, operands=step.operands, **facts
-    )
+def _facts_of(step: Step) -> dict[str, Any]:
+    """Return what a diagnosis has of an operation that began a bad value."""
+    return {"operation": step.operation, "made": step.made, "place": step.place, "operands": step.operands}
 
 
 def _of_forward(snapshot: BatchSnapshot, finding: Finding, suspect: nn.Module, model: nn.Module) -> Diagnosis:
-    # Without a graph it needs less memory. Where that raises, the forward may ask for one, as for a tensor's hook.
-    for builds_graph in (False, True) if snapshot.grad else (False,):
-        search, failure = _ForwardSearch(finding, suspect, model, snapshot), ""
-        try:
-            search.run(snapshot, builds_graph=builds_graph)
-        except RerunEndedError as error:
-            failure = str(error)
-        except Exception as error:
-            failure = f"it raised {spell(error)}"
-        if search.diagnosis is not None:
-            return search.diagnosis
-        if not failure:
-            break
+    search, failure = _ForwardSearch(finding, suspect, model, snapshot), ""
+    try:
+        search.run(snapshot)
+    except RerunEndedError as error:
+        failure = str(error)
+    except Exception as error:
+        failure = f"it raised {spell(error)}"
+    if search.diagnosis is not None:
+        return search.diagnosis
     doubts = snapshot.doubts()
     if failure:
         return Diagnosis(remarks=(f"the re-run of the batch ended: {failure}", *doubts))
@@ -280,17 +270,10 @@ class _ForwardSearch(_Search):
             for label, given, version in guilty.versions
             if given._version != version and label != self.finding.label
         )
-        diagnosis = _of_tensor(x, transient=False, remarks=tuple(remarks), call=guilty, made_in=made_in)
+        facts = {"transient": False, "remarks": tuple(remarks), "call": guilty, "made_in": made_in}
         if step is None:
-            return diagnosis
-        diagnosis = replace(
-            diagnosis,
-            operation=step.operation,
-            place=step.place,
-            operands=step.operands,
-            made=step.made,
-        )
-        return self._of_holder(diagnosis, step.strangers)
+            return _of_tensor(x, **facts)
+        return self._of_holder(_of_tensor(x, **_facts_of(step), **facts), step.strangers)
 
     def _origin(self, x: Tensor, record: Record) -> Step | None:
         """Return the operation that began the values of a tensor, or wrote them, if they were there from the first."""
@@ -347,7 +330,7 @@ def _of_backward(
     remark = _NOTHING if search.sizes else _NO_GRADIENT
     try:
         with suppress(_OperationFound):
-            search.run(again, builds_graph=True)
+            search.run(replace(again, grad=True))
     except Exception as error:
         remark = f"the backward could not be examined: {spell(error)}"
     if search.diagnosis is not None:
@@ -355,7 +338,8 @@ def _of_backward(
     for step in search.provenance.steps if search.sizes else ():
         began = step.origin is None and step.place is not None and not (step.meant or step.unwritten)
         if began and step.module is not None and is_in(step.module, name):
-            return _of_step(step, remarks=(_KEPT_ELSEWHERE, *step.remarks), is_unseen=True)
+            remarks = (_KEPT_ELSEWHERE, *step.remarks)
+            return Diagnosis(**_facts_of(step), remarks=remarks, is_unseen=True)
     return Diagnosis(remarks=(remark, *snapshot.doubts()))
 
 
@@ -444,7 +428,7 @@ class _BackwardSearch(_Search):
         else:
             made_in = step.module
             left_out = () if step.in_backward else (_LEFT_OUT.format(step.operation, node.name()),)
-            diagnosis = _of_step(step, remarks=(how, *step.remarks, *left_out))
+            diagnosis = Diagnosis(**_facts_of(step), remarks=(how, *step.remarks, *left_out))
         # The statements of a loss, which have no frames, call modules that did not make the finding's record.
         is_inside = made_in is None or (self._has_frames and is_in(made_in, self._name))
         return diagnosis if is_inside or how == _OF_CALL else replace(diagnosis, made_in=made_in)

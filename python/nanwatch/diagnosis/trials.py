@@ -188,16 +188,14 @@ def agreement(values: Sequence[Tensor], truth: Sequence[Tensor] | None, most: fl
     for value, exact in zip(values, truth, strict=True):
         if not (value.is_floating_point() or value.is_complex()):
             continue
-        new, right = _comparable(value, exact)
-        is_known = right.isfinite() & (right.abs() <= most)
-        a, b = right[is_known], new[is_known]
-        total, failing = total + a.numel(), failing + right.numel() - a.numel()
-        if a.numel():
-            difference = (a - b).abs().nan_to_num(torch.inf, torch.inf)
-            largest, error = max(largest, float(a.abs().max())), max(error, float(difference.max()))
-            near = float(difference.norm()) <= _MOST_CHANGE * float(a.norm())
+        right, _, distance = _known(value, exact, most)
+        total, failing = total + right.numel(), failing + exact.numel() - right.numel()
+        if right.numel():
+            farthest = float(distance.max())
+            largest, error = max(largest, float(right.abs().max())), max(error, farthest)
+            near = float(distance.norm()) <= _MOST_CHANGE * float(right.norm())
             is_near &= near
-            is_close &= near or float(difference.max()) <= _MOST_BY_GUARD
+            is_close &= near or farthest <= _MOST_BY_GUARD
     if not total:
         return Agreement(True, "float64 fails too")
     if not is_close:
@@ -214,29 +212,34 @@ def agreement(values: Sequence[Tensor], truth: Sequence[Tensor] | None, most: fl
 def _moved(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[float, str]:
     """Return how far a guard moves the values of its expression from those of float64, and in words; "" for none."""
     total = count = 0
-    farthest, words = 0.0, ""
+    farthest, example = 0.0, ""
     for value, exact in zip(values, truth, strict=False):
         if value.shape != exact.shape or not value.is_floating_point():
             continue
-        new, right = _comparable(value, exact)
-        is_known = right.isfinite()
-        a, b = right[is_known], new[is_known]
-        total += a.numel()
-        difference = (a - b).abs().nan_to_num(torch.inf, torch.inf)
-        is_off = difference > _MOST_CHANGE * a.abs() + 1e-6 * (a.abs().max() if a.numel() else 0.0)
+        right, new, distance = _known(value, exact, inf)
+        total += right.numel()
+        if not right.numel():
+            continue
+        is_off = distance > _MOST_CHANGE * right.abs() + 1e-6 * right.abs().max()
         count += int(is_off.sum())
-        if is_off.any() and float(difference.max()) > farthest:
-            place = int(difference.argmax())
-            farthest, words = float(difference[place]), f"{float(a[place]):.3g} becomes {float(b[place]):.3g}"
-    words = f"moves {count:,} of {total:,} elements that float64 gives as finite: {words}" if count else ""
+        if is_off.any() and float(distance.max()) > farthest:
+            place = int(distance.argmax())
+            farthest, example = (
+                float(distance[place]),
+                f"{float(right[place]):.3g} becomes {float(new[place]):.3g}",
+            )
+    words = f"moves {count:,} of {total:,} elements that float64 gives as finite: {example}" if count else ""
     return farthest, words
 
 
-def _comparable(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both in float64, or complex128 where one is complex, so that their difference is exact enough."""
-    x, y = _to_arithmetic(x), _to_arithmetic(y)
-    kind = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float64)
-    return x.to(kind), y.to(kind)
+def _known(value: Tensor, exact: Tensor, most: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where `exact` is finite and at most `most`: its elements, those of `value`, and their distances."""
+    value, exact = _to_arithmetic(value), _to_arithmetic(exact)
+    kind = torch.promote_types(torch.promote_types(value.dtype, exact.dtype), torch.float64)
+    value, exact = value.to(kind), exact.to(kind)
+    is_known = exact.isfinite() & (exact.abs() <= most)
+    new, right = value[is_known], exact[is_known]
+    return right, new, (right - new).abs().nan_to_num(torch.inf, torch.inf)
 
 
 # The batch in another format

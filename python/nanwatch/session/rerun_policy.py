@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +18,7 @@ from torch.nn.utils import parametrize
 from ..diagnosis import rerun
 from ..diagnosis.batch_snapshot import BatchSnapshot, BufferHistory, draws_outside_torch
 from ..diagnosis.incident import Incident, write_frames
-from ..diagnosis.isolation import ChildEndedError, NoChildError, clock, run_in_child, why_no_child
+from ..diagnosis.isolation import ChildEndedError, can_fork, clock, run_in_child
 from ..diagnosis.loss_statements import BackwardCall, read_graph
 from ..diagnosis.trials import Conditions
 from ..instrumentation.execution_context import RngState
@@ -196,15 +195,14 @@ class RerunPolicy:
                 examine()
             return incident.report.to_json()
 
-        if not why_no_child():
-            with suppress(NoChildError):
-                try:
-                    incident.report = Report.from_json(run_in_child(work, seconds + LEAST_SECONDS))
-                except ChildEndedError as ended:
-                    if ended.latest is not None:
-                        incident.report = Report.from_json(ended.latest)
-                    raise
-                return
+        if can_fork():
+            try:
+                incident.report = Report.from_json(run_in_child(work, seconds + LEAST_SECONDS))
+            except ChildEndedError as ended:
+                if ended.latest is not None:
+                    incident.report = Report.from_json(ended.latest)
+                raise
+            return
         with self._door:  # no other thread enters the model meanwhile
             self._entries.active = True
             is_shared = self._recorder.num_other_threads > 0

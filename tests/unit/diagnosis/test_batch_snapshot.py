@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
+from nanwatch.diagnosis.batch_snapshot import (
+    BatchSnapshot,
+    BufferHistory,
+    draws_outside_torch,
+    no_second_run,
+)
+from support.examined import snapshot_of
 from support.spy import Spy
 
 
@@ -32,7 +40,7 @@ class Does(nn.Module):
 
 def started(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> BatchSnapshot:
     """The start of a batch of a module that does this."""
-    return BatchSnapshot.capture(Does(forward), args, kwargs)
+    return snapshot_of(Does(forward), args, kwargs, draws=True)
 
 
 def rerun(start: BatchSnapshot) -> Any:
@@ -61,14 +69,14 @@ def test_a_lock_of_the_class_is_not_waited_for() -> None:
 
     model = Locked(lambda self, x: x + 1)
     with model.lock:
-        assert rerun(BatchSnapshot.capture(model, (torch.ones(1),), {})) == 2
+        assert rerun(snapshot_of(model, (torch.ones(1),), {})) == 2
 
 
 def test_the_same_random_numbers() -> None:
     """Dropout drops the same elements as the first time, whatever was drawn in between."""
     model = nn.Dropout(0.5)
     x = torch.ones(64)
-    start = BatchSnapshot.capture(model, (x,), None)
+    start = snapshot_of(model, (x,), None)
     first = model(x)
     torch.rand(7)
     assert torch.equal(rerun(start), first)
@@ -138,12 +146,12 @@ def test_a_transformer_layer_calls_its_parts() -> None:
 
     linear.forward = called  # not a hook: hooks close the shortcut themselves
     x = torch.randn(1, 3, 8)
-    start = BatchSnapshot.capture(layer, (x,), None)
+    start = snapshot_of(layer, (x,), None)
     layer(x)
     rerun(start)
     assert calls.values == ["linear1"] * 2
     with torch.no_grad():
-        start = BatchSnapshot.capture(layer, (x,), None)
+        start = snapshot_of(layer, (x,), None)
     rerun(start)
     assert calls.values == ["linear1"] * 2
     assert torch.backends.mha.get_fastpath_enabled()
@@ -195,7 +203,7 @@ def test_buffers_and_flags_are_put_back(fail: bool) -> None:
         ]
         return [*held, model.nothing, model.norm.training]
 
-    start = BatchSnapshot.capture(model, (torch.randn(4, 3),), None)
+    start = snapshot_of(model, (torch.randn(4, 3),), None)
     before = state()
     with raises_if(fail):
         rerun(start)
@@ -213,7 +221,7 @@ def test_a_backward_under_way_is_not_disturbed() -> None:
     model: Any = Does(forward, factor=torch.ones(3))
     leaf = torch.ones(3, requires_grad=True)
     x = leaf * 1
-    start = BatchSnapshot.capture(model, (x,), None)
+    start = snapshot_of(model, (x,), None)
     product = leaf * model.factor * x
     rerun(start)
     product.sum().backward()
@@ -239,20 +247,92 @@ def test_inputs_are_put_back(inference: bool) -> None:
 # Doubts
 
 
-def test_doubts_of_an_input_written_to() -> None:
-    """An argument written to since the batch began; not by the second call itself."""
-    x = torch.ones(2)
-    start = started(lambda _, x: x.mul_(2), x)
-    rerun(start)
-    assert start.doubts() == []
-    x.mul_(2)
-    (doubt,) = start.doubts()
-    assert doubt.startswith("args[0] was written to, in place")
-
-
 def test_doubts_of_other_objects() -> None:
     """Iterators have been consumed, other objects may have been changed."""
     start = started(lambda *_: None, iter([1]), cache=object())
     first, second = start.doubts()
     assert "iterator" in first
     assert "object" in second
+
+
+# Buffers, and other random numbers
+
+
+class Counts(nn.Module):
+    """Adds 1 to a small buffer and to a large one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("small", torch.zeros(3))
+        self.register_buffer("large", torch.zeros(1 << 15))
+        self.register_buffer("still", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.small += 1
+        self.large += 1
+        return x * self.small * self.still
+
+
+def values(module: nn.Module) -> dict[str, list[float]]:
+    return {name: x.flatten()[:3].tolist() for name, x in module.named_buffers() if x.ndim}
+
+
+def test_a_second_run_begins_with_the_buffers_of_the_first() -> None:
+    """A large buffer is as the first run left it."""
+    model, history = Counts(), BufferHistory()
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        start = snapshot_of(model, (x,), {}, history.note(model))
+        before = values(model)
+        output = model(x)
+        left = values(model)
+        with start.again() as call:
+            seen = values(model)
+            assert torch.equal(call(), output)
+        assert values(model) == left
+        assert seen == {**before, "large": left["large"]}
+
+
+def test_a_healthy_batch_copies_what_was_written_to() -> None:
+    """Two small buffers at first, then the one that changes. None of normalisations, and none in between."""
+    model, history = nn.Sequential(nn.BatchNorm1d(3), Counts()), BufferHistory()
+    copies: set[int] = set()
+    kept, numbers = [], []
+    for is_run in (True, True, False, False):
+        kept += [value.value for value in history.note(model).values() if value.value is not None]
+        numbers.append(len({id(x) for x in kept} - copies))
+        copies |= {id(x) for x in kept}
+        if is_run:
+            model(torch.randn(4, 3))
+    assert numbers == [2, 1, 1, 0]
+
+
+def test_nothing_is_kept_alive() -> None:
+    """Neither the model nor a buffer that was replaced."""
+    model, history = Counts(), BufferHistory()
+    history.note(model)
+    alive = [weakref.ref(model.small), weakref.ref(model)]
+    model.small = torch.zeros(3)
+    assert alive[0]() is None
+    del model
+    gc.collect()
+    assert alive[1]() is None
+
+
+def test_generators_beside_torch_are_noted_where_code_of_the_program_mentions_them() -> None:
+    def drawing(x: Tensor) -> Tensor:
+        return x * random.random()
+
+    class Draws(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return drawing(x)
+
+    assert draws_outside_torch(Draws())
+    assert not draws_outside_torch(nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
+
+
+def test_weights_that_other_processes_share_are_left_alone() -> None:
+    model = nn.Linear(2, 2)
+    assert not no_second_run(model)
+    model.share_memory()
+    assert no_second_run(model) == "its weights lie in memory that other processes share"

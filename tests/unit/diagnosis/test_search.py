@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.diagnosis import Diagnosis, enrich
 from nanwatch.diagnosis.search import find_operation
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import watch
-from support.examined import Does, culprit, exponential, look
+from support.examined import Does, culprit, exponential, look, snapshot_of
 from support.spy import Spy
 
 INF, NAN = math.inf, math.nan
@@ -218,7 +217,7 @@ def test_the_tensor_inside_a_quantized_weight_is_named() -> None:
 def test_a_module_that_is_gone() -> None:
     """A module that the model no longer has is a remark."""
     model = Does(lambda part, x: part(x), Does(exponential))
-    start = BatchSnapshot.capture(model, (torch.ones(2),), {})
+    start = snapshot_of(model, (torch.ones(2),), {})
     with watch(model, on_nonfinite="record") as w:
         model(torch.ones(2))
     finding = w.report().finding
@@ -266,7 +265,7 @@ def test_a_nan_among_infinities_that_are_allowed() -> None:
     """Calls whose infinities are allowed are passed over; the one with the nan is examined."""
     part = Does(lambda x: x / (x - 1))
     model = Does(lambda part, x: part(x * 0) + part(x) + part(x * torch.tensor(INF)), part)
-    start = BatchSnapshot.capture(model, (torch.ones(2),), {})
+    start = snapshot_of(model, (torch.ones(2),), {})
     with watch(
         model, on_nonfinite="record", allow=["inf:parts.0", "inf:"], read="weights buffers outputs"
     ) as w:

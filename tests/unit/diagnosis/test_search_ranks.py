@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.search import find_operation
 from nanwatch.report.finding import Finding
+from support.examined import snapshot_of
 from support.watching import watch
 
 
@@ -41,7 +42,7 @@ def four_ranks() -> Iterator[None]:
 
 
 def failed_once(model: nn.Module, x: Tensor) -> tuple[BatchSnapshot, Finding]:
-    start = BatchSnapshot.capture(model, (x,), {})
+    start = snapshot_of(model, (x,), {})
     with watch(model, on_nonfinite="record", peer_timeout=0) as w:
         model(x)
     finding = w.report().finding
