@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from ..instrumentation.execution_context import Autocast, RngState
 from ..recording.observe import observe
@@ -315,6 +316,13 @@ class _Slicer:
             for target in targets:
                 needed = needed - names_in(target, ast.Store) | self._read(target)
             needed = needed | self._read(statement.value)
+        elif isinstance(statement, ast.For) and self._takes_data(statement):
+            raise self._refused(statement)
+        elif isinstance(statement, ast.For) and not _jumps(statement):
+            # A second time, as an iteration reads what an earlier one has made.
+            body, inner = self._block(statement.body, needed | self._block(statement.body, needed)[1])
+            made = ast.For(statement.target, statement.iter, body, [])
+            needed = inner - names_in(statement.target, ast.Store) | self._read(statement.iter)
         elif isinstance(statement, ast.AugAssign | ast.Expr | ast.For):
             made = statement
             bound = names_in(statement.target, ast.Store) if isinstance(statement, ast.For) else set()
@@ -322,6 +330,15 @@ class _Slicer:
         else:
             raise self._refused(statement)
         return ast.copy_location(made, statement), needed
+
+    def _takes_data(self, loop: ast.For) -> bool:
+        """Return whether the loop is over a DataLoader, or an iterator that would be further on than before."""
+        values = [self._caller.names.get(name) for name in names_in(loop.iter, ast.Load)]
+        for node in ast.walk(loop.iter):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                owner = self._caller.names.get(node.value.id)
+                values.append(getattr(owner, "__dict__", {}).get(node.attr))
+        return any(isinstance(value, Iterator | DataLoader) for value in values)
 
     def _branch(self, statements: list[ast.stmt], needed: set[str]) -> tuple[list[ast.stmt], set[str]]:
         """Return the block; one that may not run twice raises instead, as the condition may choose the other."""
@@ -341,6 +358,12 @@ class _Slicer:
     def _refused(self, node: ast.AST) -> Refused:
         line = getattr(node, "lineno", 0)
         return Refused(f"line {line} of {self._caller.code.co_filename} should not run a second time")
+
+
+def _jumps(loop: ast.For) -> bool:
+    """Return whether the loop has an `else`, or a statement that leaves a part of its body out."""
+    jumps = ast.Break | ast.Continue | ast.Return
+    return bool(loop.orelse) or any(isinstance(x, jumps) for x in ast.walk(loop))
 
 
 def _filled_by(statement: ast.stmt) -> set[str]:

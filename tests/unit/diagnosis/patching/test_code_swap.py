@@ -178,14 +178,13 @@ def test_the_probe_sees_the_edited_expression(program: ModuleType) -> None:
     assert probe.values == {0: [100, 200]}
 
 
-@pytest.mark.parametrize("change", ["+ x + 0", "+ 7"])
-def test_a_file_that_has_changed_is_left_alone(program: ModuleType, change: str) -> None:
+def test_a_file_that_has_changed_is_left_alone(program: ModuleType) -> None:
     """A patch of what is no longer there would be wrong; also where only a number differs."""
     path, places = (
         Path(str(program.__file__)),
         {mark: place_of(program, mark) for mark in ("lambda", "local")},
     )
-    path.write_text(SOURCE.replace("x + x", f"x {change}").replace("y + 1", "y + 2"))
+    path.write_text(SOURCE.replace("x + x", "x + 7").replace("y + 1", "y + 2"))
     for mark in ("lambda", "local"):
         found = find_target(places[mark])
         assert isinstance(found, str)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanwatch import NonFiniteError, watch
-from nanwatch.diagnosis import trials
 from nanwatch.diagnosis.patching.proposals import says_count
 from nanwatch.report.finding import Cure, Finding
 
@@ -238,26 +235,6 @@ def test_an_option_is_given_to_all_modules_of_a_kind() -> None:
     cure = works(failed(model, torch.tensor([[1.0, 1.0], [1.0, 2.0]])))
     assert "make LayerNorm with eps=1e-05, as `model[0][0]`" in cure.what
     assert {block[0].eps for block in model} == {0.0}
-
-
-def test_other_threads_compute_what_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another model of the same class runs its old body while the change is tried in this process."""
-    monkeypatch.setenv("NANWATCH_RERUN", "in-process")
-    bystander = Ratio()
-    expected = bystander(HEALTHY_AND_ZERO).isnan().tolist()
-    results: list[Any] = []
-
-    def runs(*args: Any, **kwargs: Any) -> Any:
-        thread = threading.Thread(target=lambda: results.append(bystander(HEALTHY_AND_ZERO).isnan().tolist()))
-        thread.start()
-        thread.join()
-        return run(*args, **kwargs)
-
-    run = trials.run
-    with mock.patch.object(trials, "run", runs):
-        assert works(failed(Ratio(), HEALTHY_AND_ZERO))
-    assert results
-    assert all(result == expected for result in results)
 
 
 def test_code_without_source_has_no_change_and_says_why() -> None:
