@@ -1,7 +1,7 @@
 """Watched calls inside torch.compile: one operator in the graph after each call of a watched module.
 
 Dynamo, the part of torch.compile that reads Python code, goes from a module straight to its `forward`, past the slot.
-`follow_watched_calls` makes it put an operator into the graph where watched modules are called. The operators run in
+`dynamo.make()` makes it put an operator into the graph where watched modules are called. The operators run in
 the order of the calls. Each finds the recorders of its module, reads tensors, makes a frame and raises as a call in the
 interpreter does (csrc/recorder/call_recorder_compiled.cpp).
 
