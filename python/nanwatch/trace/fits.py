@@ -72,38 +72,22 @@ def fits(trace: Trace | str | os.PathLike[str], margin_bits: float = 1.0) -> tup
     is_excused = np.array([note in EXCUSES for note in notes.values] + [False])[notes.codes]
     ends = ends_of(table)
     counts = is_part & ~is_excused & ~np.isnan(ends.largest) & ~table["abs_max"].is_null().to_numpy()
-    low, high = (table[name].to_numpy()[counts] for name in ("abs_min", "abs_max"))
-    finite = table["isfinite"].fill_null(True).to_numpy()[counts]
-    smallest = ends.smallest_subnormal[counts]
+    finite = table["isfinite"].fill_null(True).to_numpy()
+    columns = (table["abs_min"].to_numpy(), table["abs_max"].to_numpy(), ends.smallest_subnormal, finite)
+    numbers = np.stack(columns, 1).astype(np.float64)[counts]
     groups: dict[tuple[str, Part], list[int]] = {}
     for i, (module, role) in enumerate(zip(modules.codes[counts], roles.codes[counts], strict=True)):
         groups.setdefault((modules.values[module], _PARTS[roles.values[role]]), []).append(i)
     names = [dtypes.values[code] for code in dtypes.codes[counts]]
     return tuple(
-        _need(
-            module,
-            part,
-            {names[i] for i in rows},
-            low[rows],
-            high[rows],
-            smallest[rows],
-            finite[rows],
-            margin_bits,
-        )
+        _need(module, part, {names[i] for i in rows}, numbers[rows], margin_bits)
         for (module, part), rows in groups.items()
     )
 
 
-def _need(
-    module: str,
-    part: Part,
-    dtypes: set[str],
-    low: _Array,
-    high: _Array,
-    smallest: _Array,
-    finite: _Array,
-    margin_bits: float,
-) -> Need:
+def _need(module: str, part: Part, dtypes: set[str], numbers: _Array, margin_bits: float) -> Need:
+    """Return the Need of some records: abs_min, abs_max, the format's smallest number, whether it is finite."""
+    low, high, smallest, finite = numbers.T
     room = 2.0**margin_bits
     # A tensor that holds a zero may hold its format's smallest number too.
     least = np.where(low > 0, low, smallest)

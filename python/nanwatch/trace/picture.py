@@ -12,8 +12,8 @@ import numpy as np
 
 from ..records.note import EVENTS, EXCUSES, Note, NoteKind
 from ..report.page import NUMBER, TEXT, Chart, Level, Section, Table, bits_words, page
-from ..util.reading import plain
 from ..util.visible import module_name
+from .result import line
 from .trace_file import Strings, Trace, ends_of, strings
 
 _Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -93,60 +93,36 @@ class Picture:
         return f"Least headroom: {bits_words(self.rows[0].bits)} at {module_name(self.rows[0].module)}"
 
     def _sections(self) -> list[Section]:
-        marks = Table(
-            "marks",
-            "Spikes and forecasts",
-            {"batch": NUMBER, "module": TEXT, "told": TEXT},
-            [[mark.batch, module_name(mark.module), mark.text] for mark in self.marks],
-        )
+        cells = [[mark.batch, module_name(mark.module), mark.text] for mark in self.marks]
+        columns = {"batch": NUMBER, "module": TEXT, "told": TEXT}
+        marks = [Table("marks", "Spikes and forecasts", columns, cells)] if cells else []
         rows = self.rows[:_TABLE]
         worst = f"The worst {len(rows)} of {len(self.rows):,} modules. " if len(self.rows) > len(rows) else ""
+        hint = "The trend is the slope of a line through the least headroom of every batch, in bits per 100."
         names = ("least headroom", "in batch", "abs max", "trend", "batches not finite")
-        table = Table(
-            "modules",
-            "Least headroom of each module",
-            {"module": TEXT, **dict.fromkeys(names, NUMBER)},
-            [
-                [
-                    row.place,
-                    Level(row.bits),
-                    row.batch,
-                    f"{row.abs_max:.2e}",
-                    trend_words(row.trend),
-                    row.num_failed or "",
-                ]
-                for row in rows
-            ],
-            f"{worst}The trend is the slope of a line through the least headroom of every batch, in bits per 100.",
-        )
-        return [self._chart(), *([marks] if self.marks else []), table]
+        columns = {"module": TEXT, **dict.fromkeys(names, NUMBER)}
+        cells = []
+        for row in rows:
+            abs_max, trend = f"{row.abs_max:.2e}", trend_words(row.trend)
+            cells.append([row.place, Level(row.bits), row.batch, abs_max, trend, row.num_failed or ""])
+        table = Table("modules", "Least headroom of each module", columns, cells, worst + hint)
+        return [self._chart(), *marks, table]
 
     def _chart(self) -> Chart:
         """Return a chart of the share of a format's largest number that each batch used."""
         numbers = [batch for batch, *_ in self.batches]
-        used = [plain(2.0**-bits) for _, bits, *_ in self.batches]
+        used = [2.0**-bits for _, bits, *_ in self.batches]
         places = [f"batch {batch}, {module_name(module)}" for batch, _, module, _ in self.batches]
-        lines: list[dict[str, Any]] = [
-            {"name": "largest share", "color": "output", "at": places, "x": numbers, "y": used},
-            {
-                "name": "overflow",
-                "color": "gone",
-                "dash": "dashed",
-                "at": numbers,
-                "x": numbers,
-                "y": [1.0] * len(numbers),
-            },
+        ones = [1.0] * len(numbers)
+        lines = [
+            line("largest share", "output", "", places, used, numbers),
+            line("overflow", "gone", "dashed", numbers, ones, numbers),
         ]
-        for name, color, is_marked in (
-            ("not finite", "gone", [bits == -inf for _, bits, *_ in self.batches]),
-            ("skipped step", "near", [is_skipped for *_, is_skipped in self.batches]),
+        for name, color, x in (
+            ("not finite", "gone", [batch for batch, bits, *_ in self.batches if bits == -inf]),
+            ("skipped step", "near", [batch for batch, *_, is_skipped in self.batches if is_skipped]),
         ):
-            x = [number for number, is_there in zip(numbers, is_marked, strict=True) if is_there]
-            lines += (
-                [{"name": name, "color": color, "isMark": True, "at": x, "x": x, "y": [1.0] * len(x)}]
-                if x
-                else []
-            )
+            lines += [{**line(name, color, "", x, ones[: len(x)], x), "isMark": True}] if x else []
         return Chart(
             "batches",
             "How near the run came to overflow",

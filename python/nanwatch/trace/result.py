@@ -117,10 +117,18 @@ def _wrapped(head: str, words: str) -> list[str]:
     return textwrap.wrap(line, _WIDTH, subsequent_indent=indent, break_long_words=False)
 
 
-def line(name: str, color: str, dash: str, names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
-    """Return a line of a chart, with a value for each of the names."""
+def line(
+    name: str,
+    color: str,
+    dash: str,
+    names: Sequence[Any],
+    values: Sequence[Any],
+    x: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Return a line of a chart, with a value for each of the names, by default side by side."""
     y = [plain(number) for number in values]
-    return {"name": name, "color": color, "dash": dash, "at": names, "x": [*range(len(names))], "y": y}
+    x = range(len(names)) if x is None else x
+    return {"name": name, "color": color, "dash": dash, "at": names, "x": [*x], "y": y}
 
 
 def plural(count: int, singular: str, more: str = "") -> str:

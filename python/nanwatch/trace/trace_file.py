@@ -67,8 +67,10 @@ class Trace:
     def __init__(self, path: Path, dataset: Any, facts: dict[str, Any], tell: Tell = silent) -> None:
         self.path = path
         self.tell = tell
+        # The rank of the process that wrote it, and the number of frames that came too fast to be taken or written.
+        self.rank: int = facts["rank"]
+        self.lost_frames: int = facts["lost_frames"]
         self._dataset = dataset
-        self._facts = facts
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], tell: Tell = silent) -> Trace:
@@ -102,18 +104,6 @@ class Trace:
             hint = "; nanwatch show reads a report" if parts[-1].suffix == ".json" else ""
             raise unreadable(f"{parts[-1]} is no Parquet file that can be read: {why}{hint}") from error
         return cls(place, dataset, facts, tell)
-
-    @property
-    def rank(self) -> int:
-        """Return the rank of the process that wrote it."""
-        rank: int = self._facts["rank"]
-        return rank
-
-    @property
-    def lost_frames(self) -> int:
-        """Return how many frames are not in it, as they came faster than they could be taken or written."""
-        lost: int = self._facts["lost_frames"]
-        return lost
 
     @cached_property
     def batches(self) -> tuple[int, ...]:

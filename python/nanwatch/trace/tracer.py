@@ -108,22 +108,17 @@ class Tracer:
         with self._lock:
             if self._gathers:  # called within: what is new is for the next time
                 return
-            self._gathers = True
+            self._gathers, self._fetched = True, monotonic()
             try:
-                self._gather()
+                if self._ring == 0:
+                    frames, self._given = self._given, []
+                else:
+                    made, frames = self._recorder.frames_since(self._taken)
+                    self.writer.lose(made - self._taken - len(frames))
+                    self._taken = made
+                self.writer.put(frames)
             finally:
                 self._gathers = False
-
-    def _gather(self) -> None:
-        self._fetched = monotonic()
-        if self._ring == 0:
-            given, self._given = self._given, []
-            self.writer.put(given)
-            return
-        made, new = self._recorder.frames_since(self._taken)
-        self.writer.lose(made - self._taken - len(new))
-        self._taken = made
-        self.writer.put(new)
 
     def close(self) -> None:
         """Hand over the last frames and wait, not for long, until they are on disk. A second time does nothing."""
@@ -143,7 +138,7 @@ def start_tracer(path: Path, recorder: Recorder, ring: int, every: int) -> Trace
     """Make a Tracer; None, with a warning, where the disk is full. Any other obstacle to a file is raised."""
     rank, world_size = rank_and_world_size()
     if world_size > 1:
-        path = path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
+        path = path.with_name(f"{path.name.removesuffix(columns.SUFFIX)}-rank{rank}{columns.SUFFIX}")
     try:
         return Tracer(path.absolute(), recorder, ring, rank, every)  # the run may change its folder
     except OSError as error:
