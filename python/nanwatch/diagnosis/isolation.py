@@ -40,9 +40,12 @@ _ENDS_RUN = getattr(signal, "SIGURG", None)  # Windows has none
 
 
 def can_fork() -> bool:
-    """Return whether a re-run can have a process of its own."""
+    """Return whether a re-run can have a process of its own.
+
+    Not beside a CUDA device: after a backward, also of a model on the CPU, autograd refuses one in a forked child.
+    """
     is_refused = os.environ.get("NANWATCH_RERUN") == "in-process"
-    return sys.platform == "linux" and not is_refused and not torch.cuda.is_initialized()
+    return sys.platform == "linux" and not is_refused and torch.cuda.device_count() == 0
 
 
 class ChildEndedError(RuntimeError):

@@ -175,7 +175,7 @@ def test_a_child_can_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setenv("NANWATCH_RERUN", "in-process")
         assert not can_fork()
     with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
         assert not can_fork()
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not can_fork()
