@@ -99,9 +99,11 @@ class Reports:
         return self.of((*self.recorder.frames(), *more), finding, batch)
 
     def of_frame(self, frame: Frame, origin: OriginKind) -> Incident:
-        """Return the failure of a frame that no forward has made, by its first fault."""
-        record = frame.fault
-        assert record is not None, "a failure has a fault"
+        """Return the failure of a frame that no forward has made, by its first fault.
+
+        Without one, as where a tensor was written since it was found to be non-finite, it is the last record.
+        """
+        record = frame.fault or frame.records[-1]
         num_frames = self.recorder.frames_of_batch(frame.batch)
         finding = finding_of(frame, record, origin, None, rank(), num_frames)
         return Incident(self.latest(finding, frame.batch, [frame]))
