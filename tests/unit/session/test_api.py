@@ -59,31 +59,23 @@ def test_record_keeps_the_start_of_the_failure() -> None:
 def test_a_callable_gets_each_bad_batch() -> None:
     """The callable is given one report for every bad batch, and what it raises is raised."""
     model = nn.Sequential(Scale(INF), Scale())
-    reports: list[Report] = []
-    with watch(model, on_nonfinite=reports.append):
-        for factor in (INF, 1.0, INF, INF):
-            model[0].factor = factor
-            model(torch.ones(1))
-    assert [report.batch for report in reports] == [0, 2, 3]
+    batches: list[int | None] = []
 
     def refuse(report: Report) -> None:
-        raise LookupError(report.batch)
+        batches.append(report.batch)
+        if len(batches) == 3:
+            raise LookupError(report.batch)
 
-    with watch(model, on_nonfinite=refuse), pytest.raises(LookupError, match="0"):
-        model(torch.ones(1))
+    with watch(model, on_nonfinite=refuse):
+        for factor in (INF, 1.0, INF):
+            model[0].factor = factor
+            model(torch.ones(1))
+        with pytest.raises(LookupError, match="3"):
+            model(torch.ones(1))
+    assert batches == [0, 2, 3]
 
 
 # Batches
-
-
-def test_a_batch_is_an_outermost_call() -> None:
-    """The root, or a submodule called from outside, is a batch; calls inside of it are not."""
-    model = nn.Sequential(Scale(), nn.Sequential(Scale()))
-    with watch(model) as w:
-        assert w.batch is None
-        model(torch.ones(1))
-        model[1](torch.ones(1))
-    assert [frame.batch for frame in w.frames] == [0, 0, 0, 0, 1, 1]
 
 
 def test_a_caught_error_inside_a_forward_goes_on() -> None:
@@ -213,27 +205,6 @@ def test_no_tensor_is_kept_alive() -> None:
             gc.collect()
             assert ref() is None
         assert len(w.frames) == 5
-
-
-def test_no_graph_is_built() -> None:
-    """Watching saves nothing for the backward: the graph has the same nodes and hooks never see requires_grad."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    saved: list[int] = []
-
-    def pack(x: Tensor) -> Tensor:
-        saved.append(1)
-        return x
-
-    counts = []
-    for watched in (False, True):
-        w = watch(model) if watched else None
-        saved.clear()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            model(torch.ones(1, 2))
-        counts.append(len(saved))
-        if w is not None:
-            w.stop()
-    assert counts[0] == counts[1] > 0
 
 
 def test_functorch_transforms_are_left_alone() -> None:

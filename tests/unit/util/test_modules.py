@@ -18,8 +18,8 @@ def test_the_order_is_that_of_pytorch() -> None:
     )
     model[1]["y"].weight = shared.weight
     model.register_module("absent", None)
-    assert [(path, id(one)) for path, one in each_module(model)] == [
-        (path, id(one)) for path, one in model.named_modules()
+    assert [(path, id(module)) for path, module in each_module(model)] == [
+        (path, id(module)) for path, module in model.named_modules()
     ]
     assert [id(x) for x in each_parameter(model)] == [id(x) for x in model.parameters()]
 
