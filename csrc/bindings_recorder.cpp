@@ -22,16 +22,13 @@ void bind_recorder(py::module_& m) {
       "The tensor that such a backend is asked about.");
   py::class_<box::BlackBox, std::unique_ptr<box::BlackBox, py::nodelete>>(m, "BlackBox",
                                                                           "The file of this process; blackbox/.")
-      .def("add_facts", &box::BlackBox::add_facts)
       .def("add_note", &box::BlackBox::add_note)
       .def("add_sample", &box::BlackBox::add_sample)
       .def("step_begins", &box::BlackBox::step_begins)
       .def("pulse", &box::BlackBox::pulse)
-      .def("is_under_way", &box::BlackBox::is_under_way)
       .def("exits", &box::BlackBox::exits)
       .def_static("close", &box::BlackBox::close);
-  m.def("open_black_box", &box::BlackBox::open, py::arg("path"), py::arg("bytes"), py::arg("kept"),
-        py::return_value_policy::reference);
+  m.def("open_black_box", &box::BlackBox::open, py::arg("path"), py::arg("kept"), py::return_value_policy::reference);
   m.def("catch_signals", &box::catch_signals);
   m.def("bind_record", &bind_record, py::arg("record"), py::arg("note"),
         "Sets the named tuples that rows are made of.");

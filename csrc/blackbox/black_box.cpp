@@ -8,55 +8,24 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <new>
 #include <stdexcept>
-#include <type_traits>
+#include <utility>
 
 namespace nanwatch::box {
 namespace {
 
-uint32_t thread_id() {
+int64_t thread_id() {
 #ifdef __linux__
-  return uint32_t(syscall(SYS_gettid));
+  return int64_t(syscall(SYS_gettid));
 #else
   return 1;
 #endif
 }
 
-constexpr char kMagic[] = "nanwatch black box 2\n";
-constexpr size_t kNameHead = 8;  // of a text among the names: its kind, and its length from the fifth byte on
-
-// The name of a type as numpy has it, such as "u4".
-template <typename T>
-std::string type_name() {
-  const char* const kind = std::is_floating_point_v<T> ? "f" : std::is_signed_v<T> ? "i" : "u";
-  return kind + std::to_string(sizeof(T));
-}
-
-// Where the sections of a file lie, and the text that says so.
-struct Sections {
-  char* map;
-  std::string text = kMagic;
-  size_t end = kPage;
-
-  template <typename Item>
-  Item* add(const char* name, size_t count, const std::string& fields = "") {
-    const size_t at = end;
-    text += std::string(name) + " " + std::to_string(at) + " " + std::to_string(count) + " " +
-            std::to_string(sizeof(Item)) + fields + "\n";
-    end += (count * sizeof(Item) + 63) / 64 * 64;
-    return reinterpret_cast<Item*>(map + at);
-  }
-};
-
-#define NANWATCH_BOX_FIELD(type, name) +(" " #name ":" + type_name<type>() + ":" + std::to_string(offsetof(Item, name)))
-#define NANWATCH_BOX_FIELDS(Type, FIELDS)            \
-  [] {                                               \
-    using Item = Type;                               \
-    return std::string() FIELDS(NANWATCH_BOX_FIELD); \
-  }()
+constexpr char kMagic[] = "nanwatch black box 3\n";
 
 std::runtime_error refused(const std::string& path, const char* what, int error) {
   return std::runtime_error("the black box " + path + " could not be " + what + ": " + std::strerror(error));
@@ -67,7 +36,7 @@ struct OwnSlot {
   const BlackBox* box = nullptr;  // only compared: of a forked child the parent's
   Slot slot;
   ~OwnSlot() {
-    if (box != nullptr && box == BlackBox::active()) __atomic_store_n(&slot.thread->id, 0, __ATOMIC_RELEASE);
+    if (box != nullptr && box == BlackBox::active()) __atomic_store_n(&slot.thread->id, int64_t(0), __ATOMIC_RELEASE);
   }
 };
 
@@ -79,38 +48,31 @@ void forked() {
 
 std::atomic<BlackBox*> BlackBox::active_{nullptr};
 
-BlackBox::BlackBox(char* map, size_t bytes, const std::string& path, bool kept)
-    : map_(map), bytes_(bytes), path_(path), kept_(kept) {
-  struct Sample {
-    char text[kSample];
+BlackBox::BlackBox(const std::string& path, bool kept) : path_(path), kept_(kept) {
+  // Where the sections lie, and the text that says so.
+  std::string text = kMagic;
+  size_t end = kPage;
+  const auto add = [&](const char* name, size_t count, size_t width, const char* words) {
+    const size_t at = end;
+    text += std::string(name) + " " + std::to_string(at) + " " + std::to_string(count) + words + "\n";
+    end += count * width;
+    return at;
   };
-  Sections sections{map};
-  state_ = new (sections.add<State>("state", 1, NANWATCH_BOX_FIELDS(State, NANWATCH_BOX_STATE))) State{};
-  threads_ = sections.add<Thread>("threads", kThreads, NANWATCH_BOX_FIELDS(Thread, NANWATCH_BOX_THREAD));
-  stacks_ = sections.add<UnderWay>("stacks", kThreads * kStack, NANWATCH_BOX_FIELDS(UnderWay, NANWATCH_BOX_UNDER_WAY));
-  calls_ = sections.add<Call>("calls", kCalls, NANWATCH_BOX_FIELDS(Call, NANWATCH_BOX_CALL));
-  samples_ = sections.add<Sample>("samples", 2)->text;
-  facts_ = sections.add<char>("facts", kFacts);
-  notes_ = sections.add<char>("notes", kNotes);
-  names_ = sections.add<char>("names", kNames);
-  num_records_ = (bytes - sections.end) / sizeof(Record);
-  records_ = sections.add<Record>("records", num_records_, NANWATCH_BOX_FIELDS(Record, NANWATCH_BOX_RECORD));
-  begin_life();
-  // Last, as a file without it is no black box yet.
-  std::memcpy(map, sections.text.data(), sections.text.size());
-}
-
-BlackBox* BlackBox::open(const std::string& path, size_t bytes, bool kept) {
-#ifndef __linux__
-  throw refused(path, "made", ENOTSUP);
-#else
+  const size_t state = add("state", 1, sizeof(State), State::kWords);
+  const size_t threads = add("threads", kThreads, sizeof(Thread), Thread::kWords);
+  const size_t stacks = add("stacks", kThreads * kStack, sizeof(UnderWay), UnderWay::kWords);
+  const size_t calls = add("calls", kCalls, sizeof(Call), Call::kWords);
+  const size_t samples = add("samples", 2 * kSample, 1, "");
+  const size_t notes = add("notes", kNotes, 1, "");
+  const size_t names = add("names", kNames, 1, "");
+  bytes_ = end;
   const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   if (file < 0) throw refused(path, "made", errno);
   // Blocks that a full disk cannot give later.
-  int error = posix_fallocate(file, 0, off_t(bytes));
+  int error = posix_fallocate(file, 0, off_t(bytes_));
   void* map = MAP_FAILED;
   if (error == 0) {
-    map = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    map = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     if (map == MAP_FAILED) error = errno;
   }
   ::close(file);
@@ -118,7 +80,24 @@ BlackBox* BlackBox::open(const std::string& path, size_t bytes, bool kept) {
     unlink(path.c_str());
     throw refused(path, "mapped", error);
   }
-  auto* const box = new BlackBox(static_cast<char*>(map), bytes, path, kept);
+  map_ = static_cast<char*>(map);
+  state_ = reinterpret_cast<State*>(map_ + state);
+  threads_ = reinterpret_cast<Thread*>(map_ + threads);
+  stacks_ = reinterpret_cast<UnderWay*>(map_ + stacks);
+  calls_ = reinterpret_cast<Call*>(map_ + calls);
+  samples_ = map_ + samples;
+  notes_ = map_ + notes;
+  names_ = map_ + names;
+  begin_life();
+  // Last, as a file without it is no black box yet.
+  std::memcpy(map_, text.data(), text.size());
+}
+
+BlackBox* BlackBox::open(const std::string& path, bool kept) {
+#ifndef __linux__
+  throw refused(path, "made", ENOTSUP);
+#else
+  auto* const box = new BlackBox(path, kept);
   active_ = box;
   static const int hooked = pthread_atfork(nullptr, nullptr, &forked);
   (void)hooked;
@@ -129,34 +108,27 @@ BlackBox* BlackBox::open(const std::string& path, size_t bytes, bool kept) {
 #endif
 }
 
-uint32_t BlackBox::name(char kind, std::string_view text) {
-  text = text.substr(0, UINT16_MAX);
-  std::string key(1, kind);
-  key += text;
-  const auto found = numbers_.find(key);
-  if (found != numbers_.end()) return found->second;
-  char head[kNameHead] = {kind};
-  const auto length = uint32_t(text.size());
-  std::memcpy(head + 4, &length, sizeof(length));
-  const uint64_t before = state_->names;
-  if (before + kNameHead + text.size() > kNames) return kUnnamed;
+uint32_t BlackBox::number_of(const std::string& module, const std::string& class_name) {
+  std::string text = module + "\n" + class_name;
+  text.resize(std::min(text.find('\0'), text.size()));  // which ends each text in the file
+  if (const auto known = numbers_.find(text); known != numbers_.end()) return known->second;
   // As many numbers as texts: a reader counts them.
   const auto number = uint32_t(numbers_.size());
-  append(names_, kNames, &state_->names, std::string(head, kNameHead).append(text));
-  numbers_.emplace(std::move(key), number);
+  if (!append(names_, kNames, &state_->names, text + '\0')) return kUnnamed;
+  numbers_.emplace(std::move(text), number);
   return number;
 }
 
-bool BlackBox::append(char* section, size_t room, uint64_t* used, std::string_view text) {
-  if (text.size() > room - *used) return false;
+bool BlackBox::append(char* section, size_t room, int64_t* used, std::string_view text) {
+  if (text.size() > room - size_t(*used)) return false;
   std::memcpy(section + *used, text.data(), text.size());
-  publish(used, *used + text.size());
+  publish(used, *used + int64_t(text.size()));
   return true;
 }
 
 void BlackBox::add_sample(std::string_view text) {
   text = text.substr(0, kSample - 1);
-  char* const sample = samples_ + state_->samples % 2 * kSample;
+  char* const sample = samples_ + size_t(state_->samples) % 2 * kSample;
   std::memcpy(sample, text.data(), text.size());
   sample[text.size()] = 0;
   state_->sample_ticks = ticks();
@@ -178,23 +150,18 @@ Slot* BlackBox::slot() {
   return nullptr;
 }
 
-void BlackBox::begin_batch() {
-  note_time();
-  if (state_->calls > 0) take_pause(state_->ticks - state_->latest);
-}
-
 void BlackBox::gradient_came(uint32_t module, uint32_t part, int64_t batch) {
   // Threads of autograd may come at once. Each of the four is then one of theirs.
-  __atomic_store_n(&state_->gradient_module, module, __ATOMIC_RELAXED);
-  __atomic_store_n(&state_->gradient_part, part, __ATOMIC_RELAXED);
+  __atomic_store_n(&state_->gradient_module, int64_t(module), __ATOMIC_RELAXED);
+  __atomic_store_n(&state_->gradient_part, int64_t(part), __ATOMIC_RELAXED);
   __atomic_store_n(&state_->gradient_batch, batch, __ATOMIC_RELAXED);
-  const uint64_t now = ticks();
+  const int64_t now = ticks();
   __atomic_store_n(&state_->latest, now, __ATOMIC_RELAXED);
   __atomic_store_n(&state_->gradient_ticks, now, __ATOMIC_RELEASE);
 }
 
 void BlackBox::begin_life() {
-  state_->pid = uint64_t(getpid());
+  state_->pid = getpid();
   note_time();
   state_->begun = state_->time;
   state_->begun_ticks = state_->latest = state_->ticks;
@@ -207,27 +174,27 @@ void BlackBox::note_time() {
   state_->time = int64_t(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
 }
 
-std::pair<double, double> BlackBox::pulse(uint64_t memory) {
+double BlackBox::pulse(int64_t memory) {
   note_time();
   state_->memory = memory;
-  return {double(state_->ticks - std::min(state_->ticks, state_->latest)) * per_tick(),
-          double(state_->slowest) * per_tick()};
+  const double seconds = double(state_->time - state_->begun) / 1e9;
+  return seconds * double(state_->ticks - state_->latest) / std::max(1.0, double(state_->ticks - state_->begun_ticks));
 }
 
 void BlackBox::exited(int status) {
-  if (active_ != this || uint64_t(getpid()) != state_->pid) return;
+  if (active_ != this || getpid() != state_->pid) return;
   state_->exit_ticks = ticks();
-  publish(&state_->exit_status, 1u + uint32_t(status & 0xff));
+  publish<int64_t>(&state_->exit_status, 1 + (status & 0xff));
   if (status == 0 && state_->exit == 1 && !kept_) unlink(path_.c_str());
 }
 
 void BlackBox::mark(int signal, const siginfo_t& info) {
-  if (uint64_t(getpid()) != state_->pid) return;
-  state_->signal_code = info.si_code;
-  state_->signal_address = reinterpret_cast<uint64_t>(info.si_addr);
+  if (getpid() != state_->pid) return;
+  // The field of a signal that was sent has the pid of its sender.
+  state_->signal_address = info.si_code > 0 ? reinterpret_cast<int64_t>(info.si_addr) : -1;
   state_->signal_thread = thread_id();
   state_->signal_ticks = ticks();
-  publish(&state_->signal, int32_t(signal));
+  publish<int64_t>(&state_->signal, signal);
 }
 
 void BlackBox::leave_file() {

@@ -280,7 +280,6 @@ bool CallRecorder::record_frame(Thread& thread, int32_t index, int32_t caller, s
   ++observer_.counters.frames;
   if (frame.pending.empty() && thread.deferred.empty()) [[likely]]
     return tell(thread, caller, false);
-  if (box_.box() != nullptr) box_.add(frame, node.box, observer_.labels());
   thread.deferred.emplace_back().frame.swap(frame);
   thread.deferred.back().caller = caller;
   return true;

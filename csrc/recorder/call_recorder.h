@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "blackbox/black_box.h"
 #include "recorder/batch_start.h"
-#include "recorder/box_writer.h"
 #include "recorder/call_observer.h"
 #include "recorder/peak_magnitudes.h"
 #include "recorder/subscriptions.h"
@@ -166,7 +166,7 @@ class CallRecorder {
   int64_t num_inside_ = 0;  // threads
   FrameRing ring_;
   PeakMagnitudes peaks_, gradient_peaks_;
-  BoxWriter box_;
+  box::Writer box_;
   std::shared_ptr<GradientRecorder> gradients_;  // null when nobody asked for gradients
   int64_t every_;
   std::vector<int64_t> traced_;  // sorted

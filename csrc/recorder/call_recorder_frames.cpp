@@ -75,7 +75,6 @@ void CallRecorder::add_frame(int64_t batch, int32_t node, const py::list& record
 }
 
 void CallRecorder::keep(FrameData& frame) {
-  if (box_.box() != nullptr) box_.add(frame, nodes_[size_t(frame.node)]->box, observer_.labels());
   if (frame.batch >= gathers_from) peaks_.add(frame, observer_.labels(), gathers_inputs);
   ring_.push(frame);
 }

@@ -11,11 +11,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from signal import SIGKILL
 
-from ..report import text
 from ..util.reading import plain
 from ..util.visible import first_few, module_name, spell, visible
-from .box_file import SUFFIX
-from .story import SCHEMA, VERSION, BlackBoxReport, BoxCall, read, signal_name
+from .story import SCHEMA, SUFFIX, VERSION, BlackBoxReport, BoxCall, read, signal_name
 
 _CALLS = 10
 _PULSE = 1.5  # seconds from one sign of life to the next, and some more
@@ -120,7 +118,7 @@ def read_job(path: Path) -> Job:
 
 
 def _process_lines(report: BlackBoxReport) -> Iterator[str]:
-    """Yield who the process was, how it ended, what it was doing, and its latest calls and frames."""
+    """Yield who the process was, how it ended, what it was doing, and its latest calls."""
     for head, body in _facts(report):
         yield f"{head + ':':<8} {body}"
     if latest := report.calls[-_CALLS:]:
@@ -132,10 +130,6 @@ def _process_lines(report: BlackBoxReport) -> Iterator[str]:
         yield from ("", f"{note.get('kind', 'note')}:")
         content = {name: value for name, value in note.items() if name not in ("kind", "time")}
         yield from json.dumps(content, indent=2).splitlines()[1:-1]
-    if report.frames:
-        yield from ("", "the latest frames:", text.COLUMNS)
-        for frame in report.frames:
-            yield from text.frame_lines(frame)
 
 
 def _facts(report: BlackBoxReport) -> Iterator[tuple[str, str]]:
@@ -152,9 +146,6 @@ def _facts(report: BlackBoxReport) -> Iterator[tuple[str, str]]:
         yield "Within", " > ".join(module_name(call.module) for call in calls)
     for thread in report.threads[1:]:
         yield "Thread", f"{thread.id}: {_under_way(thread.calls[-1])}"
-    if report.pending:
-        waiting = first_few([*map(module_name, report.pending)], 8)
-        yield "Device", f"had not confirmed the work of these calls, the oldest first: {waiting}"
     if report.python:
         ago = f"{_seconds_words(report.python_ago)} before: " if report.python_ago else ""
         yield "Python", ago + " < ".join(report.python)

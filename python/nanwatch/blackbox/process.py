@@ -28,9 +28,8 @@ import torch
 from ..numerics import _extension
 from ..util.job import rank_and_world_size, started_at
 from ..util.visible import suppressing, warn_user
-from .box_file import SUFFIX
+from .story import SUFFIX
 
-BYTES = 8 << 20
 _LEAST_STALL = 300.0  # seconds
 _SLOWER = 10
 _INNERMOST = 3  # functions in a sample
@@ -57,7 +56,7 @@ class ProcessBox:
         self.num_watches = 0
         self.error: BaseException | None = None
         self._pid = os.getpid()
-        self._box = compiled.open_black_box(str(path), BYTES, is_kept)
+        self._box = compiled.open_black_box(str(path), is_kept)
         self.step_begins = self._box.step_begins  # writes that an optimizer steps
         self._is_kept = is_kept
         self._ranks: tuple[int, int] | None = None
@@ -86,21 +85,25 @@ class ProcessBox:
             **_extension.versions(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else platform.machine(),
         }
-        self._box.add_facts(json.dumps(facts) + "\n")
+        self.note("facts", **facts)
 
     def _live(self) -> None:
         noted = 0.0  # how long the hang had lasted that was noted last
+        previous = longest = 0.0  # times without a call: a second ago, and the longest that ended
         while not self._ended.wait(1.0):
             with suppressing("the black box gave no sign of life"):
                 if rank_and_world_size() != self._ranks:  # torch.distributed was initialized
                     self._note_facts()
-                idle, slowest = self._box.pulse(_memory())
+                idle = self._box.pulse(_memory())
+                longest = max(longest, previous if idle < previous else 0.0)
+                previous = idle
                 main = threading.main_thread().ident or 0
                 self._box.add_sample("\n".join(_chosen(_places(sys._current_frames().get(main)))))
                 limit = self.stall_timeout
                 if limit is None:
-                    limit = max(_LEAST_STALL, _SLOWER * slowest)
-                if not (self.num_watches > 0 and 0 < limit <= idle):
+                    limit = max(_LEAST_STALL, _SLOWER * longest)
+                is_interactive = hasattr(sys, "ps1")  # where somebody thinks between two calls
+                if is_interactive or not (self.num_watches > 0 and 0 < limit <= idle):
                     noted = 0.0
                 else:
                     if not 0 < noted < idle:  # less idle than before: a call came, and another hang
@@ -108,8 +111,6 @@ class ProcessBox:
                     noted = idle
 
     def _note_hang(self, idle: float) -> None:
-        if hasattr(sys, "ps1") and not self._box.is_under_way():  # somebody thinks
-            return
         stacks = _stacks()
         self.note("stall", seconds=round(idle), stacks=stacks)
         _log.warning(

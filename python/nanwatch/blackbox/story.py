@@ -1,26 +1,34 @@
-"""Report of one black box: how its process ended, in which call it was, and its latest calls."""
+"""Reader of black boxes: the file that csrc/blackbox/ writes, and what it says of the process.
+
+The first page of a file says where each section lies and which words its items have. A file may be read while it is
+written: counts are read before and after, and items that were overwritten meanwhile are left out. Nothing in a file is
+executed, and a file that was damaged gives a ValueError or what can be read of it.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from ..records.note import NOTE_KINDS, Note
-from ..records.record import PHASES, ROLES, Frame, Record
-from ..util.job import started_at
-from .box_file import BoxFile, Items
+import numpy as np
 
-SCHEMA, VERSION = "nanwatch.blackbox", 1
+from ..util.job import started_at
+from ..util.visible import spell
+
+SCHEMA, VERSION = "nanwatch.blackbox", 2
+SUFFIX = ".blackbox"
 End: TypeAlias = Literal["runs", "exit", "exception", "signal", "unknown"]
-_MOST_CALLS, _MOST_FRAMES = 64, 21
+_MAGIC = b"nanwatch black box 3\n"
+_PAGE = 4096
+_MOST_BYTES = 1 << 26
+_MOST_CALLS = 64
 _LIFE = 2.0  # seconds: a sign of life that much after a signal says that the process went on
-_MOST_DIMS = 6  # of a shape that the file has
 _PARTS = ("output", "input", "weight")
 
 
@@ -56,9 +64,8 @@ class BlackBoxReport:
     lost machine, and SIGKILL without a parent that says so leave no mark. A `signal` of an unknown end came before, and
     the program went on. `raised` is the call that an exception ended.
     `phase` is "forward", "backward", "step", or "" between them. `seconds_after` is the time from the end of the latest
-    call to the end. `python` is where the main thread was, `python_ago` seconds before the end. `pending` are modules
-    whose work a device had not confirmed. Times are in seconds, moments in seconds since 1970. `facts` are of the
-    process, `notes` what it wrote about a hang or an error.
+    call to the end. `python` is where the main thread was, `python_ago` seconds before the end. Times are in seconds,
+    moments in seconds since 1970. `facts` are of the process, `notes` what it wrote about a hang or an error.
     """
 
     path: str
@@ -82,8 +89,6 @@ class BlackBoxReport:
     python_ago: float | None
     memory: int
     calls: tuple[BoxCall, ...]
-    frames: tuple[Frame, ...]
-    pending: tuple[str, ...]
     facts: dict[str, Any]
     notes: tuple[dict[str, Any], ...]
 
@@ -103,155 +108,192 @@ class BlackBoxReport:
         return self.end not in ("runs", "exit") or bool(self.exit_status)
 
 
+class BoxFile:
+    """The file at one moment.
+
+    `state` has the words of the process by name, `calls` the calls that ended, oldest first, `threads` and `stacks` the
+    places of threads and the calls under way in them, `names` a module and its class for each number. Raises
+    ValueError, which names the file, for one that is no black box, OSError where it cannot be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if self.path.exists() and not self.path.is_file():
+            raise ValueError(f"{self.path} is no regular file; a black box ends with {SUFFIX}")
+        with self.path.open("rb") as file:
+            data = file.read(_MOST_BYTES)
+            if not data.startswith(_MAGIC):
+                raise ValueError(
+                    f"{self.path} is no black box of this version: its first line is another; `nanwatch show` without"
+                    " --box reads a trace or a report"
+                )
+            try:
+                self._places, self._sections = _sections(data)
+                # Counts that have grown meanwhile say which items were overwritten during the read.
+                file.seek(self._places["state"])
+                state = self._sections["state"]
+                later = np.frombuffer(file.read(state.nbytes), state.dtype)
+                self.state, after = _words(state[0]), _words(later[0])
+                self.threads = self._sections["threads"]
+                self.stacks = np.array_split(self._sections["stacks"], len(self.threads))
+                ring, end = self._sections["calls"], self.state["calls"]
+                # The oldest may be half overwritten by one that was never counted.
+                begin = min(max(0, after["calls"] - len(ring) + 1), end)
+                self.calls = ring[np.arange(max(begin, end - len(ring)), end) % len(ring)]
+                self.names = [name.partition("\n") for name in self._text("names").split("\0")[:-1]]
+                self.notes = tuple(_documents(self._text("notes")))
+                samples = np.array_split(self._sections["samples"], 2)
+                sample = samples[(self.state["samples"] - 1) % 2].tobytes().partition(b"\0")[0]
+                self.sample = sample.decode("utf-8", "replace")
+            except Exception as error:  # numpy's, or of a section or a word that is not there
+                raise self.damaged(error) from error
+
+    def damaged(self, error: Exception) -> ValueError:
+        """Return the error that says that the file cannot be read."""
+        return ValueError(
+            f"{self.path} is a damaged or shortened black box, or of another nanwatch: {spell(error)}"
+        )
+
+    def write_state(self, name: str, value: int) -> None:
+        """Write a word of the state into the file, as only the parent of an ended process may."""
+        place = self._places["state"] + 8 * list(self.state).index(name)
+        with self.path.open("r+b") as file:
+            file.seek(place)
+            file.write(value.to_bytes(8, "little", signed=True))
+
+    def _text(self, name: str) -> str:
+        data: bytes = self._sections[name][: self.state[name]].tobytes()
+        return data.decode("utf-8", "replace")
+
+    def module(self, number: int) -> tuple[str, str]:
+        """Return the name of a module and its class."""
+        if not 0 <= number < len(self.names):
+            return f"module {number}", "?"
+        name, _, class_name = self.names[number]
+        return name, class_name
+
+
+def _sections(data: bytes) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return the places of the sections that the first page describes, and their items."""
+    places, sections = {}, {}
+    for line in data[len(_MAGIC) : _PAGE].partition(b"\0")[0].decode("ascii").splitlines():
+        name, at, count, *words = line.split(" ")
+        places[name] = int(at)
+        item = np.dtype([(word, "<i8") for word in words] if words else "u1")
+        sections[name] = np.frombuffer(data, item, int(count), int(at))
+    return places, sections
+
+
+def _words(item: Any) -> dict[str, int]:
+    return {name: int(item[name]) for name in item.dtype.names}
+
+
 def read(path: str | os.PathLike[str]) -> BlackBoxReport:
     """Read the black box of a process, which may be running.
 
     Raises ValueError, which names the file, for one that is no black box, and OSError.
     """
-    file = _Reading(path)
+    file = BoxFile(path)
     try:
-        return file.report()
-    except (ValueError, LookupError, OverflowError) as error:  # a field or a section that is not there
+        return _report(file)
+    except (ValueError, LookupError, OverflowError) as error:  # a word or a section that is not there
         raise file.damaged(error) from error
 
 
-class _Reading(BoxFile):
-    _per_tick = math.nan
+def _report(file: BoxFile) -> BlackBoxReport:
+    """Return all that the file says."""
+    state, facts = file.state, dict[str, Any]()
+    for note in file.notes:
+        if note.get("kind") == "facts":
+            facts |= note
+    clock = _Clock(state)
+    end = _end(state, facts, clock)
+    kinds = ("sample", "step", "gradient", "signal", "exit")
+    latest = max(state["latest"], state["ticks"], *(state[f"{kind}_ticks"] for kind in kinds))
+    is_marked = end == "signal" and state["killed_by"] in (0, state["signal"])
+    now = state["signal_ticks"] if is_marked else latest
+    threads = _threads(file, clock, now)
+    calls = tuple(_call(file, _words(call), clock, now) for call in file.calls[-_MOST_CALLS:])
+    ended = int(file.calls["ended"][-1]) if calls else 0
+    # Of equal ones the first: nothing has happened yet.
+    latest_ends = (ended, ""), (state["gradient_ticks"], "backward"), (state["step_ticks"], "step")
+    phase = "forward" if threads else max(latest_ends, key=lambda latest_end: latest_end[0])[1]
+    batch = threads[0].calls[-1].batch if threads else calls[-1].batch if calls else None
+    part = state["gradient_part"]
+    gradient = file.module(state["gradient_module"])[0], _PARTS[part] if 0 <= part < len(_PARTS) else "?"
+    return BlackBoxReport(
+        path=str(file.path),
+        pid=state["pid"],
+        rank=_whole(facts.get("rank"), 0),
+        world_size=_whole(facts.get("world_size"), 1),
+        begun=state["begun"] / 1e9,
+        latest=state["time"] / 1e9 + (clock.seconds(state["ticks"], now) or 0.0),
+        end=end,
+        signal=(state["killed_by"] or state["signal"]) if end in ("signal", "unknown") else 0,
+        signal_address=state["signal_address"] if is_marked and state["signal_address"] >= 0 else None,
+        exit_status=state["exit_status"] - 1 if state["exit_status"] and end != "signal" else None,
+        phase=phase,
+        batch=batch if phase != "backward" else state["gradient_batch"],
+        num_calls=state["calls"],
+        seconds_after=calls[-1].ago if calls else None,
+        threads=threads,
+        raised=_raised(calls) if not threads and end != "runs" else None,
+        gradient=gradient if phase == "backward" else None,
+        python=tuple(file.sample.splitlines()),
+        python_ago=clock.seconds(state["sample_ticks"], now),
+        memory=state["memory"],
+        calls=calls,
+        facts=facts,
+        notes=tuple(note for note in file.notes if note.get("kind") != "facts"),
+    )
 
-    def _between(self, begin: int, end: int) -> float | None:
-        """Return the seconds from one moment in ticks to another; None where they are not known."""
-        seconds = (end - begin) * self._per_tick
-        return seconds if begin and math.isfinite(seconds) and abs(seconds) < 1e10 else None
 
-    def _module(self, number: int) -> tuple[str, str]:
-        """Return the name of a module and its class."""
-        name, _, class_name = self.name(number).rpartition("\n")
-        return (name, class_name) if class_name else (f"module {number}", "?")
+class _Clock:
+    """Ticks of the process in seconds, by its first and its latest sign of life."""
 
-    def report(self) -> BlackBoxReport:
-        """Return all that the file says."""
-        state, facts = self.state, dict[str, Any]()
-        for line in _documents(self.text("facts")):
-            facts |= line
+    def __init__(self, state: dict[str, int]) -> None:
         ticks, nanoseconds = state["ticks"] - state["begun_ticks"], state["time"] - state["begun"]
-        if ticks > 0 and nanoseconds > 0:
-            self._per_tick = nanoseconds / 1e9 / ticks
-        end = self._end(facts)
-        kinds = ("sample", "step", "gradient", "signal", "exit")
-        latest = max(state["latest"], state["ticks"], *(state[f"{kind}_ticks"] for kind in kinds))
-        is_marked = end == "signal" and state["killed_by"] in (0, state["signal"])
-        ended = state["signal_ticks"] if is_marked else latest
-        threads = self._threads(ended)
-        calls = tuple(self._call(call, ended) for call in self.calls[-_MOST_CALLS:])
-        phase = self._phase(threads)
-        batch = threads[0].calls[-1].batch if threads else calls[-1].batch if calls else None
-        frames = self.frames(_MOST_FRAMES)
-        return BlackBoxReport(
-            path=str(self.path),
-            pid=state["pid"],
-            rank=_whole(facts.get("rank"), 0),
-            world_size=_whole(facts.get("world_size"), 1),
-            begun=state["begun"] / 1e9,
-            latest=state["time"] / 1e9 + (self._between(state["ticks"], ended) or 0.0),
-            end=end,
-            signal=(state["killed_by"] or state["signal"]) if end in ("signal", "unknown") else 0,
-            # The field of a signal that was sent has the pid of its sender.
-            signal_address=state["signal_address"] if is_marked and state["signal_code"] > 0 else None,
-            exit_status=state["exit_status"] - 1 if state["exit_status"] and end != "signal" else None,
-            phase=phase,
-            batch=batch if phase != "backward" else state["gradient_batch"],
-            num_calls=state["calls"],
-            seconds_after=calls[-1].ago if calls else None,
-            threads=threads,
-            raised=_raised(calls) if not threads and end != "runs" else None,
-            gradient=self._gradient() if phase == "backward" else None,
-            python=tuple(self.sample.splitlines()),
-            python_ago=self._between(state["sample_ticks"], ended),
-            memory=state["memory"],
-            calls=calls,
-            frames=tuple(self._frame(frame) for frame in frames),
-            pending=tuple(self._pending(frames)),
-            facts=facts,
-            notes=tuple(_documents(self.text("notes"))),
-        )
+        self._per_tick = nanoseconds / 1e9 / ticks if ticks > 0 and nanoseconds > 0 else None
 
-    def _end(self, facts: dict[str, Any]) -> End:
-        state, is_here = self.state, facts.get("host") == socket.gethostname()
-        if is_here and started_at(state["pid"]) == facts.get("started"):
-            return "runs"
-        lived = self._between(state["signal_ticks"], max(state["latest"], state["ticks"]))
-        is_last = state["exit_ticks"] <= state["signal_ticks"] and (lived is None or lived < _LIFE)
-        if state["killed_by"] or (state["signal"] > 0 and is_last):  # else the program has handled it
-            return "signal"
-        if state["exit"] == 2:
-            return "exception"
-        return "exit" if state["exit"] == 1 or state["exit_status"] else "unknown"
+    def seconds(self, begin: int, end: int) -> float | None:
+        """Return the seconds from one moment to another; None where they are not known."""
+        seconds = None if self._per_tick is None or not begin else (end - begin) * self._per_tick
+        return seconds if seconds is not None and abs(seconds) < 1e10 else None
 
-    def _threads(self, now: int) -> tuple[BoxThread, ...]:
-        """Return the threads with calls under way, the one that matters first."""
-        order: list[tuple[bool, int, BoxThread]] = []
-        for thread, stack in zip(self.threads, self.stacks, strict=True):
-            number, depth = int(thread["id"]), min(int(thread["depth"]), len(stack))
-            if number and depth:
-                calls = tuple(self._call(call, now) for call in stack[:depth])
-                is_hit = number == self.state["signal_thread"]
-                order.append((is_hit, int(stack[depth - 1]["begun"]), BoxThread(number, calls)))
-        order.sort(key=lambda item: item[:2], reverse=True)
-        return tuple(thread for *_, thread in order)
 
-    def _call(self, call: Any, now: int) -> BoxCall:
-        """Return a call that has ended, or that is under way."""
-        names, begun, batch = self._module(int(call["module"])), int(call["begun"]), int(call["batch"])
-        if "ended" not in call.dtype.names:
-            return BoxCall(*names, batch, self._between(begun, now))
-        ended = int(call["ended"])
-        ago = self._between(ended, now) or 0.0
-        return BoxCall(*names, batch, self._between(begun, ended), ago, bool(call["raised"]))
+def _end(state: dict[str, int], facts: dict[str, Any], clock: _Clock) -> End:
+    is_here = facts.get("host") == socket.gethostname()
+    if is_here and started_at(state["pid"]) == facts.get("started"):
+        return "runs"
+    lived = clock.seconds(state["signal_ticks"], max(state["latest"], state["ticks"]))
+    is_last = state["exit_ticks"] <= state["signal_ticks"] and (lived is None or lived < _LIFE)
+    if state["killed_by"] or (state["signal"] > 0 and is_last):  # else the program has handled it
+        return "signal"
+    if state["exit"] == 2:
+        return "exception"
+    return "exit" if state["exit"] == 1 or state["exit_status"] else "unknown"
 
-    def _phase(self, threads: tuple[BoxThread, ...]) -> str:
-        if threads:
-            return "forward"
-        ended = int(self.calls[-1]["ended"]) if len(self.calls) else 0
-        # Of equal ones the first: nothing has happened yet.
-        ends = (ended, ""), (self.state["gradient_ticks"], "backward"), (self.state["step_ticks"], "step")
-        return max(ends, key=lambda end: end[0])[1]
 
-    def _gradient(self) -> tuple[str, str]:
-        part = self.state["gradient_part"]
-        return self._module(self.state["gradient_module"])[0], _PARTS[part] if part < len(_PARTS) else "?"
+def _threads(file: BoxFile, clock: _Clock, now: int) -> tuple[BoxThread, ...]:
+    """Return the threads with calls under way, the one that matters first."""
+    order: list[tuple[bool, int, BoxThread]] = []
+    for thread, stack in zip(map(_words, file.threads), file.stacks, strict=True):
+        depth = min(thread["depth"], len(stack))
+        if thread["id"] and depth > 0:
+            calls = tuple(_call(file, _words(call), clock, now) for call in stack[:depth])
+            is_hit = thread["id"] == file.state["signal_thread"]
+            order.append((is_hit, int(stack[depth - 1]["begun"]), BoxThread(thread["id"], calls)))
+    order.sort(key=lambda item: item[:2], reverse=True)
+    return tuple(thread for *_, thread in order)
 
-    def _frame(self, rows: Items) -> Frame:
-        first = rows[0]
-        phase = PHASES[int(first["phase"])] if first["phase"] < len(PHASES) else "forward"
-        names, records = self._module(int(first["module"])), tuple(map(self._record, rows))
-        return Frame(int(first["batch"]), *names, records, phase, bool(first["recomputed"]))
 
-    def _record(self, row: Any) -> Record:
-        dims = int(row["dims"])
-        shape = tuple(int(row[f"size{d}"]) for d in range(dims)) if dims <= _MOST_DIMS else None
-        label, dtype = (self.name(int(row[field])) for field in ("label", "dtype"))
-        kind, role, is_read = int(row["note"]), int(row["role"]), bool(dtype) and not row["pending"]
-        note = Note(NOTE_KINDS[kind - 1]) if 0 < kind <= len(NOTE_KINDS) else None
-        if row["pending"]:
-            note = Note("not_checked", "the device had not delivered it")
-        return Record(
-            label or "?",
-            ROLES[role] if role < len(ROLES) else "output",
-            shape if dtype else None,
-            dtype,
-            float(row["abs_min"]) if is_read else None,
-            float(row["abs_max"]) if is_read else None,
-            bool(row["isfinite"]) if is_read else None,
-            None,
-            note,
-        )
-
-    def _pending(self, frames: list[Items]) -> list[str]:
-        """Return the modules whose rows a device had not delivered, the oldest call first."""
-        waits: dict[tuple[int, int], bool] = {}
-        for rows in frames:
-            waits[int(rows[0]["batch"]), int(rows[0]["module"])] = bool(rows["pending"].any())
-        return [self._module(module)[0] for (_, module), is_pending in waits.items() if is_pending]
+def _call(file: BoxFile, call: dict[str, int], clock: _Clock, now: int) -> BoxCall:
+    """Return a call that has ended, or that is under way."""
+    names, ended = file.module(call["module"]), call.get("ended")
+    if ended is None:
+        return BoxCall(*names, call["batch"], clock.seconds(call["begun"], now))
+    seconds, ago = clock.seconds(call["begun"], ended), clock.seconds(ended, now) or 0.0
+    return BoxCall(*names, call["batch"], seconds, ago, bool(call["raised"]))
 
 
 def _raised(calls: tuple[BoxCall, ...]) -> BoxCall | None:
@@ -269,7 +311,7 @@ def _whole(value: Any, default: int) -> int:
 
 
 def _documents(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a section that are JSON objects."""
+    """Yield the lines that are JSON objects."""
     for line in text.splitlines():
         try:
             document = json.loads(line)

@@ -8,9 +8,9 @@ import time
 from functools import partial
 from pathlib import Path
 
-from ..blackbox.box_file import SUFFIX
 from ..blackbox.job import read_job
 from ..blackbox.process import state_folder
+from ..blackbox.story import SUFFIX
 from ..ranks.merge import merge
 from ..report.forms import FORMS
 from ..report.report import Report

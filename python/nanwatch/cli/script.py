@@ -17,8 +17,7 @@ from io import open_code
 from pathlib import Path
 from types import ModuleType
 
-from ..blackbox.box_file import SUFFIX, BoxFile
-from ..blackbox.story import signal_name
+from ..blackbox.story import SUFFIX, BoxFile, signal_name
 from ..session import model_finder
 from ..util.visible import visible
 

@@ -77,7 +77,7 @@ def watch(
             what else to keep. Needs `pyarrow` (docs/traces.md).
         sinks: what gets headroom, failures, forecasts and spikes: a name such as "tensorboard:runs/a", an object of a
             tracker, a function, a `nanwatch.Sink`, or several of these (docs/trackers.md).
-        black_box: keep the latest calls in a file of 8 MiB that outlives a killed process, in `output_dir`, else in
+        black_box: keep the latest calls in a file of 4 MiB that outlives a killed process, in `output_dir`, else in
             `~/.local/state/nanwatch` (docs/blackbox.md). None is True with `output_dir`. Needs the compiled part.
         forecast: warn of the module that will overflow first, at most three times in 10,000 batches
             (docs/forecasts.md).

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nanwatch import watch
-from nanwatch.blackbox.box_file import BoxFile
+from nanwatch.blackbox.story import BoxFile
 from nanwatch.blackbox.story import read as read_black_box
 from support.black_boxes import black_box, needs_box, until
 
@@ -21,7 +21,7 @@ pytestmark = needs_box
 
 def ended_calls(file: BoxFile) -> list[tuple[str, int]]:
     """Return the names and batches of the calls in the file, oldest first."""
-    return [(file.name(int(one["module"])).partition("\n")[0], int(one["batch"])) for one in file.calls]
+    return [(file.module(int(call["module"]))[0], int(call["batch"])) for call in file.calls]
 
 
 def test_the_calls_are_those_that_hooks_see(tmp_path: Path) -> None:
@@ -53,9 +53,9 @@ def test_the_latest_calls_outlive_the_ring(tmp_path: Path) -> None:
 
 
 def test_what_is_read_while_it_is_written_is_whole(tmp_path: Path) -> None:
-    """Calls in their order, frames of modules that there are."""
+    """Calls in their order, of modules that there are."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    names = {name: type(module).__name__ for name, module in model.named_modules()}
+    names = {name for name, _ in model.named_modules()}
     ended = threading.Event()
 
     def write() -> None:
@@ -73,10 +73,7 @@ def test_what_is_read_while_it_is_written_is_whole(tmp_path: Path) -> None:
                 assert times
                 assert times == sorted(times)
                 assert (file.calls["begun"] <= file.calls["ended"]).all()
-                assert {name for name, _ in ended_calls(file)} <= names.keys()
-                for frame in read_black_box(box.path).frames:
-                    assert names[frame.name] == frame.class_name
-                    assert [record.shape for record in frame.records if record.role == "output"] == [(2, 4)]
+                assert {name for name, _ in ended_calls(file)} <= names
         finally:
             ended.set()
             writer.join()

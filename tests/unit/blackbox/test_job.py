@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from nanwatch import watch
-from nanwatch.blackbox.box_file import BoxFile
 from nanwatch.blackbox.job import Job, read_job
+from nanwatch.blackbox.story import BoxFile
 from nanwatch.blackbox.story import read as read_black_box
 from support.black_boxes import black_box, needs_box, other
 

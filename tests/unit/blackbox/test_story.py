@@ -69,25 +69,6 @@ def test_each_phase_is_told(tmp_path: Path) -> None:
         assert (step.phase, step.batch, step.end) == ("step", batch, "runs")
 
 
-def test_the_frames_are_those_of_the_recorder(tmp_path: Path) -> None:
-    """Modules, tensors and ranges, of forwards and backwards."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 2)))
-    with black_box(tmp_path) as box, watch(model, black_box=True, gradients=True, max_frames=21) as w:
-        for _ in range(4):
-            model(torch.randn(3, 4)).sum().backward()
-        told = read_black_box(box.path).frames
-        mine = w.frames
-    assert len(told) == 21
-
-    def facts(frame: Any) -> Any:
-        return (frame.batch, frame.name, frame.class_name, frame.phase, frame.recomputed), [
-            (one.label, one.role, one.shape, one.dtype, one.abs_min, one.abs_max, one.isfinite)
-            for one in frame.records
-        ]
-
-    assert [facts(frame) for frame in told] == [facts(frame) for frame in mine]
-
-
 def test_a_killed_process_runs_no_longer_before_its_parent_asks(tmp_path: Path) -> None:
     """Nobody may have waited for it: its number is still taken."""
     pid = os.fork()
