@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
 from nanwatch.records.record import Frame
-from nanwatch.report.report import NonFiniteError
 from nanwatch.trace import tracer
 from nanwatch.trace.trace_file import Trace
 from support.architectures import built, inputs_of
@@ -89,20 +88,6 @@ def test_frames_beyond_the_ring_are_counted(
     found = Trace.open(tmp_path / "run.parquet")
     assert len(traced(found.path)) == 40
     assert found.lost_frames == 4 * 50 - 40
-
-
-def test_the_batch_that_failed_is_in_the_trace_with_its_counts(tmp_path: Path, recorder: str) -> None:
-    """A NonFiniteError ends the run: the frames up to the non-finite one are there, and the health of that one."""
-    model = nn.Sequential(nn.Linear(3, 3), Scale(1e38), Scale(1e38))
-    w = watch(model, trace=tmp_path / "run.parquet")
-    with pytest.raises(NonFiniteError) as error:
-        model(torch.ones(2, 3))
-    w.stop()
-    assert traced(tmp_path / "run.parquet") == with_records(error.value.report.frames)
-    report = Trace.open(tmp_path / "run.parquet").report(0)
-    assert report.finding is not None
-    assert error.value.report.finding is not None
-    assert report.finding.module == error.value.report.finding.module
 
 
 def test_a_watch_that_goes_away_with_its_model_leaves_a_whole_trace(tmp_path: Path, recorder: str) -> None:

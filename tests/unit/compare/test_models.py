@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +41,6 @@ X = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
     ("function", "words"),
     [
         (lambda x: 3 * x, "a scale: B is 3 times A"),
-        (lambda x: -x, "another sign"),
         (lambda x: x + torch.arange(16.0), "an offset: the same in each token"),
         (lambda x: x.flip(-1), "a permutation"),
         (
@@ -51,7 +49,6 @@ X = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
         ),
         (lambda x: torch.cat([x[:, :-1], 2 * x[:, -1:]], 1), "token 7 of 8 only"),
         (lambda x: torch.cat([x[:, :1], x[:, 1:] ** 2], 1), "all tokens but the first"),
-        (lambda x: torch.cat([x[:, :3] ** 2, x[:, 3:]], 1), "tokens up to 2 only"),
         (lambda x: x / 0, "non-finite numbers on one side only"),
     ],
 )
@@ -60,7 +57,6 @@ def test_the_kind_of_a_difference_is_named(function: Callable[[Tensor], Tensor],
     assert found.first is not None
     assert found.first.module_a == "1"
     assert words in " ".join(found.words("Looks like"))
-    assert words.split()[0] in found.to_text()
 
 
 class Renamed(nn.Module):
@@ -196,6 +192,7 @@ def test_bad_use_is_explained() -> None:
     for arguments, options, words in (
         ((mlp(), "model", X), {}, "model_b should be a torch.nn.Module, got str"),
         ((mlp(), mlp(), X), {"factor": 1.0}, "factor should be above 1"),
+        ((mlp(), mlp(), X), {"most_bytes": 1000}, "take more than most_bytes=1,000; pass fewer tokens"),
         (
             (mlp(), mlp(), X),
             {"call_b": lambda *_: None},
@@ -204,30 +201,6 @@ def test_bad_use_is_explained() -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             nanwatch.compare(*arguments, **options)
-
-
-class Gained(nn.Module):
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.g = nn.Parameter(torch.full((6,), factor))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.g
-
-
-class Gain(Gained):
-    pass
-
-
-def test_modules_that_stand_for_each_other_and_do_not_match_are_both_named() -> None:
-    """Their outputs are far apart and they have no `weight`, so nothing says that they are the same."""
-    one = nn.Sequential(OrderedDict(norm=Gained(1.0), head=nn.Linear(6, 6)))
-    other = nn.Sequential(OrderedDict(n1=Gain(-3.0), out=nn.Linear(6, 6)))
-    other[1].load_state_dict(one[1].state_dict())
-    found = nanwatch.compare(one, other, torch.randn(4, 6))
-    assert found.words("Where")[0].endswith(
-        "There A calls norm and B n1, which were not matched: compare them"
-    )
 
 
 class Block(nn.Module):
@@ -302,34 +275,3 @@ def test_a_call_of_a_shared_module_that_one_side_lacks_moves_no_other() -> None:
     assert "A made 7 calls, B 6" in found.compared
     assert len(norms) == 2
     assert all(place.error == 0 for place in norms)
-
-
-class Embedded(nn.Module):
-    """Embedding whose scale is in the weight or in the code after it."""
-
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.head, self.scale = nn.Embedding(9, 16), nn.Linear(16, 4), scale
-        self.table.weight.data /= scale
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.table(ids) * self.scale)
-
-
-def test_a_factor_of_a_weight_that_the_code_makes_up_for_is_no_difference() -> None:
-    """What follows is given the same."""
-    ids = torch.arange(8).reshape(2, 4)
-    found = nanwatch.compare(Embedded(1.0), Embedded(4.0), ids)
-    assert found.equal, found.to_text()
-    assert found.remarks == ("the output of table differs, which is gone at the output of the root module",)
-    forgotten = Embedded(4.0)
-    forgotten.scale = 1.0
-    found = nanwatch.compare(Embedded(1.0), forgotten, ids)
-    assert found.first is not None
-    assert found.first.module_a == "table"
-
-
-def test_copies_that_need_more_memory_are_an_error() -> None:
-    with pytest.raises(ValueError, match="take more than most_bytes=1,000; pass fewer tokens"):
-        nanwatch.compare(mlp(), mlp(), X, most_bytes=1000)

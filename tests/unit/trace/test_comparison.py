@@ -18,7 +18,6 @@ from nanwatch.session.api import watch
 from nanwatch.trace import columns
 from nanwatch.trace.comparison import diff
 from nanwatch.trace.trace_file import Trace
-from support.html_page import Page
 from support.toys import mlp
 from support.watching import watch as watching
 
@@ -214,20 +213,3 @@ def test_what_grew_is_sorted_and_leaves_out_inputs_zeros_and_nan(tmp_path: Path)
         "input[0]",
         "range",
     )
-
-
-def test_the_page_has_every_output_of_the_batch(tmp_path: Path) -> None:
-    """In A and in B."""
-    pytest.importorskip("jinja2")
-    model = mlp()
-    x = torch.ones(2, 3)
-    a = run(tmp_path / "a.parquet", model, x, x)
-    scaled(model[0])
-    found = diff(a, run(tmp_path / "b.parquet", model, x, x))
-    page = Page(found.to_html())
-    values = {title.partition(":")[0]: title.rpartition(" ")[2] for title in page.titles}
-    assert {"A, output of 0", "B, output of the root module"} <= values.keys()
-    table = a.table(["module", "label", "abs_max"], [0]).to_pylist()
-    (expected,) = (line["abs_max"] for line in table if (line["module"], line["label"]) == ("1", "output"))
-    assert float(values["A, output of 1"]) == pytest.approx(expected, rel=1e-3)
-    assert page.headline == ["They part at weight of 0"]
