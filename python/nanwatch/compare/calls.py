@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..util.modules import has_parameters
-from ..util.visible import first_few, module_name
+from ..util.visible import module_name
 
 # By precision.
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -183,20 +182,6 @@ def innermost(calls: Sequence[ModuleCall], start: int, end: int) -> ModuleCall:
     """Return the innermost call from one time to another."""
     return max(
         (call for call in calls if call.start <= start and call.end >= end), key=lambda call: call.start
-    )
-
-
-def unmatched(calls: Sequence[ModuleCall], pairs: Sequence[CallPair], start: int, end: int) -> str:
-    """Name the modules with parameters that are called between two times and that no pair has."""
-    known = {id(call) for pair in pairs for side in pair.sides for call in side}
-    alone = [
-        call
-        for call in calls
-        if call.is_leaf and id(call) not in known and start < call.start < call.end < end
-    ]
-    return first_few(
-        [module_name(call.path) for call in alone if call.module is not None and has_parameters(call.module)],
-        2,
     )
 
 

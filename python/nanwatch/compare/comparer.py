@@ -26,7 +26,6 @@ from .calls import (
     errors_between,
     innermost,
     num_values,
-    unmatched,
     value,
 )
 from .words import module_differences, shape_of_difference
@@ -247,15 +246,6 @@ class Comparer:
         where = f"in its own code, between {_spell(last)}, which agrees, and {_spell(event)}, which does not"
         times = [sorted((last[1].time(last[0], side), pair.time(kind, side))) for side in (0, 1)]
         a, b = (innermost(calls, *between) for calls, between in zip(self._calls, times, strict=True))
-        if not (a.is_leaf or b.is_leaf):  # of a leaf nothing inside shows
-            alone_a, alone_b = (
-                unmatched(calls, self.pairs, *between)
-                for calls, between in zip(self._calls, times, strict=True)
-            )
-            if alone_a and alone_b:
-                where += f". There A calls {alone_a} and B {alone_b}, which were not matched: compare them"
-            elif alone_a or alone_b:
-                where += f". Only {'A' if alone_a else 'B'} calls {alone_a or alone_b} there"
         return CallPair((a,), (b,)), where
 
     def _looks_like(self, event: Event, pair: CallPair) -> list[str]:
