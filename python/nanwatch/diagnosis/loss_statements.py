@@ -305,6 +305,9 @@ class _Slicer:
             body, needed = self._block(statement.body, needed)
             made: ast.stmt = ast.With(statement.items, body)
             needed |= self._read(*(item.context_expr for item in statement.items))
+        elif isinstance(statement, ast.Try):  # whose body raised nothing
+            body, needed = self._block([*statement.body, *statement.orelse], needed)
+            made = ast.If(ast.Constant(True), body, [])
         elif isinstance(statement, ast.If):
             body, first = self._branch(statement.body, needed)
             others, second = self._branch(statement.orelse, needed)

@@ -139,8 +139,8 @@ def test_a_bad_target_without_a_graph_is_followed() -> None:
 
 
 def test_parts_of_a_loss() -> None:
-    """A list, a sum in a loop and a dict that is filled item by item are made anew; a dict of others is left."""
-    for way in ("list", "loop", "dict", "alias"):
+    """A list, a sum in a loop and a dict that is filled are made anew, also in a `try`; a dict of others is left."""
+    for way in ("list", "loop", "try", "dict", "alias"):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         mine: dict[str, Tensor] = {}
@@ -151,6 +151,12 @@ def test_parts_of_a_loss() -> None:
             if way == "list":
                 parts = [focal(model(BATCH[[i]]), LABELS[[i]]) for i in range(2)]
                 loss = torch.stack(parts).sum()
+            elif way == "try":
+                try:
+                    logits = model(BATCH)
+                    loss = focal(logits, LABELS)
+                except RuntimeError:
+                    raise AssertionError from None
             elif way == "loop":
                 loss = torch.zeros(())
                 for i in range(2):
