@@ -98,6 +98,16 @@ def whole(program: Program) -> None:
     assert seen(w) == (of_stack() * 2 if program.watches else [])
 
 
+def called_by_a_function(program: Program) -> None:
+    """One graph for a function that gets a model as an argument."""
+    models = [Stack(), Stack()]
+    call = program.compile(lambda model, x: model(x) * 2)
+    with program.watch(models[0]) as first, program.watch(models[1]) as second:
+        for model in models:
+            call(model, x())
+    assert seen(first) == seen(second) == (of_stack() if program.watches else [])
+
+
 def dynamic_shapes(program: Program) -> None:
     """Sizes that come before, after and between two watches."""
     model = Stack()
@@ -110,6 +120,16 @@ def dynamic_shapes(program: Program) -> None:
         watches.append(seen(w))
         call(x(sizes[-1] + 10))
     assert watches == ([of_stack() * count for count in (1, 2, 1)] if program.watches else [[], [], []])
+
+
+def of_two_models_one_is_watched(program: Program) -> None:
+    watched, other = Stack(), Stack()
+    calls = [program.compile(model) for model in (watched, other)]
+    with program.watch(watched) as w:
+        for _ in range(2):
+            for call in calls:
+                call(x())
+    assert seen(w) == (of_stack() * 2 if program.watches else [])
 
 
 def other_options(program: Program) -> None:
@@ -143,11 +163,10 @@ def a_part_after_the_whole(program: Program) -> None:
 
 
 def a_watch_of_another_model_begins(program: Program) -> None:
-    """After the first one, with layers of the same classes, none of which may be compiled again."""
+    """With layers of the same classes, none of which may be compiled again."""
     calls = [program.compile(model) for model in (Stack(), nn.Sequential(nn.Linear(8, 8), nn.ReLU()))]
-    with program.watch(nn.ReLU()):
-        for call in calls:
-            call(x())
+    for call in calls:
+        call(x())
     torch.compiler.set_stance("fail_on_recompile")
     for model in (nn.Sequential(nn.Linear(8, 8), nn.ReLU()), Stack()):
         with program.watch(model):
@@ -161,7 +180,9 @@ def a_watch_of_another_model_begins(program: Program) -> None:
     [
         regional,
         whole,
+        called_by_a_function,
         dynamic_shapes,
+        of_two_models_one_is_watched,
         other_options,
         a_part_after_the_whole,
         a_watch_of_another_model_begins,

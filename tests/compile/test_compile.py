@@ -138,6 +138,17 @@ def test_frames_are_those_of_the_interpreter(name: str, backend: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+def test_a_model_inside_a_compiled_function_has_whole_batches() -> None:
+    """Where even the outermost call is in the graph, it begins and ends the batch."""
+    model, inputs = _nested()
+
+    def step(x: Tensor) -> Tensor:
+        return model(model(x)["states"][0])["states"][0].sum()
+
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    assert _run(model, compiled, inputs).frames == _run(model, step, inputs).frames
+
+
 def test_eager_and_compiled_calls_keep_their_order() -> None:
     """A graph break in the middle: frames of compiled and interpreted calls come in the order of the calls."""
 

@@ -99,7 +99,7 @@ class Attachment:
             recorder.gathers_weights = True
         for named in named_modules(model):
             self.add(named.name, named.module)
-        compiled.dynamo.make()
+        compiled.follow_watched_calls()
         # torch's registries are global and outlive this: the hooks must keep neither it nor the model alive.
         this = weakref.ref(self)
 

@@ -1,7 +1,7 @@
 """Watched calls inside torch.compile: one operator in the graph after each call of a watched module.
 
 Dynamo, the part of torch.compile that reads Python code, goes from a module straight to its `forward`, past the slot.
-`dynamo.make()` makes it put an operator into the graph where watched modules are called. The operators run in
+`follow_watched_calls()` makes it put an operator into the graph where watched modules are called. The operators run in
 the order of the calls. Each finds the recorders of its module, reads tensors, makes a frame and raises as a call in the
 interpreter does (csrc/recorder/call_recorder_compiled.cpp).
 
@@ -9,7 +9,7 @@ A graph holds no Python objects, and a constant in it would make Dynamo compile 
 the site of a module (slot.py), a tensor that Dynamo makes an input of the graph. The wrappers of the module know its
 recorders. Without a wrapper the operator does nothing, and the graph serves the next watch. Dynamo guards on no watch,
 module or option where the graph has the operator. A graph without it has a guard for each module: that nobody watches
-it. Graphs that were made before Dynamo was changed here have neither, so the first change of Dynamo drops them.
+it. Graphs that were made before Dynamo was changed here get one guard for all.
 
 Dynamo's variables stand for the values of a call while it traces. `_Plan` walks over them as recording/walk.py does
 over values. To let Dynamo trace a walk in Python doubled the time to trace GPT-2.
@@ -18,8 +18,9 @@ over values. To let Dynamo trace a walk in Python doubled the time to trace GPT-
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from ..numerics import _extension
 from ..recording.recorder import PythonRecorder
 from ..recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, SCALARS, spell_key
+from ..util.modules import WeakIdentityDict, each_module
 from ..util.visible import warn_user
 from . import slot
 from .slot import IS_WATCHED, SITE, Changes, needs_operators, watching_at
@@ -36,6 +38,16 @@ _DYNAMO = "torch._dynamo"
 
 _is_needed = False  # by graphs
 _warned = False
+_num_watches = 0
+# How many watches had begun when a model was found to have no watched module.
+_unwatched: WeakIdentityDict[int] = WeakIdentityDict()
+
+
+def follow_watched_calls() -> None:
+    """Make Dynamo see watched modules: at once, or when it is imported, which takes a second and may never happen."""
+    global _num_watches
+    _num_watches += 1
+    dynamo.make()
 
 
 def leave() -> bool:
@@ -46,11 +58,8 @@ def leave() -> bool:
 
 
 def _change_dynamo() -> None:
-    global _is_needed
     try:
-        from torch._dynamo import reset_code_caches
-        from torch._dynamo.convert_frame import input_codes
-        from torch._dynamo.eval_frame import _stance, skip_code
+        from torch._dynamo.eval_frame import skip_code
         from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
         for function in (slot._PythonCallSlot._get, slot.PythonWatchedCall.__call__):
@@ -59,17 +68,12 @@ def _change_dynamo() -> None:
             dynamo.replace(PythonRecorder, name, torch.compiler.disable(getattr(PythonRecorder, name)))
         original = UnspecializedNNModuleVariable.call_function
         dynamo.replace(UnspecializedNNModuleVariable, "call_function", _following(original))
-        if _extension.C is not None and input_codes.seen:
-            _is_needed = True  # without this, each further watch would have all code compiled again
-            if _stance.stance == "fail_on_recompile":
-                _warn("code that was compiled before is not watched, as it may not be compiled again")
-            else:
-                reset_code_caches()
+        if _extension.C is not None:
+            _guard_older_graphs()
     except Exception as error:
         _warn(f"nothing inside torch.compile is seen with torch {torch.__version__}", error)
 
 
-# Importing Dynamo takes a second and may never happen: it is changed when somebody else imports it.
 dynamo = Changes(_DYNAMO, _change_dynamo)
 
 
@@ -142,6 +146,47 @@ def _site(variable: Any, tx: Any) -> Any:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return None  # values inside vmap and grad cannot be read
     return _variable(tx, getattr(module, SITE), variable.source, SITE)
+
+
+def _guard_older_graphs() -> None:
+    """Make the graphs that were compiled before notice a call that reaches a watched module."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.convert_frame import input_codes
+
+    global _is_needed
+    for code in [code for reference in input_codes.seen if (code := reference()) is not None]:
+        for entry in _debug_get_cache_entry_list(code):
+            manager = entry.guard_manager
+            scope = (manager.global_scope or {}).get("G", {})
+            guard = functools.partial(_reaches_no_watch, code.co_names, scope)
+            _is_needed = True
+            manager.root.add_lambda_guard(guard, ["nanwatch: a watched module is called"], None)
+
+
+def _reaches_no_watch(names: Iterable[str], scope: dict[str, Any], variables: dict[str, Any]) -> bool:
+    values = [*variables.values(), *(scope.get(name) for name in names)]
+    return not any(_holds_watched(module) for value in values for module in _modules_of(value))
+
+
+def _modules_of(value: Any) -> Iterator[nn.Module]:
+    """Yield the modules that code finds in a variable: itself, in a container, or in an object."""
+    if isinstance(value, MethodType):
+        value = value.__self__
+    if isinstance(value, nn.Module):
+        yield value
+    elif not isinstance(value, (type, ModuleType, FunctionType)):
+        values = value if isinstance(value, (dict, list, tuple)) else getattr(value, "__dict__", ())
+        values = values.values() if isinstance(values, dict) else values
+        yield from (module for module in list(values) if isinstance(module, nn.Module))
+
+
+def _holds_watched(model: nn.Module) -> bool:
+    if _unwatched.get(model) == _num_watches:
+        return False
+    is_watched = any(getattr(module, IS_WATCHED) for _, module in each_module(model))
+    if not is_watched:
+        _unwatched[model] = _num_watches
+    return is_watched
 
 
 # The operator, and its arguments.
