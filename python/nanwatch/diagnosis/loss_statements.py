@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.utils.data import DataLoader
 
 from ..instrumentation.execution_context import Autocast, RngState
 from ..recording.observe import observe
+from ..recording.walk import leaves
 from ..report.finding import Finding, Value, value_of
 from ..util.program_code import SKIPPED_FILES, frame_values
 from .batch_snapshot import is_narrow
@@ -199,7 +201,8 @@ def slice_of(caller: Caller, file: SourceFile, is_behind: Callable[[Any], bool])
     Statements that made a bad value without a graph, such as a target, are among them where they may run again.
     """
     top = _body_of(caller, file)
-    path = [] if top is None or isinstance(top, ast.Lambda) else path_to(top, caller.line)
+    line, column = (caller.line, None) if caller.end[0] is None else caller.end
+    path = [] if top is None or isinstance(top, ast.Lambda) else path_to(top, line, column)
     if not path:
         return None
     try:
@@ -281,7 +284,12 @@ class _Slicer:
 
     def _is_made(self, value: Any) -> bool:
         """Return whether the value was computed from the model's outputs, or is bad and its statement is sought."""
-        tensors = tensors_in(value)
+        is_distribution = isinstance(value, Distribution)  # which holds tensors of a graph that is gone
+        tensors = (
+            [x for _, x in leaves(value, "") if isinstance(x, Tensor)]
+            if is_distribution
+            else tensors_in(value)
+        )
         return any(x.grad_fn is not None and self._is_behind(x.grad_fn) for x in tensors) or (
             self._follows_bad
             and any(not x.requires_grad and observe(x, "", "output").is_fault for x in tensors)

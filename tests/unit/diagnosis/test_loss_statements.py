@@ -138,6 +138,25 @@ def test_a_bad_target_without_a_graph_is_followed() -> None:
     assert (finding.operation, finding.source) == place
 
 
+def test_a_policy_whose_distribution_holds_a_graph() -> None:
+    """It is made again, as its graph is gone; the backward is one of several statements of its line."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rewards = torch.ones(4)
+    with failing(model) as found:
+        policy = torch.distributions.Categorical(logits=model(BATCH))
+        actions = policy.sample()
+        advantages = (rewards - rewards.mean()) / rewards.std()  # aten.div.Tensor
+        loss = -(policy.log_prob(actions) * advantages).mean()
+        # fmt: off
+        optimizer.zero_grad(); loss.backward(); optimizer.step()  # noqa: E702
+        # fmt: on
+    (finding,) = found
+    place = line_of("  # ", test_a_policy_whose_distribution_holds_a_graph)
+    assert (finding.operation, finding.source) == place
+    assert finding.cures[0].works
+
+
 def test_parts_of_a_loss() -> None:
     """A list, a sum in a loop and a dict that is filled are made anew, also in a `try`; a dict of others is left."""
     for way in ("list", "loop", "try", "dict", "alias"):

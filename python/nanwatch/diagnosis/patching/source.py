@@ -176,8 +176,11 @@ def first_line(node: ast.stmt | ast.expr) -> int:
     return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
-def path_to(top: ast.AST, line: int) -> list[tuple[list[ast.stmt], ast.stmt]]:
-    """Return the blocks down to the innermost statement that covers the line, each with its statement that does."""
+def path_to(top: ast.AST, line: int, column: int | None) -> list[tuple[list[ast.stmt], ast.stmt]]:
+    """Return the blocks down to the innermost statement that covers the place, each with its statement that does.
+
+    Without a column the first on the line is taken.
+    """
     path: list[tuple[list[ast.stmt], ast.stmt]] = []
     node = top
     while True:
@@ -189,6 +192,7 @@ def path_to(top: ast.AST, line: int) -> list[tuple[list[ast.stmt], ast.stmt]]:
                 if isinstance(block, list)
                 for inner in block
                 if inner.lineno <= line <= (inner.end_lineno or inner.lineno)
+                and (column is None or _covers(inner, line, column))
             ),
             None,
         )
@@ -197,6 +201,11 @@ def path_to(top: ast.AST, line: int) -> list[tuple[list[ast.stmt], ast.stmt]]:
         if isinstance(inside[1], ast.stmt):
             path.append(inside)
         node = inside[1]
+
+
+def _covers(node: ast.AST, line: int, column: int) -> bool:
+    start, end = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+    return bool(start <= (line, column) <= end)
 
 
 def names_in(node: ast.AST, context: type[ast.Load | ast.Store]) -> set[str]:
