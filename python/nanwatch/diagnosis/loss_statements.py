@@ -201,7 +201,8 @@ def slice_of(caller: Caller, file: SourceFile, is_behind: Callable[[Any], bool])
     Statements that made a bad value without a graph, such as a target, are among them where they may run again.
     """
     top = _body_of(caller, file)
-    line, column = (caller.line, None) if caller.end[0] is None else caller.end
+    end_line, column = caller.end
+    line = caller.line if end_line is None else end_line
     path = [] if top is None or isinstance(top, ast.Lambda) else path_to(top, line, column)
     if not path:
         return None
