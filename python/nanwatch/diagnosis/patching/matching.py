@@ -159,8 +159,10 @@ def _operation(node: ast.AST, site: Site | None) -> Operation | None:
         return Operation(_OPERATORS[type(node.op)], (node.target, node.value))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return Operation("neg", (node.operand,))
-    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute):
-        return Operation("size", (node.value.value, node.slice)) if node.value.attr == "shape" else None
+    if isinstance(node, ast.Subscript):
+        if isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
+            return Operation("size", (node.value.value, node.slice))
+        return Operation("item", (node.value, node.slice))
     if not isinstance(node, ast.Call) or any(isinstance(x, ast.Starred) for x in node.args):
         return None
     name, args = "", tuple(node.args)

@@ -48,6 +48,7 @@ STABLE = (
     ("log(1 - sigmoid(X))", "F.logsigmoid(-X)"),
     ("log(1 - sigmoid(X) + N)", "F.logsigmoid(-X)"),
     ("log(softmax(X, ...))", "F.log_softmax(X, ...)"),
+    ("log(softmax(X, ...)[I])", "F.log_softmax(X, ...)[I]"),
     ("log(gather(softmax(X, dim=D), ...))", "F.log_softmax(X, dim=D).gather(...)"),
     ("log(T * softmax(A, ...) + Q * softmax(B, ...))", "torch.logaddexp(torch.log(T) + F.log_softmax(A, ...), torch.log(Q) + F.log_softmax(B, ...))"),
     ("log1p(exp(X))", "F.softplus(X)"),

@@ -27,7 +27,7 @@ _ELSEWHERE = {"ndtr": "torch.special", "poisson_nll_loss": "F", "ctc_loss": "F",
 _REST = {"layer_norm": "(3,)", "ctc_loss": "steps, lengths", "unsqueeze": "-1", "logit": "1e-12", "gather": "-1, lengths", "svd": "False",
          "poisson_nll_loss": "False"}  # fmt: skip
 # Numbers for letters that are no tensors.
-_NUMBERS = {"D": "-1", "P": "0.5", "N": "2", "S": "0.5"}
+_NUMBERS = {"D": "-1", "P": "0.5", "N": "2", "S": "0.5", "I": "0"}
 # The operand of a guard at which its operation fails, where that is not 0.
 _POLES = {"exp": 1000.0, "acos": 1.0, "asin": 1.0, "atanh": 1.0, "erfinv": 1.0, "acosh": 1.0, "log1p": -1.0,
           "A - B": -math.inf, "A * B": math.inf, "softmax": -math.inf, "log_softmax": -math.inf, "logsumexp": -math.inf,
