@@ -96,13 +96,10 @@ class FailureHandler:
         """Take a call that holds a non-finite value. Act on it at its batch's end if the forward `is_over`."""
 
         def make() -> Report:
-            reports = self._reports
-            around = (
-                reports.calls_around(frame.name)
-                if is_over
-                else reports.calls_to(frame.name, caller, args, kwargs)
-            )
-            return reports.of_failure(frame, caller, args, kwargs, around)
+            calls = self._reports.calls_around(frame.name)
+            if not is_over:  # this thread is inside the call
+                calls = self._reports.calls_to(frame.name, caller, args, kwargs)
+            return self._reports.of_failure(frame, caller, args, kwargs, calls)
 
         if frame.recomputed:
             # A recomputed forward repeats the failure of its batch, or is the first to fail. It has no end of its own.
@@ -119,13 +116,7 @@ class FailureHandler:
             # Raise it from no local: the traceback would hold itself, and with it the locals of the forward.
             raise incident.raised
 
-    def _see(
-        self,
-        batch: int,
-        make: Callable[[], Report],
-        *,
-        tells_ranks: bool = True,
-    ) -> Incident | None:
+    def _see(self, batch: int, make: Callable[[], Report], *, tells_ranks: bool = True) -> Incident | None:
         """Return the incident of the batch: None where that has ended, that of `make()` for its first bad call."""
         if self.knows(batch):
             return self._under_way.get(batch)
