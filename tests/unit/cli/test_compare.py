@@ -83,18 +83,3 @@ def test_two_traces_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert dict(found["facts"])["Noise"] == "rounding error of A, against c.parquet"
     assert command.main(["compare", "a.parquet", "missing.parquet"]) == 2
     assert "should be two traces that exist, or two models with INPUTS" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        ("compared:batch", "model_b should be a torch.nn.Module"),
-        ("compared:none", "none"),
-        ("nowhere:x", "nowhere"),
-    ],
-)
-def test_bad_use_is_one_line(model: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["compare", "compared:one", model, "compared:batch"]) == 2
-    printed = capsys.readouterr()
-    assert words in printed.err
-    assert printed.out == ""

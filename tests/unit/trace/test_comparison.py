@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -60,35 +59,6 @@ def one(path: Path, *rows: Record, name: str = "m", kind: str = "M") -> Trace:
 
 
 # Which module was changed
-
-
-def scaled(module: nn.Module) -> None:
-    weight = max(module.parameters(recurse=False), key=lambda x: x.ndim)
-    with torch.no_grad():
-        weight.mul_(1.7)
-
-
-def cast(module: nn.Module) -> None:
-    """float64 inside, as if run in another precision."""
-    module.double()
-    module.register_forward_pre_hook(lambda _, args: tuple(x.double() for x in args))
-    module.register_forward_hook(lambda _, args, output: output.float())
-
-
-Change = Callable[[nn.Module], None]
-
-
-@pytest.mark.parametrize("change", [scaled, cast])
-def test_a_changed_module_is_named(tmp_path: Path, change: Change) -> None:
-    """The same in short, on a small model."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.Linear(4, 2))
-    x = torch.randn(3, 4)
-    before = run(tmp_path / "a.parquet", model, x, x)
-    change(model[2])
-    found = diff(before, run(tmp_path / "b.parquet", model, x, x))
-    assert found.first is not None
-    assert (found.first.batch, found.first.module_a, found.first.label) == (0, "2", "weight")
-    assert found.first.kind == ("range" if change is scaled else "dtype")
 
 
 def test_an_inserted_module_is_no_difference_and_is_listed(tmp_path: Path) -> None:
