@@ -125,7 +125,7 @@ def play(server: Any, played: Scenario) -> list[Origin | None]:
     return named
 
 
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", [*range(6), pytest.param(6, marks=pytest.mark.slow)])
 def test_the_origin_is_right_whoever_told_first(server, number):
     """Every rank that lives names the same one, the true one, in each kind of job and order of events."""
     played = scenario(number)
