@@ -88,16 +88,6 @@ def test_which_actions_run_a_batch_again_unasked(how: Any) -> None:
             assert ("rerun=True (--rerun)" in w.report().to_text()) == (asked is None and not is_run)
 
 
-def test_another_watch_sees_nothing_of_the_second_run() -> None:
-    """Two watches of one model: the second one's error is not lost in the first one's re-run."""
-    model = Log()
-    with watch(model, on_nonfinite="record", rerun=True), watch(model) as second:
-        with pytest.raises(NonFiniteError):
-            model(torch.zeros(2))
-        assert len(second.frames) == 1
-        assert second.batch == 0
-
-
 @pytest.mark.parametrize("check", ["module", "batch"])
 def test_a_fault_in_a_recomputation_is_raised_where_it_is_seen(check: Any) -> None:
     """The end of a recomputed forward is told to nobody: waiting for it would lose the error."""
