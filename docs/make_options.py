@@ -42,8 +42,10 @@ def page() -> str:
     options = "".join(
         f"| `{name}={default(option)}` | {option.metadata['text']} |\n" for name, option in OPTIONS.items()
     )
-    earlier = "".join(f"| `{name}=` | {now} |\n" for name, now in EARLIER.items())
-    return HEAD + options + TAIL + earlier
+    names: dict[str, list[str]] = {}
+    for name, now in EARLIER.items():
+        names.setdefault(now, []).append(f"`{name}=`")
+    return HEAD + options + TAIL + "".join(f"| {', '.join(once)} | {now} |\n" for now, once in names.items())
 
 
 def default(option: Field[Any]) -> str:
