@@ -66,8 +66,12 @@ def call_again(
     finally:
         before.restore()
     remarks = tuple(call.remarks)
+    # The recorded batch, where the capsule knows it: that of the replay is always 0.
+    batch = 0 if capsule.finding is None else capsule.finding.batch
+    frames = tuple(frame._replace(batch=batch) for frame in report.frames)
+    report = replace(report, frames=frames, batch=batch)
     if report.finding is not None:
-        finding = replace(report.finding, remarks=(*report.finding.remarks, *remarks))
+        finding = replace(report.finding, batch=batch, remarks=(*report.finding.remarks, *remarks))
         report = replace(report, finding=finding)
     return Replayed(report, remarks, call.target)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 import warnings
 from pathlib import Path
@@ -163,6 +164,11 @@ def test_a_dtype_casts_weights_and_inputs(tmp_path):
     model = Told(nn.Embedding(5, 2))
     ids = write_capsule(tmp_path / "ids", model, "", (torch.tensor([1, 4]),))
     assert output_of(ids, model, dtype=torch.float64).dtype is torch.float64
+    finding = dataclasses.replace(report.finding, batch=7)
+    folder = write_capsule(tmp_path / "seventh", overflowing().half(), "", (X.half(),), finding=finding)
+    report = replay(folder, overflowing)
+    assert report.finding is not None
+    assert {report.finding.batch, *(frame.batch for frame in report.frames)} == {7}
     with pytest.raises(ValueError, match=r"floating point, such as torch\.float32, got torch\.int8"):
         replay(ids, model, dtype=torch.int8)
 
