@@ -90,13 +90,17 @@ class Change:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Scan:
-    """Result of `nanwatch.scan`. `changes` are those from the checkpoint `against`, empty without one."""
+    """Result of `nanwatch.scan`. `changes` are those from the checkpoint `against`, empty without one.
+
+    `fitting` are the formats of `to` that no matrix leaves.
+    """
 
     paths: tuple[str, ...]
     against: str | None
     tensors: tuple[TensorScan, ...]
     problems: tuple[Problem, ...]
     changes: tuple[Change, ...] = ()
+    fitting: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return self.to_text()
@@ -142,6 +146,8 @@ class Scan:
             lines += ["", f"{title}:"] if kinds else []
             for kind, texts in kinds.items():
                 lines += _first([f"  {kind:<12} {text}" for text in texts])
+        if self.fitting:
+            lines += ["", f"No matrix leaves {', '.join(self.fitting)}."]
         if self.against is not None:
             lines += ["", *self._change_lines()]
         return "\n".join(map(visible, lines))

@@ -92,10 +92,14 @@ def scan(
         changes += compare(members, reference, tell)
     tensors = tuple(tensor for _, tensor in members)
     problems += _problems(tensors)
+    fitting = []
     for name in formats:
-        problems += _tried(members, name, tell)
+        misfits = [*_tried(members, name, tell)]
+        problems += misfits
+        if not misfits:
+            fitting.append(name)
     problems.sort(key=lambda problem: not problem.is_fault)
-    return Scan(tuple(map(str, paths)), other_path, tensors, tuple(problems), tuple(changes))
+    return Scan(tuple(map(str, paths)), other_path, tensors, tuple(problems), tuple(changes), tuple(fitting))
 
 
 def _read_all(

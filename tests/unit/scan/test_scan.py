@@ -78,6 +78,7 @@ def test_matrices_that_leave_a_format_are_those_of_would_fit(layers, tmp_path):
     save_file(layers, tmp_path / "x.safetensors")
     result = nanwatch.scan(tmp_path / "x.safetensors", to="float16,mxfp8")
     fits = {form: nanwatch.would_fit(layers[name], form) for form in ("float16", "mxfp8")}
+    assert nanwatch.scan(tmp_path / "x.safetensors", to=("bfloat16", "float16")).fitting == ("bfloat16",)
     texts = [problem.text for problem in result.problems if problem.tensors == (name,)]
     plain, block = fits["float16"], fits["mxfp8"]
     assert f"{plain.overflow:.3%} overflow and {plain.underflow:.3%} become zero in float16" in texts
@@ -99,7 +100,8 @@ def test_the_command_has_its_statuses_and_forms(layers, tmp_path, capsys):
     document = json.loads(capsys.readouterr().out)
     assert document["schema"] == "nanwatch.scan"
     assert (document["is_sound"], document["is_faithful"]) == (False, False)
-    assert main(["scan", str(tmp_path / "missing")]) == 2
+    assert main(["scan", str(tmp_path / "godd.safetensors")]) == 2
+    assert "close names: good.safetensors" in capsys.readouterr().err
     (tmp_path / "x.txt").write_text("text")
     assert main(["scan", str(tmp_path / "x.txt")]) == 2
     assert "no checkpoint that nanwatch reads" in capsys.readouterr().err
