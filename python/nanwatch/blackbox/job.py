@@ -99,7 +99,7 @@ def read_job(path: Path) -> Job:
         except (ValueError, OSError) as error:
             unread.append(spell(error))
     if not reports:
-        why = f": {unread[0]}" if unread else f"; its name ends with {SUFFIX}"
+        why = f": {unread[0]}" if unread else f" (*{SUFFIX}); watch(output_dir=...) keeps one in DIR/blackbox"
         raise ValueError(f"{str(path)!r} has no black box that can be read{why}")
     reports.sort(key=lambda report: report.begun)
     newest = reports[-1]

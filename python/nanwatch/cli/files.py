@@ -19,9 +19,13 @@ from ..scan.scan import scan
 from ..trace.picture import draw
 from ..trace.trace_file import Trace, batch_words
 from ..util.progress import Tell
-from ..util.visible import visible
-from .commands import answered, command_parser, rendered, write_page
+from ..util.visible import near, visible
+from .commands import answered, command_parser, failed, rendered, write_page
 
+_READS = (
+    "a trace, a report.json, a black box (*.blackbox), and the folder that watch(output_dir=...) or watch(trace=...)"
+    " named"
+)
 _SHOW = """\
 exit status: 0; 1 when --ranks has a finding or --box a process that did not end by itself; 2 when there is nothing to
 show
@@ -67,6 +71,11 @@ def show_main(arguments: list[str]) -> int:
     )
     options = parser.parse_args(arguments)
     options.json |= options.format == "json"
+    for path in options.paths:
+        if not path.exists():
+            return failed(
+                "show", FileNotFoundError(f"there is no {str(path)!r}: show reads {_READS}{near(path)}")
+            )
     show = _show_report
     if options.ranks or len(options.paths) > 1:
         show = _show_ranks
@@ -104,6 +113,7 @@ def _show_box(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
 def _show_report(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
     (path,) = options.paths
     file = _newest_report(path)
+    _check_kind(file)
     trace = None if _is_json(file) else Trace.open(file, tell)
     report, heading = _report_of(file, trace, options.batch, tell)
     if file.parent.parent == path:  # one of several
@@ -146,6 +156,16 @@ def _newest_report(path: Path) -> Path:
         if reports:
             return max(reports)[-1]
     return path
+
+
+def _check_kind(file: Path) -> None:
+    """Raise ValueError for a regular file that is neither a report nor a trace."""
+    if file.is_file() and not _is_json(file):
+        with file.open("rb") as opened:
+            if opened.read(4) != b"PAR1":
+                raise ValueError(
+                    f"{file} is neither a report nor a trace: show reads {_READS}; nanwatch scan reads a checkpoint"
+                )
 
 
 def _is_json(file: Path) -> bool:

@@ -29,12 +29,16 @@ from torch.optim.optimizer import Optimizer
 from ..numerics._fingerprint import BLOCK
 from ..util.imports import needed
 from ..util.modules import each_module
-from ..util.visible import first_few, spell
+from ..util.visible import first_few, near, spell
 from .result import Problem
 
 PART = 4 << 20  # bytes: a call of a kernel costs nothing beside it, and all threads together stay small
 _MOST_HEADER = 100 << 20  # bytes; safetensors accepts no more
 _SUFFIXES = (".safetensors", ".gguf", ".npz", ".npy", ".pt", ".pth", ".bin", ".ckpt")
+_READS = (
+    "files of safetensors, GGUF, NumPy and torch.save, an index of such files, a folder with these or of"
+    " torch.distributed.checkpoint"
+)
 _INDEX, _METADATA = ".index.json", ".metadata"
 _DONTNEED = 4  # of madvise(2)
 _libc = ctypes.CDLL(None)
@@ -94,6 +98,8 @@ def open_checkpoint(path: Path) -> Entries:
     A file that cannot be read whole is a problem. Raises OSError for a path that is not there, ValueError for a folder
     without a checkpoint and a file of no known format, ImportError for a package that reads the format.
     """
+    if not path.exists():
+        raise FileNotFoundError(f"there is no {str(path)!r}: scan reads {_READS}{near(path)}")
     if not path.is_dir():
         yield from _index(path) if path.name.endswith(_INDEX) else _file(path)
         return
@@ -151,10 +157,7 @@ def _file(path: Path) -> Entries:
     elif path.suffix in _SUFFIXES:
         yield _fault(path, "it does not begin as a file of its kind does")
     else:
-        raise ValueError(
-            f"{path} is no checkpoint that nanwatch reads: safetensors, GGUF, NumPy, torch.save, a folder of"
-            " torch.distributed.checkpoint, or an index of such files"
-        )
+        raise ValueError(f"{path} is no checkpoint that nanwatch reads, which are {_READS}")
 
 
 def _reader(head: bytes, suffix: str) -> Callable[[Path], Entries] | None:

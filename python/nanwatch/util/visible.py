@@ -17,7 +17,8 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -52,6 +53,14 @@ def close_names(
     names = list(names)
     close = difflib.get_close_matches(wanted, names) or difflib.get_close_matches(wanted.lower(), names)
     return visible(f"close names: {', '.join(close)}") if close else otherwise
+
+
+def near(path: Path) -> str:
+    """Return a hint for a path that does not exist: names like it in its folder; "" where there are none."""
+    with suppress(OSError):
+        close = difflib.get_close_matches(path.name, [neighbour.name for neighbour in path.parent.iterdir()])
+        return f"; close names: {', '.join(close)}" if close else ""
+    return f"; {path.parent} is no folder"
 
 
 # Wrappers put these before the names of the modules that they hold.

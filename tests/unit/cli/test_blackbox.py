@@ -42,4 +42,9 @@ def test_what_is_no_black_box_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     file.write_text("text")
     for path in (file, tmp_path, tmp_path / "none"):
         assert main([str(path)]) == 2
-    assert f"nanwatch show: {file} is no black box of this version" in capsys.readouterr().err
+    (tmp_path / "notes.txt").write_text("text")
+    assert show_main([str(tmp_path / "notes.txt")]) == 2
+    err = capsys.readouterr().err
+    assert "there is no" in err
+    assert "notes.txt is neither a report nor a trace: show reads" in err
+    assert f"nanwatch show: {file} is no black box of this version" in err
