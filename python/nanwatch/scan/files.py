@@ -29,7 +29,7 @@ from torch.optim.optimizer import Optimizer
 from ..numerics._fingerprint import BLOCK
 from ..util.imports import needed
 from ..util.modules import each_module
-from ..util.visible import first_few, near, spell
+from ..util.visible import near, spell
 from .result import Problem
 
 PART = 4 << 20  # bytes: a call of a kernel costs nothing beside it, and all threads together stay small
@@ -313,9 +313,6 @@ def _dcp(folder: Path) -> Entries:
         metadata = _Metadata(file).load()
     reader = FileSystemReader(folder)
     reader.set_up_storage_reader(metadata, True)
-    files = {str(info.relative_path) for info in metadata.storage_data.values()}
-    if missing := sorted(file for file in files if not (folder / file).is_file()):
-        yield _fault(folder, f"missing: {first_few(missing)}")
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             yield Stored(name, folder, partial(_dcp_tensor, reader, metadata, name))
