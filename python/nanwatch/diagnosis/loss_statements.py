@@ -38,6 +38,8 @@ _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 # Lightning has twenty between the loss and the engine.
 _MOST_FRAMES = 32
 _RESULT = "__nanwatch_loss__"
+# The name under which a call hands in the `self` of the loop's method: a module's call has one of its own.
+_SELF = "self of the loop"
 # A second call of these would take data, change an optimizer, or write something.
 _NOT_TWICE = frozenset({
     "next", "input", "open", "exec", "eval", "print", "anext", "backward", "step", "zero_grad", "write", "send",
@@ -413,7 +415,11 @@ class LossStatements(nn.Module):
         self.model = model  # so that a re-run of the statements holds its state, and no watch sees its calls
         self.filename = file.name
         self.lines = part.body[0].lineno, part.last_line
-        self.inputs = {name: part.reads[name] for name in sorted(part.reads) if tensors_in(part.reads[name])}
+        self.inputs = {
+            _SELF if name == "self" else name: value
+            for name, value in sorted(part.reads.items())
+            if tensors_in(value)
+        }
         self._body, self._caller, self._file, self._is_behind = part.body, caller, file, is_behind
         self._names = {**caller.globals, **caller.names, **part.reads}
         self._probe = Probe()
@@ -423,6 +429,8 @@ class LossStatements(nn.Module):
         """Run the statements with these values of the names they read."""
         self._probe.was_run = True
         names = {**self._names, **inputs}
+        if _SELF in names:
+            names["self"] = names.pop(_SELF)
         # A list or a dict that the statements fill is the program's.
         filled = {
             name
