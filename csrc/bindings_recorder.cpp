@@ -81,8 +81,6 @@ void bind_recorder(py::module_& m) {
            [](CallRecorder& self, const std::vector<at::Tensor>& leaves) {
              if (GradientRecorder* const gradients = self.gradients()) gradients->stop(leaves);
            })
-      .def("is_finite", [](CallRecorder& self,
-                           const py::object& x) { return self.observer().is_finite(x.ptr(), self.latest_batch()); })
       .def("forget_weights", &CallRecorder::forget_weights, py::arg("groups") = py::list())
       .def_property(
           "paused", [](const CallRecorder& self) { return self.paused != 0; },
@@ -95,7 +93,8 @@ void bind_recorder(py::module_& m) {
       .def("ended_starts", &CallRecorder::ended_starts)
       .def("forget_starts", &CallRecorder::forget_starts)
       .def_property_readonly("num_other_threads", &CallRecorder::num_other_threads)
-      .def("watch_buffers", [](CallRecorder& self, const py::list& buffers) { self.signals.watch_buffers(buffers); })
+      .def("watch_buffers",
+           [](CallRecorder& self, py::list buffers) { self.signals.watch_buffers(std::move(buffers)); })
       .def("watch_name", [](CallRecorder& self, py::dict names,
                             const std::string& name) { self.signals.watch_name(std::move(names), name); })
       .def_readwrite("gathers_from", &CallRecorder::gathers_from)
@@ -119,7 +118,7 @@ void bind_recorder(py::module_& m) {
         found["bytes_read"] = c.bytes_read;
         found["cache_hits"] = c.cache_hits;
         found["stale_hits"] = c.stale_hits;
-        found["nanoseconds"] = c.nanoseconds;
+        found["nanoseconds"] = self.subscriptions->nanoseconds.load();
         found["labels"] = observer.labels().size();
         found["weights_remembered"] = observer.num_weights();
         return found;

@@ -2,10 +2,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <Python.h>
-#include <c10/util/intrusive_ptr.h>
+#include <pybind11/pybind11.h>
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -41,111 +39,52 @@ struct GradientEvent {
   PendingRowPtr pending;  // where a device makes the range
 };
 
-// A node of the graph and which of its results, or the hook of a leaf.
-struct Place {
+// Where a gradient came: a node of the graph and which of its results, or the hook of a leaf. And its state there:
+// which tensor, over which memory, in which version.
+struct GradientPlace {
   const void* at = nullptr;  // only compared
   uint32_t nr = 0;
-  bool is_leaf = false;
-
-  bool operator==(const Place& other) const { return at == other.at && nr == other.nr; }
-};
-
-// Which tensor, over which memory, in which version.
-struct GradientState {
   const at::TensorImpl* tensor = nullptr;
   uint64_t key = 0;
-  uint32_t version = 0;
-  bool has_version = false;  // without one nothing shows writes
-  bool is_plain = false;     // subclasses and sparse tensors change in ways of their own, and may hold tensors
+  int64_t version = -1;  // without one nothing shows writes
 
-  GradientState() = default;
-  explicit GradientState(const at::Tensor& x)
-      : tensor(x.unsafeGetTensorImpl()),
-        has_version(can_be_remembered(x)),
-        is_plain(has_only(x, kPlainKeys) || has_only(x, kPlainCudaKeys)) {
-    if (has_version) version = uint32_t(x._version());
-    if (is_plain) key = Content::key_of(x);
+  GradientPlace() = default;
+  GradientPlace(const void* its_place, uint32_t its_nr, const at::Tensor& x)
+      : at(its_place), nr(its_nr), tensor(x.unsafeGetTensorImpl()) {
+    if (can_be_remembered(x)) version = int64_t(x._version());
+    if (has_only(x, kPlainKeys) || has_only(x, kPlainCudaKeys)) key = Content::key_of(x);  // others may have no storage
   }
-
-  bool operator==(const GradientState& other) const {
-    return tensor == other.tensor && version == other.version && key == other.key;
-  }
+  bool operator==(const GradientPlace&) const = default;
 };
-
-// The latest gradients of one backward, to recognise one that comes again: the backward of a sum passes the same tensor
-// to all its terms, such as the output of a block and that of its shortcut.
-//
-// Weak pointers say that it is the same tensor over the same memory: while they are held neither address gets a new
-// owner. They keep the empty shells of what was freed, about 300 bytes for each, and no memory of elements.
-class RecentGradients {
- public:
-  // The number that a gradient was kept with; -1 if it is not known, or not as it is now.
-  int64_t find(const at::Tensor& x, const GradientState& state) const;
-  // For plain gradients that have a version.
-  void keep(const at::Tensor& x, const GradientState& state, int64_t number);
-  void clear();
-
- private:
-  // Between two places of one gradient came at most 1 other in ResNet-50, ViT, GPT-2, Llama and mT5. In a bottleneck
-  // whose shortcut is computed before the branch it is 7.
-  static constexpr size_t kKept = 16;
-
-  struct Kept {
-    c10::weak_intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl> tensor{
-        c10::intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl>()};
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage{c10::intrusive_ptr<c10::StorageImpl>()};
-    GradientState state;
-    std::vector<int64_t> sizes;
-    int64_t number = -1;
-  };
-
-  size_t place_of(const at::TensorImpl* tensor) const;
-
-  std::array<const at::TensorImpl*, kKept> tensors_{};  // of kept_, in two cache lines: they are searched each time
-  std::array<Kept, kKept> kept_;
-  size_t next_ = 0;
-};
-
-enum class Finite : uint8_t { unknown, yes, no };
 
 // Destroy it under the interpreter lock.
 struct Backward {
-  int64_t task = -1;
+  int64_t task;
   bool has_nonfinite = false;  // something in it is not finite
   bool is_over = false;        // it ended by an exception, of which the engine gives no sign
-  bool is_alone = false;       // in a process without others, whose collectives would write past the version counter
   std::vector<GradientEvent> events;
   std::vector<int64_t> shapes;
-  std::vector<PyObject*> python_rows;  // owned
+  std::vector<pybind11::object> python_rows;
   int64_t arrivals = 0, tensors_read = 0, bytes_read = 0;
-  int64_t nanoseconds = 0;  // spent in the hooks; only when asked for
-  RecentGradients recent;   // by the number of the event
 
-  Backward(int64_t its_task, bool alone) : task(its_task), is_alone(alone) {}
-  Backward(const Backward&) = delete;
-  Backward& operator=(const Backward&) = delete;
-  ~Backward();
+  explicit Backward(int64_t its_task) : task(its_task) {}
 
-  // The event that has the row of a gradient that comes now, null where it has to be read.
-  const GradientEvent* find(const at::Tensor& gradient, const GradientState& state, const Place& place) const;
-  // Adds an event for each user, with what is known of the gradient: `known` is a copy, its user of no account.
-  void add(const std::vector<GradientUser>& users, const GradientState& state, const Place& place,
-           const GradientEvent& known);
-  // The same of what was read, and takes the row's python, or was sent to be read.
-  void add_read(const std::vector<GradientUser>& users, const at::Tensor& gradient, const GradientState& state,
-                const Place& place, RecordData row, Finite finite, PendingRowPtr pending);
+  // Returns whether this is the gradient that came last: the users of a place come one directly after the other.
+  bool is_known(const GradientPlace& place) const { return place.version >= 0 && place == latest_; }
+  // Adds an event for each user of the gradient that came last.
+  void add_known(const std::vector<GradientUser>& users) { add(users, latest_, GradientEvent(events.back())); }
+  // The same of a gradient that was read, or sent to be read. Takes the row's python.
+  void add_read(const std::vector<GradientUser>& users, const at::Tensor& gradient, const GradientPlace& place,
+                GradientEvent read);
 
   // Under the interpreter lock: the pending rows that are still to come, and what those that have come say.
   std::vector<PendingRowPtr> pending_rows() const;
   void take_completed();
 
  private:
-  // Returns whether the latest gradient came to this very place: the users of a place come one directly after the
-  // other.
-  bool came(const GradientState& state, const Place& place) const;
+  void add(const std::vector<GradientUser>& users, const GradientPlace& place, const GradientEvent& known);
 
-  Place latest_place_;
-  GradientState latest_;
+  GradientPlace latest_;
 };
 
 }  // namespace nanwatch

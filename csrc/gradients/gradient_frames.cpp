@@ -12,20 +12,6 @@ namespace py = pybind11;
 namespace nanwatch {
 namespace {
 
-// While Python objects are made, no garbage is collected.
-class NoCollection {
- public:
-  NoCollection() : was_on_(PyGC_Disable() != 0) {}
-  NoCollection(const NoCollection&) = delete;
-  NoCollection& operator=(const NoCollection&) = delete;
-  ~NoCollection() {
-    if (was_on_) PyGC_Enable();
-  }
-
- private:
-  bool was_on_;
-};
-
 // The calls of a backward, ordered by when each was done: when it and all calls made in it had their last gradient. So
 // a parent comes after its children, as in the forward.
 std::vector<const GradientCall*> calls_of(const Backward& backward) {
@@ -53,23 +39,14 @@ std::vector<const GradientCall*> calls_of(const Backward& backward) {
   return calls;
 }
 
-// A row that Python made, under the label of another user.
-PyObject* relabelled(PyObject* row, const std::string& label) {
-  return with_item(row, record_item::label, py::str(label)).release().ptr();
-}
-
 }  // namespace
 
 // Makes the frames of a backward and calls `on_backward_end`, which may stop the watch.
 bool GradientRecorder::report(CallRecorder& recorder, Backward& backward) {
   CallObserver& observer = recorder.observer();
   FrameRing& ring = recorder.ring();
-  const Stopwatch stopwatch(subscriptions->has(kOwnTime), &observer.counters.nanoseconds);
-  observer.counters.nanoseconds += std::exchange(backward.nanoseconds, 0);
+  const Stopwatch stopwatch(*subscriptions);
   backward.take_completed();
-  if (recorder.gathers_gradient_peaks)
-    for (const GradientEvent& event : backward.events)
-      recorder.add_gradient_peak(event.user.call->batch, event.user.call->node, event.user.label, event.row);
   observer.counters.tensors += int64_t(backward.events.size());
   observer.counters.tensors_read += backward.tensors_read;
   observer.counters.bytes_read += backward.bytes_read;
@@ -92,16 +69,16 @@ bool GradientRecorder::report(CallRecorder& recorder, Backward& backward) {
   }
   py::list events;
   for (const GradientEvent& event : backward.events) {
+    RecordData row = event.row;
+    row.label = event.user.label;
+    if (recorder.gathers_gradient_peaks) recorder.add_gradient_peak(event.user.call->batch, event.user.call->node, row);
     const auto position = positions.find(event.user.call->id);
     if (position == positions.end()) continue;
     OpenFrame& frame = frames[position->second];
-    RecordData row = event.row;
-    if (row.python == nullptr || row.label == event.user.label) {
-      Py_XINCREF(row.python);
-    } else {
-      row.python = relabelled(row.python, observer.labels().text(event.user.label));
+    if (row.python != nullptr) {
+      const py::str label(observer.labels().text(row.label));
+      row.python = with_item(row.python, record_item::label, label).release().ptr();
     }
-    row.label = event.user.label;
     if (event.pending != nullptr) {
       row.pending = int32_t(frame.pending.rows.size());
       frame.pending.rows.push_back(event.pending);
@@ -138,7 +115,7 @@ bool GradientRecorder::report(CallRecorder& recorder, Backward& backward) {
 }
 
 void GradientRecorder::excuse(FrameRing& ring, const std::vector<int64_t>& batches, const py::object& note) {
-  const NoCollection none;  // it may run code that calls a model, and that call moves the frames
+  const bool collects = PyGC_Disable() != 0;  // it may run code that calls a model, and that call moves the frames
   for (size_t i = 0; i < ring.size(); ++i) {
     FrameData& frame = ring.oldest(i);
     if (frame.phase != Phase::backward || std::find(batches.begin(), batches.end(), frame.batch) == batches.end())
@@ -149,6 +126,7 @@ void GradientRecorder::excuse(FrameRing& ring, const std::vector<int64_t>& batch
       Py_SETREF(row.python, with_item(row.python, record_item::note, note).release().ptr());
     }
   }
+  if (collects) PyGC_Enable();
 }
 
 }  // namespace nanwatch

@@ -26,17 +26,14 @@ class GradientHook : public torch::autograd::FunctionPreHook {
  protected:
   template <typename Action>
   static void guarded(GradientRecorder& recorder, const Action& action) {
-    const bool measures_time = recorder.subscriptions->has(kOwnTime);
-    int64_t nanoseconds = 0;
     try {
-      const Stopwatch stopwatch(measures_time, &nanoseconds);
+      const Stopwatch stopwatch(*recorder.subscriptions);
       action();
     } catch (python_error&) {
       throw;  // Ctrl-C
     } catch (const std::exception& error) {
       TORCH_WARN_ONCE("nanwatch: a gradient could not be looked at: ", error.what());
     }
-    if (measures_time) recorder.spend(nanoseconds);
   }
 };
 
@@ -44,18 +41,19 @@ class GradientHook : public torch::autograd::FunctionPreHook {
 class TensorHook final : public GradientHook {
  public:
   TensorHook(std::weak_ptr<GradientRecorder> recorder, const void* node, uint32_t nr, GradientUser user)
-      : recorder_(std::move(recorder)), place_{node, nr, false}, users_{std::move(user)} {}
+      : recorder_(std::move(recorder)), node_(node), nr_(nr), users_{std::move(user)} {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
     const std::shared_ptr<GradientRecorder> recorder = recorder_.lock();
-    if (recorder != nullptr && place_.nr < gradients.size() && gradients[place_.nr].defined())
-      guarded(*recorder, [&] { recorder->on_gradient(gradients[place_.nr], place_, users_); });
+    if (recorder != nullptr && nr_ < gradients.size() && gradients[nr_].defined())
+      guarded(*recorder, [&] { recorder->on_gradient(gradients[nr_], node_, nr_, users_); });
     return gradients;
   }
 
  private:
   std::weak_ptr<GradientRecorder> recorder_;
-  Place place_;
+  const void* node_;  // only compared
+  uint32_t nr_;       // of its results
   std::vector<GradientUser> users_;
 };
 
@@ -81,7 +79,7 @@ class LeafHook final : public GradientHook {
     for (const auto& [recorder, alive] : followed)
       guarded(*recorder, [&, &recorder = recorder, &alive = alive] {
         const std::vector<GradientUser> users = recorder->users_now(alive);
-        if (!users.empty()) recorder->on_gradient(gradients[0], {this, 0, true}, users);
+        if (!users.empty()) recorder->on_gradient(gradients[0], this, 0, users);
       });
     return gradients;
   }

@@ -73,20 +73,6 @@ std::vector<Followed> with_gradient(const std::vector<GradientCandidate>& candid
   return followed;
 }
 
-// Returns whether the job has no other process.
-bool is_alone() {
-  const py::gil_scoped_acquire lock;
-  const OutsideCompiler outside;
-  bool is_one = false;
-  const bool done = survived([&is_one] {
-    const py::object both = py::module_::import("nanwatch.util.job").attr("rank_and_world_size")();
-    is_one = both.cast<std::pair<int64_t, int64_t>>().second == 1;
-    return true;
-  });
-  if (!done) throw_error();
-  return is_one;
-}
-
 }  // namespace
 
 GradientRecorder::GradientRecorder(CallRecorder* recorder, const Options& options)
@@ -200,19 +186,14 @@ bool GradientRecorder::open(int64_t task) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (find(task) != nullptr) return false;
-  }
-  const bool alone = is_alone();
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (find(task) != nullptr) return false;  // another thread of it was first
-    backwards_.push_back(std::make_unique<Backward>(task, alone));
+    backwards_.push_back(std::make_unique<Backward>(task));
   }
   const auto end = std::make_shared<End>(weak_from_this(), task);
   autograd::Engine::get_default_engine().queue_callback([end] { end->over(true); });
   return true;
 }
 
-void GradientRecorder::on_gradient(const at::Tensor& gradient, const Place& place,
+void GradientRecorder::on_gradient(const at::Tensor& gradient, const void* at, uint32_t nr,
                                    const std::vector<GradientUser>& users) {
   const int64_t task = autograd::get_current_graph_task_id();
   if (task < 0) return;
@@ -223,60 +204,49 @@ void GradientRecorder::on_gradient(const at::Tensor& gradient, const Place& plac
   }
   if (box::BlackBox* const box = box::BlackBox::active(); box != nullptr && users[0].call->box != box::kUnnamed)
     box->gradient_came(users[0].call->box, uint32_t(users[0].part), users[0].call->batch);
-  const GradientState state(gradient);
+  const GradientPlace place(at, nr, gradient);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     Backward* const backward = find(task);
     if (backward == nullptr) return;
     // An argument of a call may get its gradient from elsewhere, too: the call itself has no part in this backward.
     if (users.size() == 1 && users[0].part == Part::input && users[0].call->task != task) return;
-    if (const GradientEvent* const event = backward->find(gradient, state, place)) {
-      const GradientEvent known = *event;  // which moves when events are added
-      return backward->add(users, state, place, known);
-    }
+    if (backward->is_known(place)) return backward->add_known(users);
   }
-  const int64_t batch = users[0].call->batch;
-  const PendingRowPtr pending = options_.is_pythons(Role::gradient, batch) ? nullptr : enqueue_read(gradient);
-  RecordData row{users[0].label, Role::gradient, NoteKind::none, -1, 0, 0, kNotPending, {}, nullptr};
+  GradientEvent event{
+      {}, 0, false, {users[0].label, Role::gradient, NoteKind::none, -1, 0, 0, kNotPending, {}, nullptr}, nullptr};
   int64_t bytes = 0;
-  Finite finite = Finite::unknown;
-  if (pending != nullptr) {
-    bytes = gradient.numel() * int64_t(word_size(*format_of(gradient.scalar_type())));
-    row.dtype = int8_t(gradient.scalar_type());
-    row.dims = uint8_t(gradient.dim());
-  } else {
-    finite = read(gradient, batch, &row, &bytes);
-    if (finite == Finite::unknown && row.python == nullptr) return;
-  }
+  if (!read(gradient, users[0].call->batch, &event, &bytes)) return;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (Backward* const backward = find(task)) {
       backward->bytes_read += bytes;
-      backward->add_read(users, gradient, state, place, row, finite, pending);
-      return;
+      return backward->add_read(users, gradient, place, std::move(event));
     }
   }
   // Another thread of this backward has closed it.
-  if (row.python != nullptr) {
-    const py::gil_scoped_acquire lock;
-    Py_DECREF(row.python);
-  }
+  const py::gil_scoped_acquire lock;
+  Py_XDECREF(event.row.python);
 }
 
-Finite GradientRecorder::read(const at::Tensor& gradient, int64_t batch, RecordData* row, int64_t* bytes) {
+bool GradientRecorder::read(const at::Tensor& gradient, int64_t batch, GradientEvent* event, int64_t* bytes) {
+  const bool is_pythons = options_.is_pythons(Role::gradient, batch);
+  RecordData& row = event->row;
   View view{};
-  if (plain_view(gradient, &view) && view.dims <= 255) {
-    *bytes = view.numel * int64_t(word_size(view.format));
-    row->range = range_cpu(view);
-    row->dtype = int8_t(gradient.scalar_type());
-    row->dims = uint8_t(view.dims);
-    if (row->range.isfinite && !options_.is_pythons(Role::gradient, batch)) return Finite::yes;
+  if (!is_pythons) event->pending = enqueue_read(gradient);
+  if (event->pending != nullptr || (plain_view(gradient, &view) && view.dims <= 255)) {
+    *bytes = gradient.numel() * int64_t(word_size(*format_of(gradient.scalar_type())));
+    row.dtype = int8_t(gradient.scalar_type());
+    row.dims = uint8_t(gradient.dim());
+    if (event->pending != nullptr) return true;
+    row.range = range_cpu(view);
+    if (row.range.isfinite && !is_pythons) return true;
   }
-  row->python = record_from_python(gradient, row->label, batch);
-  if (row->python == nullptr) return Finite::unknown;
+  row.python = record_from_python(gradient, row.label, batch);
+  if (row.python == nullptr) return false;
   const py::gil_scoped_acquire lock;
-  const PyObject* const isfinite = PyTuple_GET_ITEM(row->python, record_item::isfinite);
-  return isfinite == Py_True ? Finite::yes : isfinite == Py_False ? Finite::no : Finite::unknown;
+  event->has_nonfinite = is_nonfinite(row);
+  return true;
 }
 
 PyObject* GradientRecorder::record_from_python(const at::Tensor& gradient, Labels::Id label, int64_t batch) {
@@ -301,11 +271,6 @@ PendingRowPtr GradientRecorder::enqueue_read(const at::Tensor& gradient) {
   return keep ? recorder_->observer().enqueue_read(gradient) : nullptr;
 }
 
-void GradientRecorder::spend(int64_t nanoseconds) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (Backward* const backward = find(autograd::get_current_graph_task_id())) backward->nanoseconds += nanoseconds;
-}
-
 // ---- the end of a backward ------------------------------------------------------------------------------------------
 
 std::unique_ptr<Backward> GradientRecorder::take(int64_t task) {
@@ -315,17 +280,13 @@ std::unique_ptr<Backward> GradientRecorder::take(int64_t task) {
   if (place == backwards_.end()) return nullptr;
   std::unique_ptr<Backward> backward = std::move(*place);
   backwards_.erase(place);
-  backward->recent.clear();
   return backward;
 }
 
 void GradientRecorder::over(int64_t task, bool completed) {
   if (!completed) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (Backward* const backward = find(task)) {
-      backward->is_over = true;
-      backward->recent.clear();
-    }
+    if (Backward* const backward = find(task)) backward->is_over = true;
     return;
   }
   const py::gil_scoped_acquire lock;

@@ -46,14 +46,13 @@ class GradientRecorder : public std::enable_shared_from_this<GradientRecorder> {
 
   // ---- for the hooks, on any thread, without the interpreter lock
 
-  // A gradient came at `place` of the graph.
-  void on_gradient(const at::Tensor& gradient, const Place& place, const std::vector<GradientUser>& users);
+  // A gradient came at a place of the graph.
+  void on_gradient(const at::Tensor& gradient, const void* at, uint32_t nr, const std::vector<GradientUser>& users);
   // Returns those of the users of a leaf whose gradient comes now.
   std::vector<GradientUser> users_now(const std::vector<GradientUser>& alive);
   void over(int64_t task, bool completed);
-  void spend(int64_t nanoseconds);  // on this thread's backward
 
-  const std::shared_ptr<const Subscriptions> subscriptions;
+  const std::shared_ptr<Subscriptions> subscriptions;
 
  private:
   pybind11::object kept_owner() const;
@@ -64,8 +63,8 @@ class GradientRecorder : public std::enable_shared_from_this<GradientRecorder> {
   bool report(CallRecorder& recorder, Backward& backward);
   // Sends a gradient on a device to be read; null where that is not to be had.
   PendingRowPtr enqueue_read(const at::Tensor& gradient);
-  // Fills the row. After an error that was reported, the row is unknown and not Python's.
-  Finite read(const at::Tensor& gradient, int64_t batch, RecordData* row, int64_t* bytes);
+  // Fills the event. Returns false after an error that was reported.
+  bool read(const at::Tensor& gradient, int64_t batch, GradientEvent* event, int64_t* bytes);
   PyObject* record_from_python(const at::Tensor& gradient, Labels::Id label, int64_t batch);
 
   CallRecorder* recorder_;  // null once gradients are no longer followed; under the interpreter lock

@@ -170,13 +170,12 @@ class StartSignals {
     names_.emplace_back(std::move(names),
                         pybind11::reinterpret_steal<pybind11::object>(PyUnicode_InternFromString(name.c_str())));
   }
-  // Buffers by their module (a weak reference) and name.
-  void watch_buffers(const pybind11::list& buffers) {
-    buffers_.clear();
-    for (const pybind11::handle pair : buffers)
-      buffers_.push_back({pair[pybind11::int_(0)], pair[pybind11::int_(1)], nullptr, 0});
+  // Buffers as pairs of a weak reference to their module and a name.
+  void watch_buffers(pybind11::list buffers) {
+    buffers_ = std::move(buffers);
     note_buffers();
   }
+  void note_buffers() { noted_ = state_of_buffers(); }
 
   bool is_any_true() const {
     for (const auto& [names, name] : names_) {
@@ -185,42 +184,31 @@ class StartSignals {
     }
     return false;
   }
-  bool has_buffer_changed() const {
-    for (const Buffer& buffer : buffers_) {
-      const Buffer now = present(buffer);
-      if (now.tensor != buffer.tensor || now.version != buffer.version) return true;
-    }
-    return false;
-  }
-  void note_buffers() {
-    for (Buffer& buffer : buffers_) buffer = present(buffer);
-  }
+  bool has_buffer_changed() const { return state_of_buffers() != noted_; }
 
  private:
-  struct Buffer {
-    pybind11::object module, name;
-    const void* tensor;  // only compared
-    uint32_t version;
-  };
-
-  static Buffer present(const Buffer& buffer) {
+  // Returns a number that another buffer, and another version of one, make another one.
+  uint64_t state_of_buffers() const {
     static PyObject* const attribute = PyUnicode_InternFromString("_buffers");
-    Buffer now{buffer.module, buffer.name, nullptr, 0};
-    PyObject* const module = PyWeakref_GetObject(buffer.module.ptr());
-    if (module == nullptr || module == Py_None) return now;
-    const auto named = pybind11::reinterpret_steal<pybind11::object>(PyObject_GetAttr(module, attribute));
-    if (!named) PyErr_Clear();
-    if (!named || !PyDict_Check(named.ptr())) return now;
-    PyObject* const value = PyDict_GetItem(named.ptr(), buffer.name.ptr());
-    if (value == nullptr || !is_tensor(value)) return now;
-    const at::Tensor& x = THPVariable_Unpack(value);
-    now.tensor = x.unsafeGetTensorImpl();
-    if (!x.is_inference()) now.version = uint32_t(x._version());
-    return now;
+    const pybind11::list buffers = buffers_;  // the code of a module's class may give others
+    uint64_t state = 0;
+    for (const pybind11::handle pair : buffers) {
+      PyObject* const module = PyWeakref_GetObject(PyTuple_GET_ITEM(pair.ptr(), 0));  // None once it is gone
+      const auto named = pybind11::reinterpret_steal<pybind11::object>(PyObject_GetAttr(module, attribute));
+      if (!named) PyErr_Clear();
+      PyObject* const value =
+          named && PyDict_Check(named.ptr()) ? PyDict_GetItem(named.ptr(), PyTuple_GET_ITEM(pair.ptr(), 1)) : nullptr;
+      at::TensorImpl* const x =
+          value != nullptr && is_tensor(value) ? THPVariable_Unpack(value).unsafeGetTensorImpl() : nullptr;
+      const uint32_t version = x == nullptr || x->is_inference() ? 0 : x->version_counter().current_version();
+      state = ((state ^ reinterpret_cast<uintptr_t>(x)) * 0x9e3779b97f4a7c15ull) ^ version;
+    }
+    return state;
   }
 
   std::vector<std::pair<pybind11::dict, pybind11::object>> names_;
-  std::vector<Buffer> buffers_;
+  pybind11::list buffers_;
+  uint64_t noted_ = 0;
 };
 
 }  // namespace nanwatch

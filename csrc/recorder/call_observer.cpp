@@ -77,7 +77,7 @@ Reading CallObserver::hit(const Source& source, const CacheEntry& entry) {
   return entry.reading();
 }
 
-Reading CallObserver::weight_range(const Source& source, bool moves, bool is_urgent, Node::Slot* slot) {
+Reading CallObserver::weight_range(const Source& source, bool moves, Node::Slot* slot) {
   const Content content(source.x, epoch_);
   if (slot->cached == nullptr || !slot->cached->entry.content.is_same_part(content)) find_entry(content.key(), slot);
   const CacheEntry& known = slot->cached->entry;
@@ -85,7 +85,7 @@ Reading CallObserver::weight_range(const Source& source, bool moves, bool is_urg
   const bool is_known = unchanged && known.content.epoch == epoch_ && source.is_served_by(known) && !moves;
   if (is_known && uint32_t(source.batch) - known.batch < kAge) [[likely]]
     return hit(source, known);
-  if (!budget_.spend(source.bytes(), !is_known, &slot->cached->turn) && !is_urgent)
+  if (!budget_.spend(source.bytes(), !is_known, &slot->cached->turn))
     return is_known ? hit(source, known) : Reading{{}, nullptr, true};
   // While the lock is released for the read, another thread may drop the slot's entry, or the slot.
   const std::shared_ptr<WeightEntry> cached = slot->cached;
@@ -105,7 +105,7 @@ Reading CallObserver::range_of(const Source& source, Memory memory, Node::Slot* 
   const bool has_version = can_be_remembered(source.x);
   if (memory == Memory::weight || memory == Memory::moving) {
     if (has_version) [[likely]]
-      return weight_range(source, memory == Memory::moving, false, slot);
+      return weight_range(source, memory == Memory::moving, slot);
     find_entry(Content::key_of(source.x), slot);
     if (!budget_.spend(source.bytes(), true, &slot->cached->turn)) return {{}, nullptr, true};
     return read(source);
@@ -117,7 +117,7 @@ Reading CallObserver::range_of(const Source& source, Memory memory, Node::Slot* 
   if (reinterpret_cast<PyObject*>(Py_TYPE(source.object)) == ParameterClass) {
     // A weight handed around: torch.utils.swap_tensors refuses a parameter that has weak references.
     Node::Slot passing;
-    return weight_range(source, false, false, &passing);
+    return weight_range(source, false, &passing);
   }
   const Content content(source.x, epoch_);
   const CacheEntry* const known = activations_.find(content);
@@ -134,15 +134,6 @@ void CallObserver::find_entry(uint64_t key, Node::Slot* slot) {
   if (slot->cached && slot->key == key) return;
   slot->cached = weight_cache_.entry(key);
   slot->key = key;
-}
-
-std::optional<bool> CallObserver::is_finite(PyObject* object, int64_t batch) {
-  View view;
-  if (!plain_view(object, &view) || !can_be_remembered(THPVariable_Unpack(object))) return std::nullopt;
-  const at::Tensor x = THPVariable_Unpack(object);
-  Node::Slot passing;
-  ++counters.tensors;
-  return weight_range({object, x, view, -1, batch, nullptr}, false, true, &passing).range.isfinite;
 }
 
 bool CallObserver::forget_weights(const at::Tensor& x) {

@@ -27,7 +27,6 @@ namespace nanwatch {
 // Counts that do not depend on the machine.
 struct Counters {
   int64_t calls = 0, frames = 0, tensors = 0, tensors_read = 0, bytes_read = 0, cache_hits = 0, stale_hits = 0;
-  int64_t nanoseconds = 0;  // spent here; only when asked for
 };
 
 // The members of python/nanwatch/recording/events.py's Settings that are used here.
@@ -151,10 +150,6 @@ class CallObserver {
   // Gives the pending records of a frame their place in it. A record that has not completed is not read.
   bool resolve(const Node& node, OpenFrame* frame);
 
-  // Returns whether a tensor of the host is finite, without reading it if it is unchanged since it was last read as a
-  // weight. Null for one that the loops cannot read, or that has no version.
-  std::optional<bool> is_finite(PyObject* object, int64_t batch);
-
   void forget_weights() { ++epoch_; }
   // A step has written these, perhaps past the version counter. False if none of them is known.
   bool forget_weights(const at::Tensor& x);
@@ -233,7 +228,7 @@ class CallObserver {
   Reading read(const Source& source);
   Reading hit(const Source& source, const CacheEntry& entry);
   Reading range_of(const Source& source, Memory memory, Node::Slot* slot);
-  Reading weight_range(const Source& source, bool moves, bool is_urgent, Node::Slot* slot);
+  Reading weight_range(const Source& source, bool moves, Node::Slot* slot);
   bool known_mask(const at::Tensor& x, Labels::Id label, Role role, OpenFrame* frame);
   void remember_mask(const at::Tensor& x, const Content& content, const RecordData& data);
   std::optional<Kind> kind_of(PyTypeObject* type);

@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <mutex>
 #include <unordered_set>
 
 #include "gradients/gradient_recorder.h"
@@ -45,11 +46,21 @@ struct CallRecorder::Threads {
   std::list<Thread> all;
   Thread* latest = nullptr;
 
-  // A thread ends without the interpreter lock, which a batch that it left open may need: such a batch is never freed.
+  // A thread ends without the interpreter lock, which a batch that it left open may need to be freed. The next thread
+  // that a recorder meets does that.
   ~Threads() {
-    const auto is_open = [](const Thread& thread) { return !thread.nodes.empty(); };
-    if (std::any_of(all.begin(), all.end(), is_open)) new std::list<Thread>(std::move(all));
+    const std::lock_guard<std::mutex> lock(ended_mutex);
+    ended.splice(ended.end(), all);
   }
+  static void free_ended() {
+    std::list<Thread> freed;
+    const std::lock_guard<std::mutex> lock(ended_mutex);
+    freed.swap(ended);
+  }
+
+ private:
+  static inline std::mutex& ended_mutex = *new std::mutex;  // never destroyed: threads end later
+  static inline std::list<Thread>& ended = *new std::list<Thread>;
 };
 
 CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object events, py::object frame_type,
@@ -101,6 +112,7 @@ CallRecorder::Thread& CallRecorder::this_thread() {
     return *threads.latest;
   for (Thread& thread : threads.all)
     if (thread.recorder == id_) return *(threads.latest = &thread);
+  Threads::free_ended();
   threads.all.remove_if([](const Thread& thread) { return living().count(thread.recorder) == 0; });
   threads.all.emplace_front(Thread{id_});
   return *(threads.latest = &threads.all.front());
@@ -245,7 +257,7 @@ PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* inner, Py
     box_.box()->begin(thread.slot, node.box, thread.batch, thread.recomputed);
   ++observer_.counters.calls;
   py::object output = py::reinterpret_steal<py::object>(call_past_wrappers(inner, module, args, kwargs));
-  const Stopwatch stopwatch(subscriptions->has(kOwnTime), &observer_.counters.nanoseconds);
+  const Stopwatch stopwatch(*subscriptions);
   thread.nodes.pop_back();
   if (box_.box() != nullptr) [[unlikely]]
     box_.box()->end(thread.slot, !output);
@@ -280,7 +292,7 @@ bool CallRecorder::record_frame(Thread& thread, int32_t index, int32_t caller, s
   ++observer_.counters.frames;
   if (frame.pending.empty() && thread.deferred.empty()) [[likely]]
     return tell(thread, caller, false);
-  thread.deferred.emplace_back().frame.swap(frame);
+  thread.deferred.emplace_back().swap(frame);
   thread.deferred.back().caller = caller;
   return true;
 }

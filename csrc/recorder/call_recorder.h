@@ -78,8 +78,8 @@ class CallRecorder {
   pybind11::tuple take_peaks() { return taken(peaks_); }
   // The same of the gradients of all backwards since they were last taken; the batch is the latest of theirs.
   pybind11::tuple take_gradient_peaks() { return taken(gradient_peaks_); }
-  void add_gradient_peak(int64_t batch, int32_t node, Labels::Id label, const RecordData& record) {
-    gradient_peaks_.add_gradient(batch, node, label, record, observer_.labels());
+  void add_gradient_peak(int64_t batch, int32_t node, const RecordData& record) {
+    gradient_peaks_.add_gradient(batch, node, record);
   }
 
   // The start of this thread's batch, or None; with `keeps_starts`.
@@ -130,7 +130,7 @@ class CallRecorder {
     PyObject *args = nullptr, *kwargs = nullptr;  // of the outermost call under way, which keeps them alive
     pybind11::object given = {};                  // weak references to the arguments of a compiled outermost call
     std::shared_ptr<BatchStart> start = {};       // of the batch under way
-    std::vector<CallFrame> deferred = {};         // frames of the batch under way, since one waits for a device
+    std::vector<OpenFrame> deferred = {};         // frames of the batch under way, since one waits for a device
     // Ids of calls under way, by their nodes, of those in which a call has left hooks for gradients.
     std::unordered_map<int32_t, int64_t> call_ids = {};
     OpenFrame frame = {};

@@ -19,8 +19,7 @@ bool CallRecorder::tell(Thread& thread, int32_t caller, bool is_over) {
   const bool has_nonfinite = frame.has_nonfinite;
   keep(frame);
   if (!has_nonfinite && !reports_frames(thread.batch)) return true;
-  FrameData copy;
-  copy.copy(ring_.latest());
+  const FrameData copy(ring_.latest());
   const py::object seen = to_python(copy);
   if (reports_frames(thread.batch) && !notify("on_frame", py::make_tuple(seen))) return false;
   if (!has_nonfinite) return true;
@@ -42,19 +41,19 @@ py::object CallRecorder::named_given_to(const Thread& thread) const {
 }
 
 // Reports the frames that the batch has deferred. Each goes into the ring before the next, so that a report ends at the
-// first non-finite one. Those whose records have come are reported while the device still works; then it waits, once for
-// each stream. Returns false with an exception set if a callback raised.
+// first non-finite one. Those whose records have come are reported while the device still works; then it waits, once
+// for each stream. Returns false with an exception set if a callback raised.
 bool CallRecorder::take_deferred(Thread& thread) {
-  std::vector<CallFrame> deferred = std::exchange(thread.deferred, {});
+  std::vector<OpenFrame> deferred = std::exchange(thread.deferred, {});
   std::optional<HeldError> first;  // of what was raised
-  for (CallFrame& entry : deferred) {
-    RowTable::instance()->wait(entry.frame.pending.rows);
-    bool done = observer_.resolve(*nodes_[size_t(entry.frame.node)], &entry.frame);
-    thread.frame.swap(entry.frame);
+  for (OpenFrame& frame : deferred) {
+    RowTable::instance()->wait(frame.pending.rows);
+    bool done = observer_.resolve(*nodes_[size_t(frame.node)], &frame);
+    thread.frame.swap(frame);
     if (first) {
       keep(thread.frame);
     } else {
-      done = done && tell(thread, entry.caller, true);
+      done = done && tell(thread, thread.frame.caller, true);
       if (!done) first.emplace();
     }
     if (first) PyErr_Clear();
@@ -75,7 +74,7 @@ void CallRecorder::add_frame(int64_t batch, int32_t node, const py::list& record
 }
 
 void CallRecorder::keep(FrameData& frame) {
-  if (frame.batch >= gathers_from) peaks_.add(frame, observer_.labels(), gathers_inputs);
+  if (frame.batch >= gathers_from) peaks_.add(frame, gathers_inputs);
   ring_.push(frame);
 }
 
@@ -121,8 +120,10 @@ std::pair<int64_t, py::list> CallRecorder::frames_since(int64_t kept) const {
   const int64_t pushed = ring_.pushed();
   const size_t size = ring_.size();
   // Copied first: making Python objects may run other code, and that another call.
-  std::vector<FrameData> copies(std::min(size, size_t(std::max(int64_t(0), pushed - kept))));
-  for (size_t i = 0; i < copies.size(); ++i) copies[i].copy(ring_.oldest(size - copies.size() + i));
+  const size_t count = std::min(size, size_t(std::max(int64_t(0), pushed - kept)));
+  std::vector<FrameData> copies;
+  copies.reserve(count);
+  for (size_t i = size - count; i < size; ++i) copies.emplace_back(ring_.oldest(i));
   py::list frames;
   for (const FrameData& frame : copies) frames.append(to_python(frame));
   return {pushed, std::move(frames)};

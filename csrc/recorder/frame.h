@@ -47,20 +47,25 @@ struct AddedOutput {
   pybind11::object tensor;
 };
 
-// One call of one module: one line of the cache, and its records. Reused: clearing keeps the capacity, so a steady run
-// allocates nothing.
-struct FrameData {
+struct FrameHead {
   int64_t batch = 0;
   int32_t node = 0;
   bool recomputed = false;
   Phase phase = Phase::forward;
   bool has_nonfinite = false;
   bool has_objects = false;  // records that Python made
+};
+
+// One call of one module: one line of the cache, and its records. Reused: clearing keeps the capacity, so a steady run
+// allocates nothing.
+struct FrameData : FrameHead {
   std::vector<RecordData> records;
   std::vector<int64_t> shapes;
 
   FrameData() = default;
-  FrameData(const FrameData&) = delete;
+  FrameData(const FrameData& other) : FrameHead(other), records(other.records), shapes(other.shapes) {
+    for (const RecordData& record : records) Py_XINCREF(record.python);
+  }
   FrameData& operator=(const FrameData&) = delete;
   FrameData(FrameData&& other) noexcept { swap(other); }
   ~FrameData() { clear(); }
@@ -84,26 +89,8 @@ struct FrameData {
     phase = Phase::forward;
   }
 
-  void copy(const FrameData& other) {
-    clear();
-    batch = other.batch;
-    node = other.node;
-    recomputed = other.recomputed;
-    phase = other.phase;
-    has_nonfinite = other.has_nonfinite;
-    has_objects = other.has_objects;
-    records = other.records;
-    shapes = other.shapes;
-    for (const RecordData& record : records) Py_XINCREF(record.python);
-  }
-
   void swap(FrameData& other) noexcept {
-    std::swap(batch, other.batch);
-    std::swap(node, other.node);
-    std::swap(recomputed, other.recomputed);
-    std::swap(phase, other.phase);
-    std::swap(has_nonfinite, other.has_nonfinite);
-    std::swap(has_objects, other.has_objects);
+    std::swap<FrameHead>(*this, other);
     records.swap(other.records);
     shapes.swap(other.shapes);
   }
@@ -112,6 +99,7 @@ struct FrameData {
 // A frame that is being made, or waits for a device.
 struct OpenFrame : FrameData {
   PendingRows pending;
+  int32_t caller = -1;                                   // the node that made the call; of a frame that waits
   bool reads_all = false;                                // nothing is taken on trust
   std::vector<GradientCandidate>* candidates = nullptr;  // if gradients are asked for
   const std::vector<AddedOutput>* added = nullptr;
@@ -137,13 +125,8 @@ struct OpenFrame : FrameData {
   void swap(OpenFrame& other) noexcept {
     FrameData::swap(other);
     pending.swap(other.pending);
+    std::swap(caller, other.caller);
   }
-};
-
-// A frame, and the node that made the call.
-struct CallFrame {
-  OpenFrame frame;
-  int32_t caller;
 };
 
 // The latest frames, oldest overwritten.

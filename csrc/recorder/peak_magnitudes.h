@@ -33,17 +33,17 @@ class PeakMagnitudes {
   }
 
   // Takes a frame of the batch under way. A frame of another batch drops what was taken before.
-  void add(const FrameData& frame, Labels& labels, bool with_inputs) {
+  void add(const FrameData& frame, bool with_inputs) {
     if (frame.recomputed || frame.phase != Phase::forward) return;
     if (frame.batch != batch_) begin(frame.batch);
     for (const RecordData& record : frame.records)
-      if (with_inputs || record.role != Role::input) add_record(frame.node, nullptr, record, labels);
+      if (with_inputs || record.role != Role::input) add_record(frame.node, record);
   }
 
-  // Takes a gradient under the label of its user, and keeps those of earlier batches until they are taken.
-  void add_gradient(int64_t batch, int32_t node, Labels::Id label, const RecordData& record, Labels& labels) {
+  // Takes a gradient, and keeps those of earlier batches until they are taken.
+  void add_gradient(int64_t batch, int32_t node, const RecordData& record) {
     batch_ = std::max(batch_, batch);
-    add_record(node, &label, record, labels);
+    add_record(node, record);
   }
 
   int64_t batch() const { return batch_; }
@@ -69,25 +69,22 @@ class PeakMagnitudes {
     std::fill(values_.begin(), values_.end(), 0.0);
   }
 
-  // `label` is given where the record has another user's.
-  void add_record(int32_t node, const Labels::Id* label, const RecordData& record, Labels& labels) {
-    if (record.python != nullptr) return add_python(node, label, record.python, labels);
+  void add_record(int32_t node, const RecordData& record) {
+    if (record.python != nullptr) return add_python({node, record.label, -1}, record.python);
     if (record.dtype >= 0 && record.range.isfinite && record.range.abs_max >= 0 &&
         !at::isIntegralType(static_cast<at::ScalarType>(record.dtype), true))
-      raise({node, label == nullptr ? record.label : *label, record.dtype}, record.range.abs_max);
+      raise({node, record.label, record.dtype}, record.range.abs_max);
   }
 
   // Records from Python: complex numbers, shards, other layouts.
-  void add_python(int32_t node, const Labels::Id* label, PyObject* record, Labels& labels) {
+  void add_python(Key key, PyObject* record) {
     if (!is_record(record)) return;
     PyObject* const largest = PyTuple_GET_ITEM(record, record_item::abs_max);
     if (PyTuple_GET_ITEM(record, record_item::isfinite) != Py_True || is_meant(record) || !PyFloat_Check(largest) ||
         !(PyFloat_AS_DOUBLE(largest) >= 0))
       return;
-    const int8_t dtype = floating_dtype(to_utf8(PyTuple_GET_ITEM(record, record_item::dtype)));
-    if (dtype < 0) return;
-    const auto own = [&] { return labels.of_text(to_utf8(PyTuple_GET_ITEM(record, record_item::label))); };
-    raise({node, label == nullptr ? own() : *label, dtype}, PyFloat_AS_DOUBLE(largest));
+    key.dtype = floating_dtype(to_utf8(PyTuple_GET_ITEM(record, record_item::dtype)));
+    if (key.dtype >= 0) raise(key, PyFloat_AS_DOUBLE(largest));
   }
 
   void raise(const Key& key, double value) {

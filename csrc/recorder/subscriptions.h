@@ -3,33 +3,13 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <utility>
-#include <chrono>
 
 namespace nanwatch {
-
-// Adds the nanoseconds until its end to a counter, if it is on.
-class Stopwatch {
- public:
-  Stopwatch(bool on, int64_t* total) : total_(on ? total : nullptr), start_(on ? now() : 0) {}
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
-  ~Stopwatch() {
-    if (total_ != nullptr) *total_ += now() - start_;
-  }
-
- private:
-  static int64_t now() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-        .count();
-  }
-
-  int64_t* total_;
-  int64_t start_;
-};
 
 // Events that the recorder reports only while somebody subscribes to them, numbered as in recording/events.py. While
 // there is a subscription to kOwnTime the recorder counts its nanoseconds.
@@ -48,9 +28,30 @@ class Subscriptions {
     mask_.store(mask, std::memory_order_relaxed);
   }
 
+  std::atomic<int64_t> nanoseconds{0};  // spent in the recorder while there is a subscription to kOwnTime
+
  private:
   std::array<int, 5> counts_{};
   std::atomic<uint32_t> mask_{0};
+};
+
+// Adds the nanoseconds until its end to those of the recorder, if somebody subscribes to them.
+class Stopwatch {
+ public:
+  explicit Stopwatch(Subscriptions& subscriptions)
+      : total_(subscriptions.has(kOwnTime) ? &subscriptions.nanoseconds : nullptr),
+        start_(total_ != nullptr ? now() : 0) {}
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+  ~Stopwatch() {
+    if (total_ != nullptr) *total_ += now() - start_;
+  }
+
+ private:
+  static int64_t now() { return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+  std::atomic<int64_t>* const total_;
+  const int64_t start_;
 };
 
 // One subscription to some events. It does not keep the recorder alive.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 import tracemalloc
+import weakref
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 from nanwatch.numerics import _extension
 from nanwatch.session.api import watch
+from support.toys import mlp
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder remembers nothing")
 
@@ -39,3 +42,14 @@ def test_nothing_grows_over_many_batches() -> None:
     finally:
         tracemalloc.stop()
     assert (labels, weights) == (5, 2)
+
+
+def test_a_batch_that_a_thread_left_open_is_freed_by_the_next_thread() -> None:
+    """As an exception leaves it in compiled code, where no operator reports the end of the call."""
+    model, x = mlp(), torch.ones(1, 3)
+    with watch(model) as w:
+        for target in (lambda: w._recorder.begin_compiled(0, "\x1fit input[0]", [x]), lambda: model(x)):
+            thread = threading.Thread(target=target)
+            thread.start()
+            thread.join()
+        assert weakref.getweakrefcount(x) == 0
