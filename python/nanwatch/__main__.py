@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 
 from .cli import doctor
-from .cli.commands import COMMANDS, until_cut
+from .cli.commands import COMMANDS, run_command, until_cut
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command, or without one the doctor. Return the exit status, which is in the help of each."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in COMMANDS:
-        return COMMANDS[arguments[0]].run(arguments[1:])
+        return run_command(arguments[0], arguments[1:])
     return until_cut(lambda: doctor.main(arguments, name=""))
 
 

@@ -1,4 +1,4 @@
-"""Sub-commands of `nanwatch`: one line each in COMMANDS, and what they have in common."""
+"""Sub-commands of `nanwatch`: one entry each in COMMANDS, and what they have in common."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import contextlib
 import importlib
 import io
 import os
+import re
 import sys
+import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from ..util.progress import Tell, shown
@@ -20,28 +22,17 @@ from ..util.visible import close_names, visible
 
 # Exit status that a shell gives to a program ended by SIGPIPE.
 _CUT = 128 + 13
+_CLEAR = "\x1b[H\x1b[2J"  # of a terminal
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """Sub-command: its line in `--help`, and the `module:function` that runs it, `(arguments) -> int`.
-
-    `only_prints`: the command can end when nobody reads its output. `runs_user_code`: Ctrl-C prints a traceback,
-    because the user may want to know where it struck.
-    """
-
-    summary: str
-    place: str
-    only_prints: bool = True
-    runs_user_code: bool = False
-
-    def run(self, arguments: list[str]) -> int:
-        """Import the module, run the command and return the exit status."""
-        module, _, name = self.place.partition(":")
-        main: Callable[[list[str]], int] = getattr(importlib.import_module(module, __package__), name)
-        if not self.only_prints:
-            return main(arguments)
-        return until_cut(lambda: main(arguments), shows_place=self.runs_user_code)
+def run_command(name: str, arguments: list[str]) -> int:
+    """Import the module of a command in COMMANDS, run the command and return the exit status."""
+    module, _, function = COMMANDS[name][0].partition(":")
+    main: Callable[[list[str]], int] = getattr(importlib.import_module(module, __package__), function)
+    if name == "run":  # stdout is the script's own
+        return main(arguments)
+    # Where the user's code runs, the traceback of Ctrl-C says where it hung.
+    return until_cut(lambda: main(arguments), shows_place=name in ("compare", "replay"))
 
 
 def until_cut(command: Callable[[], int], *, shows_place: bool = False) -> int:
@@ -84,44 +75,71 @@ def _flush() -> None:
         sys.stdout.flush()
 
 
+# Each command's `module:function`, which takes the arguments and returns the exit status, and its line in `--help`.
 COMMANDS = {
-    "compare": Command(
-        "the first module in which two implementations of a model, or two traces, differ",
+    "compare": (
         ".compare:compare_main",
-        runs_user_code=True,
+        "the first module in which two implementations of a model, or two traces, differ",
     ),
-    "diff": Command("where two traces, or two batches of one, part", ".compare:diff_main"),
-    "doctor": Command("what is installed, what serves which device, and what is missing", ".doctor:main"),
-    "fits": Command("the narrowest format that holds what each module makes, by a trace", ".fits:main"),
-    "replay": Command(
-        "make the call in a capsule again, in one dtype or several", ".replay:main", runs_user_code=True
-    ),
-    "run": Command("watch the model of an unchanged training script", ".run:main", only_prints=False),
-    "scan": Command("is a checkpoint sound, and how does it differ from another", ".files:scan_main"),
-    "show": Command("a trace, a report, the reports of all ranks, or black boxes", ".files:show_main"),
-    "top": Command("the modules of a running trace by headroom and trend, live", ".top:main"),
-    "twice": Command(
-        "does a script compute the same when it is run twice, and if not, why", ".compare:twice_main"
-    ),
+    "diff": (".compare:diff_main", "where two traces, or two batches of one, part"),
+    "doctor": (".doctor:main", "what is installed, what serves which device, and what is missing"),
+    "fits": (".fits:main", "the narrowest format that holds what each module makes, by a trace"),
+    "replay": (".replay:main", "make the call in a capsule again, in one dtype or several"),
+    "run": (".run:main", "watch the model of an unchanged training script"),
+    "scan": (".files:scan_main", "is a checkpoint sound, and how does it differ from another"),
+    "show": (".files:show_main", "a trace, a report, the reports of all ranks, or black boxes"),
+    "top": (".top:main", "the modules of a running trace by headroom and trend, live"),
+    "twice": (".compare:twice_main", "does a script compute the same when it is run twice, and if not, why"),
 }
 
 
 def answered(
-    name: str, find: Callable[[Tell], tuple[str, int]], *, errors: tuple[type[Exception], ...] = ()
+    name: str,
+    options: argparse.Namespace,
+    find: Callable[[Tell], tuple[Any, int]],
+    *,
+    errors: tuple[type[Exception], ...] = (),
+    live: float = 0,
+    waits: bool = False,
 ) -> int:
-    """Print the text that `find(tell)` returns, and return the exit status beside it.
+    """Print the text or result that `find(tell)` returns, and return the exit status beside it.
 
     Errors of use and of files are one line on stderr, and those in `errors` too. What the user's own code prints
-    meanwhile goes to stderr.
+    meanwhile goes to stderr. On a terminal the command answers again every `live` seconds until Ctrl-C, if that is
+    not 0. Errors after the first answer are shown in its place, as a file may be about to change; with `waits` the
+    first is too.
     """
     expected: tuple[type[Exception], ...] = (UseError, ValueError, OSError, ImportError, *errors)
+    is_live = live > 0 and not options.json and sys.stdout.isatty()
+    status = 0
     try:
-        with shown() as tell, contextlib.redirect_stdout(sys.stderr):
-            text, status = find(tell)
-    except expected as error:
-        return failed(name, error)
-    print(text)
-    return status
+        while True:
+            try:
+                with shown() as tell, contextlib.redirect_stdout(sys.stderr):
+                    result, status = find(tell)
+                    text = result if isinstance(result, str) else _rendered(result, options, tell)
+            except expected as error:
+                if not (is_live and waits):
+                    sys.stderr.write(f"nanwatch {name}: {visible(str(error))}\n")
+                    return 2
+                text = visible(f"waiting: {error}")
+            print(f"{_CLEAR}{text}" if is_live else text, flush=is_live)
+            if not is_live:
+                return status
+            waits = True
+            time.sleep(live)
+    except KeyboardInterrupt:
+        if is_live:
+            return status
+        raise
+
+
+def _rendered(result: Any, options: argparse.Namespace, tell: Tell) -> str:
+    """Write the page of a result where one is asked for. Return the result as JSON or text, as asked."""
+    wrote = write_page(getattr(options, "html", None), lambda: result.to_html(), tell)
+    if options.json:
+        return str(result.to_json())
+    return f"{result.to_text()}\n\n{wrote}" if wrote else str(result.to_text())
 
 
 def write_page(path: Path | None, page: Callable[[], str], tell: Tell) -> str:
@@ -133,38 +151,30 @@ def write_page(path: Path | None, page: Callable[[], str], tell: Tell) -> str:
     return f"wrote {visible(str(path))}"
 
 
-def below(text: str, line: str) -> str:
-    """Return the text with the line, if any, after an empty one."""
-    return f"{text}\n\n{line}" if line else text
-
-
-def rendered(found: Any, options: argparse.Namespace, tell: Tell) -> str:
-    """Write the page of a result where one is asked for. Return the result as JSON or text, as asked."""
-    wrote = write_page(getattr(options, "html", None), lambda: found.to_html(), tell)
-    return str(found.to_json()) if options.json else below(found.to_text(), wrote)
-
-
-def failed(name: str, error: BaseException) -> int:
-    """Print on stderr, in one line, why the command `name` has nothing to print. Return exit status 2."""
-    sys.stderr.write(f"nanwatch {name}: {visible(str(error))}\n")
-    return 2
-
-
 class Parser(argparse.ArgumentParser):
-    """Parser of a command. Its error for an unknown flag names close ones."""
+    """Parser of a command. Its error for an unknown flag names close ones.
 
-    def __init__(self, name: str, description: str, notes: str) -> None:
+    `earlier` has, by earlier names of options of `watch`, what `watch` takes in their place.
+    """
+
+    def __init__(
+        self, name: str, description: str, notes: str, earlier: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         super().__init__(
             prog=f"nanwatch {name}".rstrip(),
             description=description,
             epilog=notes,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        self._earlier = earlier
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message, and exit with status 2."""
         flag = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
-        if flag.startswith("--"):
+        if instead := self._earlier.get(flag.lstrip("-").replace("-", "_")):
+            as_flag = re.sub(r"`([a-z_]+)=(?!nanwatch)", lambda x: f"`--{x[1].replace('_', '-')}=", instead)
+            message += f"; instead: {as_flag.replace('=`', '`')}"
+        elif flag.startswith("--"):
             message += f"; {close_names(flag, list(self._option_string_actions), '--help lists the options')}"
         super().error(message)
 
@@ -176,10 +186,6 @@ def command_parser(name: str, description: str, examples: str) -> argparse.Argum
         "--json", action="store_true", help="print one JSON document on stdout and nothing else"
     )
     return parser
-
-
-# Exit statuses by whether two executions are equal; None is not known.
-EQUAL_STATUS = {True: 0, False: 1, None: 2}
 
 
 class UseError(Exception):

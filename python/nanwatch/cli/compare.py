@@ -12,9 +12,10 @@ from ..compare.twice import VARIABLE, record, twice
 from ..trace.comparison import KINDS, RTOL, diff
 from ..trace.trace_file import Trace
 from ..util.progress import Tell
-from .commands import EQUAL_STATUS, UseError, answered, command_parser, imported, rendered
+from .commands import UseError, answered, command_parser, imported
 from .script import add_script, check_script, run_script
 
+_STATUSES = {True: 0, False: 1, None: 2}
 _STATUS = "exit status: 0 when they are equal, 1 when they are not, 2 when they cannot be compared\n"
 _COMPARE = f"""\
 A, B and INPUTS are PKG.MOD:NAME: an object, or what makes it when called without arguments. INPUTS is a dict by name, a
@@ -65,7 +66,7 @@ def compare_main(arguments: list[str]) -> int:
     _add_batches_and_page(parser)
     options = parser.parse_args(arguments)
 
-    def find(tell: Tell) -> tuple[str, int]:
+    def find(tell: Tell) -> tuple[Any, int]:
         names = {"A": options.a, "B": options.b, "INPUTS": options.inputs}
         if os.path.exists(options.a) and os.path.exists(options.b):
             traces = [Trace.open(path, tell) for path in names.values() if path is not None]
@@ -78,9 +79,9 @@ def compare_main(arguments: list[str]) -> int:
         else:
             tell("running the models")
             result = compare(*(imported(value, name) for name, value in names.items()), factor=options.factor)
-        return rendered(result, options, tell), EQUAL_STATUS[result.equal]
+        return result, _STATUSES[result.equal]
 
-    return answered("compare", find, errors=(TypeError, RuntimeError))
+    return answered("compare", options, find, errors=(TypeError, RuntimeError))
 
 
 def diff_main(arguments: list[str]) -> int:
@@ -106,13 +107,13 @@ def diff_main(arguments: list[str]) -> int:
     _add_batches_and_page(parser)
     options = parser.parse_args(arguments)
 
-    def find(tell: Tell) -> tuple[str, int]:
+    def find(tell: Tell) -> tuple[Any, int]:
         a = Trace.open(options.a, tell)
         b = None if options.b is None else Trace.open(options.b, tell)
         result = diff(a, b, batches=options.batches, rtol=options.rtol, ignore=options.ignore)
-        return rendered(result, options, tell), EQUAL_STATUS[result.equal]
+        return result, _STATUSES[result.equal]
 
-    return answered("diff", find)
+    return answered("diff", options, find)
 
 
 def _add_batches_and_page(parser: Any) -> None:
@@ -149,10 +150,10 @@ def twice_main(arguments: list[str]) -> int:
     if request := os.environ.pop(VARIABLE, ""):
         return record(request, lambda: run_script(target, rest, is_module=is_module))
 
-    def find(tell: Tell) -> tuple[str, int]:
+    def find(tell: Tell) -> tuple[Any, int]:
         check_script(target, is_module=is_module)
         how = {"batches": options.batches, "times": options.times}
         result = twice(target, rest, is_module=is_module, tell=tell, **how)
-        return rendered(result, options, tell), EQUAL_STATUS[result.equal]
+        return result, _STATUSES[result.equal]
 
-    return answered("twice", find, errors=(RuntimeError,))
+    return answered("twice", options, find, errors=(RuntimeError,))

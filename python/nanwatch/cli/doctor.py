@@ -67,8 +67,8 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
         dest="command",
         parser_class=argparse.ArgumentParser,
     )
-    for name, command in COMMANDS.items():
-        commands.add_parser(name, help=command.summary, add_help=False)
+    for name, (_, summary) in COMMANDS.items():
+        commands.add_parser(name, help=summary, add_help=False)
 
 
 def facts() -> dict[str, Any]:

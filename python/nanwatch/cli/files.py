@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ..blackbox.job import read_job
 from ..blackbox.process import state_folder
@@ -20,7 +19,7 @@ from ..trace.picture import draw
 from ..trace.trace_file import Trace, batch_words
 from ..util.progress import Tell
 from ..util.visible import near, visible
-from .commands import answered, command_parser, failed, rendered, write_page
+from .commands import answered, command_parser, write_page
 
 _READS = (
     "a trace, a report.json, a black box (*.blackbox), and the folder that watch(output_dir=...) or watch(trace=...)"
@@ -55,7 +54,7 @@ def show_main(arguments: list[str]) -> int:
     )
     parser.add_argument("--ranks", action="store_true", help="merge the reports of several ranks")
     parser.add_argument("--box", action="store_true", help="show the black boxes")
-    parser.add_argument("--live", action="store_true", help="with --box: look again every 2 s until Ctrl-C")
+    parser.add_argument("--live", action="store_true", help="on a terminal look again every 2 s until Ctrl-C")
     parser.add_argument(
         "--format",
         choices=sorted(FORMS),
@@ -71,22 +70,19 @@ def show_main(arguments: list[str]) -> int:
     )
     options = parser.parse_args(arguments)
     options.json |= options.format == "json"
+    return answered("show", options, partial(_show, options), live=2 if options.live else 0)
+
+
+def _show(options: argparse.Namespace, tell: Tell) -> tuple[Any, int]:
     for path in options.paths:
         if not path.exists():
-            return failed(
-                "show", FileNotFoundError(f"there is no {str(path)!r}: show reads {_READS}{near(path)}")
-            )
-    show = _show_report
+            raise FileNotFoundError(f"there is no {str(path)!r}: show reads {_READS}{near(path)}")
     if options.ranks or len(options.paths) > 1:
-        show = _show_ranks
-    elif options.box or not options.paths or _is_box(options.paths[0]):
-        show = _show_box
-    status = answered("show", partial(show, options))
-    while options.live and show is _show_box and sys.stdout.isatty() and status != 2:
-        time.sleep(2)
-        sys.stdout.write("\x1b[H\x1b[2J")
-        status = answered("show", partial(show, options))
-    return status
+        merged = merge(*options.paths, tell=tell)
+        return merged, int(bool(merged.failed))
+    if options.box or not options.paths or _is_box(options.paths[0]):
+        return _show_box(options, tell)
+    return _show_report(options, tell)
 
 
 def _is_box(path: Path) -> bool:
@@ -95,19 +91,14 @@ def _is_box(path: Path) -> bool:
     return path.suffix == SUFFIX or (has_boxes and _newest_report(path) == path)
 
 
-def _show_ranks(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
-    merged = merge(*options.paths, tell=tell)
-    return rendered(merged, options, tell), int(bool(merged.failed))
-
-
-def _show_box(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
+def _show_box(options: argparse.Namespace, tell: Tell) -> tuple[Any, int]:
     if options.html is not None:
         raise ValueError(
             "--html is for a trace or a report, and a black box has text and --json; leave it out"
         )
     tell("reading")
     job = read_job(options.paths[0] if options.paths else state_folder())
-    return rendered(job, options, tell), int(job.is_bad)
+    return job, int(job.is_bad)
 
 
 def _show_report(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
@@ -207,9 +198,9 @@ def scan_main(arguments: list[str]) -> int:
     )
     options = parser.parse_args(arguments)
 
-    def find(tell: Tell) -> tuple[str, int]:
+    def find(tell: Tell) -> tuple[Any, int]:
         result = scan(*options.files, against=options.against, to=options.to or (), tell=tell)
         status = int(not result.is_faithful) if result.is_checked else 2
-        return rendered(result, options, tell), status if result.is_sound else 3
+        return result, status if result.is_sound else 3
 
-    return answered("scan", find)
+    return answered("scan", options, find)

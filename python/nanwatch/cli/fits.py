@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
             lines = _verdicts(needs, bad, name, margin_bits)
         return "\n".join(map(visible, lines)), int(bool(bad))
 
-    return answered("fits", find)
+    return answered("fits", options, find)
 
 
 def _narrowest(needs: tuple[Need, ...], margin_bits: float) -> list[str]:

@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
         help="after the capsule's own, with weights and inputs cast to it and autocast off",
     )
     options = parser.parse_args(arguments)
-    return answered("replay", partial(_replay, options))
+    return answered("replay", options, partial(_replay, options))
 
 
 def _replay(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:

@@ -5,30 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
-import time
+import shutil
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from ..report.page import bits_words, level_of
+from ..report.page import bits_words
 from ..trace.picture import Picture, Row, draw, trend_words
 from ..trace.trace_file import Trace, batch_words
-from ..util.imports import needed
+from ..util.progress import Tell
 from ..util.reading import plain
-from ..util.visible import spell, visible
-from .commands import command_parser, failed
+from ..util.visible import visible
+from .commands import answered, command_parser
 
 _LATEST = 200  # batches; in a trace of 1,000,000 rows and 5,000 batches they take 0.1 s
 _LINES = 20
 _MARKS = 3  # the latest spikes and forecasts that are shown
 _COLUMNS = ("headroom", "bits/100", "batch", "abs max", "failed", "module")
-_COLORS = {"gone": "bold red", "near": "red", "low": "yellow", "fine": "green", "none": "dim"}
 _EXAMPLES = """\
 headroom is in bits, each a doubling that the largest element has left. bits/100 is its trend over 100 batches. batch
 and abs max are those of the least headroom, and failed counts batches with a non-finite value. Above the table stand
 the latest spikes and forecasts.
 
-Ctrl-C ends. Needs the package rich, but not with --once, --json or into a pipe.
+On a terminal the table is made again every 2 s until Ctrl-C, but not with --once or --json.
 
 exit status: 0, or 2 when there is nothing to show
 
@@ -52,27 +50,30 @@ def main(arguments: list[str]) -> int:
     ):
         parser.add_argument(option, type=_positive, default=default, metavar=metavar, help=words)
     options = parser.parse_args(arguments)
-    try:
-        if not (options.once or options.json or not sys.stdout.isatty()):
-            return _watch(options)
-        picture, heading = _look(options)
-    except (ValueError, OSError, ImportError) as error:
-        return failed("top", error)
+    # A folder may get its first part later. A trace that is not there would be waited for without end.
+    live = 0 if options.once else options.every
+    return answered("top", options, partial(_find, options), live=live, waits=options.run.is_dir())
+
+
+def _find(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
+    picture, heading = _look(options, tell)
+    rows = list(picture.rows)  # by headroom
+    if options.by == "trend":  # modules without one come last
+        rows.sort(key=lambda row: (math.isnan(row.trend), row.trend))
     if options.json:
         document = {
             "trace": str(picture.path),
             "rank": picture.rank,
             "lost_frames": picture.lost_frames,
             "batches": [picture.batches[0][0], picture.batches[-1][0]],  # the first and the last of them
-            "modules": [plain(row) for row in _sorted(picture, options.by)],
+            "modules": [plain(row) for row in rows],
             "marks": [plain(mark) for mark in picture.marks],
         }
-        print(json.dumps(document, allow_nan=False, indent=2))
-        return 0
-    print("\n".join(map(visible, [*heading, *_table(_sorted(picture, options.by)[:_LINES])])))
-    if len(picture.rows) > _LINES:
-        print(f"{len(picture.rows) - _LINES:,} modules more")
-    return 0
+        return json.dumps(document, allow_nan=False, indent=2), 0
+    room = shutil.get_terminal_size((80, _LINES + 10)).lines - len(heading) - 3
+    shown = rows[: max(min(_LINES, room), 1)]
+    more = [f"{len(rows) - len(shown):,} modules more"] if len(rows) > len(shown) else []
+    return "\n".join(map(visible, [*heading, *_table(shown), *more])), 0
 
 
 def _positive(text: str) -> int:
@@ -81,12 +82,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _look(options: argparse.Namespace) -> tuple[Picture, list[str]]:
+def _look(options: argparse.Namespace, tell: Tell) -> tuple[Picture, list[str]]:
     """Return the picture of the latest batches, and lines about the trace and its latest spikes and forecasts.
 
     Raises ValueError or OSError for none.
     """
-    trace = Trace.open(options.run)
+    trace = Trace.open(options.run, tell)
     if not trace.batches:
         raise ValueError(f"{trace.path} has no batch yet")
     picture = draw(trace, trace.batches[-options.latest :])
@@ -98,13 +99,6 @@ def _look(options: argparse.Namespace) -> tuple[Picture, list[str]]:
     return picture, lines
 
 
-def _sorted(picture: Picture, by: str) -> list[Row]:
-    if by == "headroom":
-        return list(picture.rows)
-    # Modules without a trend come last.
-    return sorted(picture.rows, key=lambda row: (math.isnan(row.trend), row.trend))
-
-
 def _table(rows: list[Row]) -> list[str]:
     """Return a line of headings and one for each row."""
     cells = [
@@ -113,28 +107,3 @@ def _table(rows: list[Row]) -> list[str]:
         for row in rows
     ]  # fmt: skip
     return ["  ".join([f"{cell:>9}" for cell in line[:-1]]) + f"  {line[-1]}" for line in (_COLUMNS, *cells)]
-
-
-def _watch(options: argparse.Namespace) -> int:
-    """Look at the trace again and again until Ctrl-C."""
-    rich: Any = needed("rich.live", "the live view", "terminal", "use --once")
-    from rich.text import Text
-
-    # A trace that is not there would be waited for without end. A folder may get its first part later.
-    if not options.run.is_dir():
-        Trace.open(options.run)
-    with rich.Live(screen=True, auto_refresh=False) as live:
-        try:
-            while True:
-                try:
-                    picture, heading = _look(options)
-                    rows = _sorted(picture, options.by)[: max(live.console.height - len(heading) - 2, 1)]
-                    styles = [""] * (len(heading) + 1) + [_COLORS[level_of(row.bits)] for row in rows]
-                    lines = zip([*heading, *_table(rows)], styles, strict=True)
-                    view = Text("\n").join(Text(visible(line), style) for line, style in lines)
-                except (ValueError, OSError) as error:  # nothing yet, or just now the parts became one file
-                    view = Text(f"waiting: {spell(error)}")
-                live.update(view, refresh=True)
-                time.sleep(options.every)
-        except KeyboardInterrupt:
-            return 0

@@ -74,13 +74,19 @@ def test_the_usage_names_the_program(name: str, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    ("arguments", "flag"),
-    [(["scan", "--agianst=b", "a"], "--against"), (["run", "--moduls", "x", "train.py"], "--modules")],
+    ("arguments", "hint"),
+    [
+        (["scan", "--agianst=b", "a"], "close names: --against"),
+        (["run", "--moduls", "x", "train.py"], "close names: --modules"),
+        (["run", "--exclude", "x", "train.py"], "instead: `--ignore-modules`\n"),
+        (["run", "--allow-inf=x", "train.py"], 'instead: `--allow="inf:mask.*"`\n'),
+        (["run", "--counts", "train.py"], "instead: `trace=nanwatch.Trace(path, counts=True)`\n"),
+    ],
 )
-def test_an_unknown_flag_names_close_ones(
-    arguments: list[str], flag: str, capsys: pytest.CaptureFixture[str]
+def test_an_unknown_flag_names_what_is_meant(
+    arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 2
-    assert f"close names: {flag}" in capsys.readouterr().err
+    assert hint in capsys.readouterr().err
