@@ -101,15 +101,16 @@ def facts() -> dict[str, Any]:
 
 
 def _device_facts(device: torch.device) -> dict[str, str]:
+    native: Any = _extension.C
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     implementation, reason = "torch operations", _extension.reason
-    if _has_kernel(device):
+    if native is not None and device.type == "cpu":
+        implementation = f"native ({native.cpu_capability()})"
+    elif native is not None and device.type == "cuda" and native.cuda_compiled():
         implementation = "native"
-        if device.type == "cpu" and _extension.C is not None:
-            implementation += f" ({_extension.C.cpu_capability()})"
-    elif _extension.C is not None and device.type == "cuda":
+    elif native is not None and device.type == "cuda":
         reason = _extension.build.get("cuda_reason", "the compiled part has no CUDA kernels")
-    elif _extension.C is not None:
+    elif native is not None:
         reason = f"there are no native kernels for {device.type}"
     return {"device": str(device), "name": name, "implementation": implementation, "reason": reason}
 
@@ -154,12 +155,6 @@ def _devices() -> list[torch.device]:
     if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
         devices += [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
     return devices
-
-
-def _has_kernel(device: torch.device) -> bool:
-    """Return whether the dispatcher has a native kernel of ours for the device's plain tensors."""
-    native = _extension.C
-    return native is not None and (device.type == "cpu" or (device.type == "cuda" and native.cuda_compiled()))
 
 
 def selfcheck() -> Iterator[dict[str, str]]:

@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
 from dataclasses import Field
 from functools import partial
 from pathlib import Path
@@ -69,7 +68,7 @@ def main(arguments: list[str]) -> int:
     except (TypeError, ValueError, OSError, ImportError) as error:
         _tell(str(error))
         return BAD_USE
-    run = partial(_Run(options).run, target, rest, is_module, json_file)
+    run = partial(_Run(options, json_file).run, target, rest, is_module)
     return run_with_parent(run, box_folder(options.output_dir)) if has_parent else run()
 
 
@@ -113,62 +112,54 @@ def _add_flag(group: argparse._ArgumentGroup, option: Field[Any]) -> None:
 class _Run:
     """Run of a script, and the watches of its models."""
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    def __init__(self, options: Options, json_file: Path | None) -> None:
+        self._options, self._json_file = options, json_file
         self._watches: list[tuple[str, Watch]] = []
         # If it is not 0, it replaces the script's own exit status.
         self._status = 0
         self._is_reported = False
         self._finder = ModelFinder(self._found)
-        self._process = 0
 
-    def run(self, target: str, arguments: list[str], is_module: bool, json_file: Path | None) -> int:
+    def run(self, target: str, arguments: list[str], is_module: bool) -> int:
         """Run the script, and report. Return the exit status, or raise as `main` does."""
-        self._process = os.getpid()
-        status, left = 0, None
-        try:
-            with self._finder, self._threads():
-                run_script(target, arguments, is_module=is_module)
-        except Exception as error:
-            self._note(error)
-            _show(error)
-            status = FAILED
-        except BaseException as error:  # SystemExit, KeyboardInterrupt
-            left = error
-        status = self._finish(json_file, has_failed=status == FAILED) or status
-        if left is not None and status == 0:
-            raise left
-        return status
-
-    @contextlib.contextmanager
-    def _threads(self) -> Iterator[None]:
-        """Let an error that ends a thread of the script decide about the exit status too."""
-        before = threading.excepthook
+        process, before = os.getpid(), threading.excepthook
+        has_failed, left = False, None
 
         def hook(args: threading.ExceptHookArgs, /) -> None:
+            # An error that ends a thread of the script decides about the exit status too.
             if args.exc_value is not None:
                 self._note(args.exc_value)
             before(args)
 
         threading.excepthook = hook
         try:
-            yield
-        finally:
-            if threading.excepthook is hook:
-                threading.excepthook = before
+            with self._finder:
+                run_script(target, arguments, is_module=is_module)
+        except Exception as error:
+            self._note(error)
+            _show(error)
+            has_failed = True
+        except BaseException as error:  # SystemExit, KeyboardInterrupt
+            left = error
+        if threading.excepthook is hook:
+            threading.excepthook = before
+        if os.getpid() == process:  # else a forked child has come to the script's end
+            self._finish(has_failed)
+        status = (os.getpid() == process and self._status) or (FAILED if has_failed else 0)
+        if left is not None and status == 0:
+            raise left
+        return status
 
     def _note(self, error: BaseException) -> None:
         """Note an error that the script did not catch."""
         if (box := process_box()) is not None:
             box.error = error
-        # The script's own hook may show an error in another way, or not at all.
-        shows = getattr(sys.excepthook, "__module__", "") in ("sys", "torch.distributed.distributed_c10d")
         if _is_nonfinite(error):
             self._status = NONFINITE
-            self._is_reported = shows
-        # From Python 3.11 on notes are printed under the traceback.
-        elif hasattr(error, "add_note") and "first seen in" in "".join(getattr(error, "__notes__", ())):
-            self._is_reported = shows
+        # The script's own hook may show an error in another way, or not at all.
+        if getattr(sys.excepthook, "__module__", "") in ("sys", "torch.distributed.distributed_c10d"):
+            # As its message, that of an error in its chain, or from Python 3.11 on a note.
+            self._is_reported |= any(" first seen in `" in x for x in traceback.format_exception(error))
 
     def _found(self, model: nn.Module) -> None:
         name = type(model).__name__
@@ -188,18 +179,22 @@ class _Run:
             # SystemExit, because the script may catch every Exception.
             raise SystemExit(BAD_USE) from None
 
-    def _finish(self, json_file: Path | None, *, has_failed: bool) -> int:
-        """Stop the watches, and report on stderr and in the file.
-
-        `has_failed`: an exception ended the script. Return the exit status that replaces the script's, or 0.
-        """
-        if os.getpid() != self._process:  # a forked child that has come to the script's end
-            return 0
-        ended = [(name, watch, self._end(name, watch)) for name, watch in self._watches]
+    def _finish(self, has_failed: bool) -> None:
+        """Stop the watches, and report on stderr and in the file. `has_failed`: an exception ended the script."""
+        for name, watch in self._watches:
+            try:
+                watch.report()  # before `stop`: warns of modules whose calls are not seen
+                watch.stop()
+            except NonFiniteError as error:  # of the weights after the last step
+                self._note(error)
+                _show(error.with_traceback(None))
+            except Exception as error:  # the others are stopped all the same
+                _tell(f"an error came while the watch of {name} was ended: {spell(error)}")
         _flush_stdout()
-        if not ended and self._status != BAD_USE:
+        reports = [watch.report() for _, watch in self._watches]
+        if not reports and self._status != BAD_USE:
             _tell(_NOTHING)
-        for name, watch, report in ended:
+        for (name, watch), report in zip(self._watches, reports, strict=True):
             trace = "" if watch.trace_path is None else f"; trace: {watch.trace_path}"
             _tell(_line(name, watch, report) + trace)
             is_of_last = report.finding is not None and report.batch == watch.batch
@@ -208,29 +203,15 @@ class _Run:
                 self._status = self._status or NONFINITE
         if self._finder.is_full:
             _tell(f"{MAX_MODELS} models were found; those that were called later were not looked for")
-        reports = [report for _, _, report in ended]
         failed = [report for report in reports if report.finding is not None]
         if failed and not self._is_reported:
             _print_error(failed[0].to_text())
-        if json_file is not None:
+        if self._json_file is not None:
             report = (failed or reports or [Report((), None, None, 0)])[0]
             try:
-                json_file.write_text(report.to_json() + "\n", encoding="utf-8")
+                self._json_file.write_text(report.to_json() + "\n", encoding="utf-8")
             except (OSError, ValueError) as error:
-                _tell(f"{json_file} could not be written: {spell(error)}")
-        return self._status
-
-    def _end(self, name: str, watch: Watch) -> Report:
-        """Stop a watch, whatever it raises, and return the report."""
-        try:
-            watch.report()  # before `stop`: warns of modules whose calls are not seen
-            watch.stop()
-        except NonFiniteError as error:  # of the weights after the last step
-            self._note(error)
-            _show(error.with_traceback(None))
-        except Exception as error:  # the others are stopped all the same
-            _tell(f"an error came while the watch of {name} was ended: {spell(error)}")
-        return watch.report()
+                _tell(f"{self._json_file} could not be written: {spell(error)}")
 
 
 def _line(name: str, watch: Watch, report: Report) -> str:
@@ -239,27 +220,23 @@ def _line(name: str, watch: Watch, report: Report) -> str:
     if report.finding is not None:
         return f"{amount}: {text.summary(report.finding)}"
     if not watch.counters["tensors"]:
-        return f"{amount}: nothing was looked at" + (
-            ", as NANWATCH=0 says" if os.environ.get("NANWATCH") == "0" else ""
-        )
+        why = ", as NANWATCH=0 says" if os.environ.get("NANWATCH") == "0" else ""
+        return f"{amount}: nothing was looked at{why}"
     if watch._ended_by_exception:
         return f"{amount}, the last ended by an exception: what that call computed last was not read"
-    if faults := list(_harmless(watch)):
-        return f"{amount}: {'; '.join(faults)}; all else that was read is finite"
-    return f"{amount}: all that was read is finite"
-
-
-def _harmless(watch: Watch) -> Iterator[str]:
-    """Yield sentences of non-finite gradients that have reached no weight."""
-    counters = watch.counters
-    if count := counters["skipped_steps"]:
+    harmless = []  # non-finite gradients that have reached no weight
+    if count := watch.counters["skipped_steps"]:
         step = watch.skipped_steps[-1]
         scale = f" ({step.note.text})" if step.note.text else ""
         steps = "1 step was" if count == 1 else f"{count:,} steps were"
-        yield f"{steps} skipped, as gradients were not finite; the last: {text.summary(step.finding)}{scale}"
-    if count := counters["untaken_backwards"]:
+        last = f"{text.summary(step.finding)}{scale}"
+        harmless.append(f"{steps} skipped, as gradients were not finite; the last: {last}")
+    if count := watch.counters["untaken_backwards"]:
         backwards = "1 backward was" if count == 1 else f"{count:,} backwards were"
-        yield f"{backwards} not finite, but the steps took finite gradients"
+        harmless.append(f"{backwards} not finite, but the steps took finite gradients")
+    if harmless:
+        return f"{amount}: {'; '.join(harmless)}; all else that was read is finite"
+    return f"{amount}: all that was read is finite"
 
 
 def _is_nonfinite(error: BaseException) -> bool:
