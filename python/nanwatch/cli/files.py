@@ -104,8 +104,7 @@ def _show_box(options: argparse.Namespace, tell: Tell) -> tuple[Any, int]:
 def _show_report(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
     (path,) = options.paths
     file = _newest_report(path)
-    _check_kind(file)
-    trace = None if _is_json(file) else Trace.open(file, tell)
+    trace = None if _is_report(file) else Trace.open(file, tell)
     report, heading = _report_of(file, trace, options.batch, tell)
     if file.parent.parent == path:  # one of several
         heading = [f"{file}:", "", *heading]
@@ -149,21 +148,17 @@ def _newest_report(path: Path) -> Path:
     return path
 
 
-def _check_kind(file: Path) -> None:
-    """Raise ValueError for a regular file that is neither a report nor a trace."""
-    if file.is_file() and not _is_json(file):
-        with file.open("rb") as opened:
-            if opened.read(4) != b"PAR1":
-                raise ValueError(
-                    f"{file} is neither a report nor a trace: show reads {_READS}; nanwatch scan reads a checkpoint"
-                )
-
-
-def _is_json(file: Path) -> bool:
-    if not file.is_file():
+def _is_report(file: Path) -> bool:
+    """Return whether a path is a report, else a trace. Raise ValueError for a regular file that is neither."""
+    if not file.is_file():  # a folder of a trace's parts
         return False
     with file.open("rb") as opened:
-        return opened.read(64).lstrip()[:1] == b"{"
+        start = opened.read(64).lstrip()
+    if not start.startswith((b"{", b"PAR1")):
+        raise ValueError(
+            f"{file} is neither a report nor a trace: show reads {_READS}; nanwatch scan reads a checkpoint"
+        )
+    return start.startswith(b"{")
 
 
 _SCAN = """\
