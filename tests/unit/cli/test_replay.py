@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import nanwatch
-from nanwatch import __main__ as command
 from nanwatch import write_capsule
+from support.commands import run
 from support.processes import forked
 
 X = torch.full((2, 4), 3.0)
@@ -55,18 +55,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("zoo", None)
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    capsys.readouterr()
-    status = command.main(["replay", *arguments])
-    return status, *capsys.readouterr()
-
-
 def test_command_verdicts_and_exit_status(place, capsys):
     """A line for each dtype, the capsule's own first, then the report of the first that failed."""
-    status, out, _ = run(capsys, "good", "--model", "zoo:make")
+    status, out, _ = run(capsys, "replay", "good", "--model", "zoo:make")
     assert status == 0
     assert out.splitlines()[1].split(maxsplit=2) == ["as", "recorded", "all finite"]
-    status, out, _ = run(capsys, "good", "--model", "zoo:model", "--dtype", "bfloat16", "float16", "float64")
+    status, out, _ = run(
+        capsys, "replay", "good", "--model", "zoo:model", "--dtype", "bfloat16", "float16", "float64"
+    )
     lines = out.splitlines()
     assert status == 1
     assert lines[0].startswith("good: the root module (Sequential) on cpu, torch")
@@ -75,15 +71,15 @@ def test_command_verdicts_and_exit_status(place, capsys):
     assert "inf first seen in `output` of 1 (Scale)" in lines[3]
     assert "could not be run: RuntimeError: no float64 here" in lines[4]
     assert "Detected inf in batch 0" in lines[6]
-    assert run(capsys, "bad", "--model", "zoo:make")[0] == 1
-    assert run(capsys, "good", "--model", "zoo:make", "--dtype", "float64")[0] == 2
+    assert run(capsys, "replay", "bad", "--model", "zoo:make")[0] == 1
+    assert run(capsys, "replay", "good", "--model", "zoo:make", "--dtype", "float64")[0] == 2
 
 
 def test_the_folder_of_a_failure_holds_its_capsule(place, capsys):
     """The folder of a failure in `output_dir` is accepted: the capsule is the folder inside."""
     (place / "batch-7").mkdir()
     (place / "bad").rename(place / "batch-7" / "capsule")
-    status, out, _ = run(capsys, "batch-7", "--model", "zoo:make")
+    status, out, _ = run(capsys, "replay", "batch-7", "--model", "zoo:make")
     assert (status, out.split(":")[0]) == (1, "batch-7/capsule")
 
 
@@ -97,12 +93,12 @@ def test_command_bad_use(place, capsys):
         (("good", "--model", "zoo:torch.finfo"), "should be a torch.nn.Module or make one, got finfo"),
         (("good", "--model", "zoo:FAILS"), "ZeroDivisionError"),
     ]:
-        status, out, err = run(capsys, *arguments)
+        status, out, err = run(capsys, "replay", *arguments)
         assert (status, out) == (2, "")
         assert expected in err
     for arguments in (("good",), ("good", "--model", "zoo:make", "--dtype", "int8")):
         with pytest.raises(SystemExit) as stopped:
-            run(capsys, *arguments)
+            run(capsys, "replay", *arguments)
         assert stopped.value.code == 2
 
 
