@@ -1,4 +1,4 @@
-"""`python -m nanwatch diff` and `show`: exit status, output, bad use, and one JSON document."""
+"""Commands that read files, `diff`, `show` and `fits`: exit status, output, bad use, and one JSON document."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from nanwatch.cli.files import show_main
 from nanwatch.ranks.merge import merge
 from nanwatch.report.report import Report
 from nanwatch.report.spike import Departure, SpikeReport
 from nanwatch.session.api import watch
 from nanwatch.trace.trace_file import Trace
+from support.black_boxes import black_box, needs_box
 from support.commands import run
 from support.processes import forked
 from support.toys import mlp
@@ -178,3 +181,61 @@ except ImportError as error:
     assert done.stderr.count("pip install pyarrow") == 3
     assert "trace= needs the package `pyarrow`" in done.stdout
     assert not (place / "c.parquet").exists()
+
+
+def test_fits_for_people_and_programs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line a module and part; as JSON the same."""
+    status, out, _ = run(capsys, "fits", "a.parquet", "--json")
+    found = json.loads(out)
+    assert (status, found["margin_bits"]) == (0, 1.0)
+    parts = [(one["module"], one["part"]) for one in found["modules"]]
+    weights = [("0", "weights"), ("2", "weights")]
+    assert sorted(parts) == sorted(weights + [(name, "outputs") for name in ("0", "1", "2", "")])
+    status, out, _ = run(capsys, "fits", "a.parquet")
+    assert status == 0
+    assert len([line for line in out.splitlines() if ", float32)" in line]) == 6
+
+
+def test_fits_answers_whether_a_format_fits(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A verdict first, the status with it; where it does not fit, the modules; as JSON the same."""
+    status, out, _ = run(capsys, "fits", "a.parquet", "--for", "float16")
+    assert (status, out.splitlines()[0]) == (
+        0, "float16: fits all 6 outputs and weights of modules. Nothing overflows, even 2 times as large."
+    )  # fmt: skip
+    status, out, _ = run(capsys, "fits", "a.parquet", "--for", "float16", "--margin-bits", "40")
+    assert status == 1
+    assert out.startswith("float16: does not fit 6 of 6 outputs and weights of modules.")
+    assert len([line for line in out.splitlines() if " no room " in line and ", float32)" in line]) == 6
+    status, out, _ = run(capsys, "fits", "a.parquet", "--for", "float16", "--json")
+    found = json.loads(out)
+    assert (status, found["format"], found["fits"]) == (0, "float16", True)
+    assert {need["verdicts"]["float16"] for need in found["modules"]} == {"fits"}
+    with pytest.raises(SystemExit):
+        run(capsys, "fits", "a.parquet", "--for", "mxfp8")
+    assert "invalid choice: 'mxfp8'" in capsys.readouterr().err
+
+
+@needs_box
+def test_a_process_that_runs_is_told_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As text and JSON; of a folder with black boxes alone the same."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    with black_box(tmp_path), watch(model, black_box=True):
+        model(torch.ones(1, 2))
+        assert show_main([str(tmp_path)]) == 0
+        text = capsys.readouterr().out
+        assert show_main(["--box", str(tmp_path), "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+    assert "it runs" in text
+    assert "0 (Linear)" in text
+    assert (document["schema"], document["version"]) == ("nanwatch.blackbox", 2)
+    assert (document["end"], document["num_calls"]) == ("runs", 2)
+    assert [call["module"] for call in document["calls"]] == ["0", ""]
+
+
+@needs_box
+def test_what_is_no_black_box_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With exit status 2, for a file and for a folder."""
+    file = tmp_path / "x.blackbox"
+    file.write_text("text")
+    assert [show_main(["--box", str(path)]) for path in (file, tmp_path)] == [2, 2]
+    assert f"nanwatch show: {file} is no black box of this version" in capsys.readouterr().err
