@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from ..util.progress import Tell, shown
+from ..util.progress import Tell, shown, silent
 from ..util.visible import close_names, visible
 
 # Exit status that a shell gives to a program ended by SIGPIPE.
@@ -115,7 +115,8 @@ def answered(
     try:
         while True:
             try:
-                with shown() as tell, contextlib.redirect_stdout(sys.stderr):
+                progress = contextlib.nullcontext(silent) if is_live else shown()
+                with progress as tell, contextlib.redirect_stdout(sys.stderr):
                     result, status = find(tell)
                     text = result if isinstance(result, str) else _rendered(result, options, tell)
             except expected as error:

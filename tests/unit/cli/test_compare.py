@@ -55,12 +55,12 @@ def test_the_page_has_the_errors_of_the_document(capsys: pytest.CaptureFixture[s
     pytest.importorskip("jinja2")
     models = ["compared:one", "compared:other", "compared:batch"]
     assert command.main(["compare", *models, "--json", "--html", "compare.html"]) == 1
-    found = json.loads(capsys.readouterr().out)
+    document = json.loads(capsys.readouterr().out)
     page = Page(Path("compare.html").read_text(encoding="utf-8"))
     assert page.unbalanced == []
     assert page.headline == ["Differ first in 1 (LayerNorm)"]
     errors = [title.rpartition(" ")[2] for title in page.titles if title.startswith("error, ")]
-    assert errors == [f"{module['error']:.4g}" for module in found["modules"] if module["error"]]
+    assert errors == [f"{module['error']:.4g}" for module in document["modules"] if module["error"]]
     assert [title for title in page.titles if title.startswith("first, 1")]
     assert "eps is 1e-05 in A and 0.1 in B" in page.text
 
@@ -78,8 +78,8 @@ def test_two_traces_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         command.main(["compare", "a.parquet", "b.parquet", "c.parquet", "--batches", "0", "0", "--json"]) == 1
     )
-    found = json.loads(capsys.readouterr().out)
-    assert found["first"]["module_a"] == "1"
-    assert dict(found["facts"])["Noise"] == "rounding error of A, against c.parquet"
+    document = json.loads(capsys.readouterr().out)
+    assert document["first"]["module_a"] == "1"
+    assert dict(document["facts"])["Noise"] == "rounding error of A, against c.parquet"
     assert command.main(["compare", "a.parquet", "missing.parquet"]) == 2
     assert "should be two traces that exist, or two models with INPUTS" in capsys.readouterr().err

@@ -57,11 +57,11 @@ def test_the_text_names_versions_and_devices(name, capsys):
     for label in ("nanwatch", "python", "torch", "compiled part", "cpu"):
         assert label in labels
     assert main([*name, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    document = json.loads(capsys.readouterr().out)
     assert torch.__version__ in out
-    assert found["torch"]["version"] == torch.__version__
-    assert found["compiled"]["loaded"] == (_extension.C is not None)
-    assert found["devices"][0]["device"] == "cpu"
+    assert document["torch"]["version"] == torch.__version__
+    assert document["compiled"]["loaded"] == (_extension.C is not None)
+    assert document["devices"][0]["device"] == "cpu"
 
 
 def test_switched_off_is_reported_as_the_users_wish():
@@ -132,11 +132,11 @@ def test_a_missing_module_is_said_to_be_missing(copied):
 def test_selfcheck_passes_here(capsys):
     """Every implementation of this machine equals the reference; one outcome for each dtype of each."""
     assert main(["--selfcheck", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["selfcheck"]
-    assert [outcome for outcome in found["outcomes"] if outcome["error"]] == []
-    assert found["passed"]
+    document = json.loads(capsys.readouterr().out)["selfcheck"]
+    assert [outcome for outcome in document["outcomes"] if outcome["error"]] == []
+    assert document["passed"]
     levels = 1 if _extension.C is None else len(_extension.C.cpu_capabilities())
-    assert len(found["outcomes"]) == levels * len(_reference.READABLE_DTYPES)
+    assert len(document["outcomes"]) == levels * len(_reference.READABLE_DTYPES)
 
 
 @pytest.mark.parametrize("column", [0, 10])

@@ -45,17 +45,17 @@ def test_traces_that_differ(place: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "First:      `weight` of 2 (Linear) in batch 0: abs_max" in out
     assert "Grew:       x 3.00" in out
     status, out, err = run(capsys, "diff", "a.parquet", "b.parquet", "--json")
-    found = json.loads(out)
-    assert (status, err, found["equal"]) == (1, "", False)
-    assert [found["first"][key] for key in ("batch", "module_a", "label")] == [0, "2", "weight"]
+    document = json.loads(out)
+    assert (status, err, document["equal"]) == (1, "", False)
+    assert [document["first"][key] for key in ("batch", "module_a", "label")] == [0, "2", "weight"]
 
 
 def test_traces_that_do_not_differ(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Status 0, also by a tolerance or what is ignored."""
     assert run(capsys, "diff", "a.parquet", "a.parquet")[0] == 0
     status, out, _ = run(capsys, "diff", "a.parquet", "a.parquet", "--json")
-    found = json.loads(out)
-    assert (status, found["equal"], found["first"]) == (0, True, None)
+    document = json.loads(out)
+    assert (status, document["equal"], document["first"]) == (0, True, None)
     assert run(capsys, "diff", "a.parquet", "b.parquet", "--rtol", "0.99")[0] == 0
     assert run(capsys, "diff", "a.parquet", "b.parquet", "--ignore", "range")[0] == 0
 
@@ -115,8 +115,8 @@ def test_show_prints_a_saved_spike_and_writes_its_page(
     folder = place / "out" / "spike-batch-410"
     folder.mkdir(parents=True)
     (folder / "report.json").write_text(report.to_json())
-    for one in (folder, folder / "report.json"):
-        assert run(capsys, "show", str(one)) == (0, f"{report.to_text()}\n", "")
+    for path in (folder, folder / "report.json"):
+        assert run(capsys, "show", str(path)) == (0, f"{report.to_text()}\n", "")
     assert run(capsys, "show", str(folder), "--json") == (0, f"{report.to_json()}\n", "")
     (place / "out" / "report.json").write_text(Report((), None, 3).to_json())
     assert merge(place / "out").left_out == ()
@@ -153,10 +153,10 @@ def test_pages_are_written_and_named(place: Path, capsys: pytest.CaptureFixture[
         ((), "How near the run came to overflow"),
         (("--batch", "1"), "All finite up to batch 1"),
     ):
-        one = ("show", "a.parquet", *more)
-        assert run(capsys, *one, "--html", "s.html") == (0, f"{heading}\n\nwrote s.html\n", "")
+        arguments = ("show", "a.parquet", *more)
+        assert run(capsys, *arguments, "--html", "s.html") == (0, f"{heading}\n\nwrote s.html\n", "")
         assert expected in (place / "s.html").read_text(encoding="utf-8")
-        assert run(capsys, *one, "--html", "s.html", "--json") == run(capsys, *one, "--json")
+        assert run(capsys, *arguments, "--html", "s.html", "--json") == run(capsys, *arguments, "--json")
 
 
 def test_without_pyarrow_the_extra_is_named(place: Path) -> None:
@@ -186,9 +186,9 @@ except ImportError as error:
 def test_fits_for_people_and_programs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A line a module and part; as JSON the same."""
     status, out, _ = run(capsys, "fits", "a.parquet", "--json")
-    found = json.loads(out)
-    assert (status, found["margin_bits"]) == (0, 1.0)
-    parts = [(one["module"], one["part"]) for one in found["modules"]]
+    document = json.loads(out)
+    assert (status, document["margin_bits"]) == (0, 1.0)
+    parts = [(need["module"], need["part"]) for need in document["modules"]]
     weights = [("0", "weights"), ("2", "weights")]
     assert sorted(parts) == sorted(weights + [(name, "outputs") for name in ("0", "1", "2", "")])
     status, out, _ = run(capsys, "fits", "a.parquet")
@@ -207,9 +207,9 @@ def test_fits_answers_whether_a_format_fits(place: Path, capsys: pytest.CaptureF
     assert out.startswith("float16: does not fit 6 of 6 outputs and weights of modules.")
     assert len([line for line in out.splitlines() if " no room " in line and ", float32)" in line]) == 6
     status, out, _ = run(capsys, "fits", "a.parquet", "--for", "float16", "--json")
-    found = json.loads(out)
-    assert (status, found["format"], found["fits"]) == (0, "float16", True)
-    assert {need["verdicts"]["float16"] for need in found["modules"]} == {"fits"}
+    document = json.loads(out)
+    assert (status, document["format"], document["fits"]) == (0, "float16", True)
+    assert {need["verdicts"]["float16"] for need in document["modules"]} == {"fits"}
     with pytest.raises(SystemExit):
         run(capsys, "fits", "a.parquet", "--for", "mxfp8")
     assert "invalid choice: 'mxfp8'" in capsys.readouterr().err

@@ -66,9 +66,9 @@ def test_a_run_that_still_writes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert path.is_file()
     assert status == 0
     assert run(capsys, "top", str(path), "--json") == (0, running, "")
-    found = json.loads(running)
-    assert found["batches"] == [0, 2]
-    modules = {one["module"]: one["bits"] for one in found["modules"]}
+    document = json.loads(running)
+    assert document["batches"] == [0, 2]
+    modules = {row["module"]: row["bits"] for row in document["modules"]}
     assert modules == pytest.approx(dict.fromkeys(("0", "1", ""), log2(65504 / 1024)))
 
 
@@ -105,9 +105,9 @@ def test_spikes_and_forecasts_stand_above_the_table(
     _, out, _ = run(capsys, "top", str(folder), "--once", "--latest", "10")
     assert out.splitlines()[1:2] == [SPIKE]
     _, out, _ = run(capsys, "top", str(folder), "--json")
-    found = json.loads(out)["marks"]
-    assert [one["text"] for one in found] == [SPIKE, *forecasts, SPIKE]
-    assert found[-1] == {"kind": "spike", "batch": 39, "module": "whole", "label": "output", "text": SPIKE}
+    document = json.loads(out)["marks"]
+    assert [mark["text"] for mark in document] == [SPIKE, *forecasts, SPIKE]
+    assert document[-1] == {"kind": "spike", "batch": 39, "module": "whole", "label": "output", "text": SPIKE}
 
 
 def test_bad_use_is_status_2_and_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
