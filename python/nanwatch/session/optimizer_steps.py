@@ -63,8 +63,8 @@ class BackwardWatch:
         self.guard = guard
         self.spikes = spikes
         self._starts = self._recorder.subscribe(Event.BACKWARD_START)
-        # The latest loss on a device, and its batch, which nobody waits for before a step.
-        self._loss: tuple[Tensor, Numbers, int] | None = None
+        # A loss that is nan, and its batch, where a gradient is not finite either.
+        self._loss: tuple[Tensor, int] | None = None
 
     def remove(self) -> None:
         """Look at no more gradients."""
@@ -84,13 +84,11 @@ class BackwardWatch:
         if loss is None or not is_plain(loss) or not loss.is_floating_point():
             return
         batch, self._loss = self._recorder.latest_batch, None
-        if loss.device.type == "cpu":
-            if isnan(read(loss, "output", "output").abs_max or 0.0):
-                torch.autograd.Variable._execution_engine.queue_callback(
-                    partial(self._loss_is_nan, loss, batch)
-                )
-        elif loss.device.type == "cuda":
-            self._loss = loss.detach(), Numbers(loss), batch
+        at_end = torch.autograd.Variable._execution_engine.queue_callback
+        if loss.device.type == "cuda":  # at its end the host waits for the gradients anyway
+            at_end(partial(self._loss_came, loss, Numbers(loss), batch))
+        elif loss.device.type == "cpu" and isnan(read(loss, "output", "output").abs_max or 0.0):
+            at_end(partial(self._loss_is_nan, loss, batch))
 
     def ended(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
         """Defer the failure of a backward whose frames are not kept yet."""
@@ -114,12 +112,16 @@ class BackwardWatch:
                 weights.add((weakref.ref(owner.module), name))
         self._defer(Incident(report), {frame.batch for frame, _ in faults}, weights)
 
+    def _loss_came(self, loss: Tensor, numbers: Numbers, batch: int) -> None:
+        if any(map(isnan, numbers.wait())):
+            self._loss_is_nan(loss, batch)
+
     def _loss_is_nan(self, loss: Tensor, batch: int) -> None:
         """Act on a loss that is nan. If a gradient is not finite either, leave it to the step, which may be skipped."""
         if self._failures.knows(batch):
             return
         if self.guard.pending is not None:
-            self._loss = loss.detach(), Numbers(loss), batch
+            self._loss = loss.detach(), batch
             return
         name = type(loss).__name__ if loss.grad_fn is None else loss.grad_fn.name()
         frame = Frame(batch, "(loss)", name, (observe(loss.detach(), "output", "output"),), "backward")
@@ -151,9 +153,9 @@ class BackwardWatch:
             incident, weights = self._of_taken(optimizer, bad_parameters, batch)
             self._defer(incident, {batch}, weights)
         loss, self._loss = self._loss, None
-        is_nan = loss is not None and not bad_parameters and any(map(isnan, loss[1].wait()))
+        is_nan = loss is not None and not bad_parameters
         if loss is not None and is_nan and guard.pending is None:
-            self._loss_is_nan(loss[0], loss[2])
+            self._loss_is_nan(*loss)
         # The gradients of weights may be finite behind a bad one, as where a ReLU lets nothing through.
         due = guard.check_step(optimizer, is_nonfinite=bool(bad_parameters) or is_nan)
         if due is not None:
