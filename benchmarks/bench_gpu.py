@@ -39,11 +39,8 @@ NBYTES = tuple(1 << power for power in (10, 14, 18, 20, 22, 24, 26, 28, 30, 32))
 # Several times the L2 of an H200: a buffer is evicted before it is read again.
 ROTATION_BYTES = 512 << 20
 # What a watch is given in each way; transformers has a class of its own.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "watch": {},
-    "outputs": {"read": "outputs"},
-    "every 16": {"every": 16},
-    "gradients": {"gradients": True},
+OPTIONS = {"watch": {}, "outputs": {"read": "outputs"}, "every16": {"every": 16}} | {
+    "gradients": {"gradients": True}
 }
 WAITS = {"cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
 Row = dict[str, Any]
@@ -201,30 +198,14 @@ def rounds(steps: dict[str, Step], slow: set[str], count: int) -> dict[str, list
     return times
 
 
-def ratios(times: dict[str, list[float]]) -> Row:
-    plain = times["plain"]
-    return {
-        "plain_s": statistics.median(plain),
-        "rounds": len(plain),
-        "ratio": {
-            name: statistics.median(a / b for a, b in zip(times[name], plain, strict=False))
-            for name in times
-            if name != "plain"
-        },
-    }
-
-
 def profiled(step: Step) -> Row:
     """Count how often the host waits for the device in a step; sum the seconds of our kernels."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         step()
     kernels = [event for event in profile.events() if "range_kernel" in event.name]
-    return {
-        "waits": sum(event.name in WAITS for event in profile.events()),
-        "kernels": len(kernels),
-        "kernel_s": sum(event.time_range.elapsed_us() for event in kernels) * 1e-6,
-    }
+    seconds = sum(event.time_range.elapsed_us() for event in kernels) * 1e-6
+    return {"waits": sum(event.name in WAITS for event in profile.events()), "kernel_s": seconds}
 
 
 def llama(rehearse: bool, layers: int = 16) -> nn.Module:
@@ -285,7 +266,10 @@ def watched_steps(
 
 def row_of(name: str, steps: dict[str, Step], count: int) -> Row:
     times = rounds(steps, {"transformers"}, count)
-    row = {"part": name, **ratios(times)}
+    plain = times.pop("plain")
+    row: Row = {"part": name, "plain_s": statistics.median(plain), "rounds": len(plain)}
+    pairs = {way: zip(seconds, plain, strict=False) for way, seconds in times.items()}
+    row["ratio"] = {way: statistics.median(a / b for a, b in pairs[way]) for way in pairs}
     if torch.cuda.is_available():
         row["profile"] = {way: profiled(step) for way, step in steps.items() if way != "transformers"}
     return row
@@ -299,7 +283,7 @@ def train_rows(rehearse: bool) -> Iterator[Row]:
 
 def decode_rows(rehearse: bool) -> Iterator[Row]:
     model = llama(rehearse).eval()
-    steps = watched_steps(model, lambda m: decode(m, m), ("watch", "outputs", "every 16", "transformers"))
+    steps = watched_steps(model, lambda m: decode(m, m), ("watch", "outputs", "every16", "transformers"))
     yield row_of("decode", steps, 3 if rehearse else 60)
 
 

@@ -21,7 +21,7 @@ from ..report.report import Report
 from ..util.visible import close_names, spell, suppressing, visible, without_wrappers
 from .capsule import MARK, Capsule, field_names
 
-_DEEPEST = 64  # parts of a module's name: a capsule may hold any text, and a walk over modules recurses
+_DEEPEST = 64  # parts of a module's name: a capsule may hold any text
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 Model: TypeAlias = "nn.Module | Callable[[], nn.Module]"
@@ -54,8 +54,7 @@ def call_again(
         args, kwargs = call.arguments(module)
         with ExitStack() as modes:
             modes.enter_context(torch.no_grad())
-            if "torch._dynamo" in sys.modules:
-                # Run compiled modules eagerly, so that each is seen.
+            if "torch._dynamo" in sys.modules:  # run compiled modules eagerly, so that each is seen
                 modes.enter_context(torch.compiler.set_stance("force_eager"))
             call.enter_autocast(modes)
             whole = _whole(module, capsule.module)  # which a watch does not hold
@@ -65,15 +64,12 @@ def call_again(
         report = watched.report()
     finally:
         before.restore()
-    remarks = tuple(call.remarks)
-    # The recorded batch, where the capsule knows it: that of the replay is always 0.
+    remarks, finding = tuple(call.remarks), report.finding
     batch = 0 if capsule.finding is None else capsule.finding.batch
     frames = tuple(frame._replace(batch=batch) for frame in report.frames)
-    report = replace(report, frames=frames, batch=batch)
-    if report.finding is not None:
-        finding = replace(report.finding, batch=batch, remarks=(*report.finding.remarks, *remarks))
-        report = replace(report, finding=finding)
-    return Replayed(report, remarks, call.target)
+    if finding is not None:
+        finding = replace(finding, batch=batch, remarks=(*finding.remarks, *remarks))
+    return Replayed(replace(report, frames=frames, batch=batch, finding=finding), remarks, call.target)
 
 
 # The module.

@@ -29,7 +29,9 @@ from .loss_statements import BackwardCall, LossStatements, Refused, loss_value
 from .search import find_operation
 from .trials import NO_CONDITIONS, Conditions
 
-_ADVICE = 'put the loss into a function below `@nanwatch.watched("loss")`: a report then has its line and its operands'
+_ADVICE = (
+    "put the loss into a function below `@nanwatch.watched`: a report then has its line and its operands"
+)
 _NOT_KEPT = (
     "its outermost call lies in compiled code or in a backward, the model was called again since, or what the call was"
     " given could not be kept"
@@ -246,6 +248,13 @@ def find_samples(
             low, high = (low, middle) if is_finite(rest[:middle]) is False else (middle, high)
         bad.append(rest.pop(high - 1))
         if is_finite(rest):
+            # The first ones may only have been bad beside a later one.
+            for sample in bad[:-1]:
+                rest.append(sample)
+                if is_finite(sorted(rest)):
+                    bad.remove(sample)
+                else:
+                    rest.pop()
             return tuple(sorted(bad)) if is_finite(bad) is False else ()
     return ()
 

@@ -45,6 +45,20 @@ _NARROWER = (torch.float32, torch.float16, torch.bfloat16)
 _MOST_ELEMENTS = 1 << 26
 # Methods of a tensor that make it narrower.
 _CASTS = frozenset({"float", "half", "bfloat16", "double"})
+# Functions that draw, beside those with "rand" in their names; in place, they fill a tensor.
+_DRAWN = frozenset({"normal", "bernoulli", "multinomial", "poisson", "binomial"})
+_DRAWN_IN_PLACE = frozenset(
+    {
+        "normal_",
+        "uniform_",
+        "bernoulli_",
+        "exponential_",
+        "cauchy_",
+        "log_normal_",
+        "geometric_",
+        "trunc_normal_",
+    }
+)
 
 Hold = Callable[[], AbstractContextManager[Any]]
 
@@ -290,6 +304,11 @@ class Float64(TorchFunctionMode):
         super().__init__()
         self._drawn = drawn
 
+    def _narrow(self, x: Any) -> Any:
+        if isinstance(x, torch.dtype):
+            return self._drawn if x.is_floating_point else x
+        return x.to(self._drawn) if isinstance(x, Tensor) and x.is_floating_point() else x
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation in float64."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
@@ -300,9 +319,14 @@ class Float64(TorchFunctionMode):
         if "dropout" in name and args and isinstance(args[0], Tensor):
             ones = torch.ones_like(args[0], dtype=self._drawn)
             return _wide(args[0]) * _wide(func(ones, *args[1:], **kwargs))
-        if "rand" in name or name in ("normal_", "uniform_", "bernoulli_", "exponential_"):
-            if name.endswith("_like"):
-                args = (args[0].to(self._drawn), *args[1:])
+        if "rand" in name or name in _DRAWN:
+            args, kwargs = _pytree.tree_map(self._narrow, (args, kwargs))
             return _pytree.tree_map(_wide, func(*args, **kwargs))
+        if name in _DRAWN_IN_PLACE:
+            narrow = self._narrow(args[0].detach())
+            func(narrow, *_pytree.tree_map(self._narrow, args[1:]), **kwargs)
+            with torch.no_grad():
+                args[0].copy_(narrow)
+            return args[0]
         args, kwargs = _pytree.tree_map(_wide, (args, kwargs))
         return _pytree.tree_map(_wide, func(*args, **kwargs))

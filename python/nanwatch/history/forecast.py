@@ -22,7 +22,7 @@ from .peaks import Booleans, Floats, PeakHistory
 
 # Looks: at batches 0, 1, 2, 4, 8 and every 16th, from batch 1,024 on after a 64th of the run, at most 64 batches apart.
 # More often where the line through the latest two points ends soon. The further looks are at most 32 and one in eight
-# batches. A look takes 0.2 to 0.3 ms, which in every 16th batch is a third of the cost of watching a small MLP.
+# batches. A look takes 0.2 to 0.3 ms, which in every 16th batch is a quarter of the cost of watching a small MLP.
 _EVERY, _LONGEST = 16, 64
 _FURTHER, _FURTHER_A_BATCH = 32, 1 / 8
 _LOOKS_TO_END = 32
@@ -141,21 +141,16 @@ class Forecaster:
             soonest = float(np.where(left > 0, left, inf).min(initial=inf))
             is_low = latest <= _MOST_ROOM * (self._ends - np.fmin.reduce(bits))
         self._pause = int(max(1, min(usual, soonest / _LOOKS_TO_END)))
-        before, self._expected = self._expected, None
-        # In nearly all models none is low, and no line is fitted.
-        if len(batches) < _FEWEST or not is_low.any():
+        if len(batches) < _FEWEST or not is_low.any():  # of nearly all models
+            self._expected = None
             return None
-        return self._first_to_end(batch, batches, self._ends - bits, is_low, before)
+        return self._first_to_end(batch, batches, self._ends - bits, is_low)
 
     def _first_to_end(
-        self,
-        batch: int,
-        batches: Floats,
-        headroom: Floats,
-        is_low: Booleans,
-        before: tuple[float, float] | None,
+        self, batch: int, batches: Floats, headroom: Floats, is_low: Booleans
     ) -> Forecast | None:
         """Return the forecast of the tensor that ends first, where it is to be announced."""
+        before, self._expected = self._expected, None
         left, margin, loss = foretell(batches, headroom)
         with np.errstate(invalid="ignore"):
             is_near = is_low & (left >= _LEAST_LEFT) & (left <= _REACH * batch) & (2 * margin <= left)

@@ -35,10 +35,7 @@ from .result import Problem
 PART = 4 << 20  # bytes: a call of a kernel costs nothing beside it, and all threads together stay small
 _MOST_HEADER = 100 << 20  # bytes; safetensors accepts no more
 _SUFFIXES = (".safetensors", ".gguf", ".npz", ".npy", ".pt", ".pth", ".bin", ".ckpt")
-_READS = (
-    "files of safetensors, GGUF, NumPy and torch.save, an index of such files, a folder with these or of"
-    " torch.distributed.checkpoint"
-)
+_READS = "safetensors, GGUF, NumPy and torch.save, an index of such files, a folder of them or of DCP"
 _INDEX, _METADATA = ".index.json", ".metadata"
 _DONTNEED = 4  # of madvise(2)
 _libc = ctypes.CDLL(None)

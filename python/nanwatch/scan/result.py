@@ -90,10 +90,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Scan:
-    """Result of `nanwatch.scan`. `changes` are those from the checkpoint `against`, empty without one.
-
-    `fitting` are the formats of `to` that no matrix leaves.
-    """
+    """Result of `nanwatch.scan`: `changes` from the checkpoint `against`, formats of `to` that no matrix leaves."""
 
     paths: tuple[str, ...]
     against: str | None

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from math import isinf
 from os import PathLike
 from pathlib import Path
@@ -92,14 +92,10 @@ def scan(
         changes += compare(members, reference, tell)
     tensors = tuple(tensor for _, tensor in members)
     problems += _problems(tensors)
-    fitting = []
-    for name in formats:
-        misfits = [*_tried(members, name, tell)]
-        problems += misfits
-        if not misfits:
-            fitting.append(name)
-    problems.sort(key=lambda problem: not problem.is_fault)
-    return Scan(tuple(map(str, paths)), other_path, tensors, tuple(problems), tuple(changes), tuple(fitting))
+    misfits = {name: [*_tried(members, name, tell)] for name in formats}
+    fitting = tuple(name for name in formats if not misfits[name])
+    problems = sorted(chain(problems, *misfits.values()), key=lambda problem: not problem.is_fault)
+    return Scan(tuple(map(str, paths)), other_path, tensors, tuple(problems), tuple(changes), fitting)
 
 
 def _read_all(

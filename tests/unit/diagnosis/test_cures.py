@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -9,10 +10,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import nanwatch
 from nanwatch.diagnosis import trials
 from nanwatch.diagnosis.cures import MAX_RUNS, try_formats
+from nanwatch.diagnosis.trials import Float64
 from support.overflows import (
     CASES,
     HALF,
@@ -231,3 +234,26 @@ def test_ctrl_c_passes_and_leaves_nothing() -> None:
         try_formats(start, finding, model)
     assert before == dicts_of(model)
     assert all(parameter.dtype is HALF for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.empty_like(x).normal_(),
+        lambda x: torch.distributions.Normal(x, 1.0).rsample(),
+        lambda x: torch.distributions.Uniform(x, x + 1).rsample(),
+        lambda x: torch.bernoulli(x.sigmoid()),
+        lambda x: nn.init.trunc_normal_(torch.empty_like(x)),
+        lambda x: torch.multinomial(x.softmax(-1), 2),
+        lambda x: F.dropout(torch.ones_like(x)),
+    ],
+)
+def test_float64_draws_the_random_numbers_of_the_batch(draw: Callable[[Tensor], Tensor]) -> None:
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    torch.manual_seed(0)
+    expected = draw(x)
+    torch.manual_seed(0)
+    with Float64():
+        wide = draw(x)
+    assert wide.dtype == (torch.float64 if expected.is_floating_point() else expected.dtype)
+    torch.testing.assert_close(wide, expected.to(wide.dtype), atol=1e-6, rtol=1e-6)
