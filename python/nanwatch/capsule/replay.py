@@ -43,8 +43,8 @@ def call_again(
     device: torch.device | str | None,
 ) -> Replayed:
     """Make a capsule's call again, inside `watch(module)`: see `nanwatch.replay`, whose Watch it is."""
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype should be one of floating point, such as torch.float32, got {dtype}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype should be one of floating point, such as torch.float32, got {dtype!r}")
     call = _Call(capsule, dtype, device)
     before = RngState.capture(others=True)
     try:

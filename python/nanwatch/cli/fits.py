@@ -76,10 +76,10 @@ def _narrowest(needs: tuple[Need, ...], margin_bits: float) -> list[str]:
     wide = max(map(len, FORMATS))
     lines = [f"{'least > 0':>9} {'largest':>8}  {'fits':<{wide}}  {'holds all':<{wide}}  module"]
     for need in needs:
+        holds_all = need.holds_all or ("unknown" if need.has_zero else "none")
         least = "-" if need.abs_min is None else f"{need.abs_min:.2e}"
         lines.append(
-            f"{least:>9} {need.abs_max:8.2e}"
-            f"  {need.fits or 'none':<{wide}}  {need.holds_all or 'none':<{wide}}  {_of(need)}"
+            f"{least:>9} {need.abs_max:8.2e}  {need.fits or 'none':<{wide}}  {holds_all:<{wide}}  {_of(need)}"
         )
     counts = Counter(need.fits for need in needs)
     listed = ", ".join(f"{name or 'none'} {counts[name]}" for name in (*FORMATS, None) if counts[name])

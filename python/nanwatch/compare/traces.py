@@ -6,6 +6,7 @@ A trace has sketches of outputs. Of inputs and weights it has ranges, which are 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import groupby
 from math import prod
 
@@ -57,8 +58,12 @@ def compare_traces(
         if not trace.sketched_batches:
             how = "record it with watch(trace=nanwatch.Trace(path, sketches=N))"
             raise ValueError(f"{trace.path} has no sketches; {how}")
+    remarks: tuple[str, ...] = ()
     if batches is None:
         both = sorted({*a.sketched_batches} & {*b.sketched_batches})
+        if len(both) > 1:
+            more = f"{len(both) - 1:,} later batches have sketches in both and were not: name them with --batches"
+            remarks = (f"batch {both[0]} was compared; {more}",)
         if not both:
             raise ValueError(
                 f"no batch of {a.path} and {b.path} has sketches in both; name one of each with batches"
@@ -83,7 +88,12 @@ def compare_traces(
     if verdict.first is not None and not verdict.where:
         where = "in it, or in the code that makes its input, of which a trace has the range alone"
         verdict = verdict._replace(where=where)
-    return verdict.result()
+    result = verdict.result()
+    return replace(
+        result,
+        headline=f"{result.headline} (batch {batches[0]})",
+        remarks=(*remarks, *result.remarks),
+    )
 
 
 def _calls_of(trace: Trace, batch: int) -> tuple[list[ModuleCall], torch.dtype]:

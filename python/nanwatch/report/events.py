@@ -147,7 +147,7 @@ KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             " {float32:.0%} of the elements would move in float32, {stochastic:.0%} a step with stochastic rounding.",
         ),
         "frozen-moved": (
-            "is frozen (requires_grad=False), and the step writes it",
+            "is frozen (requires_grad=False, or Audit(frozen=)), and the step writes it",
             "Freeze before the optimizer is made and give it only what is trained, or set .grad to None when freezing:"
             " an old gradient, momentum and weight decay go on.",
         ),

@@ -278,7 +278,7 @@ def _of_values(tensor: TensorScan, health: TensorHealth) -> Iterator[Problem]:
     for target in _CASTS:
         narrow = limits(target)
         assert narrow is not None
-        if ends is None or ends.largest <= narrow.largest:
+        if ends is None or ends.largest <= narrow.largest or largest == 0:  # nothing but zeros and nan
             continue
         if narrow.smallest_normal <= largest <= narrow.largest:
             continue

@@ -265,5 +265,10 @@ def sink_for(target: Any) -> Sink:
         return target
     if isinstance(target, str):
         name, _, words = target.partition(":")
-        return factory_of(name)(*filter(None, [words]))
+        factory = factory_of(name)
+        if name in ("jsonl", "slack", "webhook") and not words:
+            raise ValueError(
+                f"{target!r} should say where, as {name}:{'run.jsonl' if name == 'jsonl' else 'URL'}"
+            )
+        return factory(*filter(None, [words]))
     return (log_for(target) or FunctionSink)(target)

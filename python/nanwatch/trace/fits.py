@@ -39,7 +39,7 @@ class Need:
     "becomes zero" though it matters beside the largest element of its tensor, or is "not finite" as it is. `abs_max` is
     the largest magnitude; `abs_min` the smallest that is not zero among the smallest magnitudes of the records, None
     when each was zero. `holds_all` is the narrowest of FORMATS in which nothing overflows or falls below the normal
-    numbers, with the margin. `has_zero`: a record had a zero.
+    numbers, with the margin; None for none, and where `has_zero`: a record had a zero, and hides its least element.
     """
 
     module: str
@@ -95,7 +95,7 @@ def _need(module: str, part: Part, dtypes: set[str], numbers: _Array, margin_bit
     above_zero = low[low > 0]
     abs_min = float(above_zero.min()) if len(above_zero) else None
     verdicts: dict[str, Verdict] = {}
-    holds_all = None
+    holds_all, has_zero = None, bool((low == 0).any())
     for name in FORMATS:
         limits = edges(name)
         is_lost = (high > 0) & (least <= limits.zero_up_to) & (high * NEGLIGIBLE < limits.zero_up_to * room)
@@ -108,7 +108,7 @@ def _need(module: str, part: Part, dtypes: set[str], numbers: _Array, margin_bit
         else:
             verdicts[name] = "becomes zero" if is_lost.any() else "fits"
         is_normal = (abs_min or inf) / room >= limits.normal_from and abs_max * room < limits.overflows_from
-        if holds_all is None and finite.all() and is_normal:
+        if holds_all is None and finite.all() and is_normal and not has_zero:
             holds_all = name
-    has_zero, name = bool((low == 0).any()), without_wrappers(module)
+    name = without_wrappers(module)
     return Need(name, part, tuple(sorted(dtypes)), abs_min, abs_max, has_zero, verdicts, holds_all)
