@@ -99,7 +99,9 @@ class MessageSink(Sink):
 class JsonLinesSink(MessageSink):
     """Messages and headroom as lines of a file, each a JSON document. Each process has a file of its own."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str = "") -> None:
+        if not path:
+            raise ValueError("the sink jsonl takes a path, such as jsonl:run.jsonl")
         where, (number, world_size) = Path(path).absolute(), rank_and_world_size()
         self._path = where.with_name(f"{where.stem}-rank{number}{where.suffix}") if world_size > 1 else where
         self._file: TextIO | None = None

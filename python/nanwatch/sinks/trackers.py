@@ -21,8 +21,7 @@ from ..util.job import rank_and_world_size
 from ..util.visible import module_name, visible
 from .sink import BatchSummary, Sink
 
-# The first part of a tag is the group in which TensorBoard and W&B show it: the few numbers of the whole model in one,
-# a curve for each module in others.
+# The first part of a tag is its group in TensorBoard and W&B: the whole model's numbers in one, modules in others.
 TOTAL = "nanwatch"
 HEADROOM, FORECAST = "nanwatch_headroom_bits", "nanwatch_forecast_batch"
 # Curves by module. Of a larger model those modules have one that were among the worst when there still was room.
@@ -265,10 +264,5 @@ def sink_for(target: Any) -> Sink:
         return target
     if isinstance(target, str):
         name, _, words = target.partition(":")
-        factory = factory_of(name)
-        if name in ("jsonl", "slack", "webhook") and not words:
-            raise ValueError(
-                f"{target!r} should say where, as {name}:{'run.jsonl' if name == 'jsonl' else 'URL'}"
-            )
-        return factory(*filter(None, [words]))
+        return factory_of(name)(*filter(None, [words]))
     return (log_for(target) or FunctionSink)(target)

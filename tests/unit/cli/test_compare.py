@@ -74,7 +74,7 @@ def test_two_traces_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
         with watch(model, trace=f"{name}.parquet", sketches=1):
             model(torch.ones(4, 8, dtype=model[0].weight.dtype))
     assert command.main(["compare", "a.parquet", "a.parquet"]) == 0
-    assert capsys.readouterr().out.startswith("Equal within the noise floor.")
+    assert capsys.readouterr().out.startswith("Equal within the noise floor (batch 0).")
     assert (
         command.main(["compare", "a.parquet", "b.parquet", "c.parquet", "--batches", "0", "0", "--json"]) == 1
     )
