@@ -125,7 +125,10 @@ def _report_of(
         if batch is not None:
             raise ValueError(f"--batch is for a trace, and {file} is a report; leave it out")
         tell(f"reading {file.name}")
-        return read_saved(file.read_text(encoding="utf-8")), []
+        try:
+            return read_saved(file.read_text(encoding="utf-8")), []
+        except ValueError as error:
+            raise ValueError(f"{file} is no report, or is damaged: {error}") from None
     if not trace.batches:
         raise ValueError(f"{trace.path} has no batch")
     heading = [f"{trace.path}: {batch_words(trace.batches)}, rank {trace.rank}"]

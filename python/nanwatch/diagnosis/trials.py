@@ -211,12 +211,12 @@ def agreement(values: Sequence[Tensor], truth: Sequence[Tensor] | None, most: fl
             is_near &= near
             is_close &= near or farthest <= _MOST_BY_GUARD
     if not total:
-        return Agreement(True, "float64 fails too")
+        return Agreement(True, "as it is, it fails in float64 too")
     if not is_close:
         return Agreement(
             False, f"the result is {error:.3g} away from that of float64, of values up to {largest:.3g}"
         )
-    also = f"; float64 fails at {failing:,} elements too" if failing else ""
+    also = f"; as it is, it fails in float64 at {failing:,} elements too" if failing else ""
     if not is_near:
         return Agreement(True, f"moves the result by {error:.1e} from that of float64{also}")
     share = error / largest if largest else error
