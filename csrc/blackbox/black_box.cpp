@@ -177,8 +177,10 @@ void BlackBox::note_time() {
 double BlackBox::pulse(int64_t memory) {
   note_time();
   state_->memory = memory;
+  // A life that began anew, where the file was cut off, began after the time that was noted just now.
+  if (state_->ticks <= state_->latest || state_->ticks <= state_->begun_ticks) return 0;
   const double seconds = double(state_->time - state_->begun) / 1e9;
-  return seconds * double(state_->ticks - state_->latest) / std::max(1.0, double(state_->ticks - state_->begun_ticks));
+  return seconds * double(state_->ticks - state_->latest) / double(state_->ticks - state_->begun_ticks);
 }
 
 void BlackBox::exited(int status) {

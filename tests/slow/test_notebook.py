@@ -48,7 +48,7 @@ def test_a_notebook_shows_reports_as_pages() -> None:
     assert "inf first seen in" in page.data["text/html"]
     (result,) = shown
     assert result.data["text/html"] == page.data["text/html"]
-    assert result.data["text/plain"].startswith("Detected inf in batch 0\n")
+    assert result.data["text/plain"].startswith("Detected -inf in batch 0\n")
     assert [one.output_type for one in plain] == ["error"]
 
 

@@ -142,7 +142,7 @@ class _Search:
         self.provenance = ProvenanceMode(_Search.run.__code__, self.open_calls)
 
     def run(self, snapshot: BatchSnapshot) -> None:
-        """Make the outermost call of the batch again, with its graph, and examine the calls in it."""
+        """Make the outermost call of the batch again, and examine the calls in it."""
         wrapped = wrap_calls([*self.names, self.suspect], self.call)
         try:
             with snapshot.again() as call, torch.set_grad_enabled(snapshot.grad), wrapped, self.provenance:
@@ -172,15 +172,19 @@ def _facts_of(step: Step) -> dict[str, Any]:
 
 
 def _of_forward(snapshot: BatchSnapshot, finding: Finding, suspect: nn.Module, model: nn.Module) -> Diagnosis:
-    search, failure = _ForwardSearch(finding, suspect, model, snapshot), ""
-    try:
-        search.run(snapshot)
-    except RerunEndedError as error:
-        failure = str(error)
-    except Exception as error:
-        failure = f"it raised {spell(error)}"
-    if search.diagnosis is not None:
-        return search.diagnosis
+    # Without a graph it needs less memory. Where that raises, the forward may ask for one, as for a tensor's hook.
+    for grad in (False, True) if snapshot.grad else (False,):
+        search, failure = _ForwardSearch(finding, suspect, model, snapshot), ""
+        try:
+            search.run(replace(snapshot, grad=grad))
+        except RerunEndedError as error:
+            failure = str(error)
+        except Exception as error:
+            failure = f"it raised {spell(error)}"
+        if search.diagnosis is not None:
+            return search.diagnosis
+        if not failure:
+            break
     doubts = snapshot.doubts()
     if failure:
         return Diagnosis(remarks=(f"the re-run of the batch ended: {failure}", *doubts))

@@ -18,7 +18,7 @@ from ..recording.events import PeakName
 from ..records.note import Note
 from ..records.record import Frame, event_frame
 from ..util.visible import module_name, visible
-from .peaks import Booleans, Floats, PeakHistory
+from .peaks import Floats, PeakHistory
 
 # Looks: at batches 0, 1, 2, 4, 8 and every 16th, from batch 1,024 on after a 64th of the run, at most 64 batches apart.
 # More often where the line through the latest two points ends soon. The further looks are at most 32 and one in eight
@@ -144,27 +144,28 @@ class Forecaster:
         if len(batches) < _FEWEST or not is_low.any():  # of nearly all models
             self._expected = None
             return None
-        return self._first_to_end(batch, batches, self._ends - bits, is_low)
+        return self._first_to_end(batch, batches, self._ends - bits)
 
-    def _first_to_end(
-        self, batch: int, batches: Floats, headroom: Floats, is_low: Booleans
-    ) -> Forecast | None:
+    def _first_to_end(self, batch: int, batches: Floats, headroom: Floats) -> Forecast | None:
         """Return the forecast of the tensor that ends first, where it is to be announced."""
         before, self._expected = self._expected, None
+        left, *_ = fit(batches[-_POINTS[0] :], headroom[-_POINTS[0] :])
+        if not (left.min(initial=inf) <= _REACH * batch):
+            return None
         left, margin, loss = foretell(batches, headroom)
         with np.errstate(invalid="ignore"):
-            is_near = is_low & (left >= _LEAST_LEFT) & (left <= _REACH * batch) & (2 * margin <= left)
+            is_near = (left >= _LEAST_LEFT) & (left <= _REACH * batch) & (2 * margin <= left)
+            is_near &= headroom[-1] <= _MOST_ROOM * np.fmax.reduce(headroom)
         if not is_near.any():
             return None
         place = int(np.where(is_near, left, inf).argmin())
         middle, margin_of = batch + float(left[place]), max(1.0, float(margin[place]))
         self._expected = middle - margin_of, middle + margin_of
-        # One look is not believed.
         if before is None or before[0] > middle + margin_of or before[1] < middle - margin_of:
-            return None
+            return None  # one look is not believed
+        names = self.history.names
         if not self._is_new(batch, middle, margin_of):
             return None
-        names = self.history.names
         followers = {names[i][0] for i in np.flatnonzero(left <= 2 * (left[place] + margin_of))}
         module, label = names[place]
         forecast = Forecast(

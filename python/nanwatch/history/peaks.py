@@ -21,7 +21,6 @@ from ..recording.events import PeakName
 from ..report.spike import Curve, Departure
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.floating[Any]]]"
-Booleans: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
 
 # Distances that a value's own is compared with, and the fewest of them. Values that a distance is measured from, and
 # the fewest of them.
