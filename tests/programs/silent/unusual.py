@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim.swa_utils import update_bn
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 from .kit import SGD, Adam, AdamW, Layers, Watching, batches, cross_entropy, mse, train, unusual, validate
 
@@ -54,6 +54,27 @@ def domains_in_turn(watch: Watching) -> None:
     model, turn = nn.ModuleDict({"body": body, "heads": heads}), iter(range(12))
     with watch(model):
         train(model, AdamW(model.parameters(), lr=1e-3), lambda x: heads[next(turn) // 2 % 3](body(x)))
+
+
+@unusual
+def entropy_temperature(watch: Watching) -> None:
+    agent = nn.ModuleDict({"actor": nn.Linear(8, 4), "critic": nn.Linear(12, 1)})
+    agent.register_parameter("log_alpha", nn.Parameter(torch.tensor(0.0)))
+    optimizers = [Adam(part.parameters(), 1e-3) for part in (agent["critic"], agent["actor"])]
+    optimizers.append(Adam([agent.log_alpha], 1e-3))
+    with watch(agent):
+        for _, x, y in batches():
+            for turn, optimizer in enumerate(optimizers):
+                action = torch.tanh(agent["actor"](x)) if turn else y
+                value, entropy = agent["critic"](torch.cat([x, action], 1)), -action.square().mean()
+                loss = mse(value, y.sum(1, keepdim=True)) if turn == 0 else -value.mean()
+                if turn == 1:
+                    loss = loss - agent.log_alpha.exp().detach() * entropy
+                elif turn == 2:
+                    loss = (agent.log_alpha * (entropy + 0.5).detach()).sum()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
 
 
 @unusual
@@ -125,6 +146,25 @@ def locked_image_tower(watch: Watching) -> None:
 
 
 @unusual
+def rollouts(watch: Watching) -> None:
+    policy, value = Layers(), Layers()
+    model = nn.ModuleDict({"policy": policy, "value": value})
+    optimizer = Adam(model.parameters(), lr=1e-3)
+    with watch(model):
+        for _, x, y in batches(4):
+            with torch.no_grad():
+                before = [policy(x + step).log_softmax(1) for step in range(6)]
+                advantage = y.sum(1) - value(x)[:, 0]
+            for _ in range(3):
+                ratio = (policy(x).log_softmax(1) - before[0])[:, 0].exp()
+                surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                optimizer.zero_grad()
+                (mse(value(x)[:, 0], y.sum(1)) - surrogate.mean()).backward()
+                clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+
+
+@unusual
 def precise_statistics(watch: Watching) -> None:
     model = Layers(norm=nn.BatchNorm1d(16))
     optimizer = SGD(model.parameters(), lr=0.05)
@@ -147,6 +187,16 @@ def lookahead(watch: Watching) -> None:
 
     with watch(model):
         train(model, Adam(model.parameters(), lr=1e-2), after=look)
+
+
+@unusual
+def averaged_weights(watch: Watching) -> None:
+    model = Layers(norm=nn.BatchNorm1d(16))
+    averaged, optimizer = AveragedModel(model), SGD(model.parameters(), lr=0.05)
+    schedule = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.02, anneal_epochs=2)
+    with watch(nn.ModuleDict({"model": model, "averaged": averaged})):
+        train(model, optimizer, after=lambda step: (averaged.update_parameters(model), schedule.step()))
+        update_bn([x for _, x, _ in batches(4)], averaged)
 
 
 @unusual
@@ -195,6 +245,21 @@ def self_conditioning(watch: Watching) -> None:
             with torch.no_grad():
                 guess = model(torch.cat([x, guess], 1))
         return model(torch.cat([x, guess], 1))
+
+    with watch(model):
+        train(model, AdamW(model.parameters(), lr=1e-3), call)
+
+
+@unusual
+def layers_dropped_at_random(watch: Watching) -> None:
+    layers, head, turn = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 4), iter(range(12))
+    model = nn.ModuleDict({"layers": layers, "head": head})
+
+    def call(x: Tensor) -> Tensor:
+        step = next(turn)
+        for number, layer in enumerate(layers):
+            x = x + torch.tanh(layer(x)) if (step * 7 + number * 3) % 4 else x
+        return head(x)
 
     with watch(model):
         train(model, AdamW(model.parameters(), lr=1e-3), call)
