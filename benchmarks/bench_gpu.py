@@ -38,7 +38,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 NBYTES = tuple(1 << power for power in (10, 14, 18, 20, 22, 24, 26, 28, 30, 32))
 # Several times the L2 of an H200: a buffer is evicted before it is read again.
 ROTATION_BYTES = 512 << 20
-# What a watch is given in each way; transformers has a class of its own.
+# The options of watch in each way. The way `transformers` uses a class of transformers.
 OPTIONS = {"watch": {}, "outputs": {"read": "outputs"}, "every16": {"every": 16}} | {
     "gradients": {"gradients": True}
 }

@@ -87,8 +87,8 @@ def watch(
             though a `nanwatch.Audit` names them as frozen. True is every 100th (docs/updates.md).
         replicas: every n steps compare, to the bit, the weights that the ranks of a job should hold alike. True is
             every 100 steps (docs/how-to/replicas.md).
-        attention: bound the attention logits of every batch, and in every n-th read the largest of each head. True is
-            every 100th (docs/attention.md).
+        attention: in every n-th batch read the largest attention logit of each head. True is every 100th
+            (docs/attention.md).
         guard_checkpoints: save a checkpoint with a non-finite weight or optimizer state beside the good one, and act on
             the failure (docs/how-to/good-checkpoint.md).
 

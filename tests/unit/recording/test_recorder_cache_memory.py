@@ -45,7 +45,7 @@ def test_nothing_grows_over_many_batches() -> None:
 
 
 def test_a_batch_that_a_thread_left_open_is_freed_by_the_next_thread() -> None:
-    """As an exception leaves it in compiled code, where no operator reports the end of the call."""
+    """A thread ends by an exception in compiled code, where no operator reports the end of the call."""
     model, x = mlp(), torch.ones(1, 3)
     with watch(model) as w:
         for target in (lambda: w._recorder.begin_compiled(0, "\x1fit input[0]", [x]), lambda: model(x)):

@@ -328,7 +328,7 @@ def test_the_state_of_an_optimizer_has_a_frame_a_step(recorder: str, kind: dict[
 
 
 def test_a_state_that_was_bad_when_it_was_loaded_is_a_failure() -> None:
-    """Of the next step, before a weight changes."""
+    """The next step raises it, before a weight changes."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False))
     optimizer = torch.optim.AdamW(model.parameters())
     (model(torch.ones(1)).sum() * 1e25).backward()
