@@ -227,9 +227,8 @@ class AttentionWatch:
         elif x is not None and x.ndim == 4:
             logits = x.amax(dim=(0, 2, 3)).clamp(min=0)
         elif x is not None and x.ndim == 3 and "attention" in class_name.lower():
-            logits = (
-                x.amax().reshape(1).clamp(min=0)
-            )  # the first may be batch and heads, as in nn.MultiheadAttention
+            # The first dimension may be batch and heads, as in nn.MultiheadAttention.
+            logits = x.amax().reshape(1).clamp(min=0)
         else:
             return
         # A value that is not finite shows as the largest number: the rows of the module tell where it came from.
