@@ -56,6 +56,7 @@ def in_part(expression: str, cause: str, *cures: str) -> Source:
     return Source(PART.format(expression), "1 output", cause, cures)
 
 
+# Orders and masks are long enough never to be drawn twice.
 SOURCES = {
     "unseeded": Source(
         f"import torch\ndata = torch.ones(3, 2, 4)\n{MODEL}", "0 weight", "does not seed", ("manual_seed(0)",)
@@ -63,13 +64,13 @@ SOURCES = {
     "loader": Source(
         "import os, torch\ntorch.manual_seed(0)\nitems = torch.arange(80.0).reshape(20, 4)\n"
         "generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), 'little'))\n"
-        f"data = torch.utils.data.DataLoader(items, 2, shuffle=True, generator=generator)\n{MODEL}",
+        f"data = torch.utils.data.DataLoader(items, 20, shuffle=True, generator=generator)\n{MODEL}",
         " input[0]",
         "os.urandom()",
         ("manual_seed(0)",),
     ),
     "dropout": Source(
-        f"import torch\ntorch.manual_seed(0)\ndata = torch.ones(1, 2, 4)\n{MODEL}torch.seed()\n",
+        f"import torch\ntorch.manual_seed(0)\ndata = torch.ones(1, 20, 4)\n{MODEL}torch.seed()\n",
         "1 output",
         "dropout. A trial shows random numbers",
         ("manual_seed(0)",),
