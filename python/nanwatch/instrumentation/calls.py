@@ -101,15 +101,15 @@ class Attachment:
             self.add(named.name, named.module)
         compiled.follow_watched_calls()
         # torch's registries are global and outlive this: the hooks must keep neither it nor the model alive.
-        this = weakref.ref(self)
+        reference = weakref.ref(self)
 
         def changed(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             # Fused optimizers write without the version counter. The step itself is the only sign.
-            if (attachment := this()) is not None:
+            if (attachment := reference()) is not None:
                 attachment._recorder.forget_weights([group["params"] for group in optimizer.param_groups])
 
         def registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-            if (attachment := this()) is not None and module is not None:
+            if (attachment := reference()) is not None and module is not None:
                 attachment._registered(parent, name, module)
 
         self._hooks = Handles(self, [after_steps.add(changed), children.add(registered)])

@@ -212,7 +212,7 @@ class Numbers:
 
     def wait(self) -> list[float]:
         """Return the numbers as soon as they have come."""
-        return [float(one) for one in self.tensor().flatten().tolist()]
+        return [float(number) for number in self.tensor().flatten().tolist()]
 
     def tensor(self) -> Tensor:
         """Return the copy as soon as it has come."""

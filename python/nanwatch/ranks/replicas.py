@@ -113,10 +113,10 @@ def _mesh_ranks(x: Any) -> Ranks:
 def fingerprints(weights: list[Held]) -> dict[Ranks, dict[str, int]]:
     """Return the fingerprints of weights, by their ranks and names. Waits for a GPU."""
     with torch.no_grad(), only_our_dispatch():
-        prints = [fingerprint(held.tensor.detach()) for held in weights]
+        prints = [fingerprint(weight.tensor.detach()) for weight in weights]
     values: dict[Ranks, dict[str, int]] = {}
-    for held, print_ in zip(weights, prints, strict=True):
-        values.setdefault(held.ranks, {})[held.name] = int(print_) % 2**64
+    for weight, print_ in zip(weights, prints, strict=True):
+        values.setdefault(weight.ranks, {})[weight.name] = int(print_) % 2**64
     return values
 
 
@@ -169,10 +169,10 @@ class ReplicaWatch(WatchPart):
         self._step = 0  # batches that followed a step of the optimizer
         self._is_off = self._has_warned = False
         self._comparison: Comparison | None = None
-        this = weakref.ref(self)
+        reference = weakref.ref(self)
 
         def after(optimizer: Optimizer, *_: Any) -> None:
-            if (watch := this()) is not None and not watch._has_stepped:
+            if (watch := reference()) is not None and not watch._has_stepped:
                 watch._stepped(optimizer)
 
         self._hooks = Handles(self, [after_steps.add(after)])

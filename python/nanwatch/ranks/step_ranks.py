@@ -163,7 +163,7 @@ class StepRanks:
             return
         self._number += 1
         self._steps[self._number] = step
-        owners = {held.name: held.ranks for held in self._replicas.held()}
+        owners = {weight.name: weight.ranks for weight in self._replicas.held()}
         world, groups = tuple(range(size)), dict[Ranks, list[StepWeight]]()
         for weight in weights:
             ranks = owners.get(weight.name, world if local_shard(weight.tensor) is None else ())
@@ -179,8 +179,8 @@ class StepRanks:
         }
         self._num_forwards = num_forwards
         before, self._prints = self._prints, {}
-        for ranks, held in groups.items():
-            values = {"step ": step} | {weight.name: self._print(weight, before) for weight in held}
+        for ranks, group in groups.items():
+            values = {"step ": step} | {weight.name: self._print(weight, before) for weight in group}
             self._comparison.post(ranks, self._number, values, {**known, "before": before})
 
     def _print(self, weight: StepWeight, before: dict[str, WeightPrint]) -> int:

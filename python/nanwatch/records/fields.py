@@ -82,10 +82,10 @@ class Fields(Generic[_T]):
                 values[column.field] = value
             else:
                 parts.setdefault(column.field, (column.owner, {}))[1][column.part] = value
-        for field, (owner, own) in parts.items():
-            is_there = next(iter(own.values())) is not None
-            shared = {name: values[name] for name in owner.__annotations__ if name not in own}
-            values[field] = owner(**shared, **own) if is_there else None
+        for field, (owner, members) in parts.items():
+            is_there = next(iter(members.values())) is not None
+            shared = {name: values[name] for name in owner.__annotations__ if name not in members}
+            values[field] = owner(**shared, **members) if is_there else None
         return self.kind(**values)
 
 

@@ -181,7 +181,7 @@ def find(
     the first non-finite call; both only sharpen the origin of a value that was received. `num_frames` is how many
     frames the batch has had, of which `frames` are the last; without it the finding has no sequence.
     """
-    place, frame = next(((i, one) for i, one in enumerate(frames) if one.fault is not None), (0, None))
+    place, frame = next(((i, frame) for i, frame in enumerate(frames) if frame.fault is not None), (0, None))
     record = None if frame is None else frame.fault
     if frame is None or record is None:
         return None

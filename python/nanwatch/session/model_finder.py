@@ -68,7 +68,7 @@ class ModelFinder:
     """Context that calls `found(model)` for each model before its first call, until it has found `most`.
 
     The finder makes the calls of all modules without a wrapper; see instrumentation/slot.py. A call of a module that
-    `found` watches takes no longer. Others take 1 µs more, and 3 µs when they are made from outside any other module,
+    `on_model` watches takes no longer. Others take 1 µs more, and 3 µs when they are made from outside any other module,
     where `accepts(module)` says whether the module is a model.
 
     The finder leaves a model alone that the script watches itself. The drop-in for DebugUnderflowOverflow does not
@@ -77,12 +77,12 @@ class ModelFinder:
 
     def __init__(
         self,
-        found: Callable[[nn.Module], object],
+        on_model: Callable[[nn.Module], object],
         *,
         accepts: Callable[[nn.Module], bool] = has_state,
         most: int = MAX_MODELS,
     ) -> None:
-        self._found = found
+        self._on_model = on_model
         self._accepts = accepts
         self._left = most
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -142,4 +142,4 @@ class ModelFinder:
         self._left -= 1
         if self.is_full:
             self.stop()
-        self._found(model)
+        self._on_model(model)

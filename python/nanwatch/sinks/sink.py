@@ -167,7 +167,7 @@ _NO_SUMMARY = BatchSummary(-1)
 class SinkStream(Sink):
     """The events of one Watch, each handed to the sinks that take it.
 
-    `sinks` are the user's, each with its name. `own` are nanwatch's, which come last and may raise. The
+    `sinks` are the user's, each with its name. `internal` are nanwatch's, which come last and may raise. The
     smallest `every` of the user's sinks counts for all.
     """
 
@@ -175,12 +175,12 @@ class SinkStream(Sink):
         self,
         recorder: Recorder,
         sinks: Sequence[tuple[str, Sink]],
-        own: Sequence[Sink] = (),
+        internal: Sequence[Sink] = (),
         *,
         every: int = 1,
     ) -> None:
         self._receivers = [_Receiver(name, sink) for name, sink in sinks]
-        self._own = own
+        self._internal = internal
         self._every = every
         self._log_every = min((sink.every for _, sink in sinks), default=Sink.every)
         self._next = 0  # the batch to sum up
@@ -206,7 +206,7 @@ class SinkStream(Sink):
         if self._process == os.getpid():
             for receiver in self._receivers:
                 receiver.call(event, args)
-        for sink in self._own:
+        for sink in self._internal:
             getattr(sink, event)(*args)
 
     def on_frame(self, frame: Frame) -> None:

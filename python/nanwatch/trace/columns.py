@@ -89,9 +89,9 @@ def schema(facts: dict[str, Any] | None = None) -> Any:
     return pa.schema(fields, metadata=metadata)
 
 
-def facts_of(found: Any, where: str) -> dict[str, Any]:
+def facts_of(file_schema: Any, where: str) -> dict[str, Any]:
     """Return the facts in the metadata of a schema. Raise TraceError unless it is a trace of a version read here."""
-    text = (found.metadata or {}).get(METADATA_KEY)
+    text = (file_schema.metadata or {}).get(METADATA_KEY)
     if text is None:
         raise unreadable(f"{where} is no trace of nanwatch: its metadata lacks {METADATA_KEY.decode()!r}")
     try:
@@ -105,7 +105,7 @@ def facts_of(found: Any, where: str) -> dict[str, Any]:
         raise unreadable(f"{where} is no trace that can be read: {error}") from error
     expected = schema()
     for field in expected:
-        kinds = [found.field(i).type for i in found.get_all_field_indices(field.name)]
+        kinds = [file_schema.field(i).type for i in file_schema.get_all_field_indices(field.name)]
         if kinds != [field.type]:
             got = ", ".join(map(str, kinds)) or "none"
             raise unreadable(f"{where}: column {field.name!r} should be one of {field.type}, got {got}")

@@ -201,11 +201,11 @@ def ends_of(table: Any) -> Ends:
     return Ends(*np.array([*known, (np.nan,) * 3], np.float64)[dtypes.codes].T)
 
 
-def sketches(found: bytes) -> Sketches:
+def sketches(cell: bytes) -> Sketches:
     """Return the sketches in a cell of a trace, float64 of shape (rows of the tensor, 32)."""
-    if len(found) % (4 * WIDTH):
-        raise unreadable(f"a sketch in a trace has {len(found)} bytes, no multiple of {4 * WIDTH}")
-    return np.frombuffer(found, "<f4").reshape(-1, WIDTH).astype(np.float64)
+    if len(cell) % (4 * WIDTH):
+        raise unreadable(f"a sketch in a trace has {len(cell)} bytes, no multiple of {4 * WIDTH}")
+    return np.frombuffer(cell, "<f4").reshape(-1, WIDTH).astype(np.float64)
 
 
 def batch_words(batches: Sequence[int]) -> str:
@@ -217,11 +217,11 @@ def batch_words(batches: Sequence[int]) -> str:
     return f"batches {batches[0]} to {batches[-1]} ({len(batches):,} of them)"
 
 
-def _plain(found: Any) -> Any:
+def _plain(schema: Any) -> Any:
     """Return the schema with strings for dictionaries of strings."""
     pa = arrow("pyarrow", "reading a trace")
     fields = [
         field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
-        for field in found
+        for field in schema
     ]
-    return pa.schema(fields, metadata=found.metadata)
+    return pa.schema(fields, metadata=schema.metadata)

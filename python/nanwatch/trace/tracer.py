@@ -148,11 +148,11 @@ def start_tracer(path: Path, recorder: Recorder, ring: int, every: int) -> Trace
         return None
 
 
-def _tick(tracer: weakref.ref[Tracer]) -> float:
-    this = tracer()
-    return _GATHER_SECONDS if this is None else this.tick()
+def _tick(reference: weakref.ref[Tracer]) -> float:
+    tracer = reference()
+    return _GATHER_SECONDS if tracer is None else tracer.tick()
 
 
-def _close(tracer: weakref.ref[Tracer]) -> None:
-    if (this := tracer()) is not None:
-        this.close()
+def _close(reference: weakref.ref[Tracer]) -> None:
+    if (tracer := reference()) is not None:
+        tracer.close()
