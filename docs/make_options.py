@@ -11,7 +11,7 @@ from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
-from nanwatch.session.options import EARLIER, OPTIONS
+from nanwatch.session.options import OPTIONS
 
 PLACE = Path(__file__).with_name("options.md")
 HEAD = """\
@@ -19,9 +19,8 @@ HEAD = """\
 
 These are the keyword arguments of `nanwatch.watch` and of the [callbacks for trainers](integrations.md), the flags of
 `nanwatch run` (`ignore_modules` is `--ignore-modules`), and the words of the environment variable
-[`NANWATCH_OPTIONS`](environment.md#options-without-code); `optimizer` is for code alone. What the variable says
-replaces what the code says. `audit`, `replicas` and `attention` take a number N for every N-th step or batch; `True`
-means every 100th.
+[`NANWATCH_OPTIONS`](environment.md#options-without-code). What the variable says replaces what the code says.
+`audit`, `replicas` and `attention` take a number N for every N-th step or batch; `True` means every 100th.
 
 | option and default | meaning |
 |---|---|
@@ -36,6 +35,28 @@ TAIL = """
 
 | once | now |
 |---|---|
+| `weights=`, `buffers=`, `inputs=`, `outputs=` | `read="weights outputs"`, with the words that are wanted |
+| `optimizer=` | [`guard_checkpoints=True`](how-to/good-checkpoint.md), which reads the state at a save |
+| `include=` | `modules=` |
+| `exclude=` | `ignore_modules=` |
+| `allow_inf=` | `allow="inf:mask.*"` |
+| `allow_nan=` | `allow="nan:embed"` |
+| `counts=` | `trace=nanwatch.Trace(path, counts=True)` |
+| `fingerprints=` | `trace=nanwatch.Trace(path, fingerprints=True)` |
+| `sketches=` | `trace=nanwatch.Trace(path, sketches=N)` |
+| `trace_batches=` | `trace=nanwatch.Trace(path, batches=(0, 3))` |
+| `abort_after_batch=` | a `break` in your loop |
+| `enabled=` | `NANWATCH=0` in the environment, or no call of `watch()` |
+| `check=` | `NANWATCH_ACT_AT` in the environment; the default suits the device |
+| `updates=` | `audit=` |
+| `frozen=` | `audit=nanwatch.Audit(frozen=...)` |
+| `max_skipped_steps=` | nothing: the 21st step in a row that a GradScaler skips is a failure |
+| `scaler=` | nothing: the watch finds the GradScaler that is in use |
+| `peer_timeout=` | `NANWATCH_PEER_TIMEOUT` in the environment |
+| `stall_timeout=` | `NANWATCH_STALL_TIMEOUT` in the environment |
+| `log_every=` | `every`, an attribute of `nanwatch.Sink` |
+| `microscope=` | `rerun=` |
+| `log_to=` | `sinks=`, such as `sinks="tensorboard:runs/a"` |
 """
 
 
@@ -43,10 +64,7 @@ def page() -> str:
     options = "".join(
         f"| `{name}={default(option)}` | {option.metadata['text']} |\n" for name, option in OPTIONS.items()
     )
-    names: dict[str, list[str]] = {}
-    for name, now in EARLIER.items():
-        names.setdefault(now, []).append(f"`{name}=`")
-    return HEAD + options + TAIL + "".join(f"| {', '.join(once)} | {now} |\n" for now, once in names.items())
+    return HEAD + options + TAIL
 
 
 def default(option: Field[Any]) -> str:

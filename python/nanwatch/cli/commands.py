@@ -7,14 +7,12 @@ import contextlib
 import importlib
 import io
 import os
-import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from ..util.progress import Tell, shown, silent
@@ -153,29 +151,20 @@ def write_page(path: Path | None, page: Callable[[], str], tell: Tell) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of a command. Its error for an unknown flag names close ones.
+    """Parser of a command. Its error for an unknown flag names close ones."""
 
-    `earlier` has, by earlier names of options of `watch`, what `watch` takes in their place.
-    """
-
-    def __init__(
-        self, name: str, description: str, notes: str, earlier: Mapping[str, str] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, name: str, description: str, notes: str) -> None:
         super().__init__(
             prog=f"nanwatch {name}".rstrip(),
             description=description,
             epilog=notes,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        self._earlier = earlier
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message, and exit with status 2."""
         flag = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
-        if instead := self._earlier.get(flag.lstrip("-").replace("-", "_")):
-            as_flag = re.sub(r"`([a-z_]+)=(?!nanwatch)", lambda x: f"`--{x[1].replace('_', '-')}=", instead)
-            message += f"; instead: {as_flag.replace('=`', '`')}"
-        elif flag.startswith("--"):
+        if flag.startswith("--"):
             message += f"; {close_names(flag, list(self._option_string_actions), '--help lists the options')}"
         super().error(message)
 

@@ -20,7 +20,7 @@ from ..report import text
 from ..report.report import NonFiniteError, Report
 from ..session.api import Watch, start_watch
 from ..session.model_finder import MAX_MODELS, ModelFinder
-from ..session.options import EARLIER, OPTIONS, Options, flag, flag_or_none, make_options, parts
+from ..session.options import OPTIONS, Options, flag, flag_or_none, make_options, parts
 from ..util.visible import spell, visible
 from .commands import Parser
 from .script import FILES, add_script, check_script, run_script, run_with_parent
@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
 def run_parser() -> argparse.ArgumentParser:
     """Return the parser of `nanwatch run`."""
     what = "Run an unchanged training script and watch its model. Options go before the script."
-    parser = Parser("run", what, _NOTES, EARLIER)
+    parser = Parser("run", what, _NOTES)
     add_script(parser)
     parser.add_argument(
         "--json",
@@ -89,8 +89,7 @@ def run_parser() -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("options of watch")
     for option in OPTIONS.values():
-        if option.name != "optimizer":  # which only code has
-            _add_flag(group, option)
+        _add_flag(group, option)
     return parser
 
 

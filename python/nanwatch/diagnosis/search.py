@@ -262,9 +262,10 @@ class _ForwardSearch(_Search):
         if step is None:
             remarks.append("no operation that goes through PyTorch's dispatcher was seen to make the value")
         elif step.meant and x.numel() > 1:  # a single number is a loss, and no mask
+            excuse = f"inf:{self.finding.module or '(root)'}"
             remarks.append(
                 f"{step.operation} put {step.values} there; if that is meant, as in a mask, watch with"
-                f" allow={f'inf:{self.finding.module}'!r}"
+                f" allow={excuse!r}"
             )
         if self.provenance.trouble is not None:
             remarks.append(self.provenance.trouble)

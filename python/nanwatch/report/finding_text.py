@@ -211,7 +211,8 @@ def _next_forward(
     if finding.origin == "buffer":
         return _of("writer of the buffer")
     value = "nan" if "nan" in finding.value else "inf"
-    return _of("data loader", option=f"allow={f'{value}:{finding.module}'!r}")
+    excuse = f"{value}:{finding.module or '(root)'}"
+    return _of("data loader", option=f"allow={excuse!r}")
 
 
 def _next_weight(finding: Finding, *, after_backward: bool) -> Statement:

@@ -32,7 +32,6 @@ def watch(
     *,
     read: str | Iterable[str] = "weights buffers inputs outputs",
     gradients: bool = False,
-    optimizer: torch.optim.Optimizer | None = None,
     modules: str | Iterable[str] = (),
     ignore_modules: str | Iterable[str] = (),
     every: int = 1,
@@ -61,7 +60,6 @@ def watch(
         read: which tensors to read in the forward. Integer buffers are skipped.
         gradients: in every backward, read the gradients of the tensors that are read in the forward. A step that is
             about to take a non-finite one is a failure, before any weight changes (docs/gradients.md).
-        optimizer: read the state of this optimizer after each of its steps: moments, weights of its own.
         modules, ignore_modules: glob patterns on the names of modules, such as "encoder.block.*"; `*` crosses dots.
             Names may have or lack what DistributedDataParallel and other wrappers put before them.
         every: read only every n-th batch.
@@ -69,7 +67,7 @@ def watch(
         on_nonfinite: "raise" a NonFiniteError; "warn" when non-finite values begin and end, and in sum at `stop()`;
             only "record"; or a callable that gets the Report of each non-finite batch (docs/watching.md).
         allow: values that are meant, with patterns on the names of the modules that may hold them: "inf:mask.*",
-            "nan:embed". The model itself is "nan:". Masks are recognised without it (docs/watching.md).
+            "nan:embed". The model itself is "nan:(root)". Masks are recognised without it (docs/watching.md).
         rerun: after a failure run the batch once more to find operation, line and cures. None does so if the failure
             ends the batch or a function gets it, True also if the run goes on (docs/rerun.md).
         output_dir: a folder into which each failure's report (text, JSON, HTML) and capsule are written.
@@ -93,7 +91,7 @@ def watch(
             the failure (docs/how-to/good-checkpoint.md).
 
     Raises TypeError or ValueError, naming the given and the accepted values, for a `model` whose calls cannot be seen,
-    an option with a wrong value or an earlier name, a pattern that matches nothing, and a place where nothing can be
+    an option with a wrong value, an unknown option, a pattern that matches nothing, and a place where nothing can be
     written; ImportError, naming the package, where `trace` or `sinks` needs one that is not installed.
 
     Examples:

@@ -7,7 +7,6 @@ command line and the environment have nothing else, so that an option is spelt a
 
 from __future__ import annotations
 
-import functools
 import operator
 import os
 import shlex
@@ -15,13 +14,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from inspect import signature
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from torch import nn
-from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.wrapped_names import for_names
 from ..recording.events import Check, Settings
@@ -46,6 +44,7 @@ _MAX_FRAMES = 1_000_000
 # A check of replicas and an audit read the weights once, or twice, which is 0.5 % of a hundred steps.
 _EVERY = 100
 _POLICIES = ("raise", "warn", "record")
+ROOT = "(root)"  # matches the model itself, whose name is empty
 _BOOLS = {"true": True, "false": False}
 
 # Kinds of options
@@ -84,6 +83,27 @@ def flag_or_none(option: str, value: Any) -> bool | None:
     return None if value in (None, "none") else flag(option, value)
 
 
+def one_of(*words: str) -> Callable[[str, Any], str]:
+    """Return the kind of an option that has one of these words."""
+
+    def kind(option: str, value: Any) -> str:
+        if value not in words:
+            raise ValueError(f"{option} should be {' or '.join(words)}, got {value!r}")
+        return str(value)
+
+    return kind
+
+
+def _seconds(option: str, value: Any) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < inf:
+        raise ValueError(f"{option} should be a number of seconds of at least 0, got {value!r}")
+    return seconds
+
+
 def parts(value: Any) -> Any:
     """Return the parts of a text between commas, and any other value as it is."""
     return tuple(value.split(",")) if isinstance(value, str) else value
@@ -94,16 +114,17 @@ def patterns(option: str, value: Any) -> tuple[str, ...]:
     several = tuple(parts(value)) if isinstance(value, Iterable) else (None,)
     if not all(isinstance(pattern, str) for pattern in several):
         raise TypeError(f"{option} should be a pattern or several, such as 'encoder.block.*', got {value!r}")
+    if "" in several:
+        raise ValueError(f"{option} has an empty pattern; {ROOT!r} is the model itself, '*' is every module")
     return several
 
 
 def _allowed(option: str, value: Any) -> tuple[str, ...]:
     several = patterns(option, value)
     for entry in several:
-        if not entry.startswith(("inf:", "nan:")):
-            raise ValueError(
-                f"{option} should be inf:MODULE or nan:MODULE, such as 'inf:mask.*', got {entry!r}"
-            )
+        if not entry.startswith(("inf:", "nan:")) or entry[4:] == "":
+            accepted = f"inf:MODULE or nan:MODULE, such as 'inf:mask.*', or 'inf:{ROOT}' for the model itself"
+            raise ValueError(f"{option} should be {accepted}, got {entry!r}")
     return several
 
 
@@ -129,18 +150,14 @@ def to_path(option: str, value: Any) -> Path | None:
         raise TypeError(f"{option} should be a path or None, got {value!r}")
     folder = path = Path(text).expanduser().absolute()  # the run may change its folder
     try:
-        if option == "trace":  # which gets a name of its own in its folder
-            folder = path.parent
-        folder = next(above for above in (folder, *folder.parents) if above.exists())
+        # A trace gets a name of its own in its folder. Other folders are made when there is something to write.
+        above = (path.parent,) if option == "trace" else (path, *path.parents)
+        folder = next((folder for folder in above if folder.exists()), path.parent)
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:
         why = f"nothing can be written in {str(folder)!r} ({error.strerror}); give another path"
         raise ValueError(f"{option} is {str(value)!r}, and {why}") from error
-    if option == "trace" and folder != path.parent:
-        raise ValueError(
-            f"{option} is {str(value)!r}, and there is no folder {str(path.parent)!r}; make it first"
-        )
     return path
 
 
@@ -148,12 +165,6 @@ def _to_policy(option: str, value: Any) -> Any:
     if not callable(value) and value not in _POLICIES:
         accepted = '"raise", "warn", "record" or a callable that takes the Report'
         raise ValueError(f"{option} should be {accepted}, got {value!r}")
-    return value
-
-
-def _to_optimizer(option: str, value: Any) -> Optimizer | None:
-    if value is not None and not isinstance(value, Optimizer):
-        raise TypeError(f"{option} should be a torch.optim.Optimizer or None, got {type(value).__name__}")
     return value
 
 
@@ -191,24 +202,6 @@ def _check_fields(made: Any, owner: str, **kinds: Callable[[str, Any], Any]) -> 
         object.__setattr__(made, name, kind(f"{name} of {owner}", getattr(made, name)))
 
 
-def _names_arguments(kind: type[_T]) -> type[_T]:
-    """Let the constructor of a dataclass name close arguments where it does not know one."""
-    init: Any = kind.__init__
-    names = [name for name in signature(init).parameters if name != "self"]
-
-    @functools.wraps(init)
-    def checked(self: Any, *values: Any, **arguments: Any) -> None:
-        for name in arguments:
-            if name not in names:
-                hint = close_names(name, names, f"accepted are {', '.join(names)}")
-                raise TypeError(f"{kind.__name__} has no argument {name!r}; {hint}")
-        init(self, *values, **arguments)
-
-    kind.__init__ = checked  # type: ignore[method-assign]
-    return kind
-
-
-@_names_arguments
 @dataclass(frozen=True)
 class Trace:
     """File that `watch(trace=...)` writes, with what is kept beside the range of each tensor. `Trace.open` reads one.
@@ -252,7 +245,6 @@ class Trace:
         return TraceFile.open(path)
 
 
-@_names_arguments
 @dataclass(frozen=True)
 class Audit:
     """Audit of the optimizer's steps 1, 2, 3 and every n-th, for `watch(audit=...)`.
@@ -317,7 +309,6 @@ class Options:
 
     read: tuple[str, ...] = _option(PARTS, _read_words, "which tensors to read in the forward", "WORDS")
     gradients: bool = _option(False, flag, "read gradients too, and stop a step that would take a bad one")
-    optimizer: Optimizer | None = _option(None, _to_optimizer, "read this optimizer's state after each step")
     modules: tuple[str, ...] = _option(
         (), patterns, "watch only modules whose name matches: 'encoder.*'", "PATTERN"
     )
@@ -378,6 +369,7 @@ class Options:
     act_at: Check = "auto"
     peer_timeout: float = 30.0
     stall_timeout: float | None = None
+    rerun_in: str = "child"
     scaler: Any = None
     max_skipped_steps: int = 20
 
@@ -392,7 +384,7 @@ class Options:
 
     def allows(self, value: Literal["inf", "nan"], name: str) -> bool:
         """Return whether this value is meant in the module of this name."""
-        return _matches(f"{value}:{name}", self.allow)
+        return _matches(name, [entry[4:] for entry in self.allow if entry.startswith(value)])
 
     def excuses(self, name: str, module: nn.Module) -> bool | Excuses:
         """Return whether infinities in this module are meant, or the judge of a module that may hold masks or nans."""
@@ -450,7 +442,7 @@ class Options:
 
 
 def _matches(name: str, entries: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, entry) for entry in entries)
+    return any(fnmatchcase(name or ROOT, entry) for entry in entries)
 
 
 def _fitted(
@@ -459,8 +451,8 @@ def _fitted(
     """Return the patterns without a wrapper's prefix; ValueError for one that matches none of the names."""
     length, fitted = len("inf:") if option == "allow" else 0, []
     for entry in entries:
-        pattern = for_names(entry[length:], names)
-        if must_match and not any(fnmatchcase(name, pattern) for name in names):
+        pattern = for_names(entry[length:], names) or ROOT
+        if must_match and not any(_matches(name, [pattern]) for name in names):
             what = "no module and no weight" if option == "frozen" else "no module"
             raise ValueError(f"{option} pattern {entry!r} matches {what}; {close_names(pattern, names)}")
         fitted.append(entry[:length] + pattern)
@@ -475,36 +467,13 @@ def _name_of(target: Any) -> str:
 
 
 OPTIONS: dict[str, Field[Any]] = {option.name: option for option in fields(Options) if option.metadata}
-# Earlier names of options, and what stands in their place, for the error and for docs/options.md.
-EARLIER = {
-    **dict.fromkeys(PARTS, '`read="weights outputs"`, with the words that are wanted'),
-    "include": "`modules=`",
-    "exclude": "`ignore_modules=`",
-    "allow_inf": '`allow="inf:mask.*"`',
-    "allow_nan": '`allow="nan:embed"`',
-    "counts": "`trace=nanwatch.Trace(path, counts=True)`",
-    "fingerprints": "`trace=nanwatch.Trace(path, fingerprints=True)`",
-    "sketches": "`trace=nanwatch.Trace(path, sketches=N)`",
-    "trace_batches": "`trace=nanwatch.Trace(path, batches=(0, 3))`",
-    "abort_after_batch": "a `break` in your loop",
-    "enabled": "`NANWATCH=0` in the environment, or no call of `watch()`",
-    "check": "`NANWATCH_ACT_AT` in the environment; the default suits the device",
-    "updates": "`audit=`",
-    "frozen": "`audit=nanwatch.Audit(frozen=...)`",
-    "max_skipped_steps": "nothing: the 21st step in a row that a GradScaler skips is a failure",
-    "scaler": "nothing: the watch finds the GradScaler that is in use",
-    "peer_timeout": "`NANWATCH_PEER_TIMEOUT` in the environment",
-    "stall_timeout": "`NANWATCH_STALL_TIMEOUT` in the environment",
-    "log_every": "`every`, an attribute of `nanwatch.Sink`",
-    "microscope": "`rerun=`",
-    "log_to": '`sinks=`, such as `sinks="tensorboard:runs/a"`',
-}
-# Environment variables of settings that one program in a hundred changes, each with its words, or none for seconds.
-_VARIABLES: dict[str, tuple[str, dict[str, Any]]] = {
-    SWITCH: ("enabled", {"0": False, "1": True}),
-    "NANWATCH_ACT_AT": ("act_at", {"auto": "auto", "module": "module", "batch": "batch"}),
-    "NANWATCH_PEER_TIMEOUT": ("peer_timeout", {}),
-    "NANWATCH_STALL_TIMEOUT": ("stall_timeout", {}),
+# Settings that one program in a hundred changes: the field of Options, and what its variable may have.
+_VARIABLES: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
+    SWITCH: ("enabled", lambda variable, text: one_of("0", "1")(variable, text) == "1"),
+    "NANWATCH_ACT_AT": ("act_at", one_of("auto", "module", "batch")),
+    "NANWATCH_PEER_TIMEOUT": ("peer_timeout", _seconds),
+    "NANWATCH_STALL_TIMEOUT": ("stall_timeout", _seconds),
+    "NANWATCH_RERUN": ("rerun_in", one_of("in-process", "child")),
 }
 
 
@@ -525,7 +494,12 @@ def make_options(given: Mapping[str, Any], **settings: Any) -> Options:
     values["gradients"] |= values["spikes"]
     if values["black_box"] is None:
         values["black_box"] = values["output_dir"] is not None
-    options = Options(**{**values, **_settings_of_environment(), **settings})
+    of_environment = {
+        name: kind(variable, os.environ[variable])
+        for variable, (name, kind) in _VARIABLES.items()
+        if os.environ.get(variable)
+    }
+    options = Options(**{**values, **of_environment, **settings})
     if "outputs" not in options.read:
         for name in ("gradients", "attention"):
             if getattr(options, name):
@@ -541,12 +515,7 @@ def make_options(given: Mapping[str, Any], **settings: Any) -> Options:
 def check_name(name: str) -> None:
     """Raise TypeError for a name that is no option."""
     if name not in OPTIONS:
-        hint = (
-            f"instead: {EARLIER[name]}"
-            if name in EARLIER
-            else close_names(name, OPTIONS, "see docs/options.md")
-        )
-        raise TypeError(f"watch has no option {name!r}; {hint}")
+        raise TypeError(f"watch has no option {name!r}; {close_names(name, OPTIONS, 'see docs/options.md')}")
 
 
 def _options_of_environment() -> dict[str, Any]:
@@ -562,16 +531,3 @@ def _options_of_environment() -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{VARIABLE}={text!r}: {error}") from None
     return chosen
-
-
-def _settings_of_environment() -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for variable, (name, words) in _VARIABLES.items():
-        text = os.environ.get(variable, "")
-        try:
-            if text:
-                settings[name] = words[text] if words else max(0.0, float(text))
-        except (KeyError, ValueError):
-            accepted = " or ".join(words) or "a number of seconds"
-            raise ValueError(f"{variable}={text!r} is not understood; set it to {accepted}") from None
-    return settings

@@ -78,9 +78,6 @@ def test_the_usage_names_the_program(name: str, capsys: pytest.CaptureFixture[st
     [
         (["scan", "--agianst=b", "a"], "close names: --against"),
         (["run", "--moduls", "x", "train.py"], "close names: --modules"),
-        (["run", "--exclude", "x", "train.py"], "instead: `--ignore-modules`\n"),
-        (["run", "--allow-inf=x", "train.py"], 'instead: `--allow="inf:mask.*"`\n'),
-        (["run", "--counts", "train.py"], "instead: `trace=nanwatch.Trace(path, counts=True)`\n"),
     ],
 )
 def test_an_unknown_flag_names_what_is_meant(

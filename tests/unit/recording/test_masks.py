@@ -156,8 +156,8 @@ def test_missing_values_are_allowed_by_the_option_that_the_report_names() -> Non
     model, x = Missing(), torch.randn(2, 4).index_fill(1, torch.tensor(1), torch.nan)
     with nanwatch.watch(model), pytest.raises(nanwatch.NonFiniteError) as error:
         model(x)
-    assert "watch with allow='nan:'" in str(error.value)
-    with nanwatch.watch(model, allow=["nan:", "nan:known"]) as w:
+    assert "watch with allow='nan:(root)'" in str(error.value)
+    with nanwatch.watch(model, allow=["nan:(root)", "nan:known"]) as w:
         model(x)
     assert (w.report().finding, w.frames[0].records[0].note) == (None, Note("allowed"))
     model.linear.weight.data.fill_(torch.nan)

@@ -123,7 +123,7 @@ def test_roles_can_be_left_out() -> None:
         ({"modules": ["0.?", "1"]}, ["0.0", "0.1", "1"]),
         ({"ignore_modules": "0.*"}, ["0", "1", ""]),
         ({"modules": "0*", "ignore_modules": ("*.1",)}, ["0.0", "0"]),
-        ({"modules": ""}, [""]),
+        ({"modules": "(root)"}, [""]),
     ],
 )
 def test_patterns_choose_modules(options: dict[str, Any], names: list[str]) -> None:
