@@ -14,7 +14,6 @@ from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.diagnosis import Diagnosis
 from nanwatch.diagnosis.search import find_operation
 from nanwatch.instrumentation.execution_context import RngState
-from nanwatch.precision.casting import cached_parametrizations
 from nanwatch.recording.events import Start
 from nanwatch.report.finding import Finding
 from nanwatch.session.api import watch
@@ -37,7 +36,7 @@ def snapshot_of(
 ) -> BatchSnapshot:
     """The start of a batch, as a recorder keeps it, with the states of random and numpy.random for `draws`."""
     start = Start.capture(0, False, module, args, kwargs, None)
-    return BatchSnapshot.of(start, buffers, RngState.capture(others=draws), cached_parametrizations())
+    return BatchSnapshot.of(start, buffers, RngState.capture(others=draws))
 
 
 def look(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Finding, Diagnosis]:

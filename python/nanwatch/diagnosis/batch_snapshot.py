@@ -7,7 +7,6 @@ After a re-run the snapshot puts back random states, buffers, training flags and
 from __future__ import annotations
 
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -26,13 +25,7 @@ from ..instrumentation.slot import unwatched
 from ..instrumentation.wrapped_names import unwrapped
 from ..numerics._reference import without_repeats
 from ..numerics.readable import is_plain, only_our_dispatch, unreadable
-from ..precision.casting import (
-    NARROW,
-    ParametrizationCache,
-    cached_parametrizations,
-    caches_parametrizations,
-    swap_parametrizations,
-)
+from ..precision.casting import NARROW, caches_parametrizations, swap_parametrizations
 from ..recording.events import Start
 from ..recording.walk import Unwalked, call_leaves
 from ..report.finding import Finding
@@ -41,22 +34,9 @@ from ..util.program_code import is_library, names_of
 from . import isolation
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-_PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    slice,
-    type(...),
-    type,
-)
-
-
+# A call changes no value of these. Configurations have attributes of the first.
+_CONSTANTS = int, float, complex, str, bytes, tuple, type(None)
+_PLAIN = Tensor, torch.dtype, torch.device, slice, type(...), type, *_CONSTANTS
 # Libraries whose modules talk to other ranks.
 _SHARDING = frozenset({"deepspeed", "fairscale", "megatron", "colossalai", "horovod", "transformer_engine"})
 _OWN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
@@ -130,7 +110,7 @@ class BufferHistory:
 class BatchSnapshot:
     """The outermost call of a batch, as it was about to be made: `module(*args, **kwargs)`.
 
-    `buffers` are the values of the model's small buffers. `began` is the time in seconds of `time.monotonic()`.
+    `buffers` are the values of the model's small buffers. `elapsed`: seconds from the start to the failure.
     """
 
     module: nn.Module
@@ -142,13 +122,10 @@ class BatchSnapshot:
     grad: bool = field(default_factory=torch.is_grad_enabled)
     versions: tuple[tuple[str, Tensor, int], ...] = ()
     buffers: BufferValues = field(default_factory=dict)
-    cached: ParametrizationCache = field(default_factory=cached_parametrizations)
-    began: float = field(default_factory=time.monotonic)
+    elapsed: float = 0.0
 
     @classmethod
-    def of(
-        cls, start: Start, buffers: BufferValues, rng: RngState, cached: ParametrizationCache
-    ) -> BatchSnapshot:
+    def of(cls, start: Start, buffers: BufferValues, rng: RngState) -> BatchSnapshot:
         """Return the start of a batch as the recorder has kept it, with these values of buffers."""
         assert start.module is not None
         versions = {id(x): version for x, version in start.versions}
@@ -169,8 +146,7 @@ class BatchSnapshot:
             start.grad,
             tuple((name, x, versions[id(x)]) for name, x in given if id(x) in versions),
             buffers,
-            cached,
-            began=time.monotonic() - start.elapsed,
+            start.elapsed,
         )
 
     @contextmanager
@@ -187,10 +163,9 @@ class BatchSnapshot:
             after.callback(begin_again(self.module, given, self.buffers))
             after.callback(RngState.capture(others=True).restore)
             after.enter_context(unwatched(self.module))
+            # The graphs of the user's cache are no part of a re-run.
             if caches_parametrizations():
-                # Without their graphs, which a backward in here would run through.
-                known = {key: None if x is None else x.detach() for key, x in self.cached.items()}
-                after.callback(swap_parametrizations, swap_parametrizations(known))
+                after.callback(swap_parametrizations, swap_parametrizations({}))
             with ExitStack() as modes:
                 modes.enter_context(torch.inference_mode() if self.inference else torch.no_grad())
                 modes.enter_context(torch.compiler.set_stance("force_eager"))
@@ -226,13 +201,9 @@ class BatchSnapshot:
                     f"{label} is an iterator, which the first run has consumed ({value.partition(',')[0]})"
                 )
                 continue
-            if value is None or isinstance(value, (Tensor, *_PLAIN)) or _is_constant(value):
-                continue
-            doubts.append(f"{label} is a {type(value).__name__}, which the first run may have changed")
+            if not isinstance(value, _PLAIN) and not _is_constant(value):
+                doubts.append(f"{label} is a {type(value).__name__}, which the first run may have changed")
         return doubts
-
-
-_CONSTANTS = (int, float, complex, str, bytes, bool, tuple, type(None))
 
 
 def _is_constant(value: object) -> bool:
@@ -241,7 +212,7 @@ def _is_constant(value: object) -> bool:
         attributes = object.__getattribute__(value, "__dict__")  # the object itself may define another
     except (AttributeError, TypeError):
         return False
-    return bool(attributes) and all(type(attribute) in _CONSTANTS for attribute in attributes.values())
+    return bool(attributes) and all(isinstance(value, _CONSTANTS) for value in attributes.values())
 
 
 def begin_again(root: nn.Module, given: Iterable[Tensor], before: BufferValues) -> Callable[[], None]:

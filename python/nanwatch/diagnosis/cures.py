@@ -206,7 +206,7 @@ class _Formats:
                 cast(x, (torch.float16,), torch.bfloat16) for x in (snapshot.args, dict(snapshot.kwargs))
             )
             hold = partial(loaded, snapshot.module, torch.bfloat16)
-            snapshot = replace(snapshot, args=args, kwargs=kwargs, cached={})
+            snapshot = replace(snapshot, args=args, kwargs=kwargs)
         if not words:
             return False
         return self._judge(" and ".join(words), self._run(hold, _under_bfloat16, snapshot))

@@ -142,7 +142,7 @@ class Trials:
         snapshot, experiment = self.snapshot, Experiment()
         args, kwargs = (cast(x, _NARROWER, torch.float64) for x in (snapshot.args, dict(snapshot.kwargs)))
         mode = Float64(first_float((snapshot.args, dict(snapshot.kwargs))) or torch.float32)
-        wide = replace(snapshot, args=args, kwargs=kwargs, cached={})
+        wide = replace(snapshot, args=args, kwargs=kwargs)
         again, wanted = with_leaves(wide) if backward else (wide, [])
         results: list[Tensor] | None = None
         try:

@@ -123,11 +123,6 @@ def caches_parametrizations() -> bool:
     return parametrize._cache_enabled > 0
 
 
-def cached_parametrizations() -> ParametrizationCache:
-    """Return a copy of the cache, empty outside a block."""
-    return dict(parametrize._cache) if caches_parametrizations() else {}
-
-
 def swap_parametrizations(cache: ParametrizationCache) -> ParametrizationCache:
     """Put `cache` in place of the current one, and return that."""
     before: ParametrizationCache = parametrize._cache

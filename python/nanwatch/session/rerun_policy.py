@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import tempfile
-import threading
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,16 +11,15 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from ..diagnosis import rerun
 from ..diagnosis.batch_snapshot import BatchSnapshot, BufferHistory, draws_outside_torch
 from ..diagnosis.incident import Incident, write_frames
-from ..diagnosis.isolation import ChildEndedError, can_fork, clock, run_in_child
+from ..diagnosis.isolation import ChildEndedError, can_fork, clock, run_in_child, why_endless
 from ..diagnosis.loss_statements import BackwardCall, read_graph
 from ..diagnosis.trials import Conditions
 from ..instrumentation.execution_context import RngState
-from ..precision.casting import cached_parametrizations
+from ..instrumentation.slot import unwatched
 from ..recording.events import Event, Recorder, Start
 from ..report.finding import Finding
 from ..report.report import Report
@@ -49,19 +46,16 @@ class RerunPolicy:
         acts = options.on_nonfinite == "raise" or callable(options.on_nonfinite)
         self.keeps_start = recorder.keeps_starts = self._may_keep and (options.rerun is True or acts)
         self._recorder = recorder
-        # For each batch of a model whose code may draw from random or numpy.random, and during a re-run in this
-        # process, whose threads then wait in `batch_started`.
+        # For each batch of a model whose code may draw from random or numpy.random.
         self._entries = recorder.subscribe(Event.BATCH_START)
         self._entries.active = False
         if self.keeps_start:
-            recorder.watch_name(vars(parametrize), "_cache_enabled")
             recorder.watch_name(vars(torch.cuda), "_initialized")
         self._output_dir = options.output_dir
         self._model = ModelRef(model)
         self._num_failures = 0
         self._buffers = BufferHistory()
         self._draws: bool | None = None
-        self._door = threading.RLock()  # held during a re-run in this process
         # The start of the batch whose backward has failed, until a step was checked: its graph may be gone. It refers
         # to `_NO_MODULE`, as a model that keeps this would keep itself.
         self._failed: tuple[int, weakref.ref[nn.Module], BatchSnapshot] | None = None
@@ -74,15 +68,14 @@ class RerunPolicy:
     def batch_started(self, module: nn.Module) -> object:
         """Return what the start of a batch has beside the recorder's part."""
         try:
-            with self._door:
-                watched = self._model()
-                model = module if watched is None else watched  # a module's truth is its own
-                if self._draws is None:
-                    self._draws = self._entries.active = draws_outside_torch(model)
-                random = RngState.capture(others=self._draws)
-                buffers = self._buffers.note(model)
-                self._recorder.watch_buffers(self._buffers.names())
-            return buffers, random.cuda, random.others, cached_parametrizations()
+            watched = self._model()
+            model = module if watched is None else watched  # a module's truth is its own
+            if self._draws is None:
+                self._draws = self._entries.active = draws_outside_torch(model)
+            random = RngState.capture(others=self._draws)
+            buffers = self._buffers.note(model)
+            self._recorder.watch_buffers(self._buffers.names())
+            return buffers, random.cuda, random.others
         except Exception:
             suppressed("the values of buffers could not be kept for a re-run")
             return None
@@ -169,7 +162,7 @@ class RerunPolicy:
             if start is None and loss is None:
                 examine(start, examines=examines)
             else:
-                self._run_again(incident, start, partial(examine, start, examines=True))
+                self._run_again(incident, model, start, partial(examine, start, examines=True))
         except (Exception, ChildEndedError) as error:  # a failed re-run must not lose the first report
             if isinstance(error, ChildEndedError):
                 incident.remark(f"of a re-run in a child process: {error}")
@@ -182,10 +175,14 @@ class RerunPolicy:
             raise
 
     def _run_again(
-        self, incident: Incident, start: BatchSnapshot | None, examine: Callable[..., None]
+        self,
+        incident: Incident,
+        model: nn.Module,
+        start: BatchSnapshot | None,
+        examine: Callable[..., None],
     ) -> None:
         """Complete the incident in a forked child, else in this process, under a clock."""
-        seconds = LEAST_SECONDS + (0.0 if start is None else TIMES_BATCH * (time.monotonic() - start.began))
+        seconds = LEAST_SECONDS + (0.0 if start is None else TIMES_BATCH * start.elapsed)
         # Once, as each child would import it anew: torch._dynamo takes a second.
         importlib.import_module("torch._dynamo")
         tempfile.gettempdir()  # writes a file, the first time
@@ -203,14 +200,10 @@ class RerunPolicy:
                     incident.report = Report.from_json(ended.latest)
                 raise
             return
-        with self._door:  # no other thread enters the model meanwhile
-            self._entries.active = True
+        with unwatched(model), clock(seconds):  # no other thread enters the model meanwhile
             is_shared = self._recorder.num_other_threads > 0
-            try:
-                with clock(seconds):
-                    examine(reason="another thread was inside the model" if is_shared else "")
-            finally:
-                self._entries.active = bool(self._draws)
+            reason = "another thread was inside the model" if is_shared else ""
+            examine(reason=reason or why_endless())
 
     def _pass_over(self, incident: Incident) -> None:
         """Remark that the batch was not re-run, and warn at the first such failure."""
@@ -240,5 +233,5 @@ def _snapshot(start: Start) -> BatchSnapshot | None:
     """Return the start as a re-run takes it; None once its module is gone or it is not kept."""
     if start.module is None:
         return None
-    buffers, cuda, others, cached = start.extra or ({}, (), (), {})
-    return BatchSnapshot.of(start, buffers, RngState(start.generator, cuda, others), cached)
+    buffers, cuda, others = start.extra or ({}, (), ())
+    return BatchSnapshot.of(start, buffers, RngState(start.generator, cuda, others))
