@@ -4,9 +4,8 @@ A module call goes from `instrumentation` (wrappers before the calls) to `record
 latest), at a failure to `session` (what to do about it), `diagnosis` (the batch again: operation, line, cures) and
 `report` (text, JSON, HTML). docs/architecture.md has the rooms and the way through them.
 
-`watch(model)` starts all of it; `abs_range(x)` and `tensor_health(x)` are the reduction alone. Beside it stand
-`exponent_histogram(x)`, the elements by power of two, and `would_fit(x, dtype)`, what a format
-would make of them.
+`watch(model)` starts all of it; `abs_range(x)` and `tensor_health(x)` are the reduction alone. Beside it stands
+`would_fit(x, dtype)`, what a format would make of the elements.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from .instrumentation.functions import watched as watched
     from .integrations.debug import DebugUnderflowOverflow as DebugUnderflowOverflow
     from .integrations.debug import detect_overflow as detect_overflow
-    from .numerics.fit import exponent_histogram as exponent_histogram
     from .numerics.fit import would_fit as would_fit
     from .numerics.ranges import abs_range as abs_range
     from .numerics.ranges import abs_ranges as abs_ranges
@@ -59,7 +57,7 @@ else:
         "integrations.notebook": ("load_ipython_extension", "unload_ipython_extension"),
         "integrations.debug": ("DebugUnderflowOverflow", "detect_overflow"),
         "sinks.sink": ("Sink",),
-        "numerics.fit": ("exponent_histogram", "would_fit"),
+        "numerics.fit": ("would_fit",),
         "numerics.ranges": ("abs_range", "abs_ranges", "fingerprint", "tensor_health"),
         "precision.precision": ("fp32_modules", "run_in_fp32"),
         "report.finding": ("Finding",),

@@ -1,7 +1,4 @@
-"""Comparison of two runs of calls: compare the values of each pair, and find the first that leaves the noise.
-
-The runs come from two models (`models.py`) or from two traces with sketches (`traces.py`).
-"""
+"""Comparison of two runs of calls: compare the values of each pair, and find the first that leaves the noise."""
 
 from __future__ import annotations
 

@@ -276,8 +276,3 @@ def _health_row(chunk: Tensor, positions: Tensor, device: torch.device) -> Tenso
         torch.where(finite, _INF, positions.to(wide)).amin(),
     ]
     return torch.stack([column.to(wide) for column in columns])
-
-
-def on_wide_device(chunk: Tensor) -> Tensor:
-    """Return `chunk` on a device with float64: one without has no frexp for it either."""
-    return chunk.cpu() if chunk.device.type in _DEVICES_WITHOUT_FLOAT64 else chunk

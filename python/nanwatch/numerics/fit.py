@@ -1,4 +1,4 @@
-"""Elements of a tensor by power of two, and the effect of a cast: how many overflow, become zero or become subnormal.
+"""The effect of a cast on a tensor: how many elements overflow, become zero or become subnormal.
 
 Plain torch on every device, a chunk at a time. Nothing waits for a GPU but the copy of the result.
 
@@ -9,9 +9,8 @@ below the smallest normal number on. The elements beyond each are counted in flo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import lru_cache
 from math import inf, isfinite, nextafter
 from typing import NamedTuple, SupportsIndex, overload
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from ..util.visible import close_names
 from . import _extension
-from ._reference import chunks, on_wide_device, row_dtype, stored
+from ._reference import chunks, row_dtype, stored
 from .block_fit import BLOCKS_BY_NAME, BlockFit, block_fit
 from .formats import BY_NAME
 from .readable import dtype_name, only_our_dispatch, read, readable, type_name
@@ -28,85 +27,6 @@ from .readable import dtype_name, only_our_dispatch, read, readable, type_name
 # A format of scales has no zero, no sign and no fraction: no element of a tensor would come through a cast.
 FORMATS = tuple(name for name, form in BY_NAME.items() if form.is_float and form.kind != "powers")
 """Number formats that `would_fit` takes, beside those with blocks."""
-
-
-_LOWEST, _HIGHEST = -1074, 1023  # exponents of float64
-_HEAD = 4  # columns of a histogram before the exponents: zeros, nans, infinities of either sign
-
-
-@dataclass(frozen=True)
-class ExponentHistogram:
-    """Number of elements in each power of two, and of those without one: zeros, nans and infinities."""
-
-    dtype: torch.dtype
-    counts: Mapping[int, int] = field(hash=False)
-    """From exponent e to the number of elements with 2^e <= |x| < 2^(e+1), ascending, for those that have elements.
-    A subnormal counts at its own power of two."""
-    num_zero: int = 0
-    """Zeros of either sign, and elements that a sparse layout does not store."""
-    num_nan: int = 0
-    num_posinf: int = 0
-    num_neginf: int = 0
-
-
-def exponent_histogram(x: Tensor) -> ExponentHistogram:
-    """Count the elements of `x` by power of two, its zeros, nans and infinities: one pass, one sync.
-
-    Any shape and layout, as `tensor_health` takes them. Integers count by their magnitude, and 64-bit ones are rounded
-    to float64. A DTensor gives the counts of its local shard, a quantized tensor those of its float32 values.
-
-    Raises TypeError for a complex tensor (a format holds its parts: pass `torch.view_as_real(x)`), and where
-    `abs_range` does.
-
-    Examples:
-        >>> import nanwatch, torch
-        >>> histogram = nanwatch.exponent_histogram(torch.tensor([0.0, 1.0, -1.5, 6.0]))
-        >>> histogram.counts, histogram.num_zero
-        ({0: 2, 2: 1}, 1)
-    """
-    _extension.explain_once()
-    with only_our_dispatch():
-        x = _real(x, "exponent_histogram")
-        zeros, nans, posinfs, neginfs, *row = _summed(x, _HEAD + _HIGHEST - _LOWEST + 1, _count_exponents)
-        # Nothing is stored for the zeros of a sparse layout.
-        zeros = x.numel() - nans - posinfs - neginfs - sum(row)
-        counts = {exponent: num for exponent, num in enumerate(row, _LOWEST) if num}
-        dtype = torch.float32 if x.is_quantized else x.dtype
-        return ExponentHistogram(dtype, counts, zeros, nans, posinfs, neginfs)
-
-
-def _count_exponents(values: Tensor, magnitude: Tensor) -> Tensor:
-    columns = torch.frexp(magnitude).exponent.long() + (_HEAD - 1 - _LOWEST)
-    kinds = values == 0, values.isnan(), values.isposinf(), values.isneginf()
-    for column, kind in enumerate(kinds):
-        columns.masked_fill_(kind, column)
-    return columns.bincount(minlength=_HEAD + _HIGHEST - _LOWEST + 1)
-
-
-def _real(x: Tensor, caller: str) -> Tensor:
-    """Return `x`, or its local shard. Raise TypeError for a complex tensor, of which a format holds the two parts."""
-    x = readable(x, caller)
-    if x.is_complex():
-        raise TypeError(
-            f"{caller} takes no complex tensor: pass torch.view_as_real(x.resolve_conj()) for its parts, or x.abs()"
-        )
-    return x
-
-
-def _summed(x: Tensor, width: int, count: Callable[[Tensor, Tensor], Tensor]) -> list[int]:
-    """Return the sums of what `count` says of the stored elements and their magnitudes in float64, with one sync."""
-
-    def sums(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            part = stored(x)
-            total = torch.zeros(width, dtype=torch.int64, device=x.device)
-            for chunk in chunks(part.values):
-                wide = on_wide_device(chunk)
-                values = wide.to(row_dtype(wide.device)).flatten()
-                total += count(values, values.abs()).to(x.device)
-            return total * part.repeats
-
-    return list(map(int, read(sums, sums, x).tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +122,24 @@ def would_fit(x: Tensor, dtype: torch.dtype | str, *, scale: float = 1.0, dim: i
     if not isfinite(scale) or scale <= 0:
         raise ValueError(f"would_fit got scale={scale!r}; a finite number above 0 is accepted, 1.0 for none")
     _extension.explain_once()
-    with only_our_dispatch():
-        counts = _summed(_real(x, "would_fit"), 4, partial(_count_kinds, edges(target), float(scale)))
-    return Fit(getattr(torch, target), float(scale), *counts)
+    with only_our_dispatch(), torch.no_grad():
+        x = readable(x, "would_fit")
+        if x.is_complex():
+            raise TypeError(
+                "would_fit takes no complex tensor: pass torch.view_as_real(x.resolve_conj()) for its parts, or x.abs()"
+            )
+
+        def count(x: Tensor) -> Tensor:
+            part, total = stored(x), torch.zeros(4, dtype=torch.int64, device=x.device)
+            for chunk in chunks(part.values):
+                wide = chunk if row_dtype(x.device) is torch.float64 else chunk.cpu()
+                total += _count_kinds(wide.double().abs(), edges(target), float(scale)).to(x.device)
+            return total * part.repeats
+
+        return Fit(getattr(torch, target), float(scale), *map(int, read(count, count, x).tolist()))
 
 
-def _count_kinds(limits: Edges, scale: float, values: Tensor, magnitude: Tensor) -> Tensor:
+def _count_kinds(magnitude: Tensor, limits: Edges, scale: float) -> Tensor:
     """Return the elements that are finite and not zero, and how many of them overflow, become zero, or subnormal."""
     is_counted = magnitude.isfinite() & (magnitude != 0)
     product = magnitude * scale

@@ -190,9 +190,3 @@ class TensorHealth(NamedTuple):
     numel: int
     first_nonfinite: tuple[int, ...] | None
     """Index of the first nan or inf in C order; None when all is finite. Nested: (component, index in it)."""
-
-
-class HealthWithExponents(TensorHealth):
-    """TensorHealth that also has `ExponentHistogram.counts`, for a tensor of floating point."""
-
-    exponents: Mapping[int, int] | None = None

@@ -210,13 +210,10 @@ class Trace:
         path: a Parquet file ("run.parquet") in a folder that exists. A path that is taken gets a number, and with
             several processes the rank: see `Watch.trace_path`.
         batches: numbers of the batches to write, from 0; () is every batch.
-        counts: count zeros, subnormals, nans, infinities and elements by power of two in each tensor. Reads each
-            tensor three times more.
+        counts: count zeros, subnormals, nans and infinities in each tensor. Reads each tensor once more.
         fingerprints: keep the `nanwatch.fingerprint` of each tensor, so that two runs can be compared bit by bit.
-        sketches: in every n-th batch keep 32 numbers for each row (token) of an output, from which
-            `nanwatch compare` estimates relative errors and cosines of two runs.
 
-    All three wait for a GPU at each tensor that they read (docs/traces.md). `sketches=True` is every batch.
+    Counts and fingerprints wait for a GPU at each tensor that they read (docs/traces.md).
 
     Examples:
         >>> import nanwatch, torch
@@ -232,12 +229,10 @@ class Trace:
     batches: Collection[int] = ()
     counts: bool = False
     fingerprints: bool = False
-    sketches: int = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", to_path("trace", self.path))
-        sketches = partial(every_nth, default=1)
-        _check_fields(self, "a Trace", batches=_to_batches, counts=flag, fingerprints=flag, sketches=sketches)
+        _check_fields(self, "a Trace", batches=_to_batches, counts=flag, fingerprints=flag)
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> TraceFile:
@@ -403,8 +398,7 @@ class Options:
     def recorder_settings(self, max_frames: int = 1, **more: Any) -> Settings:
         """Return the settings of a recorder for these options; it may hold more frames than are shown."""
         if self.trace is not None:
-            kept = ("counts", "fingerprints", "sketches")
-            more = {name: getattr(self.trace, name) for name in kept} | more
+            more = {"counts": self.trace.counts, "fingerprints": self.trace.fingerprints} | more
         settings = Settings(
             max_frames=max_frames,
             every=self.every,

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..numerics.formats import TensorHealth
-from ..recording.observe import take_sketch
 from ..records.fields import Fields
 from ..records.record import Frame, Record
 from ..util import reading
@@ -23,7 +21,7 @@ from ..util.imports import needed
 from ..util.progress import Tell, silent
 from ..util.visible import visible, with_utf8
 
-VERSION = 9
+VERSION = 10
 SUFFIX = ".parquet"
 # Key in the metadata of every part's schema: a JSON object with the fields of Facts.
 METADATA_KEY = b"nanwatch.trace"
@@ -34,8 +32,6 @@ COLUMNS = (
     *((column.name, column.kind, column.may_be_null) for column in (*_FRAME.columns, *_RECORD.columns)),
     ("call", "int64", False),
     ("rank", "int32", False),
-    ("exponents", "string", True),
-    ("sketch", "binary", True),
 )
 STRINGS = tuple(name for name, kind, _ in COLUMNS if kind == "string")
 
@@ -132,8 +128,6 @@ class Tabulator:
         columns = {
             "call": pa.array([self._call(frame.batch) for frame in frames], pa.int64()).take(place),
             "rank": pa.array(np.full(len(rows), self._rank, np.int32)),
-            "exponents": _column("string", [_exponents(row.health) for row in rows]),
-            "sketch": pa.array(map(take_sketch, rows), pa.binary()),
         }
         values = dict(zip(Frame._fields, zip(*frames, strict=True), strict=True))
         for column in _FRAME.columns:
@@ -152,11 +146,6 @@ class Tabulator:
         if len(self._calls) > self._BATCHES_REMEMBERED:
             del self._calls[next(iter(self._calls))]
         return call
-
-
-def _exponents(health: TensorHealth | None) -> str | None:
-    counts = getattr(health, "exponents", None)
-    return None if counts is None else json.dumps(dict(counts))
 
 
 def _column(kind: str, cells: Iterable[Any]) -> Any:

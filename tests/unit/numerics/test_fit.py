@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from nanwatch import would_fit
+from nanwatch.numerics import _reference
+from support.allocated import allocated
 from support.implementations import Place
 from support.oracle import FLOATS_8, FLOATS_16, from_patterns, values_of
 
@@ -112,3 +116,12 @@ def test_shares_leave_out_zeros_and_what_is_not_finite(place: Place) -> None:
     for nothing in (torch.zeros(3), torch.empty(0), torch.tensor(NAN)):
         fit = would_fit(place(nothing), "float8_e5m2")
         assert (fit.overflow, fit.num_elements, fit.fits) == (0.0, 0, True)
+
+
+@pytest.mark.parametrize("read", [partial(would_fit, dtype=torch.float16), _reference.abs_range])
+def test_the_memory_does_not_grow_with_the_tensor(read: Callable[[Tensor], object]) -> None:
+    """At most 1 MiB for each thread beside 16 MiB of elements, transposed and with gaps too."""
+    x = torch.randn(2048, 2048)
+    for view in (x, x.T, x[:, ::3]):
+        most, _ = allocated(partial(read, view))
+        assert most <= torch.get_num_threads() << 20

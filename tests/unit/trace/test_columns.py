@@ -103,7 +103,7 @@ def test_the_docs_have_every_column_in_order() -> None:
     [
         ({}, "metadata lacks 'nanwatch.trace'"),
         ({columns.METADATA_KEY: b"[" * 100_000}, "no trace that can be read"),
-        (facts(version=5), "its version is 5, this nanwatch reads version 9"),
+        (facts(version=5), "its version is 5, this nanwatch reads version 10"),
     ],
 )
 def test_metadata_that_is_none_of_a_trace_is_refused(metadata: dict[bytes, bytes], words: str) -> None:
