@@ -64,7 +64,7 @@ def watch(
             Names may have or lack what DistributedDataParallel and other wrappers put before them.
         every: read only every n-th batch.
         max_frames: keep this many of the latest frames, calls of modules.
-        on_nonfinite: "raise" a NonFiniteError; "warn" when non-finite values begin and end, and in sum at `stop()`;
+        on_nonfinite: "raise" a NonFiniteError; "warn" when non-finite values begin, and of their sum at `stop()`;
             only "record"; or a callable that gets the Report of each non-finite batch (docs/watching.md).
         allow: values that are meant, with patterns on the names of the modules that may hold them: "inf:mask.*",
             "nan:embed". The model itself is "nan:(root)". Masks are recognised without it (docs/watching.md).

@@ -8,7 +8,6 @@ raised inside the forward, and once that is left examined, written, agreed on an
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from ..ranks.coordinator import RankCoordinator
 from ..recording.events import Event
 from ..records.record import Frame
 from ..report import text
-from ..report.finding import Finding
 from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
 from ..sinks.sink import SinkStream
 from ..util.visible import first_few, module_name, suppressed, warn_user
@@ -67,11 +65,10 @@ class FailureHandler:
         # The first incident of the latest run of non-finite batches. A finite batch ends the run.
         self._first: Incident | None = None
         self.is_run_open = False
+        self._num_runs = 0
+        self._warned: Counter[str] = Counter()  # non-finite batches, by the module that was the first to fail
         self._under_way: dict[int, Incident] = {}  # by the numbers of their batches
         self._ended: deque[int] = deque(maxlen=_MAX_ENDED)
-        # A backward fails when its batch has ended: with gradients one finite batch says nothing of its own.
-        patience = 2 if options.gradients else 1
-        self._warnings = NonFiniteWarnings(patience) if self._action == "warn" else None
         self._exception_batch: int | None = None
         self._ranks: RankCoordinator | None = None
         if (model := reports.model()) is not None and self._action == "raise" and options.peer_timeout:
@@ -86,7 +83,19 @@ class FailureHandler:
                 recorder.watch_name(vars(torch.distributed.distributed_c10d), "_pg_map")  # of process groups
         reports.find_written = rerun.find_written
         self._batch_ends = recorder.subscribe(Event.BATCH_END)
-        self._update_subscription()
+        self._batch_ends.active = False
+
+    # A batch begins
+
+    def batch_started(self, batch: int, module: nn.Module | None) -> object:
+        """Return what a re-run needs beside the recorder's part; see RerunPolicy.
+
+        Raises PeerNonFiniteError when another rank has failed, unless the run goes on after a failure.
+        """
+        if self._ranks is not None:
+            self._ranks.batch_started(batch)
+            self._batch_ends.active = True
+        return self.rerun.batch_started(module) if self.rerun.keeps_start and module is not None else None
 
     # Seen, and raised inside the forward
 
@@ -110,7 +119,7 @@ class FailureHandler:
         incident = self._see(frame.batch, make)
         if incident is None or incident.is_finished or incident.raised is not None:
             return
-        if self._action == "raise" and self._options.act_at in ("auto", "module") and not is_over:
+        if self._action == "raise" and self._options.act_at != "batch" and not is_over:
             # `forward_left` finishes it: a re-run could wait for a lock that the forward holds.
             incident.raised = NonFiniteError(incident.report)
             # Raise it from no local: the traceback would hold itself, and with it the locals of the forward.
@@ -125,37 +134,50 @@ class FailureHandler:
             self._guard.settle(only_known=True)
             # It came first: something else than an optimizer has moved the weights by its gradients.
             deferred = self._guard.release()
-        incident = deferred or Incident(make())
-        self._under_way[batch] = incident
-        self._tell(incident, ranks=tells_ranks)
+        self._under_way[batch] = incident = deferred or Incident(make())
+        begins = self._tell(incident, ranks=tells_ranks)
         if not self._acts:
             self._finish(incident)
-        if self._warnings is not None:
-            self._warnings.begin(incident.finding)
+        self._warn(incident, begins)
         return incident
 
     def step_follows(self, incident: Incident) -> None:
         """Take a failure whose batch has no end to wait for, and act on it.
 
-        It is a non-finite gradient that a step is about to take, a state of an optimizer, or a checkpoint.
+        It is a non-finite gradient that a step is about to take, a weight after a step, or a checkpoint.
         """
         if self._ranks is not None:
             self._ranks.is_sharded = self._recorder.gathers_weights
-        self._tell(incident)
-        if self._warnings is not None and incident.finding.phase != "save":  # no batch; its guard warns
-            self._warnings.begin(incident.finding)
+        begins = self._tell(incident)
         self._finish(incident)
+        if incident.finding.phase != "save":  # no batch; its guard warns
+            self._warn(incident, begins)
+
+    def knows(self, batch: int) -> bool:
+        """Return whether the batch of this number is known to be non-finite."""
+        return batch in self._under_way or batch in self._ended
 
     # Told
 
-    def _tell(self, incident: Incident, *, ranks: bool = True) -> None:
-        """Tell the other ranks, before anything slow, and the sinks."""
-        if not self.is_run_open:
+    def _tell(self, incident: Incident, *, ranks: bool = True) -> bool:
+        """Tell the other ranks, before anything slow, and the sinks. Return whether a run of failures begins."""
+        begins = not self.is_run_open
+        if begins:
             self._first, self.is_run_open = incident, True
         self._batch_ends.active = True
         if ranks and self._ranks is not None:
             self._ranks.publish(incident.finding)
         self._sinks.on_nonfinite(incident.finding)
+        return begins
+
+    def _warn(self, incident: Incident, begins: bool) -> None:
+        """Count the batch for the sum at the end, and warn of the 1st, 2nd, 4th, 8th run of failures."""
+        if self._action != "warn":
+            return
+        self._warned[incident.finding.module] += 1
+        self._num_runs += begins
+        if begins and self._num_runs.bit_count() == 1:
+            warn_user(f"{text.summary(incident.finding)}; {_WHERE}")
 
     # The forward is left, and the batch ends
 
@@ -170,28 +192,28 @@ class FailureHandler:
         if incident is not None and incident.raised is not None:
             self._finish(incident, incident.raised)
         else:
-            self.explain(error)
+            self._explain(error)
         self._exception_batch = batch
         is_known = isinstance(error, NonFiniteError | BatchLimitError)
         if isinstance(error, Exception) and not is_known and batch % self._options.every == 0:
-            self._annotate(error, batch)
+            try:
+                self._annotate(error, batch)
+            except Exception:  # the user's error matters more
+                suppressed("what an exception of the user's left could not be told")
 
     def _annotate(self, error: Exception, batch: int) -> None:
         """Add a note with the non-finite value to somebody else's exception that ends the batch."""
-        try:
-            incident = self._under_way.get(batch)
-            if incident is None:
-                report = self._reports.of_left_calls(error, batch)
-                if report is None or report.finding is None:
-                    return
-                # Somebody may catch the exception and go on, so the other ranks are not told.
-                incident = self._see(batch, lambda: report, tells_ranks=False)
-            if incident is not None and not incident.is_finished:
-                self._finish(incident, error, agrees=self._action != "raise")
-            elif incident is not None and not self._acts:
-                add_note(error, incident.report)
-        except Exception:  # the user's error matters more
-            suppressed("what an exception of the user's left could not be told")
+        incident = self._under_way.get(batch)
+        if incident is None:
+            report = self._reports.of_left_calls(error, batch)
+            if report is None or report.finding is None:
+                return
+            # Somebody may catch the exception and go on, so the other ranks are not told.
+            incident = self._see(batch, lambda: report, tells_ranks=False)
+        if incident is not None and not incident.is_finished:
+            self._finish(incident, error, agrees=self._action != "raise")
+        elif incident is not None and not self._acts:
+            add_note(error, incident.report)
 
     def conclude(self, batch: int, completed: bool) -> None:
         """Act on a batch that has ended and whose frames are all known, unless its forward was ended by its error."""
@@ -202,8 +224,6 @@ class FailureHandler:
                     self._finish(incident)
             elif completed and batch % self._options.every == 0:
                 self.is_run_open = False
-                if self._warnings is not None:
-                    self._warnings.end(batch)
                 forecast = self._monitor.end(batch)
                 self._sinks.batch_ended(batch)
                 if forecast is not None:
@@ -212,7 +232,7 @@ class FailureHandler:
             if (incident := self._under_way.pop(batch, None)) is not None:
                 incident.let_go()
                 self._ended.append(batch)
-            self._update_subscription()
+            self._batch_ends.active = bool(self._under_way) or self.is_run_open
 
     # Examined, written, agreed on, handed over
 
@@ -241,10 +261,8 @@ class FailureHandler:
                 cause = NonFiniteError(incident.report)
                 warn_user(f"{cause}", may_raise=False)
                 raise interrupt from cause
-        if agrees and self._ranks is not None:
-            origin = self._ranks.settle()
-            if origin is not None:
-                incident.report = replace(incident.report, origin=origin)
+        if agrees and self._ranks is not None and (origin := self._ranks.settle()) is not None:
+            incident.report = replace(incident.report, origin=origin)
         report = incident.report
         if is_first or self._acts:
             self._sinks.on_failure(report)
@@ -258,83 +276,9 @@ class FailureHandler:
         if callable(self._action):
             self._action(report)
 
-    # The watch ends
+    # Another rank fails
 
-    def run_ended(self, error: BaseException | None) -> None:
-        """Take the end of a `with` block. Raises PeerNonFiniteError as `batch_started` does."""
-        if error is not None:
-            self.settle()
-            self.explain(error)
-        elif self._ranks is not None:
-            self._ranks.check()
-
-    def watch_ends(self) -> None:
-        """Report non-finite gradients that no step was about to take, then sum up the warnings.
-
-        They are no failure yet, so "raise" warns too.
-        """
-        is_raising = sys.exc_info()[0] is not None
-        try:
-            if self._guard is not None and (deferred := self._guard.release()) is not None:
-                deferred.remark("the watch ended before a step took it")
-                self._tell(deferred, ranks=False)
-                try:
-                    self._finish(deferred, agrees=False, raises=False)
-                except Exception:
-                    if not is_raising:
-                        raise
-                    suppressed("on_nonfinite raised while the watch ended by another error")
-                if self._action in ("raise", "warn"):
-                    words = (
-                        f"{text.summary(deferred.finding)}; the watch ended before a step took it; {_WHERE}"
-                    )
-                    warn_user(words, may_raise=not is_raising)
-        finally:
-            if self._warnings is not None:
-                self._warnings.close(self._recorder.latest_batch + 1, may_raise=sys.exc_info()[0] is None)
-
-    def close(self) -> None:
-        """Let go of everything, and leave the other ranks."""
-        self.rerun.let_go()
-        if self._ranks is not None:
-            self._ranks.close()
-
-    # What others ask
-
-    @property
-    def failure(self) -> Report | None:
-        """The report of the first failure of the latest run of non-finite batches, else of the deferred backward."""
-        deferred = None if self._guard is None else self._guard.pending
-        incident = self._first or deferred
-        return None if incident is None else incident.report
-
-    def knows(self, batch: int) -> bool:
-        """Return whether the batch of this number is known to be non-finite."""
-        return batch in self._under_way or batch in self._ended
-
-    @property
-    def ended_by_exception(self) -> bool:
-        """True if the latest batch ended by an exception."""
-        return self._exception_batch is not None and self._exception_batch == self._recorder.latest_batch
-
-    def settle(self) -> None:
-        """Settle the recorder where a report is asked for, which is no place to raise an error."""
-        try:
-            self._recorder.settle()
-        except NonFiniteError as error:  # of a thread or a backward that an exception has ended
-            warn_user(f"{error}", may_raise=False)
-
-    def batch_started(self, batch: int, module: nn.Module | None) -> object:
-        """Return what a re-run needs beside the recorder's part; see RerunPolicy.
-
-        Raises PeerNonFiniteError when another rank has failed, unless the run goes on after a failure.
-        """
-        if self._ranks is not None:
-            self._ranks.batch_started(batch)
-            self._batch_ends.active = True
-        return self.rerun.batch_started(module) if self.rerun.keeps_start and module is not None else None
-
-    def explain(self, error: BaseException | None) -> None:
+    def _explain(self, error: BaseException | None) -> None:
         """Raise PeerNonFiniteError from `error` when another rank's failure is behind it."""
         if self._ranks is not None and (explained := self._ranks.explain(error)) is not None:
             raise explained from error
@@ -348,85 +292,72 @@ class FailureHandler:
             self._ranks.is_sharded = True
             self._ranks.await_step()
 
-    def _update_subscription(self) -> None:
-        """Subscribe to the ends of batches while a non-finite batch or a warning waits for one."""
-        awaits_end = self._warnings is not None and self._warnings.awaits_batches
-        self._batch_ends.active = bool(self._under_way) or self.is_run_open or awaits_end
-
     def _write_last_frames(self, name: str) -> Report:
         """Write and return the latest frames of a rank without a failure of its own, from any thread."""
         report = self._reports.latest(None, self._reports.batch)
         self.rerun.write_frames(report, name)
         return report
 
-
-class NonFiniteWarnings:
-    """Warnings of runs of non-finite batches: a line for the beginning and the end of the 1st, 2nd, 4th, 8th run.
-
-    `patience` is the number of finite batches that end a run.
-    """
-
-    def __init__(self, patience: int = 1) -> None:
-        self._patience = patience
-        # Reentrant, because the garbage collector or a signal's handler may call the model.
-        self._lock = threading.RLock()
-        self._run, self._all = _Failures(), _Failures()
-        self._num_runs = 0
-        self._num_finite = 0  # batches in a row since the latest failure
+    # A report is asked for
 
     @property
-    def awaits_batches(self) -> bool:
-        """True while `end` is to be called after a finite batch."""
-        return bool(self._run)
+    def failure(self) -> Report | None:
+        """The report of the first failure of the latest run of non-finite batches, else of the deferred backward."""
+        deferred = None if self._guard is None else self._guard.pending
+        incident = self._first or deferred
+        return None if incident is None else incident.report
 
-    def begin(self, finding: Finding) -> None:
-        """Take the first failure of a batch."""
-        with self._lock:
-            is_new, self._num_finite = not self._run, 0
-            self._num_runs += is_new
-            for failures in (self._run, self._all):
-                failures.add(finding)
-        if is_new and self._num_runs.bit_count() == 1:
-            warn_user(f"{text.summary(finding)}; {_WHERE}")
+    @property
+    def ended_by_exception(self) -> bool:
+        """True if the latest batch ended by an exception."""
+        return self._exception_batch is not None and self._exception_batch == self._recorder.latest_batch
 
-    def end(self, batch: int) -> None:
-        """Take a finite batch."""
-        with self._lock:
-            self._num_finite += 1
-            if not self._run or self._num_finite < self._patience:
-                return
-            run, self._run = self._run, _Failures()
-        if self._num_runs.bit_count() == 1:
-            warn_user(f"all finite again in batch {batch}, after {run}")
+    def settle(self) -> None:
+        """Settle the recorder where a report is asked for, which is no place to raise an error."""
+        try:
+            self._recorder.settle()
+        except NonFiniteError as error:  # of a thread or a backward that an exception has ended
+            warn_user(f"{error}", may_raise=False)
 
-    def close(self, batches: int, *, may_raise: bool) -> None:
-        """Warn once of the sum over all `batches` watched batches."""
-        with self._lock:
-            failures, self._all, self._run = self._all, _Failures(), _Failures()
-        if failures:
-            watched = f"{batches:,} batch{'' if batches == 1 else 'es'}"
-            warn_user(f"of {watched} watched, {failures}", may_raise=may_raise)
+    # The watch ends
 
+    def run_ended(self, error: BaseException | None) -> None:
+        """Take the end of a `with` block. Raises PeerNonFiniteError as `batch_started` does."""
+        if error is not None:
+            self.settle()
+            self._explain(error)
+        elif self._ranks is not None:
+            self._ranks.check()
 
-class _Failures(Counter[str]):
-    """Numbers of non-finite batches, by the module that was the first to fail in each."""
+    def close(self) -> None:
+        """Report gradients that no step was about to take, warn of the sum of all failures, and leave the other ranks.
 
-    batches = (sys.maxsize, -1)  # the first and the last; those of several threads come in any order
+        Such gradients are no failure yet, so "raise" warns too.
+        """
+        is_raising = sys.exc_info()[0] is not None
+        try:
+            if self._guard is not None and (deferred := self._guard.release()) is not None:
+                self._report_untaken(deferred, is_raising)
+        finally:
+            self.rerun.let_go()
+            if self._ranks is not None:
+                self._ranks.close()
+            counts, self._warned = self._warned.most_common(), Counter()
+            if counts:
+                names = [f"{repr(name) if name else module_name(name)} {count:,}x" for name, count in counts]
+                total, num_batches = sum(count for _, count in counts), self._recorder.latest_batch + 1
+                words = f"non-finite batches: {total:,} of {num_batches:,}, first in {first_few(names, 3)}"
+                warn_user(words, may_raise=sys.exc_info()[0] is None)
 
-    def add(self, finding: Finding) -> None:
-        """Count the batch of this finding."""
-        self[finding.module] += 1
-        self.batches = min(self.batches[0], finding.batch), max(self.batches[1], finding.batch)
-
-    def __str__(self) -> str:
-        count, (first, last) = self.total(), self.batches
-        place = f"({first})" if count == 1 else f"(from {first} to {last})"
-        return f"{count:,} non-finite batch{'' if count == 1 else 'es'} {place}, first in {_ranked(self)}"
-
-
-def _ranked(counts: Counter[str]) -> str:
-    """Return `'0' 45x, '1' 45x, '2' 45x and 57 more`, the most frequent first."""
-    words = [
-        f"{repr(name) if name else module_name(name)} {count:,}x" for name, count in counts.most_common()
-    ]
-    return first_few(words, 3)
+    def _report_untaken(self, deferred: Incident, is_raising: bool) -> None:
+        deferred.remark("the watch ended before a step took it")
+        self._tell(deferred, ranks=False)
+        try:
+            self._finish(deferred, agrees=False, raises=False)
+        except Exception:
+            if not is_raising:
+                raise
+            suppressed("on_nonfinite raised while the watch ended by another error")
+        if self._action in ("raise", "warn"):
+            words = f"{text.summary(deferred.finding)}; the watch ended before a step took it; {_WHERE}"
+            warn_user(words, may_raise=not is_raising)

@@ -68,8 +68,8 @@ class ModelFinder:
     """Context that calls `found(model)` for each model before its first call, until it has found `most`.
 
     The finder makes the calls of all modules without a wrapper; see instrumentation/slot.py. A call of a module that
-    `on_model` watches takes no longer. Others take 1 µs more, and 3 µs when they are made from outside any other module,
-    where `accepts(module)` says whether the module is a model.
+    `on_model` watches takes no longer. Others take 1 µs more, and 3 µs from outside any other module, where
+    `accepts(module)` says whether the module is a model.
 
     The finder leaves a model alone that the script watches itself. The drop-in for DebugUnderflowOverflow does not
     count: its Watch, of a subclass, acts on fewer values.

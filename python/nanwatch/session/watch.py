@@ -189,9 +189,8 @@ class Watch:
         if self._tracer is not None:
             self._tracer.close()
         try:
-            self._failures.watch_ends()
-        finally:
             self._failures.close()
+        finally:
             if self._audit is not None:
                 self._audit.sum_up()
             self._sinks.on_close()
