@@ -19,8 +19,9 @@ HEAD = """\
 
 These are the keyword arguments of `nanwatch.watch` and of the [callbacks for trainers](integrations.md), the flags of
 `nanwatch run` (`ignore_modules` is `--ignore-modules`), and the words of the environment variable
-[`NANWATCH_OPTIONS`](environment.md#options-without-code). What the variable says replaces what the code says.
-`audit`, `replicas` and `attention` take a number N for every N-th step or batch; `True` means every 100th.
+[`NANWATCH_OPTIONS`](environment.md#options-without-code); `optimizer` is for code alone. What the variable says
+replaces what the code says. `audit`, `replicas` and `attention` take a number N for every N-th step or batch; `True`
+means every 100th.
 
 | option and default | meaning |
 |---|---|
@@ -36,7 +37,6 @@ TAIL = """
 | once | now |
 |---|---|
 | `weights=`, `buffers=`, `inputs=`, `outputs=` | `read="weights outputs"`, with the words that are wanted |
-| `optimizer=` | [`guard_checkpoints=True`](how-to/good-checkpoint.md), which reads the state at a save |
 | `include=` | `modules=` |
 | `exclude=` | `ignore_modules=` |
 | `allow_inf=` | `allow="inf:mask.*"` |

@@ -102,3 +102,26 @@ def test_gradients_are_watched_bit_equal(precision, watch):
     frames = [(f.batch, f.name) for f in seen.frames if f.phase == "backward"]
     assert sorted(frames) == [(batch, name) for batch in range(12) for name in ("", "act", "down", "up")]
     assert seen.skipped_steps == ()
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_the_state_of_a_prepared_optimizer_is_seen(prepared):
+    """`optimizer=` takes what `prepare` returns, whose step is made by the optimizer inside, or that one itself."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+    inner = torch.optim.AdamW((model := net()).parameters())
+    model, outer = accelerator.prepare(model, inner)
+    with nanwatch.watch(model, optimizer=outer if prepared else inner, max_frames=100) as watched:
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(data()).square().mean())
+                outer.step()
+                outer.zero_grad()
+        frames = [frame for frame in watched.frames if frame.phase == "step"]
+    assert [frame.batch for frame in frames] == [1, 3]
+    assert {record.label: record.abs_max for record in frames[-1].records} == {
+        f"{key}[{name}]": inner.state[p][key].abs().max().item()
+        for name, p in model.named_parameters()
+        for key in ("exp_avg", "exp_avg_sq")
+    }

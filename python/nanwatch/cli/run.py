@@ -89,7 +89,8 @@ def run_parser() -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("options of watch")
     for option in OPTIONS.values():
-        _add_flag(group, option)
+        if option.name != "optimizer":  # which only code has
+            _add_flag(group, option)
     return parser
 
 

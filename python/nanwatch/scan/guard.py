@@ -146,13 +146,13 @@ class CheckpointGuard:
                     yield _Owned(name, "weight" if number < len(weights) else "buffer", x, allowed)
 
     def _states(self) -> Iterator[_Owned]:
-        """Yield the states of all optimizers that have a parameter of the model."""
+        """Yield the states of all optimizers that have a parameter of the model, and of the one in the options."""
         model = self._reports.model()
         names = {} if model is None else parameter_names(model)
         for optimizer in instances_of(Optimizer):
             with suppressing("the state of an optimizer could not be listed"):
                 parameters = [x for group in optimizer.param_groups for x in group["params"]]
-                if any(id(x) in names for x in parameters):
+                if optimizer is self._reports.options.optimizer or any(id(x) in names for x in parameters):
                     for state in state_tensors(optimizer, names):
                         yield _Owned(state.label, "weight" if state.is_parameter else "buffer", state.tensor)
 

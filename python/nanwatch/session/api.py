@@ -32,6 +32,7 @@ def watch(
     *,
     read: str | Iterable[str] = "weights buffers inputs outputs",
     gradients: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
     modules: str | Iterable[str] = (),
     ignore_modules: str | Iterable[str] = (),
     every: int = 1,
@@ -60,6 +61,7 @@ def watch(
         read: which tensors to read in the forward. Integer buffers are skipped.
         gradients: in every backward, read the gradients of the tensors that are read in the forward. A step that is
             about to take a non-finite one is a failure, before any weight changes (docs/gradients.md).
+        optimizer: read the state of this optimizer after each of its steps: moments, weights of its own.
         modules, ignore_modules: glob patterns on the names of modules, such as "encoder.block.*"; `*` crosses dots.
             Names may have or lack what DistributedDataParallel and other wrappers put before them.
         every: read only every n-th batch.

@@ -1,13 +1,14 @@
 """Backwards and optimizer steps of a Watch: what happens between one forward and the next.
 
 At the end of a backward BackwardWatch finds its first non-finite gradient and defers the failure. OptimizerSteps hooks
-the steps: before a step it reads the gradients that the step takes and stops non-finite ones, and after the last step
-it reads the weights.
+the steps: before a step it reads the gradients that the step takes and stops non-finite ones, after it it reads the
+optimizer's state.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import isnan
@@ -24,15 +25,15 @@ from ..diagnosis.incident import Incident
 from ..diagnosis.loss_statements import loss_under_way
 from ..diagnosis.optimizer_step import take_apart
 from ..instrumentation.functions import find_called
-from ..instrumentation.global_hooks import Handles, before_steps, with_check_after_closure
-from ..instrumentation.wrapped_names import find_module, parameter_owners
+from ..instrumentation.global_hooks import Handles, after_steps, before_steps, with_check_after_closure
+from ..instrumentation.wrapped_names import find_module, parameter_names, parameter_owners
 from ..numerics.readable import Numbers, is_plain
 from ..recording.backward import find_in_backward
 from ..recording.events import Arrival, BackwardCall, Event
 from ..recording.observe import nonfinite, observe, read
 from ..recording.optimizer_state import state_tensors
-from ..records.record import Frame
-from ..report.finding import Finding
+from ..records.record import Frame, Record
+from ..report.finding import Finding, find
 from ..util.job import rank
 from ..util.modules import WeakIdentityDict, each_parameter
 from .optimizer_guard import OptimizerGuard, Weight
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from ..history.spikes import SpikeWatch
     from .failure_handler import FailureHandler
 
-# Name of the frame of a parameter beside the model.
+# Name of the frames of an optimizer's state.
 _OPTIMIZER = "(optimizer)"
 
 
@@ -179,8 +180,9 @@ class BackwardWatch:
         if model is not None and owned:
             owner, label = owners[id(parameter)]
             name = owner.name
-            # The nearest module around it that is called has the weight.
-            while name and is_never_called(name):
+            while name and is_never_called(
+                name
+            ):  # the nearest module around it that is called has the weight
                 name, _, inner = name.rpartition(".")
                 label = f"{inner}.{label}"
             class_name = type((find_module(model, name) or owner).module).__name__
@@ -208,7 +210,7 @@ def _nonfinite_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 class OptimizerSteps:
-    """Checks before every step of an optimizer, and of the weights after the last one.
+    """Checks before every step of an optimizer, and the state of one optimizer after its steps.
 
     What `failures` raises, the step raises, and no weight has changed. A step's closure is followed by the same checks,
     because the weights change next, and its backward may have ended on another thread.
@@ -216,13 +218,15 @@ class OptimizerSteps:
 
     def __init__(self, reports: Reports, failures: FailureHandler, backward: BackwardWatch | None) -> None:
         self._model = reports.model
-        self._recorder = reports.recorder
-        self._options = reports.options
+        self._recorder = recorder = reports.recorder
+        self._options = options = reports.options
         self._reports = reports
         self._failures = failures
         self._backward = backward
+        self._given = None if options.optimizer is None else weakref.ref(options.optimizer)
         # One search for each optimizer, unless it gets a group: 0.5 ms for the parameters of 400 modules.
         self._takes: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._has_read_state = options.optimizer is None
         # The optimizers, and the latest batch before the latest step of each.
         self._stepped: WeakIdentityDict[int] = WeakIdentityDict()
         self._last_step: Incident | None = None
@@ -235,7 +239,15 @@ class OptimizerSteps:
             begin = live._before_compiled_step if is_compiling() else live._before_step
             return begin(optimizer, args, kwargs)
 
-        self._hooks = Handles(self, [before_steps.add(before)])
+        def after(optimizer: Optimizer, *_: Any) -> None:
+            if (live := steps()) is not None and live._steps_given(optimizer):
+                live._read_state(optimizer)
+
+        hooks = [before_steps.add(before)]
+        if options.optimizer is not None:
+            self._node = recorder.add_node(_OPTIMIZER, options.optimizer, False, False)
+            hooks.append(after_steps.add(after))
+        self._hooks = Handles(self, hooks)
 
     def remove(self) -> None:
         """Look at no more steps."""
@@ -251,6 +263,10 @@ class OptimizerSteps:
             check = partial(backward.before_step, optimizer, takes_ours=self._takes_gradients(optimizer))
             changed = with_check_after_closure(optimizer, args, kwargs, check)
             check()
+        if not self._has_read_state and self._steps_given(optimizer):
+            self._has_read_state = True
+            if optimizer.state:  # from a checkpoint
+                self._read_state(optimizer)
         return changed
 
     # Otherwise torch.compile compiles this with the step, function by function.
@@ -264,11 +280,21 @@ class OptimizerSteps:
             return known[1]
         model = self._model()
         taken = {id(x) for group in optimizer.param_groups for x in group["params"]}
-        takes = self._recorder.gathers_weights or (
-            model is not None and any(id(x) in taken for x in each_parameter(model))
+        takes = (
+            self._recorder.gathers_weights
+            or self._steps_given(optimizer)
+            or (model is not None and any(id(x) in taken for x in each_parameter(model)))
         )
         self._takes[optimizer] = count, takes
         return takes
+
+    def _steps_given(self, stepping: Optimizer) -> bool:
+        """Return whether `stepping` is the optimizer in the options, or is inside it.
+
+        The step of a wrapper, such as Accelerate's, calls no hooks itself.
+        """
+        given = None if self._given is None else self._given()
+        return given is not None and stepping.param_groups is given.param_groups
 
     def look(self) -> Incident | None:
         """Return the failure of steps since the latest forward that have left a weight non-finite, if there is one."""
@@ -311,3 +337,30 @@ class OptimizerSteps:
             ):
                 return take_apart(finding, optimizer, weight)
         return finding
+
+    def _read_state(self, optimizer: Optimizer) -> None:
+        batch = self._recorder.latest_batch
+        if self._recorder.paused or batch < 0 or batch % self._options.every:
+            return
+        model = self._model()
+        names = {} if model is None else parameter_names(model)
+        records = state_rows(optimizer, names, partial(observe, wanted=self._options.recorder_settings()))
+        self._recorder.add_frame(batch, self._node, records)
+        if not any(record.is_fault for record in records):
+            self.act()
+            return
+        report = self._reports.latest(None, batch)
+        finding = find(report.frames[-1:], rank=rank(), num_frames=self._recorder.frames_of_batch(batch))
+        self._failures.step_follows(Incident(replace(report, finding=finding)))
+
+
+def state_rows(
+    optimizer: Optimizer, names: dict[int, str], observe: Callable[..., Record] = observe
+) -> list[Record]:
+    """Return the records of an optimizer's state, named as `state_tensors` names them. Step counts are left out."""
+    states = (x for x in state_tensors(optimizer, names) if x.is_parameter or _is_moment(x.tensor))
+    return [observe(x.tensor, x.label, "weight" if x.is_parameter else "buffer") for x in states]
+
+
+def _is_moment(x: Tensor) -> bool:
+    return bool(x.ndim) and x.is_floating_point()

@@ -20,6 +20,7 @@ from tempfile import TemporaryFile
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.wrapped_names import for_names
 from ..recording.events import Check, Settings
@@ -168,6 +169,12 @@ def _to_policy(option: str, value: Any) -> Any:
     return value
 
 
+def _to_optimizer(option: str, value: Any) -> Optimizer | None:
+    if value is not None and not isinstance(value, Optimizer):
+        raise TypeError(f"{option} should be a torch.optim.Optimizer or None, got {type(value).__name__}")
+    return value
+
+
 def to_sinks(option: str, value: Any) -> tuple[Any, ...]:
     """Return the targets of sinks, each of them accepted; a folder of TensorBoard as an absolute path."""
     if isinstance(value, Sink) or not isinstance(value, str | Iterable) or log_for(value) is not None:
@@ -304,6 +311,7 @@ class Options:
 
     read: tuple[str, ...] = _option(PARTS, _read_words, "which tensors to read in the forward", "WORDS")
     gradients: bool = _option(False, flag, "read gradients too, and stop a step that would take a bad one")
+    optimizer: Optimizer | None = _option(None, _to_optimizer, "read this optimizer's state after each step")
     modules: tuple[str, ...] = _option(
         (), patterns, "watch only modules whose name matches: 'encoder.*'", "PATTERN"
     )

@@ -46,3 +46,21 @@ def test_the_place_counts_what_the_ring_has_dropped(max_frames: int, place: int,
         model(torch.ones(2))
         finding = finding_of(watch)
     assert (finding.batch, finding.module, finding.sequence) == (batches, str(place), place)
+
+
+@pytest.mark.usefixtures("each_recorder")
+def test_the_state_of_an_optimizer_comes_last() -> None:
+    """A frame of its step counts on from those of forward and backward."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with nanwatch.watch(
+        model, optimizer=optimizer, on_nonfinite="record", rerun=False, max_frames=2
+    ) as watch:
+        for batch in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            if batch == 1:
+                optimizer.state[model[0].weight]["momentum_buffer"][0, 0] = float("inf")
+            optimizer.step()
+        finding = finding_of(watch)
+    # Two layers and the root.
+    assert (finding.batch, finding.origin, finding.sequence) == (1, "buffer", 3)

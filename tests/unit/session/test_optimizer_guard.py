@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch.report.report import NonFiniteError, Report
+from nanwatch.session.watch import Watch
 from support.gradient_models import Narrow, Sick
 from support.recorders import WITH_DEVICE, watched
 from support.training import assert_same_bits
@@ -293,3 +294,73 @@ def test_the_other_ways_to_act() -> None:
         assert finding.phase == "backward"
         assert not torch.isfinite(model[0].weight).any()
     assert len(called) == 1
+
+
+# The optimizer's state
+
+
+def state_frames(w: Watch) -> list[dict[str, float | None]]:
+    """The frames of steps, as label to largest magnitude."""
+    return [{r.label: r.abs_max for r in f.records} for f in w.frames if f.phase == "step"]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=HOWS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_the_state_of_an_optimizer_has_a_frame_a_step(recorder: str, kind: dict[str, Any]) -> None:
+    """exp_avg and exp_avg_sq of every parameter by its name, as they are after the step; step counts are left out."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), **kind)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    with watched(model, recorder, optimizer=optimizer, max_frames=100) as w:
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            other.step()
+        (first, latest) = state_frames(w)
+        expected = {
+            f"{key}[{name}]": optimizer.state[p][key].abs().max().item()
+            for name, p in model.named_parameters()
+            for key in ("exp_avg", "exp_avg_sq")
+        }
+    assert latest == expected
+    assert first.keys() == latest.keys()
+    assert {f.class_name for f in w.frames if f.phase == "step"} == {"AdamW"}
+
+
+def test_a_state_that_was_bad_when_it_was_loaded_is_a_failure() -> None:
+    """The next step raises it, before a weight changes."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    (model(torch.ones(1)).sum() * 1e25).backward()
+    optimizer.step()
+    before = model[0].weight.clone()
+    with watch(model, optimizer=optimizer):
+        model(torch.ones(1)).sum().backward()
+        with pytest.raises(NonFiniteError):
+            optimizer.step()
+    assert torch.equal(model[0].weight, before)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another, as Accelerate's: its own step has no hooks."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """Make the step of the other one."""
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("wrapper", [Wrapper, lambda optimizer: optimizer])
+def test_a_bad_state_is_a_failure_of_the_step(wrapper: Any) -> None:
+    """A gradient whose square leaves float32. `optimizer=` may be given a wrapper."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    optimizer = wrapper(torch.optim.AdamW(model.parameters()))
+    with watch(model, optimizer=optimizer, gradients=True):
+        (model(torch.ones(1)).sum() * 1e25).backward()
+        with pytest.raises(NonFiniteError, match="the optimizer's step after batch 0") as error:
+            optimizer.step()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.phase) == ("(optimizer)", "exp_avg_sq[0.weight]", "step")
